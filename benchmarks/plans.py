@@ -2,7 +2,7 @@
 
     python benchmarks/plans.py
 
-The tables of the 24-hour run and of the goodput by way of saving are those of docs/planning.md; the figures of the
+The tables of the 24-hour run and of the goodput of save strategies are those of docs/planning.md; the figures of the
 recipes are those of their headers. Takes seconds.
 """
 
@@ -88,7 +88,7 @@ def recipe_rows(gpus: dict[str, GPU]) -> Iterator[str]:
 
 
 def goodput_rows() -> Iterator[str]:
-    """Yield the lines of a table of the simulated goodput of each way to save."""
+    """Yield the lines of a table of the simulated goodput of each save strategy."""
     yield '| one failure every | GPUs | synchronous, every 30 min | synchronous | asynchronous | tiers |'
     yield '|---|---|---|---|---|---|'
     for hours in MTBF_HOURS:

@@ -1,4 +1,4 @@
-"""Simulated goodput of ways to save checkpoints, under failures of processes, of nodes and of the whole cluster.
+"""Simulated goodput of save strategies under failures of processes, of nodes and of the whole cluster.
 
 The simulation goes from failure to failure of a Poisson process. Between two failures training restarts, and stalls at
 each save point; a tier has the checkpoint once its lag has passed. After a failure, training continues from the newest
@@ -57,7 +57,7 @@ class Tier:
 
 @dataclass(frozen=True)
 class SaveStrategy:
-    """A way to save checkpoints. Times are in seconds."""
+    """Places and times of checkpoints. Times are in seconds."""
 
     name: str
     interval: float
@@ -78,7 +78,7 @@ class SimulatedGoodput:
 
 
 def simulate_strategies(saving: Resilience) -> list[SimulatedGoodput]:
-    """Return the goodput of each way to save in a training phase."""
+    """Return the goodput of each save strategy in a training phase."""
     restart, mtbf = saving.restart_seconds, 3600 * saving.mtbf_hours
     strategies = save_strategies(
         stall=saving.stall_seconds,
@@ -100,7 +100,7 @@ def save_strategies(
     batch: float = 0.0,
     run: float = math.inf,
 ) -> list[SaveStrategy]:
-    """Return the ways to save: synchronous at the recipe's interval and at the best one, asynchronous, and in tiers.
+    """Return the strategies: synchronous at the recipe's interval and at the best one, asynchronous, and tiers.
 
     Writing in the background takes as long as a synchronous save, and reading as long as writing.
 
@@ -120,7 +120,7 @@ def save_strategies(
     written = (Tier('durable', Failure.CLUSTER, lag=0.0, restore=restore),)
     strategies = [SaveStrategy('synchronous', best(stall), stall, written)]
     if recipe_interval:
-        strategies.insert(0, SaveStrategy('synchronous as in the recipe', recipe_interval, stall, written))
+        strategies.insert(0, SaveStrategy('synchronous (recipe)', recipe_interval, stall, written))
     interval = best(snapshot)
     # A save begins after the one before is complete.
     durable = Tier('durable', Failure.CLUSTER, lag=stall, restore=restore)

@@ -208,7 +208,9 @@ def _strategies(plan: Plan) -> str:
         rows.append([each.phase.name, *(cells.get(name, '') for name in names)])
     saving = plan.phases[0].resilience
     failures = f'one failure every {_duration(3600 * saving.mtbf_hours)}'
-    title = f'Goodput by way of saving, simulated with {failures} and restarts of {_duration(saving.restart_seconds)}'
+    title = (
+        f'Goodput of save strategies, with {failures} and restarts of {_duration(saving.restart_seconds)} (simulated)'
+    )
     return _section(title, rows)
 
 

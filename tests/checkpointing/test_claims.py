@@ -99,7 +99,7 @@ def test_claim_of_another_machine_expires_by_the_clock_of_the_file_system(run):
     assert claimed_batches(run) == {10}
 
 
-def test_what_is_no_file_is_no_claim(run):
+def test_links_pipes_and_folders_are_not_claims(run):
     """In a folder that other users may write to."""
     (run / '.claim-ba10-0.json').symlink_to('/etc/passwd')
     (run / '.claim-ba10-1.json').mkdir()

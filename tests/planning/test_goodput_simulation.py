@@ -1,4 +1,4 @@
-"""Simulated goodput of ways to save: against the closed form, an event queue, and figures published by others."""
+"""Simulated goodput of save strategies, against the closed form, an event queue, and an earlier simulation."""
 
 import heapq
 import runpy
@@ -118,7 +118,7 @@ def test_jumps_between_failures_equal_an_event_queue(interval, stall, lags, ever
     assert jumped == pytest.approx(queued, abs=2 * every * interval / (150 * 2 * HOUR))
 
 
-def test_each_way_is_better_than_the_one_before_and_tiers_gain_by_failures_that_spare_memory(monkeypatch):
+def test_tiers_gain_only_by_frequent_failures_that_spare_memory(monkeypatch):
     found = [*goodputs(mtbf=3 * HOUR, recipe_interval=1800).values()]
     assert found == sorted(found) and found[-1] - found[-2] > 0.005
     rare = goodputs(mtbf=396 * HOUR)
@@ -161,7 +161,7 @@ def test_table_in_the_documentation_is_that_of_the_benchmark():
     page = (YAMLS.parent / 'docs/planning.md').read_text()
     assert '\n'.join(main['goodput_rows']()) in page
     often, rare = (goodputs(mtbf=hours * HOUR, recipe_interval=1800) for hours in (3, 386))
-    half_hour = rare['synchronous as in the recipe']
+    half_hour = rare['synchronous (recipe)']
     hourly = goodput(interval=chosen_interval(stall=60, mtbf=386 * HOUR), stall=60, restart=240, mtbf=386 * HOUR)
     for gain, words in (
         (rare['synchronous'] - half_hour, 'the best one instead of half an hour is worth {:.1f} %'),

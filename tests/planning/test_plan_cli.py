@@ -63,15 +63,15 @@ def test_json_reproduces_the_published_table(capsys):
     assert training['usd'] == pytest.approx(31_146, abs=2)
 
 
-def test_goodput_of_each_way_to_save_is_simulated(capsys):
+def test_goodput_of_each_save_strategy_is_simulated(capsys):
     words = [BOTH[0], '--gpus', '128', '--mtbf', '3', '--stall', '60', '--restart', '240']
     save = 'trainer.save_interval=30m'
     out = planned(capsys, *words, save)
     _, _, section = out.partition(
-        'Goodput by way of saving, simulated with one failure every 3.0 h and restarts of 4.0 min'
+        'Goodput of save strategies, with one failure every 3.0 h and restarts of 4.0 min (simulated)'
     )
     header, row, *_ = section.strip('\n').splitlines()
-    assert header.split() == ['synchronous', 'as', 'in', 'the', 'recipe', 'synchronous', 'asynchronous', 'tiers']
+    assert header.split() == ['synchronous', '(recipe)', 'synchronous', 'asynchronous', 'tiers']
     assert '0.867 every 30.0 min' in row and '0.950 every 4.2 min' in row
     phase = as_json(capsys, *words, save)['phases'][0]
     count = -(-phase['saving']['run_seconds'] // 1800)

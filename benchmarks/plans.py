@@ -1,13 +1,16 @@
-"""Print the costs that `diffusion plan` computes: of the 24-hour run on each GPU, and of every shipped recipe.
+"""Print what `diffusion plan` computes: costs of the 24-hour run on each GPU and of every recipe, and goodputs.
 
     python benchmarks/plans.py
 
-The tables are those of docs/planning.md; the figures of the second are those of the recipes' headers. Takes seconds.
+The tables of the 24-hour run and of the goodput of save strategies are those of docs/planning.md; the figures of the
+recipes are those of their headers. Takes seconds.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 
+from diffusion.planning.checkpoint_interval import LLAMA3_GPUS, LLAMA3_HOURS_BETWEEN_FAILURES
+from diffusion.planning.goodput_simulation import save_strategies, simulated_goodput
 from diffusion.planning.gpus import GPU, load_gpus
 from diffusion.planning.memory import GIB
 from diffusion.planning.plan import Assumptions, Plan, load_phases, make_plan
@@ -30,11 +33,15 @@ RECIPES: tuple[tuple[tuple[str, ...], str, int, float], ...] = (
 )
 """Recipes that run one after another, with the GPU, the number of GPUs and the price per GPU-hour of their headers."""
 
+MTBF_HOURS = 3, 24, 386
+STALL_SECONDS, RESTART_SECONDS = 60.0, 240.0
+"""Seconds of a synchronous save and of a restart in the table of goodputs."""
+
 
 def main() -> None:
-    """Print both tables."""
+    """Print the tables."""
     gpus = load_gpus()
-    print('\n'.join([*speedrun_rows(gpus), '', *recipe_rows(gpus)]))
+    print('\n'.join([*speedrun_rows(gpus), '', *recipe_rows(gpus), '', *goodput_rows()]))
 
 
 def speedrun_rows(gpus: dict[str, GPU]) -> Iterator[str]:
@@ -78,6 +85,18 @@ def recipe_rows(gpus: dict[str, GPU]) -> Iterator[str]:
                 f'| {each.phase.name} | {count} {gpu} at ${price:.2f} | {cost.days:.2f} | {cost.gpu_hours:,.0f} | '
                 f'${cost.usd:,.0f} | {each.speed.source} |'
             )
+
+
+def goodput_rows() -> Iterator[str]:
+    """Yield the lines of a table of the simulated goodput of each save strategy."""
+    yield '| one failure every | GPUs | synchronous, every 30 min | synchronous | asynchronous | tiers |'
+    yield '|---|---|---|---|---|---|'
+    for hours in MTBF_HOURS:
+        mtbf = 3600.0 * hours
+        strategies = save_strategies(stall=STALL_SECONDS, restart=RESTART_SECONDS, mtbf=mtbf, recipe_interval=1800)
+        goodputs = [simulated_goodput(each, mtbf=mtbf, restart=RESTART_SECONDS) for each in strategies]
+        gpus = float(f'{LLAMA3_GPUS * LLAMA3_HOURS_BETWEEN_FAILURES / hours:.2g}')
+        yield f'| {hours} h | {gpus:,.0f} | {" | ".join(f"{each:.3f}" for each in goodputs)} |'
 
 
 def phases_of(names: tuple[str, ...]) -> list[Phase]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from composer.utils import dist
 
-from diffusion.checkpointing import checkpoint_store
+from diffusion.checkpointing import checkpoint_store, retention
 from diffusion.checkpointing.bucket_checkpoints import (
     DAMAGED_RECEIPT,
     bring_files,
@@ -41,7 +41,10 @@ from diffusion.checkpointing.checkpoint_store import (
     checkpoint_name,
     parse_receipt,
 )
+from diffusion.checkpointing.claims import PIN
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
+from diffusion.checkpointing.retention import CheckpointInfo
+from diffusion.config.checkpointing import KeepConfig
 from diffusion.errors import ExternalError, UserError
 from diffusion.launch.bucket_run import claim_working_folder, open_bucket_run
 from diffusion.launch.run_id import check_run_id
@@ -77,6 +80,8 @@ class BucketStorage:
         """Ranks with the same working folder, in order: those of this node. The first one cares for the folder."""
         self._published: set[int] | None = None
         """Batches of the checkpoints in the store, on rank 0; None before they are listed."""
+        self._saved: dict[int, float | None] = {}
+        """Times of their saves, as far as they are known."""
 
     def open(self) -> str:
         # Not Composer's local ranks: the nodes of a local job share a machine, but may have folders of their own.
@@ -174,6 +179,7 @@ class BucketStorage:
                     'this run another name'
                 ) from error
             self._batches().add(batch)
+            self._saved[batch] = retention.time_of_receipt(about)
             try:
                 object_store.write(f'{self.place}/{LATEST}', checkpoint_name(batch).encode())
             except (OSError, UserError) as error:  # the checkpoint is complete, and found without it
@@ -197,14 +203,22 @@ class BucketStorage:
     def list_batches(self) -> list[int]:
         return sorted(self._batches(), reverse=True)
 
-    def prune(self, keep: int) -> None:
-        old = self.list_batches()[max(1, keep) :]
+    def prune(self, rules: KeepConfig) -> None:
         with _as_storage_fault():
-            for batch in old:
+            for batch in retention.select_removable(self._infos(rules), rules):
                 delete_checkpoint(self.name_of(batch))
                 self._batches().discard(batch)
 
-    def make_room(self, keep: int) -> bool:
+    def _infos(self, rules: KeepConfig) -> list[CheckpointInfo]:
+        """Return the facts about the checkpoints in the store that the rules need."""
+        batches, pinned = self.list_batches(), _pinned_batches(self.place)
+        if rules.hourly or rules.daily:
+            for batch in batches:
+                if batch not in self._saved:
+                    self._saved[batch] = _saved_time(self.name_of(batch))
+        return [CheckpointInfo(batch, self._saved.get(batch), batch in pinned) for batch in batches]
+
+    def make_room(self, rules: KeepConfig | None, batch: int) -> bool:
         # It is the disk of the working folder that is full, where older checkpoints are copies.
         copies = checkpoint_store.list_checkpoints(self.folder) if self._cares_for_folder() else []
         for path in copies:
@@ -314,6 +328,21 @@ def files_of_rank(receipt: Mapping[str, Any], sharers: Sequence[int]) -> dict[st
             names = shards[rank::world_size]
         names += [name for name in files if name in common and rank == sharers[0] and name not in names]
     return {name: files[name] for name in names}
+
+
+def _pinned_batches(url: str) -> set[int]:
+    """Return the batches of the checkpoints of the run at a URL that an object such as `ba500.pinned` keeps."""
+    names = [Path(found.key).name for found in object_store.list_folder(url)[1]]
+    return {int(pin[1]) for name in names if (pin := PIN.fullmatch(name))}
+
+
+def _saved_time(url: str) -> float | None:
+    """Return the time when the checkpoint at a URL was saved, in seconds since 1970; None if it is unknown."""
+    text = object_store.read_if_exists(f'{url}/{RECEIPT}')
+    try:
+        return None if text is None else retention.time_of_receipt(parse_receipt(text, url))
+    except DamagedCheckpoint:
+        return None
 
 
 @contextmanager

@@ -297,14 +297,6 @@ def remove_others(checkpoint: Path) -> None:
             remove(path)
 
 
-def prune(folder: Path, keep: int) -> list[Path]:
-    """Remove all but the newest `keep` checkpoints of a run (at least one); return the paths of removed checkpoints."""
-    old = list_checkpoints(folder)[max(1, keep) :]
-    for path in old:
-        remove(path)
-    return old
-
-
 def flush(file: IO[Any]) -> None:
     """Flush an open file to the disk, not only to the operating system."""
     file.flush()

@@ -19,6 +19,7 @@ from diffusion.checkpointing.run_storage import RunStorage, run_storage
 from diffusion.checkpointing.save_interval import timed_interval
 from diffusion.checkpointing.storage_faults import SaveFailed, way_out
 from diffusion.checkpointing.trainer_state import load_checkpoint
+from diffusion.config.checkpointing import KeepConfig
 from diffusion.launch import run_lock
 from diffusion.storage.retry import DISK_FULL_ERRORS
 
@@ -48,7 +49,7 @@ class Checkpointer(CheckpointSaver):
             `RunStorage`.
         save_interval: A Composer time string, a time such as `10m`, or `auto`, which chooses the time from the
             duration of saves and the failures of the run. The end of training is always saved.
-        num_checkpoints_to_keep: Number of newest checkpoints to keep; -1 keeps all.
+        keep: Checkpoints to keep (`retention`); None keeps all.
         sharded: If True, each rank writes its shards of model, optimizer and weight averages, which requires FSDP2;
             otherwise rank 0 writes them unsharded. Both formats can be read by any number of ranks with any strategy.
         resume: Checkpoint to resume from; None starts a new run. With `auto`, the run's newest undamaged checkpoint is
@@ -67,7 +68,7 @@ class Checkpointer(CheckpointSaver):
         storage: str | Path | RunStorage,
         *,
         save_interval: str | int | Time = '1ep',
-        num_checkpoints_to_keep: int = -1,
+        keep: KeepConfig | None = None,
         sharded: bool = False,
         resume: Path | Literal['auto'] | None = None,
         recipe_text: str = '',
@@ -83,9 +84,9 @@ class Checkpointer(CheckpointSaver):
             latest_remote_file_name=None,
             save_interval=self._timed or save_interval,
             overwrite=True,
-            num_checkpoints_to_keep=num_checkpoints_to_keep,
         )
         self.tmp_dir_for_symlink.cleanup()  # used for uploads only, which this class does not do
+        self.keep = keep
         self.sharded = sharded
         self.resume = None if resume == 'auto' else resume
         self._opens = resume == 'auto'
@@ -194,7 +195,7 @@ class Checkpointer(CheckpointSaver):
         except SaveFailed as error:
             # The ranks may have met different faults, but only together can they make room and try again.
             full = any(dist.all_gather_object(error.errno in DISK_FULL_ERRORS))
-            if not full or not self._make_room():
+            if not full or not self._make_room(state):
                 raise
             saved = self._write(state)
         if self._timed is not None:
@@ -203,20 +204,20 @@ class Checkpointer(CheckpointSaver):
         self.last_checkpoint_batch = state.timestamp.batch
         self.saved_checkpoints.append(saved)
         self._failed_in_a_row = 0
-        if dist.get_global_rank() == 0 and self.num_checkpoints_to_keep > 0:
+        if dist.get_global_rank() == 0 and self.keep is not None:
             try:
-                self.storage.prune(self.num_checkpoints_to_keep)
+                self.storage.prune(self.keep)
             except OSError as error:  # the next save tries again
                 log.warning('%s: old checkpoints are not removed (%s)', self.storage.place, error)
 
     def _write(self, state: State) -> str:
         return save_checkpoint(state, self.storage, sharded_tensors=self.sharded, recipe_text=self.recipe_text)
 
-    def _make_room(self) -> bool:
-        """Remove what a save may replace, such as the oldest checkpoint of several; return True if there was any."""
+    def _make_room(self, state: State) -> bool:
+        """Remove what the run would not keep after a save; return True if there was anything, on any rank."""
         removed = False
         try:
-            removed = self.storage.make_room(self.num_checkpoints_to_keep)
+            removed = self.storage.make_room(self.keep, state.timestamp.batch.value)
         except OSError as error:
             log.warning('%s: old checkpoints are not removed (%s)', self.storage.place, error)
         return any(dist.all_gather_object(removed))

@@ -11,12 +11,13 @@ from typing import Any, Protocol
 
 from composer.utils import dist
 
-from diffusion.checkpointing import checkpoint_store
+from diffusion.checkpointing import checkpoint_store, retention
 from diffusion.checkpointing.bucket_storage import BucketStorage
 from diffusion.checkpointing.checkpoint_store import FileRecord, checkpoint_name
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks, run_on_rank_zero
 from diffusion.checkpointing.shared_folder import open_run_folder
 from diffusion.checkpointing.verification import newest_intact
+from diffusion.config.checkpointing import KeepConfig
 from diffusion.launch.run_id import check_run_id
 from diffusion.storage.atomic import remove
 
@@ -111,15 +112,16 @@ class RunStorage(Protocol):
         """Return the batch numbers of the checkpoints, newest first; on rank 0."""
         ...
 
-    def prune(self, keep: int) -> None:
-        """Remove all but the newest `keep` checkpoints (at least one), on rank 0."""
+    def prune(self, rules: KeepConfig) -> None:
+        """Remove the checkpoints that the rules do not keep; on rank 0."""
         ...
 
-    def make_room(self, keep: int) -> bool:
+    def make_room(self, rules: KeepConfig | None, batch: int) -> bool:
         """Free space on a full disk before a save is tried again; on every rank, no collective.
 
         Args:
-            keep: Number of newest checkpoints that the run keeps; -1 keeps all.
+            rules: Checkpoints that the run keeps; None keeps all.
+            batch: Batch of the save.
 
         Returns:
             True if this rank has removed something.
@@ -201,12 +203,14 @@ class FolderStorage:
         found = (checkpoint_store.batch_number(path) for path in checkpoint_store.list_checkpoints(self.folder))
         return [batch for batch in found if batch is not None]
 
-    def prune(self, keep: int) -> None:
-        checkpoint_store.prune(self.folder, keep)
+    def prune(self, rules: KeepConfig) -> None:
+        retention.prune(self.folder, rules)
 
-    def make_room(self, keep: int) -> bool:
-        # The save that failed would have removed it afterwards. The newest checkpoint stays in any case.
-        return dist.get_global_rank() == 0 and keep > 1 and bool(checkpoint_store.prune(self.folder, keep - 1))
+    def make_room(self, rules: KeepConfig | None, batch: int) -> bool:
+        # The newest checkpoint stays in any case.
+        if dist.get_global_rank() != 0 or rules is None:
+            return False
+        return bool(retention.make_room(self.folder, rules, batch))
 
 
 def run_storage(place: str | Path) -> RunStorage:

@@ -11,6 +11,7 @@ from diffusion.config import registry, sample_order
 from diffusion.config.algorithm_checks import check_algorithms
 from diffusion.config.alignment_checks import check_alignment
 from diffusion.config.byte_sizes import parse_bytes
+from diffusion.config.checkpointing_checks import check_checkpointing
 from diffusion.config.device_checks import nearest_divisor
 from diffusion.config.image_shapes import parse_shape
 from diffusion.config.lora_checks import check_lora
@@ -56,14 +57,6 @@ SET_IN_OTHER_SECTIONS = {
     'load_path': 'init_from (another run) or trainer.autoresume (this one)',
 }
 """Keywords of composer.Trainer that belong in another section of a recipe, with that section's name."""
-COMPOSER_SAVER_KEYWORDS = {
-    'save_filename',
-    'save_ignore_keys',
-    'save_latest_filename',
-    'save_overwrite',
-    'save_weights_only',
-}
-"""Keywords of composer.Trainer that affect only the files of Composer's own CheckpointSaver."""
 RUN_NAME = re.compile(r'[A-Za-z0-9_][A-Za-z0-9._-]{0,127}')
 """Pattern of a run's name. It excludes `.` and `..`, and names that a program would read as an option."""
 MAX_BATCH = 2**31
@@ -153,7 +146,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
         _check_order(recipe, gather)
         _check_parallelism(recipe, gather)
         _check_speed(recipe, gather)
-        _check_saving(recipe, gather)
+        gather.problems += check_checkpointing(recipe)
     _check_trainer(recipe, gather)
     _check_loss_guard(recipe, gather)
     _check_notify(recipe, gather)
@@ -420,18 +413,6 @@ def _check_loss_guard(recipe: Recipe, gather: Gatherer) -> None:
                 'skip does not support precision amp_fp16, whose loss scaler already skips updates; use stop, or '
                 'trainer.precision=amp_bf16',
             )
-
-
-def _check_saving(recipe: Recipe, gather: Gatherer) -> None:
-    """Report settings that only Composer's own CheckpointSaver reads, where this package's Checkpointer is used."""
-    if not isinstance(recipe.trainer, dict) or 'save_folder' in recipe.trainer:
-        return
-    for key in sorted(COMPOSER_SAVER_KEYWORDS & recipe.trainer.keys()):
-        gather.problem(
-            join('trainer', key),
-            f"applies only to Composer's own checkpoints; this run saves to {recipe.runs_dir}/{recipe.name}/baN: "
-            "remove it, or also set trainer.save_folder for Composer's checkpoints, which are not verified",
-        )
 
 
 def _durations(recipe: Recipe) -> list[tuple[str, Any]]:

@@ -60,6 +60,10 @@ class Resilience:
     """The recipe's trainer.save_interval; None if it is neither in batches nor in seconds."""
     recipe_goodput: float | None
     """Goodput at the recipe's interval."""
+    batch_seconds: float
+    """Time of a batch."""
+    run_seconds: float
+    """Time of all batches."""
 
 
 def sizes_of(recipe: Recipe, model: ModelCosts, *, auxiliary: int = 0) -> Sizes:
@@ -103,6 +107,17 @@ def best_interval(*, stall: float, mtbf: float) -> float:
         else:
             high = middle
     return low * mtbf
+
+
+def possible_interval(seconds: float, *, batch: float, run: float) -> float:
+    """Return the possible save interval nearest to `seconds`: at least a batch and at most the run, whose end is saved.
+
+    Args:
+        seconds: The wanted interval.
+        batch: Seconds of a batch.
+        run: Seconds of all batches.
+    """
+    return min(max(seconds, batch), run)
 
 
 def chosen_interval(*, stall: float, mtbf: float) -> float:
@@ -162,8 +177,8 @@ def resilience_of(
     """
     stall = default_stall_seconds(phase, nodes=nodes) if stall_seconds is None else stall_seconds
     mtbf, batch_seconds = mtbf_hours * 3600, phase.recipe.global_batch / images_per_second
-    # At least one batch, and at most the whole run, whose end is always saved.
-    interval = min(max(best_interval(stall=stall, mtbf=mtbf), batch_seconds), phase.batches * batch_seconds)
+    run_seconds = phase.batches * batch_seconds
+    interval = possible_interval(best_interval(stall=stall, mtbf=mtbf), batch=batch_seconds, run=run_seconds)
     save_interval = str(phase.recipe.trainer.get('save_interval', '1ep'))
     in_batches = save_interval.endswith('ba') and save_interval[:-2].isdigit()
     recipe_interval = int(save_interval[:-2]) * batch_seconds if in_batches else seconds_of(save_interval)
@@ -180,4 +195,6 @@ def resilience_of(
         recipe_goodput=None
         if not recipe_interval
         else goodput(interval=recipe_interval, stall=stall, restart=restart_seconds, mtbf=mtbf),
+        batch_seconds=batch_seconds,
+        run_seconds=run_seconds,
     )

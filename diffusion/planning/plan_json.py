@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from diffusion.planning.checkpoint_storage import kept_checkpoints
+from diffusion.planning.goodput_simulation import SimulatedGoodput, simulate_strategies
 from diffusion.planning.plan import Alternative, Fit, PhasePlan, Plan
 from diffusion.planning.run_cost import Cost
 from diffusion.planning.techniques import Technique
@@ -28,6 +30,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
 
 def _phase(each: PhasePlan) -> dict[str, Any]:
     phase = each.phase
+    kept = kept_checkpoints(phase, each.resilience, each.sizes)
     return {
         'name': phase.name,
         'batches': phase.batches,
@@ -62,7 +65,20 @@ def _phase(each: PhasePlan) -> dict[str, Any]:
             'with_optimizer': each.sizes.with_optimizer,
             'with_averages': each.sizes.with_averages,
         },
+        'kept_checkpoints': None if kept is None else {'count': kept.count, 'bytes': kept.bytes},
         'saving': dict(vars(each.resilience)),
+        'save_strategies': [_strategy(simulated) for simulated in simulate_strategies(each.resilience)],
+    }
+
+
+def _strategy(simulated: SimulatedGoodput) -> dict[str, Any]:
+    strategy = simulated.strategy
+    return {
+        'name': strategy.name,
+        'interval_seconds': strategy.interval,
+        'stall_seconds': strategy.stall,
+        'lag_seconds': {tier.name: tier.lag for tier in strategy.tiers},
+        'goodput': simulated.goodput,
     }
 
 

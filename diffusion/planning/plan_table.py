@@ -2,6 +2,8 @@
 
 from collections.abc import Collection, Sequence
 
+from diffusion.planning.checkpoint_storage import kept_checkpoints
+from diffusion.planning.goodput_simulation import simulate_strategies
 from diffusion.planning.memory import GIB
 from diffusion.planning.plan import Plan
 from diffusion.planning.run_cost import Cost
@@ -29,6 +31,7 @@ ENCODING_NAMES = {
 def plan_text(plan: Plan) -> str:
     """Return a plan as the text that `diffusion plan` prints: tables, notes and warnings."""
     sections = [_overview(plan), _time(plan), _techniques(plan), _memory(plan), _data(plan), _checkpoints(plan)]
+    sections += [_strategies(plan)]
     sections += [_bullets('Notes', plan.notes), _bullets('WARNINGS', plan.warnings)]
     return '\n\n'.join(section for section in sections if section)
 
@@ -168,8 +171,10 @@ def _data(plan: Plan) -> str:
 
 def _checkpoints(plan: Plan) -> str:
     rows = [['', 'weights', '+ optimizer', '+ averages', 'save takes', 'save every', 'goodput', 'recipe saves every']]
+    rows[0].append('and keeps at most')
     for each in plan.phases:
         saving = each.resilience
+        kept = kept_checkpoints(each.phase, saving, each.sizes)
         recipe_interval = '(not in batches)'
         if saving.recipe_interval_seconds is not None:
             interval = each.phase.recipe.trainer['save_interval']
@@ -185,10 +190,28 @@ def _checkpoints(plan: Plan) -> str:
                 f'{saving.interval_batches:,}ba = {_duration(saving.interval_seconds)}',
                 f'{saving.goodput:.3f}',
                 recipe_interval,
+                '(not known)' if kept is None else f'{kept.count:,} = {_bytes(kept.bytes)}',
             ]
         )
     mtbf = plan.phases[0].resilience.mtbf_hours
-    return _section(f'Checkpoints, with one failure every {_duration(3600 * mtbf)}', rows, left={7})
+    return _section(f'Checkpoints, with one failure every {_duration(3600 * mtbf)}', rows, left={7, 8})
+
+
+def _strategies(plan: Plan) -> str:
+    simulated = [simulate_strategies(each.resilience) for each in plan.phases]
+    names = list(dict.fromkeys(each.strategy.name for phase in simulated for each in phase))
+    rows = [['', *names]]
+    for each, phase in zip(plan.phases, simulated, strict=True):
+        cells = {
+            found.strategy.name: f'{found.goodput:.3f} every {_duration(found.strategy.interval)}' for found in phase
+        }
+        rows.append([each.phase.name, *(cells.get(name, '') for name in names)])
+    saving = plan.phases[0].resilience
+    failures = f'one failure every {_duration(3600 * saving.mtbf_hours)}'
+    title = (
+        f'Goodput of save strategies, with {failures} and restarts of {_duration(saving.restart_seconds)} (simulated)'
+    )
+    return _section(title, rows)
 
 
 # -- formatting of values --

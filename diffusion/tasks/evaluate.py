@@ -10,7 +10,7 @@ from composer.models import ComposerModel
 from composer.utils import dist
 
 from diffusion.checkpointing.checkpoint_weights import Weights, load_weights, weights_of
-from diffusion.checkpointing.run_folder import find_checkpoint
+from diffusion.checkpointing.claims import claimed_checkpoint
 from diffusion.checkpointing.run_mirror import RunMirror
 from diffusion.config.load import Recipe
 from diffusion.config.registry import build
@@ -32,12 +32,13 @@ def trained_model(recipe: Recipe, which: Weights | None = None) -> tuple[Compose
     Returns:
         The model, and which weights were loaded.
     """
-    checkpoint = find_checkpoint(recipe.checkpoint or recipe.run_place)
-    weights, which = weights_of(checkpoint, which)
-    model = components.build_model(recipe)
-    if recipe.lora is not None:
-        components.add_lora(recipe, model)
-    load_weights(model, weights, str(checkpoint))
+    with claimed_checkpoint(recipe.checkpoint or recipe.run_place, recipe.task) as checkpoint:
+        weights, which = weights_of(checkpoint, which)
+        model = components.build_model(recipe)
+        if recipe.lora is not None:
+            components.add_lora(recipe, model)
+        # The weights may be mapped from the file until they are copied here.
+        load_weights(model, weights, str(checkpoint))
     return model, which
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from diffusion.algorithms.average import trained_parameters
 from diffusion.algorithms.snapshots import ReconstructedAverage, find_snapshots, reconstruct_average
 from diffusion.checkpointing.checkpoint_weights import Weights
+from diffusion.checkpointing.claims import claimed_checkpoint
 from diffusion.checkpointing.run_folder import recipe_of_checkpoint, run_of_checkpoint
 from diffusion.config.load import load
 from diffusion.errors import UserError
@@ -78,33 +79,34 @@ def export(
     )
     if push is not None:
         check_access(push, public=public)
-    precision = encoder_precision(dtype)
-    recipe = load(recipe_of_checkpoint(checkpoint), task='generate')
-    recipe.checkpoint = str(checkpoint)
-    average = None if ema_width is None else average_of(checkpoint, ema_width, at=at)
-    # An average replaces all trained parameters below, so load the weights that every checkpoint has.
-    model, which = trained_model(recipe, weights if average is None else 'training')
-    if average is not None:
-        load_average(model, average)
-        which = f'post-hoc EMA {average.width:g} (batch {average.batch})'
-    if merge:
-        assert isinstance(model, LatentDiffusion)
-        merge_lora(model.denoiser)
-    single = is_single_file(out)
-    write = write_file if single else write_folder
-    with (atomic_file if single else atomic_folder)(out) as unfinished:
-        written = write(model, recipe, unfinished, precision, lora=recipe.lora is not None and not merge)
-        card = model_card(
-            recipe,
-            checkpoint,
-            weights=which,
-            source=push or out.name,
-            written=written,
-            file=out.name if single else LORA_WEIGHTS,
-            num_parameters=_denoiser_parameters(model),
-        )
-        if not single:
-            (unfinished / CARD).write_text(card, encoding='utf-8')
+    with claimed_checkpoint(checkpoint, 'export'):
+        precision = encoder_precision(dtype)
+        recipe = load(recipe_of_checkpoint(checkpoint), task='generate')
+        recipe.checkpoint = str(checkpoint)
+        average = None if ema_width is None else average_of(checkpoint, ema_width, at=at)
+        # An average replaces all trained parameters below, so load the weights that every checkpoint has.
+        model, which = trained_model(recipe, weights if average is None else 'training')
+        if average is not None:
+            load_average(model, average)
+            which = f'post-hoc EMA {average.width:g} (batch {average.batch})'
+        if merge:
+            assert isinstance(model, LatentDiffusion)
+            merge_lora(model.denoiser)
+        single = is_single_file(out)
+        write = write_file if single else write_folder
+        with (atomic_file if single else atomic_folder)(out) as unfinished:
+            written = write(model, recipe, unfinished, precision, lora=recipe.lora is not None and not merge)
+            card = model_card(
+                recipe,
+                checkpoint,
+                weights=which,
+                source=push or out.name,
+                written=written,
+                file=out.name if single else LORA_WEIGHTS,
+                num_parameters=_denoiser_parameters(model),
+            )
+            if not single:
+                (unfinished / CARD).write_text(card, encoding='utf-8')
     if push is not None:
         upload(out, push, card, public=public)
     return which

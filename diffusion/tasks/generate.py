@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from composer.utils import get_device
 
-from diffusion.checkpointing.run_folder import find_checkpoint, recipe_of_checkpoint
+from diffusion.checkpointing.claims import claimed_checkpoint
+from diffusion.checkpointing.run_folder import recipe_of_checkpoint
 from diffusion.checkpointing.run_mirror import RunMirror
 from diffusion.config.load import Recipe, load
 from diffusion.errors import UserError
@@ -70,15 +71,15 @@ def run_generate(args: argparse.Namespace) -> int:
         files = save_images(images, args.prompts, Path(args.out or 'generated'), seed=args.seed)
         print(f'{len(files)} images in {files[0].parent}')
         return 0
-    checkpoint = find_checkpoint(source)
-    recipe = load(recipe_of_checkpoint(checkpoint), task='generate')
-    recipe.checkpoint = str(checkpoint)
-    recipe.trainer.pop('device', None)  # of the machine that trained; this one may have another
-    settings = recipe.generate
-    settings.prompts, settings.out = list(args.prompts), args.out or 'generated'
-    settings.seed, settings.negative_prompt, settings.weights = args.seed, args.negative, args.weights
-    settings.num_inference_steps = settings.num_inference_steps if args.steps is None else args.steps
-    settings.guidance_scale = settings.guidance_scale if args.guidance is None else args.guidance
-    settings.noise_scheduler = args.scheduler or settings.noise_scheduler
-    generate(recipe)
+    with claimed_checkpoint(source, 'generate') as checkpoint:
+        recipe = load(recipe_of_checkpoint(checkpoint), task='generate')
+        recipe.checkpoint = str(checkpoint)
+        recipe.trainer.pop('device', None)  # of the machine that trained; this one may have another
+        settings = recipe.generate
+        settings.prompts, settings.out = list(args.prompts), args.out or 'generated'
+        settings.seed, settings.negative_prompt, settings.weights = args.seed, args.negative, args.weights
+        settings.num_inference_steps = settings.num_inference_steps if args.steps is None else args.steps
+        settings.guidance_scale = settings.guidance_scale if args.guidance is None else args.guidance
+        settings.noise_scheduler = args.scheduler or settings.noise_scheduler
+        generate(recipe)
     return 0

@@ -32,6 +32,7 @@ from diffusion.checkpointing.run_folder import RECIPE
 from diffusion.checkpointing.run_mirror import RunMirror, mirrored, try_to_push
 from diffusion.checkpointing.run_storage import RunStorage, run_storage
 from diffusion.config import registry
+from diffusion.config.checkpointing import keep_rules
 from diffusion.config.load import Recipe, hide_environment, to_yaml
 from diffusion.config.recipe import NotifyConfig, SpeedConfig
 from diffusion.data.cuda_prefetch import CudaPrefetchLoader
@@ -247,7 +248,7 @@ def build_checkpointer(recipe: Recipe) -> Checkpointer | None:
     return Checkpointer(
         storage,
         save_interval=recipe.trainer.get('save_interval', '1ep'),
-        num_checkpoints_to_keep=recipe.trainer.get('save_num_checkpoints_to_keep', -1),
+        keep=keep_rules(recipe.checkpointing, recipe.trainer),
         sharded=recipe.parallelism.checkpoints == 'sharded',
         resume=resume,
         recipe_text=to_yaml(recipe),

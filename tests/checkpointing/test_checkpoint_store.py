@@ -7,24 +7,12 @@ import os
 import pytest
 import torch
 import xxhash
+from checkpointing.run_folders import write
 from faults import Fault, active, met
 
 from diffusion.checkpointing import checkpoint_store, checkpoint_weights, sharded_state, verification
 from diffusion.checkpointing.run_folder import find_checkpoint, recipe_of_checkpoint, run_of_checkpoint
 from diffusion.errors import UserError
-
-
-def write(folder, batch, content=b'weights', **about):
-    work = checkpoint_store.unfinished_path(folder, batch)
-    work.mkdir()
-    (work / 'state.pt').write_bytes(content)
-    checkpoint_store.publish(
-        work,
-        folder / checkpoint_store.checkpoint_name(batch),
-        checkpoint_store.records_of(work, ['state.pt']),
-        {'batch': batch} | about,
-    )
-    return folder / checkpoint_store.checkpoint_name(batch)
 
 
 def has_same_records(receipt, other):
@@ -171,15 +159,6 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path):
     assert verification.newest_intact(tmp_path) == tmp_path / 'ba5'
     checkpoint_store.remove_unfinished_saves(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {'ba5', 'latest'}
-
-
-def test_pruning_keeps_the_newest(tmp_path):
-    for batch in (5, 10, 15, 20):
-        write(tmp_path, batch)
-    assert {path.name for path in checkpoint_store.prune(tmp_path, 2)} == {'ba5', 'ba10'}
-    assert [path.name for path in checkpoint_store.list_checkpoints(tmp_path)] == ['ba20', 'ba15']
-    checkpoint_store.prune(tmp_path, 0)
-    assert [path.name for path in checkpoint_store.list_checkpoints(tmp_path)] == ['ba20'], 'the newest always stays'
 
 
 def test_hashing_writer_hashes_the_written_data(tmp_path):

@@ -165,11 +165,13 @@ MIXED = """
 import errno, sys
 from pathlib import Path
 from types import SimpleNamespace
+from composer.core import Time
 from composer.utils import dist
-from diffusion.checkpointing import checkpoint_store
+from diffusion.checkpointing import retention
 from diffusion.checkpointing.checkpoint_writer import _as_save_failed
 from diffusion.checkpointing.checkpointer import Checkpointer, SaveFailed
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
+from diffusion.config.checkpointing import KeepConfig
 from diffusion.errors import RankFailed
 
 dist.initialize_dist('cpu')
@@ -203,10 +205,11 @@ def write(state):
     return 'ba3'
 
 
-checkpoint_store.prune = lambda folder, keep: [folder / 'ba1']
-checkpointer = Checkpointer(sys.argv[1], num_checkpoints_to_keep=2)
+retention.prune = lambda folder, rules: []
+retention.make_room = lambda folder, rules, batch: [folder / 'ba1']
+checkpointer = Checkpointer(sys.argv[1], keep=KeepConfig(last=2))
 checkpointer._write = write
-checkpointer._try_to_save(SimpleNamespace(timestamp=SimpleNamespace(batch=3)))
+checkpointer._try_to_save(SimpleNamespace(timestamp=SimpleNamespace(batch=Time(3, 'ba'))))
 assert checkpointer.saved_checkpoints == ['ba3']
 
 dist.barrier()

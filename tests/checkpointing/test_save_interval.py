@@ -4,14 +4,19 @@ import datetime
 import itertools
 import json
 import logging
+import os
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
-from composer.core import Event, Time, Timestamp, TimeUnit
+from callbacks.guarded_run import make_data, make_trainer
+from composer.core import Callback, Event, Time, Timestamp, TimeUnit
+from composer.trainer import trainer as composer_trainer
 
-from diffusion.checkpointing.checkpoint_store import list_checkpoints
+from diffusion.checkpointing.checkpoint_store import batch_number, list_checkpoints
+from diffusion.checkpointing.checkpointer import Checkpointer
 from diffusion.checkpointing.save_interval import AutoInterval, TimedInterval, timed_interval
 from diffusion.config.load import load
 from diffusion.errors import UserError
@@ -63,6 +68,44 @@ def test_failures_of_the_run_make_the_interval_shorter(tmp_path, caplog):
     assert interval._mtbf_hours() == pytest.approx((24 + 12) / 3, rel=1e-2)
     assert interval.seconds == pytest.approx(chosen_interval(stall=30, mtbf=12 * 3600), rel=1e-2)
     assert 'checkpoints every 26.' in caplog.text and 'a failure is expected every 12 hours' in caplog.text
+
+
+def test_interval_of_a_run_follows_a_storage_that_becomes_slow_and_recovers(tmp_path, monkeypatch):
+    """Trainer and saves are real; the clock is ahead by a minute per batch, and by the delay of each save's fsync."""
+    run, fast, slow, ahead = tmp_path / 'run', 2.0, 42.0, [0.0]
+    run.mkdir()
+    write_attempts(run, ['crash'] * 51)
+
+    class Delays(Callback):
+        seconds = fast
+
+        def batch_start(self, state, logger):
+            ahead[0] += 60
+            self.seconds = slow if 20 <= state.timestamp.batch.value < 120 else fast
+
+    delays, fsync, monotonic = Delays(), os.fsync, time.monotonic
+
+    def delayed_fsync(descriptor):
+        if os.readlink(f'/proc/self/fd/{descriptor}').endswith('state.pt'):
+            ahead[0] += delays.seconds
+        fsync(descriptor)
+
+    now = SimpleNamespace(now=lambda: datetime.datetime.now() + datetime.timedelta(seconds=ahead[0]))
+    composers = SimpleNamespace(datetime=now, timedelta=datetime.timedelta)
+    monkeypatch.setattr(composer_trainer, 'datetime', composers)
+    monkeypatch.setattr(time, 'monotonic', lambda: monotonic() + ahead[0])
+    monkeypatch.setattr(os, 'fsync', delayed_fsync)
+
+    trainer = make_trainer(make_data(), [Checkpointer(run, save_interval='auto'), delays], duration='200ba')
+    trainer.fit()
+    trainer.close()
+    saved = [batch_number(each) or 0 for each in reversed(list_checkpoints(run))]
+    steps = {first: second - first for first, second in itertools.pairwise(saved)}
+    # Fifty failures in 102 hours, beside the day that the expected rate counts for.
+    minutes = [chosen_interval(stall=stall, mtbf=3600 * 126 / 50) / 60 for stall in (fast, slow)]
+    assert minutes == pytest.approx([3.15, 14.1], abs=0.05)
+    settled = [steps[max(batch for batch in steps if batch < end)] for end in (20, 120, 195)]
+    assert settled == [4, 14, 4], 'the first batch after these minutes, of which the save is a part'
 
 
 def write_attempts(folder, causes):

@@ -63,6 +63,30 @@ def test_json_reproduces_the_published_table(capsys):
     assert training['usd'] == pytest.approx(31_146, abs=2)
 
 
+def test_goodput_of_each_save_strategy_is_simulated(capsys):
+    words = [BOTH[0], '--gpus', '128', '--mtbf', '3', '--stall', '60', '--restart', '240']
+    save = 'trainer.save_interval=30m'
+    out = planned(capsys, *words, save)
+    _, _, section = out.partition(
+        'Goodput of save strategies, with one failure every 3.0 h and restarts of 4.0 min (simulated)'
+    )
+    header, row, *_ = section.strip('\n').splitlines()
+    assert header.split() == ['synchronous', '(recipe)', 'synchronous', 'asynchronous', 'tiers']
+    assert '0.867 every 30.0 min' in row and '0.950 every 4.2 min' in row
+    phase = as_json(capsys, *words, save)['phases'][0]
+    count = -(-phase['saving']['run_seconds'] // 1800)
+    assert phase['kept_checkpoints'] == {'count': count, 'bytes': count * phase['checkpoint_bytes']['with_averages']}
+    assert 'and keeps at most' in out and f'  {count:.0f} = ' in out
+    recipe, best, behind, tiers = phase['save_strategies']
+    assert recipe['goodput'] == pytest.approx(phase['saving']['recipe_goodput'], abs=0.001)
+    assert best['goodput'] == pytest.approx(phase['saving']['goodput'], abs=0.001)
+    assert (behind['stall_seconds'], behind['lag_seconds']) == (3, {'durable': 60})
+    assert tiers['lag_seconds'].keys() == {'memory', 'disk', 'durable'}
+    unknown = as_json(capsys, *words, 'trainer.save_interval=1ep')['phases'][0]
+    assert unknown['kept_checkpoints'] is None
+    assert [each['name'] for each in unknown['save_strategies']] == ['synchronous', 'asynchronous', 'tiers']
+
+
 @pytest.mark.parametrize('suffix', ['', '-latents'])
 def test_cost_in_recipes_and_documentation_is_that_of_the_plan(capsys, suffix):
     paths = [YAMLS / f'phase{number}{suffix}.yaml' for number in (1, 2)]

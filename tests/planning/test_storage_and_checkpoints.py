@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diffusion.checkpointing.retention import CheckpointInfo, kept
+from diffusion.config.checkpointing import KeepConfig
 from diffusion.planning.checkpoint_interval import (
     best_interval,
     chosen_interval,
@@ -16,6 +18,7 @@ from diffusion.planning.checkpoint_interval import (
     resilience_of,
     sizes_of,
 )
+from diffusion.planning.checkpoint_storage import kept_checkpoints, most_checkpoints
 from diffusion.planning.data_volume import CAPTION_BYTES, sample_bytes, storage_of
 from tests.planning.recipes import PHASES, both, phase, write_recipe
 
@@ -156,3 +159,46 @@ def test_intervals_in_time_are_planned(tmp_path, interval, seconds):
     work = phase(write_recipe(tmp_path, trainer={'max_duration': '100ba', 'save_interval': interval}))
     found = resilience_of(work, images_per_second=100.0, nodes=1, mtbf_hours=10, stall_seconds=5)
     assert found.recipe_interval_seconds == (seconds or chosen_interval(stall=5, mtbf=36_000))
+
+
+@pytest.mark.parametrize(
+    ('words', 'count'),
+    [
+        ([], 55),
+        (['trainer.save_num_checkpoints_to_keep=2'], 3),
+        (['checkpointing.keep={last: 2, daily: 3, every: 100000ba}'], 2 + 3 + 5 + 1),
+        (['checkpointing.keep={last: 100}'], 55),
+        (['trainer.save_interval=1h', 'checkpointing.keep={hourly: 24}'], 26),
+        (['trainer.save_interval=1ep'], None),
+        (['trainer.save_interval=1ep', 'checkpointing.keep={hourly: 24}'], 26),
+    ],
+)
+def test_storage_of_checkpoints_follows_the_rules_that_keep_them(words, count):
+    work = phase(PHASES[0], words)
+    found = resilience_of(work, images_per_second=11_600, nodes=16, mtbf_hours=396)
+    kept_at_most = kept_checkpoints(work, found, sizes_of(work.recipe, work.model))
+    if count is None:
+        assert kept_at_most is None
+    else:
+        assert kept_at_most is not None and kept_at_most.count == count
+        assert kept_at_most.bytes == pytest.approx(count * 10.39e9, rel=0.001)
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(st.floats(0, 40_000), min_size=1, max_size=60),
+    st.tuples(st.integers(1, 4), st.integers(0, 5), st.integers(0, 3)),
+    st.none() | st.integers(1, 100),
+)
+def test_number_of_checkpoints_is_never_larger(gaps, counts, every):
+    last, hourly, daily = counts
+    rules = KeepConfig(last, hourly, daily, None if every is None else f'{every}ba')
+    most = most_checkpoints(rules, saves=len(gaps), batches=7 * len(gaps))
+    assert most is not None
+    present: list[CheckpointInfo] = []
+    for number, gap in enumerate(gaps, 1):
+        saved = gap + (present[-1].saved or 0 if present else 0)
+        present.append(CheckpointInfo(7 * number, saved))
+        assert len(present) <= most
+        staying = kept(present, rules)
+        present = [each for each in present if each.batch in staying]

@@ -1,0 +1,139 @@
+"""Choice of the checkpoints that a run keeps by `checkpointing.keep`, and removal of the others.
+
+An hour or a day is that of the receipt's `saved` time, in UTC. No clock is read, so that a clock that jumps removes
+nothing, and a run that was paused keeps the hours and days before the pause.
+"""
+
+import datetime
+import math
+import shutil
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Any
+
+from diffusion.checkpointing.checkpoint_store import (
+    DamagedCheckpoint,
+    batch_number,
+    checkpoint_name,
+    list_checkpoints,
+    read_receipt,
+)
+from diffusion.checkpointing.claims import claimed_batches
+from diffusion.config.checkpointing import KeepConfig
+from diffusion.storage.atomic import new_unfinished, sync_folder
+
+HOUR_SECONDS, DAY_SECONDS = 3600, 86400
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """Facts about a checkpoint that decide if it is kept."""
+
+    batch: int
+    saved: float | None = None
+    """Time of the save in seconds since 1970; None if it is unknown. The rules for hours and days then skip it."""
+    claimed: bool = False
+    """True if another process reads it, or if it is pinned."""
+
+
+def kept(checkpoints: Iterable[CheckpointInfo], rules: KeepConfig) -> set[int]:
+    """Return the batches of the checkpoints that the rules keep or that are claimed; the newest is always kept.
+
+    Pruning after each save leaves the same checkpoints as pruning once after the last one: what a rule lets go, it
+    never keeps later.
+    """
+    newest_first = sorted(checkpoints, key=lambda each: each.batch, reverse=True)
+    found = {each.batch for each in newest_first if each.claimed}
+    found |= {each.batch for each in newest_first[: max(1, rules.last)]}
+    timed = [(each.batch, each.saved) for each in newest_first if each.saved is not None]
+    for seconds, count in ((HOUR_SECONDS, rules.hourly), (DAY_SECONDS, rules.daily)):
+        # By order of batches: where the clock was set back or forward, one period more begins.
+        periods = groupby(timed, key=lambda each, seconds=seconds: math.floor(each[1] / seconds))
+        found |= {next(period)[0] for _, period in islice(periods, count)}
+    if every := rules.every_batches:
+        multiples = groupby(reversed(newest_first), key=lambda each: each.batch // every)
+        found |= {next(after).batch for multiple, after in multiples if multiple}
+    return found
+
+
+def select_removable(checkpoints: Iterable[CheckpointInfo], rules: KeepConfig) -> list[int]:
+    """Return the batches of the checkpoints that the rules do not keep and that are not claimed, oldest first."""
+    checkpoints = list(checkpoints)
+    return sorted({each.batch for each in checkpoints} - kept(checkpoints, rules))
+
+
+def prune(folder: Path, rules: KeepConfig) -> list[Path]:
+    """Remove the checkpoints of a run that the rules do not keep; return the paths of removed checkpoints.
+
+    Raises:
+        OSError: The folder or a receipt cannot be read; the checkpoints that were not removed before stay.
+    """
+    return _remove(folder, select_removable(read_infos(folder, rules), rules))
+
+
+def make_room(folder: Path, rules: KeepConfig, batch: int) -> list[Path]:
+    """Remove the checkpoints that the rules would not keep after a save of `batch`, except for the newest one.
+
+    Raises:
+        OSError: As in `prune`.
+    """
+    infos = read_infos(folder, rules)
+    newest = max((each.batch for each in infos), default=batch)
+    after = [*(each for each in infos if each.batch != batch), CheckpointInfo(batch, time.time())]
+    return _remove(folder, [each for each in select_removable(after, rules) if each != newest])
+
+
+def read_infos(folder: Path, rules: KeepConfig) -> list[CheckpointInfo]:
+    """Return the facts about a run's checkpoints; receipts are read only if a rule needs their times.
+
+    Raises:
+        OSError: The folder or a receipt cannot be read.
+    """
+    claimed = claimed_batches(folder)
+    needs_times = bool(rules.hourly or rules.daily)
+    return [
+        CheckpointInfo(batch, _saved(path) if needs_times else None, batch in claimed)
+        for path in list_checkpoints(folder)
+        if (batch := batch_number(path)) is not None
+    ]
+
+
+def _saved(checkpoint: Path) -> float | None:
+    """Return the time when a checkpoint was saved, by its receipt; None if the receipt is damaged or has no time."""
+    try:
+        return time_of_receipt(read_receipt(checkpoint))
+    except DamagedCheckpoint:
+        return None
+
+
+def time_of_receipt(receipt: Mapping[str, Any]) -> float | None:
+    """Return the time when a checkpoint was saved, in seconds since 1970, by its receipt; None if it has no time."""
+    try:
+        saved = datetime.datetime.fromisoformat(receipt['saved'])
+    except (KeyError, TypeError, ValueError):
+        return None
+    return (saved if saved.tzinfo else saved.replace(tzinfo=datetime.timezone.utc)).timestamp()
+
+
+def _remove(folder: Path, batches: Iterable[int]) -> list[Path]:
+    """Remove checkpoints of a run, except for those that were claimed meanwhile; return the paths of removed ones."""
+    removed = []
+    for batch in batches:
+        path = folder / checkpoint_name(batch)
+        aside = new_unfinished(path)
+        try:
+            path.rename(aside)
+        except FileNotFoundError:  # removed by somebody else
+            continue
+        # A process that claimed it before the rename is seen here; one that claims it later does not find it.
+        if batch in claimed_batches(folder):
+            aside.rename(path)
+            continue
+        sync_folder(folder)
+        # NFS keeps a file that a process has open (.nfsXXXX), which makes rmtree fail; the next start removes the rest.
+        shutil.rmtree(aside, ignore_errors=True)
+        removed.append(path)
+    return removed

@@ -1,0 +1,62 @@
+"""Checks of the sections and keywords of a recipe that set where checkpoints are saved and which are kept."""
+
+import re
+
+from diffusion.config.checkpointing import CheckpointingConfig, KeepConfig
+from diffusion.config.recipe import Recipe
+from diffusion.config.schema import MISSING, Problem
+
+COMPOSER_SAVER_KEYWORDS = {
+    'save_filename',
+    'save_ignore_keys',
+    'save_latest_filename',
+    'save_overwrite',
+    'save_weights_only',
+}
+"""Keywords of composer.Trainer that affect only the files of Composer's own CheckpointSaver."""
+LAST = 'save_num_checkpoints_to_keep'
+"""Composer's keyword for `checkpointing.keep.last`."""
+
+
+def check_checkpointing(recipe: Recipe) -> list[Problem]:
+    """Return the mistakes in the `checkpointing` section and in keywords of the Trainer about checkpoints."""
+    if not isinstance(recipe.trainer, dict):
+        return []
+    keep = recipe.checkpointing.keep if isinstance(recipe.checkpointing, CheckpointingConfig) else None
+    problems = _keep_problems(keep) if isinstance(keep, KeepConfig) else []
+    if 'save_folder' in recipe.trainer:
+        if keep is not None:
+            what = (
+                f"does not apply to Composer's own checkpoints, which trainer.save_folder selects; use trainer.{LAST}"
+            )
+            problems.append(Problem('checkpointing.keep', what))
+        return problems
+    last = recipe.trainer.get(LAST)
+    if keep is not None and isinstance(last, int) and last > 0:
+        what = f'is {last}, and checkpointing.keep is set too, whose key `last` means the same; remove it, or use -1'
+        problems.append(Problem(f'trainer.{LAST}', what))
+    elif isinstance(last, int) and last < 1 and last != -1:
+        problems.append(Problem(f'trainer.{LAST}', f'{last} would keep no checkpoint; use 1 or more, or -1 for all'))
+    return problems + [
+        Problem(
+            f'trainer.{key}',
+            f"applies only to Composer's own checkpoints; this run saves to {recipe.runs_dir}/{recipe.name}/baN: "
+            "remove it, or also set trainer.save_folder for Composer's checkpoints, which are not verified",
+        )
+        for key in sorted(COMPOSER_SAVER_KEYWORDS & recipe.trainer.keys())
+    ]
+
+
+def _keep_problems(keep: KeepConfig) -> list[Problem]:
+    """Return the mistakes in the values of `checkpointing.keep`."""
+    problems = []
+    if isinstance(keep.last, int) and keep.last < 1:
+        problems.append(Problem('checkpointing.keep.last', f'{keep.last} is less than 1; the newest one always stays'))
+    for key, count in (('hourly', keep.hourly), ('daily', keep.daily)):
+        if isinstance(count, int) and count < 0:
+            problems.append(Problem(f'checkpointing.keep.{key}', f'{count} is negative; use 0 to turn the rule off'))
+    every = keep.every
+    if isinstance(every, str) and every != MISSING and not re.fullmatch(r'0*[1-9]\d*ba', every):
+        what = f'{every!r} is not a number of batches; write it as 10000ba'
+        problems.append(Problem('checkpointing.keep.every', what))
+    return problems

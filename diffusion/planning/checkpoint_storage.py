@@ -1,0 +1,51 @@
+"""Storage for the checkpoints that a run keeps."""
+
+import math
+from dataclasses import dataclass
+
+from diffusion.config.checkpointing import KeepConfig, keep_rules
+from diffusion.planning.checkpoint_interval import Resilience, Sizes
+from diffusion.planning.workload import Phase
+
+
+@dataclass(frozen=True)
+class KeptCheckpoints:
+    """Largest number of checkpoints of a run that exist at a time, and the storage that they need."""
+
+    count: int
+    bytes: int
+
+
+def kept_checkpoints(phase: Phase, saving: Resilience, sizes: Sizes) -> KeptCheckpoints | None:
+    """Return the checkpoints that exist at most at a time in a training phase; None if that is not known.
+
+    Claimed and pinned checkpoints are not counted.
+
+    Args:
+        phase: The recipe and its amount of work.
+        saving: The recipe's save interval, in seconds.
+        sizes: Sizes of a checkpoint; each counts as one of the end of the run.
+    """
+    rules = keep_rules(phase.recipe.checkpointing, phase.recipe.trainer)
+    saves = None
+    if saving.recipe_interval_seconds:
+        # Without rounding up a save that the end of the run is.
+        saves = math.ceil(saving.run_seconds / saving.recipe_interval_seconds - 1e-9)
+    count = most_checkpoints(rules, saves=saves, batches=phase.batches)
+    return None if count is None else KeptCheckpoints(count, count * sizes.with_averages)
+
+
+def most_checkpoints(rules: KeepConfig | None, *, saves: int | None, batches: int) -> int | None:
+    """Return the largest number of checkpoints that exist at a time; None if that is not known.
+
+    Args:
+        rules: The checkpoints that the run keeps; None keeps all.
+        saves: Number of saves of the run; None if it is not known.
+        batches: Number of batches of the run.
+    """
+    if rules is None:
+        return saves
+    multiples = batches // rules.every_batches if rules.every_batches else 0
+    # Others are removed after a save.
+    count = rules.last + rules.hourly + rules.daily + multiples + 1
+    return count if saves is None else min(count, saves)

@@ -1,0 +1,221 @@
+"""Claims on checkpoints, which keep a run from removing what another process reads."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import yaml
+from callbacks.guarded_run import At
+from checkpointing.run_folders import names, write
+from composer.core import Event
+from faults import Fault, active
+
+from diffusion.checkpointing import claims, retention
+from diffusion.checkpointing.claims import LEASE_SECONDS, claimed_batches, claimed_checkpoint
+from diffusion.config.checkpointing import KeepConfig
+from diffusion.config.load import load
+from diffusion.errors import UserError
+from diffusion.launch.run_id import create_run_id
+from diffusion.launch.run_lock import Owner
+from diffusion.tasks import evaluate as evaluation
+from diffusion.tasks import export as exporting
+from diffusion.tasks.generate import run_generate
+from diffusion.training.train import build_trainer, train
+
+NEWEST = KeepConfig(last=1)
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """Folder of a run with the checkpoints ba10, ba20 and ba30."""
+    folder = tmp_path / 'run'
+    folder.mkdir()
+    create_run_id(folder)
+    for batch in (10, 20, 30):
+        write(folder, batch)
+    return folder
+
+
+def claim_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob('.claim-*'))
+
+
+def test_claimed_checkpoint_stays_until_it_is_released(run):
+    with claimed_checkpoint(run / 'ba10', 'test') as checkpoint, claimed_checkpoint(run / 'ba10', 'another'):
+        assert checkpoint == run / 'ba10' and len(claim_files(run)) == 2
+        retention.prune(run, NEWEST)
+        assert names(run) == ['ba10', 'ba30']
+    assert claim_files(run) == []
+    retention.prune(run, NEWEST)
+    assert names(run) == ['ba30']
+
+
+def test_newest_checkpoint_of_a_run_is_claimed(run):
+    with claimed_checkpoint(run, 'test') as checkpoint:
+        assert checkpoint == run / 'ba30' and claimed_batches(run) == {30}
+    with pytest.raises(UserError, match=r'ba40 is not a checkpoint or a run .*contains ba30, ba20, ba10'):
+        claimed_checkpoint(run / 'ba40', 'test').__enter__()
+
+
+CLAIM = """
+import sys
+from diffusion.checkpointing.claims import claimed_checkpoint
+with claimed_checkpoint(sys.argv[1], 'test'):
+    print('claimed', flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_claim_of_a_killed_process_does_not_count(run):
+    command = [sys.executable, '-c', CLAIM, str(run / 'ba10')]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == 'claimed\n'
+        retention.prune(run, NEWEST)
+        assert names(run) == ['ba10', 'ba30']
+        os.kill(process.pid, signal.SIGKILL)
+    assert len(claim_files(run)) == 1
+    retention.prune(run, NEWEST)
+    assert names(run) == ['ba30'] and claim_files(run) == []
+
+
+def test_claim_of_another_machine_expires_by_the_clock_of_the_file_system(run):
+    owner = replace(Owner.current({}), machine='another machine')
+    claim = run / '.claim-ba10-0123.json'
+    claim.write_text(json.dumps({'owner': asdict(owner), 'purpose': 'test'}))
+    now = run.stat().st_mtime
+    os.utime(claim, (now, now - LEASE_SECONDS + 60))
+    assert claimed_batches(run) == {10}
+    os.utime(claim, (now, now - LEASE_SECONDS - 60))
+    assert claimed_batches(run) == set() and not claim.exists()
+    # The file may be read while it is written.
+    claim.write_text('{"owner": {"tok')
+    assert claimed_batches(run) == {10}
+
+
+def test_links_pipes_and_folders_are_not_claims(run):
+    """In a folder that other users may write to."""
+    (run / '.claim-ba10-0.json').symlink_to('/etc/passwd')
+    (run / '.claim-ba10-1.json').mkdir()
+    os.mkfifo(run / '.claim-ba10-2.json')
+    (run / 'ba10.pinned').symlink_to('/')
+    retention.prune(run, NEWEST)
+    assert names(run) == ['ba30'] and len(claim_files(run)) == 3
+
+
+def test_claim_is_rewritten_and_does_not_come_back(run, monkeypatch):
+    monkeypatch.setattr(claims, 'RENEWAL_SECONDS', 0.01)
+    with claimed_checkpoint(run / 'ba10', 'test'):
+        (claim,) = claim_files(run)
+        os.utime(claim, (0, 0))
+        until = time.monotonic() + 10
+        while claim.stat().st_mtime < 1 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert claim.stat().st_mtime > 1
+        claim.unlink()
+        time.sleep(0.05)
+        assert not claim.exists()
+    assert claim_files(run) == []
+
+
+def test_checkpoint_outside_of_a_run_is_not_claimed(run, tmp_path):
+    copy = tmp_path / 'elsewhere' / 'ba10'
+    copy.parent.mkdir()
+    (run / 'ba10').rename(copy)
+    with claimed_checkpoint(copy, 'test') as checkpoint:
+        assert checkpoint == copy and [*copy.parent.iterdir()] == [copy]
+
+
+def test_run_that_cannot_be_written_to_is_read_with_a_warning(run, tmp_path, caplog):
+    with active(tmp_path / 'met', Fault('create', r'\.claim-', 'EROFS')), claimed_checkpoint(run, 'test') as checkpoint:
+        assert checkpoint == run / 'ba30'
+    assert 'ba30: cannot be claimed' in caplog.text and 'its run may remove it while it is read' in caplog.text
+
+
+def test_another_checkpoint_is_found_if_the_newest_is_removed_before_it_is_claimed(run, monkeypatch):
+    monkeypatch.setattr(claims, 'PAUSE_SECONDS', 0.0)
+    plain, found = claims._claim, []
+
+    def late(checkpoint, purpose):
+        found.append(checkpoint.name)
+        if len(found) == 1:
+            write(run, 40)
+            (run / 'ba30').rename(run / 'gone')
+        return plain(checkpoint, purpose)
+
+    monkeypatch.setattr(claims, '_claim', late)
+    with claimed_checkpoint(run, 'test') as checkpoint:
+        assert checkpoint == run / 'ba40'
+    assert found == ['ba30', 'ba40'] and claim_files(run) == []
+
+
+@pytest.fixture(scope='module')
+def trained(tiny_recipe, pictures, tmp_path_factory) -> Path:
+    """Recipe of a run that keeps its newest checkpoint, and of which two batches are trained."""
+    root = tmp_path_factory.mktemp('claims')
+    content = tiny_recipe(root / 'runs', checkpointing={'keep': {'last': 1}})
+    content['eval_streams'] = {'small': {'local': str(pictures[32]), 'resolution': 32}}
+    content['trainer'] |= {'save_interval': '1ba'}
+    path = root / 'recipe.yaml'
+    path.write_text(yaml.safe_dump(content))
+    train(load(path, ['trainer.max_duration=2ba'])).close()
+    return path
+
+
+def test_evaluation_export_and_generation_claim_what_they_read(trained, tmp_path, monkeypatch):
+    recipe = load(trained)
+    held: list[set[int]] = []
+    load_weights = evaluation.load_weights
+
+    def note(*arguments):
+        held.append(claimed_batches(recipe.run_dir))
+        load_weights(*arguments)
+
+    def card(*arguments, **keywords):
+        held.append(claimed_batches(recipe.run_dir))
+        return ''
+
+    monkeypatch.setattr(evaluation, 'load_weights', note)
+    monkeypatch.setattr(exporting, 'model_card', card)
+    evaluation.evaluate(load(trained, task='evaluate'))
+    exporting.export(recipe.run_dir, tmp_path / 'export')
+    run_generate(
+        Namespace(
+            source=recipe.run_dir,
+            prompts=['a'],
+            out=tmp_path / 'images',
+            seed=0,
+            negative='',
+            weights=None,
+            steps=1,
+            guidance=None,
+            scheduler=None,
+        )
+    )
+    assert held == [{2}] * 4, 'evaluation, export with its card, generation'
+    assert claim_files(recipe.run_dir) == []
+
+
+def test_run_keeps_what_is_claimed_while_it_trains(trained):
+    """Two of its checkpoints are claimed at batch 3; the claim of one is released at batch 5."""
+    recipe = load(trained, ['trainer.max_duration=7ba'])
+    run, seen = recipe.run_dir, []
+    first, second = claimed_checkpoint(run / 'ba2', 'test'), claimed_checkpoint(run / 'ba3', 'test')
+    trainer = build_trainer(recipe)
+    trainer.state.callbacks += [
+        At(Event.BATCH_START, 2, first.__enter__),
+        At(Event.BATCH_START, 3, second.__enter__),
+        At(Event.BATCH_START, 5, lambda: seen.append(names(run))),
+        At(Event.BATCH_START, 5, lambda: first.__exit__(None, None, None)),
+        At(Event.BATCH_START, 6, lambda: seen.append(names(run))),
+    ]
+    trainer.fit()
+    trainer.close()
+    second.__exit__(None, None, None)
+    assert [*seen, names(run)] == [['ba2', 'ba3', 'ba5'], ['ba3', 'ba6'], ['ba3', 'ba7']]

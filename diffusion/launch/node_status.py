@@ -103,6 +103,8 @@ class StatusWriter:
         self.run, self.status, self.on_write = run, status, on_write
         self.last_batch_at = time.monotonic()
         """Time when the last batch ended, by the monotonic clock."""
+        self._created = False
+        """True once the status has been written, so that its folder exists."""
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._write_until_done, name='status', daemon=True)
 
@@ -133,9 +135,12 @@ class StatusWriter:
         self.status.seconds_since_batch = now - self.last_batch_at
         self.status.written_at, self.status.written = now, time.time()
         with contextlib.suppress(OSError):  # the disk may be full, or the storage temporarily unavailable
+            # Where the run's folder is no longer mounted, nothing is created.
+            if self._created and not is_url(self.run) and not (Path(self.run) / FOLDER).is_dir():
+                return
             name = f'{FOLDER}/node-{self.status.node}.json'
-            # A run's folder that has vanished is not created again.
             shared_files(self.run).write(name, json.dumps(asdict(self.status)) + '\n', flush=False)
+            self._created = True
 
 
 def read_statuses(run: Path | str) -> list[tuple[NodeStatus, float]]:

@@ -75,7 +75,7 @@ class Checkpointer(CheckpointSaver):
         on_failed_save: Callable[[str], None] = _ignore,
     ) -> None:
         self.storage = run_storage(storage) if isinstance(storage, str | Path) else storage
-        self._timed = timed_interval(save_interval, self.storage.folder)
+        self._timed = timed_interval(save_interval, self.storage.place)
         super().__init__(
             folder=str(self.storage.folder),
             filename='{batch}',

@@ -8,8 +8,10 @@ from composer.utils import dist
 
 from diffusion.callbacks.preemption import is_last_batch
 from diffusion.config.save_intervals import AUTO, seconds_of
-from diffusion.launch.attempts import ATTEMPTS, read_attempts
+from diffusion.errors import UserError
+from diffusion.launch.attempts import Attempt, read_attempts
 from diffusion.planning.checkpoint_interval import chosen_interval, default_mtbf_hours, observed_mtbf_hours
+from diffusion.storage.shared_files import QUICK
 
 log = logging.getLogger(__name__)
 
@@ -21,15 +23,15 @@ NEWS = 0.1
 """Relative change of the interval that is logged."""
 
 
-def timed_interval(interval: object, folder: Path) -> 'TimedInterval | None':
+def timed_interval(interval: object, run: Path | str) -> 'TimedInterval | None':
     """Return the save interval of a time such as `10m` or of `auto`; None for what Composer reads. A collective.
 
     Args:
         interval: Value of `trainer.save_interval`.
-        folder: The run's folder.
+        run: The run's folder or URL.
     """
     if interval == AUTO:
-        return AutoInterval(folder)
+        return AutoInterval(run)
     seconds = seconds_of(interval)
     return None if seconds is None else TimedInterval(seconds)
 
@@ -69,12 +71,12 @@ class AutoInterval(TimedInterval):
     devices, and by the attempts that the run's attempts.jsonl records.
 
     Args:
-        folder: The run's folder.
+        run: The run's folder or URL.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, run: Path | str) -> None:
         super().__init__(seconds=0.0)
-        self._folder = folder
+        self._run = run
         self._stall: float | None = None
 
     def __call__(self, state: State, event: Event) -> bool:
@@ -103,11 +105,13 @@ class AutoInterval(TimedInterval):
     def _mtbf_hours(self) -> float:
         """Return the expected hours between failures of this run."""
         prior = default_mtbf_hours(dist.get_world_size())
+        attempts: list[Attempt] = []
         try:
-            attempts = read_attempts(self._folder) if (self._folder / ATTEMPTS).exists() else []
+            attempts = read_attempts(self._run, QUICK)
         except OSError as error:  # the next save asks again
-            log.warning('%s: the failures of this run cannot be read (%s)', self._folder / ATTEMPTS, error)
-            attempts = []
+            log.warning('%s: the failures of this run cannot be read (%s)', self._run, error)
+        except UserError:  # another program trains, which records no attempts
+            pass
         # The last record is that of this attempt, which has not ended.
         failures = sum(each.cause in FAILURES for each in attempts[:-1])
         hours = sum(max(0.0, each.end - each.begin) for each in attempts) / 3600

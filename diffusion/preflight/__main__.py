@@ -22,10 +22,11 @@ from diffusion.launch.findings import (
     findings_table,
 )
 from diffusion.preflight import collective_checks
+from diffusion.preflight.bucket_check import check_same_store
 from diffusion.preflight.collective_checks import CollectiveLimits, check_ranks
 from diffusion.preflight.shared_folder_check import check_shared_folder
 from diffusion.preflight.write_speed import check_write_speed
-from diffusion.storage.atomic import write_atomically
+from diffusion.storage.shared_files import shared_files
 
 REPORT = 'preflight.json'
 """Name of the report in the run's folder."""
@@ -136,9 +137,10 @@ def run_checks(recipe: Recipe, *, deep: bool) -> list[Finding]:
     # Stop at the first stage with a fault: a faulty node may hang in the next collective, and hide its finding.
     if findings_exit_status(findings):
         return findings
-    # Other tasks, and Composer's own saver, need no folder that the nodes share.
+    # Other tasks, and Composer's own saver, need neither a folder that the nodes share nor a bucket.
     if recipe.task == 'train' and 'save_folder' not in recipe.trainer:
-        findings += downgrade_shared_faults(check_shared_folder(recipe.run_dir), nodes)
+        shared = check_shared_folder(recipe.run_dir) if recipe.run_url is None else check_same_store(recipe.run_url)
+        findings += downgrade_shared_faults(shared, nodes)
         if findings_exit_status(findings):
             return findings
         sizes: list[Any] = [None] * dist.get_world_size()
@@ -175,11 +177,12 @@ def _gather(local: list[Finding]) -> list[Finding]:
 
 
 def _write_report(recipe: Recipe, findings: Sequence[Finding]) -> None:
-    """Write the findings to preflight.json in the run's folder; if that fails, print a warning."""
+    """Write the findings to preflight.json of the run; if that fails, print a warning."""
+    files = shared_files(recipe.run_place)
     try:
-        write_atomically(recipe.run_dir / REPORT, findings_json(findings))
+        files.write(REPORT, findings_json(findings))
     except OSError as error:  # not fatal: an unwritable folder is already one of the findings
-        print(f'warning: {recipe.run_dir / REPORT} cannot be written ({error})', file=sys.stderr)
+        print(f'warning: {files.locate(REPORT)} cannot be written ({error})', file=sys.stderr)
 
 
 if __name__ == '__main__':

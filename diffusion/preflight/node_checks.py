@@ -20,9 +20,11 @@ from diffusion.launch.findings import Finding
 from diffusion.launch.gpu_health import check_gpus
 from diffusion.planning.checkpoint_interval import sizes_of
 from diffusion.planning.model_costs import ModelCosts
+from diffusion.preflight.bucket_check import check_bucket
 from diffusion.preflight.source_checks import check_sources
 from diffusion.storage.object_store import read
 from diffusion.storage.retry import GaveUp, RetryPolicy
+from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE
 
 SHM = Path('/dev/shm')
 SHM_BYTES = 2**28
@@ -82,6 +84,8 @@ def check_disks(recipe: Recipe) -> Iterator[Finding]:
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         free = shutil.disk_usage(existing).free
         way_out = '' if free >= needed else f' of {bytes_text(needed)}; delete files'
+        if way_out and recipe.run_url is not None and folder == recipe.run_dir:
+            way_out += f', or set {WORKING_FOLDER_VARIABLE} to a folder on a larger disk'
         yield Finding('disk', free >= needed, f'{folder}: {bytes_text(free)} free{way_out}')
 
 
@@ -96,7 +100,7 @@ def checkpoint_bytes(recipe: Recipe) -> int | None:
 
 
 def check_run_folder(recipe: Recipe) -> Iterator[Finding]:
-    """Check that this node can write to the run's folder."""
+    """Check that this node can write to the run's folder, or to its working folder and the bucket of the run."""
     # The name is unique per node and attempt: on a shared file system, all nodes do this at the same time.
     marker = recipe.run_dir / f'.preflight-{environment.machine_name(os.environ)}-{uuid4().hex[:8]}'
     try:
@@ -104,9 +108,14 @@ def check_run_folder(recipe: Recipe) -> Iterator[Finding]:
         marker.write_text('written by a preflight')
         marker.unlink()
     except OSError as error:
-        yield Finding('checkpoints', False, f'{recipe.run_dir} cannot be written ({error}); check that it is mounted')
+        way_out = 'check that it is mounted'
+        if recipe.run_url is not None:
+            way_out = f'set {WORKING_FOLDER_VARIABLE} to a folder on a local disk'
+        yield Finding('checkpoints', False, f'{recipe.run_dir} cannot be written ({error}); {way_out}')
     else:
         yield Finding('checkpoints', True, f'{recipe.run_dir}: test file written and deleted')
+    if recipe.run_url is not None:
+        yield from check_bucket(recipe.run_url)
 
 
 def check_first_shard(name: str, stream: StreamConfig) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Measurement of the write speed of the run's folder, compared with the time that a save may take."""
+"""Measurement of the write speed of the run's folder or bucket, compared with the time that a save may take."""
 
 import os
 import time
@@ -10,10 +10,12 @@ import torch.distributed as dist
 
 from diffusion.config.byte_sizes import bytes_text
 from diffusion.config.recipe import Recipe
+from diffusion.errors import UserError
 from diffusion.exit_codes import FAILED
 from diffusion.launch import environment
 from diffusion.launch.findings import Finding
 from diffusion.launch.watchdog import collective_timeout, hang_seconds_of, longest_limit
+from diffusion.preflight.bucket_check import measure_upload_speed
 
 CHECK = 'write speed'
 SECONDS = {False: 1.0, True: 4.0}
@@ -43,18 +45,18 @@ class SaveTime:
         if self.seconds > self.limit_seconds:
             return (
                 f'{estimate}, longer than the limit for a save ({self.limit_seconds:.0f} s), so the run ends; '
-                f'{remedy}raise {self.limit_setting}, or use a faster disk'
+                f'{remedy}raise {self.limit_setting}, or use faster storage'
             )
         if self.seconds > self.notice_seconds:
             return (
                 f"{estimate}, longer than the scheduler's notice ({self.notice_seconds:.0f} s), so a preempted run "
-                f'loses the batches since its last save; {remedy}raise schedule.notice_seconds, or use a faster disk'
+                f'loses the batches since its last save; {remedy}raise schedule.notice_seconds, or use faster storage'
             )
         return ''
 
 
 def check_write_speed(recipe: Recipe, checkpoint_bytes: int | None, *, deep: bool) -> list[Finding]:
-    """Measure the write speed of the run's folder; all ranks return the same findings; a collective.
+    """Measure the write speed of the run's folder or bucket; all ranks return the same findings; a collective.
 
     Rank 0 writes, or one rank of each node at the same time if checkpoints are sharded. A save that is too slow is a
     warning, since only the training run shows how long its saves take.
@@ -70,9 +72,12 @@ def check_write_speed(recipe: Recipe, checkpoint_bytes: int | None, *, deep: boo
     dist.barrier()
     if writes:
         try:
-            speed = measure_write_speed(recipe.run_dir, SECONDS[deep], MOST_BYTES[deep])
-        except OSError as error:
-            speed = f'{recipe.run_dir} cannot be written ({error})'
+            if recipe.run_url is None:
+                speed = measure_write_speed(recipe.run_dir, SECONDS[deep], MOST_BYTES[deep])
+            else:
+                speed = measure_upload_speed(recipe.run_url, recipe.run_dir, SECONDS[deep], MOST_BYTES[deep])
+        except (OSError, UserError) as error:
+            speed = f'{recipe.run_place} cannot be written ({error})'
     speeds: list[float | str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(speeds, speed)
     faults = [each for each in speeds if isinstance(each, str)]
@@ -81,7 +86,7 @@ def check_write_speed(recipe: Recipe, checkpoint_bytes: int | None, *, deep: boo
     known = [each for each in speeds if isinstance(each, float)]
     # Each writer has an equal share of a sharded checkpoint, so the slowest one decides.
     total = min(known) * len(known)
-    measured = f'{recipe.run_dir}: {total / 1e9:.3g} GB/s'
+    measured = f'{recipe.run_place}: {total / 1e9:.3g} GB/s'
     if len(known) > 1:
         measured += f' from {len(known)} nodes'
     if checkpoint_bytes is None:

@@ -15,19 +15,24 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from ranks import free_port
 
 from diffusion.config.load import load
+from diffusion.errors import UserError
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
 from diffusion.launch import environment, gpu_health
 from diffusion.launch.findings import Finding, findings_exit_status, findings_json, findings_table
 from diffusion.launch.run_id import create_run_id
 from diffusion.models import builders  # noqa: F401  imported here once, so that forked processes need not import it
 from diffusion.preflight import __main__ as program
-from diffusion.preflight import collective_checks, node_checks, write_speed
+from diffusion.preflight import bucket_check, collective_checks, node_checks, write_speed
 from diffusion.preflight.collective_checks import CollectiveLimits, RankMeasurements, compare_ranks
 from diffusion.preflight.shared_folder_check import FolderView, compare_views
 from diffusion.storage import visibility
+from diffusion.storage.bucket_clients import S3Client
+from diffusion.storage.shared_files import shared_files
+from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE
 from tests.data.processes import Forked
 from tests.nvml_driver import Driver
 
@@ -144,7 +149,7 @@ def run_two(write_recipe, tmp_path):
 
         processes = [Forked(lambda rank=rank: work(rank)) for rank in range(2)]
         assert [process.wait() for process in processes] == [0, 0]
-        found = json.loads((load(path).run_dir / program.REPORT).read_text())['findings']
+        found = json.loads(shared_files(load(path).run_place).read(program.REPORT) or b'')['findings']
         return [int((tmp_path / f'status-{rank}').read_text()) for rank in range(2)], [
             Finding(**each) for each in found
         ]
@@ -279,6 +284,78 @@ def test_nodes_that_do_not_share_the_run_folder_are_found(run_two, recipe, monke
     assert f'{recipe.run_dir} is on tmpfs tmpfs here and on ' in only.detail and 'on node0' in only.detail
     assert statuses == SECOND
     assert {path.name for path in recipe.run_dir.iterdir()} == {'run.json', program.REPORT}
+
+
+@pytest.fixture
+def bucket_recipe(store, write_recipe, tmp_path, monkeypatch) -> Path:
+    """Path of a recipe whose runs are in a bucket."""
+    monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(tmp_path / 'local'))
+    monkeypatch.setattr(write_speed, 'MOST_BYTES', dict.fromkeys((False, True), 2**24))
+    path = write_recipe()
+    content = yaml.safe_load(path.read_text()) | {'runs_dir': f'{store.bucket("home")}/runs'}
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def test_bucket_of_a_run_is_checked_with_a_conditional_write(store, bucket_recipe):
+    found = node_checks.check_node(load(bucket_recipe), kind='none', processes=1, nvml=None)
+    assert findings_exit_status(found) == 0, findings_table(found)
+    (only,) = [finding for finding in found if finding.check == 'bucket']
+    assert only.detail == 's3://home/runs/run: object written on a condition, read and deleted'
+    assert not store.objects('home')
+    assert any(finding.check == 'disk' and '/local/' in finding.detail for finding in found)
+
+
+@pytest.mark.parametrize(
+    ('words', 'message'),
+    [('PUT .preflight', 'refuses access'), ('GET .preflight', 'refuses access'), ('DELETE .preflight', 'be deleted')],
+)
+def test_bucket_that_refuses_or_fails_is_a_finding(store, bucket_recipe, words, message):
+    store.fail(words, 500 if 'DELETE' in words else 403)
+    (found,) = bad(node_checks.check_run_folder(load(bucket_recipe)))
+    assert (found.check, found.status) == ('bucket', FAILED)
+    assert message in found.detail and 's3://home/runs/run/.preflight-' in found.detail
+
+
+def test_store_that_ignores_conditions_is_a_finding(store, bucket_recipe, monkeypatch):
+    write = S3Client.write
+    monkeypatch.setattr(
+        S3Client, 'write', lambda *words, if_absent, if_tag: write(*words, if_absent=False, if_tag=None)
+    )
+    (found,) = bad(node_checks.check_run_folder(load(bucket_recipe)))
+    assert found.status == CONFIG_ERROR and 'two jobs could train one run' in found.detail
+    assert not store.objects('home')
+
+
+def test_nodes_without_a_shared_folder_pass_with_a_bucket(run_two, bucket_recipe, store):
+    def own_disk(rank):
+        os.environ[WORKING_FOLDER_VARIABLE] += f'/node{rank}'
+
+    statuses, found = run_two(own_disk, recipe=bucket_recipe)
+    assert statuses == [0, 0], findings_table(found)
+    assert {'bucket', 'same store', 'write speed'} <= {finding.check for finding in found}
+    assert 'shared folder' not in {finding.check for finding in found}
+    (speed,) = [finding for finding in found if finding.check == 'write speed']
+    assert speed.detail.startswith('s3://home/runs/run: ') and ' GB/s' in speed.detail
+    assert {*store.objects('home')} == {'runs/run/preflight.json'}
+
+
+def test_node_that_reaches_another_store_is_found(run_two, bucket_recipe):
+    def other_store(rank):
+        if rank:
+            plain = bucket_check.object_store.read
+
+            def read(url, **keywords):
+                if 'node0' in url:
+                    raise UserError(f'{url}: there is no such bucket or object (404)')
+                return plain(url, **keywords)
+
+            bucket_check.object_store.read = read
+
+    statuses, found = run_two(other_store, recipe=bucket_recipe)
+    (only,) = bad(found)
+    assert (only.check, only.where) == ('same store', 'node1') and 'S3_ENDPOINT_URL' in only.detail
+    assert statuses == [PREEMPTED, FAILED]
 
 
 def view(number, *seen, begun=False, kind='nfs4'):

@@ -53,8 +53,17 @@ class Client(Protocol):
         """Return the key, size and etag of an object in the store; raise an error with status 404 if there is none."""
         ...
 
-    def read(self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None) -> None:
-        """Download an object, or only its bytes in the half-open range `span`, to an open file."""
+    def current_version(self, location: Location) -> tuple[int, str]:
+        """Return the size in bytes of an object and its version for `read`; '' if the store cannot pin versions."""
+        ...
+
+    def read(
+        self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None, version: str = ''
+    ) -> None:
+        """Download an object, or only its bytes in the half-open range `span`, to an open file.
+
+        With a version, fail with status 412 if the object has another one.
+        """
         ...
 
     def write(self, location: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:

@@ -81,9 +81,18 @@ class S3Client:
         found = self._call(self.client.head_object, Bucket=location.bucket, Key=location.key, **self._payer(location))
         return ObjectInfo(location.key, found['ContentLength'], found['ETag'].strip('"'))
 
-    def read(self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None) -> None:
+    def current_version(self, location: Location) -> tuple[int, str]:
+        """Return the size in bytes and the etag of an object."""
+        found = self.head(location)
+        return found.size, found.tag
+
+    def read(
+        self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None, version: str = ''
+    ) -> None:
         """Download an object or a byte range to a file; botocore checks the length, and the checksum if any."""
         part = {} if span is None else {'Range': f'bytes={span[0]}-{span[1] - 1}'}
+        if version:
+            part['IfMatch'] = f'"{version}"'
         answer = self._call(
             self.client.get_object, Bucket=location.bucket, Key=location.key, **part, **self._payer(location)
         )

@@ -110,6 +110,10 @@ class GoogleClient:
         """Delete an object from the store."""
         self._blob(location).delete(**self.once)
 
+    def abort_uploads(self, location: Location, older_than_seconds: float) -> Iterator[str]:
+        """Do nothing: an unfinished resumable upload costs nothing, and Google deletes it after a week."""
+        return iter(())
+
     def _blob(self, location: Location) -> Any:
         return self.client.bucket(location.bucket).blob(location.key)
 
@@ -207,6 +211,10 @@ class AzureClient:
         """Delete an object from the store."""
         self._blob(location).delete_blob()
 
+    def abort_uploads(self, location: Location, older_than_seconds: float) -> Iterator[str]:
+        """Do nothing: Azure deletes blocks that were not committed to a blob after a week."""
+        return iter(())
+
     def _blob(self, location: Location) -> Any:
         return self.client.get_blob_client(location.bucket, location.key)
 
@@ -288,6 +296,10 @@ class FsspecClient:
     def delete(self, location: Location) -> None:
         """Delete an object from the store."""
         self.files.rm_file(f'{location.bucket}/{location.key}')
+
+    def abort_uploads(self, location: Location, older_than_seconds: float) -> Iterator[str]:
+        """Do nothing: fsspec cannot list unfinished uploads; Oracle deletes them by a lifecycle rule."""
+        return iter(())
 
     @staticmethod
     def _object(path: str, found: dict[str, Any]) -> ObjectInfo:

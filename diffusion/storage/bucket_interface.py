@@ -80,3 +80,12 @@ class Client(Protocol):
     def delete(self, location: Location) -> None:
         """Delete an object from the store; some stores raise an error with status 404 if there is none."""
         ...
+
+    def abort_uploads(self, location: Location, older_than_seconds: float) -> Iterator[str]:
+        """Abort unfinished uploads to the object at `location` and to objects below it, and yield their keys.
+
+        Args:
+            location: Location of an object or a folder.
+            older_than_seconds: Minimum age by the store's clock.
+        """
+        ...

@@ -17,7 +17,14 @@ from diffusion.storage.bucket_clients import locate
 from diffusion.storage.bucket_interface import FolderListing, ObjectInfo
 from diffusion.storage.client_pool import client_of
 from diffusion.storage.ranged_download import current_version, download_ranges
-from diffusion.storage.retry import DamagedDownload, PreconditionFailed, RetryPolicy, is_missing_object, status_of
+from diffusion.storage.retry import (
+    DamagedDownload,
+    GaveUp,
+    PreconditionFailed,
+    RetryPolicy,
+    is_missing_object,
+    status_of,
+)
 from diffusion.storage.watched_reads import WatchedBuffer, WatchedFile, read_watched
 
 log = logging.getLogger(__name__)
@@ -259,6 +266,37 @@ def delete_all(urls: Iterable[str], *, retry: RetryPolicy = DEFAULT) -> None:
         GaveUp: Every try to delete one of the objects failed; others may be left.
     """
     request_threads.run_all([lambda policy, url=url: delete(url, missing_ok=True, retry=policy) for url in urls], retry)
+
+
+def abort_uploads(url: str, *, older_than_seconds: float, retry: RetryPolicy = DEFAULT) -> int:
+    """Abort multipart uploads to the object at a URL or below it that a killed process has left; return their number.
+
+    Their parts are not listed as objects, but cost storage until they are aborted. Only S3 and S3-compatible stores
+    need this: Google and Azure delete unfinished uploads after a week, and a failed upload aborts itself. A store that
+    refuses to list or abort uploads, or does not answer, is logged as a warning: nothing else depends on it.
+
+    Args:
+        url: URL of an object or a folder.
+        older_than_seconds: Minimum age by the store's clock; longer than any upload takes, since a running upload
+            that is aborted fails.
+        retry: Number of tries and timeout.
+    """
+    location = locate(url)
+    aborted: list[str] = []
+
+    def attempt() -> None:
+        with client_of(location, retry) as client:
+            aborted.extend(client.abort_uploads(location, older_than_seconds))
+
+    try:
+        retry.run(attempt, url, 'cleared of unfinished uploads')
+    except (UserError, GaveUp) as error:
+        log.warning(
+            'unfinished uploads are not aborted (%s); they cost storage: allow s3:ListBucketMultipartUploads and '
+            's3:AbortMultipartUpload, or set a lifecycle rule of the bucket that aborts them',
+            error,
+        )
+    return len(aborted)
 
 
 def download_once(url: str, path: Path, retry: RetryPolicy) -> None:

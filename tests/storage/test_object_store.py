@@ -288,6 +288,12 @@ def test_delete_all_retries_and_raises_the_first_refusal(store: Store) -> None:
     assert not store.requests  # no request is sent after the return
 
 
+@pytest.mark.parametrize('scheme', ['gs', 'azure', 'oci'])
+def test_other_clouds_delete_unfinished_uploads_themselves(clouds: Cloud, scheme: str) -> None:
+    clouds.requests = 0
+    assert object_store.abort_uploads(URLS[scheme], older_than_seconds=0) == clouds.requests == 0
+
+
 def test_clouds_without_conditional_writes_raise_an_error(clouds: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('GCS_KEY', 'key')
     monkeypatch.setenv('GCS_SECRET', 'secret')

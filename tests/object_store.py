@@ -27,8 +27,9 @@ class Fault:
     """Words that a request must all contain, such as `GET shard.00000`."""
     what: int | str | float
     """Kind of fault: an integer is an HTTP status; a float is the number of seconds that the body takes; `cut` halves
-    the body, `flip` flips a bit of it, `reset` resets the connection, `done 500` and `done reset` carry out the request
-    and then answer 500 or reset the connection; any other text is an S3 error code with status 400."""
+    the body, `flip` flips a bit of it, `whole` ignores a requested range, `reset` resets the connection, `done 500` and
+    `done reset` carry out the request and then answer 500 or reset the connection; any other text is an S3 error code
+    with status 400."""
     times: int
     """Number of further requests that fail."""
 
@@ -131,6 +132,9 @@ class FaultyApp:
             return refused(fault.what, CODES.get(fault.what, 'Other'), start_response)
         if isinstance(fault.what, float):
             return slowly(self.app(environ, start_response), fault.what)
+        if fault.what == 'whole':
+            environ.pop('HTTP_RANGE', None)
+            return self.app(environ, start_response)
         if fault.what in ('done 500', 'done reset'):
             b''.join(self.app(environ, lambda *_: None))
         if fault.what == 'done 500':

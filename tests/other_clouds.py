@@ -79,6 +79,8 @@ class Cloud:
             del self.objects[bucket, key]
             return 204, {}, b''
         if query.get('alt') == 'media':
+            if query.get('ifGenerationMatch', str(self.objects[bucket, key][1])) != str(self.objects[bucket, key][1]):
+                return 412, {}, b'{}'
             return part_of(self.objects[bucket, key][0], headers.get('range'))
         return 200, {}, json.dumps(self.metadata(bucket, key)).encode()
 
@@ -117,6 +119,8 @@ class Cloud:
         if method == 'DELETE':
             del self.objects[container, key]
             return 202, {}, b''
+        if headers.get('if-match', f'"0x{found[1]}"') != f'"0x{found[1]}"':
+            return 412, {'x-ms-error-code': 'ConditionNotMet'}, b''
         status, extra, part = part_of(found[0], headers.get('x-ms-range') or headers.get('range'))
         return status, {'ETag': f'"0x{found[1]}"', 'x-ms-blob-type': 'BlockBlob', **extra}, part
 

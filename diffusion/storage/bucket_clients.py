@@ -74,9 +74,19 @@ class GoogleClient:
         blob.reload(**self.once)
         return ObjectInfo(location.key, blob.size, blob.etag)
 
-    def read(self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None) -> None:
+    def current_version(self, location: Location) -> tuple[int, str]:
+        """Return the size in bytes and the generation of an object."""
+        blob = self._blob(location)
+        blob.reload(**self.once)
+        return blob.size, str(blob.generation)
+
+    def read(
+        self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None, version: str = ''
+    ) -> None:
         """Download an object's stored bytes to a file, without decompression; Google's client checks their hash."""
         part = {} if span is None else {'start': span[0], 'end': span[1] - 1}
+        if version:
+            part['if_generation_match'] = int(version)
         self._blob(location).download_to_file(file, raw_download=True, **part, **self.once)
 
     def write(self, location: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:
@@ -99,6 +109,10 @@ class GoogleClient:
     def delete(self, location: Location) -> None:
         """Delete an object from the store."""
         self._blob(location).delete(**self.once)
+
+    def abort_uploads(self, location: Location, older_than_seconds: float) -> Iterator[str]:
+        """Do nothing: an unfinished resumable upload costs nothing, and Google deletes it after a week."""
+        return iter(())
 
     def _blob(self, location: Location) -> Any:
         return self.client.bucket(location.bucket).blob(location.key)
@@ -155,12 +169,23 @@ class AzureClient:
         """Return the key, size and etag of an object in the store."""
         return self._object(location, self._blob(location).get_blob_properties())
 
-    def read(self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None) -> None:
+    def current_version(self, location: Location) -> tuple[int, str]:
+        """Return the size in bytes and the etag of an object."""
+        found = self.head(location)
+        return found.size, found.tag
+
+    def read(
+        self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None, version: str = ''
+    ) -> None:
         """Download an object, or only its bytes [span[0], span[1]), into an open file.
 
         Azure's client requests the first 32 MiB at once, and the rest in requests of 4 MiB.
         """
-        part = {} if span is None else {'offset': span[0], 'length': span[1] - span[0]}
+        from azure.core import MatchConditions
+
+        part: dict[str, Any] = {} if span is None else {'offset': span[0], 'length': span[1] - span[0]}
+        if version:
+            part |= {'etag': f'"{version}"', 'match_condition': MatchConditions.IfNotModified}
         self._blob(location).download_blob(**part).readinto(file)
 
     def write(self, location: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:
@@ -185,6 +210,10 @@ class AzureClient:
     def delete(self, location: Location) -> None:
         """Delete an object from the store."""
         self._blob(location).delete_blob()
+
+    def abort_uploads(self, location: Location, older_than_seconds: float) -> Iterator[str]:
+        """Do nothing: Azure deletes blocks that were not committed to a blob after a week."""
+        return iter(())
 
     def _blob(self, location: Location) -> Any:
         return self.client.get_blob_client(location.bucket, location.key)
@@ -237,8 +266,15 @@ class FsspecClient:
         self.files.invalidate_cache()
         return self._object(f'{location.bucket}/{location.key}', self.files.info(f'{location.bucket}/{location.key}'))
 
-    def read(self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None) -> None:
-        """Download an object to a file, or a byte range in one request."""
+    def current_version(self, location: Location) -> tuple[int, str]:
+        """Return the size in bytes of an object, and no version: fsspec has no conditional reads."""
+        return self.head(location).size, ''
+
+    def read(
+        self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None, version: str = ''
+    ) -> None:
+        """Download an object to a file, or a byte range in one request; a version cannot be requested."""
+        assert not version
         path = f'{location.bucket}/{location.key}'
         if span is None:
             self.files.get_file(path, file)
@@ -260,6 +296,10 @@ class FsspecClient:
     def delete(self, location: Location) -> None:
         """Delete an object from the store."""
         self.files.rm_file(f'{location.bucket}/{location.key}')
+
+    def abort_uploads(self, location: Location, older_than_seconds: float) -> Iterator[str]:
+        """Do nothing: fsspec cannot list unfinished uploads; Oracle deletes them by a lifecycle rule."""
+        return iter(())
 
     @staticmethod
     def _object(path: str, found: dict[str, Any]) -> ObjectInfo:

@@ -53,8 +53,17 @@ class Client(Protocol):
         """Return the key, size and etag of an object in the store; raise an error with status 404 if there is none."""
         ...
 
-    def read(self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None) -> None:
-        """Download an object, or only its bytes in the half-open range `span`, to an open file."""
+    def current_version(self, location: Location) -> tuple[int, str]:
+        """Return the size in bytes of an object and its version for `read`; '' if the store cannot pin versions."""
+        ...
+
+    def read(
+        self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None, version: str = ''
+    ) -> None:
+        """Download an object, or only its bytes in the half-open range `span`, to an open file.
+
+        With a version, fail with status 412 if the object has another one.
+        """
         ...
 
     def write(self, location: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:
@@ -70,4 +79,13 @@ class Client(Protocol):
 
     def delete(self, location: Location) -> None:
         """Delete an object from the store; some stores raise an error with status 404 if there is none."""
+        ...
+
+    def abort_uploads(self, location: Location, older_than_seconds: float) -> Iterator[str]:
+        """Abort unfinished uploads to the object at `location` and to objects below it, and yield their keys.
+
+        Args:
+            location: Location of an object or a folder.
+            older_than_seconds: Minimum age by the store's clock.
+        """
         ...

@@ -1,39 +1,39 @@
-"""Object-store operations by URL (list, read, download, upload, write, delete), with retries by a `RetryPolicy`.
+"""Object-store operations by URL (list, read, download, upload, write, delete) with retries by a `RetryPolicy`.
 
 Supported schemes are those of `bucket_clients.CLIENTS`. Paths without a scheme can be read and downloaded too, with the
 same timeout and retries, since a network mount may stall as a store does.
 """
 
-import contextlib
 import io
 import logging
 import os
-import shutil
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from diffusion.errors import UserError
-from diffusion.storage import bucket_interface, request_threads
-from diffusion.storage.bucket_clients import CLIENTS, locate
-from diffusion.storage.bucket_interface import Client, FolderListing, Location, ObjectInfo
-from diffusion.storage.retry import DamagedDownload, PreconditionFailed, RetryPolicy, is_missing_object, status_of
+from diffusion.storage import request_threads
+from diffusion.storage.bucket_clients import locate
+from diffusion.storage.bucket_interface import FolderListing, ObjectInfo
+from diffusion.storage.client_pool import client_of
+from diffusion.storage.ranged_download import current_version, download_ranges
+from diffusion.storage.retry import (
+    DamagedDownload,
+    GaveUp,
+    PreconditionFailed,
+    RetryPolicy,
+    is_missing_object,
+    status_of,
+)
+from diffusion.storage.watched_reads import WatchedBuffer, WatchedFile, read_watched
 
 log = logging.getLogger(__name__)
 
-PROGRESS_BYTES = 2**20
-"""Bytes that a download must receive per timeout to continue; small, since 64 downloads may share a slow link."""
-GRACE_SECONDS = 5.0
-"""Time that a client's own timeout is longer than the policy's; it ends the thread of an abandoned download."""
-POLL_SECONDS = 0.02
+RANGED_BYTES = 2**26
+"""Size above which an object is downloaded in ranges."""
 COMPARED_BYTES = 2**26
 """Bytes of an object that are read at once to compare it with what was written."""
 DEFAULT = RetryPolicy()
-
-_idle: dict[tuple[Any, ...], list[Client]] = {}
 
 
 def split(url: str) -> tuple[str, str]:
@@ -53,7 +53,7 @@ def list_objects(url: str, *, retry: RetryPolicy = DEFAULT) -> list[ObjectInfo]:
     below = key if not key or key.endswith('/') else f'{key}/'
 
     def attempt() -> list[ObjectInfo]:
-        with _client(location, retry) as client:
+        with client_of(location, retry) as client:
             # Stores match prefixes as text: listing `set` returns `settings/` too.
             return [found for found in client.list(location) if found.key == key or found.key.startswith(below)]
 
@@ -78,7 +78,7 @@ def list_folder(url: str, *, retry: RetryPolicy = DEFAULT) -> FolderListing:
 
     def attempt() -> FolderListing:
         prefix = location.key.rstrip('/')
-        with _client(location, retry) as client:
+        with client_of(location, retry) as client:
             folders, objects = client.list_folder(location._replace(key=f'{prefix}/' if prefix else ''))
         # Without the object that some programs create for the folder itself, and, in fsspec, a file at the URL.
         objects = [found for found in objects if found.key.startswith(below) and found.key != below]
@@ -97,7 +97,7 @@ def head(url: str, *, retry: RetryPolicy = DEFAULT) -> ObjectInfo:
     location = locate(url)
 
     def attempt() -> ObjectInfo:
-        with _client(location, retry) as client:
+        with client_of(location, retry) as client:
             return client.head(location)
 
     return retry.run(attempt, url)
@@ -134,10 +134,15 @@ def read_if_exists(url: str, *, retry: RetryPolicy = DEFAULT) -> bytes | None:
 def download(url: str, path: Path, *, size: int | None = None, retry: RetryPolicy = DEFAULT) -> None:
     """Download the object at a URL, or copy a file from a mount, to a local path.
 
+    An object of more than RANGED_BYTES is downloaded in ranges by parallel threads (`request_threads.THREADS` per
+    process), all from one version of the object: if it is overwritten meanwhile, the download starts again. Hugging
+    Face and Oracle are read in one stream, since their clients cannot request a version.
+
     Args:
         url: URL of the object, or path of the file.
         path: Path of the copy; after a failure it may be incomplete.
-        size: Expected size in bytes, checked since not every client detects a truncated body; None skips the check.
+        size: Expected size in bytes, checked since not every client detects a truncated body; None skips the check,
+            and costs one more request.
         retry: Number of tries and timeout.
 
     Raises:
@@ -147,6 +152,14 @@ def download(url: str, path: Path, *, size: int | None = None, retry: RetryPolic
     """
 
     def attempt() -> None:
+        found, version = size, ''
+        if '://' in url and (size is None or size > RANGED_BYTES):
+            found, version = current_version(url, retry)
+        if version and found is not None and found > RANGED_BYTES:
+            if size not in (None, found):
+                raise DamagedDownload(f'the object has {found} instead of {size} bytes')
+            download_ranges(url, path, found, version, retry)
+            return
         download_once(url, path, retry)
         if size is not None and path.stat().st_size != size:
             raise DamagedDownload(f'received {path.stat().st_size} of {size} bytes')
@@ -192,7 +205,7 @@ def write(
     def attempt() -> ObjectInfo:
         nonlocal answer_lost
         try:
-            with _client(location, retry) as client:
+            with client_of(location, retry) as client:
                 client.write(location, content, if_absent=if_absent, if_tag=if_tag)
         except Exception as error:
             status = 412 if isinstance(error, PreconditionFailed) else status_of(error)
@@ -251,7 +264,7 @@ def delete(url: str, *, missing_ok: bool = False, retry: RetryPolicy = DEFAULT) 
     def attempt() -> None:
         nonlocal answer_lost
         try:
-            with _client(location, retry) as client:
+            with client_of(location, retry) as client:
                 client.delete(location)
         except Exception as error:
             # After a lost answer the object may be missing because an earlier try has deleted it.
@@ -273,6 +286,37 @@ def delete_all(urls: Iterable[str], *, retry: RetryPolicy = DEFAULT) -> None:
     request_threads.run_all([lambda policy, url=url: delete(url, missing_ok=True, retry=policy) for url in urls], retry)
 
 
+def abort_uploads(url: str, *, older_than_seconds: float, retry: RetryPolicy = DEFAULT) -> int:
+    """Abort multipart uploads to the object at a URL or below it that a killed process has left; return their number.
+
+    Their parts are not listed as objects, but cost storage until they are aborted. Only S3 and S3-compatible stores
+    need this: Google and Azure delete unfinished uploads after a week, and a failed upload aborts itself. A store that
+    refuses to list or abort uploads, or does not answer, is logged as a warning: nothing else depends on it.
+
+    Args:
+        url: URL of an object or a folder.
+        older_than_seconds: Minimum age by the store's clock; longer than any upload takes, since a running upload
+            that is aborted fails.
+        retry: Number of tries and timeout.
+    """
+    location = locate(url)
+    aborted: list[str] = []
+
+    def attempt() -> None:
+        with client_of(location, retry) as client:
+            aborted.extend(client.abort_uploads(location, older_than_seconds))
+
+    try:
+        retry.run(attempt, url, 'cleared of unfinished uploads')
+    except (UserError, GaveUp) as error:
+        log.warning(
+            'unfinished uploads are not aborted (%s); they cost storage: allow s3:ListBucketMultipartUploads and '
+            's3:AbortMultipartUpload, or set a lifecycle rule of the bucket that aborts them',
+            error,
+        )
+    return len(aborted)
+
+
 def download_once(url: str, path: Path, retry: RetryPolicy) -> None:
     """Download an object or copy a file, to a local path, without retries; errors of the client are raised unchanged.
 
@@ -282,8 +326,8 @@ def download_once(url: str, path: Path, retry: RetryPolicy) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # The thread of an earlier try that stalled may still have the file open and write to it: give this try a new one.
     path.unlink(missing_ok=True)
-    with _WatchedFile(io.FileIO(path, 'wb')) as file:
-        _read_watched(url, file, None, retry)
+    with WatchedFile(io.FileIO(path, 'wb')) as file:
+        read_watched(url, file, None, retry)
 
 
 def read_once(url: str, retry: RetryPolicy, *, span: tuple[int, int] | None = None) -> bytes:
@@ -292,120 +336,6 @@ def read_once(url: str, retry: RetryPolicy, *, span: tuple[int, int] | None = No
     Raises:
         TimeoutError: The download stalled.
     """
-    file = _WatchedBuffer()
-    _read_watched(url, file, span, retry)
+    file = WatchedBuffer()
+    read_watched(url, file, span, retry)
     return file.getvalue()
-
-
-class _Watched(io.BufferedIOBase):
-    """Output file of a download that counts the received bytes; a write fails once the download is abandoned."""
-
-    received = 0
-    abandoned = False
-
-    def write(self, data: Any, /) -> int:
-        if self.abandoned:
-            raise TimeoutError('the download was abandoned')
-        count = super().write(data)
-        self.received += count
-        return count
-
-
-class _WatchedFile(_Watched, io.BufferedWriter):
-    pass
-
-
-class _WatchedBuffer(_Watched, io.BytesIO):
-    pass
-
-
-def _read_watched(url: str, file: _Watched, span: tuple[int, int] | None, retry: RetryPolicy) -> None:
-    """Read an object or a file into `file`; raise TimeoutError if fewer than PROGRESS_BYTES arrive per timeout."""
-    # In a separate thread, since a read from a hung mount cannot be interrupted, and a client's own timeout restarts
-    # with every byte received. A stalled thread is abandoned; it ends at its next write to `file` or when its socket
-    # times out. It is a daemon, so that the interpreter does not wait for it at exit.
-    read: Callable[[], None] = partial(_read_mount, url, file, span)
-    if '://' in url:
-        location = locate(url)
-        # Created before the clock starts: importing the package and reading credentials is not the store's time.
-        read = partial(_read_store, _acquire_client(location, retry), location, file, span, retry)
-    errors: list[BaseException] = []
-    reader = threading.Thread(target=_capture_error, args=(read, errors), daemon=True)
-    reader.start()
-    seen, since = 0, time.monotonic()
-    try:
-        while reader.is_alive():
-            reader.join(POLL_SECONDS)
-            retry.wait()  # raises if, for example, another rank has failed
-            now = time.monotonic()
-            if now - since <= retry.timeout_seconds:
-                continue
-            if reader.is_alive() and file.received < seen + PROGRESS_BYTES:
-                raise TimeoutError(f'stalled after {file.received} bytes (timeout {retry.timeout_seconds:g} s)')
-            seen, since = file.received, now
-    except BaseException:
-        file.abandoned = True
-        raise
-    if errors:
-        raise errors[0]
-
-
-def _capture_error(read: Callable[[], None], errors: list[BaseException]) -> None:
-    """Call `read`, and append an exception to `errors`, for another thread to raise; the target of a thread."""
-    try:
-        read()
-    except BaseException as error:
-        errors.append(error)
-
-
-def _read_mount(path: str, file: io.BufferedIOBase, span: tuple[int, int] | None) -> None:
-    """Copy a file, or its bytes in the half-open range `span`, to an open file."""
-    with open(path, 'rb') as source:
-        if span is None:
-            shutil.copyfileobj(source, file, bucket_interface.CHUNK_BYTES)
-        else:
-            source.seek(span[0])
-            file.write(source.read(span[1] - span[0]))
-
-
-def _read_store(
-    client: Client, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None, retry: RetryPolicy
-) -> None:
-    """Download an object, or its bytes in the half-open range `span`, to an open file; then release the client."""
-    with _release_after(client, location, retry):
-        client.read(location, file, span)
-
-
-def _client(location: Location, retry: RetryPolicy) -> contextlib.AbstractContextManager[Client]:
-    """Return a context manager that yields a client of a store, and afterwards returns the client to the pool."""
-    return _release_after(_acquire_client(location, retry), location, retry)
-
-
-@contextlib.contextmanager
-def _release_after(client: Client, location: Location, retry: RetryPolicy) -> Iterator[Client]:
-    """Yield a client, then return it to the pool of idle clients; drop it after HTTP 400, 401 or 403."""
-    # After a refusal the client is dropped: its credentials may have expired, and the next try's new client reads them
-    # again.
-    keep = True
-    try:
-        yield client
-    except Exception as error:
-        keep = status_of(error) not in (400, 401, 403)
-        raise
-    finally:
-        if keep:
-            _idle_clients(location, retry).append(client)
-
-
-def _acquire_client(location: Location, retry: RetryPolicy) -> Client:
-    """Return an idle client from the pool, or a new client if there is none."""
-    # pop() without a check: another thread may take the last client between a check and the pop.
-    with contextlib.suppress(IndexError):
-        return _idle_clients(location, retry).pop()
-    return CLIENTS[location.scheme](location.scheme, location.account, retry.timeout_seconds + GRACE_SECONDS)
-
-
-def _idle_clients(location: Location, retry: RetryPolicy) -> list[Client]:
-    """Return the pool of clients that no thread uses, kept since creating a client takes 0.1 to 0.5 s."""
-    # Keyed by process ID: after a fork, parent and child would write to the same connections of an inherited client.
-    return _idle.setdefault((os.getpid(), location.scheme, location.account, retry.timeout_seconds), [])

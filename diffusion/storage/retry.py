@@ -84,7 +84,7 @@ class RetryPolicy:
     Args:
         tries: Maximum number of attempts, including the first.
         timeout_seconds: Time within which a request must be answered, and a download must finish or receive
-            `object_store.PROGRESS_BYTES`.
+            `watched_reads.PROGRESS_BYTES`.
         wait: Called every 20 ms during a pause or a download; an exception that it raises ends the wait.
     """
 

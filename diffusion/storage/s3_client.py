@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 from collections.abc import Callable, Iterator
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +82,18 @@ class S3Client:
         found = self._call(self.client.head_object, Bucket=location.bucket, Key=location.key, **self._payer(location))
         return ObjectInfo(location.key, found['ContentLength'], found['ETag'].strip('"'))
 
-    def read(self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None) -> None:
+    def current_version(self, location: Location) -> tuple[int, str]:
+        """Return the size in bytes and the etag of an object."""
+        found = self.head(location)
+        return found.size, found.tag
+
+    def read(
+        self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None, version: str = ''
+    ) -> None:
         """Download an object or a byte range to a file; botocore checks the length, and the checksum if any."""
         part = {} if span is None else {'Range': f'bytes={span[0]}-{span[1] - 1}'}
+        if version:
+            part['IfMatch'] = f'"{version}"'
         answer = self._call(
             self.client.get_object, Bucket=location.bucket, Key=location.key, **part, **self._payer(location)
         )
@@ -118,6 +128,32 @@ class S3Client:
     def delete(self, location: Location) -> None:
         """Delete an object from the store; S3 reports no error if the object does not exist."""
         self._call(self.client.delete_object, Bucket=location.bucket, Key=location.key)
+
+    def abort_uploads(self, location: Location, older_than_seconds: float) -> Iterator[str]:
+        """Abort old multipart uploads to an object and to objects below it, and yield their keys."""
+        from botocore.exceptions import ClientError
+
+        folder = f'{location.key.rstrip("/")}/'.lstrip('/')
+        request: dict[str, Any] = {'Bucket': location.bucket, 'Prefix': location.key}
+        while True:
+            page = self._call(self.client.list_multipart_uploads, **request)
+            now = parsedate_to_datetime(page['ResponseMetadata']['HTTPHeaders']['date'])
+            for upload in page.get('Uploads', ()):
+                age_seconds = (now - upload['Initiated']).total_seconds()
+                inside = upload['Key'] == location.key or upload['Key'].startswith(folder)
+                if age_seconds < older_than_seconds or not inside:
+                    continue
+                settings = {'Bucket': location.bucket, 'Key': upload['Key'], 'UploadId': upload['UploadId']}
+                try:
+                    self._call(self.client.abort_multipart_upload, **settings)
+                except ClientError as error:
+                    if error.response['Error']['Code'] != 'NoSuchUpload':
+                        raise
+                    continue  # another process has finished or aborted it
+                yield upload['Key']
+            if not page.get('IsTruncated'):
+                return
+            request |= {'KeyMarker': page['NextKeyMarker'], 'UploadIdMarker': page['NextUploadIdMarker']}
 
     def _pages(self, location: Location, **settings: str) -> Iterator[dict[str, Any]]:
         """Yield the pages of a listing of the objects with a key prefix."""

@@ -19,7 +19,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from diffusion.errors import DataError, UserError
 from diffusion.models import batch_keys
-from diffusion.storage import bucket_clients, bucket_interface, object_store
+from diffusion.storage import bucket_clients, bucket_interface, watched_reads
 from diffusion.storage.download import RemoteFolder
 from diffusion.storage.retry import GaveUp, RetryPolicy
 
@@ -88,7 +88,7 @@ def test_stalled_download_times_out(store, bucket, tmp_path, workers):
 @pytest.mark.parametrize(('seconds', 'enough'), [(2.0, True), (20.0, False)])
 def test_slow_download_continues_while_it_makes_progress(store, bucket, tmp_path, monkeypatch, seconds, enough):
     """A shard of 8 kB arrives in eight pieces."""
-    monkeypatch.setattr(object_store, 'PROGRESS_BYTES', 1000)
+    monkeypatch.setattr(watched_reads, 'PROGRESS_BYTES', 1000)
     monkeypatch.setattr(bucket_interface, 'CHUNK_BYTES', 100)
     store.fail('GET shard.00001', seconds)
     loader = loader_over(bucket, tmp_path / 'local', download_timeout=0.7, download_retry=0)
@@ -372,10 +372,19 @@ def test_full_disk_is_reported(store, bucket, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (6000, resource.RLIM_INFINITY))
         message = r'shard.0000\d.mds: no space left on the disk: .*Way out: free space in .*local'
         with pytest.raises(DataError, match=message):
-            served(loader_over(bucket, tmp_path / 'local'))
+            served(loader_over(bucket, local))
+        # Downloads under way in other threads end because of the error; Python waits for these threads at exit, which
+        # a forked process skips.
+        deadline = time.monotonic() + 5
+        while list(local.rglob('*.mds')):
+            assert time.monotonic() < deadline, list(local.rglob('*.mds'))
+            time.sleep(0.02)
 
+    local = tmp_path / 'local'
+    store.fail('GET shard', 0.5, times=1)
+    store.fail('GET shard', 30.0)  # under way when the first one fails
     assert Forked(small_disk).wait() == 0
-    assert not list((tmp_path / 'local').rglob('*.mds'))
+    assert not list(local.rglob('*.mds'))
 
 
 def test_run_after_kill_during_download_is_correct(store, bucket, tmp_path):

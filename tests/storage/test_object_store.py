@@ -13,7 +13,7 @@ from object_store import Store
 from other_clouds import Cloud, serve
 
 from diffusion.errors import UserError
-from diffusion.storage import object_store, s3_client
+from diffusion.storage import client_pool, object_store, ranged_download, s3_client, watched_reads
 from diffusion.storage.bucket_clients import FsspecClient, locate
 from diffusion.storage.download import RemoteFolder
 from diffusion.storage.retry import GaveUp, PreconditionFailed, RetryPolicy
@@ -288,13 +288,19 @@ def test_delete_all_retries_and_raises_the_first_refusal(store: Store) -> None:
     assert not store.requests  # no request is sent after the return
 
 
+@pytest.mark.parametrize('scheme', ['gs', 'azure', 'oci'])
+def test_other_clouds_delete_unfinished_uploads_themselves(clouds: Cloud, scheme: str) -> None:
+    clouds.requests = 0
+    assert object_store.abort_uploads(URLS[scheme], older_than_seconds=0) == clouds.requests == 0
+
+
 def test_clouds_without_conditional_writes_raise_an_error(clouds: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('GCS_KEY', 'key')
     monkeypatch.setenv('GCS_SECRET', 'secret')
     for url in ('oci://bucket@space/lock', 'gs://bucket/lock', 'hf://datasets/org/name/lock'):
         with pytest.raises(UserError, match='conditional write|uploading'):
             object_store.write(url, b'one', if_absent=True)
-    assert object_store._acquire_client(locate('gs://bucket/lock'), object_store.DEFAULT).google  # type: ignore[reportAttributeAccessIssue]
+    assert client_pool.acquire_client(locate('gs://bucket/lock'), object_store.DEFAULT).google  # type: ignore[reportAttributeAccessIssue]
 
 
 def test_forked_process_creates_its_own_clients(clouds: Cloud) -> None:
@@ -302,14 +308,14 @@ def test_forked_process_creates_its_own_clients(clouds: Cloud) -> None:
     for url in URLS.values():
         object_store.write(f'{url}/a', b'content')
         assert object_store.read(f'{url}/a') == b'content'
-    kept = {id(client) for clients in object_store._idle.values() for client in clients}
+    kept = {id(client) for clients in client_pool.idle.values() for client in clients}
     process = os.fork()
     if not process:
         status = 1
         try:
             readable = all(object_store.read(f'{url}/a') == b'content' for url in URLS.values())
             created = [
-                client for key, clients in object_store._idle.items() if key[0] == os.getpid() for client in clients
+                client for key, clients in client_pool.idle.items() if key[0] == os.getpid() for client in clients
             ]
             status = 0 if readable and len(created) == len(URLS) and not kept & set(map(id, created)) else 2
         finally:
@@ -325,6 +331,29 @@ def test_large_file_is_uploaded_in_parts(store: Store, tmp_path: Path, monkeypat
     object_store.upload(path, store.bucket('bucket'))
     assert any('uploadId' in request for request in store.requests)
     assert object_store.read('s3://bucket/large') == path.read_bytes()
+
+
+@pytest.mark.parametrize('scheme', ['s3', 'gs', 'azure'])
+def test_ranges_of_two_versions_are_not_mixed(
+    clouds: Cloud, tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_store, 'RANGED_BYTES', 100)
+    monkeypatch.setattr(ranged_download, 'RANGE_BYTES', 64)
+    url, old, new = f'{URLS[scheme]}/large', os.urandom(2000), os.urandom(2000)
+    object_store.write(url, old)
+    object_store.download(url, tmp_path / 'copy')
+    assert (tmp_path / 'copy').read_bytes() == old
+    started: list[int] = []
+
+    def overwrite_once(*args: Any, **settings: Any) -> None:
+        started.append(1)
+        if len(started) == 10:
+            object_store.write(url, new)
+        watched_reads.read_watched(*args, **settings)
+
+    monkeypatch.setattr(ranged_download, 'read_watched', overwrite_once)
+    object_store.download(url, tmp_path / 'copy', size=len(new))
+    assert (tmp_path / 'copy').read_bytes() == new
 
 
 def test_requests_to_requester_pays_buckets_name_the_payer(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,90 @@
+"""Multipart uploads that a killed process has left are aborted."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from object_store import Store
+
+from diffusion.errors import UserError
+from diffusion.storage import object_store, s3_client
+from diffusion.storage.retry import RetryPolicy
+
+OLD, IN_THE_FUTURE = 3600.0, 1e9
+"""Ages in seconds: moto says that every upload began in 2010, which is less than 1e9 seconds ago."""
+
+
+def uploads(store: Store) -> list[str]:
+    """Return the keys of the unfinished uploads to the bucket `data`."""
+    found: dict[str, Any] = store.client.list_multipart_uploads(Bucket='data')
+    return sorted(upload['Key'] for upload in found.get('Uploads', ()))
+
+
+@pytest.fixture
+def begun(store: Store) -> str:
+    """URL of a folder with two unfinished uploads, beside one that is not in the folder."""
+    url = store.bucket('data') + '/run'
+    for key in ('run/a', 'run/b/c', 'running/a'):
+        store.client.create_multipart_upload(Bucket='data', Key=key)
+    return url
+
+
+def test_upload_of_a_killed_process_is_aborted(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3_client, 'PART_BYTES', 5 * 2**20)
+    path = tmp_path / 'large'
+    path.write_bytes(bytes(11 * 2**20))
+    url = store.bucket('data')
+    store.fail('PUT partNumber=2', 30.0)
+    process = os.fork()
+    if not process:
+        try:
+            object_store.upload(path, f'{url}/run')
+        finally:
+            os._exit(0)
+    while not any('partNumber=2' in request for request in store.requests):
+        time.sleep(0.01)
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    assert uploads(store) == ['run/large'] and not store.objects('data')
+    assert object_store.abort_uploads(f'{url}/run/large', older_than_seconds=OLD) == 1
+    assert uploads(store) == []
+
+
+def test_upload_that_fails_aborts_itself(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3_client, 'PART_BYTES', 5 * 2**20)
+    path = tmp_path / 'large'
+    path.write_bytes(bytes(11 * 2**20))
+    url = store.bucket('data')
+    store.fail('PUT partNumber=2', 403)
+    with pytest.raises(UserError, match='the store refuses access'):
+        object_store.upload(path, url)
+    assert uploads(store) == []
+
+
+def test_only_old_uploads_below_the_url_are_aborted(store: Store, begun: str) -> None:
+    assert object_store.abort_uploads(begun, older_than_seconds=IN_THE_FUTURE) == 0
+    assert uploads(store) == ['run/a', 'run/b/c', 'running/a']
+    store.fail('DELETE uploadId', 500, times=1)
+    assert object_store.abort_uploads(begun, older_than_seconds=OLD) == 2
+    assert uploads(store) == ['running/a']
+    assert object_store.abort_uploads('s3://data', older_than_seconds=OLD) == 1
+
+
+def test_upload_that_ends_meanwhile_is_skipped(store: Store, begun: str) -> None:
+    store.fail('DELETE run/a', 'NoSuchUpload', times=1)
+    assert object_store.abort_uploads(begun, older_than_seconds=OLD) == 1
+    assert uploads(store) == ['run/a', 'running/a']
+
+
+@pytest.mark.parametrize('fault', [403, 500, 501])
+@pytest.mark.parametrize('request_words', ['GET uploads', 'DELETE run/b'])
+def test_store_that_refuses_is_a_warning(
+    store: Store, begun: str, fault: int, request_words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.fail(request_words, fault)
+    count = object_store.abort_uploads(begun, older_than_seconds=OLD, retry=RetryPolicy(tries=2))
+    assert count == (1 if request_words.startswith('DELETE') else 0)
+    assert 'unfinished uploads are not aborted' in caplog.text and 's3:AbortMultipartUpload' in caplog.text

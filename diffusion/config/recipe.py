@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from diffusion.config.checkpointing import CheckpointingConfig
 from diffusion.config.image_shapes import Shape, parse_shape, square
 from diffusion.config.interpolation import KeyPath
 from diffusion.config.schema import Problem
@@ -344,6 +345,8 @@ class Recipe:
     """Settings of how the model is distributed over devices."""
     speed: SpeedConfig = field(default_factory=SpeedConfig)
     """Optimizations of a training step on a GPU."""
+    checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
+    """Settings of the run's checkpoints."""
     precompute: PrecomputeConfig = field(default_factory=PrecomputeConfig)
     """Settings of `task: precompute`."""
     generate: GenerateConfig = field(default_factory=GenerateConfig)

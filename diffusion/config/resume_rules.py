@@ -231,6 +231,7 @@ RULES = (
     ),
     _rule(Effect.APPLIED, 'the metrics, images and logs after the resume', 'callbacks.* loggers.*'),
     _rule(Effect.APPLIED, 'the messages after the resume', 'notify.*'),
+    _rule(Effect.APPLIED, 'the saves after the resume: their time, and which checkpoints stay', 'checkpointing.*'),
     _rule(Effect.APPLIED, 'not used in training', 'evaluators.* precompute.* generate.* checkpoint task'),
     _rule(Effect.APPLIED, "the run's folder, which may be moved", 'name runs_dir'),
     _rule(Effect.APPLIED, 'the modules that register components', 'imports'),

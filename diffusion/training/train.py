@@ -234,6 +234,7 @@ def build_checkpointer(recipe: Recipe) -> Checkpointer | None:
         save_interval=recipe.trainer.get('save_interval', '1ep'),
         num_checkpoints_to_keep=recipe.trainer.get('save_num_checkpoints_to_keep', -1),
         sharded=recipe.parallelism.checkpoints == 'sharded',
+        asynchronous=recipe.checkpointing.asynchronous,
         resume=resume,
         recipe_text=to_yaml(recipe),
     )

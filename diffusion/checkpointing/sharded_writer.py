@@ -56,8 +56,8 @@ class ShardedWrite:
 
         plan: SavePlan = ranks.reduce_scatter('plan', plan_locally, plan_globally)
         self._plan = self._planner.finish_plan(plan)
-        # The DTensors' shards by name. The tensors themselves must not be kept: training changes them.
-        self.shards = local_shards(tensors)
+        self.shards = local_shards({name: tensors[name] for name in {item.index.fqn for item in self._plan.items}})
+        """The tensors that this rank writes by name, of DTensors its shard; a snapshot may replace them."""
 
     def write(self) -> list[WriteResult]:
         """Write the tensors of `shards` to this rank's file, and return what the index needs; no collective.

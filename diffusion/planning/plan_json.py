@@ -62,6 +62,7 @@ def _phase(each: PhasePlan) -> dict[str, Any]:
             'with_optimizer': each.sizes.with_optimizer,
             'with_averages': each.sizes.with_averages,
         },
+        'snapshot_bytes_per_node': each.snapshot_bytes,
         'saving': dict(vars(each.resilience)),
     }
 

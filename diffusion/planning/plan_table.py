@@ -167,7 +167,8 @@ def _data(plan: Plan) -> str:
 
 
 def _checkpoints(plan: Plan) -> str:
-    rows = [['', 'weights', '+ optimizer', '+ averages', 'save takes', 'save every', 'goodput', 'recipe saves every']]
+    columns = ['', 'weights', '+ optimizer', '+ averages', 'host memory per node']
+    rows = [[*columns, 'save takes', 'save every', 'goodput', 'recipe saves every']]
     for each in plan.phases:
         saving = each.resilience
         recipe_interval = '(not in batches)'
@@ -181,6 +182,7 @@ def _checkpoints(plan: Plan) -> str:
                 _bytes(each.sizes.weights),
                 _bytes(each.sizes.with_optimizer),
                 _bytes(each.sizes.with_averages),
+                _bytes(each.snapshot_bytes),
                 f'{saving.stall_seconds:,.0f} s',
                 f'{saving.interval_batches:,}ba = {_duration(saving.interval_seconds)}',
                 f'{saving.goodput:.3f}',
@@ -188,7 +190,7 @@ def _checkpoints(plan: Plan) -> str:
             ]
         )
     mtbf = plan.phases[0].resilience.mtbf_hours
-    return _section(f'Checkpoints, with one failure every {_duration(3600 * mtbf)}', rows, left={7})
+    return _section(f'Checkpoints, with one failure every {_duration(3600 * mtbf)}', rows, left={8})
 
 
 # -- formatting of values --

@@ -1,8 +1,6 @@
 """Write of a checkpoint in a thread while training continues, and the choice between saves when a run must stop."""
 
 import logging
-import os
-import sys
 import threading
 import time
 from typing import Literal
@@ -12,11 +10,10 @@ from composer.utils import dist
 
 from diffusion.checkpointing.checkpoint_writer import SaveInProgress
 from diffusion.checkpointing.rank_agreement import wait_for_all_ranks
+from diffusion.checkpointing.snapshot import lower_priority
 
 log = logging.getLogger(__name__)
 
-NICENESS = 10
-"""Scheduling priority of the writing thread, from 0 (that of training) to 19 (the lowest)."""
 ABANDON_SECONDS = 2.0
 """Time in which the thread of an abandoned save should end, which it does at its next write to a file."""
 
@@ -80,8 +77,7 @@ class BackgroundSave:
     def _write(self) -> None:
         """Write the files with a low priority, so that training has the processor first; runs in the thread."""
         try:
-            if sys.platform == 'linux':  # elsewhere the priority is that of the whole process
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+            lower_priority()
             self.save.write()
         finally:
             self._written.set()

@@ -17,8 +17,9 @@ from diffusion.checkpointing.checkpoint_writer import SaveInProgress
 from diffusion.checkpointing.run_storage import RunStorage, run_storage
 from diffusion.checkpointing.save_interval import timed_interval
 from diffusion.checkpointing.snapshot import SnapshotBuffers
+from diffusion.checkpointing.snapshot_memory import reserve_on_all_ranks
 from diffusion.checkpointing.storage_faults import SaveFailed, way_out
-from diffusion.checkpointing.trainer_state import load_checkpoint
+from diffusion.checkpointing.trainer_state import gather_state, load_checkpoint
 from diffusion.storage.retry import DISK_FULL_ERRORS
 
 log = logging.getLogger(__name__)
@@ -109,6 +110,17 @@ class Checkpointer(CheckpointSaver):
         self._polled_at = float('-inf')
         self._write_seconds: float | None = None
         self._said_slow = False
+        self._has_memory = False
+
+    @property
+    def is_saving(self) -> bool:
+        """True from the snapshot of a save to its publication at a later batch."""
+        return self._running is not None
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Size of this rank's memory for snapshots."""
+        return 0 if self._buffers is None else self._buffers.nbytes
 
     def init(self, state: State, logger: Logger) -> None:
         if not self.storage.run_id:
@@ -142,6 +154,12 @@ class Checkpointer(CheckpointSaver):
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         self._save_at_interval(state, logger, Event.BATCH_CHECKPOINT)
+        # After the first batch, which creates the optimizer's state, and not at the first save: the kernel needs longer
+        # to provide new memory than a snapshot takes to fill it, and if there is too little, it is said at once.
+        if self._buffers is not None and not self._has_memory and not is_last_batch(state):
+            self._has_memory = True
+            if self._running is None and not self.sharded:
+                self._allocate(state)
 
     def epoch_checkpoint(self, state: State, logger: Logger) -> None:
         self._save_at_interval(state, logger, Event.EPOCH_CHECKPOINT)
@@ -282,6 +300,15 @@ class Checkpointer(CheckpointSaver):
             save.write()
             save.publish()
         return save
+
+    def _allocate(self, state: State) -> None:
+        """Allocate the memory for snapshots before the first one, if there is enough; a collective."""
+        assert self._buffers is not None
+        content, _ = gather_state(state, sharded_tensors=False)
+        if reserve_on_all_ranks(self._buffers, content if dist.get_global_rank() == 0 else {}):
+            self._buffers.touch()
+        else:
+            self._buffers = None
 
     def _is_running_written(self, state: State) -> bool:
         """Return True if there is a save in the background whose files are written; a collective if there is one."""

@@ -8,12 +8,16 @@ import copy
 import ctypes
 import logging
 import mmap
+import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import nullcontext, suppress
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
+from composer.utils import dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
@@ -22,6 +26,12 @@ log = logging.getLogger(__name__)
 
 ALIGNMENT = 64
 """Bytes; each tensor of a snapshot starts at a multiple of it."""
+MAX_THREADS = 4
+"""Threads that copy tensors of the CPU, which two or three saturate."""
+NICENESS = 10
+"""Priority of threads that work while training continues, from 0 (that of training) to 19 (the lowest)."""
+_PIECE_BYTES = 2**22
+_TOUCHED_BYTES = 2**26
 State = TypeVar('State')
 Key = tuple[object, ...]
 
@@ -37,22 +47,18 @@ class SnapshotBuffers:
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
         self._pinned = 0
+        self._touching: threading.Thread | None = None
 
     @property
     def nbytes(self) -> int:
         """Size of the memory in bytes."""
         return 0 if self._memory is None else len(self._memory)
 
-    def missing_bytes(self, state: object) -> int:
-        """Return the bytes that have to be allocated in addition for a snapshot of a state."""
-        return max(0, snapshot_bytes(state) - self.nbytes)
-
-    def reserve(self, state: object) -> bool:
-        """Allocate the memory for a snapshot of a state; return False if the kernel refuses it.
+    def reserve(self, need: int, *, pinned: bool = False) -> bool:
+        """Allocate memory of a size, as `snapshot_bytes` returns it; return False if the kernel refuses it.
 
         The snapshot before must not be in use any more if the memory has to grow.
         """
-        need = snapshot_bytes(state)
         if need <= self.nbytes:
             return True
         self.release()
@@ -68,31 +74,42 @@ class SnapshotBuffers:
                 with suppress(OSError):  # a kernel without huge pages
                     memory.madvise(advice)
         self._memory = memory
-        if any(tensor.is_cuda for tensor in _views(state).values()):
+        if pinned:
             self._pin()
         return True
+
+    def touch(self) -> None:
+        """Let a thread write to all of the memory once, so that the first snapshot does not wait for the kernel."""
+        # The kernel clears new pages at 0.4 GB/s on a virtual machine with two cores, a tenth of the speed of a copy.
+        memory = self._memory
+        if memory is None or self._pinned:  # the pages of pinned memory exist
+            return
+
+        def write() -> None:
+            lower_priority()
+            for offset in range(0, len(memory), _TOUCHED_BYTES):
+                count = min(_TOUCHED_BYTES, len(memory) - offset)
+                torch.frombuffer(memory, dtype=torch.uint8, count=count, offset=offset).zero_()
+
+        self._touching = threading.Thread(target=write, name='memory for snapshots', daemon=True)
+        self._touching.start()
 
     def copy(self, state: State) -> State:
         """Return a copy of a state of nested containers, whose tensors are in this memory, on the CPU.
 
         Tensors with the same content (tied weights) share a copy. Everything else is copied too, so that nothing that
-        training changes later reaches the snapshot. `reserve` must have returned True for this state.
+        training changes later reaches the snapshot. `reserve` must have returned True for this state's size.
         """
+        if self._touching is not None:
+            self._touching.join()
+            self._touching = None
         views = _views(state)
         copies: dict[Key, Tensor] = {}
-        streams: dict[torch.device, Any] = {}
         offset = 0
-        with torch.no_grad():
-            for key, view in views.items():
-                if view.is_cuda and view.device not in streams:
-                    streams[view.device] = torch.cuda.Stream(view.device)
-                    streams[view.device].wait_stream(torch.cuda.current_stream(view.device))
-                copies[key] = self._place(view, offset)
-                offset += _aligned(view.nbytes)
-                with torch.cuda.stream(streams[view.device]) if view.is_cuda else nullcontext():
-                    copies[key].copy_(view, non_blocking=view.is_cuda)
-        for stream in streams.values():
-            stream.synchronize()
+        for key, view in views.items():
+            copies[key] = self._place(view, offset)
+            offset += _aligned(view.nbytes)
+        _copy_all([(copies[key], view) for key, view in views.items()])
         memo: dict[int, Any] = {id(tensor): copies[_key(tensor)] for tensor in _tensors(state)}
         return copy.deepcopy(state, memo)
 
@@ -100,7 +117,7 @@ class SnapshotBuffers:
         """Free the memory, as soon as no tensor of a snapshot uses it any more."""
         if self._pinned:
             _cuda_runtime().cudaHostUnregister(self._pinned)
-        self._memory, self._pinned = None, 0
+        self._memory, self._pinned, self._touching = None, 0, None
 
     def _place(self, view: Tensor, offset: int) -> Tensor:
         """Return an uninitialized tensor like `view` in the memory, from an offset."""
@@ -124,6 +141,54 @@ class SnapshotBuffers:
         self._pinned = address
 
 
+@torch.no_grad()
+def _copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy tensors into others on the CPU with the same shapes: from a GPU by a stream of its own, else in threads."""
+    streams: dict[torch.device, Any] = {}
+    plain: list[tuple[int, int, int]] = []
+    for target, source in pairs:
+        if source.is_cuda:
+            if source.device not in streams:
+                streams[source.device] = torch.cuda.Stream(source.device)
+                streams[source.device].wait_stream(torch.cuda.current_stream(source.device))
+            with torch.cuda.stream(streams[source.device]):
+                target.copy_(source, non_blocking=True)
+        elif source.device.type == 'cpu' and source.stride() == target.stride():
+            # The same dense layout, so the bytes are copied, in pieces that threads can share.
+            starts = range(0, source.nbytes, _PIECE_BYTES)
+            plain += [
+                (target.data_ptr() + start, source.data_ptr() + start, min(_PIECE_BYTES, source.nbytes - start))
+                for start in starts
+            ]
+        else:
+            target.copy_(source)
+    # Training waits, so its cores are free. memmove is 1.4 times as fast as torch's copy, and releases the GIL too.
+    count = copying_threads()
+    with ThreadPoolExecutor(count) as threads:
+        for _ in threads.map(_move_bytes, [plain[number::count] for number in range(count)]):
+            pass
+    for stream in streams.values():
+        stream.synchronize()
+
+
+def _move_bytes(pieces: Sequence[tuple[int, int, int]]) -> None:
+    """Copy pieces of memory, given as target address, source address and size in bytes."""
+    for target, source, size in pieces:
+        ctypes.memmove(target, source, size)
+
+
+def copying_threads() -> int:
+    """Return the number of threads that copy tensors of the CPU: this rank's share of the cores, up to MAX_THREADS."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == 'linux' else os.cpu_count() or 1
+    return max(1, min(MAX_THREADS, cores // dist.get_local_world_size()))
+
+
+def lower_priority() -> None:
+    """Give this thread a low priority, so that training has the processor first; on Linux only."""
+    if sys.platform == 'linux':  # elsewhere the priority is that of the whole process
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
 def _cuda_runtime() -> Any:
     """Return the functions of the CUDA runtime that torch exposes."""
     return torch.cuda.cudart()
@@ -132,6 +197,11 @@ def _cuda_runtime() -> Any:
 def snapshot_bytes(state: object) -> int:
     """Return the bytes of memory that a snapshot of a state needs."""
     return sum(_aligned(view.nbytes) for view in _views(state).values())
+
+
+def is_on_gpu(state: object) -> bool:
+    """Return True if a state has tensors on a GPU."""
+    return any(tensor.is_cuda for tensor in _tensors(state))
 
 
 def _aligned(size: int) -> int:

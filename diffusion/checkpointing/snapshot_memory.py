@@ -5,7 +5,7 @@ import os
 
 from composer.utils import dist
 
-from diffusion.checkpointing.snapshot import SnapshotBuffers
+from diffusion.checkpointing.snapshot import SnapshotBuffers, is_on_gpu, snapshot_bytes
 from diffusion.config.byte_sizes import bytes_text
 from diffusion.launch import environment
 from diffusion.storage.host_memory import available_memory
@@ -24,9 +24,10 @@ def reserve_on_all_ranks(buffers: SnapshotBuffers, state: object) -> bool:
         state: What this rank's snapshot contains.
     """
     machine = environment.machine_name(os.environ)
-    missing, available = buffers.missing_bytes(state), available_memory()
+    need, available = snapshot_bytes(state), available_memory()
+    missing = max(0, need - buffers.nbytes)
     figures = dist.all_gather_object((machine, missing, available))
-    needs = {name: sum(need for each, need, _ in figures if each == name) for name, _, _ in figures}
+    needs = {name: sum(each for place, each, _ in figures if place == name) for name, _, _ in figures}
     for name, _, free in figures:
         if free is not None and needs[name] > (1 - SPARE_FRACTION) * free:
             if dist.get_global_rank() == 0:
@@ -36,4 +37,4 @@ def reserve_on_all_ranks(buffers: SnapshotBuffers, state: object) -> bool:
                     *(bytes_text(needs[name]), name, bytes_text(free)),
                 )
             return False
-    return all(dist.all_gather_object(buffers.reserve(state)))
+    return all(dist.all_gather_object(buffers.reserve(need, pinned=is_on_gpu(state))))

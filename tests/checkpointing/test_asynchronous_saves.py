@@ -17,12 +17,13 @@ from faults import Fault, active, environment
 from ranks import read_losses
 
 from diffusion.checkpointing import background_save, checkpointer, snapshot_memory
-from diffusion.checkpointing.background_save import NICENESS, choose_when_stopping
+from diffusion.checkpointing.background_save import choose_when_stopping
 from diffusion.checkpointing.checkpoint_weights import weights_of
 from diffusion.checkpointing.checkpointer import Checkpointer
 from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.checkpointing.run_storage import FolderStorage
 from diffusion.checkpointing.sharded_state import read_all_tensors
+from diffusion.checkpointing.snapshot import NICENESS
 from diffusion.checkpointing.verification import verify_checkpoint
 from diffusion.config.load import load
 from diffusion.exit_codes import Preempted
@@ -134,7 +135,7 @@ def test_thread_has_a_low_priority_and_memory_is_used_again(write):
     class Watched(FolderStorage):
         def upload(self, work, names, batch):
             niceness = os.getpriority(os.PRIO_PROCESS, 0)  # of this thread
-            seen.append((batch, niceness, 0 if found._buffers is None else found._buffers.nbytes))
+            seen.append((batch, niceness, found.snapshot_bytes))
 
     usual = os.getpriority(os.PRIO_PROCESS, 0)
     found.storage = Watched(recipe.run_dir, found.storage.run_id)

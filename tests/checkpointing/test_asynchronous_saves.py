@@ -1,6 +1,7 @@
 """Saves whose files a thread writes while training continues."""
 
 import os
+import random
 import re
 import signal
 import time
@@ -26,7 +27,7 @@ from diffusion.checkpointing.sharded_state import read_all_tensors
 from diffusion.checkpointing.snapshot import NICENESS
 from diffusion.checkpointing.verification import verify_checkpoint
 from diffusion.config.load import load
-from diffusion.exit_codes import Preempted
+from diffusion.exit_codes import PREEMPTED, Preempted
 from diffusion.launch.environment import NOTICE_SECONDS
 from diffusion.loggers.metrics_file import read_metrics
 from diffusion.training.train import build_trainer, train
@@ -261,3 +262,57 @@ def test_stop_during_a_save_saves_what_the_notice_allows(
     resumed.fit()
     resumed.close()
     assert_same_end(run, blocking)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('parallelism', [{}, SHARDED], ids=['ddp', 'sharded'])
+def test_two_ranks_killed_during_a_save_resume_bit_for_bit(write, ranks, tmp_path, parallelism):
+    """All ranks are killed at a random time while ba2, ba4 and ba6 are written, and one rank while it is published."""
+    randomness = random.Random(16)
+    kind = 'sharded' if parallelism else 'ddp'
+    sections = {'parallelism': parallelism}
+    whole, path = write(f'whole-{kind}', **sections), write(f'killed-{kind}', **sections)
+    ranks.run(2, whole)
+    run = load(path).run_dir
+    late = environment([Fault('create', r'unfinished/(state|__)', sleep=0.2)], tmp_path)
+    for batch in (2, 4, 6):
+        job = ranks.start(2, path, environment=late)
+        job.wait_for(run / f'.ba{batch}.unfinished')
+        job.spend(randomness.random() * 0.4)
+        job.kill()
+    job = ranks.start(2, path, deaths={0: (4, run / '.ba6.unfinished')}, environment=late)
+    job.wait_for_death(0)
+    job.kill()
+    ranks.run(2, path)
+    assert not list(run.glob('.ba*'))
+    assert_same_end(run, load(whole).run_dir)
+
+
+def test_one_rank_that_cannot_write_fails_the_save_of_all(write, ranks, tmp_path):
+    """In the thread of rank 1, and at the publication by rank 0; the saves after them succeed."""
+    path = write('fault', {'save_interval': '3ba'}, parallelism=SHARDED)
+    faults = [
+        Fault('write', r'\.ba3\.unfinished/__1_', 'ENOSPC', rank=1),
+        Fault('rename', r'\.ba6\.unfinished', 'ESTALE', rank=0),
+    ]
+    job = ranks.start(2, path, environment=environment(faults, tmp_path))
+    assert job.wait() == [0, 0], job.output()
+    run = load(path).run_dir
+    assert saved(run) == ['ba8'] and not list(run.glob('.ba*'))
+    first, second = job.outputs()
+    assert re.search(r'ba3: not saved, no space left on .* \(failed save 1 of 3\)', first)
+    assert re.search(r'ba6: not saved, Stale file handle.* \(failed save 2 of 3\)', first)
+    assert 'Traceback' not in first + second
+
+
+def test_two_ranks_stop_within_the_notice_during_a_save(write, ranks, tmp_path):
+    """Rank 1 is signaled while the first save is written, which it does not know how long takes: only that is saved."""
+    path = write('notice', parallelism=SHARDED)
+    late = environment([Fault('create', r'\.ba2\.unfinished/__1', sleep=2)], tmp_path) | {NOTICE_SECONDS: '6'}
+    job = ranks.start(2, path, environment=late)
+    run = load(path).run_dir
+    job.wait_for(run / '.ba2.unfinished')
+    job.send(signal.SIGTERM, 1)
+    assert job.wait() == [PREEMPTED, PREEMPTED], job.output()
+    assert saved(run) == ['ba2'] and not list(run.glob('.ba*')), job.output()
+    assert 'ba2 is saved, the same command resumes from it' in job.output()

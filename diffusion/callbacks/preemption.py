@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -18,6 +19,7 @@ from composer.utils import dist
 
 from diffusion.callbacks.save_now import save_now
 from diffusion.exit_codes import INTERRUPTED, Preempted
+from diffusion.launch.node_settings import worker_notice_seconds
 from diffusion.launch.stop_signals import (
     STOP_SIGNALS,
     RepeatedInterrupt,
@@ -47,6 +49,7 @@ class Preemption(Callback):
         """The signal that this process has received, or 0."""
         self.on_interrupt: Callable[[str], None] = lambda loss: None
         """Function that is called before a second Ctrl-C ends the process, with the batches that are lost."""
+        self._signaled_at = 0.0
         self._process = os.getpid()
         self._previous_handlers: dict[int, Any] = {}
         self._interrupts = RepeatedInterrupt()
@@ -102,7 +105,7 @@ class Preemption(Callback):
         number = highest_signal(self.signal, state.device)
         if not number or is_last_batch(state):
             return
-        saved = save_now(state, logger)
+        saved = save_now(state, logger, notice_seconds=self._notice_left())
         if self._previous_handlers:
             for each in (number for number in STOP_SIGNALS if number != signal.SIGINT):
                 # Not SIGINT: a second Ctrl-C must still end an upload that hangs.
@@ -116,11 +119,18 @@ class Preemption(Callback):
         )
         raise Preempted(f'stopped at batch {state.timestamp.batch.value} on {signal.Signals(number).name}; {outcome}')
 
+    def _notice_left(self) -> float | None:
+        """Return the seconds until this process is killed after the signal that it has received; None if unknown."""
+        notice = worker_notice_seconds(os.environ)
+        return None if notice is None or not self.signal else notice - (time.monotonic() - self._signaled_at)
+
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         """Record the signal until the batch ends; in a forked child process, call the previous handler."""
         if os.getpid() == self._process:
             # The previous handler is not called: it is Composer's, which exits immediately. (MLFlowLogger's SIGTERM
             # handler belongs to its monitor, which is a separate process.)
+            if not self.signal:
+                self._signaled_at = time.monotonic()
             self.signal = number
             return
         # A child process that was forked during training, such as a loader worker, inherits this handler but has no

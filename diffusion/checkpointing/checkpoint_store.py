@@ -22,6 +22,7 @@ from typing import IO, Any, TypeVar
 
 import xxhash
 
+from diffusion.checkpointing.write_progress import WriteProgress
 from diffusion.errors import UserError, is_wrong_path
 from diffusion.storage.atomic import UNFINISHED, remove, replace_folder, sync_folder
 
@@ -57,21 +58,32 @@ class FileRecord:
 
 
 class HashingWriter:
-    """A binary file that hashes the data written to it."""
+    """A binary file that hashes the data written to it.
+
+    Args:
+        file: The file, open for writing.
+        progress: Counts the bytes, and stops an abandoned save at its next write; None for neither.
+    """
 
     # Hashed while writing: reading a large checkpoint back would double its I/O.
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: IO[bytes], progress: WriteProgress | None = None) -> None:
         self._file = file
+        self._progress = progress
         self._hash = xxhash.xxh3_128()
         self._bytes = 0
 
     def write(self, data: bytes) -> int:
+        if self._progress is not None:
+            self._progress.add(len(data))
         self._hash.update(data)
         self._bytes += len(data)
         return self._file.write(data)
 
     def flush(self) -> None:
         self._file.flush()
+
+    def tell(self) -> int:
+        return self._bytes
 
     def record(self) -> FileRecord:
         """Return the size and hash of all data written so far."""

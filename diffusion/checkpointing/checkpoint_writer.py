@@ -1,8 +1,9 @@
-"""Saving of one checkpoint by all ranks, step by step: write the files, store them, and publish the checkpoint."""
+"""Saving of one checkpoint by all ranks, step by step: collect the state, write the files, publish the checkpoint."""
 
 import datetime
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,45 +12,166 @@ from composer.core import State
 from composer.utils import dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils._pytree import tree_leaves
 
-from diffusion.checkpointing import checkpoint_store, sharded_state
-from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
+from diffusion.checkpointing import checkpoint_store
+from diffusion.checkpointing.checkpoint_store import FileRecord
+from diffusion.checkpointing.rank_agreement import gather_on_rank_zero, raise_on_all_ranks
 from diffusion.checkpointing.run_storage import RunStorage
+from diffusion.checkpointing.sharded_writer import ShardedWrite
+from diffusion.checkpointing.snapshot import SnapshotBuffers
+from diffusion.checkpointing.snapshot_memory import reserve_on_all_ranks
 from diffusion.checkpointing.storage_faults import SaveFailed, describe_fault, storage_fault
 from diffusion.checkpointing.trainer_state import gather_state
+from diffusion.checkpointing.write_progress import WriteProgress
 
 
 def save_checkpoint(state: State, storage: RunStorage, *, sharded_tensors: bool = False, recipe_text: str = '') -> str:
     """Save a checkpoint of a trainer's state and return its path or URL; a collective, which every rank must call.
+
+    Arguments and errors are those of `SaveInProgress`.
+    """
+    save = SaveInProgress(state, storage, sharded_tensors=sharded_tensors, recipe_text=recipe_text)
+    save.write()
+    return save.publish()
+
+
+class SaveInProgress:
+    """A save of a checkpoint of a trainer's state, in three steps.
+
+    The constructor, a collective, collects the state. `write` writes this rank's files; with a snapshot a thread may
+    run it while training continues. `publish`, a collective, makes the checkpoint exist once all ranks have written.
+    Until then no checkpoint appears under the final name; if a step fails, the files written so far are removed.
 
     Args:
         state: The trainer's state.
         storage: Storage of the run's checkpoints, which is open.
         sharded_tensors: Each rank writes its shards of the tensors; otherwise rank 0 writes all of them.
         recipe_text: The resolved recipe, stored as recipe.yaml; empty for none.
+        buffers: Memory for a snapshot of the state; None takes none.
 
     Raises:
-        SaveFailed: A rank met a storage fault. Every rank raises, no checkpoint appears under the final name, and the
-            files written so far are removed.
+        SaveFailed: A rank met a storage fault; on every rank.
     """
-    batch = state.timestamp.batch.value
-    name, work = storage.name_of(batch), storage.work_folder(batch)
-    try:
-        with _as_save_failed(name, storage.folder):
-            storage.begin(batch, every_rank=sharded_tensors)
+
+    def __init__(
+        self,
+        state: State,
+        storage: RunStorage,
+        *,
+        sharded_tensors: bool = False,
+        recipe_text: str = '',
+        buffers: SnapshotBuffers | None = None,
+    ) -> None:
+        self.batch: int = state.timestamp.batch.value
+        self.name = storage.name_of(self.batch)
+        self.progress = WriteProgress()
+        self.write_seconds = 0.0
+        """Duration of `write` on this rank."""
+        self.total_seconds = 0.0
+        """Time from the start of the save to the publication."""
+        self.published = False
+        self._began = time.monotonic()
+        self.has_snapshot = False
+        """True if `write` does not need the trainer's state any more."""
+        self._storage, self._work = storage, storage.work_folder(self.batch)
+        self._recipe_text = recipe_text
+        self._needed_bytes = 0
+        self._error: BaseException | None = None
+        self._records: dict[str, FileRecord] = {}
+        self._results: list[WriteResult] = []
+        with self._discard_on_error():
+            with self._as_save_failed():
+                storage.begin(self.batch, every_rank=sharded_tensors)
+            self._collect(state, sharded_tensors=sharded_tensors, buffers=buffers)
+
+    def write(self) -> None:
+        """Write this rank's files and store them; no collective. `publish` raises an error of this method."""
+        rank, began = dist.get_global_rank(), time.monotonic()
+        try:
+            if self._sharded is not None:
+                self._results = self._sharded.write()
+                self._records |= self._sharded.records
+            if rank == 0:
+                self._records[checkpoint_store.STATE] = _write_state(
+                    self._content, self._work / checkpoint_store.STATE, self.progress
+                )
+                if self._recipe_text:
+                    path = self._work / checkpoint_store.RECIPE
+                    self._records[checkpoint_store.RECIPE] = _write_text(self._recipe_text, path)
+            self._storage.upload(self._work, self._records, self.batch)
+        except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
+            self._error = error
+        self.write_seconds = time.monotonic() - began
+
+    def publish(self) -> str:
+        """Publish the checkpoint after `write` has ended on all ranks, and return its path or URL; a collective.
+
+        Raises:
+            SaveFailed: A rank met a storage fault, in `write` or here; on every rank.
+        """
+        # After each step all ranks continue or all raise: a rank that raised alone would leave the others waiting in
+        # the next collective until its timeout.
+        failure = f'{self.name}: not saved'
+        with self._discard_on_error():
+            with self._as_save_failed(), raise_on_all_ranks(failure, logs=False):
+                if self._error is not None:
+                    raise self._error
+            written = gather_on_rank_zero((self._records, self._results))
+            with self._as_save_failed(), raise_on_all_ranks(failure, logs=False):
+                if written is not None:
+                    self._publish([each for each, _ in written], [each for _, each in written])
+        self._storage.finish(self._work, self.batch)
+        self.published, self.total_seconds = True, time.monotonic() - self._began
+        return self.name
+
+    def abandon(self) -> None:
+        """End `write` at its next write to a file, from another thread; `discard` must follow."""
+        self.progress.abandon()
+
+    def discard(self) -> None:
+        """Remove the files written so far; on every rank, no collective."""
+        self._storage.discard(self._work)
+
+    def _collect(self, state: State, *, sharded_tensors: bool, buffers: SnapshotBuffers | None) -> None:
+        """Collect what is to be written, or a snapshot of it; a collective."""
         # The collectives in this call may raise on one rank only. That must not count as a failed save: this rank
         # would continue training while the others wait for it.
         content, tensors = gather_state(state, sharded_tensors=sharded_tensors)
-        needed_bytes = sum(leaf.nbytes for leaf in tree_leaves([content, tensors]) if isinstance(leaf, Tensor))
-        about = _about(state, sharded_tensors=sharded_tensors) | {'run': storage.run_id}
-        with _as_save_failed(name, storage.folder, needed_bytes):
-            _write_checkpoint(content, tensors, about, storage, work, recipe_text)
-    except (Exception, CheckpointException):  # CheckpointException is a BaseException
-        # An incomplete checkpoint is of no use, and a full disk needs the space.
-        storage.discard(work)
-        raise
-    return name
+        self._needed_bytes = sum(leaf.nbytes for leaf in tree_leaves([content, tensors]) if isinstance(leaf, Tensor))
+        self._about = _about(state, sharded_tensors=sharded_tensors) | {'run': self._storage.run_id}
+        self._content: Mapping[str, Any] = content if dist.get_global_rank() == 0 else {}
+        self._sharded = ShardedWrite(tensors, self._work, self.progress) if sharded_tensors else None
+        shards = {} if self._sharded is None else self._sharded.shards
+        written = [leaf for leaf in tree_leaves([self._content, shards]) if isinstance(leaf, Tensor)]
+        self.progress.total_bytes = sum(tensor.nbytes for tensor in written)
+        self.has_snapshot = buffers is not None and reserve_on_all_ranks(buffers, (self._content, shards))
+        if buffers is not None and self.has_snapshot:
+            self._content, shards = buffers.copy((self._content, shards))
+            if self._sharded is not None:
+                self._sharded.shards = shards
+
+    def _publish(self, records: list[dict[str, FileRecord]], results: list[list[WriteResult]]) -> None:
+        """Write the index of sharded tensors and the receipt from what all ranks have written; on rank 0."""
+        files = {name: record for each in records for name, record in each.items()}
+        if self._sharded is not None:
+            self._sharded.write_index(results)
+            files[checkpoint_store.INDEX] = self._sharded.records[checkpoint_store.INDEX]
+            self._storage.upload(self._work, [checkpoint_store.INDEX], self.batch)
+        self._storage.publish(self._work, self.batch, files, self._about)
+
+    @contextmanager
+    def _discard_on_error(self) -> Iterator[None]:
+        """Remove the files of this save if the block raises: they are of no use, and a full disk needs the space."""
+        try:
+            yield
+        except (Exception, CheckpointException):  # CheckpointException is a BaseException
+            self.discard()
+            raise
+
+    def _as_save_failed(self) -> AbstractContextManager[None]:
+        return _as_save_failed(self.name, self._storage.folder, self._needed_bytes)
 
 
 @contextmanager
@@ -65,50 +187,16 @@ def _as_save_failed(name: str, folder: Path, needed_bytes: int = 0) -> Iterator[
         raise SaveFailed(fault.errno, f'{name}: not saved, {reason}') from error
 
 
-def _write_checkpoint(
-    content: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    about: Mapping[str, Any],
-    storage: RunStorage,
-    work: Path,
-    recipe_text: str,
-) -> None:
-    """Write a checkpoint to the temporary folder `work`, store its files and publish it; a collective."""
-    # After each step all ranks continue or all raise: a rank that raised alone would leave the others waiting in the
-    # next collective until its timeout.
-    rank, batch = dist.get_global_rank(), about['batch']
-    failure = f'{storage.name_of(batch)}: not saved'
-    records: dict[str, checkpoint_store.FileRecord] = {}
-    with raise_on_all_ranks(failure, logs=False):
-        if about['kind'] == 'sharded':
-            sharded_state.write_tensors(tensors, work)
-            # torch.distributed.checkpoint names files __RANK_NUMBER.distcp. Each rank hashes its own.
-            names = [path.name for path in work.glob(f'__{rank}_*')] + ([checkpoint_store.INDEX] if rank == 0 else [])
-            records |= checkpoint_store.records_of(work, names)
-        if rank == 0:
-            records[checkpoint_store.STATE] = _write_state(content, work / checkpoint_store.STATE)
-            if recipe_text:
-                records[checkpoint_store.RECIPE] = _write_text(recipe_text, work / checkpoint_store.RECIPE)
-        storage.upload(work, records, batch)
-    all_records: dict[str, checkpoint_store.FileRecord] = {}
-    for rank_records in dist.all_gather_object(records):
-        all_records |= rank_records
-    with raise_on_all_ranks(failure, logs=False):
-        if rank == 0:
-            storage.publish(work, batch, all_records, about)
-    storage.finish(work, batch)
-
-
-def _write_state(content: Mapping[str, Any], path: Path) -> checkpoint_store.FileRecord:
+def _write_state(content: Mapping[str, Any], path: Path, progress: WriteProgress) -> FileRecord:
     """Write the content of state.pt to a file, and return its size and hash."""
     with path.open('wb') as file:
-        writer = checkpoint_store.HashingWriter(file)
+        writer = checkpoint_store.HashingWriter(file, progress)
         torch.save(dict(content), writer)  # type: ignore[arg-type]
         checkpoint_store.flush(file)
     return writer.record()
 
 
-def _write_text(text: str, path: Path) -> checkpoint_store.FileRecord:
+def _write_text(text: str, path: Path) -> FileRecord:
     """Write a text file and return its size and hash."""
     with path.open('wb') as file:
         writer = checkpoint_store.HashingWriter(file)

@@ -13,12 +13,15 @@ from composer.loggers import Logger
 from composer.utils import dist, reproducibility
 
 from diffusion.callbacks.preemption import is_last_batch
-from diffusion.checkpointing.checkpoint_writer import save_checkpoint
+from diffusion.checkpointing.background_save import BackgroundSave, choose_when_stopping
+from diffusion.checkpointing.checkpoint_writer import SaveInProgress
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
 from diffusion.checkpointing.run_storage import RunStorage, run_storage
 from diffusion.checkpointing.save_interval import timed_interval
+from diffusion.checkpointing.snapshot import SnapshotBuffers
+from diffusion.checkpointing.snapshot_memory import reserve_on_all_ranks
 from diffusion.checkpointing.storage_faults import SaveFailed, way_out
-from diffusion.checkpointing.trainer_state import load_checkpoint
+from diffusion.checkpointing.trainer_state import gather_state, load_checkpoint
 from diffusion.config.checkpointing import KeepConfig
 from diffusion.launch import run_lock
 from diffusion.storage.retry import DISK_FULL_ERRORS
@@ -30,6 +33,12 @@ MAX_FAILED_SAVES = 3
 LAST_SAVE_PAUSES_SECONDS = (2.0, 8.0, 20.0, 30.0)
 """Pauses between the tries of a required save: the save at the end of the run, one before the run stops, and the last
 one allowed after others have failed."""
+POLL_SECONDS = 1.0
+"""Least time between two questions to all ranks if a save in the background has been written."""
+SLOW_SECONDS = 1.0
+"""Time for which a save waits for the one before that is reported as a save interval that is too short."""
+
+Outcome = Literal['saved', 'failed', 'made room']
 
 
 def _ignore(message: str) -> None:
@@ -44,6 +53,11 @@ class Checkpointer(CheckpointSaver):
     MAX_FAILED_SAVES in a row fail, or the save at the end of training, or one that was requested because the run stops;
     these are retried for a minute first. Composer uses this callback instead of creating its own CheckpointSaver.
 
+    With `asynchronous`, a save blocks training only while the state is copied to host memory; a thread writes the copy,
+    and at a later batch all ranks agree that it is complete and publish it. One save runs at a time: the next waits for
+    it. The last save of training, saves before the run stops, and saves without enough memory for a copy block training
+    until they are complete.
+
     Args:
         storage: The run's folder, on a file system that all nodes share, or its URL in an object store, or an open
             `RunStorage`.
@@ -52,6 +66,7 @@ class Checkpointer(CheckpointSaver):
         keep: Checkpoints to keep (`retention`); None keeps all.
         sharded: If True, each rank writes its shards of model, optimizer and weight averages, which requires FSDP2;
             otherwise rank 0 writes them unsharded. Both formats can be read by any number of ranks with any strategy.
+        asynchronous: If True, training continues while a checkpoint is written.
         resume: Checkpoint to resume from; None starts a new run. With `auto`, the run's newest undamaged checkpoint is
             found when training is set up, and rank 0 holds the run's lock until the Trainer is closed, so that no other
             job saves to the same place.
@@ -70,6 +85,7 @@ class Checkpointer(CheckpointSaver):
         save_interval: str | int | Time = '1ep',
         keep: KeepConfig | None = None,
         sharded: bool = False,
+        asynchronous: bool = False,
         resume: Path | Literal['auto'] | None = None,
         recipe_text: str = '',
         on_failed_save: Callable[[str], None] = _ignore,
@@ -97,6 +113,22 @@ class Checkpointer(CheckpointSaver):
         """Number of saves of this process that failed."""
         self._failed_in_a_row = 0
         self._random_state: list[dict[str, Any]] | None = None
+        self._buffers = SnapshotBuffers() if asynchronous else None
+        self._running: BackgroundSave | None = None
+        self._polled_at = float('-inf')
+        self._write_seconds: float | None = None
+        self._said_slow = False
+        self._has_memory = False
+
+    @property
+    def is_saving(self) -> bool:
+        """True from the snapshot of a save to its publication at a later batch."""
+        return self._running is not None
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Size of this rank's memory for snapshots."""
+        return 0 if self._buffers is None else self._buffers.nbytes
 
     def init(self, state: State, logger: Logger) -> None:
         if self._opens:
@@ -108,9 +140,6 @@ class Checkpointer(CheckpointSaver):
         if self._opens:
             self.resume = self.storage.resume_point()
         self.storage.remove_unfinished()
-
-    def close(self, state: State, logger: Logger) -> None:
-        self._lock.close()
 
     def before_load(self, state: State, logger: Logger) -> None:
         if self.resume is None:
@@ -139,6 +168,12 @@ class Checkpointer(CheckpointSaver):
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         self._save_at_interval(state, logger, Event.BATCH_CHECKPOINT)
+        # After the first batch, which creates the optimizer's state, and not at the first save: the kernel needs longer
+        # to provide new memory than a snapshot takes to fill it, and if there is too little, it is said at once.
+        if self._buffers is not None and not self._has_memory and not is_last_batch(state):
+            self._has_memory = True
+            if self._running is None and not self.sharded:
+                self._allocate(state)
 
     def epoch_checkpoint(self, state: State, logger: Logger) -> None:
         self._save_at_interval(state, logger, Event.EPOCH_CHECKPOINT)
@@ -146,18 +181,70 @@ class Checkpointer(CheckpointSaver):
     def iteration_checkpoint(self, state: State, logger: Logger) -> None:
         self._save_at_interval(state, logger, Event.ITERATION_CHECKPOINT)
 
+    def fit_end(self, state: State, logger: Logger) -> None:
+        if self._running is not None:  # a save interval of one's own may leave out the end of training
+            self._finish_running(logger)
+        super().fit_end(state, logger)
+
+    def close(self, state: State, logger: Logger) -> None:
+        # After an error of training: the ranks cannot agree any more, so nothing is published. The thread ends at its
+        # next write, and the next start removes its files.
+        if self._running is not None:
+            log.warning('%s: not saved, since the run has ended while it was being written', self._running.save.name)
+            self._running.save.abandon()
+            self._running = None
+        self._lock.close()
+
+    def save_in_time(self, state: State, logger: Logger, notice_seconds: float | None) -> None:
+        """Save a checkpoint before the run stops; a collective. `save_now` calls this.
+
+        If a save is running, it is finished first, or abandoned, or finished instead, as `choose_when_stopping` says.
+
+        Args:
+            state: The trainer's state.
+            logger: The trainer's logger.
+            notice_seconds: Seconds until this process is killed; None if it is not, or not known on this rank.
+
+        Raises:
+            SaveFailed: Every try failed; on every rank.
+        """
+        running = self._running
+        if running is not None and running.batch != state.timestamp.batch:
+            notices = [each for each in dist.all_gather_object(notice_seconds) if each is not None]
+            notice, remaining = min(notices, default=None), running.remaining_seconds(self._write_seconds)
+            # A save takes as long as the one before took to write, or this one is expected to.
+            expected = self._write_seconds or running.elapsed_seconds() + remaining
+            synchronous = max(dist.all_gather_object(expected))
+            choice = choose_when_stopping(remaining=remaining, synchronous=synchronous, notice=notice)
+            if choice != 'both' and dist.get_global_rank() == 0:
+                said = 'stopping within %.3g s: %s needs %.3g s more and a new save %.3g s; %s'
+                what = 'it is abandoned for a new one' if choice == 'replace' else 'no new one is saved'
+                log.warning(said, notice, running.save.name, remaining, synchronous, what)
+            if choice == 'replace':
+                self._running = None
+                running.abandon()
+            elif choice == 'finish' and self._finish_running(logger) == 'saved':
+                return
+        self._save_checkpoint(state, logger)
+
     def _save_at_interval(self, state: State, logger: Logger, event: Event) -> None:
         """Save a checkpoint if one is due. After a failed save training continues, unless this save is required."""
-        if not self.save_interval(state, event) or self.last_checkpoint_batch == state.timestamp.batch:
+        made_room = self._is_running_written(state) and self._finish_running(logger) == 'made room'
+        due = self.save_interval(state, event) and self.last_checkpoint_batch != state.timestamp.batch
+        if self._running is not None and self._running.batch == state.timestamp.batch:
+            due = False
+        if not due and not made_room:
             return
-        if is_last_batch(state) or self._failed_in_a_row + 1 >= MAX_FAILED_SAVES:
+        last = is_last_batch(state)
+        if self._running is not None and not last:
+            made_room = self._wait_for_running(logger) == 'made room'
+        if last or self._failed_in_a_row + 1 >= MAX_FAILED_SAVES:
             self._save_checkpoint(state, logger)
             return
         try:
-            self._try_to_save(state)
+            self._try_to_save(state, logger, in_background=True, made_room=made_room)
         except SaveFailed as error:
-            count = self._count_failure(logger)
-            self._report(f'{error}; training continues to the next save (failed save {count} of {MAX_FAILED_SAVES})')
+            self._report_continuing(error, logger)
 
     def _save_checkpoint(self, state: State, logger: Logger) -> None:
         """Save a checkpoint that the run cannot continue without, with retries; a collective.
@@ -167,9 +254,13 @@ class Checkpointer(CheckpointSaver):
         Raises:
             SaveFailed: Every try failed; on every rank. The message has the newest checkpoint and the way out.
         """
+        if self._running is not None:
+            self._finish_running(logger)
+            if self.last_checkpoint_batch == state.timestamp.batch:
+                return
         for pause in (*LAST_SAVE_PAUSES_SECONDS, None):
             try:
-                self._try_to_save(state)
+                self._try_to_save(state, logger)
                 return
             except SaveFailed as error:
                 if pause is None:
@@ -183,41 +274,135 @@ class Checkpointer(CheckpointSaver):
                     log.warning('%s; trying again in %g s', error, pause)
                 time.sleep(pause)
 
-    def _try_to_save(self, state: State) -> None:
-        """Save a checkpoint and remove old ones; a collective.
+    def _try_to_save(
+        self, state: State, logger: Logger, *, in_background: bool = False, made_room: bool = False
+    ) -> None:
+        """Save a checkpoint and remove old ones, or start a save in the background; a collective.
+
+        Args:
+            state: The trainer's state.
+            logger: The trainer's logger.
+            in_background: Only start the save, if saves are asynchronous.
+            made_room: Room has been made on a full disk for this save, so that no more is made.
 
         Raises:
             SaveFailed: A rank met a storage fault; on every rank.
         """
         began = time.monotonic()
         try:
-            saved = self._write(state)
+            save = self._write(state, in_background=in_background)
         except SaveFailed as error:
-            # The ranks may have met different faults, but only together can they make room and try again.
-            full = any(dist.all_gather_object(error.errno in DISK_FULL_ERRORS))
-            if not full or not self._make_room(state):
+            if made_room or not self._made_room_for(error, state.timestamp.batch):
                 raise
-            saved = self._write(state)
-        if self._timed is not None:
-            self._timed.saved(time.monotonic() - began)
+            made_room = True
+            save = self._write(state, in_background=in_background)
+        if save.published:
+            self._is_saved(save, state.timestamp.batch, logger, began=began)
+            return
+        self._running = BackgroundSave(save, state.timestamp.batch, stall_seconds=time.monotonic() - began)
+        self._running.after_making_room = made_room
+        self._polled_at = float('-inf')
+
+    def _write(self, state: State, *, in_background: bool) -> SaveInProgress:
+        """Save a checkpoint, or only take a snapshot for a save in the background; a collective."""
+        buffers = self._buffers if in_background else None
+        save = SaveInProgress(
+            state, self.storage, sharded_tensors=self.sharded, recipe_text=self.recipe_text, buffers=buffers
+        )
+        if not save.has_snapshot:
+            if in_background:
+                self._buffers = None  # there is not enough memory
+            save.write()
+            save.publish()
+        return save
+
+    def _allocate(self, state: State) -> None:
+        """Allocate the memory for snapshots before the first one, if there is enough; a collective."""
+        assert self._buffers is not None
+        content, _ = gather_state(state, sharded_tensors=False)
+        if reserve_on_all_ranks(self._buffers, content if dist.get_global_rank() == 0 else {}):
+            self._buffers.touch()
+        else:
+            self._buffers = None
+
+    def _is_running_written(self, state: State) -> bool:
+        """Return True if there is a save in the background whose files are written; a collective if there is one."""
+        # Composer's clock, which is that of rank 0 on every rank.
+        now = state.timestamp.total_wct.total_seconds()
+        if self._running is None or now - self._polled_at < POLL_SECONDS:
+            return False
+        self._polled_at = now
+        return self._running.is_written()
+
+    def _wait_for_running(self, logger: Logger) -> Outcome:
+        """Finish the save in the background before the next one that is due, and say once if that takes long."""
+        running, began = self._running, time.monotonic()
+        assert running is not None
+        outcome = self._finish_running(logger)
+        waited = time.monotonic() - began
+        if waited > SLOW_SECONDS and not self._said_slow and dist.get_global_rank() == 0:
+            self._said_slow = True
+            said = (
+                '%s: took %.3g s, longer than the save interval, so training waited %.3g s for it. Way out: a longer '
+                'trainer.save_interval, or faster storage'
+            )
+            log.warning(said, running.save.name, running.elapsed_seconds(), waited)
+        return outcome
+
+    def _finish_running(self, logger: Logger) -> Outcome:
+        """Wait for the save in the background and publish it; a collective.
+
+        Returns:
+            `saved`; `failed`, which is counted and reported; or `made room` on a full disk, for another save now.
+        """
+        running, self._running = self._running, None
+        assert running is not None
+        began = time.monotonic()
+        running.wait()
+        try:
+            running.save.publish()
+        except SaveFailed as error:
+            if not running.after_making_room and self._made_room_for(error, running.batch):
+                return 'made room'
+            self._report_continuing(error, logger)
+            return 'failed'
+        self._is_saved(running.save, running.batch, logger, began=began - running.stall_seconds)
+        return 'saved'
+
+    def _is_saved(self, save: SaveInProgress, batch: Time, logger: Logger, *, began: float) -> None:
+        """Take note of a published checkpoint, and remove old ones; a collective.
+
+        Args:
+            save: The save.
+            batch: Composer's number of its batch.
+            logger: The trainer's logger.
+            began: Value of time.monotonic() at the start of the save, moved by the time that did not block training.
+        """
+        self._write_seconds = save.write_seconds
         # After the save: `save_now` saves a batch again unless this is its number.
-        self.last_checkpoint_batch = state.timestamp.batch
-        self.saved_checkpoints.append(saved)
+        self.last_checkpoint_batch = batch
+        self.saved_checkpoints.append(save.name)
         self._failed_in_a_row = 0
         if dist.get_global_rank() == 0 and self.keep is not None:
             try:
                 self.storage.prune(self.keep)
             except OSError as error:  # the next save tries again
                 log.warning('%s: old checkpoints are not removed (%s)', self.storage.place, error)
+        stall_seconds = time.monotonic() - began
+        if self._timed is not None:
+            self._timed.saved(stall_seconds, save.total_seconds)
+        logger.log_metrics({'checkpoint/stall_seconds': stall_seconds, 'checkpoint/save_seconds': save.total_seconds})
 
-    def _write(self, state: State) -> str:
-        return save_checkpoint(state, self.storage, sharded_tensors=self.sharded, recipe_text=self.recipe_text)
+    def _made_room_for(self, error: SaveFailed, batch: Time) -> bool:
+        """Make room after a save that failed, if the disk is full; return True if another try may succeed."""
+        # The ranks may have met different faults, but only together can they make room and try again.
+        return any(dist.all_gather_object(error.errno in DISK_FULL_ERRORS)) and self._make_room(batch)
 
-    def _make_room(self, state: State) -> bool:
+    def _make_room(self, batch: Time) -> bool:
         """Remove what the run would not keep after a save; return True if there was anything, on any rank."""
         removed = False
         try:
-            removed = self.storage.make_room(self.keep, state.timestamp.batch.value)
+            removed = self.storage.make_room(self.keep, batch.value)
         except OSError as error:
             log.warning('%s: old checkpoints are not removed (%s)', self.storage.place, error)
         return any(dist.all_gather_object(removed))
@@ -228,6 +413,11 @@ class Checkpointer(CheckpointSaver):
         self._failed_in_a_row += 1
         logger.log_metrics({'checkpoint/failed_saves': self.failed_saves})
         return self._failed_in_a_row
+
+    def _report_continuing(self, error: SaveFailed, logger: Logger) -> None:
+        """Count and report a failed save after which training continues."""
+        count = self._count_failure(logger)
+        self._report(f'{error}; training continues to the next save (failed save {count} of {MAX_FAILED_SAVES})')
 
     def _report(self, message: str) -> None:
         """Log the message of a failed save, and call `on_failed_save` with it, on rank 0."""

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
+import torch
 from composer.utils import dist
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -102,6 +103,21 @@ def _as_error(failure: _Failure, where: str, rank: int) -> Exception:
     if failure.kind == 'storage':
         return OSError(failure.errno, f'{failure.message} (rank {rank})')
     return RankFailed(f'{where} (rank {rank}: {failure.description})')
+
+
+def gather_on_rank_zero(value: Result) -> list[Result] | None:
+    """Return the values of all ranks on rank 0, and None on the other ranks; a collective."""
+    if dist.get_world_size() == 1:
+        return [value]
+    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_global_rank() == 0 else None
+    torch.distributed.gather_object(value, gathered, dst=0)
+    return gathered
+
+
+def wait_for_all_ranks(done: threading.Event) -> None:
+    """Wait until an event is set on every rank, which may take longer than the timeout of collectives; a collective."""
+    while not all(dist.all_gather_object(done.wait(POLL_SECONDS))):
+        pass
 
 
 def run_on_rank_zero(work: Callable[[], Result], where: str) -> Result | None:

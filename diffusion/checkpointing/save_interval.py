@@ -19,6 +19,8 @@ FIRST_STALL_SECONDS = 30.0
 """Assumed duration of a save before the first one has been measured."""
 FAILURES = frozenset({'crash', 'killed', 'hang', 'hardware', 'lost'})
 """Causes of attempts that lose the work since the last checkpoint; a preempted attempt saves first."""
+SAVES_PER_INTERVAL = 2
+"""Least ratio of the interval to the duration of a save, of which all but the stall may be in the background."""
 NEWS = 0.1
 """Relative change of the interval that is logged."""
 
@@ -60,8 +62,8 @@ class TimedInterval:
         self._since = now
         return True
 
-    def saved(self, stall_seconds: float) -> None:
-        """Take note of a save and of the time for which it blocked training; a collective."""
+    def saved(self, stall_seconds: float, save_seconds: float) -> None:
+        """Take note of a save, of the time for which it blocked training and of its duration; a collective."""
 
 
 class AutoInterval(TimedInterval):
@@ -78,6 +80,7 @@ class AutoInterval(TimedInterval):
         super().__init__(seconds=0.0)
         self._run = run
         self._stall: float | None = None
+        self._duration: float | None = None
 
     def __call__(self, state: State, event: Event) -> bool:
         # Not in the constructor, which may run before the ranks can communicate.
@@ -85,9 +88,10 @@ class AutoInterval(TimedInterval):
             self._choose()
         return super().__call__(state, event)
 
-    def saved(self, stall_seconds: float) -> None:
+    def saved(self, stall_seconds: float, save_seconds: float) -> None:
         # The average follows a file system that becomes slower, but not a single slow save.
         self._stall = stall_seconds if self._stall is None else (self._stall + stall_seconds) / 2
+        self._duration = save_seconds if self._duration is None else (self._duration + save_seconds) / 2
         self._choose()
 
     def _choose(self) -> None:
@@ -95,9 +99,14 @@ class AutoInterval(TimedInterval):
         chosen = [0.0]
         if dist.get_global_rank() == 0:
             stall, mtbf_hours = self._stall or FIRST_STALL_SECONDS, self._mtbf_hours()
-            chosen = [chosen_interval(stall=stall, mtbf=3600 * mtbf_hours)]
+            # A save that is written in the background blocks little, but the next one waits for its end.
+            shortest = SAVES_PER_INTERVAL * (self._duration or 0.0)
+            chosen = [max(chosen_interval(stall=stall, mtbf=3600 * mtbf_hours), shortest)]
             if abs(chosen[0] - self.seconds) > NEWS * self.seconds:
-                said = 'checkpoints every %.3g minutes: a save takes %.3g s, and a failure is expected every %.3g hours'
+                said = (
+                    'checkpoints every %.3g minutes: a save blocks training for %.3g s, and a failure is expected '
+                    'every %.3g hours'
+                )
                 log.info(said, chosen[0] / 60, stall, mtbf_hours)
         dist.broadcast_object_list(chosen, src=0)
         self.seconds = chosen[0]

@@ -1,7 +1,8 @@
-"""Sharded tensors of a checkpoint: each rank writes its own shards and reads the shards that it needs.
+"""Reading of the sharded tensors of a checkpoint: each rank reads the shards that it needs.
 
 A wrapper of torch.distributed.checkpoint for tensors only; everything else of a checkpoint is in its state.pt. Shards
 are indexed by their offsets in the full tensor, so they can be read by any number of ranks with any strategy.
+`sharded_writer` writes them.
 """
 
 import collections
@@ -11,7 +12,7 @@ import logging
 import pickle
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PosixPath
 from typing import Any
@@ -20,12 +21,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from diffusion.checkpointing import checkpoint_store
 from diffusion.checkpointing.checkpoint_store import INDEX, read_with_retries
@@ -41,14 +38,6 @@ Fetch = Callable[[Path, Collection[str]], None]
 
 def present(folder: Path, names: Collection[str]) -> None:
     """Do nothing: all files of a checkpoint in a shared folder are there."""
-
-
-def write_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write a sharded checkpoint of tensors and DTensors to the disk; every rank must call this with the same names."""
-    # Tensors that all ranks hold are written by the lowest rank only.
-    writer = _Writer(folder, sync_files=True)
-    with _quiet():
-        save(dict(tensors), storage_writer=writer, planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True))
 
 
 def read_tensors(tensors: dict[str, Tensor], folder: Path, fetch: Fetch = present) -> None:
@@ -72,7 +61,7 @@ def read_tensors(tensors: dict[str, Tensor], folder: Path, fetch: Fetch = presen
         fetch(folder, _files_to_read(tensors, folder))
     for pause in (*checkpoint_store.RETRY_PAUSES_SECONDS, None):
         try:
-            with _quiet():
+            with quiet():
                 load(tensors, storage_reader=_Reader(folder), planner=DefaultLoadPlanner())
             return
         except CheckpointException as error:
@@ -93,7 +82,7 @@ def read_all_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
 
     def read() -> None:
         try:
-            with _quiet():
+            with quiet():
                 load(dict(tensors), storage_reader=_Reader(folder), planner=DefaultLoadPlanner(), no_dist=True)
         except CheckpointException as error:
             fault = storage_fault(error)
@@ -127,25 +116,6 @@ def _entries(folder: Path) -> dict[str, metadata.TensorStorageMetadata]:
     """Return the index entries (shape, dtype and shards) of a sharded checkpoint's tensors by name."""
     found = read_with_retries(_Reader(folder).read_metadata).state_dict_metadata
     return {name: entry for name, entry in found.items() if isinstance(entry, metadata.TensorStorageMetadata)}
-
-
-class _Writer(filesystem.FileSystemWriter):
-    """Writer of sharded checkpoints that raises the OSError of a storage fault instead of torch's own error."""
-
-    # torch.save hides an OSError in the context of a RuntimeError, and torch.distributed.checkpoint pickles the errors
-    # of all ranks, which drops contexts.
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        try:
-            return super().write_data(plan, planner)
-        except Exception as error:
-            fault = storage_fault(error)
-            if fault is None or fault is error:
-                raise
-            raise OSError(fault.errno, fault.strerror, fault.filename or str(self.path)) from error
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        # torch's method creates the folder again if its file system is no longer mounted; rank 0 has created it.
-        return plan
 
 
 class _Reader(filesystem.FileSystemReader):
@@ -204,7 +174,7 @@ def _layout(name: str) -> torch.layout:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Suppress inside the block torch's warnings about a single process and about its own deprecated storage."""
     with warnings.catch_warnings():
         warnings.filterwarnings('ignore', message='torch.distributed is disabled')

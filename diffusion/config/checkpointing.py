@@ -34,6 +34,10 @@ class CheckpointingConfig:
     keep: KeepConfig | None = None
     """The checkpoints that the run keeps, with the keys `last`, `hourly`, `daily` and `every`; the others are removed
     after each save. Null keeps all."""
+    asynchronous: bool = True
+    """True lets training continue while a checkpoint is written: a save blocks it only while the state is copied to
+    host memory, of which `diffusion plan` shows the size. False blocks it until the checkpoint is complete. Without
+    effect for Composer's own checkpoints (`trainer.save_folder`)."""
 
 
 def keep_rules(checkpointing: CheckpointingConfig, trainer: Mapping[str, Any]) -> KeepConfig | None:

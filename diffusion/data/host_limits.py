@@ -8,7 +8,6 @@ import contextlib
 import logging
 import math
 import os
-import re
 import resource
 import shutil
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from composer.utils import dist
 from diffusion.config.byte_sizes import bytes_text
 from diffusion.data.loader import BucketedLoader
 from diffusion.errors import UserError
+from diffusion.storage.host_memory import available_memory
 
 log = logging.getLogger(__name__)
 
@@ -176,23 +176,6 @@ def cache_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
             'loader.shuffle_block_size or loader.num_canonical_nodes (only from the start of a run)',
             fatal=False,
         )
-
-
-def available_memory(*, meminfo: Path = Path('/proc/meminfo'), cgroup: Path = Path('/sys/fs/cgroup')) -> int | None:
-    """Return the bytes of memory still available under the kernel's and the container's limits; None if unknown.
-
-    Args:
-        meminfo: Path of the kernel's memory statistics.
-        cgroup: Path of the container's resource limits (cgroup v2).
-    """
-    found = []
-    if meminfo.exists():
-        line = re.search(r'MemAvailable:\s+(\d+) kB', meminfo.read_text())
-        found += [int(line[1]) * 1024] if line else []
-    limit, used = cgroup / 'memory.max', cgroup / 'memory.current'
-    if limit.exists() and used.exists() and limit.read_text().strip() != 'max':
-        found.append(int(limit.read_text()) - int(used.read_text()))
-    return min(found, default=None)
 
 
 def warn_about_leftovers() -> None:

@@ -34,7 +34,7 @@ from diffusion.launch.exit_file import (
 from diffusion.launch.failure_stacks import keep_stacks
 from diffusion.launch.lost_output import discarding_lost_output
 from diffusion.launch.node_records import NodeRecords
-from diffusion.launch.node_settings import PREFLIGHT_SECONDS, Settings
+from diffusion.launch.node_settings import MARGIN_SECONDS, PREFLIGHT_SECONDS, Settings
 from diffusion.launch.node_status import NODE_VARIABLE
 from diffusion.launch.notify import NUMBER_VARIABLE, TRAINING_EVENTS, Notifier, ended_values
 from diffusion.launch.rank_discovery import NodePosition, find_position, nccl_environment
@@ -51,8 +51,6 @@ RECORD_EVERY_SECONDS = 30.0
 GRACE_SECONDS = 5.0
 """Time for the other ranks to end after one has failed. They wait for it in a collective, but may still report an
 error."""
-MARGIN_SECONDS = 5.0
-"""Time reserved for cleanup between the end of the workers and the SIGKILL of the scheduler."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,6 +11,8 @@ from diffusion.launch.watchdog import hang_seconds_of
 
 PREFLIGHT_SECONDS = {'fast': 900.0, 'deep': 3600.0}
 """Maximum duration of the preflight by level. The slowest node may start five minutes late."""
+MARGIN_SECONDS = 5.0
+"""Time reserved for cleanup between the end of the workers, which may be killed, and the SIGKILL of the scheduler."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,13 @@ class Settings:
     def action_after(self, status: int) -> str:
         """Return the action of the job after an exit status: retry, elsewhere (retry on other nodes) or stop."""
         return self.actions.get(str(status), self.actions.get('*', 'retry'))
+
+
+def worker_notice_seconds(environ: Mapping[str, str]) -> float | None:
+    """Return the seconds from a stop signal to a worker until its node kills it; None without a scheduler."""
+    if environment.NOTICE_SECONDS not in environ:
+        return None
+    return max(1.0, _number(environ, environment.NOTICE_SECONDS, 0) - MARGIN_SECONDS)
 
 
 def _number(environ: Mapping[str, str], name: str, default: float) -> float:

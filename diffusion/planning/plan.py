@@ -30,6 +30,7 @@ from diffusion.planning.memory import (
     ways_out,
 )
 from diffusion.planning.run_cost import Cost, cost_of_hours, precompute_cost, training_cost
+from diffusion.planning.snapshot_memory import snapshot_bytes_per_node
 from diffusion.planning.techniques import Technique, techniques_of
 from diffusion.planning.throughput import (
     TRANSFORMER_MFU,
@@ -112,6 +113,8 @@ class PhasePlan:
     alternatives: tuple[Alternative, ...]
     """All ways to run the encoders, including the recipe's."""
     sizes: Sizes
+    snapshot_bytes: int
+    """Host memory for snapshots of asynchronous saves, on the node that needs most; 0 if saves block training."""
     resilience: Resilience
     techniques: tuple[Technique, ...]
     """Effect of each technique of the recipe on throughput."""
@@ -265,6 +268,7 @@ def _plan_phase(phase: Phase, given: Assumptions, gpus: dict[str, GPU]) -> Phase
         ways_out=() if fit[0].fits else tuple(ways_out(phase, fit[0].setup, given.gpu, gpus)),
         alternatives=_alternatives(phase, given),
         sizes=sizes_of(phase.recipe, phase.model, auxiliary=phase.auxiliary_parameters),
+        snapshot_bytes=snapshot_bytes_per_node(phase, fit[0].setup, gpus_per_node=given.gpu.gpus_per_node),
         resilience=resilience_of(
             phase,
             images_per_second=speed.images_per_second,

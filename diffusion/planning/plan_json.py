@@ -66,6 +66,7 @@ def _phase(each: PhasePlan) -> dict[str, Any]:
             'with_averages': each.sizes.with_averages,
         },
         'kept_checkpoints': None if kept is None else {'count': kept.count, 'bytes': kept.bytes},
+        'snapshot_bytes_per_node': each.snapshot_bytes,
         'saving': dict(vars(each.resilience)),
         'save_strategies': [_strategy(simulated) for simulated in simulate_strategies(each.resilience)],
     }

@@ -170,8 +170,8 @@ def _data(plan: Plan) -> str:
 
 
 def _checkpoints(plan: Plan) -> str:
-    rows = [['', 'weights', '+ optimizer', '+ averages', 'save takes', 'save every', 'goodput', 'recipe saves every']]
-    rows[0].append('and keeps at most')
+    columns = ['', 'weights', '+ optimizer', '+ averages', 'host memory per node']
+    rows = [[*columns, 'save takes', 'save every', 'goodput', 'recipe saves every', 'and keeps at most']]
     for each in plan.phases:
         saving = each.resilience
         kept = kept_checkpoints(each.phase, saving, each.sizes)
@@ -186,6 +186,7 @@ def _checkpoints(plan: Plan) -> str:
                 _bytes(each.sizes.weights),
                 _bytes(each.sizes.with_optimizer),
                 _bytes(each.sizes.with_averages),
+                _bytes(each.snapshot_bytes),
                 f'{saving.stall_seconds:,.0f} s',
                 f'{saving.interval_batches:,}ba = {_duration(saving.interval_seconds)}',
                 f'{saving.goodput:.3f}',
@@ -194,7 +195,7 @@ def _checkpoints(plan: Plan) -> str:
             ]
         )
     mtbf = plan.phases[0].resilience.mtbf_hours
-    return _section(f'Checkpoints, with one failure every {_duration(3600 * mtbf)}', rows, left={7, 8})
+    return _section(f'Checkpoints, with one failure every {_duration(3600 * mtbf)}', rows, left={8, 9})
 
 
 def _strategies(plan: Plan) -> str:

@@ -250,6 +250,7 @@ def build_checkpointer(recipe: Recipe) -> Checkpointer | None:
         save_interval=recipe.trainer.get('save_interval', '1ep'),
         keep=keep_rules(recipe.checkpointing, recipe.trainer),
         sharded=recipe.parallelism.checkpoints == 'sharded',
+        asynchronous=recipe.checkpointing.asynchronous,
         resume=resume,
         recipe_text=to_yaml(recipe),
     )

@@ -10,8 +10,9 @@ import xxhash
 from checkpointing.run_folders import write
 from faults import Fault, active, met
 
-from diffusion.checkpointing import checkpoint_store, checkpoint_weights, sharded_state, verification
+from diffusion.checkpointing import checkpoint_store, checkpoint_weights, verification
 from diffusion.checkpointing.run_folder import find_checkpoint, recipe_of_checkpoint, run_of_checkpoint
+from diffusion.checkpointing.sharded_writer import ShardedWrite
 from diffusion.errors import UserError
 
 
@@ -236,7 +237,9 @@ def test_receipt_lists_every_file_that_the_index_of_a_sharded_checkpoint_names(t
         work = checkpoint_store.unfinished_path(tmp_path, 5)
         work.mkdir()
         (work / 'state.pt').write_bytes(b'state')
-        sharded_state.write_tensors({'model.a': torch.ones(3)}, work)
+        save = ShardedWrite({'model.a': torch.ones(3)}, work)
+        save.write_index([save.write()])
+        assert save.records == checkpoint_store.records_of(work, ['.metadata', '__0_0.distcp']), 'hashed while written'
         about = {'batch': 5, 'kind': 'sharded'}
         checkpoint_store.publish(work, checkpoint, checkpoint_store.records_of(work, names), about)
         if '__0_0.distcp' in names:

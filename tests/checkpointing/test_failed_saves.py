@@ -29,6 +29,9 @@ from diffusion.launch.run_id import RUN_FILE, read_run_id
 from diffusion.loggers.metrics_file import read_metrics
 from diffusion.training.train import build_trainer, train
 
+BLOCKING = {'asynchronous': False}
+"""Section `checkpointing` of runs whose folder changes between two batches, in which a save must not be running."""
+
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch):
@@ -73,8 +76,10 @@ def the_checkpointer(trainer) -> Checkpointer:
     return next(each for each in trainer.state.callbacks if isinstance(each, Checkpointer))
 
 
-def test_training_continues_after_a_fault_in_any_phase_of_a_save(write, undisturbed, tmp_path, caplog):
-    recipe = load(write('phases'))
+@pytest.mark.parametrize('asynchronous', [True, False])
+def test_training_continues_after_a_fault_in_any_phase_of_a_save(write, undisturbed, tmp_path, caplog, asynchronous):
+    recipe = load(write('phases', checkpointing={'asynchronous': asynchronous}))
+    shutil.rmtree(recipe.run_dir, ignore_errors=True)
     run, calls = recipe.run_dir, []
     phases = [
         Fault('create', r'\.ba1\.unfinished/state\.pt', 'EIO'),
@@ -198,18 +203,19 @@ assert meet(bug, full) is (TypeError if rank == 0 else RankFailed)
 attempts = []
 
 
-def write(state):
+def write(state, *, in_background):
     attempts.append(1)
     if len(attempts) == 1:
         raise SaveFailed((errno.ENOSPC, errno.EIO)[rank], 'not saved')
-    return 'ba3'
+    return SimpleNamespace(name='ba3', published=True, write_seconds=1.0, total_seconds=1.0)
 
 
 retention.prune = lambda folder, rules: []
 retention.make_room = lambda folder, rules, batch: [folder / 'ba1']
 checkpointer = Checkpointer(sys.argv[1], keep=KeepConfig(last=2))
 checkpointer._write = write
-checkpointer._try_to_save(SimpleNamespace(timestamp=SimpleNamespace(batch=Time(3, 'ba'))))
+logger = SimpleNamespace(log_metrics=lambda metrics: None)
+checkpointer._try_to_save(SimpleNamespace(timestamp=SimpleNamespace(batch=Time(3, 'ba'))), logger)
 assert checkpointer.saved_checkpoints == ['ba3']
 
 dist.barrier()
@@ -233,7 +239,7 @@ def mount(*arguments: str | Path) -> None:
 
 def test_full_file_system_makes_room_and_recovers(write, undisturbed):
     """It has room for 2.6 checkpoints, of which the run keeps two; a save needs the room of one more."""
-    path = write('full', {'save_num_checkpoints_to_keep': 2})
+    path = write('full', {'save_num_checkpoints_to_keep': 2}, checkpointing=BLOCKING)
     run = load(path).run_dir
     run.mkdir(parents=True)
     size = sum(file.stat().st_size for file in (undisturbed / 'ba8').iterdir())
@@ -267,7 +273,7 @@ def test_full_file_system_makes_room_and_recovers(write, undisturbed):
 
 def test_folder_that_vanishes_fails_saves_and_is_not_created_again(write, undisturbed, tmp_path):
     """It is moved away for two batches, then hidden by an empty file system for two batches."""
-    path = write('vanishes')
+    path = write('vanishes', checkpointing=BLOCKING)
     run, away = load(path).run_dir, tmp_path / 'away'
     messages: list[str] = []
     found: list[list[str]] = []
@@ -299,7 +305,7 @@ def test_folder_that_vanishes_fails_saves_and_is_not_created_again(write, undist
 
 
 def test_folder_replaced_by_that_of_another_run_is_not_written_to(write, undisturbed, tmp_path):
-    path = write('replaced')
+    path = write('replaced', checkpointing=BLOCKING)
     run = load(path).run_dir
     trainer = build_trainer(load(path))
     other = tmp_path / 'other'

@@ -24,7 +24,9 @@ from diffusion.launch.attempts import ATTEMPTS, Attempt
 from diffusion.planning.checkpoint_interval import chosen_interval, default_mtbf_hours
 
 
-def due_batches(interval: TimedInterval, *, batches: int, seconds: float, stall: float = 0.0) -> list[int]:
+def due_batches(
+    interval: TimedInterval, *, batches: int, seconds: float, stall: float = 0.0, duration: float = 0.0
+) -> list[int]:
     """Return the batches after which a checkpoint is due, in a run whose batches take this many seconds."""
     stamp, found, saved = Timestamp(), [], 0.0
     for batch in range(1, batches + 1):
@@ -35,7 +37,7 @@ def due_batches(interval: TimedInterval, *, batches: int, seconds: float, stall:
         saved = 0.0
         if interval(state, Event.BATCH_CHECKPOINT):
             found.append(batch)
-            interval.saved(stall)
+            interval.saved(stall, max(stall, duration))
             saved = stall
     return found
 
@@ -54,6 +56,15 @@ def test_interval_follows_the_duration_of_saves(tmp_path):
     assert interval.seconds == pytest.approx(chosen_interval(stall=40, mtbf=3600), rel=0.01)
     steps = [second - first for first, second in itertools.pairwise(slow)]
     assert steps[-2] > 4 * (fast[2] - fast[1])
+
+
+def test_interval_leaves_time_for_a_save_in_the_background(tmp_path):
+    interval = AutoInterval(tmp_path)
+    interval._mtbf_hours = lambda: 1.0  # type: ignore[method-assign]
+    due_batches(interval, batches=200, seconds=30, stall=0.5)
+    assert interval.seconds < 100
+    due_batches(interval, batches=2000, seconds=30, stall=0.5, duration=300)
+    assert interval.seconds == pytest.approx(2 * 300, rel=0.01)
 
 
 def test_failures_of_the_run_make_the_interval_shorter(tmp_path, caplog):

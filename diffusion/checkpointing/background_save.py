@@ -1,0 +1,99 @@
+"""Write of a checkpoint in a thread while training continues, and the choice between saves when a run must stop."""
+
+import logging
+import threading
+import time
+from typing import Literal
+
+from composer.core import Time
+from composer.utils import dist
+
+from diffusion.checkpointing.checkpoint_writer import SaveInProgress
+from diffusion.checkpointing.rank_agreement import wait_for_all_ranks
+from diffusion.checkpointing.snapshot import lower_priority
+
+log = logging.getLogger(__name__)
+
+ABANDON_SECONDS = 2.0
+"""Time in which the thread of an abandoned save should end, which it does at its next write to a file."""
+
+Choice = Literal['both', 'replace', 'finish']
+
+
+class BackgroundSave:
+    """A save whose files a thread writes; its methods are collectives unless they say otherwise.
+
+    Args:
+        save: The save, which has a snapshot.
+        batch: Composer's number of the batch that it saves.
+        stall_seconds: Time for which it has blocked training so far.
+    """
+
+    def __init__(self, save: SaveInProgress, batch: Time, *, stall_seconds: float) -> None:
+        self.save, self.batch, self.stall_seconds = save, batch, stall_seconds
+        self.after_making_room = False
+        """True if the save before found a full disk, on which room was made for this one."""
+        self._began = time.monotonic()
+        self._written = threading.Event()
+        # A daemon: this process can end while the file system does not respond.
+        self._thread = threading.Thread(target=self._write, name=f'save {save.name}', daemon=True)
+        self._thread.start()
+
+    def is_written(self) -> bool:
+        """Return True if all ranks have written their files, or failed to; a collective."""
+        return all(dist.all_gather_object(self._written.is_set()))
+
+    def wait(self) -> None:
+        """Wait until all ranks have written their files, or failed to; a collective."""
+        wait_for_all_ranks(self._written)
+
+    def elapsed_seconds(self) -> float:
+        """Return the seconds since the start of this rank's thread; no collective."""
+        return time.monotonic() - self._began
+
+    def remaining_seconds(self, expected_seconds: float | None) -> float:
+        """Return the expected seconds until all ranks have written their files; a collective.
+
+        Args:
+            expected_seconds: Duration of the save before; None if there was none.
+        """
+        own = 0.0
+        if not self._written.is_set():
+            elapsed, progress = self.elapsed_seconds(), self.save.progress
+            # Bytes alone deceive: the last flush to the disk can take most of the time.
+            fraction = min(1.0, progress.written_bytes / max(1, progress.total_bytes))
+            by_bytes = elapsed * (1 - fraction) / max(fraction, 0.01)
+            own = max(by_bytes, (expected_seconds or 0.0) - elapsed, 0.1 * elapsed)
+        return max(dist.all_gather_object(own))
+
+    def abandon(self) -> None:
+        """Stop the threads of all ranks and remove their files; a collective."""
+        self.save.abandon()
+        if not self._written.wait(ABANDON_SECONDS):
+            log.warning('%s: the thread of this save does not end; its file system may not respond', self.save.name)
+        dist.barrier()  # no rank writes into the folder that rank 0 removes
+        self.save.discard()
+
+    def _write(self) -> None:
+        """Write the files with a low priority, so that training has the processor first; runs in the thread."""
+        try:
+            lower_priority()
+            self.save.write()
+        finally:
+            self._written.set()
+
+
+def choose_when_stopping(*, remaining: float, synchronous: float, notice: float | None) -> Choice:
+    """Return what fits between a stop signal and the end of the process.
+
+    `both` finishes the running save and saves the present batch; `replace` abandons the running save for one of the
+    present batch; `finish` only finishes the running one, because a new one would not be complete in time.
+
+    Args:
+        remaining: Expected seconds until the running save is complete.
+        synchronous: Expected seconds of a save of the present batch.
+        notice: Seconds until the process is killed; None if it is not.
+    """
+    if notice is None or remaining + synchronous <= notice:
+        return 'both'
+    return 'replace' if synchronous <= notice else 'finish'

@@ -1,0 +1,227 @@
+"""Snapshots of a trainer's state in host memory, so that training continues while the state is written.
+
+The memory is allocated once and used again by every snapshot. It grows when there are more tensors, as when averaging
+of weights starts.
+"""
+
+import copy
+import ctypes
+import logging
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import torch
+from composer.utils import dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+log = logging.getLogger(__name__)
+
+ALIGNMENT = 64
+"""Bytes; each tensor of a snapshot starts at a multiple of it."""
+MAX_THREADS = 4
+"""Threads that copy tensors of the CPU, which two or three saturate."""
+NICENESS = 10
+"""Priority of threads that work while training continues, from 0 (that of training) to 19 (the lowest)."""
+_PIECE_BYTES = 2**22
+_TOUCHED_BYTES = 2**26
+State = TypeVar('State')
+Key = tuple[object, ...]
+
+
+class SnapshotBuffers:
+    """Host memory for one snapshot at a time of this rank's state.
+
+    For a state on a GPU the memory is pinned, so that the GPU copies into it at the speed of its bus.
+    """
+
+    # One block for all tensors instead of a tensor each: torch's allocator of pinned memory rounds sizes up to powers
+    # of two, and a block that grows is freed before the larger one is allocated.
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+        self._pinned = 0
+        self._touching: threading.Thread | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the memory in bytes."""
+        return 0 if self._memory is None else len(self._memory)
+
+    def reserve(self, need: int, *, pinned: bool = False) -> bool:
+        """Allocate memory of a size, as `snapshot_bytes` returns it; return False if the kernel refuses it.
+
+        The snapshot before must not be in use any more if the memory has to grow.
+        """
+        if need <= self.nbytes:
+            return True
+        self.release()
+        try:
+            memory = mmap.mmap(-1, need, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, ValueError) as error:  # no storage fault, although it is an OSError
+            log.warning('%.2f GiB of memory for snapshots cannot be allocated (%s)', need / 2**30, error)
+            return False
+        if sys.platform == 'linux':
+            # Loader workers, which are forked, must not keep copies of the pages that the next snapshot changes; and
+            # the first snapshot must not take a page fault for each 4 KiB.
+            for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):
+                with suppress(OSError):  # a kernel without huge pages
+                    memory.madvise(advice)
+        self._memory = memory
+        if pinned:
+            self._pin()
+        return True
+
+    def touch(self) -> None:
+        """Let a thread write to all of the memory once, so that the first snapshot does not wait for the kernel."""
+        # The kernel clears new pages at 0.4 GB/s on a virtual machine with two cores, a tenth of the speed of a copy.
+        memory = self._memory
+        if memory is None or self._pinned:  # the pages of pinned memory exist
+            return
+
+        def write() -> None:
+            lower_priority()
+            for offset in range(0, len(memory), _TOUCHED_BYTES):
+                count = min(_TOUCHED_BYTES, len(memory) - offset)
+                torch.frombuffer(memory, dtype=torch.uint8, count=count, offset=offset).zero_()
+
+        self._touching = threading.Thread(target=write, name='memory for snapshots', daemon=True)
+        self._touching.start()
+
+    def copy(self, state: State) -> State:
+        """Return a copy of a state of nested containers, whose tensors are in this memory, on the CPU.
+
+        Tensors with the same content (tied weights) share a copy. Everything else is copied too, so that nothing that
+        training changes later reaches the snapshot. `reserve` must have returned True for this state's size.
+        """
+        if self._touching is not None:
+            self._touching.join()
+            self._touching = None
+        views = _views(state)
+        copies: dict[Key, Tensor] = {}
+        offset = 0
+        for key, view in views.items():
+            copies[key] = self._place(view, offset)
+            offset += _aligned(view.nbytes)
+        _copy_all([(copies[key], view) for key, view in views.items()])
+        memo: dict[int, Any] = {id(tensor): copies[_key(tensor)] for tensor in _tensors(state)}
+        return copy.deepcopy(state, memo)
+
+    def release(self) -> None:
+        """Free the memory, as soon as no tensor of a snapshot uses it any more."""
+        if self._pinned:
+            _cuda_runtime().cudaHostUnregister(self._pinned)
+        self._memory, self._pinned, self._touching = None, 0, None
+
+    def _place(self, view: Tensor, offset: int) -> Tensor:
+        """Return an uninitialized tensor like `view` in the memory, from an offset."""
+        # In the memory format of the tensor, such as channels_last, as it would be saved.
+        strides = torch.empty_like(view, device='meta').stride()
+        if not view.nbytes:
+            return torch.empty_strided(view.shape, strides, dtype=view.dtype)
+        assert self._memory is not None and offset + view.nbytes <= self.nbytes
+        # A storage of its own: torch.save writes the whole storage of a tensor.
+        block = torch.frombuffer(self._memory, dtype=torch.uint8, count=view.nbytes, offset=offset)
+        return torch.empty(0, dtype=view.dtype).set_(block.untyped_storage(), 0, view.shape, strides)
+
+    def _pin(self) -> None:
+        """Pin the memory for copies by the GPU; without it copies are slower, but correct."""
+        assert self._memory is not None
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        result = int(_cuda_runtime().cudaHostRegister(address, self.nbytes, 0))
+        if result:
+            log.warning('memory for snapshots is not pinned (CUDA error %d): saves block training longer', result)
+            return
+        self._pinned = address
+
+
+@torch.no_grad()
+def _copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy tensors into others on the CPU with the same shapes: from a GPU by a stream of its own, else in threads."""
+    streams: dict[torch.device, Any] = {}
+    plain: list[tuple[int, int, int]] = []
+    for target, source in pairs:
+        if source.is_cuda:
+            if source.device not in streams:
+                streams[source.device] = torch.cuda.Stream(source.device)
+                streams[source.device].wait_stream(torch.cuda.current_stream(source.device))
+            with torch.cuda.stream(streams[source.device]):
+                target.copy_(source, non_blocking=True)
+        elif source.device.type == 'cpu' and source.stride() == target.stride():
+            # The same dense layout, so the bytes are copied, in pieces that threads can share.
+            starts = range(0, source.nbytes, _PIECE_BYTES)
+            plain += [
+                (target.data_ptr() + start, source.data_ptr() + start, min(_PIECE_BYTES, source.nbytes - start))
+                for start in starts
+            ]
+        else:
+            target.copy_(source)
+    # Training waits, so its cores are free. memmove is 1.4 times as fast as torch's copy, and releases the GIL too.
+    count = copying_threads()
+    with ThreadPoolExecutor(count) as threads:
+        for _ in threads.map(_move_bytes, [plain[number::count] for number in range(count)]):
+            pass
+    for stream in streams.values():
+        stream.synchronize()
+
+
+def _move_bytes(pieces: Sequence[tuple[int, int, int]]) -> None:
+    """Copy pieces of memory, given as target address, source address and size in bytes."""
+    for target, source, size in pieces:
+        ctypes.memmove(target, source, size)
+
+
+def copying_threads() -> int:
+    """Return the number of threads that copy tensors of the CPU: this rank's share of the cores, up to MAX_THREADS."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == 'linux' else os.cpu_count() or 1
+    return max(1, min(MAX_THREADS, cores // dist.get_local_world_size()))
+
+
+def lower_priority() -> None:
+    """Give this thread a low priority, so that training has the processor first; on Linux only."""
+    if sys.platform == 'linux':  # elsewhere the priority is that of the whole process
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
+def _cuda_runtime() -> Any:
+    """Return the functions of the CUDA runtime that torch exposes."""
+    return torch.cuda.cudart()
+
+
+def snapshot_bytes(state: object) -> int:
+    """Return the bytes of memory that a snapshot of a state needs."""
+    return sum(_aligned(view.nbytes) for view in _views(state).values())
+
+
+def is_on_gpu(state: object) -> bool:
+    """Return True if a state has tensors on a GPU."""
+    return any(tensor.is_cuda for tensor in _tensors(state))
+
+
+def _aligned(size: int) -> int:
+    """Return a size rounded up to a multiple of ALIGNMENT."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _tensors(state: object) -> Iterator[Tensor]:
+    """Yield the dense tensors in nested containers; others, such as sparse ones, are copied like other objects."""
+    for leaf in tree_leaves(state):
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not isinstance(leaf, DTensor):
+            yield leaf
+
+
+def _views(state: object) -> Mapping[Key, Tensor]:
+    """Return the distinct tensors in nested containers, detached."""
+    return {_key(tensor): tensor.detach() for tensor in _tensors(state)}
+
+
+def _key(tensor: Tensor) -> Key:
+    """Return a value that is equal for tensors with the same place in memory, shape and type."""
+    place = tensor.data_ptr() if tensor.nbytes else id(tensor)
+    return (place, tensor.device, tensor.dtype, tensor.shape, tensor.stride())

@@ -1,0 +1,318 @@
+"""Saves whose files a thread writes while training continues."""
+
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from callbacks.guarded_run import At
+from composer.core import Event
+from faults import Fault, active, environment
+from ranks import read_losses
+
+from diffusion.checkpointing import background_save, checkpointer, snapshot_memory
+from diffusion.checkpointing.background_save import choose_when_stopping
+from diffusion.checkpointing.checkpoint_weights import weights_of
+from diffusion.checkpointing.checkpointer import Checkpointer
+from diffusion.checkpointing.run_folder import find_checkpoint
+from diffusion.checkpointing.run_storage import FolderStorage
+from diffusion.checkpointing.sharded_state import read_all_tensors
+from diffusion.checkpointing.snapshot import NICENESS
+from diffusion.checkpointing.verification import verify_checkpoint
+from diffusion.config.load import load
+from diffusion.exit_codes import PREEMPTED, Preempted
+from diffusion.launch.environment import NOTICE_SECONDS
+from diffusion.loggers.metrics_file import read_metrics
+from diffusion.training.train import build_trainer, train
+
+EMA = {'ema': {'ema_start': '3ba', 'smoothing': 0.5}}
+SHARDED = {'strategy': 'fsdp2', 'checkpoints': 'sharded'}
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(checkpointer, 'LAST_SAVE_PAUSES_SECONDS', (0.0, 0.0))
+    monkeypatch.setattr(checkpointer, 'POLL_SECONDS', 0.0)
+    monkeypatch.setattr(background_save, 'ABANDON_SECONDS', 0.1)
+
+
+@pytest.fixture(scope='module')
+def write(tmp_path_factory, tiny_recipe) -> Callable[..., Path]:
+    """Function that writes a recipe of 8 batches with averaging and a save after every second, and returns its path."""
+    root = tmp_path_factory.mktemp('asynchronous')
+
+    def write_recipe(name: str, trainer: dict[str, Any] | None = None, **sections: Any) -> Path:
+        content = tiny_recipe(root / 'runs', name=name, algorithms=EMA, **sections)
+        content['model']['block_out_channels'] = [32]
+        content['trainer'] |= {'save_interval': '2ba'} | (trainer or {})
+        path = root / f'{name}.yaml'
+        path.write_text(yaml.safe_dump(content))
+        return path
+
+    return write_recipe
+
+
+@pytest.fixture(scope='module')
+def blocking(write) -> Path:
+    """Folder of a run whose saves block training."""
+    recipe = load(write('blocking', checkpointing={'asynchronous': False}))
+    train(recipe).close()
+    return recipe.run_dir
+
+
+def the_checkpointer(trainer) -> Checkpointer:
+    return next(each for each in trainer.state.callbacks if isinstance(each, Checkpointer))
+
+
+def saved(run: Path) -> list[str]:
+    return sorted(path.name for path in run.glob('ba*'))
+
+
+def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Return the model's weights, the averages and the optimizer's moments of a checkpoint by name."""
+    if (checkpoint / '.metadata').exists():
+        return read_all_tensors(checkpoint, '')
+    found = {
+        f'{which}.{name}': each
+        for which in ('training', 'ema')
+        for name, each in weights_of(checkpoint, which)[0].items()
+    }  # type: ignore[arg-type]
+    state = torch.load(checkpoint / 'state.pt', weights_only=False)['state']
+    for name, moments in next(iter(state['optimizers'].values()))['state'].items():
+        found |= {f'optimizer.{name}.{key}': each for key, each in moments.items()}
+    return found
+
+
+def assert_same_tensors(one: Path, other: Path) -> None:
+    ours, theirs = tensors_of(one), tensors_of(other)
+    assert ours.keys() == theirs.keys() and len(ours) > 20
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def assert_same_end(run: Path, reference: Path) -> None:
+    assert read_losses(run) == read_losses(reference)
+    assert_same_tensors(find_checkpoint(run), find_checkpoint(reference))
+
+
+@pytest.mark.parametrize(
+    'parallelism',
+    [{}, SHARDED, pytest.param({'strategy': 'fsdp2'}, marks=pytest.mark.slow)],
+    ids=['ddp', 'sharded', 'fsdp2'],
+)
+def test_checkpoint_equals_that_of_a_blocking_save_though_training_continues(write, ranks, tmp_path, parallelism):
+    """The files are written half a second late, several batches after the one that they save."""
+    runs = []
+    for asynchronous in (False, True):
+        name = f'two-{"-".join(map(str, parallelism.values()))}-{asynchronous}'
+        sections = {'parallelism': parallelism, 'checkpointing': {'asynchronous': asynchronous}}
+        path = write(name, {'save_interval': '4ba', 'max_duration': '10ba'}, **sections)
+        late = [Fault('create', r'\.ba[48]\.unfinished/(state|__)', sleep=0.5)]
+        ranks.run(2, path, environment=environment(late, tmp_path) if asynchronous else None)
+        runs.append(load(path).run_dir)
+    one, other = runs
+    for batch in (4, 8, 10):
+        verify_checkpoint(other / f'ba{batch}')
+        assert_same_tensors(one / f'ba{batch}', other / f'ba{batch}')
+    assert read_losses(one) == read_losses(other)
+    metrics = read_metrics(other / 'metrics.jsonl')
+    stall, duration = (metrics[f'checkpoint/{name}_seconds'] for name in ('stall', 'save'))
+    first = min(stall)  # the batch at which ba4 was published
+    assert 4 < first <= 8 and duration[first] > 0.5 and stall[first] < duration[first]
+
+
+def test_thread_has_a_low_priority_and_memory_is_used_again(write):
+    recipe, seen = load(write('priority')), []
+    trainer = build_trainer(recipe)
+    found = the_checkpointer(trainer)
+
+    class Watched(FolderStorage):
+        def upload(self, work, names, batch):
+            niceness = os.getpriority(os.PRIO_PROCESS, 0)  # of this thread
+            seen.append((batch, niceness, found.snapshot_bytes))
+
+    usual = os.getpriority(os.PRIO_PROCESS, 0)
+    found.storage = Watched(recipe.run_dir, found.storage.run_id)
+    trainer.fit()
+    trainer.close()
+    assert [batch for batch, _, _ in seen] == [2, 4, 6, 8]
+    assert [niceness for _, niceness, _ in seen] == [*[NICENESS] * 3, usual], 'the last save blocks'
+    (small, *large) = [size for _, _, size in seen]
+    assert len(set(large)) == 1 and small < large[0], 'averaging starts at batch 3'
+
+
+@pytest.mark.parametrize('phase', ['running', 'written'])
+def test_training_that_fails_during_a_save_publishes_nothing_and_resumes(write, blocking, tmp_path, caplog, phase):
+    path = write(f'crash-{phase}')
+    run = load(path).run_dir
+    trainer = build_trainer(load(path))
+
+    def fail():
+        raise RuntimeError('a bug')
+
+    trainer.state.callbacks.append(At(Event.AFTER_LOSS, 4, fail))
+    began = time.monotonic()
+    with active(tmp_path / 'counts', Fault('create', r'\.ba4\.unfinished/state', sleep=3 if phase == 'running' else 0)):
+        with pytest.raises(RuntimeError, match='a bug'):
+            trainer.fit()
+        trainer.engine.close()
+    assert time.monotonic() - began < 20
+    assert saved(run) == ['ba2'] and (run / '.ba4.unfinished').exists()
+    assert 'ba4: not saved, since the run has ended while it was being written' in caplog.text
+    train(load(path)).close()
+    assert not list(run.glob('.ba*'))
+    assert_same_end(run, blocking)
+
+
+def test_full_disk_found_by_the_thread_makes_room_for_a_snapshot_of_the_present_batch(write, blocking, tmp_path):
+    path = write('full', {'save_num_checkpoints_to_keep': 2})
+    trainer = build_trainer(load(path))
+    found, messages = the_checkpointer(trainer), []
+    found.on_failed_save = messages.append
+    # The disk is full for ba6, which replaces ba2; the thread has found out before the end of batch 7.
+    wait = At(Event.BATCH_START, 6, lambda: time.sleep(0.7))
+    trainer.state.callbacks.append(wait)
+    with active(tmp_path / 'counts', Fault('write', r'\.ba6\.unfinished/state', 'ENOSPC', times=1)):
+        trainer.fit()
+    trainer.close()
+    assert [Path(each).name for each in found.saved_checkpoints] == ['ba2', 'ba4', 'ba7', 'ba8'] and not messages
+    assert_same_end(load(path).run_dir, blocking)
+
+
+def test_save_that_is_due_waits_for_the_one_before_and_says_so(write, blocking, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(checkpointer, 'SLOW_SECONDS', 0.2)
+    path = write('pressure', {'save_interval': '1ba'})
+    with active(tmp_path / 'counts', Fault('create', r'unfinished/state', sleep=0.4)):
+        train(load(path)).close()
+    run = load(path).run_dir
+    assert saved(run) == [f'ba{batch}' for batch in range(1, 9)]
+    (line,) = (each.getMessage() for each in caplog.records if 'longer than the save interval' in each.getMessage())
+    assert re.search(
+        r'ba1: took [\d.]+ s, longer than the save interval, so training waited [\d.]+ s for it. Way out: a longer',
+        line,
+    )
+    assert_same_end(run, blocking)
+
+
+def test_without_enough_memory_saves_block_training_and_say_so_once(write, blocking, monkeypatch, caplog):
+    monkeypatch.setattr(snapshot_memory, 'available_memory', lambda: 1000)
+    path = write('memory')
+    train(load(path)).close()
+    assert saved(load(path).run_dir) == ['ba2', 'ba4', 'ba6', 'ba8']
+    assert caplog.text.count('saves block training: a snapshot needs') == 1
+    assert_same_end(load(path).run_dir, blocking)
+
+
+@pytest.mark.parametrize(
+    ('remaining', 'synchronous', 'notice', 'choice'),
+    [
+        (100.0, 200.0, None, 'both'),
+        (10.0, 20.0, 30.0, 'both'),
+        (10.0, 20.0, 29.0, 'replace'),
+        (0.0, 20.0, 20.0, 'both'),
+        (5.0, 20.0, 19.0, 'finish'),
+        (50.0, 20.0, 1.0, 'finish'),
+    ],
+)
+def test_choice_of_saves_in_the_time_before_the_end(remaining, synchronous, notice, choice):
+    assert choose_when_stopping(remaining=remaining, synchronous=synchronous, notice=notice) == choice
+
+
+@pytest.mark.parametrize(
+    ('notice', 'late', 'names', 'resumes_at'),
+    [
+        (None, 6, ['ba2', 'ba4', 'ba6', 'ba7'], 7),
+        ('6', 6, ['ba2', 'ba4', 'ba7'], 7),  # the save before was quick, this one is not: it is abandoned
+        ('5.5', 2, ['ba2'], 2),  # no save before: a new one may not fit
+    ],
+    ids=['both', 'replace', 'finish'],
+)
+def test_stop_during_a_save_saves_what_the_notice_allows(
+    write, blocking, tmp_path, monkeypatch, notice, late, names, resumes_at
+):
+    if notice is not None:
+        monkeypatch.setenv(NOTICE_SECONDS, notice)
+    path = write(f'stop-{notice}')
+    run = load(path).run_dir
+    trainer = build_trainer(load(path))
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)}
+    stop = At(Event.AFTER_LOSS, late, lambda: (time.sleep(0.1), signal.raise_signal(signal.SIGTERM)))
+    trainer.state.callbacks.append(stop)
+    try:
+        with (
+            active(tmp_path / 'counts', Fault('create', rf'\.ba{late}\.unfinished/state', sleep=1.5)),
+            pytest.raises(Preempted, match=rf'stopped at batch {late + 1} on SIGTERM; \S+/{names[-1]} is saved'),
+        ):
+            trainer.fit()
+        trainer.close()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert saved(run) == names and not list(run.glob('.ba*'))
+    assert the_checkpointer(trainer).last_checkpoint_batch == resumes_at
+    resumed = build_trainer(load(path))
+    assert resumed.state.timestamp.batch == resumes_at
+    resumed.fit()
+    resumed.close()
+    assert_same_end(run, blocking)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('parallelism', [{}, SHARDED], ids=['ddp', 'sharded'])
+def test_two_ranks_killed_during_a_save_resume_bit_for_bit(write, ranks, tmp_path, parallelism):
+    """All ranks are killed at a random time while ba2, ba4 and ba6 are written, and one rank while it is published."""
+    randomness = random.Random(16)
+    kind = 'sharded' if parallelism else 'ddp'
+    sections = {'parallelism': parallelism}
+    whole, path = write(f'whole-{kind}', **sections), write(f'killed-{kind}', **sections)
+    ranks.run(2, whole)
+    run = load(path).run_dir
+    late = environment([Fault('create', r'unfinished/(state|__)', sleep=0.2)], tmp_path)
+    for batch in (2, 4, 6):
+        job = ranks.start(2, path, environment=late)
+        job.wait_for(run / f'.ba{batch}.unfinished')
+        job.spend(randomness.random() * 0.4)
+        job.kill()
+    job = ranks.start(2, path, deaths={0: (4, run / '.ba6.unfinished')}, environment=late)
+    job.wait_for_death(0)
+    job.kill()
+    ranks.run(2, path)
+    assert not list(run.glob('.ba*'))
+    assert_same_end(run, load(whole).run_dir)
+
+
+def test_one_rank_that_cannot_write_fails_the_save_of_all(write, ranks, tmp_path):
+    """In the thread of rank 1, and at the publication by rank 0; the saves after them succeed."""
+    path = write('fault', {'save_interval': '3ba'}, parallelism=SHARDED)
+    faults = [
+        Fault('write', r'\.ba3\.unfinished/__1_', 'ENOSPC', rank=1),
+        Fault('rename', r'\.ba6\.unfinished', 'ESTALE', rank=0),
+    ]
+    job = ranks.start(2, path, environment=environment(faults, tmp_path))
+    assert job.wait() == [0, 0], job.output()
+    run = load(path).run_dir
+    assert saved(run) == ['ba8'] and not list(run.glob('.ba*'))
+    first, second = job.outputs()
+    assert re.search(r'ba3: not saved, no space left on .* \(failed save 1 of 3\)', first)
+    assert re.search(r'ba6: not saved, Stale file handle.* \(failed save 2 of 3\)', first)
+    assert 'Traceback' not in first + second
+
+
+def test_two_ranks_stop_within_the_notice_during_a_save(write, ranks, tmp_path):
+    """Rank 1 is signaled while the first save is written, which it does not know how long takes: only that is saved."""
+    path = write('notice', parallelism=SHARDED)
+    late = environment([Fault('create', r'\.ba2\.unfinished/__1', sleep=2)], tmp_path) | {NOTICE_SECONDS: '6'}
+    job = ranks.start(2, path, environment=late)
+    run = load(path).run_dir
+    job.wait_for(run / '.ba2.unfinished')
+    job.send(signal.SIGTERM, 1)
+    assert job.wait() == [PREEMPTED, PREEMPTED], job.output()
+    assert saved(run) == ['ba2'] and not list(run.glob('.ba*')), job.output()
+    assert 'ba2 is saved, the same command resumes from it' in job.output()

@@ -32,6 +32,7 @@ from diffusion.launch.exit_file import (
     report_exit,
 )
 from diffusion.launch.failure_stacks import keep_stacks
+from diffusion.launch.in_place import InPlaceRestarts
 from diffusion.launch.lost_output import discarding_lost_output
 from diffusion.launch.node_records import NodeRecords
 from diffusion.launch.node_settings import PREFLIGHT_SECONDS, Settings
@@ -50,6 +51,8 @@ RECORD_EVERY_SECONDS = 30.0
 GRACE_SECONDS = 5.0
 """Time for the other ranks to end after one has failed. They wait for it in a collective, but may still report an
 error."""
+KILLED_GRACE_SECONDS = 1.0
+"""The same time after one was killed by a signal, which explains the end without a report of the others."""
 MARGIN_SECONDS = 5.0
 """Time reserved for cleanup between the end of the workers and the SIGKILL of the scheduler."""
 
@@ -139,6 +142,11 @@ class Node:
         self.outcome: Outcome | None = None
         """Outcome of the last attempt, or None before its end."""
         self._restarts = 0
+        self._in_place: InPlaceRestarts | None = None
+        if self.trains and settings.standby:
+            self._in_place = InPlaceRestarts(settings, command, recipe, environ, self._print)
+        self._restart_agreed = False
+        """True if the last attempt is repeated in place, by standby processes."""
         dist_timeout = recipe.trainer.get('dist_timeout')
         self._timeout_warning = (
             early_timeout_warning(dist_timeout, settings.hang_seconds)
@@ -170,6 +178,8 @@ class Node:
             except OSError as error:
                 self._print(f'{self.run_dir} cannot be written ({error}); check that it is mounted and has free space')
                 return FAILED
+            if self._in_place is not None:
+                stack.callback(self._in_place.close)
             return self._run_attempts()
 
     def check(self) -> int:
@@ -203,6 +213,10 @@ class Node:
                 return CONFIG_ERROR
             self._records.furthest = max((each.first for each in earlier if each.first is not None), default=None)
             outcome = self._attempt(len(earlier))
+            if self._restart_agreed and not self.stop_requested:
+                self._print('restarting in place')
+                self._restarts += 1
+                continue
             # Only SageMaker needs restarts in place; every other scheduler acts on the exit status.
             restart = self.settings.in_place and self.settings.action_after(outcome.status) == 'retry'
             if outcome.status == 0 or self.stop_requested or not restart or self.settings.max_restarts == 0:
@@ -272,11 +286,17 @@ class Node:
         nodes = f'{self.position.nodes} node{"s" * (self.position.nodes > 1)}'
         notifier.send('started', f'started attempt {number} on {nodes}', nodes=self.position.nodes)
         with tempfile.TemporaryDirectory(prefix='diffusion-node-') as folder:
-            outcome = self._preflight(Path(folder), attempt)
+            # The nodes of an attempt that trained, and that no fault of a machine ended, were checked at its start.
+            checked = self._restart_agreed and not self.settings.in_place
+            outcome = Outcome(0, 'done') if checked else self._preflight(Path(folder), attempt)
+            self._restart_agreed = False
             if outcome.status == 0:
                 outcome = self._run_workers(self.command, Path(folder), attempt)
+        ended_at = records.clock.now()
+        if self._in_place is not None and not self.stop_requested and self._in_place.may_restart(outcome):
+            self._restart_agreed = self._in_place.agree(outcome, attempt)
         end = end_of_attempt(outcome, self.environ)
-        attempt.end, attempt.status, attempt.machine = records.clock.now(), end.status, end.machine
+        attempt.end, attempt.status, attempt.machine = ended_at, end.status, end.machine
         attempt.cause, attempt.detail = end.cause, end.detail
         nothing_begun = self.trains and attempt.first is None and not attempt.detail.startswith('preflight')
         if nothing_begun and attempt.cause == 'preempted':
@@ -321,7 +341,8 @@ class Node:
             if self.position.rank == 0:
                 # Not on the others, which would make a run folder of their own where the storage is not mounted.
                 within_limit(stacks.create)
-        workers = Workers(self.position, command, environ, folder)
+        start = None if self._in_place is None or limit_seconds is not None else self._in_place.standbys.start_rank
+        workers = Workers(self.position, command, environ, folder, start)
         listener = HangListener(stacks)
         try:
             outcome = self._watch(workers, attempt, limit_seconds, stacks, listener)
@@ -397,7 +418,8 @@ class Node:
                 # BAD_HARDWARE one after the other, each after it has saved and uploaded its part, so they get the full
                 # notice. After a failure the others only wait for the failed rank in a collective.
                 stopping = set(workers.codes()) <= {None, 0, PREEMPTED, BAD_HARDWARE}
-                deadline = now + (self.settings.notice_seconds if stopping else GRACE_SECONDS)
+                grace = KILLED_GRACE_SECONDS if any(code and code < 0 for code in workers.codes()) else GRACE_SECONDS
+                deadline = now + (self.settings.notice_seconds if stopping else grace)
             if now > deadline:
                 outcome = workers.outcome(stop_requested=self.stop_requested, late=True)
                 sentence = keep(outcome.cause, outcome.detail)
@@ -409,6 +431,8 @@ class Node:
                 if beats and attempt.first is None:
                     # Record the first batch immediately: if this node is lost soon after, the startup time is known.
                     last_record = -RECORD_EVERY_SECONDS
+                if self._in_place is not None and limit_seconds is None and not self.stop_requested:
+                    self._in_place.poll(workers, attempt, beats)
                 problem = None if watchdog is None else watchdog.check(beats, now)
                 if limit_seconds is not None and now - begin > limit_seconds:
                     problem = f'did not finish in {limit_seconds:.0f} s'
@@ -430,7 +454,7 @@ class Node:
                 self._records.report_progress(attempt)
                 self._records.append('progress', attempt)
                 within_limit(self._notifier.check_goodput)
-            workers.reap_orphans()
+            workers.reap_orphans(() if self._in_place is None else self._in_place.standbys.pids)
             time.sleep(TICK_SECONDS)
         return workers.outcome(stop_requested=self.stop_requested)
 

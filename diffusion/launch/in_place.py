@@ -4,9 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from diffusion.config.load import Recipe, load
 from diffusion.errors import UserError
+from diffusion.launch import environment
 from diffusion.launch.attempts import Attempt
+from diffusion.launch.exit_file import NodeExit
 from diffusion.launch.heartbeat_file import Beat
+from diffusion.launch.node_link import Agreement, NodeLink
 from diffusion.launch.node_settings import Settings
+from diffusion.launch.rank_discovery import NodePosition
 from diffusion.launch.standby import STANDBY_AFTER_BATCHES, StandbyPool, modules_of
 from diffusion.launch.workers import Outcome, Workers
 
@@ -19,6 +23,7 @@ class InPlaceRestarts:
     """Restarts in place of one node.
 
     Args:
+        position: Position of the node in its job.
         settings: Settings of the job spec.
         command: run.py, the recipe and its overrides.
         recipe: The loaded recipe.
@@ -28,6 +33,7 @@ class InPlaceRestarts:
 
     def __init__(
         self,
+        position: NodePosition,
         settings: Settings,
         command: Sequence[str],
         recipe: Recipe,
@@ -37,34 +43,69 @@ class InPlaceRestarts:
         self._settings, self._command, self._recipe = settings, command, recipe
         self._environ, self._say = environ, say
         self.standbys = StandbyPool(command, modules_of(recipe), say)
+        self._link: NodeLink | None = None
+        if position.nodes > 1:
+            self._link = NodeLink(position, environ.get(environment.JOB, ''), say)
         self._furthest: int | None = None
-        self._number = -1
+        """Batches completed at the end of the last attempt of this process."""
+        self._number = 0
+        """Index of the current attempt among those of this process, the same on all nodes."""
+        self._started = False
+        self._reported = False
 
-    def poll(self, workers: Workers, attempt: Attempt, beats: Mapping[int, Beat]) -> None:
+    def poll(self, workers: Workers, beats: Mapping[int, Beat]) -> None:
         """Start standby processes once all ranks of an attempt train, and look after them."""
         trains = len(beats) == len(workers.processes) and all(
             beat.batch >= beat.first + STANDBY_AFTER_BATCHES for beat in beats.values()
         )
-        if trains and self._number != attempt.number:
-            self._number = attempt.number
+        if trains and not self._started:
+            self._started = True
             self.standbys.start(workers.environs())
         self.standbys.poll()
 
-    def agree(self, outcome: Outcome, attempt: Attempt) -> bool:
-        """Return True if the ranks of all nodes start again in place after an attempt."""
+    def report_failure(self, outcome: Outcome) -> None:
+        """Tell the other nodes, once per attempt, that a rank of this node has failed."""
+        if self._link is not None and not self._reported:
+            self._link.report_failure(self._number, self._exit_of(outcome))
+        self._reported = True
+
+    def failure_elsewhere(self) -> NodeExit | None:
+        """Return the first failure of another node in the current attempt, or None."""
+        return None if self._link is None else self._link.failure(self._number)
+
+    def agree(self, outcome: Outcome, attempt: Attempt, stopped: Callable[[], bool]) -> Agreement:
+        """Return if the ranks of all nodes start again in place; call it when the ranks of this node have ended.
+
+        Args:
+            outcome: Outcome of the attempt on this node.
+            attempt: The attempt.
+            stopped: Polled while waiting for the other nodes; the wait ends when it returns True.
+        """
         problem = self._problem(outcome, attempt)
-        if problem:
-            self._say(f'no restart in place, since {problem}')
-        return not problem
+        agreement = Agreement(not problem, reason=problem)
+        if self._link is not None:
+            agreement = self._link.agree(self._number, self._exit_of(outcome), problem, stopped)
+        if not agreement.restart and outcome.cause in CAUSES:
+            self._say(f'no restart in place: {agreement.reason}')
+        self._number += 1
+        self._started = self._reported = False
+        return agreement
 
     def close(self) -> None:
+        """Leave the job, and end the standby processes."""
+        if self._link is not None:
+            self._link.close()
         self.standbys.close()
 
     def _problem(self, outcome: Outcome, attempt: Attempt) -> str:
         """Return why this node cannot start its ranks again in place, or an empty string."""
+        furthest, self._furthest = self._furthest, attempt.last
+        if outcome.cause not in CAUSES or self._settings.action_after(outcome.status) != 'retry':
+            return f'ended with {outcome.status}, {outcome.cause}'
+        if self._settings.max_restarts == 0:
+            return 'restarts are turned off'
         if attempt.last is None:
             return 'the ranks have begun no batch'
-        furthest, self._furthest = self._furthest, attempt.last
         if furthest is not None and attempt.last <= furthest:
             return f'two attempts in a row ended at batch {attempt.last}'
         # The next ranks read the recipe again. This process would keep the folder and the settings of the old one.
@@ -74,7 +115,5 @@ class InPlaceRestarts:
             changed = True
         return f'{self._command[1]} has changed' if changed else ''
 
-    def may_restart(self, outcome: Outcome) -> bool:
-        """Return True if the cause of an end, and the settings, allow a restart in place."""
-        allowed = self._settings.max_restarts > 0 and self._settings.action_after(outcome.status) == 'retry'
-        return allowed and outcome.cause in CAUSES
+    def _exit_of(self, outcome: Outcome) -> NodeExit:
+        return NodeExit(outcome.status, environment.machine_name(self._environ), outcome.cause, outcome.detail)

@@ -144,7 +144,7 @@ class Node:
         self._restarts = 0
         self._in_place: InPlaceRestarts | None = None
         if self.trains and settings.standby:
-            self._in_place = InPlaceRestarts(settings, command, recipe, environ, self._print)
+            self._in_place = InPlaceRestarts(position, settings, command, recipe, environ, self._print)
         self._restart_agreed = False
         """True if the last attempt is repeated in place, by standby processes."""
         dist_timeout = recipe.trainer.get('dist_timeout')
@@ -293,9 +293,11 @@ class Node:
             if outcome.status == 0:
                 outcome = self._run_workers(self.command, Path(folder), attempt)
         ended_at = records.clock.now()
-        if self._in_place is not None and not self.stop_requested and self._in_place.may_restart(outcome):
-            self._restart_agreed = self._in_place.agree(outcome, attempt)
-        end = end_of_attempt(outcome, self.environ)
+        first = None
+        if self._in_place is not None and outcome.status and not self.stop_requested:
+            agreement = self._in_place.agree(outcome, attempt, self._poll_while_waiting)
+            self._restart_agreed, first = agreement.restart, agreement.first
+        end = end_of_attempt(outcome, self.environ, first)
         attempt.end, attempt.status, attempt.machine = ended_at, end.status, end.machine
         attempt.cause, attempt.detail = end.cause, end.detail
         nothing_begun = self.trains and attempt.first is None and not attempt.detail.startswith('preflight')
@@ -387,7 +389,8 @@ class Node:
         keep = partial(keep_stacks, workers=workers, stacks=stacks, environ=self.environ, begin=begin, say=self._print)
         watchdog = Watchdog(begin, self.settings.hang_seconds) if self.trains and limit_seconds is None else None
         last_check, last_record = 0.0, begin
-        deadline, forwarded = float('inf'), False
+        deadline, forwarded, failed_at = float('inf'), False, 0.0
+        in_place = None if limit_seconds is not None else self._in_place
         while not workers.ended():
             now = time.monotonic()
             if self.end_requested:
@@ -420,8 +423,17 @@ class Node:
                 stopping = set(workers.codes()) <= {None, 0, PREEMPTED, BAD_HARDWARE}
                 grace = KILLED_GRACE_SECONDS if any(code and code < 0 for code in workers.codes()) else GRACE_SECONDS
                 deadline = now + (self.settings.notice_seconds if stopping else grace)
+                if in_place is not None and not stopping:
+                    in_place.report_failure(workers.outcome(stop_requested=False))
+            elsewhere = None if in_place is None or self.stop_requested else in_place.failure_elsewhere()
+            if elsewhere is not None:
+                grace = KILLED_GRACE_SECONDS if elsewhere.cause == 'killed' else GRACE_SECONDS
+                failed_at = failed_at or now
+                deadline = min(deadline, failed_at + grace)
             if now > deadline:
                 outcome = workers.outcome(stop_requested=self.stop_requested, late=True)
+                if outcome.status == 0 and elsewhere is not None:
+                    outcome = Outcome(FAILED, 'crash', f'because of {elsewhere.machine}')
                 sentence = keep(outcome.cause, outcome.detail)
                 return replace(outcome, detail='; '.join(filter(None, [outcome.detail, sentence])))
             if now - last_check > CHECK_EVERY_SECONDS:
@@ -431,8 +443,8 @@ class Node:
                 if beats and attempt.first is None:
                     # Record the first batch immediately: if this node is lost soon after, the startup time is known.
                     last_record = -RECORD_EVERY_SECONDS
-                if self._in_place is not None and limit_seconds is None and not self.stop_requested:
-                    self._in_place.poll(workers, attempt, beats)
+                if in_place is not None and not self.stop_requested:
+                    in_place.poll(workers, beats)
                 problem = None if watchdog is None else watchdog.check(beats, now)
                 if limit_seconds is not None and now - begin > limit_seconds:
                     problem = f'did not finish in {limit_seconds:.0f} s'

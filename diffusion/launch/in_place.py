@@ -1,5 +1,8 @@
 """Restart of an attempt in place: the node entry points stay, and standby processes become the new ranks."""
 
+import contextlib
+import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from diffusion.config.load import Recipe, load
@@ -12,11 +15,13 @@ from diffusion.launch.node_link import Agreement, NodeLink
 from diffusion.launch.node_settings import Settings
 from diffusion.launch.rank_discovery import NodePosition
 from diffusion.launch.standby import STANDBY_AFTER_BATCHES, StandbyPool, modules_of
-from diffusion.launch.workers import Outcome, Workers
+from diffusion.launch.workers import TICK_SECONDS, Outcome, Workers
 
 CAUSES = ('crash', 'killed')
 """Causes of an end after which the ranks may start again on the same nodes without another preflight. After a hang and
 bad hardware, the nodes are checked first, or other nodes are used."""
+
+PORT_SECONDS = 10.0
 
 
 class InPlaceRestarts:
@@ -43,6 +48,7 @@ class InPlaceRestarts:
         self._settings, self._command, self._recipe = settings, command, recipe
         self._environ, self._say = environ, say
         self.standbys = StandbyPool(command, modules_of(recipe), say)
+        self._position = position
         self._link: NodeLink | None = None
         if position.nodes > 1:
             self._link = NodeLink(position, environ.get(environment.JOB, ''), say)
@@ -87,6 +93,8 @@ class InPlaceRestarts:
             agreement = self._link.agree(self._number, self._exit_of(outcome), problem, stopped)
         if not agreement.restart and outcome.cause in CAUSES:
             self._say(f'no restart in place: {agreement.reason}')
+        if agreement.restart and self._position.rank == 0:
+            wait_for_port(self._position.master_port)
         self._number += 1
         self._started = self._reported = False
         return agreement
@@ -117,3 +125,13 @@ class InPlaceRestarts:
 
     def _exit_of(self, outcome: Outcome) -> NodeExit:
         return NodeExit(outcome.status, environment.machine_name(self._environ), outcome.cause, outcome.detail)
+
+
+def wait_for_port(port: int) -> None:
+    """Wait until no process listens on a port of this machine, at most PORT_SECONDS."""
+    # The data loader workers of the first rank inherit the socket of its rendezvous, and end shortly after it.
+    until = time.monotonic() + PORT_SECONDS
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError), socket.create_server(('', port)):
+            return
+        time.sleep(TICK_SECONDS / 5)

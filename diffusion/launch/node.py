@@ -51,8 +51,8 @@ RECORD_EVERY_SECONDS = 30.0
 GRACE_SECONDS = 5.0
 """Time for the other ranks to end after one has failed. They wait for it in a collective, but may still report an
 error."""
-KILLED_GRACE_SECONDS = 1.0
-"""The same time after one was killed by a signal, which explains the end without a report of the others."""
+KILLED_GRACE_SECONDS = 0.5
+"""The same time after one was killed by SIGKILL. The errors of the others are then only a consequence."""
 MARGIN_SECONDS = 5.0
 """Time reserved for cleanup between the end of the workers and the SIGKILL of the scheduler."""
 
@@ -142,9 +142,8 @@ class Node:
         self.outcome: Outcome | None = None
         """Outcome of the last attempt, or None before its end."""
         self._restarts = 0
+        self._recipe = recipe
         self._in_place: InPlaceRestarts | None = None
-        if self.trains and settings.standby:
-            self._in_place = InPlaceRestarts(position, settings, command, recipe, environ, self._print)
         self._restart_agreed = False
         """True if the last attempt is repeated in place, by standby processes."""
         dist_timeout = recipe.trainer.get('dist_timeout')
@@ -178,7 +177,10 @@ class Node:
             except OSError as error:
                 self._print(f'{self.run_dir} cannot be written ({error}); check that it is mounted and has free space')
                 return FAILED
-            if self._in_place is not None:
+            if self.trains and self.settings.standby:
+                self._in_place = InPlaceRestarts(
+                    self.position, self.settings, self.command, self._recipe, self.environ, self._print
+                )
                 stack.callback(self._in_place.close)
             return self._run_attempts()
 
@@ -214,7 +216,6 @@ class Node:
             self._records.furthest = max((each.first for each in earlier if each.first is not None), default=None)
             outcome = self._attempt(len(earlier))
             if self._restart_agreed and not self.stop_requested:
-                self._print('restarting in place')
                 self._restarts += 1
                 continue
             # Only SageMaker needs restarts in place; every other scheduler acts on the exit status.
@@ -343,8 +344,13 @@ class Node:
             if self.position.rank == 0:
                 # Not on the others, which would make a run folder of their own where the storage is not mounted.
                 within_limit(stacks.create)
-        start = None if self._in_place is None or limit_seconds is not None else self._in_place.standbys.start_rank
-        workers = Workers(self.position, command, environ, folder, start)
+        in_place = self._in_place if limit_seconds is None else None
+        workers = Workers(
+            self.position, command, environ, folder, None if in_place is None else in_place.standbys.start_rank
+        )
+        if in_place is not None and self._restarts:
+            taken = f'{in_place.standbys.taken} of {self.position.processes}'
+            self._print(f'restarted in place; {taken} ranks are standby processes')
         listener = HangListener(stacks)
         try:
             outcome = self._watch(workers, attempt, limit_seconds, stacks, listener)
@@ -401,6 +407,8 @@ class Node:
                 )
             if self.stop_requested and not forwarded:
                 forwarded = True
+                if in_place is not None:
+                    in_place.standbys.close()  # they would slow the save
                 workers.signal(signal.SIGTERM)
                 if self.owns_run and sys.stderr.isatty():
                     self._records.take_beats(workers.folder, attempt)
@@ -421,7 +429,7 @@ class Node:
                 # BAD_HARDWARE one after the other, each after it has saved and uploaded its part, so they get the full
                 # notice. After a failure the others only wait for the failed rank in a collective.
                 stopping = set(workers.codes()) <= {None, 0, PREEMPTED, BAD_HARDWARE}
-                grace = KILLED_GRACE_SECONDS if any(code and code < 0 for code in workers.codes()) else GRACE_SECONDS
+                grace = KILLED_GRACE_SECONDS if -signal.SIGKILL in workers.codes() else GRACE_SECONDS
                 deadline = now + (self.settings.notice_seconds if stopping else grace)
                 if in_place is not None and not stopping:
                     in_place.report_failure(workers.outcome(stop_requested=False))

@@ -158,6 +158,8 @@ class StandbyPool:
         self._waiting: list[tuple[int, Mapping[str, str]]] = []
         self._standbys: dict[int, Standby] = {}
         self._begin = 0.0
+        self.taken = 0
+        """Number of standby processes that have become ranks of the current attempt."""
 
     @property
     def pids(self) -> set[int]:
@@ -166,7 +168,7 @@ class StandbyPool:
     def start(self, environs: Sequence[Mapping[str, str]]) -> None:
         """Start to replace the standby processes that are missing, by local rank; `poll` continues it."""
         self._waiting = [(rank, each) for rank, each in enumerate(environs) if rank not in self._standbys]
-        self._begin = time.monotonic()
+        self._begin, self.taken = time.monotonic(), 0
 
     def poll(self) -> None:
         """Start the next process when the one before has imported everything; drop those that have ended."""
@@ -192,6 +194,7 @@ class StandbyPool:
         if standby is not None:
             problem = standby.take_over(environ, output)
             if not problem:
+                self.taken += 1
                 return standby.process
             self.say(f'standby of local rank {local_rank} {problem}; starting a new process')
             standby.kill()

@@ -41,7 +41,8 @@ def main() -> None:
     channel.sendall(b'ready\n')
     environ, output = _receive(channel)
     _set_oom_score(score)
-    changed = [path for path, version in _file_versions().items() if versions.get(path) != version]
+    current = _file_versions()
+    changed = [path for path, version in versions.items() if current.get(path) != version]
     if changed:
         channel.sendall(f'has an earlier version of {changed[0]}\n'.encode())
         sys.exit(1)
@@ -76,7 +77,7 @@ def run(command: list[str]) -> None:
 
 
 def _import(modules: list[str]) -> str:
-    """Import modules at low priority; return the reason if they cannot be."""
+    """Import modules, and call what is slow once, at low priority; return the reason if that fails."""
     found = (finder.find_spec('diffusion', None) for finder in sys.meta_path)
     spec = next((each for each in found if each is not None), None)
     if spec is None or spec.origin != diffusion.__file__:
@@ -85,11 +86,13 @@ def _import(modules: list[str]) -> str:
 
     def work() -> None:
         # A thread has a priority of its own on Linux. This process could not raise it again without privileges.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, 0, NICE)
         try:
             for module in modules:
                 importlib.import_module(module)
+            # Composer's Trainer calls it, and py-cpuinfo measures for a second. The result is cached.
+            importlib.import_module('composer.utils.collect_env').get_cpu_model()
         except BaseException as error:
             errors.append(f'{type(error).__name__}: {error}'.splitlines()[0])
 

@@ -142,7 +142,7 @@ class Job:
         self._wait(lambda: bool(processes(self.folder, STANDBY)))
         begin, first = time.monotonic(), self.batches()
         self._standbys_used += 2
-        self._wait(lambda: self._log.read_text().count('standby processes are ready') >= self._standbys_used)
+        self._wait(lambda: self._log.read_text().count('standby processes: 1 ready') >= self._standbys_used)
         ready, second = time.monotonic(), self.batches()
         self._wait(lambda: time.monotonic() - ready >= ready - begin)
         end, third = time.monotonic(), self.batches()

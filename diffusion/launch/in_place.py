@@ -115,7 +115,7 @@ class InPlaceRestarts:
         if attempt.last is None:
             return 'the ranks have begun no batch'
         if furthest is not None and attempt.last <= furthest:
-            return f'two attempts in a row ended at batch {attempt.last}'
+            return f'two attempts in a row ended at batch {attempt.last} or before'
         # The next ranks read the recipe again. This process would keep the folder and the settings of the old one.
         try:
             changed = load(self._command[1], self._command[2:], environ=self._environ) != self._recipe

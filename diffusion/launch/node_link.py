@@ -76,6 +76,12 @@ class NodeLink:
                 return
         threading.Thread(target=self._run, args=(port,), name='node-link', daemon=True).start()
 
+    @property
+    def connected(self) -> bool:
+        """True while this node has a connection to the first node."""
+        with self._changed:
+            return self._socket is not None and not self._lost
+
     def report_failure(self, attempt: int, failure: NodeExit) -> None:
         """Tell all other nodes that a rank of this node has failed."""
         self._send({'event': 'failed', 'attempt': attempt, **asdict(failure)})

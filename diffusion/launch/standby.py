@@ -179,7 +179,7 @@ class StandbyPool:
                 self._standbys.pop(rank).kill()
             elif standby.ready and not ready and not self._waiting:
                 seconds = time.monotonic() - self._begin
-                self.say(f'{len(self._standbys)} standby processes are ready after {seconds:.0f} s')
+                self.say(f'standby processes: {len(self._standbys)} ready after {seconds:.0f} s')
         # One at a time, since the ranks need the cores.
         if self._waiting and all(standby.ready for standby in self._standbys.values()):
             rank, environ = self._waiting.pop(0)

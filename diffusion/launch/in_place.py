@@ -9,6 +9,7 @@ from diffusion.config.load import Recipe, load
 from diffusion.errors import UserError
 from diffusion.launch import environment
 from diffusion.launch.attempts import Attempt
+from diffusion.launch.bounded_call import STORAGE_SECONDS, call_with_limit
 from diffusion.launch.exit_file import NodeExit
 from diffusion.launch.heartbeat_file import Beat
 from diffusion.launch.node_link import Agreement, NodeLink
@@ -117,11 +118,12 @@ class InPlaceRestarts:
         if furthest is not None and attempt.last <= furthest:
             return f'two attempts in a row ended at batch {attempt.last} or before'
         # The next ranks read the recipe again. This process would keep the folder and the settings of the old one.
+        path, *overrides = self._command[1:]
         try:
-            changed = load(self._command[1], self._command[2:], environ=self._environ) != self._recipe
+            recipe = call_with_limit(lambda: load(path, overrides, environ=self._environ), STORAGE_SECONDS, None)
         except UserError:
-            changed = True
-        return f'{self._command[1]} has changed' if changed else ''
+            recipe = None
+        return '' if recipe == self._recipe else f'{path} has changed, or cannot be read'
 
     def _exit_of(self, outcome: Outcome) -> NodeExit:
         return NodeExit(outcome.status, environment.machine_name(self._environ), outcome.cause, outcome.detail)

@@ -185,10 +185,13 @@ class _Hub:
         self._failed: dict[int, dict[int, NodeExit]] = {}
         self._ended: dict[int, dict[int, str]] = {}
         self._decided: set[int] = set()
-        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-        self._listener = socket.create_server(
-            ('', port), family=family, dualstack_ipv6=family == socket.AF_INET6, backlog=max(128, nodes)
-        )
+        backlog = max(128, nodes)
+        try:
+            self._listener = socket.create_server(
+                ('', port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
+            )
+        except (OSError, ValueError):  # without IPv6; if the port is not free, this fails again
+            self._listener = socket.create_server(('', port), backlog=backlog)
         threading.Thread(target=self._accept, name='node-hub', daemon=True).start()
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from typing import IO
 
 from diffusion.config import registry
 from diffusion.config.recipe import Recipe
-from diffusion.launch.workers import die_with_parent, start_rank
+from diffusion.launch.workers import TICK_SECONDS, die_with_parent, start_rank
 
 STANDBY = 'diffusion.tasks.standby'
 ANSWER_SECONDS = 3.0
@@ -122,10 +122,13 @@ class Standby:
             descriptors = [] if output is None else [output.fileno()]
             socket.send_fds(self.channel, [len(text).to_bytes(4, 'big')], descriptors)
             self.channel.sendall(text)
-        except OSError as error:
-            return f'does not respond ({error})'
-        answer = self._answer(ANSWER_SECONDS)
+            answer = self._answer(ANSWER_SECONDS)
+        except OSError:  # it has just ended
+            answer = ''
         self.channel.close()
+        if not answer:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                answer = f'ended with {self.process.wait(TICK_SECONDS)}'
         return '' if answer == 'taken' else answer or f'does not respond within {ANSWER_SECONDS:.0f} s'
 
     def kill(self) -> None:

@@ -31,8 +31,9 @@ def main() -> None:
     outputs = os.dup(1), os.dup(2)
     _silence()
     score = _set_oom_score(MAX_OOM_SCORE)  # if the memory is short, this process must end and not a rank
-    # Before all imports, so that they find what run.py would.
-    sys.path[0] = str(Path(command[0]).resolve().parent)
+    if not getattr(sys.flags, 'safe_path', False):  # since Python 3.11
+        # Before all imports, so that they find what run.py would.
+        sys.path[0] = str(Path(command[0]).resolve().parent)
     problem = _import(modules)
     if problem:
         channel.sendall(f'cannot be used: {problem}\n'.encode())

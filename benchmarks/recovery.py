@@ -1,96 +1,158 @@
 """Benchmark of recovery time: seconds without training after a killed process, a stopped node and a hang.
 
-    python benchmarks/recovery.py [batches between two faults]
+    python benchmarks/recovery.py [batches between two faults [killed processes]]
 
 Trains the U-Net of benchmarks/first_quickstart.yaml on OpenMoji images at 64 px under `diffusion launch`, as two nodes
-with one process each. For each fault it prints the seconds until the next batch, split into parts, and finally
-`diffusion status` of the run.
+with one process each: first as it is, then with `restart.standby`. For each fault it prints the seconds until the next
+batch, split into parts: the median of several killed processes, and the longest. Then come the ratio of the two kinds
+of restart, the speed of training while standby processes import, and `diffusion status` of both runs.
 """
 
 import contextlib
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import yaml
 from machine import heading
 
 from diffusion.launch import attempts
+from diffusion.launch.standby import STANDBY
 from diffusion.loggers.metrics_file import TRAIN_LOSS, read_metrics
 
 ROOT = Path(__file__).parents[1]
 HANG_SECONDS = 30
 OVERRIDES = {
-    'name': 'disturbed',
     'dataset.name': 'image_text',
     'streams.openmoji.local': 'data/64px',
     'eval_streams.openmoji.local': 'data/64px',
     'scheduler': None,
     'global_batch': 16,
+    'trainer.max_duration': '100000ba',
     'trainer.eval_interval': '1000000ba',
     'trainer.save_interval': '10ba',
 }
+KILLED = 'process killed'
+Parts = tuple[float, float, float]
+"""Seconds from a fault until all processes have ended, from then until the next attempt starts, and from its start to
+its first batch."""
 
 
-def main(batches: str = '25') -> None:
-    """Run the benchmark and print its table."""
+def main(batches: str = '25', kills: str = '3') -> None:
+    """Run the benchmark and print its tables."""
     print(heading())
     with tempfile.TemporaryDirectory() as name:
-        folder, every = Path(name), int(batches)
+        folder, every, count = Path(name), int(batches), int(kills)
         (folder / 'run.py').symlink_to(ROOT / 'run.py')
         code = 'import sys; from diffusion.cli import main; sys.exit(main(sys.argv[1:]))'
         prepare = [sys.executable, '-c', code, 'prepare', 'openmoji', '--out', 'data', '--limit', '200']
         subprocess.run([*prepare, '--sizes', '64'], cwd=folder, env=environment(), check=True, stdout=sys.stderr)
-        rows = run_with_faults(folder, [sys.executable, '-c', code, 'launch'], every)
-        report = '\n'.join(attempts.attempts_table(attempts.read_attempts(folder / 'runs' / 'disturbed')))
+        command = [sys.executable, '-c', code, 'launch']
+        with Job(folder, command, 'restarted', standby=False) as job:
+            rows = {KILLED: [job.disturb(kill_rank, job.batches() + every) for _ in range(count)]}
+            rows['node stopped by SIGTERM'] = [job.disturb(stop_node, job.batches() + every)]
+            rows[f'process hangs (timeout {HANG_SECONDS} s)'] = [job.disturb(hang_rank, job.batches() + every)]
+        with Job(folder, command, 'standby', standby=True) as job:
+            warm, speeds = [], []
+            for _ in range(count):
+                speeds.append(job.speeds_with_and_without_imports())
+                warm.append(job.disturb(kill_rank, job.batches() + 1))
+            rows[f'{KILLED}, with standby processes'] = warm
+        reports = [
+            '\n'.join(attempts.attempts_table(attempts.read_attempts(folder / 'runs' / name)))
+            for name in ('restarted', 'standby')
+        ]
+    print_table(rows)
     print()
-    print('| fault | until all processes ended, s | until the next start, s | until its first batch, s | total, s |')
-    print('|---|---|---|---|---|')
-    for fault, seconds in rows.items():
-        print(f'| {fault} | {" | ".join(f"{part:.1f}" for part in (*seconds, sum(seconds)))} |')
+    ratio = statistics.median(map(sum, warm)) / statistics.median(map(sum, rows[KILLED]))
+    print(f'with standby processes, a restart after a killed process takes {ratio:.2f} of the time')
+    during, after = (statistics.median(found) for found in zip(*speeds, strict=True))
+    print(
+        f'batches/s while standby processes import: {during:.2f}, afterwards: {after:.2f}, ratio {during / after:.2f}'
+    )
+    print('', *reports, sep='\n')
+
+
+def print_table(rows: dict[str, list[Parts]]) -> None:
+    """Print the median of the seconds of each fault, and the longest total."""
     print()
-    print(report)
+    print(
+        '| fault | times | until all processes ended, s | until the next start, s | until its first batch, s '
+        '| total, s | longest total, s |'
+    )
+    print('|---|---|---|---|---|---|---|')
+    for fault, found in rows.items():
+        middle = sorted(found, key=sum)[len(found) // 2]
+        cells = ' | '.join(f'{part:.1f}' for part in (*middle, sum(middle), max(map(sum, found))))
+        print(f'| {fault} | {len(found)} | {cells} |')
 
 
-def run_with_faults(folder: Path, launch: list[str], every: int) -> dict[str, tuple[float, float, float]]:
-    """Train with a fault after every so many batches.
+class Job:
+    """A running job of two nodes; a context manager that stops it in the end.
 
-    Returns:
-        Seconds by fault: from the fault until all processes had ended, from then until the next attempt started, and
-        from its start to its first batch.
+    Args:
+        folder: Working folder.
+        launch: Command of `diffusion launch`.
+        name: Name of the run.
+        standby: Value of `restart.standby`.
     """
-    spec = {'name': 'recovery', 'backend': 'local', 'recipe': str(ROOT / 'benchmarks' / 'first_quickstart.yaml')}
-    spec |= {'overrides': {**OVERRIDES, 'trainer.max_duration': f'{4 * every}ba'}, 'workdir': str(folder)}
-    spec |= {'nodes': 2, 'gpus_per_node': 1, 'preflight': 'none', 'hang_seconds': HANG_SECONDS}
-    (folder / 'job.yaml').write_text(yaml.safe_dump(spec))
-    run, times = folder / 'runs' / 'disturbed', []
-    process = subprocess.Popen([*launch, 'job.yaml'], cwd=folder, env=environment(), stdout=sys.stderr)
-    for number, inject_fault in enumerate((kill_rank, stop_node, hang_rank)):
-        wait_for_batch(process, run, (number + 1) * every)
-        times.append(time.time())
-        inject_fault(folder)
-        while process.poll() is None and len(attempts.read_attempts(run)) < number + 2:
-            time.sleep(0.05)
-    if process.wait():
-        raise SystemExit('the run failed; see above')
-    names = ('process killed', 'node stopped by SIGTERM', f'process hangs (timeout {HANG_SECONDS} s)')
-    rows, recorded = {}, attempts.read_attempts(run)
-    for name, fault_time, attempt, following in zip(names, times, recorded, recorded[1:], strict=False):
-        rows[name] = attempt.end - fault_time, following.begin - attempt.end, following.first_at - following.begin
-    return rows
 
+    def __init__(self, folder: Path, launch: Sequence[str], name: str, *, standby: bool) -> None:
+        self.folder, self.run = folder, folder / 'runs' / name
+        spec = {'name': name, 'backend': 'local', 'recipe': str(ROOT / 'benchmarks' / 'first_quickstart.yaml')}
+        spec |= {'overrides': {**OVERRIDES, 'name': name}, 'workdir': str(folder), 'restart': {'standby': standby}}
+        spec |= {'nodes': 2, 'gpus_per_node': 1, 'preflight': 'none', 'hang_seconds': HANG_SECONDS}
+        (folder / f'{name}.yaml').write_text(yaml.safe_dump(spec))
+        self._log = folder / f'{name}.log'
+        with self._log.open('wb') as log:
+            command = [*launch, f'{name}.yaml']
+            self._process = subprocess.Popen(command, cwd=folder, env=environment(), stdout=log, stderr=log)
+        self._standbys_used = 0
 
-def wait_for_batch(process: subprocess.Popen[bytes], run: Path, batch: int) -> None:
-    """Wait until a run has trained this many batches."""
-    metrics = run / 'metrics.jsonl'
-    while not metrics.exists() or batch not in read_metrics(metrics).get(TRAIN_LOSS, {}):
-        if process.poll() is not None:
-            raise SystemExit(f'{run}: ended before batch {batch}; see above')
-        time.sleep(0.02)
+    def __enter__(self) -> 'Job':
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait()
+        print(self._log.read_text(), file=sys.stderr)
+
+    def batches(self) -> int:
+        """Return the number of batches trained."""
+        metrics = self.run / 'metrics.jsonl'
+        return max(read_metrics(metrics).get(TRAIN_LOSS, {0: 0.0})) if metrics.exists() else 0
+
+    def disturb(self, inject_fault: Callable[[Path], None], batch: int) -> Parts:
+        """Inject a fault after a batch, and return the seconds until the next attempt trains."""
+        self._wait(lambda: self.batches() >= batch)
+        before, fault_time = len(attempts.read_attempts(self.run)), time.time()
+        inject_fault(self.folder)
+        self._wait(lambda: len(found := attempts.read_attempts(self.run)) > before and found[before].first is not None)
+        attempt, following = attempts.read_attempts(self.run)[before - 1 : before + 1]
+        return attempt.end - fault_time, following.begin - attempt.end, following.first_at - following.begin
+
+    def speeds_with_and_without_imports(self) -> tuple[float, float]:
+        """Wait for the standby processes; return batches/s while they import, and over the same time afterwards."""
+        self._wait(lambda: bool(processes(self.folder, STANDBY)))
+        begin, first = time.monotonic(), self.batches()
+        self._standbys_used += 2
+        self._wait(lambda: self._log.read_text().count('standby processes: 1 ready') >= self._standbys_used)
+        ready, second = time.monotonic(), self.batches()
+        self._wait(lambda: time.monotonic() - ready >= ready - begin)
+        end, third = time.monotonic(), self.batches()
+        return (second - first) / (ready - begin), (third - second) / (end - ready)
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            if self._process.poll() is not None:
+                raise SystemExit(f'{self.run}: ended early; see above')
+            time.sleep(0.02)
 
 
 def kill_rank(folder: Path) -> None:

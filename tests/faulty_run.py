@@ -40,7 +40,9 @@ def run_with_faults() -> int:
 
 if __name__ == '__main__':
     here = Path(__file__).resolve()
-    if 'NODE_PID' in os.environ:
+    # A standby process has imported everything, and stays the rank itself.
+    if 'NODE_PID' in os.environ or 'torch' in sys.modules:
+        os.environ.setdefault('NODE_PID', str(os.getppid()))
         sys.exit(run_with_faults())
     os.environ['NODE_PID'] = str(os.getppid())
     sys.path.insert(0, str(here.parent))

@@ -158,6 +158,14 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def two_free_ports() -> int:
+    """Return a TCP port that is free on localhost like the one after it, over which nodes agree to restart."""
+    while True:
+        port = free_port()
+        with contextlib.suppress(OSError, OverflowError), socket.create_server(('', port + 1)):
+            return port
+
+
 def read_losses(run: Path) -> dict[int, float]:
     """Return a run's training losses by batch."""
     from diffusion.loggers.metrics_file import TRAIN_LOSS, read_metrics

@@ -53,6 +53,10 @@ RESTART_IN_PLACE = 'DIFFUSION_RESTART_IN_PLACE'
 """1 if the scheduler does not restart a job that ends (sagemaker). The node entry point then restarts its workers
 itself while the action in ON_EXIT is retry, until MAX_RESTARTS is exceeded."""
 
+STANDBY = 'DIFFUSION_STANDBY'
+"""1 if each node keeps standby processes, which have imported everything that a rank needs. When a rank of a training
+run crashes or is killed and all nodes survive, the node entry points restart the ranks with them."""
+
 EXIT_FILE = 'DIFFUSION_EXIT_FILE'
 """Path of a file on storage shared by all nodes. Each node appends one line when it ends: exit status, host name, cause
 and details. The first line with a nonzero status gives the reason why the job ended; the nodes that follow were killed

@@ -47,7 +47,7 @@ def failure_elsewhere(environ: Mapping[str, str]) -> NodeExit | None:
     return None if first is None or first.cause == 'preempted' else first
 
 
-def end_of_attempt(outcome: Outcome, environ: Mapping[str, str]) -> NodeExit:
+def end_of_attempt(outcome: Outcome, environ: Mapping[str, str], first: NodeExit | None = None) -> NodeExit:
     """Return how an attempt ended: the exit record of the node that failed first, or this node's own.
 
     Its machine is empty unless the cause is due to that machine.
@@ -55,8 +55,9 @@ def end_of_attempt(outcome: Outcome, environ: Mapping[str, str]) -> NodeExit:
     Args:
         outcome: Outcome of the attempt on this node.
         environ: Environment of the node entry point.
+        first: Exit record of the node that failed first, if it is known; None looks into the exit file.
     """
-    first = failure_elsewhere(environ)
+    first = first or failure_elsewhere(environ)
     # When another node fails, this one is stopped or crashes in a collective. The cause that it observes is then only a
     # consequence, and would be misleading in attempts.jsonl.
     if first is None or outcome.cause not in ('preempted', 'crash') or first.cause == outcome.cause:

@@ -125,6 +125,8 @@ def _spec_problems(spec: JobSpec) -> list[Problem]:
         gather.problem('price_usd_per_gpu_hour', f'{spec.price_usd_per_gpu_hour} is negative; use 0 or more')
     if spec.restart.max_restarts < 0:
         gather.problem('restart.max_restarts', f'{spec.restart.max_restarts} is negative; use 0 for no restarts')
+    if spec.restart.standby and spec.restart.max_restarts == 0:
+        gather.problem('restart.standby', 'restarts are turned off by restart.max_restarts: 0; remove one of them')
     for code in spec.restart.on_exit:
         if not code.isdecimal() or not 1 <= int(code) <= 255:
             gather.problem(join('restart.on_exit', code), 'is not an exit status; use 1 to 255')

@@ -29,6 +29,9 @@ class Restart:
     hardware) elsewhere, 78 (user error) stop."""
     otherwise: Literal['retry', 'stop'] = 'retry'
     """Action after every other exit status, such as that of a crash or a kill."""
+    standby: bool = False
+    """Keep a standby process per rank, which has imported what the rank needs and takes over at once after a crash, if
+    all nodes survive; the scheduler restarts the job otherwise. It needs 0.5 GB of memory per rank."""
 
     def actions(self) -> dict[int, Action]:
         """Return the action (retry, elsewhere or stop) for each listed exit status, including the defaults."""

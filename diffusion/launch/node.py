@@ -32,6 +32,7 @@ from diffusion.launch.exit_file import (
     report_exit,
 )
 from diffusion.launch.failure_stacks import keep_stacks
+from diffusion.launch.in_place import InPlaceRestarts
 from diffusion.launch.lost_output import discarding_lost_output
 from diffusion.launch.node_records import NodeRecords
 from diffusion.launch.node_settings import MARGIN_SECONDS, PREFLIGHT_SECONDS, Settings
@@ -51,6 +52,8 @@ RECORD_EVERY_SECONDS = 30.0
 GRACE_SECONDS = 5.0
 """Time for the other ranks to end after one has failed. They wait for it in a collective, but may still report an
 error."""
+KILLED_GRACE_SECONDS = 0.5
+"""The same time after one was killed by SIGKILL. The errors of the others are then only a consequence."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -139,6 +142,10 @@ class Node:
         self.outcome: Outcome | None = None
         """Outcome of the last attempt, or None before its end."""
         self._restarts = 0
+        self._recipe = recipe
+        self._in_place: InPlaceRestarts | None = None
+        self._restart_agreed = False
+        """True if the last attempt is repeated in place, by standby processes."""
         dist_timeout = recipe.trainer.get('dist_timeout')
         self._timeout_warning = (
             early_timeout_warning(dist_timeout, settings.hang_seconds)
@@ -175,6 +182,11 @@ class Node:
                 way_out = 'a later attempt may succeed' if is_url(self.home) else folder_problem
                 self._print(f'{self.home} cannot be written ({error}); {way_out}')
                 return FAILED
+            if self.trains and self.settings.standby:
+                self._in_place = InPlaceRestarts(
+                    self.position, self.settings, self.command, self._recipe, self.environ, self._print
+                )
+                stack.callback(self._in_place.close)
             return self._run_attempts()
 
     def check(self) -> int:
@@ -208,6 +220,9 @@ class Node:
                 return CONFIG_ERROR
             self._records.furthest = max((each.first for each in earlier if each.first is not None), default=None)
             outcome = self._attempt(len(earlier))
+            if self._restart_agreed and not self.stop_requested:
+                self._restarts += 1
+                continue
             # Only SageMaker needs restarts in place; every other scheduler acts on the exit status.
             restart = self.settings.in_place and self.settings.action_after(outcome.status) == 'retry'
             if outcome.status == 0 or self.stop_requested or not restart or self.settings.max_restarts == 0:
@@ -281,11 +296,19 @@ class Node:
         nodes = f'{self.position.nodes} node{"s" * (self.position.nodes > 1)}'
         notifier.send('started', f'started attempt {number} on {nodes}', nodes=self.position.nodes)
         with tempfile.TemporaryDirectory(prefix='diffusion-node-') as folder:
-            outcome = self._preflight(Path(folder), attempt)
+            # The nodes of an attempt that trained, and that no fault of a machine ended, were checked at its start.
+            checked = self._restart_agreed and not self.settings.in_place
+            outcome = Outcome(0, 'done') if checked else self._preflight(Path(folder), attempt)
+            self._restart_agreed = False
             if outcome.status == 0:
                 outcome = self._run_workers(self.command, Path(folder), attempt)
-        end = end_of_attempt(outcome, self.environ)
-        attempt.end, attempt.status, attempt.machine = records.clock.now(), end.status, end.machine
+        ended_at = records.clock.now()
+        first = None
+        if self._in_place is not None and outcome.status and not self.stop_requested:
+            agreement = self._in_place.agree(outcome, attempt, self._poll_while_waiting)
+            self._restart_agreed, first = agreement.restart, agreement.first
+        end = end_of_attempt(outcome, self.environ, first)
+        attempt.end, attempt.status, attempt.machine = ended_at, end.status, end.machine
         attempt.cause, attempt.detail = end.cause, end.detail
         nothing_begun = self.trains and attempt.first is None and not attempt.detail.startswith('preflight')
         if nothing_begun and attempt.cause == 'preempted':
@@ -330,7 +353,13 @@ class Node:
             if self.position.rank == 0 or stacks.in_bucket:
                 # A shared folder not on the others, which would make a run folder of their own where it is not mounted.
                 within_limit(stacks.create)
-        workers = Workers(self.position, command, environ, folder)
+        in_place = self._in_place if limit_seconds is None else None
+        workers = Workers(
+            self.position, command, environ, folder, None if in_place is None else in_place.standbys.start_rank
+        )
+        if in_place is not None and self._restarts:
+            taken = f'{in_place.standbys.taken} of {self.position.processes}'
+            self._print(f'restarted in place; {taken} ranks are standby processes')
         listener = HangListener(stacks)
         try:
             outcome = self._watch(workers, attempt, limit_seconds, stacks, listener)
@@ -375,7 +404,8 @@ class Node:
         keep = partial(keep_stacks, workers=workers, stacks=stacks, environ=self.environ, begin=begin, say=self._print)
         watchdog = Watchdog(begin, self.settings.hang_seconds) if self.trains and limit_seconds is None else None
         last_check, last_record = 0.0, begin
-        deadline, forwarded = float('inf'), False
+        deadline, forwarded, failed_at = float('inf'), False, 0.0
+        in_place = None if limit_seconds is not None else self._in_place
         while not workers.ended():
             now = time.monotonic()
             if self.end_requested:
@@ -386,6 +416,8 @@ class Node:
                 )
             if self.stop_requested and not forwarded:
                 forwarded = True
+                if in_place is not None:
+                    in_place.standbys.close()  # they would slow the save
                 workers.signal(signal.SIGTERM)
                 if self.owns_run and sys.stderr.isatty():
                     self._records.take_beats(workers.folder, attempt)
@@ -406,9 +438,19 @@ class Node:
                 # BAD_HARDWARE one after the other, each after it has saved and uploaded its part, so they get the full
                 # notice. After a failure the others only wait for the failed rank in a collective.
                 stopping = set(workers.codes()) <= {None, 0, PREEMPTED, BAD_HARDWARE}
-                deadline = now + (self.settings.notice_seconds if stopping else GRACE_SECONDS)
+                grace = KILLED_GRACE_SECONDS if -signal.SIGKILL in workers.codes() else GRACE_SECONDS
+                deadline = now + (self.settings.notice_seconds if stopping else grace)
+                if in_place is not None and not stopping:
+                    in_place.report_failure(workers.outcome(stop_requested=False))
+            elsewhere = None if in_place is None or self.stop_requested else in_place.failure_elsewhere()
+            if elsewhere is not None:
+                grace = KILLED_GRACE_SECONDS if elsewhere.cause == 'killed' else GRACE_SECONDS
+                failed_at = failed_at or now
+                deadline = min(deadline, failed_at + grace)
             if now > deadline:
                 outcome = workers.outcome(stop_requested=self.stop_requested, late=True)
+                if outcome.status == 0 and elsewhere is not None:
+                    outcome = Outcome(FAILED, 'crash', f'because of {elsewhere.machine}')
                 sentence = keep(outcome.cause, outcome.detail)
                 return replace(outcome, detail='; '.join(filter(None, [outcome.detail, sentence])))
             if now - last_check > CHECK_EVERY_SECONDS:
@@ -418,6 +460,8 @@ class Node:
                 if beats and attempt.first is None:
                     # Record the first batch immediately: if this node is lost soon after, the startup time is known.
                     last_record = -RECORD_EVERY_SECONDS
+                if in_place is not None and not self.stop_requested:
+                    in_place.poll(workers, beats)
                 problem = None if watchdog is None else watchdog.check(beats, now)
                 if limit_seconds is not None and now - begin > limit_seconds:
                     problem = f'did not finish in {limit_seconds:.0f} s'
@@ -439,7 +483,7 @@ class Node:
                 self._records.report_progress(attempt)
                 self._records.append('progress', attempt)
                 within_limit(self._notifier.check_goodput)
-            workers.reap_orphans()
+            workers.reap_orphans(() if self._in_place is None else self._in_place.standbys.pids)
             time.sleep(TICK_SECONDS)
         return workers.outcome(stop_requested=self.stop_requested)
 

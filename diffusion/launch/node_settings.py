@@ -24,6 +24,8 @@ class Settings:
     max_restarts: int
     in_place: bool
     """True if the node entry point restarts the workers itself because the scheduler does not."""
+    standby: bool
+    """True if standby processes take over after a crash, without the scheduler."""
     notice_seconds: float
     hang_seconds: float
     preflight: str
@@ -46,6 +48,7 @@ class Settings:
             actions,
             int(_number(environ, environment.MAX_RESTARTS, sys.maxsize)),
             environ.get(environment.RESTART_IN_PLACE) == '1',
+            environ.get(environment.STANDBY) == '1',
             _number(environ, environment.NOTICE_SECONDS, 120),
             hang_seconds_of(environ),
             level,

@@ -7,9 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
 from diffusion.launch import heartbeat_file
@@ -23,6 +24,9 @@ stopped."""
 KILL_SECONDS = 60.0
 """Time after which a killed process that still exists counts as stuck in a device or disk operation."""
 PR_SET_PDEATHSIG = 1
+
+StartRank = Callable[[int, Sequence[str], Mapping[str, str], IO[bytes] | None], subprocess.Popen[bytes]]
+"""Function with the arguments of `start_rank`."""
 
 
 @dataclass(frozen=True)
@@ -44,32 +48,31 @@ class Workers:
         command: run.py and its arguments.
         environ: Environment of all processes.
         folder: Folder for the heartbeats, stacks and output of the processes.
+        start: Function that starts a worker process; None is `start_rank`.
     """
 
     position: NodePosition
     command: Sequence[str]
     environ: Mapping[str, str]
     folder: Path
+    start: StartRank | None = None
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         # Composer's launcher is not used: it leaves its workers behind when it receives SIGTERM, its exit status does
         # not reflect theirs, and its import takes half a minute. The workers get the environment that it would set.
-        for local_rank in range(self.position.processes):
+        for local_rank, environ in enumerate(self.environs()):
             # The output of one rank is enough to follow a run, but errors (stderr) are shown for all ranks.
             output = None if local_rank == 0 else (self.folder / f'output-{local_rank}.txt').open('wb')
-            # A new session makes each rank the leader of a process group. kill() can then end it together with its data
-            # loader workers, and Ctrl-C reaches only this process, which forwards it once.
-            process = subprocess.Popen(
-                [sys.executable, *self.command],
-                env=rank_environment(self.position, local_rank, self.environ),
-                stdout=output,
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-            )
+            process = (self.start or start_rank)(local_rank, self.command, environ, output)
             self.processes.append(process)
             if output is not None:
                 output.close()
+
+    def environs(self) -> list[dict[str, str]]:
+        """Return the environment of each worker process."""
+        ranks = range(self.position.processes)
+        return [rank_environment(self.position, local_rank, self.environ) for local_rank in ranks]
 
     def codes(self) -> list[int | None]:
         """Return the exit status of each worker process: negative for a signal, None if it still runs."""
@@ -160,19 +163,45 @@ class Workers:
                 stuck.append(process.pid)
         return stuck
 
-    def reap_orphans(self) -> None:
-        """Reap orphaned processes if this process is PID 1 of a container, as it then inherits them."""
+    def reap_orphans(self, others: Collection[int] = ()) -> None:
+        """Reap orphaned processes if this process is PID 1 of a container, as it then inherits them.
+
+        Args:
+            others: Process ids of children that are neither worker processes nor orphans.
+        """
         if os.getpid() != 1:
             return
         # Without waitpid() orphans stay zombies until the container runs out of process ids. The status of a worker
         # belongs to Popen.poll(): WNOWAIT looks at an ended child without reaping it. It reports the same worker until
         # poll() has taken its status, so the orphans behind it wait for the next call.
-        worker_pids = {process.pid for process in self.processes}
+        worker_pids = {process.pid for process in self.processes} | {*others}
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
                 if ended.si_pid in worker_pids:
                     return
                 os.waitpid(ended.si_pid, 0)
+
+
+def start_rank(
+    local_rank: int, command: Sequence[str], environ: Mapping[str, str], output: IO[bytes] | None
+) -> subprocess.Popen[bytes]:
+    """Start a worker process.
+
+    Args:
+        local_rank: Its rank within the node.
+        command: run.py and its arguments.
+        environ: Its environment.
+        output: File of its stdout; None for this process's.
+    """
+    # A new session makes each rank the leader of a process group. kill() can then end it together with its data loader
+    # workers, and Ctrl-C reaches only this process, which forwards it once.
+    return subprocess.Popen(
+        [sys.executable, *command],
+        env=environ,
+        stdout=output,
+        start_new_session=True,
+        preexec_fn=die_with_parent,
+    )
 
 
 def process_problem(pid: int) -> str:

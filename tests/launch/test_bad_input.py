@@ -39,6 +39,7 @@ def error_message(path, *overrides):
             "schedule.time_limit: '3 days' is not a duration; use a number",
         ),
         ('slurm', {'restart': {'max_restarts': -1}}, 'restart.max_restarts: -1 is negative'),
+        ('slurm', {'restart': {'max_restarts': 0, 'standby': True}}, 'restart.standby: restarts are turned off'),
         ('slurm', {'restart': {'on_exit': {'0': 'retry'}}}, 'restart.on_exit.0: is not an exit status'),
         ('slurm', {'restart': {'on_exit': {'75': 'again'}}}, "restart.on_exit.75: 'again' is not one of retry"),
         ('slurm', {'env': {'A B': 'x'}}, 'env.A B: is not a variable name; use letters, digits'),

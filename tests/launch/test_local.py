@@ -15,13 +15,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from endings import HASH, LIST, LOAD, PUBLISH, WRITE
+from endings import FORWARD, HASH, LIST, LOAD, PUBLISH, WRITE
 from forkserver import SOCKET, Server
 from injected import raising
-from ranks import assert_same_weights, batches_done, free_port
+from ranks import assert_same_weights, batches_done, free_port, two_free_ports
 
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, PREEMPTED
 from diffusion.launch import attempts
+from diffusion.launch.standby import STANDBY
 
 ROOT = Path(__file__).parents[2]
 BATCHES = 44
@@ -45,6 +46,13 @@ class Launched:
             assert time.monotonic() < until, self.log.read_text()
             time.sleep(0.02)
 
+    def wait_for_log(self, text: str, count: int = 1) -> None:
+        until = time.monotonic() + 300
+        while self.log.read_text().count(text) < count:
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < until, self.log.read_text()
+            time.sleep(0.05)
+
     def wait_for_attempt(self, count: int) -> None:
         until = time.monotonic() + 120
         while not (self.run / attempts.ATTEMPTS).exists() or len(attempts.read_attempts(self.run)) < count:
@@ -66,6 +74,9 @@ class Launched:
 
     def ranks(self) -> list[int]:
         return self.processes('run.py')
+
+    def standbys(self) -> list[int]:
+        return self.processes(STANDBY)
 
     def nodes(self) -> list[int]:
         return self.processes('diffusion.launch.node')
@@ -92,6 +103,7 @@ def write_job(tmp_path: Path, tiny_recipe) -> Callable[..., tuple[Path, Path, Pa
         hang_seconds: int | None = None,
         preflight: str = 'none',
         processes: int = 2,
+        standby: bool = False,
         **sections,
     ) -> tuple[Path, Path, Path]:
         content = tiny_recipe(tmp_path / 'runs', name=name, algorithms={'ema': {'smoothing': 0.9}}) | sections
@@ -106,8 +118,8 @@ def write_job(tmp_path: Path, tiny_recipe) -> Callable[..., tuple[Path, Path, Pa
             'nodes': 2,
             'gpu': None,
             'gpus_per_node': processes,
-            'master_port': free_port(),
-            'restart': {'max_restarts': 30},
+            'master_port': two_free_ports(),
+            'restart': {'max_restarts': 30, 'standby': standby},
             'preflight': preflight,
             'schedule': {'notice_seconds': 40},
         }
@@ -233,6 +245,34 @@ def test_ten_random_disturbances_with_storage_faults_do_not_change_the_weights(
 
 
 @pytest.mark.slow
+def test_standby_processes_take_over_from_killed_ranks(launch, ranks, tmp_path):
+    """Both ranks are standby processes after the first kill, and new after a second that came during the imports."""
+    pause = [(0, f'{FORWARD}@6', 'time.sleep(600)')]
+    (tmp_path / 'faults.json').write_text(json.dumps([pause, pause, []]))
+    job = launch('standby', batches=12, processes=1, standby=True)
+    job.wait_for_log('standby processes: 1 ready', 2)
+    os.kill(job.ranks()[1], signal.SIGKILL)
+    job.wait_for_log('restarted in place; 1 of 1 ranks are standby processes', 2)
+    job.wait_for_batches(9)
+    while not job.standbys():
+        assert job.process.poll() is None, job.log.read_text()
+        time.sleep(0.05)
+    os.kill(job.standbys()[0], signal.SIGKILL)
+    job.wait_for_log('standby of local rank 0 ended with -9; a restart will start a new process instead')
+    os.kill(job.ranks()[0], signal.SIGKILL)
+    assert job.wait() == 0, job.log.read_text()
+    log = job.log.read_text()
+    assert '0 of 1 ranks are standby processes' in log and 'starting restart' not in log, log
+    found = attempts.read_attempts(job.run)
+    assert [(each.status, each.cause) for each in found] == [(1, 'killed'), (1, 'killed'), (0, 'done')], log
+    assert [each.first for each in found] == [0, 4, 8]
+    assert all('by SIGKILL' in each.detail for each in found[:2])
+    assert not job.standbys() and not job.ranks()
+    ranks.run(2, job.recipe, 'name=undisturbed')
+    assert_same_weights(job.run, job.run.with_name('undisturbed'))
+
+
+@pytest.mark.slow
 def test_user_error_found_on_nodes_is_not_retried(launch, tmp_path):
     job = launch('wrong', streams={'gone': {'local': str(tmp_path / 'gone'), 'resolution': 32}})
     assert job.wait() == CONFIG_ERROR
@@ -299,20 +339,24 @@ def assert_hang_is_named(job: Launched, attempt: attempts.Attempt, *, stopped: i
 
 @pytest.mark.slow
 def test_entry_point_as_pid_1_stops_cleanly(write_job, forkserver):
-    """Checkpoint on SIGTERM as PID 1 of a PID namespace, with no process left behind."""
+    """Restart in place and checkpoint on SIGTERM as PID 1 of a PID namespace, with no process left behind."""
     unshare = ['unshare', '--pid', '--fork', '--kill-child', '--mount-proc']
     if subprocess.run([*unshare, 'true'], capture_output=True, check=False).returncode:
         pytest.skip('this machine does not support PID namespaces')
     _, recipe, run = write_job('contained')
     command = [*unshare, sys.executable, '-m', 'diffusion.launch.node', '--', 'run.py', str(recipe)]
     settings = {'SCHEDULER': 'local', 'NODES': '1', 'PROCESSES_PER_NODE': '2', 'MASTER_PORT': str(free_port())}
+    settings |= {'STANDBY': '1', 'MAX_RESTARTS': '5'}
     job = Launched(command, forkserver, recipe, run, **{f'DIFFUSION_{name}': value for name, value in settings.items()})
     job.wait_for_batches(6)
+    os.kill(job.ranks()[0], signal.SIGKILL)
+    job.wait_for_log('restarted in place')
+    job.wait_for_batches(batches_done(run) + 2)
     (node,) = job.nodes()
     os.kill(node, signal.SIGTERM)
     assert job.wait() == PREEMPTED, job.log.read_text()
-    assert not job.ranks()
-    assert attempts.read_attempts(job.run)[-1].cause == 'preempted'
+    assert not job.ranks() and not job.standbys()
+    assert [each.cause for each in attempts.read_attempts(job.run)] == ['killed', 'preempted']
 
 
 @pytest.mark.slow

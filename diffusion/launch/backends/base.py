@@ -102,6 +102,8 @@ def environment_of(job: Job, scheduler: str, **more: str) -> dict[str, str]:
     }
     if spec.gpu is None:
         ours['CUDA_VISIBLE_DEVICES'] = ''  # hides the GPUs of a machine that has some
+    if restart.standby:
+        ours[environment.STANDBY] = '1'
     if spec.hang_seconds is not None:
         ours[environment.HANG_SECONDS] = str(spec.hang_seconds)
     # Last, so that a variable of the user cannot replace one of the contract; job_checks refuses such names.

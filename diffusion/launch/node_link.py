@@ -1,0 +1,300 @@
+"""Connection of the nodes of a job, over which they learn of each other's failures and agree to restart in place.
+
+Every node entry point connects to that of the first node, on the port after MASTER_PORT. A node reports the first
+failure among its ranks at once, and the end of all its ranks later. The first node passes the failure on, and when all
+nodes have ended it tells them to restart. If a node cannot restart, is lost, or does not end in time, it tells the
+others to exit instead, so that the scheduler restarts the job.
+"""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from diffusion.exit_codes import BAD_HARDWARE, PREEMPTED
+from diffusion.launch.exit_file import NodeExit
+from diffusion.launch.rank_discovery import MAX_PORT, NodePosition
+
+CONNECT_SECONDS = 900.0
+"""Time in which all nodes must have started; the slowest may pull its image first."""
+RETRY_SECONDS = 1.0
+AGREE_SECONDS = 90.0
+"""Maximum wait for the end of the ranks of all nodes after the first failure: longer than `workers.KILL_SECONDS`."""
+_MAX_BYTES = 65536
+_END: dict[str, type] = {'attempt': int, 'status': int, 'machine': str, 'cause': str, 'detail': str}
+_KEYS: dict[str, dict[str, type]] = {
+    'hello': {'job': str, 'node': int},
+    'failed': _END,
+    'ended': _END | {'problem': str},
+    'decided': {'attempt': int, 'restart': bool, 'reason': str},
+}
+"""Keys of each message. Anything may connect to the port."""
+_ORDER = ('mistake', 'hardware', 'killed')
+"""Causes that explain the others: the ranks of the other nodes fail in a collective because of them."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Decision of all nodes after an attempt."""
+
+    restart: bool
+    first: NodeExit | None = None
+    """Exit record of the node whose failure ended the attempt, as far as it is known."""
+    reason: str = ''
+    """Reason why the nodes do not restart in place."""
+
+
+class NodeLink:
+    """Connection of a node to the first node of its job.
+
+    Args:
+        position: Position of this node.
+        job: Name of the job; a node of another job is refused.
+        say: Function that prints a line for the operator.
+    """
+
+    def __init__(self, position: NodePosition, job: str, say: Callable[[str], None]) -> None:
+        self._position, self._job, self._say = position, job, say
+        self._changed = threading.Condition()
+        self._socket: socket.socket | None = None
+        self._lost = ''
+        self._failures: dict[int, NodeExit] = {}
+        self._agreements: dict[int, Agreement] = {}
+        self._closed = False
+        self._hub: _Hub | None = None
+        port = position.master_port + 1 if position.master_port < MAX_PORT else position.master_port - 1
+        if position.rank == 0:
+            try:
+                self._hub = _Hub(port, position.nodes, job)
+            except OSError as error:
+                self._lost = f'port {port} is not free ({error})'
+                say(f'no restart in place is possible: {self._lost}')
+                return
+        threading.Thread(target=self._run, args=(port,), name='node-link', daemon=True).start()
+
+    @property
+    def connected(self) -> bool:
+        """True while this node has a connection to the first node."""
+        with self._changed:
+            return self._socket is not None and not self._lost
+
+    def report_failure(self, attempt: int, failure: NodeExit) -> None:
+        """Tell all other nodes that a rank of this node has failed."""
+        self._send({'event': 'failed', 'attempt': attempt, **asdict(failure)})
+
+    def failure(self, attempt: int) -> NodeExit | None:
+        """Return the first failure of another node in an attempt, or None."""
+        with self._changed:
+            return self._failures.get(attempt)
+
+    def agree(self, attempt: int, end: NodeExit, problem: str, poll: Callable[[], bool]) -> Agreement:
+        """Tell the others that all ranks of this node have ended, and wait for the decision of all.
+
+        Args:
+            attempt: Index of the attempt in this job.
+            end: How it ended on this node.
+            problem: Reason why this node cannot restart in place, or an empty string.
+            poll: Called about every second; the wait ends when it returns True.
+        """
+        if unsent := self._send({'event': 'ended', 'attempt': attempt, 'problem': problem, **asdict(end)}):
+            return Agreement(False, reason=unsent)
+        until = time.monotonic() + AGREE_SECONDS + RETRY_SECONDS
+        with self._changed:
+            while attempt not in self._agreements and not self._lost and time.monotonic() < until:
+                self._changed.wait(RETRY_SECONDS)
+                if poll():
+                    return Agreement(False, reason='this node is told to stop')
+            return self._agreements.get(attempt, Agreement(False, reason=self._lost or 'the other nodes do not answer'))
+
+    def close(self) -> None:
+        """Leave the job; the other nodes then no longer restart in place."""
+        self._closed = True
+        with self._changed:
+            if self._socket is not None:
+                _shut(self._socket)
+        if self._hub is not None:
+            self._hub.close()
+
+    def _send(self, message: dict[str, Any]) -> str:
+        """Send a message to the first node; return the reason if that is not possible, else an empty string."""
+        with self._changed:
+            if self._lost or self._socket is None:
+                return self._lost or 'this node has no connection to the first node'
+            try:
+                _send(self._socket, message)
+            except OSError as error:
+                return f'the connection to the first node is lost ({error})'
+            return ''
+
+    def _run(self, port: int) -> None:
+        """Connect, and take the messages of the first node until the connection ends."""
+        until, address = time.monotonic() + CONNECT_SECONDS, self._position.master_addr
+        address = '127.0.0.1' if self._position.rank == 0 else address
+        connection: socket.socket | None = None
+        while connection is None and not self._closed:
+            try:
+                connection = socket.create_connection((address, port), timeout=10)
+            except OSError as error:
+                if time.monotonic() > until:
+                    self._say(f'no restart in place is possible: {address}:{port} does not answer ({error})')
+                    return
+                time.sleep(RETRY_SECONDS)
+        if connection is None:
+            return
+        connection.settimeout(None)
+        _keep_alive(connection)
+        with self._changed:
+            self._socket = connection
+        with contextlib.suppress(OSError):
+            _send(connection, {'event': 'hello', 'job': self._job, 'node': self._position.rank})
+        for message in _messages(connection):
+            with self._changed:
+                if message['event'] == 'failed' and message.get('node') != self._position.rank:
+                    self._failures.setdefault(message['attempt'], _exit_of(message))
+                elif message['event'] == 'decided':
+                    first = message.get('first')
+                    first = _exit_of(first) if isinstance(first, dict) else None
+                    self._agreements[message['attempt']] = Agreement(message['restart'], first, message['reason'])
+                self._changed.notify_all()
+        with self._changed:
+            self._lost = self._lost or 'the connection to the first node is lost'
+            self._changed.notify_all()
+
+
+class _Hub:
+    """Part of the link on the first node: it passes failures on, and decides.
+
+    Args:
+        port: Port to listen on.
+        nodes: Number of nodes.
+        job: Name of the job.
+
+    Raises:
+        OSError: The port is not free.
+    """
+
+    def __init__(self, port: int, nodes: int, job: str) -> None:
+        self._nodes, self._job = nodes, job
+        self._lock = threading.Lock()
+        self._connections: dict[int, socket.socket] = {}
+        self._gone = ''
+        self._failed: dict[int, dict[int, NodeExit]] = {}
+        self._ended: dict[int, dict[int, str]] = {}
+        self._decided: set[int] = set()
+        backlog = max(128, nodes)
+        try:
+            self._listener = socket.create_server(
+                ('', port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
+            )
+        except (OSError, ValueError):  # without IPv6; if the port is not free, this fails again
+            self._listener = socket.create_server(('', port), backlog=backlog)
+        threading.Thread(target=self._accept, name='node-hub', daemon=True).start()
+
+    def close(self) -> None:
+        _shut(self._listener)
+        with self._lock:
+            for connection in self._connections.values():
+                _shut(connection)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                connection, _ = self._listener.accept()
+                _keep_alive(connection)
+                threading.Thread(target=self._serve, args=(connection,), name='node-hub', daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        messages = _messages(connection)
+        hello = next(messages, {})
+        node = hello.get('node', -1)
+        if hello.get('event') != 'hello' or hello['job'] != self._job or node not in range(self._nodes):
+            _shut(connection)
+            return
+        with self._lock:
+            self._connections[node] = connection
+        for message in messages:
+            if message['event'] not in ('failed', 'ended'):
+                break
+            attempt = message['attempt']
+            with self._lock:
+                failed = self._failed.setdefault(attempt, {})
+                # Not after an orderly end: the ranks of the other nodes still save.
+                if node not in failed and message['status'] not in (0, PREEMPTED, BAD_HARDWARE):
+                    self._broadcast(message | {'event': 'failed', 'node': node})
+                failed[node] = _exit_of(message)
+                if message['event'] == 'ended':
+                    self._ended.setdefault(attempt, {})[node] = message['problem']
+                    if len(self._ended[attempt]) == 1:
+                        timer = threading.Timer(AGREE_SECONDS, self._decide, (attempt, True))
+                        timer.daemon = True
+                        timer.start()
+            self._decide(attempt)
+        with self._lock:
+            self._gone = self._gone or f'node {node} is gone'
+            pending = self._ended.keys() - self._decided
+        for attempt in pending:
+            self._decide(attempt)
+
+    def _decide(self, attempt: int, late: bool = False) -> None:
+        """Decide on an attempt as soon as nothing can change the decision."""
+        with self._lock:
+            ended = self._ended.get(attempt, {})
+            missing = sorted({*range(self._nodes)} - ended.keys())
+            problems = [f'node {node}: {problem}' for node, problem in sorted(ended.items()) if problem]
+            problems += [self._gone] * bool(self._gone)
+            if late and missing:
+                problems.append(f'node {", ".join(map(str, missing))} has not ended after {AGREE_SECONDS:.0f} s')
+            if attempt in self._decided or (missing and not problems):
+                return
+            self._decided.add(attempt)
+            found = list(self._failed[attempt].values())  # in the order of the reports
+            explained = (each for cause in _ORDER for each in found if each.cause == cause)
+            first = next(explained, next((each for each in found if each.status), None))
+            message = {'event': 'decided', 'attempt': attempt, 'restart': not problems}
+            self._broadcast(message | {'first': first and asdict(first), 'reason': '; '.join(problems)})
+
+    def _broadcast(self, message: dict[str, Any]) -> None:
+        for connection in self._connections.values():
+            with contextlib.suppress(OSError):  # its own thread finds that it is gone
+                _send(connection, message)
+
+
+def _exit_of(message: dict[str, Any]) -> NodeExit:
+    return NodeExit(*(message[name] for name in ('status', 'machine', 'cause', 'detail')))
+
+
+def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+    connection.sendall(json.dumps(message).encode() + b'\n')
+
+
+def _messages(connection: socket.socket) -> Iterator[dict[str, Any]]:
+    """Yield the messages of a connection until it ends, or until something comes that is no message."""
+    with contextlib.suppress(OSError, ValueError, RecursionError), connection.makefile('rb') as lines:
+        while line := lines.readline(_MAX_BYTES):
+            message = json.loads(line)
+            if not isinstance(message, dict):
+                return
+            event = message.get('event')
+            if event not in _KEYS or any(not isinstance(message.get(key), kind) for key, kind in _KEYS[event].items()):
+                return
+            yield message
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Find within a minute that the machine at the other end is lost."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for name, value in (('TCP_KEEPIDLE', 20), ('TCP_KEEPINTVL', 10), ('TCP_KEEPCNT', 4)):
+        if hasattr(socket, name):  # Linux
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _shut(connection: socket.socket) -> None:
+    """Close a socket, and wake the thread that waits for it."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()

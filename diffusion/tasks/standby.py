@@ -1,0 +1,161 @@
+"""Standby process of a rank, `python -m diffusion.tasks.standby FD MODULE,... -- run.py ARGUMENTS`.
+
+It imports modules, waits until `diffusion.launch.standby.Standby` asks it to take over, and then runs run.py as
+`python run.py ARGUMENTS` would.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import socket
+import sys
+import threading
+import traceback
+import types
+from pathlib import Path
+
+import diffusion
+
+NICE = 15
+"""Priority of the imports. If no core is idle, they get 3.5 % of the time that a rank gets: minutes instead of 5 s."""
+MAX_OOM_SCORE = 1000
+OOM_SCORE = Path('/proc/self/oom_score_adj')
+
+
+def main() -> None:
+    """Import, wait, and become the rank; does not return."""
+    descriptor, modules, command = int(sys.argv[1]), sys.argv[2].split(','), sys.argv[4:]
+    channel = socket.socket(fileno=descriptor)
+    outputs = os.dup(1), os.dup(2)
+    _silence()
+    score = _set_oom_score(MAX_OOM_SCORE)  # if the memory is short, this process must end and not a rank
+    if not getattr(sys.flags, 'safe_path', False):  # since Python 3.11
+        # Before all imports, so that they find what run.py would.
+        sys.path[0] = str(Path(command[0]).resolve().parent)
+    problem = _import(modules)
+    if problem:
+        channel.sendall(f'cannot be used: {problem}\n'.encode())
+        sys.exit(1)
+    versions = _file_versions()
+    channel.sendall(b'ready\n')
+    environ, output = _receive(channel)
+    _set_oom_score(score)
+    current = _file_versions()
+    changed = [path for path, version in versions.items() if current.get(path) != version]
+    if changed:
+        channel.sendall(f'has an earlier version of {changed[0]}\n'.encode())
+        sys.exit(1)
+    channel.sendall(b'taken\n')
+    channel.close()
+    for stream, number in ((output if output is not None else outputs[0], 1), (outputs[1], 2)):
+        os.dup2(stream, number)
+    for stream in (*outputs, *([] if output is None else [output])):
+        os.close(stream)
+    os.environ.clear()
+    os.environ.update(environ)
+    _set_command_line([sys.executable, *command])
+    run(command)
+
+
+def run(command: list[str]) -> None:
+    """Run a program as `python COMMAND` would; does not return."""
+    path = os.path.abspath(command[0])
+    sys.argv = list(command)
+    main_module = sys.modules['__main__'] = types.ModuleType('__main__')
+    # Started processes of multiprocessing look for the main module by its file.
+    main_module.__file__ = path
+    try:
+        exec(compile(Path(path).read_bytes(), path, 'exec'), vars(main_module))
+    except SystemExit:
+        raise
+    except BaseException as error:
+        # Here, since the traceback of an uncaught exception would include this file.
+        traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
+        sys.exit(1)
+    sys.exit(0)
+
+
+def _import(modules: list[str]) -> str:
+    """Import modules, and call what is slow once, at low priority; return the reason if that fails."""
+    found = (finder.find_spec('diffusion', None) for finder in sys.meta_path)
+    spec = next((each for each in found if each is not None), None)
+    if spec is None or spec.origin != diffusion.__file__:
+        return f'run.py imports another diffusion than {diffusion.__file__}'
+    errors: list[str] = []
+
+    def work() -> None:
+        # A thread has a priority of its own on Linux. For a process, only root could raise it again.
+        if sys.platform == 'linux':
+            os.setpriority(os.PRIO_PROCESS, 0, NICE)
+        try:
+            for module in modules:
+                importlib.import_module(module)
+            # Composer's Trainer calls it, and py-cpuinfo measures for a second. The result is cached.
+            if environment := sys.modules.get('composer.utils.collect_env'):
+                environment.get_cpu_model()
+        except BaseException as error:
+            errors.append(f'{type(error).__name__}: {error}'.splitlines()[0])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    return errors[0] if errors else ''
+
+
+def _receive(channel: socket.socket) -> tuple[dict[str, str], int | None]:
+    """Wait for the order to take over; return the environment, and the descriptor of stdout or None."""
+    length, descriptors, _, _ = socket.recv_fds(channel, 4, 1)
+    text = b''
+    while missing := int.from_bytes(length, 'big') - len(text):
+        part = channel.recv(missing)
+        if not part:
+            break
+        text += part
+    if not text:
+        sys.exit(0)  # the node entry point has ended
+    return json.loads(text)['environ'], descriptors[0] if descriptors else None
+
+
+def _file_versions() -> dict[str, int]:
+    """Return the modification time of the file of each imported module."""
+    found = {}
+    for module in list(sys.modules.values()):
+        path = getattr(module, '__file__', None)
+        if isinstance(path, str):
+            with contextlib.suppress(OSError):
+                found[path] = os.stat(path).st_mtime_ns
+    return found
+
+
+def _silence() -> None:
+    """Send the output to nowhere: warnings of imports would appear in the middle of the training's lines."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
+
+
+def _set_oom_score(score: int) -> int:
+    """Set the score by which the kernel chooses a process to kill when memory is short; return the one before."""
+    before = 0
+    with contextlib.suppress(OSError, ValueError):  # not on systems other than Linux
+        before = int(OOM_SCORE.read_text())
+        OOM_SCORE.write_text(str(score))
+    return before
+
+
+def _set_command_line(words: list[str]) -> None:
+    """Make ps, pgrep and `diffusion.launch.liveness` see a command that is shorter than this process's."""
+    with contextlib.suppress(OSError, ValueError, IndexError):  # not on systems other than Linux
+        # Fields 48 and 49 of proc(5), counted from 1, are the addresses of the arguments; the name may have spaces.
+        fields = Path('/proc/self/stat').read_text().rpartition(')')[2].split()
+        begin, end = int(fields[45]), int(fields[46])
+        text = b'\0'.join(os.fsencode(word) for word in words) + b'\0'
+        if begin > 0 and len(text) <= end - begin:
+            ctypes.memmove(begin, text.ljust(end - begin, b'\0'), end - begin)
+
+
+if __name__ == '__main__':
+    main()

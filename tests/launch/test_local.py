@@ -281,6 +281,7 @@ def test_user_error_found_on_nodes_is_not_retried(launch, tmp_path):
     assert 'gone' in job.log.read_text()
 
 
+@pytest.mark.slow
 def test_stopped_rank_is_named_with_all_stacks(launch, disturbances, ranks):
     """SIGSTOP at default settings but for the time scale: the timeout of collectives follows from hang_seconds."""
     job = launch('hung', batches=12, processes=1, hang_seconds=10)

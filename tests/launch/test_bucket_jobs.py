@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from specs import ABSENT
 
 from diffusion.config.load import load
 from diffusion.config.recipe import NotifyConfig
@@ -17,6 +16,7 @@ from diffusion.launch.notify import Notifier
 from diffusion.launch.rank_discovery import NodePosition
 from diffusion.storage import object_store
 from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE
+from tests.launch.specs import ABSENT
 
 URL = 's3://home/runs'
 POSITION = NodePosition('local', 0, 2, 1, '127.0.0.1', 29500)

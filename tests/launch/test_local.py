@@ -259,6 +259,7 @@ def test_stopped_rank_is_named_with_all_stacks(launch, disturbances, ranks):
     assert_same_weights(job.run, job.run.with_name('undisturbed'))
 
 
+@pytest.mark.slow
 def test_two_nodes_without_a_shared_folder_find_a_hang_through_a_bucket(
     launch, disturbances, store, tmp_path, monkeypatch
 ):

@@ -91,9 +91,7 @@ def delete_checkpoint(url: str) -> None:
     if names[:1] == [RECEIPT]:
         object_store.delete(f'{url}/{RECEIPT}')
         names = names[1:]
-    with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
-        for _ in pool.map(lambda name: object_store.delete(f'{url}/{name}'), names):
-            pass
+    object_store.delete_all([f'{url}/{name}' for name in names])
 
 
 def bring_files(url: str, folder: Path, files: Mapping[str, FileRecord]) -> None:

@@ -130,6 +130,8 @@ class BucketStorage:
                 checkpoint_store.remove_unfinished_saves(self.folder)
             if dist.get_global_rank() == 0:
                 self._remove_orphans()
+                # Their parts are billed, but not listed.
+                object_store.abort_uploads(f'{self.place}/', older_than_seconds=0.0)
 
     def name_of(self, batch: int) -> str:
         return f'{self.place}/{checkpoint_name(batch)}'

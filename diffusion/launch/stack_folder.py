@@ -118,13 +118,17 @@ class StackFolder:
         self._write(f'node{self.node}.json', json.dumps(asdict(report) | {'at': time.time()}) + '\n')
 
     def read(self) -> dict[int, NodeReport]:
-        """Return the reports of this attempt, by node."""
+        """Return the reports of this attempt, by node; none of a node whose report cannot be read."""
         found = {}
         for name, version in self._new_files().items():
             if not name.startswith('node'):
                 continue
             if name not in self._reports or self._reports[name][0] != version:
-                self._reports[name] = version, NodeReport.parse(self._shared.read(f'{self._folder}/{name}'))
+                try:
+                    content = self._shared.read(f'{self._folder}/{name}')
+                except OSError:
+                    continue
+                self._reports[name] = version, NodeReport.parse(content)
             report = self._reports[name][1]
             if report is not None:
                 found[report.node] = report

@@ -112,6 +112,7 @@ def test_run_resumes_on_another_node(write, undisturbed, bucket, store, tmp_path
     assert [path.name for path in recipe.run_dir.glob('*ba*')] == ['ba8'], 'one local copy, for a quick restart'
 
 
+@pytest.mark.slow
 def test_local_copy_is_used_only_if_it_is_intact(write, bucket, store, caplog):
     path = write('local', bucket)
     train(load(path, ['trainer.max_duration=4ba'])).close()
@@ -128,7 +129,10 @@ def test_local_copy_is_used_only_if_it_is_intact(write, bucket, store, caplog):
         copy.write_bytes(content)
 
 
-@pytest.mark.parametrize('damage', ['flipped bit', 'truncated', 'deleted', 'receipt'])
+@pytest.mark.parametrize(
+    'damage',
+    ['flipped bit', *(pytest.param(each, marks=pytest.mark.slow) for each in ('truncated', 'deleted', 'receipt'))],
+)
 def test_damaged_checkpoint_is_passed_over(write, undisturbed, bucket, store, tmp_path, monkeypatch, caplog, damage):
     name = damage.replace(' ', '-')
     path = write(name, bucket)
@@ -170,6 +174,7 @@ def test_run_with_damaged_checkpoints_only_does_not_start_over(write, bucket, st
     assert published_batches(f'{bucket}/lost') == [2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('parallelism', [{}, SHARDED], ids=['ddp', 'sharded'])
 def test_two_nodes_without_a_shared_folder(write, bucket, store, ranks, tmp_path, parallelism):
     """Trained, killed in a save, resumed with the nodes exchanged: weights equal an undisturbed run's."""
@@ -200,6 +205,7 @@ def test_two_nodes_without_a_shared_folder(write, bucket, store, ranks, tmp_path
         assert own == {'__0_0.distcp'}, 'each node has only the shards of its ranks'
 
 
+@pytest.mark.slow
 def test_sharded_run_resumes_on_fewer_ranks(write, bucket, store, ranks, tmp_path, monkeypatch):
     path = write('fewer', bucket, parallelism=SHARDED)
     wait_for_all(run_nodes(ranks, path, tmp_path, store, 'trainer.max_duration=4ba'))

@@ -204,7 +204,7 @@ def test_evaluation_export_and_generation_claim_what_they_read(trained, tmp_path
 
 def test_run_keeps_what_is_claimed_while_it_trains(trained):
     """Two of its checkpoints are claimed at batch 3; the claim of one is released at batch 5."""
-    recipe = load(trained, ['trainer.max_duration=7ba'])
+    recipe = load(trained, ['trainer.max_duration=7ba', 'checkpointing.asynchronous=false'])
     run, seen = recipe.run_dir, []
     first, second = claimed_checkpoint(run / 'ba2', 'test'), claimed_checkpoint(run / 'ba3', 'test')
     trainer = build_trainer(recipe)

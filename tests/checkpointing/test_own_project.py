@@ -58,7 +58,7 @@ def run(forkserver, tmp_path):
     return start
 
 
-@pytest.mark.parametrize('home', ['folder', 'store'])
+@pytest.mark.parametrize('home', ['folder', pytest.param('store', marks=pytest.mark.slow)])
 def test_killed_script_resumes_to_the_weights_of_an_uninterrupted_one(run, tmp_path, store, monkeypatch, home):
     monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(tmp_path / 'node'))
     root = str(tmp_path / 'runs') if home == 'folder' else store.bucket('bucket')

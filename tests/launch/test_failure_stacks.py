@@ -23,7 +23,8 @@ from diffusion.launch.rank_discovery import NodePosition
 from diffusion.launch.stack_folder import KEPT_ATTEMPTS, HangListener, NodeReport, StackFolder, attempt_name
 from diffusion.launch.stack_report import RankReport
 from diffusion.launch.stop_signals import STOP_SIGNALS
-from diffusion.storage.shared_files import FolderFiles, Listing
+from diffusion.storage.shared_files import BucketFiles, FolderFiles, Listing
+from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE
 
 PROGRAM = """
     import os, signal, sys, time
@@ -64,12 +65,14 @@ def run_node(tmp_path: Path, write_recipe, monkeypatch) -> Callable[..., tuple[i
         position: tuple[int, int] = (0, 1),
         hang_seconds: float = 100,
         task: str = 'train',
+        runs_dir: str | None = None,
         **variables: str,
     ) -> tuple[int, Path]:
         monkeypatch.chdir(tmp_path)
         program = tmp_path / 'program.py'
         program.write_text(textwrap.dedent(PROGRAM).replace('BODY', textwrap.dedent(body).strip()))
         recipe = replace(load(write_recipe()), task=task)
+        recipe = recipe if runs_dir is None else replace(recipe, runs_dir=runs_dir)
         environ = {**os.environ, environment.HANG_SECONDS: str(hang_seconds), **variables}
         where = NodePosition('slurm', position[0], position[1], 2, '127.0.0.1', 29500)
         found = Node(where, Settings.from_environ(environ), [str(program)], recipe, environ)
@@ -190,13 +193,23 @@ def test_node_ends_its_ranks_when_another_node_reports_a_hang(run_node, tmp_path
     assert 'in wait_for_news' in (run / 'stacks' / '6-0' / 'stacks-node1.txt').read_text()
 
 
-def test_reports_of_an_earlier_attempt_of_the_same_name_do_not_count(tmp_path):
-    StackFolder(tmp_path, 'job-0', 1, 2).write(report(1), {})
-    later = StackFolder(tmp_path, 'job-0', 0, 2)
+@pytest.fixture(params=['folder', 'bucket'])
+def home(request, tmp_path, monkeypatch) -> Path | str:
+    """The run's folder, or its URL."""
+    if request.param == 'folder':
+        return tmp_path
+    monkeypatch.setattr('diffusion.launch.stack_folder.BUCKET_POLL_SECONDS', 0.5)
+    monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(tmp_path / 'local'))
+    return request.getfixturevalue('store').bucket('home') + '/runs/run'
+
+
+def test_reports_of_an_earlier_attempt_of_the_same_name_do_not_count(home):
+    StackFolder(home, 'job-0', 1, 2).write(report(1), {})
+    later = StackFolder(home, 'job-0', 0, 2)
     listener = HangListener(later)
     assert later.read() == {}
     time.sleep(0.02)
-    StackFolder(tmp_path, 'job-0', 1, 2).write(report(1), {})
+    StackFolder(home, 'job-0', 1, 2).write(report(1), {})
     until = time.monotonic() + 20
     while listener.found is None:
         assert time.monotonic() < until
@@ -306,6 +319,66 @@ def test_stacks_of_the_newest_attempts_are_kept(tmp_path):
         *(f'job-{n}' for n in range(4, 8)),
         'job-last',
     ]
+
+
+def test_listing_that_fails_at_the_start_does_not_revive_an_old_report(home, monkeypatch):
+    """Otherwise the hang of an earlier attempt of the same name would end this one."""
+    StackFolder(home, 'job-0', 1, 2).write(report(1), {})
+    kind = BucketFiles if isinstance(home, str) else FolderFiles
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, 'list', lambda *_: (_ for _ in ()).throw(OSError('the store is down')))
+        later = StackFolder(home, 'job-0', 0, 2)
+        assert later.read() == {}
+    assert later.read() == {}
+    StackFolder(home, 'job-0', 1, 2).write(report(1, cause='crash'), {})
+    assert later.read()[1].cause == 'crash'
+
+
+def test_nccl_files_of_each_node_are_uploaded(store, tmp_path, monkeypatch):
+    url = store.bucket('home') + '/runs/run'
+    for number in range(2):
+        monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(tmp_path / f'node{number}'))
+        folder = StackFolder(url, 'job-0', number, 2)
+        folder.create()
+        Path(f'{folder.nccl_prefix}{number}').write_text(f'collectives {number}')
+        folder.wait_for_nccl([number], 0.5)
+        folder.upload_nccl()
+        folder.clean_up()
+    folder = 'runs/run/stacks/job-0'
+    expected = {f'{folder}/nccl-rank-{rank}': f'collectives {rank}'.encode() for rank in range(2)}
+    assert store.objects('home') == expected
+
+
+def test_stacks_of_the_newest_attempts_are_kept_in_a_bucket(store, tmp_path, monkeypatch):
+    monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(tmp_path))
+    url = store.bucket('home') + '/runs/run'
+    names = [f'job-{number}' for number in (8, 1, 5, 3, 0, 9, 2)]  # no order of the names
+    for name in names:
+        StackFolder(url, name, 0, 1).write(report(0), {})
+        time.sleep(0.01)
+    last = StackFolder(url, names[-1], 0, 1)
+    last.write(report(0), {})
+    last.clean_up()
+    left = {key.split('/')[3] for key in store.objects('home')}
+    assert left == {*names[-KEPT_ATTEMPTS:]}
+    requests = len(store.requests)
+    StackFolder(url, 'job-10', 0, 1).clean_up()
+    assert len(store.requests) == requests + 1, 'only the first listing after an attempt without stacks'
+
+
+@pytest.mark.parametrize('what', [403, 500, pytest.param(9.0, marks=pytest.mark.slow)])
+def test_hang_is_ended_although_the_bucket_fails_or_hangs(run_node, store, tmp_path, monkeypatch, what):
+    monkeypatch.setattr(bounded_call, 'STORAGE_SECONDS', 0.5)
+    for module in ('stack_folder.OTHERS_SECONDS', 'failure_stacks.STORAGE_SECONDS'):
+        monkeypatch.setattr(f'diffusion.launch.{module}', 0.5)
+    monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(tmp_path / 'local'))
+    url = store.bucket('home') + '/runs'
+    store.fail('/stacks/', what)
+    begin = time.monotonic()
+    status, _ = run_node('wait_for_news()', hang_seconds=0.4, runs_dir=url)
+    attempt = attempts.read_attempts(f'{url}/run')[-1]
+    assert (status, attempt.cause) == (75, 'hang') and '2 ranks are in wait_for_news' in attempt.detail
+    assert time.monotonic() - begin < 25
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,9 @@ from ranks import assert_same_weights, batches_done, free_port, two_free_ports
 
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, PREEMPTED
 from diffusion.launch import attempts
+from diffusion.launch.run_status import inspect_run
 from diffusion.launch.standby import STANDBY
+from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 BATCHES = 44
@@ -296,6 +298,41 @@ def test_stopped_rank_is_named_with_all_stacks(launch, disturbances, ranks):
     assert_hang_is_named(job, first, stopped=1, ranks=2)
     ranks.run(2, job.recipe, 'name=undisturbed')
     assert_same_weights(job.run, job.run.with_name('undisturbed'))
+
+
+@pytest.mark.slow
+def test_two_nodes_without_a_shared_folder_find_a_hang_through_a_bucket(
+    launch, disturbances, store, tmp_path, monkeypatch
+):
+    """Each node has a working folder of its own; a second job is refused meanwhile."""
+    monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(tmp_path / 'local'))
+    settings = {'runs_dir': f'{store.bucket("home")}/runs', 'batches': 12, 'processes': 1, 'hang_seconds': 10}
+    url, first_node = 's3://home/runs/hung', tmp_path / 'local/node0/runs/s3/home/runs/hung'
+    job = launch('hung', **settings)
+    job.run = first_node
+    job.wait_for_batches(6)
+    disturbances.stop_rank(1)
+    other = launch('hung', job='another', **settings)
+    assert other.wait() == CONFIG_ERROR, other.log.read_text()
+    assert 's3://home/runs/hung/run.lock: job job, process' in other.log.read_text()
+    assert inspect_run(url).state == 'running'
+    until = time.monotonic() + 120
+    while len(attempts.read_attempts(url)) < 2:
+        assert time.monotonic() < until, job.log.read_text()
+        time.sleep(0.2)
+    disturbances.kill_stopped_processes()
+    assert job.wait() == 0, job.log.read_text()
+    first, second = attempts.read_attempts(url)
+    assert (first.status, first.cause, second.cause) == (PREEMPTED, 'hang', 'done')
+    assert (second.first, second.last) == (4, 12), 'resumed from the checkpoint in the bucket'
+    place, folder = first.detail.rpartition('; stacks in ')[2], first.detail.rpartition('/')[2]
+    assert place == f'{url}/stacks/{folder}' and 'rank 1 on node 1' in first.detail, first.detail
+    left = {key.rpartition('/')[2] for key in store.objects('home') if f'/stacks/{folder}/' in key}
+    assert left == {'node0.json', 'node1.json', 'stacks-node0.txt', 'stacks-node1.txt', 'summary.txt'}
+    report = inspect_run(url)
+    assert (report.state, report.batch, report.newest_checkpoint) == ('ended', 12, f'{url}/ba12')
+    assert report.process is None and report.goodput is not None
+    assert not (tmp_path / 'runs').exists() and (tmp_path / 'local' / 'node1').exists()
 
 
 @pytest.mark.slow

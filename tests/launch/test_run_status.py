@@ -12,14 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from diffusion.cli import main
 from diffusion.errors import UserError
 from diffusion.launch import lock_content, run_lock
 from diffusion.launch.attempts import Attempt, append_attempt
 from diffusion.launch.node_status import NodeStatus, StatusWriter, position_of_node, read_statuses
 from diffusion.launch.run_status import format_report, inspect_run, last_loss
+from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE
 
 
-def report(run: Path) -> str:
+def report(run: Path | str) -> str:
     return format_report(inspect_run(run))
 
 
@@ -195,3 +197,59 @@ def test_writer_neither_creates_a_missing_run_folder_nor_fails(tmp_path):
     writer.stop()
     ((status, silent),) = read_statuses(tmp_path)
     assert (status.batch, status.doing) == (5, 'ended') and silent < 5
+
+
+@pytest.fixture
+def bucket_run(store, run, tmp_path, monkeypatch) -> str:
+    """URL of a run with the files of `run`, whose newest checkpoint was not uploaded completely."""
+    monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(tmp_path / 'local'))
+    url = store.bucket('home') + '/runs/phase1'
+    for name in ('metrics.jsonl', 'recipe.yaml'):
+        store.put(url, name, (run / name).read_bytes())
+    for name in ('ba900/receipt.json', 'ba1000/receipt.json', 'ba1100/state.pt'):
+        store.put(url, name, b'{}')
+    return url
+
+
+def test_status_of_a_run_in_a_bucket(bucket_run, store):
+    text = report(bucket_run)
+    assert text.startswith(f'{bucket_run}: ended\n  batch              3000 of 5000\n')
+    assert f'  last loss          {1 / 3000:.4f}\n  newest checkpoint  {bucket_run}/ba1000\n' in text
+    with run_lock.hold_run_lock(bucket_run):
+        attempt = Attempt(0, time.time() - 100, 0.0, 0, time.time() - 90, 3000, time.time())
+        append_attempt(bucket_run, 'begin', attempt)
+        append_attempt(bucket_run, 'progress', attempt)
+        for node in range(2):
+            writer = StatusWriter(bucket_run, training(node, 3001 - node))
+            writer.last_batch_at -= 70.0
+            writer._write()
+        found, text = inspect_run(bucket_run), report(bucket_run)
+    assert (found.state, found.batch, found.newest_checkpoint) == ('running', 3001, f'{bucket_run}/ba1000')
+    assert [node['host'] for node in found.nodes] == ['gpu0', 'gpu1'] and 'no batch' not in text
+    assert f'process {os.getpid()} on ' in text and 'batches 0 to 3000; running\ngoodput ' in text
+    assert abs(found.last_activity - time.time()) < 60
+    assert inspect_run(bucket_run).cause == 'lost'
+
+
+def test_status_of_a_bucket_without_a_run_and_of_a_store_that_fails(bucket_run, store, capsys):
+    with pytest.raises(UserError, match=r's3://home/runs/none has no metrics\.jsonl, run\.lock or checkpoint'):
+        inspect_run('s3://home/runs/none')
+    assert main(['status', bucket_run, '--json']) == 0
+    assert json.loads(capsys.readouterr().out)['newest_checkpoint'] == f'{bucket_run}/ba1000'
+    store.fail('list-type', 403)
+    assert main(['status', bucket_run]) == 1
+    assert 'error: status: s3://home/runs/phase1: the store refuses access' in capsys.readouterr().err
+
+
+def test_lock_of_another_machine_is_watched_in_a_bucket(bucket_run, store, monkeypatch):
+    owner = run_lock.Owner('token', 'job', '7', 0, 'gpu0', 'another boot', 1, '1', time.time())
+    put = lambda count: store.put(  # noqa: E731
+        bucket_run, lock_content.LOCK, json.dumps({'owner': asdict(owner), 'count': count, 'at': 1e9}).encode()
+    )
+    put(0)
+    monkeypatch.setattr('diffusion.launch.run_status.BUCKET_WATCH_SECONDS', 3.0)
+    writer = threading.Timer(0.5, put, args=(1,))
+    writer.start()
+    assert inspect_run(bucket_run).state != 'ended', 'although its clock is years behind'
+    writer.join()
+    assert inspect_run(bucket_run).state == 'ended'

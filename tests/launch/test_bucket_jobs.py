@@ -1,0 +1,110 @@
+"""Jobs whose runs are in an object store: they need no mounts, and their nodes share no folder."""
+
+from dataclasses import replace
+
+import pytest
+
+from diffusion.config.load import load
+from diffusion.config.recipe import NotifyConfig
+from diffusion.exit_codes import CONFIG_ERROR, FAILED
+from diffusion.launch import attempts, environment
+from diffusion.launch.attempts import Attempt, append_attempt
+from diffusion.launch.local_cluster import LocalJob, node_environment
+from diffusion.launch.node import Node
+from diffusion.launch.node_settings import Settings
+from diffusion.launch.notify import Notifier
+from diffusion.launch.rank_discovery import NodePosition
+from diffusion.storage import object_store
+from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE
+from tests.launch.specs import ABSENT
+
+URL = 's3://home/runs'
+POSITION = NodePosition('local', 0, 2, 1, '127.0.0.1', 29500)
+
+
+@pytest.mark.parametrize('backend', ['slurm', 'kubernetes', 'sagemaker', 'skypilot', 'mcli', 'local'])
+def test_job_whose_runs_are_in_a_bucket_needs_no_mount(prepare, backend):
+    image = {} if backend in ('local', 'slurm') else {'image': 'image'}
+    changes = {} if backend in ('local', 'mcli', 'slurm') else {'mounts': ABSENT}
+    checked, rendered = prepare(backend, overrides={'runs_dir': URL}, **image, **changes)
+    assert checked.jobs[0].run_dir == f'{URL}/quickstart'
+    assert any(URL in text for text in rendered.files.values())
+    assert not any('mounts no storage' in note for note in rendered.notes)
+
+
+def test_later_stage_starts_from_the_url_of_the_run_before(prepare):
+    stages = {'one': {'overrides': {'name': 'one'}}, 'two': {'overrides': {'name': 'two'}}}
+    checked, _ = prepare('local', overrides={'runs_dir': URL}, stages=stages)
+    assert checked.recipes[1].init_from == f'{URL}/one'
+
+
+def test_nodes_of_a_local_job_have_working_folders_of_their_own(prepare, monkeypatch):
+    monkeypatch.setenv(WORKING_FOLDER_VARIABLE, '/nvme')
+    checked, _ = prepare('local', overrides={'runs_dir': URL}, nodes=2)
+    found = [node_environment(checked.jobs[0], rank)[WORKING_FOLDER_VARIABLE] for rank in range(2)]
+    assert found == ['/nvme/node0', '/nvme/node1']
+    in_folder, _ = prepare('local', nodes=2)
+    assert WORKING_FOLDER_VARIABLE not in node_environment(in_folder.jobs[0], 0)
+
+
+@pytest.fixture
+def bucket_recipe(store, write_recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(tmp_path / 'local'))
+    store.bucket('home')
+    return replace(load(write_recipe()), runs_dir=URL)
+
+
+def run_node(recipe, environ, command=('-c', '')) -> int:
+    return Node(POSITION, Settings.from_environ({}), list(command), recipe, environ).run()
+
+
+def test_later_attempt_with_an_empty_bucket_does_not_start_from_batch_0(bucket_recipe, store, capsys):
+    environ = {environment.ATTEMPT: '3', environment.MACHINE: 'node7'}
+    assert run_node(bucket_recipe, environ) == CONFIG_ERROR
+    message = capsys.readouterr().err
+    assert f'{URL}/run is empty although this is attempt 3. If node7 reaches another store' in message
+    assert f'create {URL}/run/attempts.jsonl to start from batch 0' in message
+    assert not store.objects('home')
+    for name in ('attempts.jsonl', 'run.json', 'ba5/receipt.json'):
+        object_store.write(f'{URL}/run/{name}', b'')
+        assert attempts.has_begun(f'{URL}/run')
+        object_store.delete(f'{URL}/run/{name}')
+
+
+@pytest.mark.parametrize(
+    ('words', 'what', 'status', 'message'),
+    [
+        ('run.lock', 403, CONFIG_ERROR, 'runs_dir: s3://home/runs/run/run.lock: the store refuses access (403)'),
+        ('run.lock', 500, FAILED, 's3://home/runs/run cannot be written ('),
+        ('attempts.jsonl', 500, FAILED, 's3://home/runs/run: the record of earlier attempts cannot be read'),
+    ],
+)
+def test_store_that_fails_before_the_run_ends_it_with_one_line(
+    bucket_recipe, store, capsys, words, what, status, message
+):
+    store.fail(words, what)
+    assert run_node(bucket_recipe, {}) == status
+    assert f'node 0: {message}' in capsys.readouterr().err
+
+
+def test_goodput_is_read_from_the_bucket_and_messages_name_the_run(bucket_recipe, tmp_path):
+    begin = 1e9
+    append_attempt(f'{URL}/run', 'end', Attempt(0, begin, begin + 5000, 0, begin + 4000, 5, begin + 5000, cause='done'))
+    out = tmp_path / 'message'
+    config = NotifyConfig(command='COMMAND', goodput_below=0.5)
+    sender = Notifier(config, f'{URL}/run', {'COMMAND': f'tee {out}'})
+    sender.check_goodput()
+    sender.close()
+    assert '"text": "run: goodput is 0.200 after 1.4 h, below 0.5"' in out.read_text()
+
+
+def test_restarts_of_a_local_job_are_counted_by_the_record_in_the_bucket(prepare, store, tmp_path, monkeypatch):
+    monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(tmp_path))
+    store.bucket('home')
+    checked, _ = prepare('local', overrides={'runs_dir': URL})
+    for number in range(3):
+        append_attempt(f'{URL}/quickstart', 'end', Attempt(number, 100.0 * number, cause='crash'))
+    job = LocalJob(checked.jobs[0])
+    assert job._restarts_used(FAILED) == 3
+    store.fail('attempts.jsonl', 403)
+    assert job._restarts_used(FAILED) == 2, 'of this launcher, without the record'

@@ -82,13 +82,13 @@ class BucketStorage:
         """Batches of the checkpoints in the store, on rank 0; None before they are listed."""
         self._saved: dict[int, float | None] = {}
         """Times of their saves, as far as they are known."""
+        self._unsure: set[int] = set()
+        """Batches whose receipt may have been written although the store answered with an error."""
 
     def open(self) -> str:
         # Not Composer's local ranks: the nodes of a local job share a machine, but may have folders of their own.
         here = f'{os.uname().nodename} {self.folder.absolute()}'
         folders = dist.all_gather_object(here)
-        self.before_publish: Callable[[], None] = _do_nothing
-        """Called on rank 0 before a checkpoint is published, to store what should not be older than the checkpoint."""
         self._sharers = [rank for rank, folder in enumerate(folders) if folder == here]
         run_id = ['']
         with raise_on_all_ranks(self.place):
@@ -146,10 +146,11 @@ class BucketStorage:
                 check_run_id(self.folder, self.run_id)
                 remove(work)
                 work.mkdir()
-            if dist.get_global_rank() == 0 and batch in self._batches():
+            if dist.get_global_rank() == 0 and batch in self._batches() | self._unsure:
                 # Its objects are overwritten one by one: until all are, it is no checkpoint.
-                object_store.delete(f'{self.name_of(batch)}/{RECEIPT}')
+                object_store.delete(f'{self.name_of(batch)}/{RECEIPT}', missing_ok=True)
                 self._batches().discard(batch)
+                self._unsure.discard(batch)
 
     def upload(self, work: Path, names: Collection[str], batch: int) -> None:
         def write(name: str) -> None:
@@ -173,6 +174,7 @@ class BucketStorage:
                 raise OSError(errno.EIO, f'the object {url}/{name} {what} after it was uploaded')
             self.before_publish()
             receipt = checkpoint_store.receipt_text(files, about).encode()
+            self._unsure.add(batch)
             try:
                 object_store.write(f'{url}/{RECEIPT}', receipt, if_absent=True)
             except PreconditionFailed as error:
@@ -180,6 +182,7 @@ class BucketStorage:
                     f'{url}/{RECEIPT} exists already: another job saves to this URL; end one of the two, or give '
                     'this run another name'
                 ) from error
+            self._unsure.discard(batch)
             self._batches().add(batch)
             self._saved[batch] = retention.time_of_receipt(about)
             try:

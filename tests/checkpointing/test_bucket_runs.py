@@ -226,6 +226,8 @@ def test_save_fails_while_the_store_is_down_and_training_continues(write, undist
     store.fail('PUT ba2/state.pt', 403)
     store.fail('PUT ba4/receipt.json', 500)
     store.fail('PUT ba6/state.pt', 'SlowDown', times=1)
+    # The receipt is written, but no answer says so: the save counts as failed, and is tried again.
+    store.fail('PUT ba8/receipt.json', 'done 500', times=4)
     trainer = build_trainer(recipe)
     trainer.fit()
     trainer.close()
@@ -234,9 +236,12 @@ def test_save_fails_while_the_store_is_down_and_training_continues(write, undist
     assert 'ba4: not saved, ' in caplog.text and 'cannot be written, tried 4 times' in caplog.text
     assert_same_run(recipe.run_place, recipe.run_dir, undisturbed)
     store.faults.clear()
+    upload = store.client.create_multipart_upload(Bucket='bucket', Key='runs/down/ba9/state.pt')
+    store.client.upload_part(Bucket='bucket', Key=upload['Key'], UploadId=upload['UploadId'], PartNumber=1, Body=b'1')
     trainer = build_trainer(load(path, ['trainer.max_duration=9ba']))
     trainer.close()
     assert not [key for key in store.objects('bucket') if '/ba2/' in key or '/ba4/' in key], 'incomplete saves'
+    assert 'Uploads' not in store.client.list_multipart_uploads(Bucket='bucket'), 'left by a killed process'
 
 
 def test_old_checkpoints_are_deleted(write, bucket, store):

@@ -291,6 +291,6 @@ def test_training_process_of_a_launched_job_sends_the_number_of_the_attempt(hook
 
     for name, value in {'HOOK': hook.url, LOCK_HELD_VARIABLE: '1', notify.NUMBER_VARIABLE: '4'}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(train, '_train', lambda recipe, attempt, notifier: notifier.send('loss_guard', 'loss is nan'))
+    monkeypatch.setattr(train, '_train', lambda recipe, attempt, notifier, mirror: notifier.send('loss_guard', 'nan'))
     train.train(load(write_recipe(notify={'webhook': 'HOOK'})))
     assert [(each['event'], each['attempt']) for each in hook.messages] == [('loss_guard', 4)]

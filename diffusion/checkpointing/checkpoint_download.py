@@ -10,6 +10,7 @@ from diffusion.checkpointing.bucket_checkpoints import bring_files, published_ba
 from diffusion.checkpointing.checkpoint_store import (
     LATEST,
     RECEIPT,
+    DamagedCheckpoint,
     batch_number,
     checkpoint_name,
     list_checkpoints,
@@ -20,6 +21,8 @@ from diffusion.errors import UserError
 from diffusion.storage.locks import hold_path_lock
 from diffusion.storage.working_folder import working_folder
 
+TRIES = 5
+"""Number of times that the newest checkpoint is looked for while its run removes checkpoints."""
 KEPT_SECONDS = 7 * 24 * 3600.0
 """Time after its last use at which a downloaded checkpoint is removed, when another one of its run is downloaded."""
 
@@ -27,7 +30,8 @@ KEPT_SECONDS = 7 * 24 * 3600.0
 def download_checkpoint(url: str, folders: Collection[str] = ()) -> Path:
     """Return a local copy of the checkpoint at a URL, verified, with the small files of its run in the folder above.
 
-    A copy of an earlier call is used again.
+    A copy of an earlier call is used again. If a run that trains removes its newest checkpoint meanwhile, the one that
+    is the newest then is downloaded.
 
     Args:
         url: URL of a checkpoint, or of a run or its `latest` to use the newest checkpoint.
@@ -37,7 +41,18 @@ def download_checkpoint(url: str, folders: Collection[str] = ()) -> Path:
         UserError: There is no such checkpoint, or it is damaged.
         OSError: The store cannot be read, or the local disk is full.
     """
-    run, batch = _checkpoint_of(url.rstrip('/'))
+    for _ in range(TRIES):
+        run, batch = _checkpoint_of(url.rstrip('/'))
+        try:
+            return _download(run, batch, folders)
+        except DamagedCheckpoint:
+            if batch in published_batches(run):
+                raise
+    raise UserError(f'checkpoint: {url} was removed by its run {TRIES} times in a row; name another checkpoint')
+
+
+def _download(run: str, batch: int, folders: Collection[str]) -> Path:
+    """Return a local copy of a checkpoint of the run at a URL, verified."""
     name = checkpoint_name(batch)
     # Not the working folder of a node that trains, which removes old checkpoints.
     local = working_folder(run, 'downloads')

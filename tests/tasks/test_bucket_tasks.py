@@ -6,9 +6,11 @@ import shutil
 import pytest
 from object_store import Store
 
+from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.cli import main
 from diffusion.config.load import load
 from diffusion.exit_codes import USAGE_ERROR
+from diffusion.storage import object_store
 from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE, working_folder
 from diffusion.tasks import run_recipe
 from diffusion.training.train import train
@@ -53,3 +55,15 @@ def test_wrong_url_is_a_mistake(run, tmp_path, capsys):
         message = f'error: checkpoint: {run}/{name} is not a checkpoint or a run ('
         assert message in capsys.readouterr().err.replace('\n', ' ')
     assert not (tmp_path / 'exported').exists()
+
+
+def test_newest_checkpoint_that_is_removed_during_its_download(run, store, monkeypatch):
+    download = object_store.download
+
+    def removed_meanwhile(url, path, **settings):
+        for name in ('receipt.json', 'state.pt'):
+            store.delete(f'{run}/ba4', name)
+        return download(url, path, **settings)
+
+    monkeypatch.setattr(object_store, 'download', removed_meanwhile)
+    assert find_checkpoint(run).name == 'ba2'

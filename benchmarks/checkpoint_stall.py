@@ -29,7 +29,7 @@ from diffusion.algorithms.ema import EMA
 from diffusion.checkpointing.checkpointer import Checkpointer
 from diffusion.planning.model_costs import FLOAT32
 
-INTERVAL = 25
+INTERVAL = 15
 """Batches between two saves."""
 SAVES = 3
 STATES = 4

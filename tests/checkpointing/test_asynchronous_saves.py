@@ -234,7 +234,7 @@ def test_choice_of_saves_in_the_time_before_the_end(remaining, synchronous, noti
     ('notice', 'late', 'names', 'resumes_at'),
     [
         (None, 6, ['ba2', 'ba4', 'ba6', 'ba7'], 7),
-        ('6', 6, ['ba2', 'ba4', 'ba7'], 7),  # the save before was quick, this one is not: it is abandoned
+        ('15', 6, ['ba2', 'ba4', 'ba7'], 7),  # the save before was quick, this one is not: it is abandoned
         ('5.5', 2, ['ba2'], 2),  # no save before: a new one may not fit
     ],
     ids=['both', 'replace', 'finish'],

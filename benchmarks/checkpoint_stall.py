@@ -2,22 +2,22 @@
 
     python benchmarks/checkpoint_stall.py [FOLDER [millions of parameters]]
 
-Two real trainers run one after the other with one training thread each, and save three times to FOLDER (default: a
-temporary folder). The stall is the time for which a save blocks training. Steps are compared in the same run: those
-while no save is being written, and those while one is.
+A real trainer with one training thread saves to FOLDER (default: a temporary folder) by turns: a blocking save, then an
+asynchronous one, so that other load on the machine slows both alike. The stall is the time for which a save blocks
+training. Steps while a save is being written are compared with those of the same run while none is.
 """
 
-import itertools
+import os
 import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from composer import Trainer
-from composer.core import Callback, State
+from composer.core import Callback, Event, State
 from composer.loggers import InMemoryLogger, Logger
 from composer.models import ComposerModel
 from ema import narrow_unet
@@ -29,9 +29,10 @@ from diffusion.algorithms.ema import EMA
 from diffusion.checkpointing.checkpointer import Checkpointer
 from diffusion.planning.model_costs import FLOAT32
 
-INTERVAL = 25
-"""Batches between two saves."""
-SAVES = 3
+PAUSE = 8
+"""Batches without a save before each save."""
+SAVES = 4
+"""Saves of each kind; the first is left out of the medians."""
 STATES = 4
 """Copies of the weights in a checkpoint: the weights, two moments and the average."""
 
@@ -52,94 +53,99 @@ class Denoiser(ComposerModel):
         return (outputs - batch).square().mean()
 
 
-class StepTimes(Callback):
-    """Records the duration of each step, and if a save was being written at its start and its end."""
+class Turns(Callback):
+    """Lets two savers save by turns, and records their stalls and the durations of the steps."""
 
-    def __init__(self, saver: Checkpointer) -> None:
-        self.saver = saver
+    def __init__(self, folder: Path, metrics: InMemoryLogger) -> None:
+        self.metrics = metrics
+        self.savers = {
+            name: Checkpointer(folder / name, save_interval=partial(self.is_due, name), asynchronous=name != 'blocking')  # type: ignore[arg-type]
+            for name in ('blocking', 'asynchronous')
+        }
+        self.stalls: dict[str, list[float]] = {name: [] for name in self.savers}
+        self.durations: dict[str, list[float]] = {name: [] for name in self.savers}
         self.quiet: list[float] = []
         self.saving: list[float] = []
-        self.buffer_bytes = 0
         self._began = 0.0
+        self._turn = 'blocking'
+        self._free_since = 0
+
+    @property
+    def is_saving(self) -> bool:
+        return self.savers['asynchronous'].is_saving
+
+    def is_due(self, name: str, state: State, event: Event) -> bool:
+        """Return True if it is the turn of a saver, PAUSE batches after the save before."""
+        waited = state.timestamp.batch.value - self._free_since
+        due = event is Event.BATCH_CHECKPOINT and name == self._turn and not self.is_saving and waited >= PAUSE
+        if due:
+            self._turn = 'asynchronous' if name == 'blocking' else 'blocking'
+            self._free_since = state.timestamp.batch.value
+        return due
 
     def batch_start(self, state: State, logger: Logger) -> None:
+        for name, saver in self.savers.items():
+            if len(saver.saved_checkpoints) > len(self.stalls[name]):
+                self._free_since = state.timestamp.batch.value
+                self.stalls[name].append(self.metrics.data['checkpoint/stall_seconds'][-1][1])
+                self.durations[name].append(self.metrics.data['checkpoint/save_seconds'][-1][1])
+        if len(self.stalls['asynchronous']) == SAVES:
+            state.stop_training()
         self._began = time.perf_counter()
 
     def batch_end(self, state: State, logger: Logger) -> None:
         seconds = time.perf_counter() - self._began
-        if state.timestamp.batch.value > 3:  # the first steps allocate memory
-            (self.saving if self.saver.is_saving else self.quiet).append(seconds)
-        self.buffer_bytes = max(self.buffer_bytes, self.saver.snapshot_bytes)
-
-
-class Result(NamedTuple):
-    """Figures of a run."""
-
-    stalls: list[float]
-    durations: list[float]
-    steps: StepTimes
+        if state.timestamp.batch.value > PAUSE // 2:  # the first steps allocate memory
+            (self.saving if self.is_saving else self.quiet).append(seconds)
 
 
 def main(folder: str = '', millions: str = '100') -> None:
     """Run the benchmark and print its table."""
     torch.set_num_threads(1)
+    model, metrics = Denoiser(int(millions)), InMemoryLogger()
+    parameters = sum(weight.numel() for weight in model.parameters())
+    planned = STATES * FLOAT32 * parameters / 1e9
     with tempfile.TemporaryDirectory(dir=folder or None) as root:
-        results = [run(Path(root) / str(each), int(millions), asynchronous=each) for each in (False, True)]
-    blocking, asynchronous = results
-    parameters = sum(weight.numel() for weight in Denoiser(int(millions)).parameters())
-    print(f'{heading()}, PyTorch {torch.__version__}, threads: {torch.get_num_threads()}')
-    print(f'{parameters / 1e6:.1f} M parameters, {STATES * FLOAT32 * parameters / 1e9:.2f} GB per checkpoint')
+        turns = Turns(Path(root), metrics)
+        trainer = Trainer(
+            model=model,
+            train_dataloader=DataLoader([torch.randn(4, 8, 8) for _ in range(10_000)]),  # type: ignore[arg-type]
+            optimizers=torch.optim.AdamW(model.parameters(), lr=1e-4),
+            algorithms=[EMA()],
+            callbacks=[turns, *turns.savers.values()],
+            loggers=[metrics],
+            max_duration='1ep',
+            progress_bar=False,
+            device='cpu',
+        )
+        trainer.fit()
+        memory = turns.savers['asynchronous'].snapshot_bytes / 1e9
+        trainer.close()
+    print(
+        f'{heading()}, load {os.getloadavg()[1]:.1f}, PyTorch {torch.__version__}, threads: {torch.get_num_threads()}'
+    )
+    print(f'{parameters / 1e6:.1f} M parameters, {planned:.2f} GB per checkpoint, {SAVES} saves of each kind')
     print()
     print('| | blocking | asynchronous |')
     print('|---|---|---|')
-    print(row('stall of the first save, s', *(each.stalls[0] for each in results)))
-    print(row('median stall of later saves, s', *(statistics.median(each.stalls[1:]) for each in results)))
-    print(row('median time to the publication, s', *(statistics.median(each.durations) for each in results)))
-    print(row('median step while no save is written, s', *(statistics.median(each.steps.quiet) for each in results)))
-    print(row('slowest', *(max(each.steps.quiet) for each in results)))
-    saving = asynchronous.steps.saving
-    print(f'| median step while one is written, s | | {statistics.median(saving):.3f} ({len(saving)} steps) |')
-    print(f'| slowest | | {max(saving):.3f} |')
-    planned = STATES * FLOAT32 * parameters
-    print(
-        f'| memory of the snapshot, GB (planned {planned / 1e9:.3f}) | | {asynchronous.steps.buffer_bytes / 1e9:.3f} |'
-    )
-    ratio = statistics.median(asynchronous.stalls[1:]) / statistics.median(blocking.stalls[1:])
-    slower = statistics.median(saving) / statistics.median(asynchronous.steps.quiet) - 1
-    print(f'\nA save blocks training for {ratio:.1%} of the time; a step meanwhile takes {slower:+.1%} longer.')
+    print(row('stall of the first save, s', [found[0] for found in turns.stalls.values()]))
+    stalls = [statistics.median(found[1:]) for found in turns.stalls.values()]
+    print(row('median stall of the later saves, s', stalls))
+    print(row('median time to the publication, s', [statistics.median(each[1:]) for each in turns.durations.values()]))
+    print(row('memory of a snapshot, GB', [0.0, memory]) + f' planned: {planned:.3f} GB')
+    print()
+    print(f'| | no save is written ({len(turns.quiet)} steps) | one is ({len(turns.saving)} steps) |')
+    print('|---|---|---|')
+    steps = [statistics.median(turns.quiet), statistics.median(turns.saving)]
+    print(row('median step, s', steps))
+    print(row('slowest step, s', [max(turns.quiet), max(turns.saving)]))
+    print(f'\nAn asynchronous save blocks training for {stalls[1] / stalls[0]:.1%} of the time of a blocking one.')
+    print(f'While it is written, a step takes {steps[1] / steps[0] - 1:+.1%} longer.')
 
 
-def run(folder: Path, millions: int, *, asynchronous: bool) -> Result:
-    """Train with saves, and return the figures; the last save, which blocks in both cases, is left out."""
-    model, metrics = Denoiser(millions), InMemoryLogger()
-    saver = Checkpointer(folder, save_interval=f'{INTERVAL}ba', asynchronous=asynchronous)
-    steps = StepTimes(saver)
-    trainer = Trainer(
-        model=model,
-        train_dataloader=DataLoader([torch.randn(4, 8, 8) for _ in range(1000)], batch_size=2),  # type: ignore[arg-type]
-        optimizers=torch.optim.AdamW(model.parameters(), lr=1e-4),
-        algorithms=[EMA()],
-        callbacks=[steps, saver],
-        loggers=[metrics],
-        max_duration=f'{INTERVAL * (SAVES + 1)}ba',
-        progress_bar=False,
-        device='cpu',
-    )
-    trainer.fit()
-    trainer.close()
-    stalls, durations = (values(metrics, f'checkpoint/{name}_seconds')[:SAVES] for name in ('stall', 'save'))
-    return Result(stalls, durations, steps)
-
-
-def values(metrics: InMemoryLogger, name: str) -> list[float]:
-    """Return the values of a metric in order."""
-    found: Any = metrics.data[name]
-    return [float(value) for _, value in itertools.chain(found)]
-
-
-def row(name: str, blocking: float, asynchronous: float) -> str:
+def row(name: str, values: list[float]) -> str:
     """Format a table row."""
-    return f'| {name} | {blocking:.3f} | {asynchronous:.3f} |'
+    return f'| {name} | {values[0]:.3f} | {values[1]:.3f} |'
 
 
 if __name__ == '__main__':

@@ -66,6 +66,24 @@ class BackgroundSave:
             own = max(by_bytes, (expected_seconds or 0.0) - elapsed, 0.1 * elapsed)
         return max(dist.all_gather_object(own))
 
+    def choose(self, notice_seconds: float | None, expected_seconds: float | None) -> Choice:
+        """Return what to save before the run stops, by `choose_when_stopping`; a collective.
+
+        Args:
+            notice_seconds: Seconds until this process is killed; None if it is not, or not known on this rank.
+            expected_seconds: Duration of the save before; None if there was none.
+        """
+        notice = min((each for each in dist.all_gather_object(notice_seconds) if each is not None), default=None)
+        remaining = self.remaining_seconds(expected_seconds)
+        # A save takes as long as the one before took to write, or this one is expected to.
+        synchronous = max(dist.all_gather_object(expected_seconds or self.elapsed_seconds() + remaining))
+        choice = choose_when_stopping(remaining=remaining, synchronous=synchronous, notice=notice)
+        if choice != 'both' and dist.get_global_rank() == 0:
+            said = 'stopping within %.3g s: %s needs %.3g s more and a new save %.3g s; %s'
+            what = 'it is abandoned for a new one' if choice == 'replace' else 'no new one is saved'
+            log.warning(said, notice, self.save.name, remaining, synchronous, what)
+        return choice
+
     def abandon(self) -> None:
         """Stop the threads of all ranks and remove their files; a collective."""
         self.save.abandon()

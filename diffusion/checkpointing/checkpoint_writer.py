@@ -100,6 +100,7 @@ class SaveInProgress:
                 if self._recipe_text:
                     path = self._work / checkpoint_store.RECIPE
                     self._records[checkpoint_store.RECIPE] = _write_text(self._recipe_text, path)
+            self.progress.add(0)  # an abandoned save is not uploaded
             self._storage.upload(self._work, self._records, self.batch)
         except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
             self._error = error

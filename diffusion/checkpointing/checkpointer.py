@@ -13,7 +13,7 @@ from composer.loggers import Logger
 from composer.utils import dist, reproducibility
 
 from diffusion.callbacks.preemption import is_last_batch
-from diffusion.checkpointing.background_save import BackgroundSave, choose_when_stopping
+from diffusion.checkpointing.background_save import BackgroundSave
 from diffusion.checkpointing.checkpoint_writer import SaveInProgress
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
 from diffusion.checkpointing.run_storage import RunStorage, run_storage
@@ -210,16 +210,7 @@ class Checkpointer(CheckpointSaver):
         """
         running = self._running
         if running is not None and running.batch != state.timestamp.batch:
-            notices = [each for each in dist.all_gather_object(notice_seconds) if each is not None]
-            notice, remaining = min(notices, default=None), running.remaining_seconds(self._write_seconds)
-            # A save takes as long as the one before took to write, or this one is expected to.
-            expected = self._write_seconds or running.elapsed_seconds() + remaining
-            synchronous = max(dist.all_gather_object(expected))
-            choice = choose_when_stopping(remaining=remaining, synchronous=synchronous, notice=notice)
-            if choice != 'both' and dist.get_global_rank() == 0:
-                said = 'stopping within %.3g s: %s needs %.3g s more and a new save %.3g s; %s'
-                what = 'it is abandoned for a new one' if choice == 'replace' else 'no new one is saved'
-                log.warning(said, notice, running.save.name, remaining, synchronous, what)
+            choice = running.choose(notice_seconds, self._write_seconds)
             if choice == 'replace':
                 self._running = None
                 running.abandon()
@@ -297,7 +288,7 @@ class Checkpointer(CheckpointSaver):
             made_room = True
             save = self._write(state, in_background=in_background)
         if save.published:
-            self._is_saved(save, state.timestamp.batch, logger, began=began)
+            self._take_note(save, state.timestamp.batch, logger, began=began)
             return
         self._running = BackgroundSave(save, state.timestamp.batch, stall_seconds=time.monotonic() - began)
         self._running.after_making_room = made_room
@@ -366,10 +357,10 @@ class Checkpointer(CheckpointSaver):
                 return 'made room'
             self._report_continuing(error, logger)
             return 'failed'
-        self._is_saved(running.save, running.batch, logger, began=began - running.stall_seconds)
+        self._take_note(running.save, running.batch, logger, began=began - running.stall_seconds)
         return 'saved'
 
-    def _is_saved(self, save: SaveInProgress, batch: Time, logger: Logger, *, began: float) -> None:
+    def _take_note(self, save: SaveInProgress, batch: Time, logger: Logger, *, began: float) -> None:
         """Take note of a published checkpoint, and remove old ones; a collective.
 
         Args:

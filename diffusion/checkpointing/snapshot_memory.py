@@ -27,6 +27,8 @@ def reserve_on_all_ranks(buffers: SnapshotBuffers, state: object) -> bool:
     need, available = snapshot_bytes(state), available_memory()
     missing = max(0, need - buffers.nbytes)
     figures = dist.all_gather_object((machine, missing, available))
+    if not any(each for _, each, _ in figures):
+        return True
     needs = {name: sum(each for place, each, _ in figures if place == name) for name, _, _ in figures}
     for name, _, free in figures:
         if free is not None and needs[name] > (1 - SPARE_FRACTION) * free:

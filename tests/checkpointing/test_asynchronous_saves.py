@@ -30,6 +30,9 @@ from diffusion.config.load import load
 from diffusion.exit_codes import PREEMPTED, Preempted
 from diffusion.launch.environment import NOTICE_SECONDS
 from diffusion.loggers.metrics_file import read_metrics
+from diffusion.planning.memory import Setup
+from diffusion.planning.snapshot_memory import snapshot_bytes_per_node
+from diffusion.planning.workload import phase_of
 from diffusion.training.train import build_trainer, train
 
 EMA = {'ema': {'ema_start': '3ba', 'smoothing': 0.5}}
@@ -128,7 +131,7 @@ def test_checkpoint_equals_that_of_a_blocking_save_though_training_continues(wri
     assert 4 < first <= 8 and duration[first] > 0.5 and stall[first] < duration[first]
 
 
-def test_thread_has_a_low_priority_and_memory_is_used_again(write):
+def test_thread_has_a_low_priority_and_memory_is_used_again_as_planned(write):
     recipe, seen = load(write('priority')), []
     trainer = build_trainer(recipe)
     found = the_checkpointer(trainer)
@@ -146,6 +149,8 @@ def test_thread_has_a_low_priority_and_memory_is_used_again(write):
     assert [niceness for _, niceness, _ in seen] == [*[NICENESS] * 3, usual], 'the last save blocks'
     (small, *large) = [size for _, _, size in seen]
     assert len(set(large)) == 1 and small < large[0], 'averaging starts at batch 3'
+    planned = snapshot_bytes_per_node(phase_of(recipe), Setup(1, 8, recipe.parallelism), gpus_per_node=8)
+    assert large[0] == pytest.approx(planned, rel=0.02)
 
 
 @pytest.mark.parametrize('phase', ['running', 'written'])
@@ -229,7 +234,7 @@ def test_choice_of_saves_in_the_time_before_the_end(remaining, synchronous, noti
     ('notice', 'late', 'names', 'resumes_at'),
     [
         (None, 6, ['ba2', 'ba4', 'ba6', 'ba7'], 7),
-        ('6', 6, ['ba2', 'ba4', 'ba7'], 7),  # the save before was quick, this one is not: it is abandoned
+        ('15', 6, ['ba2', 'ba4', 'ba7'], 7),  # the save before was quick, this one is not: it is abandoned
         ('5.5', 2, ['ba2'], 2),  # no save before: a new one may not fit
     ],
     ids=['both', 'replace', 'finish'],

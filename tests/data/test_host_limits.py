@@ -81,6 +81,9 @@ def test_available_memory_is_minimum_of_kernel_and_container(tmp_path, limit, ex
     (tmp_path / 'memory.current').write_text('4000\n')
     assert host_limits.available_memory(meminfo=meminfo, cgroup=tmp_path) == expected
     assert host_limits.available_memory(meminfo=tmp_path / 'none', cgroup=tmp_path / 'none') is None
+    (tmp_path / 'memory.stat').write_text('anon 1000\ninactive_file 300\nactive_file 7\n')
+    with_cache = expected + (300 if limit == '5000' else 0)
+    assert host_limits.available_memory(meminfo=meminfo, cgroup=tmp_path) == with_cache
 
 
 def test_soft_limit_of_open_files_is_raised_up_to_hard_limit(source):

@@ -20,6 +20,8 @@ from diffusion.planning.checkpoint_interval import (
 )
 from diffusion.planning.checkpoint_storage import kept_checkpoints, most_checkpoints
 from diffusion.planning.data_volume import CAPTION_BYTES, sample_bytes, storage_of
+from diffusion.planning.memory import Setup
+from diffusion.planning.snapshot_memory import snapshot_bytes_per_node
 from tests.planning.recipes import PHASES, both, phase, write_recipe
 
 PHASE1, PHASE2 = both()
@@ -71,6 +73,24 @@ def test_sd2_checkpoint_sizes():
     )
     first = sizes_of(PHASE1.recipe, PHASE1.model)
     assert first.with_averages == first.with_optimizer  # phase 1 has no EMA
+
+
+def test_memory_of_snapshots_per_node():
+    """All on the first node, or the shards of the node's devices; SD2 has 13.85 GB."""
+    total = sizes_of(PHASE2.recipe, PHASE2.model).with_averages
+    found = {}
+    for words in ('whole', 'sharded', 'sharded replicas=32', 'asynchronous=false'):
+        kind, _, replicas = words.partition(' replicas=')
+        overrides = [f'checkpointing.{kind}'] if '=' in kind else [f'parallelism.checkpoints={kind}']
+        work = phase(PHASES[1], [*overrides, f'parallelism.replicas={replicas or 1}'])
+        setup = Setup(128, 16, work.recipe.parallelism)
+        found[words] = snapshot_bytes_per_node(work, setup, gpus_per_node=8)
+    assert found == {
+        'whole': total,
+        'sharded': pytest.approx(total / 16, abs=1),
+        'sharded replicas=32': total,  # four shards, all on the first node
+        'asynchronous=false': 0,
+    }
 
 
 def test_default_mtbf_scales_from_llama_3():

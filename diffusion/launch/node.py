@@ -51,8 +51,9 @@ RECORD_EVERY_SECONDS = 30.0
 GRACE_SECONDS = 5.0
 """Time for the other ranks to end after one has failed. They wait for it in a collective, but may still report an
 error."""
-KILLED_GRACE_SECONDS = 0.5
-"""The same time after one was killed by SIGKILL. The errors of the others are then only a consequence."""
+KILLED_GRACE_SECONDS = 0.2
+"""The same time after one was killed by SIGKILL, for example because memory is short. The errors of the others are then
+only a consequence, but several may be killed at once."""
 MARGIN_SECONDS = 5.0
 """Time reserved for cleanup between the end of the workers and the SIGKILL of the scheduler."""
 
@@ -157,9 +158,9 @@ class Node:
     def run(self) -> int:
         """Run the job on this node, and return the exit status of the last attempt.
 
-        There is one attempt, because the scheduler restarts a failed job by its exit status. An attempt is repeated here
-        if its status allows it, up to the maximum number of restarts, on SageMaker, which does not restart jobs, and
-        with standby processes, if all nodes agree.
+        There is one attempt, because the scheduler restarts a failed job by its exit status. An attempt is repeated
+        here if its status allows it, up to the maximum number of restarts, on SageMaker, which does not restart jobs,
+        and with standby processes, if all nodes agree.
         """
         # Installed before the lock is taken: the wait for an earlier attempt can take minutes and must react to
         # SIGTERM.

@@ -28,6 +28,8 @@ from diffusion.loggers.metrics_file import TRAIN_LOSS, read_metrics
 
 ROOT = Path(__file__).parents[1]
 HANG_SECONDS = 30
+SAVE_EVERY = 10
+"""Batches from one checkpoint to the next."""
 OVERRIDES = {
     'dataset.name': 'image_text',
     'streams.openmoji.local': 'data/64px',
@@ -36,7 +38,7 @@ OVERRIDES = {
     'global_batch': 16,
     'trainer.max_duration': '100000ba',
     'trainer.eval_interval': '1000000ba',
-    'trainer.save_interval': '10ba',
+    'trainer.save_interval': f'{SAVE_EVERY}ba',
 }
 KILLED = 'process killed'
 Parts = tuple[float, float, float]
@@ -55,14 +57,14 @@ def main(batches: str = '25', kills: str = '3') -> None:
         subprocess.run([*prepare, '--sizes', '64'], cwd=folder, env=environment(), check=True, stdout=sys.stderr)
         command = [sys.executable, '-c', code, 'launch']
         with Job(folder, command, 'restarted', standby=False) as job:
-            rows = {KILLED: [job.disturb(kill_rank, job.batches() + every) for _ in range(count)]}
-            rows['node stopped by SIGTERM'] = [job.disturb(stop_node, job.batches() + every)]
-            rows[f'process hangs (timeout {HANG_SECONDS} s)'] = [job.disturb(hang_rank, job.batches() + every)]
+            rows = {KILLED: [job.disturb(kill_rank, every) for _ in range(count)]}
+            rows['node stopped by SIGTERM'] = [job.disturb(stop_node, every)]
+            rows[f'process hangs (timeout {HANG_SECONDS} s)'] = [job.disturb(hang_rank, every)]
         with Job(folder, command, 'standby', standby=True) as job:
             warm, speeds = [], []
             for _ in range(count):
                 speeds.append(job.speeds_with_and_without_imports())
-                warm.append(job.disturb(kill_rank, job.batches() + 1))
+                warm.append(job.disturb(kill_rank, 1))
             rows[f'{KILLED}, with standby processes'] = warm
         reports = [
             '\n'.join(attempts.attempts_table(attempts.read_attempts(folder / 'runs' / name)))
@@ -128,8 +130,11 @@ class Job:
         metrics = self.run / 'metrics.jsonl'
         return max(read_metrics(metrics).get(TRAIN_LOSS, {0: 0.0})) if metrics.exists() else 0
 
-    def disturb(self, inject_fault: Callable[[Path], None], batch: int) -> Parts:
-        """Inject a fault after a batch, and return the seconds until the next attempt trains."""
+    def disturb(self, inject_fault: Callable[[Path], None], after: int) -> Parts:
+        """Inject a fault after some more batches, and return the seconds until the next attempt trains."""
+        # Between two saves, during which the hang detection waits longer.
+        batch = self.batches() + after
+        batch += (SAVE_EVERY // 2 - batch) % SAVE_EVERY
         self._wait(lambda: self.batches() >= batch)
         before, fault_time = len(attempts.read_attempts(self.run)), time.time()
         inject_fault(self.folder)

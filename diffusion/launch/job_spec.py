@@ -31,7 +31,8 @@ class Restart:
     """Action after every other exit status, such as that of a crash or a kill."""
     standby: bool = False
     """Keep a standby process per rank, which has imported what the rank needs and takes over at once after a crash, if
-    all nodes survive; the scheduler restarts the job otherwise. It needs 0.5 GB of memory per rank."""
+    all nodes survive; the scheduler restarts the job otherwise. It needs 0.5 GB of memory per rank, and the port after
+    `master_port` between the nodes."""
 
     def actions(self) -> dict[int, Action]:
         """Return the action (retry, elsewhere or stop) for each listed exit status, including the defaults."""

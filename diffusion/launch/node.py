@@ -52,8 +52,9 @@ RECORD_EVERY_SECONDS = 30.0
 GRACE_SECONDS = 5.0
 """Time for the other ranks to end after one has failed. They wait for it in a collective, but may still report an
 error."""
-KILLED_GRACE_SECONDS = 0.5
-"""The same time after one was killed by SIGKILL. The errors of the others are then only a consequence."""
+KILLED_GRACE_SECONDS = 0.2
+"""The same time after one was killed by SIGKILL, for example because memory is short. The errors of the others are then
+only a consequence, but several may be killed at once."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -157,8 +158,9 @@ class Node:
     def run(self) -> int:
         """Run the job on this node, and return the exit status of the last attempt.
 
-        There is one attempt, because the scheduler restarts a failed job by its exit status. Only SageMaker does not;
-        there a failed attempt is repeated here if its status allows it, up to the maximum number of restarts.
+        There is one attempt, because the scheduler restarts a failed job by its exit status. An attempt is repeated
+        here if its status allows it, up to the maximum number of restarts, on SageMaker, which does not restart jobs,
+        and with standby processes, if all nodes agree.
         """
         # Installed before the lock is taken: the wait for an earlier attempt can take minutes and must react to
         # SIGTERM.
@@ -223,7 +225,7 @@ class Node:
             if self._restart_agreed and not self.stop_requested:
                 self._restarts += 1
                 continue
-            # Only SageMaker needs restarts in place; every other scheduler acts on the exit status.
+            # Only SageMaker needs further restarts in place; every other scheduler acts on the exit status.
             restart = self.settings.in_place and self.settings.action_after(outcome.status) == 'retry'
             if outcome.status == 0 or self.stop_requested or not restart or self.settings.max_restarts == 0:
                 return outcome.status

@@ -28,6 +28,7 @@ _MAX_BYTES = 65536
 _END: dict[str, type] = {'attempt': int, 'status': int, 'machine': str, 'cause': str, 'detail': str}
 _KEYS: dict[str, dict[str, type]] = {
     'hello': {'job': str, 'node': int},
+    'welcome': {},
     'failed': _END,
     'ended': _END | {'problem': str},
     'decided': {'attempt': int, 'restart': bool, 'reason': str},
@@ -61,6 +62,7 @@ class NodeLink:
         self._position, self._job, self._say = position, job, say
         self._changed = threading.Condition()
         self._socket: socket.socket | None = None
+        self._welcome = False
         self._lost = ''
         self._failures: dict[int, NodeExit] = {}
         self._agreements: dict[int, Agreement] = {}
@@ -80,7 +82,7 @@ class NodeLink:
     def connected(self) -> bool:
         """True while this node has a connection to the first node."""
         with self._changed:
-            return self._socket is not None and not self._lost
+            return self._welcome and not self._lost
 
     def report_failure(self, attempt: int, failure: NodeExit) -> None:
         """Tell all other nodes that a rank of this node has failed."""
@@ -122,7 +124,7 @@ class NodeLink:
     def _send(self, message: dict[str, Any]) -> str:
         """Send a message to the first node; return the reason if that is not possible, else an empty string."""
         with self._changed:
-            if self._lost or self._socket is None:
+            if self._lost or self._socket is None or not self._welcome:
                 return self._lost or 'this node has no connection to the first node'
             try:
                 _send(self._socket, message)
@@ -153,7 +155,9 @@ class NodeLink:
             _send(connection, {'event': 'hello', 'job': self._job, 'node': self._position.rank})
         for message in _messages(connection):
             with self._changed:
-                if message['event'] == 'failed' and message.get('node') != self._position.rank:
+                if message['event'] == 'welcome':
+                    self._welcome = True
+                elif message['event'] == 'failed' and message.get('node') != self._position.rank:
                     self._failures.setdefault(message['attempt'], _exit_of(message))
                 elif message['event'] == 'decided':
                     first = message.get('first')
@@ -214,8 +218,9 @@ class _Hub:
         if hello.get('event') != 'hello' or hello['job'] != self._job or node not in range(self._nodes):
             _shut(connection)
             return
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):
             self._connections[node] = connection
+            _send(connection, {'event': 'welcome'})
         for message in messages:
             if message['event'] not in ('failed', 'ended'):
                 break

@@ -248,26 +248,36 @@ def test_ten_random_disturbances_with_storage_faults_do_not_change_the_weights(
 
 @pytest.mark.slow
 def test_standby_processes_take_over_from_killed_ranks(launch, ranks, tmp_path):
-    """Both ranks are standby processes after the first kill, and new after a second that came during the imports."""
+    """Both ranks are standby processes after the first kill, and new after a second that came during the imports.
+
+    A killed node, at last, makes the launcher restart the job.
+    """
     pause = [(0, f'{FORWARD}@6', 'time.sleep(600)')]
-    (tmp_path / 'faults.json').write_text(json.dumps([pause, pause, []]))
-    job = launch('standby', batches=12, processes=1, standby=True)
+    (tmp_path / 'faults.json').write_text(json.dumps([pause, pause, pause, []]))
+    job = launch('standby', batches=16, processes=1, standby=True)
     job.wait_for_log('standby processes: 1 ready', 2)
     os.kill(job.ranks()[1], signal.SIGKILL)
     job.wait_for_log('restarted in place; 1 of 1 ranks are standby processes', 2)
-    job.wait_for_batches(9)
+    job.wait_for_batches(10)
     while not job.standbys():
         assert job.process.poll() is None, job.log.read_text()
         time.sleep(0.05)
     os.kill(job.standbys()[0], signal.SIGKILL)
     job.wait_for_log('standby of local rank 0 ended with -9; a restart will start a new process instead')
     os.kill(job.ranks()[0], signal.SIGKILL)
+    job.wait_for_log('restarted in place; 0 of 1 ranks are standby processes')
+    job.wait_for_log('resumed from', 2)
+    while not (job.run / 'ba12').exists() or attempts.read_attempts(job.run)[2].first is None:
+        assert job.process.poll() is None, job.log.read_text()
+        time.sleep(0.05)
+    assert 'starting restart' not in job.log.read_text()
+    os.kill(job.nodes()[0], signal.SIGKILL)
     assert job.wait() == 0, job.log.read_text()
     log = job.log.read_text()
-    assert '0 of 1 ranks are standby processes' in log and 'starting restart' not in log, log
+    assert log.count('starting restart') == 1, log
     found = attempts.read_attempts(job.run)
-    assert [(each.status, each.cause) for each in found] == [(1, 'killed'), (1, 'killed'), (0, 'done')], log
-    assert [each.first for each in found] == [0, 4, 8]
+    assert [each.cause for each in found] == ['killed', 'killed', 'lost', 'done'], log
+    assert [each.first for each in found] == [0, 4, 8, 12]
     assert all('by SIGKILL' in each.detail for each in found[:2])
     assert not job.standbys() and not job.ranks()
     ranks.run(2, job.recipe, 'name=undisturbed')

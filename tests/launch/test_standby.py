@@ -71,15 +71,17 @@ class Starter:
 @pytest.fixture
 def starter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Starter]:
     (tmp_path / 'run.py').write_text(PROGRAM)
-    (tmp_path / 'changing.py').write_text('value = 1\n')
+    (tmp_path / 'changing.py').write_text('print("warning of an import", flush=True)\n')
     monkeypatch.chdir(tmp_path)
     found = Starter(tmp_path)
     yield found
     found.pool.close()
 
 
-def test_rank_that_was_a_standby_is_like_a_new_process(starter):
+def test_rank_that_was_a_standby_is_like_a_new_process(starter, capfd):
+    starter.environ['DIFFUSION_REMOVED'] = '1'
     starter.prepare()
+    del starter.environ['DIFFUSION_REMOVED']
     variables = {'RANK': '1', 'MASTER_PORT': '29511', 'DIFFUSION_ATTEMPT_FOLDER': '/elsewhere'}
     new, taken = starter.run(start_rank, **variables), starter.run(starter.pool.start_rank, **variables)
     assert taken[1].pop('imported') and not new[1].pop('imported')
@@ -87,6 +89,7 @@ def test_rank_that_was_a_standby_is_like_a_new_process(starter):
         # Without the signal that glibc handles once a process has had a second thread.
         found['status']['SigCgt'] = int(found['status']['SigCgt'], 16) & 0x7FFFFFFF
     assert taken == new
+    assert 'warning of an import' not in capfd.readouterr().out
     assert taken[0] == 7 and taken[1]['death'] == signal.SIGKILL and taken[1]['environment']['RANK'] == '1'
 
 
@@ -170,7 +173,7 @@ def test_standbys_end_with_the_process_that_started_them(tmp_path):
 
 def test_standby_imports_the_components_of_the_recipe_but_no_user_code(tmp_path, monkeypatch):
     (tmp_path / 'own_parts.py').write_text(
-        'from diffusion import register\n\ndef nothing() -> None: ...\n\nregister("callback", "own", nothing)\n'
+        'from diffusion import register\n\ndef own() -> None: ...\n\nregister("callback", "own", "own_parts:own")\n'
     )
     monkeypatch.syspath_prepend(tmp_path)
     recipe = load(ROOT / 'yamls' / 'quickstart.yaml', ['imports=[own_parts]', 'callbacks.own={}'])

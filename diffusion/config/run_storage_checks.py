@@ -11,6 +11,9 @@ def runs_dir_problem(runs_dir: str) -> str | None:
     """Return why runs cannot be in the object store at a URL, with the way out; None if they can, and for a folder."""
     scheme, separator, rest = runs_dir.partition('://')
     if not separator:
+        scheme, separator, rest = runs_dir.partition(':/')
+        if separator and scheme in CONDITIONAL_SCHEMES:
+            return f'{runs_dir} has one slash after the colon, so it is a folder; for a store, write {scheme}://{rest}'
         return None
     if scheme not in CONDITIONAL_SCHEMES:
         return (

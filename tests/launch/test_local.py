@@ -110,6 +110,8 @@ def write_job(tmp_path: Path, tiny_recipe) -> Callable[..., tuple[Path, Path, Pa
     ) -> tuple[Path, Path, Path]:
         content = tiny_recipe(tmp_path / 'runs', name=name, algorithms={'ema': {'smoothing': 0.9}}) | sections
         content['trainer'] = content['trainer'] | {'max_duration': f'{batches}ba', 'save_interval': '4ba'}
+        # A checkpoint exists when its batch has ended, so that a test knows what a disturbance costs.
+        content['checkpointing'] = {'asynchronous': False}
         recipe, spec = tmp_path / f'{name}.yaml', tmp_path / f'{name}-{job}.yaml'
         recipe.write_text(yaml.safe_dump(content))
         content = {

@@ -32,6 +32,7 @@ class Jobs:
     def recipe(self, work: Path) -> dict:
         content = self.tiny_recipe(work / 'runs', name='run', algorithms={'ema': {'smoothing': 0.9}})
         content['trainer'] |= {'max_duration': f'{BATCHES}ba', 'save_interval': f'{SAVE_EVERY}ba'}
+        content['checkpointing'] = {'asynchronous': False}  # the batch from which a job resumes is then known
         return content
 
     def launch(self, name: str, faults: Sequence[Sequence[object]] = (), hang_seconds: int = 60) -> Launched:

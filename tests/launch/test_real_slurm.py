@@ -120,6 +120,7 @@ def submit(cluster: slurm_cluster.Cluster, tiny_recipe: Callable[..., dict[str, 
     def submit(folder: Path, *, max_duration: str = '12ba', streams: Any = None, **keys: Any) -> list[Job]:
         content = tiny_recipe(folder / 'runs', name='job', algorithms={'ema': {'smoothing': 0.9}})
         content['trainer'] |= {'max_duration': max_duration, 'save_interval': '4ba'}
+        content['checkpointing'] = {'asynchronous': False}  # the batch from which a job resumes is then known
         content['streams'] = streams or content['streams']
         recipe, spec = folder / 'recipe.yaml', folder / 'spec.yaml'
         recipe.write_text(yaml.safe_dump(content))

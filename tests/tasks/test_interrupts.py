@@ -94,6 +94,7 @@ def recipe(write_recipe, tmp_path):
     return lambda **callbacks: write_recipe(
         imports=['slow_parts'],
         callbacks=callbacks,
+        checkpointing={'asynchronous': False},  # the checkpoint that a message names is then known
         trainer={'max_duration': '2000ba', 'save_interval': '4ba', 'autoresume': True, 'device': 'cpu'},
     )
 

@@ -1,5 +1,6 @@
 """`diffusion status` of a run's folder, as far as its files tell."""
 
+import itertools
 import json
 import os
 import signal
@@ -248,8 +249,19 @@ def test_lock_of_another_machine_is_watched_in_a_bucket(bucket_run, store, monke
     )
     put(0)
     monkeypatch.setattr('diffusion.launch.run_status.BUCKET_WATCH_SECONDS', 3.0)
-    writer = threading.Timer(0.5, put, args=(1,))
+    done = threading.Event()
+
+    def refresh() -> None:
+        for count in itertools.count(1):
+            if done.wait(0.3):
+                return
+            put(count)
+
+    writer = threading.Thread(target=refresh)
     writer.start()
-    assert inspect_run(bucket_run).state != 'ended', 'although its clock is years behind'
-    writer.join()
+    try:
+        assert inspect_run(bucket_run).state != 'ended', 'although its clock is years behind'
+    finally:
+        done.set()
+        writer.join()
     assert inspect_run(bucket_run).state == 'ended'

@@ -287,7 +287,9 @@ def test_status_and_second_ctrl_c_of_a_launched_job(launch, tmp_path, monkeypatc
     assert found.seconds_left == pytest.approx(1994 / found.batches_per_second)
     monkeypatch.setattr(run_status, 'SILENT_SECONDS', 0.1)
     monkeypatch.setattr(run_status, 'SILENT_BATCHES', 0)
-    assert 'silent, no batch for ' in format_report(inspect_run(tmp_path / 'runs' / 'run'))
+    while 'silent, no batch for ' not in format_report(inspect_run(tmp_path / 'runs' / 'run')):
+        assert session.process.poll() is None, session.text()
+        time.sleep(0.05)
     session.press_ctrl_c()
     session.wait_for_text('press Ctrl-C again')
     time.sleep(0.6)

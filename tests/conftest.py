@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import gc
 import json
+import logging
 import signal
 import sys
 import weakref
@@ -258,6 +259,15 @@ def _leave_process_groups() -> Iterator[None]:
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
+
+
+@pytest.fixture(autouse=True)
+def _restore_log_level() -> Iterator[None]:
+    """Restore the level of this package's messages, which run.py sets by the rank."""
+    log = logging.getLogger('diffusion')
+    level = log.level
+    yield
+    log.setLevel(level)
 
 
 @pytest.fixture

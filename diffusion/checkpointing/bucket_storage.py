@@ -28,6 +28,7 @@ from diffusion.checkpointing.bucket_checkpoints import (
     delete_checkpoint,
     object_names,
     object_sizes,
+    published_batches,
     read_checked_receipt,
 )
 from diffusion.checkpointing.checkpoint_store import (
@@ -250,7 +251,7 @@ class BucketStorage:
         """Return the batches of the checkpoints in the store, which are listed once; on rank 0, which adds new ones."""
         if self._published is None:
             with _as_storage_fault():
-                self._published = {batch for batch, names in object_names(self.place).items() if RECEIPT in names}
+                self._published = set(published_batches(self.place))
         return self._published
 
     def _broadcast_batches(self) -> list[int]:

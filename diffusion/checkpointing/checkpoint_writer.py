@@ -27,16 +27,6 @@ from diffusion.checkpointing.trainer_state import gather_state
 from diffusion.checkpointing.write_progress import WriteProgress
 
 
-def save_checkpoint(state: State, storage: RunStorage, *, sharded_tensors: bool = False, recipe_text: str = '') -> str:
-    """Save a checkpoint of a trainer's state and return its path or URL; a collective, which every rank must call.
-
-    Arguments and errors are those of `SaveInProgress`.
-    """
-    save = SaveInProgress(state, storage, sharded_tensors=sharded_tensors, recipe_text=recipe_text)
-    save.write()
-    return save.publish()
-
-
 class SaveInProgress:
     """A save of a checkpoint of a trainer's state, in three steps.
 

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import json
 import logging
+import shutil
 import signal
 import sys
 import weakref
@@ -91,7 +92,7 @@ def _release(created: list[Any], opened: list[Any], process: int) -> None:
 @pytest.fixture(scope='session')
 def pictures(tmp_path_factory: pytest.TempPathFactory, many_datasets: None) -> dict[int, Path]:
     """Two MDS folders of images by side: 40 images at 32 px and 24 at 64 px."""
-    root = tmp_path_factory.mktemp('pictures')
+    root = tmp_path_factory.mktemp('session-pictures')
     return {
         32: write_image_shards(root / '32px', count=40, side=32),
         64: write_image_shards(root / '64px', count=24, side=64, offset=100),
@@ -117,7 +118,7 @@ def small_vae(tmp_path_factory: pytest.TempPathFactory) -> Path:
         scaling_factor=1.0,
         mid_block_add_attention=False,
     )
-    folder = tmp_path_factory.mktemp('models') / 'vae'
+    folder = tmp_path_factory.mktemp('session-models') / 'vae'
     vae.save_pretrained(folder)
     return folder
 
@@ -138,7 +139,7 @@ def small_dc_ae(tmp_path_factory: pytest.TempPathFactory) -> Path:
             f'{side}_qkv_multiscales': ((),) * 4 + ((3,),),
         }
     vae = AutoencoderDC(latent_channels=4, attention_head_dim=8, scaling_factor=0.8, **sides)
-    folder = tmp_path_factory.mktemp('models') / 'dc_ae'
+    folder = tmp_path_factory.mktemp('session-models') / 'dc_ae'
     vae.save_pretrained(folder)
     return folder
 
@@ -207,7 +208,7 @@ def ranks(forkserver: 'Server', tmp_path_factory: pytest.TempPathFactory) -> 'Ra
     """Starter of recipes on several ranks."""
     from ranks import Ranks
 
-    return Ranks(forkserver, tmp_path_factory.mktemp('ranks'))
+    return Ranks(forkserver, tmp_path_factory.mktemp('session-ranks'))
 
 
 @pytest.fixture(scope='session')
@@ -241,6 +242,23 @@ def write_recipe(tmp_path: Path, tiny_recipe: Callable[..., dict[str, Any]]) -> 
         return path
 
     return write
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _delete_folders_of_module(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """Delete the folders that the fixtures of a module created, unless one of its tests failed.
+
+    Checkpoints would otherwise take 40 GB per test session. Folders of session fixtures start with `session-`.
+    """
+    base = tmp_path_factory.getbasetemp()
+    failed, before = request.session.testsfailed, set(base.iterdir())
+    yield
+    if request.session.testsfailed == failed:
+        for folder in set(base.iterdir()) - before:
+            if folder.is_dir() and not folder.name.startswith('session-'):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
@@ -316,7 +334,7 @@ def counting_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         except UserError as error:
             return {'mistake': str(error)}
 
-    folder = tmp_path_factory.mktemp('model_counts')
+    folder = tmp_path_factory.mktemp('session-model_counts')
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(count_cache, 'run_counter', count)
         patch.setattr(count_cache, 'counts_folder', lambda: folder)

@@ -92,7 +92,7 @@ def skypilot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SkyPilot]:
     python = ROOT / '.venv-skypilot' / 'bin' / 'python'
     if not python.exists():
         pytest.skip('SkyPilot is not installed; make test-all installs it')
-    home = tmp_path_factory.mktemp('home')
+    home = tmp_path_factory.mktemp('session-home')
     environ = os.environ | {'HOME': str(home), 'SKYPILOT_DISABLE_USAGE_COLLECTION': '1', 'https_proxy': 'localhost:1'}
     command = [str(python), str(Path(__file__).with_name('ask_skypilot.py'))]
     with (

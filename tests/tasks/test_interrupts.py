@@ -83,6 +83,14 @@ class Session:
             assert time.monotonic() < until, self.text()
             time.sleep(0.02)
 
+    def end(self) -> None:
+        """End a program that a failed test left, whose job would save 500 checkpoints."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(30)
+            self.process.kill()
+
     def wait(self, timeout: float = 120) -> int:
         status = self.process.wait(timeout)
         self._reader.join(5)
@@ -94,7 +102,8 @@ def recipe(write_recipe, tmp_path):
     return lambda **callbacks: write_recipe(
         imports=['slow_parts'],
         callbacks=callbacks,
-        checkpointing={'asynchronous': False},  # the checkpoint that a message names is then known
+        # The checkpoint that a message names is then known.
+        checkpointing={'asynchronous': False, 'keep': {'last': 3}},
         trainer={'max_duration': '2000ba', 'save_interval': '4ba', 'autoresume': True, 'device': 'cpu'},
     )
 
@@ -105,9 +114,13 @@ def start(forkserver, tmp_path):
 
     def start(recipe: Path) -> Session:
         environ = os.environ | {SOCKET: forkserver.path, 'PYTHONPATH': f'{ROOT}:{ROOT / "tests"}', 'TERM': 'xterm'}
-        return Session([sys.executable, ROOT / 'tests' / 'forkserver.py', recipe], environ, tmp_path)
+        sessions.append(Session([sys.executable, ROOT / 'tests' / 'forkserver.py', recipe], environ, tmp_path))
+        return sessions[-1]
 
-    return start
+    sessions: list[Session] = []
+    yield start
+    for session in sessions:
+        session.end()
 
 
 def slow(tmp_path: Path, seconds: float = 1.0) -> dict[str, object]:
@@ -260,9 +273,14 @@ def launch(forkserver, recipe, tmp_path):
         (tmp_path / 'job.yaml').write_text(yaml.safe_dump(spec))
         (tmp_path / 'run.py').symlink_to(ROOT / 'tests' / 'forkserver.py')
         environ = os.environ | {SOCKET: forkserver.path, 'PYTHONPATH': f'{ROOT}:{ROOT / "tests"}'}
-        return Session([sys.executable, '-m', 'diffusion', 'launch', tmp_path / 'job.yaml'], environ, tmp_path)
+        command = [sys.executable, '-m', 'diffusion', 'launch', tmp_path / 'job.yaml']
+        sessions.append(Session(command, environ, tmp_path))
+        return sessions[-1]
 
-    return launch
+    sessions: list[Session] = []
+    yield launch
+    for session in sessions:
+        session.end()
 
 
 @pytest.mark.slow

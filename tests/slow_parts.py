@@ -1,5 +1,7 @@
-"""Callbacks for tests that need a slow run; a recipe imports this module with `imports: [slow_parts]`."""
+"""Callbacks for tests that need a slow run, or one that is killed; a recipe has them with `imports: [slow_parts]`."""
 
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -40,5 +42,21 @@ class SlowStart(Callback):
         time.sleep(seconds)
 
 
+class Killed(Callback):
+    """Kill this process before a batch, as if the machine failed.
+
+    Args:
+        batch: Number of batches before it.
+    """
+
+    def __init__(self, *, batch: int) -> None:
+        self.batch = batch
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch.value == self.batch and 'SPARED' not in os.environ:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+registry.register('callback', 'killed', Killed)
 registry.register('callback', 'slow_batch', SlowBatch)
 registry.register('callback', 'slow_start', SlowStart)

@@ -153,13 +153,13 @@ class BucketStorage:
                 self._batches().discard(batch)
                 self._unsure.discard(batch)
 
-    def upload(self, work: Path, names: Collection[str], batch: int) -> None:
+    def upload(self, work: Path, files: Mapping[str, FileRecord], batch: int) -> None:
         def write(name: str) -> None:
             object_store.write(f'{self.name_of(batch)}/{name}', work / name)
 
         with _as_storage_fault(), ThreadPoolExecutor(UPLOADS_PER_RANK) as pool:
             try:
-                for _ in pool.map(write, names):
+                for _ in pool.map(write, files):
                     pass
             finally:
                 pool.shutdown(cancel_futures=True)

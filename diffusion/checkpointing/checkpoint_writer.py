@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from diffusion.checkpointing import checkpoint_store
 from diffusion.checkpointing.checkpoint_store import FileRecord
 from diffusion.checkpointing.rank_agreement import gather_on_rank_zero, raise_on_all_ranks
-from diffusion.checkpointing.run_storage import RunStorage
+from diffusion.checkpointing.run_storage import SaveTarget
 from diffusion.checkpointing.sharded_writer import ShardedWrite
 from diffusion.checkpointing.snapshot import SnapshotBuffers
 from diffusion.checkpointing.snapshot_memory import reserve_on_all_ranks
@@ -36,7 +36,7 @@ class SaveInProgress:
 
     Args:
         state: The trainer's state.
-        storage: Storage of the run's checkpoints, which is open.
+        storage: What the checkpoint is saved to, which is open.
         sharded_tensors: Each rank writes its shards of the tensors; otherwise rank 0 writes all of them.
         recipe_text: The resolved recipe, stored as recipe.yaml; empty for none.
         buffers: Memory for a snapshot of the state; None takes none.
@@ -48,7 +48,7 @@ class SaveInProgress:
     def __init__(
         self,
         state: State,
-        storage: RunStorage,
+        storage: SaveTarget,
         *,
         sharded_tensors: bool = False,
         recipe_text: str = '',
@@ -91,9 +91,12 @@ class SaveInProgress:
                     path = self._work / checkpoint_store.RECIPE
                     self._records[checkpoint_store.RECIPE] = _write_text(self._recipe_text, path)
             self.progress.add(0)  # an abandoned save is not uploaded
-            self._storage.upload(self._work, self._records, self.batch)
         except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
             self._error = error
+        try:
+            self._storage.upload(self._work, {} if self._error else self._records, self.batch)
+        except Exception as error:
+            self._error = self._error or error
         self.write_seconds = time.monotonic() - began
 
     def publish(self) -> str:
@@ -148,8 +151,9 @@ class SaveInProgress:
         files = {name: record for each in records for name, record in each.items()}
         if self._sharded is not None:
             self._sharded.write_index(results)
-            files[checkpoint_store.INDEX] = self._sharded.records[checkpoint_store.INDEX]
-            self._storage.upload(self._work, [checkpoint_store.INDEX], self.batch)
+            index = {checkpoint_store.INDEX: self._sharded.records[checkpoint_store.INDEX]}
+            files |= index
+            self._storage.upload(self._work, index, self.batch)
         self._storage.publish(self._work, self.batch, files, self._about)
 
     @contextmanager

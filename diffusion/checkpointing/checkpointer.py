@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,12 +15,14 @@ from composer.utils import dist, reproducibility
 from diffusion.callbacks.preemption import is_last_batch
 from diffusion.checkpointing.background_save import BackgroundSave
 from diffusion.checkpointing.checkpoint_writer import SaveInProgress
+from diffusion.checkpointing.node_tier import NodeTier
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
 from diffusion.checkpointing.run_storage import RunStorage, run_storage
 from diffusion.checkpointing.save_interval import timed_interval
 from diffusion.checkpointing.snapshot import SnapshotBuffers
 from diffusion.checkpointing.snapshot_memory import reserve_on_all_ranks
 from diffusion.checkpointing.storage_faults import SaveFailed, way_out
+from diffusion.checkpointing.tier_saves import TierSaves
 from diffusion.checkpointing.trainer_state import gather_state, load_checkpoint
 from diffusion.config.checkpointing import KeepConfig
 from diffusion.launch import run_lock
@@ -72,6 +74,7 @@ class Checkpointer(CheckpointSaver):
             job saves to the same place.
         recipe_text: The resolved recipe, saved in each checkpoint as recipe.yaml; empty for a run without a recipe.
         on_failed_save: Called on rank 0 with the message of each failed save.
+        tiers: Tiers of the nodes, open, fastest first, with the save interval of each.
     """
 
     # A subclass of Composer's CheckpointSaver, since the Trainer looks for one by type and asks it when to save. Its
@@ -89,6 +92,7 @@ class Checkpointer(CheckpointSaver):
         resume: Path | Literal['auto'] | None = None,
         recipe_text: str = '',
         on_failed_save: Callable[[str], None] = _ignore,
+        tiers: Sequence[tuple[NodeTier, str]] = (),
     ) -> None:
         self.storage = run_storage(storage) if isinstance(storage, str | Path) else storage
         self._timed = timed_interval(save_interval, self.storage.place)
@@ -119,6 +123,9 @@ class Checkpointer(CheckpointSaver):
         self._write_seconds: float | None = None
         self._said_slow = False
         self._has_memory = False
+        self._tiers: TierSaves | None = None
+        if tiers:
+            self._tiers = TierSaves(tiers, sharded=sharded, recipe_text=recipe_text, newest_stored=self._newest_stored)
 
     @property
     def is_saving(self) -> bool:
@@ -145,8 +152,9 @@ class Checkpointer(CheckpointSaver):
         if self.resume is None:
             return
         self._random_state = load_checkpoint(state, logger, self.resume, self.storage.fetch)
-        self.last_checkpoint_batch = state.timestamp.batch
-        self.saved_checkpoints.append(str(self.resume))
+        if self.resume.parent == self.storage.folder:  # not from a tier, which keeps no checkpoint for good
+            self.last_checkpoint_batch = state.timestamp.batch
+            self.saved_checkpoints.append(str(self.resume))
         log.info('resumed from %s', self.resume)
 
     def batch_start(self, state: State, logger: Logger) -> None:
@@ -174,6 +182,9 @@ class Checkpointer(CheckpointSaver):
             self._has_memory = True
             if self._running is None and not self.sharded:
                 self._allocate(state)
+        if self._tiers is not None:
+            can_save = self._running is None and self.last_checkpoint_batch != state.timestamp.batch
+            self._tiers.after_batch(state, logger, self._buffers, can_save=can_save)
 
     def epoch_checkpoint(self, state: State, logger: Logger) -> None:
         self._save_at_interval(state, logger, Event.EPOCH_CHECKPOINT)
@@ -185,6 +196,8 @@ class Checkpointer(CheckpointSaver):
         if self._running is not None:  # a save interval of one's own may leave out the end of training
             self._finish_running(logger)
         super().fit_end(state, logger)
+        if self._tiers is not None:
+            self._tiers.clear()
 
     def close(self, state: State, logger: Logger) -> None:
         # After an error of training: the ranks cannot agree any more, so nothing is published. The thread ends at its
@@ -193,6 +206,8 @@ class Checkpointer(CheckpointSaver):
             log.warning('%s: not saved, since the run has ended while it was being written', self._running.save.name)
             self._running.save.abandon()
             self._running = None
+        if self._tiers is not None:
+            self._tiers.close()
         self._lock.close()
 
     def save_in_time(self, state: State, logger: Logger, notice_seconds: float | None) -> None:
@@ -208,6 +223,8 @@ class Checkpointer(CheckpointSaver):
         Raises:
             SaveFailed: Every try failed; on every rank.
         """
+        if self._tiers is not None:
+            self._tiers.abandon()
         running = self._running
         if running is not None and running.batch != state.timestamp.batch:
             choice = running.choose(notice_seconds, self._write_seconds)
@@ -217,6 +234,8 @@ class Checkpointer(CheckpointSaver):
             elif choice == 'finish' and self._finish_running(logger) == 'saved':
                 return
         self._save_checkpoint(state, logger)
+        if self._tiers is not None:
+            self._tiers.clear()
 
     def _save_at_interval(self, state: State, logger: Logger, event: Event) -> None:
         """Save a checkpoint if one is due. After a failed save training continues, unless this save is required."""
@@ -226,6 +245,8 @@ class Checkpointer(CheckpointSaver):
             due = False
         if not due and not made_room:
             return
+        if self._tiers is not None:
+            self._tiers.finish(logger)
         last = is_last_batch(state)
         if self._running is not None and not last:
             made_room = self._wait_for_running(logger) == 'made room'
@@ -293,6 +314,10 @@ class Checkpointer(CheckpointSaver):
         self._running = BackgroundSave(save, state.timestamp.batch, stall_seconds=time.monotonic() - began)
         self._running.after_making_room = made_room
         self._polled_at = float('-inf')
+
+    def _newest_stored(self) -> int | None:
+        """Return the batch of the newest checkpoint in the run's storage; on rank 0."""
+        return max(self.storage.list_batches(), default=None)
 
     def _write(self, state: State, *, in_background: bool) -> SaveInProgress:
         """Save a checkpoint, or only take a snapshot for a save in the background; a collective."""

@@ -24,21 +24,68 @@ from diffusion.storage.atomic import remove
 log = logging.getLogger(__name__)
 
 
-class RunStorage(Protocol):
-    """Storage of a run's checkpoints.
+class SaveTarget(Protocol):
+    """What a checkpoint is saved to: the storage of a run, or a tier of its nodes.
 
     A save calls `begin` on all ranks, writes its files into the temporary folder, and calls `upload` on each rank with
     the files that it wrote. Then rank 0 calls `publish`, which makes the checkpoint exist, and all ranks `finish`.
 
     Attributes:
-        place: The run's folder or URL, for messages.
-        folder: Local folder of the run: the shared folder, or the working folder of this node.
-        run_id: The run's id; empty before `open`.
+        place: The folder or URL, for messages.
+        folder: Local folder: the shared folder, or a folder of this node.
+        run_id: The run's id; empty before the storage is open.
     """
 
     place: str
     folder: Path
     run_id: str
+
+    def name_of(self, batch: int) -> str:
+        """Return the path or URL of the checkpoint after this number of batches."""
+        ...
+
+    def work_folder(self, batch: int) -> Path:
+        """Return the path of the temporary folder of a save; the same on all ranks that share a folder."""
+        ...
+
+    def begin(self, batch: int, *, every_rank: bool) -> None:
+        """Create the temporary folder of a save; a collective.
+
+        Args:
+            batch: Number of batches.
+            every_rank: True if all ranks write into it, False if only rank 0 does.
+        """
+        ...
+
+    def upload(self, work: Path, files: Mapping[str, FileRecord], batch: int) -> None:
+        """Store files that this rank has written into a temporary folder; no collective, may run in a thread.
+
+        Every rank calls it, without files if it has none or could not write them.
+        """
+        ...
+
+    def publish(self, work: Path, batch: int, files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> None:
+        """Make a checkpoint exist, after all ranks have stored their files; on rank 0, no collective.
+
+        Args:
+            work: The temporary folder.
+            batch: Number of batches.
+            files: Size and hash of the files of all ranks by name.
+            about: Additional fields of the receipt.
+        """
+        ...
+
+    def finish(self, work: Path, batch: int) -> None:
+        """Clean up on every rank after `publish` has succeeded on rank 0; a collective, errors are logged."""
+        ...
+
+    def discard(self, work: Path) -> None:
+        """Remove the files of a save that failed; on every rank, no collective."""
+        ...
+
+
+class RunStorage(SaveTarget, Protocol):
+    """Storage of a run's checkpoints."""
 
     def open(self) -> str:
         """Create or open the run, and return its id; a collective.
@@ -62,46 +109,6 @@ class RunStorage(Protocol):
 
     def remove_unfinished(self) -> None:
         """Remove what killed processes left of incomplete saves; a collective."""
-        ...
-
-    def name_of(self, batch: int) -> str:
-        """Return the path or URL of the checkpoint after this number of batches."""
-        ...
-
-    def work_folder(self, batch: int) -> Path:
-        """Return the path of the temporary folder of a save; the same on all ranks that share a folder."""
-        ...
-
-    def begin(self, batch: int, *, every_rank: bool) -> None:
-        """Create the temporary folder of a save; a collective.
-
-        Args:
-            batch: Number of batches.
-            every_rank: True if all ranks write into it, False if only rank 0 does.
-        """
-        ...
-
-    def upload(self, work: Path, names: Collection[str], batch: int) -> None:
-        """Store files that this rank has written into a temporary folder; no collective, may run in a thread."""
-        ...
-
-    def publish(self, work: Path, batch: int, files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> None:
-        """Make a checkpoint exist, after all ranks have stored their files; on rank 0, no collective.
-
-        Args:
-            work: The temporary folder.
-            batch: Number of batches.
-            files: Size and hash of the files of all ranks by name.
-            about: Additional fields of the receipt.
-        """
-        ...
-
-    def finish(self, work: Path, batch: int) -> None:
-        """Clean up on every rank after `publish` has succeeded on rank 0; no collective, errors are logged."""
-        ...
-
-    def discard(self, work: Path) -> None:
-        """Remove the files of a save that failed; on every rank, no collective."""
         ...
 
     def fetch(self, checkpoint: Path, names: Collection[str]) -> None:
@@ -177,7 +184,7 @@ class FolderStorage:
                 remove(work)
                 work.mkdir()
 
-    def upload(self, work: Path, names: Collection[str], batch: int) -> None:
+    def upload(self, work: Path, files: Mapping[str, FileRecord], batch: int) -> None:
         pass  # all ranks write into the shared folder
 
     def publish(self, work: Path, batch: int, files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> None:

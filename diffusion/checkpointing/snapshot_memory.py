@@ -40,3 +40,15 @@ def reserve_on_all_ranks(buffers: SnapshotBuffers, state: object) -> bool:
                 )
             return False
     return all(dist.all_gather_object(buffers.reserve(need, pinned=is_on_gpu(state))))
+
+
+def has_room_on_all_nodes(needed_bytes: int) -> bool:
+    """Return True if every node has memory for what its ranks need, and keeps some free; a collective.
+
+    Args:
+        needed_bytes: Memory that this rank needs.
+    """
+    machine = environment.machine_name(os.environ)
+    figures = dist.all_gather_object((machine, needed_bytes, available_memory()))
+    needs = {name: sum(each for place, each, _ in figures if place == name) for name, _, _ in figures}
+    return all(free is None or needs[name] <= (1 - SPARE_FRACTION) * free for name, _, free in figures)

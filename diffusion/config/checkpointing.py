@@ -28,6 +28,32 @@ class KeepConfig:
 
 
 @dataclass
+class TierConfig:
+    """A tier of `checkpointing.tiers`: recent checkpoints on the nodes themselves."""
+
+    save_interval: str = '1m'
+    """The time between two saves, such as 30s or 10m, or auto, or Composer's durations, such as 50ba. A save is
+    skipped while another one is being written."""
+    folder: str | None = None
+    """The folder on each node, which nodes must not share. Null is /dev/shm/diffusion-UID for `memory`; `disk` needs
+    one, such as /local/nvme."""
+    replicate: bool = False
+    """True keeps a copy of each file on another node, in another rack or block if DIFFUSION_FAILURE_DOMAIN or Slurm
+    names them: the run then resumes from this tier when a node is lost, at the price of twice the memory and of a
+    transfer over gloo per save."""
+
+
+@dataclass
+class TiersConfig:
+    """The `checkpointing.tiers` section: where nodes keep recent checkpoints, in addition to `runs_dir`."""
+
+    memory: TierConfig | None = None
+    """A tier in the memory of the nodes, which outlives the processes of a run but not its nodes; null for none."""
+    disk: TierConfig | None = None
+    """A tier on a local disk of the nodes, which outlives a reboot; null for none."""
+
+
+@dataclass
 class CheckpointingConfig:
     """The `checkpointing` section: the checkpoints of a run."""
 
@@ -38,6 +64,9 @@ class CheckpointingConfig:
     """True lets training continue while a checkpoint is written: a save blocks it only while the state is copied to
     host memory, of which `diffusion plan` shows the size. False blocks it until the checkpoint is complete. Without
     effect for Composer's own checkpoints (`trainer.save_folder`)."""
+    tiers: TiersConfig | None = None
+    """Recent checkpoints on the nodes, with the keys `memory` and `disk`: a run that is restarted on its nodes loses
+    less work. Null keeps none."""
 
 
 def keep_rules(checkpointing: CheckpointingConfig, trainer: Mapping[str, Any]) -> KeepConfig | None:

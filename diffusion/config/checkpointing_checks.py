@@ -2,7 +2,7 @@
 
 import re
 
-from diffusion.config.checkpointing import CheckpointingConfig, KeepConfig
+from diffusion.config.checkpointing import CheckpointingConfig, KeepConfig, TierConfig, TiersConfig
 from diffusion.config.recipe import Recipe
 from diffusion.config.schema import MISSING, Problem
 
@@ -24,6 +24,10 @@ def check_checkpointing(recipe: Recipe) -> list[Problem]:
         return []
     keep = recipe.checkpointing.keep if isinstance(recipe.checkpointing, CheckpointingConfig) else None
     problems = _keep_problems(keep) if isinstance(keep, KeepConfig) else []
+    tiers = recipe.checkpointing.tiers if isinstance(recipe.checkpointing, CheckpointingConfig) else None
+    problems += (
+        _tier_problems(tiers, composer='save_folder' in recipe.trainer) if isinstance(tiers, TiersConfig) else []
+    )
     if 'save_folder' in recipe.trainer:
         if keep is not None:
             what = (
@@ -45,6 +49,25 @@ def check_checkpointing(recipe: Recipe) -> list[Problem]:
         )
         for key in sorted(COMPOSER_SAVER_KEYWORDS & recipe.trainer.keys())
     ]
+
+
+def _tier_problems(tiers: TiersConfig, *, composer: bool) -> list[Problem]:
+    """Return the mistakes in `checkpointing.tiers`; `composer` is True if Composer's own saver is selected."""
+    problems = []
+    for name, tier in (('memory', tiers.memory), ('disk', tiers.disk)):
+        where = f'checkpointing.tiers.{name}'
+        if not isinstance(tier, TierConfig):
+            continue
+        if composer:
+            what = (
+                "does not apply to Composer's own checkpoints, which trainer.save_folder selects; remove one of the two"
+            )
+            problems.append(Problem(where, what))
+        if name == 'disk' and tier.folder is None:
+            problems.append(
+                Problem(f'{where}.folder', 'is missing; name a folder on a local disk, such as /local/nvme')
+            )
+    return problems
 
 
 def _keep_problems(keep: KeepConfig) -> list[Problem]:

@@ -11,6 +11,7 @@ from diffusion.config import registry, sample_order
 from diffusion.config.algorithm_checks import check_algorithms
 from diffusion.config.alignment_checks import check_alignment
 from diffusion.config.byte_sizes import parse_bytes
+from diffusion.config.checkpointing import CheckpointingConfig, TierConfig, TiersConfig
 from diffusion.config.checkpointing_checks import check_checkpointing
 from diffusion.config.device_checks import nearest_divisor
 from diffusion.config.image_shapes import parse_shape
@@ -162,7 +163,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     gather.problems += check_sampling(recipe, dict(own))
     for where, value in _durations(recipe):
         # Composer's own saver, which `save_folder` selects, takes its durations only.
-        may_be_time = where == 'trainer.save_interval' and 'save_folder' not in recipe.trainer
+        may_be_time = where.endswith('.save_interval') and 'save_folder' not in recipe.trainer
         if may_be_time and is_time(value):
             continue
         if (problem := duration_problem(value)) is not None:
@@ -432,6 +433,10 @@ def _durations(recipe: Recipe) -> list[tuple[str, Any]]:
                 found += [(join(where, key), each) for each in value]
             elif takes_text or isinstance(value, str):
                 found.append((join(where, key), value))
+    if isinstance(recipe.checkpointing, CheckpointingConfig) and isinstance(recipe.checkpointing.tiers, TiersConfig):
+        for name, tier in (('memory', recipe.checkpointing.tiers.memory), ('disk', recipe.checkpointing.tiers.disk)):
+            if isinstance(tier, TierConfig):
+                found.append((f'checkpointing.tiers.{name}.save_interval', tier.save_interval))
     # 0 turns evaluation off, in any unit.
     return [(where, value) for where, value in found if (where, value) != ('trainer.eval_interval', 0)]
 

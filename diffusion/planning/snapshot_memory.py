@@ -1,12 +1,15 @@
-"""Host memory that snapshots of asynchronous saves take."""
+"""Host memory that snapshots of asynchronous saves and checkpoints in memory take."""
 
+from diffusion.config.recipe import Recipe
 from diffusion.planning.checkpoint_interval import sizes_of
 from diffusion.planning.memory import Setup
 from diffusion.planning.workload import Phase
 
 
 def snapshot_bytes_per_node(phase: Phase, setup: Setup, *, gpus_per_node: int) -> int:
-    """Return the bytes of host memory for snapshots on the node that needs most; 0 if saves block training.
+    """Return the bytes of host memory for snapshots and checkpoints on the node that needs most.
+
+    It is 0 if saves block training and no tier is in memory.
 
     The first device snapshots the whole state, or each device its shard of a sharded checkpoint. Of the shards that
     several groups of devices hold (`parallelism.replicas`), the first group snapshots its own.
@@ -17,8 +20,25 @@ def snapshot_bytes_per_node(phase: Phase, setup: Setup, *, gpus_per_node: int) -
         gpus_per_node: Number of devices of a node.
     """
     recipe = phase.recipe
-    if not recipe.checkpointing.asynchronous or 'save_folder' in recipe.trainer:
+    node = _saved_bytes(phase, setup, gpus_per_node=gpus_per_node)
+    snapshot = recipe.checkpointing.asynchronous and 'save_folder' not in recipe.trainer
+    return node * (snapshot + _copies_in_memory(recipe))
+
+
+def _copies_in_memory(recipe: Recipe) -> int:
+    """Return how many times a node has its part of a checkpoint in its memory while one is saved there."""
+    tiers = recipe.checkpointing.tiers
+    tier = None if tiers is None else tiers.memory
+    if tier is None or 'save_folder' in recipe.trainer:
         return 0
+    # The checkpoint before stays until the new one is complete. Each node of a sharded run has another node's copy too;
+    # of a whole checkpoint, the copy is on a node that has nothing else.
+    return 2 * (1 + (tier.replicate and recipe.parallelism.checkpoints == 'sharded'))
+
+
+def _saved_bytes(phase: Phase, setup: Setup, *, gpus_per_node: int) -> int:
+    """Return the bytes of a checkpoint that the ranks of a node save, on the node that has most."""
+    recipe = phase.recipe
     total = sizes_of(recipe, phase.model, auxiliary=phase.auxiliary_parameters).with_averages
     if recipe.parallelism.checkpoints == 'whole':
         return total

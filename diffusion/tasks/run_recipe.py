@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 
@@ -24,6 +25,9 @@ from diffusion.launch.lost_output import discarding_lost_output
 from diffusion.launch.stop_signals import StoppedEarly, stopping_early
 from diffusion.loggers import status_line
 from diffusion.loggers.status_line import PrintableFormatter, WrappingFormatter
+
+RANK_ZERO_SECONDS = 5.0
+"""Time in which rank 0 should have printed the mistakes in a recipe, for which the other ranks wait."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,6 +67,9 @@ def _main(arguments: Sequence[str]) -> int:
             prefix = f'rank {rank}: ' if rank else ''
             message = str(error) if recipe is None else hide_environment(recipe, str(error))
             print(f'{prefix}error: {printable(message)}', file=sys.stderr)
+        else:
+            # Composer's launcher ends all processes as soon as one has ended, and rank 0 has not printed it yet.
+            time.sleep(RANK_ZERO_SECONDS)
         return exit_status(error)
     return 0
 

@@ -27,10 +27,12 @@ from diffusion.callbacks.status_updates import RunStatus
 from diffusion.callbacks.stragglers import Stragglers
 from diffusion.checkpointing.bucket_storage import BucketStorage
 from diffusion.checkpointing.checkpointer import Checkpointer
+from diffusion.checkpointing.node_tier import open_tiers
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
 from diffusion.checkpointing.run_folder import RECIPE
 from diffusion.checkpointing.run_mirror import RunMirror, mirrored, try_to_push
 from diffusion.checkpointing.run_storage import RunStorage, run_storage
+from diffusion.checkpointing.tier_restore import find_resume_point
 from diffusion.config import registry
 from diffusion.config.checkpointing import keep_rules
 from diffusion.config.load import Recipe, hide_environment, to_yaml
@@ -242,7 +244,9 @@ def build_checkpointer(recipe: Recipe) -> Checkpointer | None:
         return None
     storage = run_storage(recipe.run_url or recipe.run_dir)
     storage.open()
-    resume = storage.resume_point() if recipe.trainer.get('autoresume') else None
+    tiers = open_tiers(recipe.checkpointing.tiers, storage.run_id, to_yaml(recipe))
+    opened = [tier for tier, _ in tiers]
+    resume = find_resume_point(storage, opened) if recipe.trainer.get('autoresume') else None
     if resume is None:
         check_unused(storage)
     return Checkpointer(
@@ -253,6 +257,7 @@ def build_checkpointer(recipe: Recipe) -> Checkpointer | None:
         asynchronous=recipe.checkpointing.asynchronous,
         resume=resume,
         recipe_text=to_yaml(recipe),
+        tiers=tiers,
     )
 
 

@@ -137,7 +137,7 @@ def test_thread_has_a_low_priority_and_memory_is_used_again_as_planned(write):
     found = the_checkpointer(trainer)
 
     class Watched(FolderStorage):
-        def upload(self, work, names, batch):
+        def upload(self, work, files, batch):
             niceness = os.getpriority(os.PRIO_PROCESS, 0)  # of this thread
             seen.append((batch, niceness, found.snapshot_bytes))
 

@@ -29,8 +29,8 @@ class Kill(Callback):
 def script(place: str) -> str:
     """Return the script of the page, for another place."""
     block = next(each for each in re.findall(r'```python\n(.*?)```', PAGE.read_text(), re.S) if 'Checkpointer' in each)
-    assert block.count("'runs/mine'") == 1
-    return block.replace("'runs/mine'", repr(place))
+    assert block.count("'runs/own'") == 1
+    return block.replace("'runs/own'", repr(place))
 
 
 @pytest.fixture

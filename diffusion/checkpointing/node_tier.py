@@ -1,0 +1,247 @@
+"""Recent checkpoints on the nodes themselves, in memory or on a local disk, which outlive the processes of a run.
+
+Each node has a folder, such as /dev/shm/diffusion-1000/<run>, with ba120/: the files that its ranks have written, with
+`replicate` copies of the files of another node, and the receipt of the whole checkpoint. No node needs all files. A
+checkpoint can be loaded if all nodes together have all files, intact (`tier_restore`).
+"""
+
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+from uuid import uuid4
+
+from composer.utils import dist
+
+from diffusion.checkpointing import checkpoint_store
+from diffusion.checkpointing.checkpoint_store import INDEX, RECEIPT, FileRecord, checkpoint_name
+from diffusion.checkpointing.peers import Peers, choose_peers, exchange_files, new_group
+from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
+from diffusion.config.checkpointing import TiersConfig
+from diffusion.errors import UserError
+from diffusion.storage.atomic import remove, replace_folder
+
+log = logging.getLogger(__name__)
+
+DOMAIN_VARIABLE = 'DIFFUSION_FAILURE_DOMAIN'
+"""Environment variable with the name of what fails together with this node, such as its rack."""
+LOCK = 'in_use.lock'
+MEMORY_FOLDER = '/dev/shm'
+"""Folder of Linux that is in memory."""
+STALE_SECONDS = 3600.0
+"""Time after which the checkpoints of a run that no longer runs here are removed by another run on this node."""
+
+
+class NodeTier:
+    """Recent checkpoints of a run in a folder of each node; a `SaveTarget` for `SaveInProgress`.
+
+    Args:
+        name: Name for messages: `memory` or `disk`.
+        folder: The run's folder on this node; not on a file system that nodes share.
+        run_id: The run's id.
+        replicate: True keeps a copy of each file on another node.
+        recipe_text: The resolved recipe; a checkpoint of another recipe brings all of its files to each node.
+    """
+
+    def __init__(self, name: str, folder: Path, run_id: str, *, replicate: bool = False, recipe_text: str = '') -> None:
+        self.name, self.folder, self.run_id = name, folder, run_id
+        self.place = f'{name} tier'
+        self.recipe_text = recipe_text
+        self.base: Callable[[], int | None] = lambda: None
+        """Returns the batch of the newest checkpoint in the run's storage, on rank 0."""
+        self.check: Callable[[], None] = lambda: None
+        """Called between the chunks of files that are sent; raises an exception if the save has been abandoned."""
+        self.nodes: list[list[int]] = []
+        """The ranks of each node, after `open`."""
+        self.group = None
+        self._replicate = replicate
+        self._peers: Peers | None = None
+        self._receipt = b''
+        self._lock: IO[str] | None = None
+
+    @property
+    def sharers(self) -> list[int]:
+        """The ranks of this node, in order; the first one cares for the folder."""
+        return next(ranks for ranks in self.nodes if dist.get_global_rank() in ranks)
+
+    @property
+    def cares_for_folder(self) -> bool:
+        """True on one rank of each node."""
+        return self.sharers[0] == dist.get_global_rank()
+
+    @property
+    def copies(self) -> int:
+        """Number of nodes that keep each file."""
+        return 1 if self._peers is None else 2
+
+    def open(self) -> None:
+        """Create the folder on each node, and choose the peers of replication; a collective.
+
+        Raises:
+            UserError: The folder cannot be created, or belongs to another user.
+        """
+        domain = os.environ.get(DOMAIN_VARIABLE) or _slurm_block(os.environ.get('SLURM_TOPOLOGY_ADDR', ''))
+        here = f'{os.uname().nodename} {self.folder.absolute()}'
+        places = dist.all_gather_object((here, domain))
+        names = list(dict.fromkeys(place for place, _ in places))
+        self.nodes = [[rank for rank, (place, _) in enumerate(places) if place == name] for name in names]
+        with raise_on_all_ranks(self.place):
+            if self.cares_for_folder:
+                self._lock = _take_folder(self.folder)
+                checkpoint_store.remove_unfinished_saves(self.folder)
+                _remove_stale(self.folder.parent, self.folder)
+        self.group = new_group()
+        if self._replicate:
+            domains = [places[ranks[0]][1] for ranks in self.nodes]
+            self._peers = choose_peers(self.nodes, domains, dist.get_global_rank())
+            if self._peers is None and dist.get_global_rank() == 0:
+                log.warning(
+                    '%s: files are not copied to another node, since the run has %s. Way out: '
+                    'checkpointing.tiers.%s.replicate: false',
+                    *(self.place, 'one node' if len(self.nodes) == 1 else 'nodes with different numbers of ranks'),
+                    self.name,
+                )
+
+    def name_of(self, batch: int) -> str:
+        return f'{self.place}, {checkpoint_name(batch)}'
+
+    def work_folder(self, batch: int) -> Path:
+        return checkpoint_store.unfinished_path(self.folder, batch)
+
+    def begin(self, batch: int, *, every_rank: bool) -> None:
+        work = self.work_folder(batch)
+        with raise_on_all_ranks(self.name_of(batch), logs=False):
+            if self.cares_for_folder:
+                remove(work)
+                work.mkdir(parents=True)
+
+    def upload(self, work: Path, files: Mapping[str, FileRecord], batch: int) -> None:
+        # Rank 0 alone stores the index, which `finish` brings to all nodes.
+        if self._peers is not None and INDEX not in files:
+            exchange_files(work, files, self._peers, self.group, self.check)
+
+    def publish(self, work: Path, batch: int, files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> None:
+        more = {'save': uuid4().hex, 'base': self.base(), 'recipe': recipe_hash(self)}
+        self._receipt = checkpoint_store.receipt_text(files, {**about, **more}).encode()
+
+    def finish(self, work: Path, batch: int) -> None:
+        index = work / INDEX
+        content: list[Any] = [None]
+        error: OSError | None = None
+        if dist.get_global_rank() == 0:
+            try:
+                content = [(self._receipt, index.read_bytes() if index.exists() else None)]
+            except OSError as caught:
+                error = caught
+        dist.broadcast_object_list(content, src=0)
+        final = self.folder / checkpoint_name(batch)
+        if self.cares_for_folder and content[0] is not None:
+            try:
+                receipt, shard_index = content[0]
+                if shard_index is not None and not index.exists():
+                    index.write_bytes(shard_index)
+                (work / RECEIPT).write_bytes(receipt)
+                replace_folder(work, final, create_folder=False)
+            except OSError as caught:
+                error = caught
+        # The checkpoint before stays until this one is complete on all nodes.
+        errors = [str(each) for each in dist.all_gather_object(None if error is None else str(error)) if each]
+        if not errors and self.cares_for_folder:
+            checkpoint_store.remove_others(final)
+        elif errors and dist.get_global_rank() == 0:
+            log.warning('%s: not complete on all nodes (%s)', self.name_of(batch), errors[0])
+
+    def discard(self, work: Path) -> None:
+        if self.cares_for_folder:
+            shutil.rmtree(work, ignore_errors=True)
+
+    def clear(self) -> None:
+        """Remove all checkpoints of the run from this node, whose memory or disk they take; no collective."""
+        if self.cares_for_folder:
+            remove(self.folder)
+
+    def close(self) -> None:
+        """Let another run on this node remove the checkpoints later."""
+        if self._lock is not None:
+            with suppress(OSError):
+                os.utime(self.folder)
+            self._lock.close()
+            self._lock = None
+
+
+def open_tiers(config: TiersConfig | None, run_id: str, recipe_text: str) -> list[tuple[NodeTier, str]]:
+    """Open the tiers of a recipe; return them, fastest first, with their save intervals; a collective.
+
+    Args:
+        config: The section `checkpointing.tiers`; None for no tiers.
+        run_id: The run's id.
+        recipe_text: The resolved recipe.
+
+    Raises:
+        UserError: The folder of a tier cannot be used on a node.
+    """
+    opened: list[tuple[NodeTier, str]] = []
+    if config is None:
+        return opened
+    for name, tier in (('memory', config.memory), ('disk', config.disk)):
+        if tier is None:
+            continue
+        root = Path(tier.folder or MEMORY_FOLDER) / f'diffusion-{os.getuid()}'
+        found = NodeTier(name, root / run_id, run_id, replicate=tier.replicate, recipe_text=recipe_text)
+        found.open()
+        opened.append((found, tier.save_interval))
+    return opened
+
+
+def recipe_hash(tier: NodeTier) -> str:
+    """Return the hash of a tier's recipe, which its checkpoints record."""
+    return hashlib.sha256(tier.recipe_text.encode()).hexdigest()
+
+
+def _slurm_block(address: str) -> str:
+    """Return the part of Slurm's address of a node, such as `core.rack2.node7`, that it shares with its neighbors."""
+    return address.rpartition('.')[0]
+
+
+def _take_folder(folder: Path) -> IO[str]:
+    """Create a run's folder and lock it while this process lives.
+
+    Raises:
+        UserError: It cannot be created, or belongs to another user: its files would be unpickled.
+    """
+    try:
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        for each in (folder.parent, folder):
+            if each.stat().st_uid != os.getuid() or each.stat().st_mode & 0o022:
+                raise UserError(
+                    f'{each}: belongs to another user, or others may write to it, so the checkpoints in it cannot be '
+                    'trusted; remove it, or choose another folder for this tier (checkpointing.tiers)'
+                )
+        lock = (folder / LOCK).open('w', encoding='utf-8')
+    except OSError as error:
+        raise UserError(
+            f'{folder}: {error.strerror}; choose another folder for this tier (checkpointing.tiers)'
+        ) from error
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return lock
+
+
+def _remove_stale(root: Path, own: Path) -> None:
+    """Remove the checkpoints of other runs that ended a while ago, since they take memory of this node."""
+    for folder in sorted(root.iterdir()):
+        if folder == own or not (folder / LOCK).exists():
+            continue
+        with suppress(OSError), (folder / LOCK).open('w', encoding='utf-8') as lock:
+            newest = max((each.stat().st_mtime for each in folder.iterdir() if each.name != LOCK), default=0.0)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.time() - newest > STALE_SECONDS:
+                log.warning('%s: removed, the checkpoints of a run that does not run here any more', folder)
+                remove(folder)

@@ -1,0 +1,287 @@
+"""Exchange of checkpoint files between nodes over gloo, apart from the communication of training.
+
+A file travels in chunks, each with a byte that says if the sender could read it. A rank that fails goes on until all
+chunks have been exchanged: a rank that stopped would leave its peer waiting.
+"""
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import IO
+
+import torch
+from composer.utils import dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from diffusion.checkpointing.checkpoint_store import FileRecord, HashingWriter, flush
+
+CHUNK_BYTES = 16 * 2**20
+TIMEOUT = timedelta(minutes=10)
+"""Longest wait for a message of a peer, which may still be writing its own files."""
+_GOOD, _BAD = 1, 0
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The rank to which this rank sends copies of its files, and the one whose files it receives."""
+
+    to: int
+    """Global rank that keeps copies of this rank's files."""
+    source: int
+    """Global rank whose files this rank keeps copies of."""
+
+
+def choose_peers(nodes: Sequence[Sequence[int]], domains: Sequence[str], rank: int) -> Peers | None:
+    """Return the peers of a rank: the ranks at its position on two other nodes, in other failure domains if possible.
+
+    The nodes form a ring in the order of their domains, and each sends its files as many nodes ahead as the largest
+    domain has nodes, which is outside of its own. If one domain has more than half of the nodes, some pairs share it.
+
+    Args:
+        nodes: The ranks of each node, in order.
+        domains: The failure domain of each node, such as its rack; equal texts if none is known.
+        rank: A global rank.
+
+    Returns:
+        The peers; None if there is only one node, or the nodes have different numbers of ranks.
+    """
+    if len(nodes) < 2 or len({len(each) for each in nodes}) != 1:
+        return None
+    ring = sorted(range(len(nodes)), key=lambda node: (domains[node], node))
+    sizes = [list(domains).count(domain) for domain in set(domains)]
+    # One domain alone says nothing about failures: the neighbor is as good as any node.
+    shift = 1 if len(sizes) == 1 else min(max(sizes), len(nodes) // 2)
+    own = next(place for place, node in enumerate(ring) if rank in nodes[node])
+    position = nodes[ring[own]].index(rank)
+    ahead, behind = (ring[(own + step) % len(ring)] for step in (shift, -shift))
+    return Peers(to=nodes[ahead][position], source=nodes[behind][position])
+
+
+def new_group() -> ProcessGroup | None:
+    """Create a group of all ranks for the exchange of files; a collective. None if there is only one rank."""
+    if dist.get_world_size() == 1:
+        return None
+    return torch.distributed.new_group(backend='gloo', timeout=TIMEOUT)
+
+
+def exchange_files(
+    folder: Path, files: Mapping[str, FileRecord], peers: Peers, group: ProcessGroup | None, check: Callable[[], None]
+) -> None:
+    """Send files of a folder to a peer, and write those of another peer into the same folder; may run in a thread.
+
+    Both peers must call this too. A rank without files to send, or whose save has failed, passes none.
+
+    Args:
+        folder: Folder of the files.
+        files: Size and hash of this rank's files by name.
+        peers: The peers.
+        group: A group of all ranks that no other thread uses.
+        check: Called before each chunk; an exception that it raises ends the exchange once all chunks have passed.
+
+    Raises:
+        OSError: A file cannot be read or written, or what arrived differs from what was sent.
+        RuntimeError: A peer cannot be reached.
+    """
+    offered = {name: (record.bytes, record.xxh3_128) for name, record in files.items()}
+    outgoing = _Outgoing(folder, {name: files[name].bytes for name in files}, check)
+    theirs = _exchange_offers(offered, peers, group)
+    incoming = _Incoming(folder, {name: FileRecord(*each) for name, each in theirs.items()})
+    sizes, expected = (_chunk_sizes({name: each[0] for name, each in found.items()}) for found in (offered, theirs))
+    with outgoing, incoming:
+        for number in range(max(len(sizes), len(expected))):
+            sending = None
+            if number < len(sizes):
+                chunk = outgoing.chunk(sizes[number])
+                sending = _send(chunk, peers.to, group)
+            if number < len(expected):
+                buffer = torch.empty(expected[number] + 1, dtype=torch.uint8)
+                torch.distributed.recv(buffer, peers.source, group=group)
+                incoming.write(buffer)
+            if sending is not None:
+                sending.wait()
+    for error in (outgoing.error, incoming.error):
+        if error is not None:
+            raise error
+
+
+def send_file(path: Path, size: int, to: int, group: ProcessGroup | None) -> None:
+    """Send a file to a rank, which must call `receive_file`.
+
+    Raises:
+        OSError: The file cannot be read; the receiver gets an error too.
+    """
+    with _Outgoing(path.parent, {path.name: size}, lambda: None) as outgoing:
+        for chunk_size in _chunk_sizes({path.name: size}):
+            torch.distributed.send(outgoing.chunk(chunk_size), to, group=group)
+    if outgoing.error is not None:
+        raise outgoing.error
+
+
+def receive_file(path: Path, expected: FileRecord, source: int, group: ProcessGroup | None) -> None:
+    """Receive a file from a rank, verify it and write it to a path.
+
+    Raises:
+        OSError: The sender could not read it, it cannot be written, or its content is not as expected.
+    """
+    unfinished = f'.{path.name}.unfinished'
+    with _Incoming(path.parent, {unfinished: expected}) as incoming:
+        for chunk_size in _chunk_sizes({path.name: expected.bytes}):
+            buffer = torch.empty(chunk_size + 1, dtype=torch.uint8)
+            torch.distributed.recv(buffer, source, group=group)
+            incoming.write(buffer)
+    if incoming.error is not None:
+        (path.parent / unfinished).unlink(missing_ok=True)
+        raise incoming.error
+    os.replace(path.parent / unfinished, path)
+
+
+def _exchange_offers(
+    offered: Mapping[str, tuple[int, str]], peers: Peers, group: ProcessGroup | None
+) -> dict[str, tuple[int, str]]:
+    """Send the names, sizes and hashes of this rank's files to its peer; return those of the other peer's files."""
+    text = '\n'.join(f'{name}\t{size}\t{digest}' for name, (size, digest) in offered.items()).encode()
+    sending = _send(torch.tensor([len(text)]), peers.to, group)
+    length = torch.zeros(1, dtype=torch.int64)
+    torch.distributed.recv(length, peers.source, group=group)
+    sending.wait()
+    sending = _send(_tensor(text or b'\0'), peers.to, group)
+    content = torch.empty(max(1, int(length)), dtype=torch.uint8)
+    torch.distributed.recv(content, peers.source, group=group)
+    sending.wait()
+    found: dict[str, tuple[int, str]] = {}
+    for line in bytes(content.numpy()[: int(length)]).decode().splitlines():
+        name, size, digest = line.split('\t')
+        found[name] = (int(size), digest)
+    return found
+
+
+def _send(tensor: Tensor, to: int, group: ProcessGroup | None) -> Work:
+    """Start to send a tensor to a rank."""
+    sending = torch.distributed.isend(tensor, to, group=group)
+    assert sending is not None  # it is for ranks outside of the group, which has all ranks
+    return sending
+
+
+def _chunk_sizes(sizes: Mapping[str, int]) -> list[int]:
+    """Return the sizes of the chunks in which files are sent, one file after another; an empty file is no chunk."""
+    return [min(CHUNK_BYTES, size - start) for size in sizes.values() for start in range(0, size, CHUNK_BYTES)]
+
+
+def _tensor(data: bytes | bytearray) -> Tensor:
+    return torch.frombuffer(bytearray(data) if isinstance(data, bytes) else data, dtype=torch.uint8)
+
+
+class _Outgoing:
+    """Files that are read in chunks; after an error the chunks are bad, and `error` is the error."""
+
+    def __init__(self, folder: Path, sizes: Mapping[str, int], check: Callable[[], None]) -> None:
+        self._folder, self._check = folder, check
+        self._left = [(name, size) for name, size in sizes.items() if size]
+        self._file: IO[bytes] | None = None
+        self._remaining = 0
+        self.error: BaseException | None = None
+
+    def __enter__(self) -> '_Outgoing':
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def chunk(self, size: int) -> Tensor:
+        """Return the next chunk, of which the first byte says if it is good."""
+        data = bytearray(size + 1)
+        if self.error is None:
+            try:
+                self._check()
+                self._read(memoryview(data)[1:])
+                data[0] = _GOOD
+            except Exception as error:
+                self.error = error
+        return _tensor(data)
+
+    def _read(self, buffer: memoryview) -> None:
+        """Fill a buffer with the next bytes."""
+        if not self._remaining:
+            if self._file is not None:
+                self._file.close()
+            name, self._remaining = self._left.pop(0)
+            self._file = (self._folder / name).open('rb')
+        assert self._file is not None
+        filled = self._file.readinto(buffer)  # type: ignore[attr-defined]
+        if filled != len(buffer):
+            raise OSError(f'{self._file.name}: is shorter than when it was written')
+        self._remaining -= filled
+
+
+class _Incoming:
+    """Files that are written as their chunks arrive; after an error nothing more is, and `error` is the error."""
+
+    def __init__(self, folder: Path, files: Mapping[str, FileRecord]) -> None:
+        self._folder, self._left = folder, list(files.items())
+        self._file: IO[bytes] | None = None
+        self._writer: HashingWriter | None = None
+        self._remaining = 0
+        self.error: BaseException | None = None
+
+    def __enter__(self) -> '_Incoming':
+        self._keep_error(self._open_next)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def write(self, chunk: Tensor) -> None:
+        """Write a chunk that has arrived."""
+        self._keep_error(lambda: self._write(chunk))
+
+    def _keep_error(self, work: Callable[[], None]) -> None:
+        if self.error is None:
+            try:
+                work()
+            except Exception as error:
+                self.error = error
+
+    def _write(self, chunk: Tensor) -> None:
+        data = chunk.numpy().data
+        assert self._writer is not None and self._file is not None
+        if data[0] != _GOOD:
+            raise OSError(f'{self._file.name}: the node that has this file cannot read it')
+        self._writer.write(data[1:])  # type: ignore[arg-type]
+        self._remaining -= len(data) - 1
+        if not self._remaining:
+            self._complete()
+            self._open_next()
+
+    def _open_next(self) -> None:
+        """Create the next file, and complete it at once if it is empty."""
+        while self._left and not self._remaining:
+            name, record = self._left[0]
+            self._file = (self._folder / name).open('wb')
+            self._writer, self._remaining = HashingWriter(self._file), record.bytes
+            if not record.bytes:
+                self._complete()
+
+    def _complete(self) -> None:
+        """Flush and close a file, and compare its hash."""
+        assert self._writer is not None and self._file is not None
+        name, expected = self._left.pop(0)
+        flush(self._file)
+        self._file.close()
+        if self._writer.record() != expected:
+            raise OSError(f'{self._folder / name}: changed on its way from another node (xxh3_128 differs)')
+
+
+def missing_files(files: Collection[str], held: Mapping[int, Collection[str]]) -> list[str]:
+    """Return the files that no rank holds, in order.
+
+    Args:
+        files: Names of all files of a checkpoint.
+        held: Names of the intact files that each rank's node holds, by rank.
+    """
+    present = {name for names in held.values() for name in names}
+    return sorted(set(files) - present)

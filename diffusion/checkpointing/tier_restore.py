@@ -1,0 +1,266 @@
+"""Choice of the newest checkpoint that the nodes still have in a tier, and exchange of its files between nodes."""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from composer.utils import dist
+
+from diffusion.checkpointing import checkpoint_store
+from diffusion.checkpointing.bucket_storage import files_of_rank
+from diffusion.checkpointing.checkpoint_store import (
+    RECEIPT,
+    DamagedCheckpoint,
+    FileRecord,
+    batch_number,
+    checkpoint_name,
+    hash_file,
+    list_checkpoints,
+    parse_receipt,
+)
+from diffusion.checkpointing.node_tier import NodeTier, recipe_hash
+from diffusion.checkpointing.peers import missing_files, receive_file, send_file
+from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
+from diffusion.checkpointing.run_storage import RunStorage
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, order=True)
+class _Candidate:
+    """A checkpoint of which a node may have files: `save` tells apart saves of the same batch."""
+
+    batch: int
+    save: str
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """A file that one rank sends to another."""
+
+    name: str
+    source: int
+    to: int
+
+
+def find_resume_point(storage: RunStorage, tiers: Sequence[NodeTier]) -> Path | None:
+    """Return the newest undamaged checkpoint of a run as a local folder, from the fastest place; a collective.
+
+    Args:
+        storage: The run's storage, which is open.
+        tiers: Tiers of the nodes, fastest first, which are open.
+
+    Returns:
+        The checkpoint of a tier if it is newer than those in the storage or as new; else that of the storage; None if
+        there is none.
+
+    Raises:
+        UserError: All checkpoints in the storage are damaged, or the newest is of another run.
+        OSError: The storage cannot be read for minutes.
+    """
+    if not tiers:
+        return storage.resume_point()
+    stored: list[list[int]] = [[]]
+    with raise_on_all_ranks(storage.place):
+        if dist.get_global_rank() == 0:
+            stored = [storage.list_batches()]
+    dist.broadcast_object_list(stored, src=0)
+    found = newest_in_tiers(tiers, stored[0], at_least=max(stored[0], default=0))
+    if found is not None:
+        return found
+    resume = storage.resume_point()
+    number = None if resume is None else batch_number(resume)
+    if number is not None and number < max(stored[0], default=0):
+        # The newest ones in the storage are damaged.
+        found = newest_in_tiers(tiers, stored[0], at_least=number + 1)
+    return resume if found is None else found
+
+
+def newest_in_tiers(tiers: Sequence[NodeTier], stored: Collection[int], *, at_least: int) -> Path | None:
+    """Return the newest checkpoint that the nodes have in a tier, complete and verified, with the files that each node
+    needs; a collective.
+
+    Args:
+        tiers: Tiers of the nodes, fastest first.
+        stored: Batches of the checkpoints in the run's storage. A checkpoint that followed one that is not there any
+            more is not used: somebody has removed it to go back.
+        at_least: Least batch.
+    """
+    candidates = [(each, tier) for tier in tiers for each in _candidates(tier, stored, at_least)]
+    # Newest first; of the same batch from the fastest tier, since sorting keeps the order of equal ones.
+    for candidate, tier in sorted(candidates, key=lambda each: -each[0].batch):
+        found = _restore(candidate, tier)
+        if found is not None:
+            return found
+    return None
+
+
+def _candidates(tier: NodeTier, stored: Collection[int], at_least: int) -> list[_Candidate]:
+    """Return the checkpoints of this run that any node has a receipt of, newest first; a collective."""
+    own: set[_Candidate] = set()
+    if tier.cares_for_folder:
+        try:
+            for checkpoint in list_checkpoints(tier.folder):
+                receipt = _own_receipt(tier, checkpoint)
+                if receipt is None or receipt['batch'] < at_least:
+                    continue
+                base = receipt.get('base')
+                if base is None or base in stored:
+                    own.add(_Candidate(receipt['batch'], receipt['save']))
+                else:
+                    log.warning('%s: not used, since ba%d, which it followed, is no longer there', checkpoint, base)
+        except OSError as error:
+            log.warning('%s: cannot be read (%s)', tier.folder, error)
+    return sorted(set().union(*dist.all_gather_object(own)), reverse=True)
+
+
+def _own_receipt(tier: NodeTier, checkpoint: Path) -> dict[str, Any] | None:
+    """Return the receipt of a checkpoint of this run on this node; None if there is none or it is damaged."""
+    try:
+        receipt = parse_receipt((checkpoint / RECEIPT).read_bytes(), str(checkpoint))
+    except (DamagedCheckpoint, OSError) as error:
+        log.warning('%s: not used (%s)', checkpoint, error)
+        return None
+    valid = receipt.get('run') == tier.run_id and isinstance(receipt.get('save'), str)
+    return receipt if valid else None
+
+
+def _restore(candidate: _Candidate, tier: NodeTier) -> Path | None:
+    """Verify a checkpoint of a tier on all nodes, and bring to each node what it needs; a collective.
+
+    Returns:
+        The checkpoint's folder on this node; None if files are missing on all nodes, or a node has no room for them.
+    """
+    began = time.monotonic()
+    checkpoint = tier.folder / checkpoint_name(candidate.batch)
+    name = tier.name_of(candidate.batch)
+    text, intact, damaged = _verify_own_files(candidate, tier, checkpoint)
+    reports = dist.all_gather_object((text, intact, damaged))
+    receipt = parse_receipt(next(each for each, _, _ in reports if each), str(checkpoint))
+    held = {
+        node[0]: {file for rank in node for file in reports[rank][1]} for node in tier.nodes
+    }  # by the rank that cares for the node's folder
+    damages = [each for _, _, damages in reports for each in damages]
+    missing = missing_files(receipt['files'], held)
+    if missing:
+        if dist.get_global_rank() == 0:
+            reason = f' ({"; ".join(damages[:3])})' if damages else ''
+            log.warning(
+                '%s: not used, %d of its %d files are on no node, such as %s%s',
+                *(name, len(missing), len(receipt['files']), missing[0], reason),
+            )
+        return None
+    for damage in damages:
+        if dist.get_global_rank() == 0:
+            log.warning('%s: another node has this file: %s', name, damage)
+    needs = dist.all_gather_object(sorted(_needed_files(receipt, tier)))
+    transfers = plan_transfers(tier.nodes, needs, held)
+    text = next(each for each, _, _ in reports if each)
+    error = _bring(checkpoint, tier, text, receipt['files'], transfers)
+    errors = [each for each in dist.all_gather_object(error) if each]
+    if errors:
+        if dist.get_global_rank() == 0:
+            log.warning('%s: not used, its files cannot be brought to all nodes (%s)', name, errors[0])
+        return None
+    if dist.get_global_rank() == 0:
+        size = sum(receipt['files'][each.name].bytes for each in transfers)
+        log.info(
+            '%s: complete on %d nodes and verified; %d files (%.3g GB) came from other nodes; %.2g s',
+            *(name, len(tier.nodes), len(transfers), size / 1e9, time.monotonic() - began),
+        )
+    return checkpoint
+
+
+def _verify_own_files(candidate: _Candidate, tier: NodeTier, checkpoint: Path) -> tuple[bytes, list[str], list[str]]:
+    """Return the receipt of this node, the intact files among this rank's part of its files, and the damages."""
+    intact: list[str] = []
+    damages: list[str] = []
+    try:
+        if not (checkpoint / RECEIPT).exists():
+            return b'', [], []
+        receipt = _own_receipt(tier, checkpoint)
+        if receipt is None or receipt['save'] != candidate.save:
+            return b'', [], []
+        files: dict[str, FileRecord] = receipt['files']
+        sharers = tier.sharers
+        for name in sorted(files)[sharers.index(dist.get_global_rank()) :: len(sharers)]:
+            path = checkpoint / name
+            if not path.exists():
+                continue
+            if path.stat().st_size == files[name].bytes and hash_file(path) == files[name]:
+                intact.append(name)
+            else:
+                damages.append(f'{path}: does not match its receipt')
+        return (checkpoint / RECEIPT).read_bytes(), intact, damages
+    except OSError as error:
+        return b'', [], [*damages, f'{checkpoint}: {error}']
+
+
+def _needed_files(receipt: dict[str, Any], tier: NodeTier) -> set[str]:
+    """Return the files that this rank's node must have, so that all of its ranks can load the checkpoint."""
+    same_layout = receipt.get('world_size') == dist.get_world_size() and receipt.get('recipe') == recipe_hash(tier)
+    if receipt.get('kind') == 'sharded' and same_layout:
+        return set(files_of_rank(receipt, tier.sharers))
+    # Which shards a rank reads is known only when the model has been built.
+    return set(receipt['files'])
+
+
+def plan_transfers(
+    nodes: Sequence[Sequence[int]], needs: Sequence[Collection[str]], held: dict[int, set[str]]
+) -> list[_Transfer]:
+    """Return which rank sends which file to which rank, in the order in which all ranks go through them.
+
+    The first rank of each node sends and receives. Files that several nodes have are sent by each of them in turn.
+
+    Args:
+        nodes: The ranks of each node.
+        needs: The files that each rank needs on its node.
+        held: The intact files of each node, by its first rank.
+    """
+    transfers: list[_Transfer] = []
+    for node in nodes:
+        wanted = {name for rank in node for name in needs[rank]} - held[node[0]]
+        for name in sorted(wanted):
+            holders = [rank for rank in held if name in held[rank]]
+            transfers.append(_Transfer(name, holders[len(transfers) % len(holders)], node[0]))
+    return transfers
+
+
+def _bring(
+    checkpoint: Path,
+    tier: NodeTier,
+    receipt: bytes,
+    files: dict[str, FileRecord],
+    transfers: Sequence[_Transfer],
+) -> str:
+    """Send and receive the files of this rank; return the first error in words, or an empty text."""
+    rank = dist.get_global_rank()
+    error = ''
+
+    def note(work: Callable[[], None]) -> None:
+        nonlocal error
+        try:
+            work()
+        except OSError as caught:
+            error = error or f'{checkpoint}: {caught}'
+
+    def prepare() -> None:
+        checkpoint.mkdir(exist_ok=True)
+        unfinished = checkpoint / f'.{RECEIPT}.unfinished'
+        unfinished.write_bytes(receipt)
+        os.replace(unfinished, checkpoint / RECEIPT)
+        checkpoint_store.remove_unfinished_saves(tier.folder)
+
+    if tier.cares_for_folder:
+        note(prepare)
+    for each in transfers:
+        path, record = checkpoint / each.name, files[each.name]
+        if rank == each.source:
+            note(lambda path=path, record=record, to=each.to: send_file(path, record.bytes, to, tier.group))
+        elif rank == each.to:
+            note(lambda path=path, record=record, source=each.source: receive_file(path, record, source, tier.group))
+    return error

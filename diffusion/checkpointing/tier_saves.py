@@ -1,0 +1,177 @@
+"""Saves into the tiers of the nodes, between the saves into the run's storage."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from composer.core import Event, State
+from composer.loggers import Logger
+from composer.utils import dist
+from composer.utils.misc import create_interval_scheduler
+
+from diffusion.callbacks.preemption import is_last_batch
+from diffusion.checkpointing.background_save import BackgroundSave
+from diffusion.checkpointing.checkpoint_writer import SaveInProgress
+from diffusion.checkpointing.node_tier import NodeTier
+from diffusion.checkpointing.save_interval import TimedInterval, timed_interval
+from diffusion.checkpointing.snapshot import SnapshotBuffers
+from diffusion.checkpointing.snapshot_memory import has_room_on_all_nodes
+from diffusion.checkpointing.storage_faults import SaveFailed
+
+log = logging.getLogger(__name__)
+
+MAX_FAILED_SAVES = 3
+"""Number of saves in a row into a tier that may fail; after them the run continues without this tier."""
+POLL_SECONDS = 1.0
+"""Least time between two questions to all ranks if a save in the background has been written."""
+
+
+class _Schedule:
+    """A tier and when it is saved to."""
+
+    def __init__(self, tier: NodeTier, interval: str) -> None:
+        self.tier = tier
+        self.timed: TimedInterval | None = timed_interval(interval, tier.place)
+        self.is_due: Callable[[State, Event], bool] = self.timed or create_interval_scheduler(interval)
+        self.failed_in_a_row = 0
+        self.pending = False
+        """True if a save is due that has to wait for another one."""
+
+
+class TierSaves:
+    """Saves into the tiers of the nodes; all methods are collectives unless they say otherwise.
+
+    One save runs at a time, and none while one into the run's storage does. A save that fails is reported and changes
+    nothing else: the run does not depend on its tiers.
+
+    Args:
+        tiers: The tiers, fastest first, with the save interval of each.
+        sharded: If True, each rank writes its shards; otherwise rank 0 writes the whole state.
+        recipe_text: The resolved recipe.
+        newest_stored: Returns the batch of the newest checkpoint in the run's storage, on rank 0.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[tuple[NodeTier, str]],
+        *,
+        sharded: bool,
+        recipe_text: str,
+        newest_stored: Callable[[], int | None],
+    ) -> None:
+        self._schedules = [_Schedule(tier, interval) for tier, interval in tiers]
+        self._sharded, self._recipe_text = sharded, recipe_text
+        self._running: tuple[_Schedule, BackgroundSave] | None = None
+        self._polled_at = float('-inf')
+        for tier, _ in tiers:
+            tier.base = newest_stored
+
+    def after_batch(self, state: State, logger: Logger, buffers: SnapshotBuffers | None, *, can_save: bool) -> None:
+        """Publish a save that has been written, and start one that is due.
+
+        Args:
+            state: The trainer's state.
+            logger: The trainer's logger.
+            buffers: Memory for a snapshot; None blocks training until the save is complete.
+            can_save: False if the memory for snapshots is in use, or this batch is saved already.
+        """
+        for each in self._schedules:
+            each.pending = (each.is_due(state, Event.BATCH_CHECKPOINT) or each.pending) and not is_last_batch(state)
+        now = state.timestamp.total_wct.total_seconds()
+        if self._running is not None and now - self._polled_at >= POLL_SECONDS:
+            self._polled_at = now
+            if self._running[1].is_written():
+                self.finish(logger)
+        due = next((each for each in self._schedules if each.pending), None)
+        if due is None or self._running is not None or not can_save:
+            return
+        due.pending = False
+        self._save(due, state, logger, buffers)
+
+    def finish(self, logger: Logger) -> None:
+        """Wait for the save that is being written, if there is one, and publish it."""
+        if self._running is None:
+            return
+        (schedule, running), self._running = self._running, None
+        began = time.monotonic()
+        running.wait()
+        self._publish(schedule, running.save, logger, began - running.stall_seconds)
+
+    def abandon(self) -> None:
+        """Give up the save that is being written, if there is one."""
+        if self._running is not None:
+            (_, running), self._running = self._running, None
+            running.abandon()
+
+    def clear(self) -> None:
+        """Remove the checkpoints in all tiers, which the run does not need any more."""
+        self.abandon()
+        dist.barrier()
+        for each in self._schedules:
+            each.tier.clear()
+
+    def close(self) -> None:
+        """End after an error of training, when the ranks cannot agree any more; no collective."""
+        if self._running is not None:
+            self._running[1].save.abandon()
+            self._running = None
+        for each in self._schedules:
+            each.tier.close()
+
+    def _save(self, schedule: _Schedule, state: State, logger: Logger, buffers: SnapshotBuffers | None) -> None:
+        """Start a save into a tier, or make a whole one without memory for a snapshot."""
+        began = time.monotonic()
+        try:
+            tier = schedule.tier
+            save = SaveInProgress(
+                state, tier, sharded_tensors=self._sharded, recipe_text=self._recipe_text, buffers=buffers
+            )
+            tier.check = partial(save.progress.add, 0)
+            needed = save.progress.total_bytes * tier.copies
+            if tier.name == 'memory' and not has_room_on_all_nodes(needed):
+                save.discard()
+                self._drop(schedule, 'its checkpoints do not fit into the memory of a node')
+                return
+            if save.has_snapshot:
+                running = BackgroundSave(save, state.timestamp.batch, stall_seconds=time.monotonic() - began)
+                self._running, self._polled_at = (schedule, running), float('-inf')
+                return
+            save.write()
+        except SaveFailed as error:
+            self._failed(schedule, error, logger)
+            return
+        self._publish(schedule, save, logger, began)
+
+    def _publish(self, schedule: _Schedule, save: SaveInProgress, logger: Logger, began: float) -> None:
+        """Publish a save that has been written on all ranks, or report its failure."""
+        try:
+            save.publish()
+        except SaveFailed as error:
+            self._failed(schedule, error, logger)
+            return
+        schedule.failed_in_a_row = 0
+        stall_seconds = time.monotonic() - began
+        if schedule.timed is not None:
+            schedule.timed.saved(stall_seconds, save.total_seconds)
+        name = schedule.tier.name
+        logger.log_metrics(
+            {f'checkpoint/{name}_stall_seconds': stall_seconds, f'checkpoint/{name}_save_seconds': save.total_seconds}
+        )
+
+    def _failed(self, schedule: _Schedule, error: SaveFailed, logger: Logger) -> None:
+        """Report a failed save, and drop the tier after several."""
+        schedule.failed_in_a_row += 1
+        logger.log_metrics({f'checkpoint/{schedule.tier.name}_failed_saves': schedule.failed_in_a_row})
+        if dist.get_global_rank() == 0:
+            log.warning('%s; training continues', error)
+        if schedule.failed_in_a_row == MAX_FAILED_SAVES:
+            self._drop(schedule, f'{MAX_FAILED_SAVES} saves in a row have failed')
+
+    def _drop(self, schedule: _Schedule, reason: str) -> None:
+        """Continue without a tier."""
+        if dist.get_global_rank() == 0:
+            log.warning('%s: not used any more in this run, %s', schedule.tier.place, reason)
+        self._schedules.remove(schedule)
+        schedule.tier.clear()
+        schedule.tier.close()

@@ -1,0 +1,336 @@
+"""Recent checkpoints in tiers of the nodes: real runs of several processes; a folder is the memory of a node."""
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import Job, Ranks, free_port, read_losses
+
+from diffusion.checkpointing.checkpoint_weights import weights_of
+from diffusion.checkpointing.peers import choose_peers, missing_files
+from diffusion.checkpointing.run_folder import find_checkpoint
+from diffusion.checkpointing.sharded_state import read_all_tensors
+from diffusion.checkpointing.tier_restore import plan_transfers
+from diffusion.config.load import load
+from diffusion.errors import UserError
+from diffusion.training.train import build_trainer
+
+KILLED_AT = 5
+SHARDED = {'strategy': 'fsdp2', 'checkpoints': 'sharded', 'reshard_after_forward': False}
+
+
+class Cluster:
+    """Nodes of a few processes each; the memory of a node is a folder."""
+
+    def __init__(self, folder: Path, ranks: Ranks, tiny_recipe: Callable[..., dict[str, Any]]) -> None:
+        self.folder, self.ranks, self.tiny_recipe = folder, ranks, tiny_recipe
+
+    def recipe(
+        self, name: str, *, replicate: bool = True, tier: str = 'memory', asynchronous: bool = False, **sections: Any
+    ) -> Path:
+        """Write a recipe of 8 batches that is killed before batch 5, and saves each batch to a tier."""
+        content = self.tiny_recipe(self.folder / 'runs', name=name, algorithms={'ema': {'smoothing': 0.5}}, **sections)
+        content['imports'] = ['slow_parts']
+        content['callbacks'] = (content.get('callbacks') or {}) | {'killed': {'batch': KILLED_AT}}
+        content['model']['block_out_channels'] = [32]
+        content['trainer'] |= {'save_interval': '3ba'}
+        tiers = {tier: {'save_interval': '1ba', 'folder': '${oc.env:NODE}', 'replicate': replicate}}
+        content['checkpointing'] = {'asynchronous': asynchronous, 'tiers': tiers}
+        path = self.folder / f'{name}.yaml'
+        path.write_text(yaml.safe_dump(content))
+        return path
+
+    def node(self, name: str, number: int) -> Path:
+        """Return the folder that is the memory of a node."""
+        return self.folder / name / f'node{number}'
+
+    def checkpoint(self, name: str, number: int, batch: int) -> Path:
+        """Return the checkpoint of a batch in the memory of a node."""
+        (found,) = self.node(name, number).glob(f'diffusion-*/*/ba{batch}')
+        return found
+
+    def start(
+        self,
+        path: Path,
+        nodes: list[int],
+        *overrides: str,
+        per_node: int = 1,
+        environment: Mapping[str, str] | None = None,
+        deaths: Mapping[int, tuple[int, Path]] | None = None,
+    ) -> list[Job]:
+        """Start a run on nodes, by their numbers in the order of their ranks."""
+        count = len(nodes) * per_node
+        common = {'WORLD_SIZE': str(count), 'LOCAL_WORLD_SIZE': str(count), 'MASTER_ADDR': '127.0.0.1'}
+        common |= {'MASTER_PORT': str(free_port())} | dict(environment or {})
+        jobs = []
+        for rank in range(count):
+            folder = self.node(path.stem, nodes[rank // per_node])
+            folder.mkdir(parents=True, exist_ok=True)
+            own = {'RANK': str(rank), 'LOCAL_RANK': str(rank), 'NODE': str(folder)}
+            death = {0: deaths[rank]} if deaths and rank in deaths else None
+            jobs.append(self.ranks.start(1, path, *overrides, environment=common | own, deaths=death))
+        return jobs
+
+    def kill(self, path: Path, nodes: list[int], **keywords: Any) -> str:
+        """Run until all processes kill themselves; return their output."""
+        jobs = self.start(path, nodes, **keywords)
+        for job in jobs:
+            job.wait()
+        output = '\n'.join(job.output() for job in jobs)
+        assert all(status == [-9] for status in (job.wait() for job in jobs)), output
+        return output
+
+    def run(self, path: Path, nodes: list[int], *overrides: str, **keywords: Any) -> str:
+        """Run to the end; return the output."""
+        keywords['environment'] = {'SPARED': '1'} | dict(keywords.get('environment') or {})
+        jobs = self.start(path, nodes, *overrides, **keywords)
+        statuses = [job.wait() for job in jobs]
+        output = '\n'.join(job.output() for job in jobs)
+        assert all(status == [0] for status in statuses), output
+        return output
+
+    def run_folder(self, path: Path) -> Path:
+        return self.folder / 'runs' / path.stem
+
+
+@pytest.fixture(scope='module')
+def cluster(tmp_path_factory, ranks, tiny_recipe) -> Cluster:
+    return Cluster(tmp_path_factory.mktemp('tiers'), ranks, tiny_recipe)
+
+
+@pytest.fixture(scope='module')
+def undisturbed(cluster) -> Callable[..., Path]:
+    """Function that returns the folder of an undisturbed run without tiers, by number of ranks and sections."""
+    done: dict[str, Path] = {}
+
+    def run(ranks: int, **sections: Any) -> Path:
+        key = f'undisturbed-{ranks}-{len(sections)}'
+        if key not in done:
+            path = cluster.recipe(key, **sections)
+            cluster.run(path, [0], 'checkpointing.tiers=null', per_node=ranks)
+            done[key] = cluster.run_folder(path)
+        return done[key]
+
+    return run
+
+
+def tensors_of(run: Path) -> dict[str, torch.Tensor]:
+    checkpoint = find_checkpoint(run)
+    if (checkpoint / '.metadata').exists():
+        return read_all_tensors(checkpoint, '')
+    return {
+        f'{which}.{name}': each
+        for which in ('training', 'ema')
+        for name, each in weights_of(checkpoint, which)[0].items()  # type: ignore[arg-type]
+    }
+
+
+def assert_same(run: Path, other: Path) -> None:
+    """Assert that two runs have the same losses and the same weights, bit for bit."""
+    assert read_losses(run) == read_losses(other)
+    ours, theirs = tensors_of(run), tensors_of(other)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize('tier', ['memory', pytest.param('disk', marks=pytest.mark.slow)])
+def test_killed_run_resumes_from_the_tier(cluster, undisturbed, tier):
+    path = cluster.recipe(f'killed-{tier}', replicate=False, tier=tier)
+    cluster.kill(path, [0])
+    assert [each.name for each in cluster.checkpoint(path.stem, 0, 5).parent.glob('ba*')] == ['ba5']
+    output = cluster.run(path, [0])
+    assert f'{tier} tier, ba5: complete on 1 nodes and verified; 0 files' in output
+    assert re.search(r'resumed from \S+/ba5\b', output)
+    assert_same(cluster.run_folder(path), undisturbed(1))
+    assert not [*cluster.node(path.stem, 0).glob('diffusion-*/*')], 'a complete run leaves nothing in memory'
+
+
+@pytest.mark.parametrize('parallelism', [{}, SHARDED], ids=['ddp', 'sharded'])
+def test_lost_node_gets_its_files_from_its_peer(cluster, undisturbed, parallelism):
+    sections = {'parallelism': parallelism} if parallelism else {}
+    path = cluster.recipe(f'lost-{len(parallelism)}', **sections)
+    cluster.kill(path, [0, 1])
+    shutil.rmtree(cluster.node(path.stem, 0))
+    # The node that replaces it takes the other rank.
+    output = cluster.run(path, [1, 2])
+    assert 'memory tier, ba5: complete on 2 nodes and verified' in output
+    assert '; 0 files' not in output
+    assert_same(cluster.run_folder(path), undisturbed(2, **sections))
+
+
+@pytest.mark.slow
+def test_two_lost_nodes_of_four(cluster, undisturbed):
+    """Neighbors in the ring that are not a pair of each other."""
+    sections = {'parallelism': SHARDED}
+    path = cluster.recipe('four', **sections)
+    cluster.kill(path, [0, 1, 2, 3])
+    for number in (0, 2):
+        shutil.rmtree(cluster.node(path.stem, number))
+    output = cluster.run(path, [4, 3, 5, 1])
+    assert 'memory tier, ba5: complete on 4 nodes and verified' in output
+    assert_same(cluster.run_folder(path), undisturbed(4, **sections))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('parallelism', [{}, SHARDED], ids=['ddp', 'sharded'])
+def test_lost_pair_falls_back_to_the_storage(cluster, undisturbed, parallelism):
+    sections = {'parallelism': parallelism} if parallelism else {}
+    path = cluster.recipe(f'pair-{len(parallelism)}', **sections)
+    cluster.kill(path, [0, 1])
+    for number in (0, 1):
+        shutil.rmtree(cluster.node(path.stem, number))
+    output = cluster.run(path, [0, 1])
+    assert re.search(r'resumed from \S+/runs/pair-\d/ba3\b', output)
+    assert_same(cluster.run_folder(path), undisturbed(2, **sections))
+
+
+@pytest.mark.parametrize('damage', [flip, pytest.param(truncate, marks=pytest.mark.slow)])
+def test_damaged_file_is_found_before_any_rank_loads_it(cluster, undisturbed, damage):
+    sections = {'parallelism': SHARDED}
+    path = cluster.recipe(f'damaged-{damage.__name__}', **sections)
+    cluster.kill(path, [0, 1])
+    file = cluster.checkpoint(path.stem, 0, 5) / '__0_0.distcp'
+    damage(file)
+    # The other node has a copy.
+    output = cluster.run(path, [0, 1], 'trainer.max_duration=5ba')
+    assert 'another node has this file' in output and 'complete on 2 nodes' in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('damage', [flip, truncate])
+def test_damaged_file_without_a_copy_falls_back_to_the_storage(cluster, undisturbed, damage):
+    sections = {'parallelism': SHARDED}
+    path = cluster.recipe(f'alone-{damage.__name__}', replicate=False, **sections)
+    cluster.kill(path, [0, 1])
+    damage(cluster.checkpoint(path.stem, 1, 5) / '__1_0.distcp')
+    output = cluster.run(path, [0, 1])
+    assert 'ba5: not used, 1 of its' in output and 'does not match its receipt' in output
+    assert re.search(r'resumed from \S+/ba3\b', output)
+    assert_same(cluster.run_folder(path), undisturbed(2, **sections))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(('before', 'after'), [([0, 1], [1]), ([0], [1, 0])])
+def test_changed_number_of_ranks(cluster, before, after):
+    path = cluster.recipe(f'ranks-{len(before)}-{len(after)}', parallelism=SHARDED)
+    cluster.kill(path, before)
+    output = cluster.run(path, after)
+    assert re.search(r'resumed from \S+/ba5\b', output)
+    assert set(read_losses(cluster.run_folder(path))) == set(range(8))
+
+
+@pytest.mark.slow
+def test_two_ranks_per_node_share_its_memory(cluster, undisturbed):
+    path = cluster.recipe('shared', parallelism=SHARDED)
+    cluster.kill(path, [0, 1], per_node=2)
+    held = {each.name for each in cluster.checkpoint(path.stem, 1, 5).iterdir()}
+    assert {f'__{rank}_0.distcp' for rank in range(4)} <= held
+    shutil.rmtree(cluster.node(path.stem, 0))
+    cluster.run(path, [0, 1], per_node=2)
+    assert_same(cluster.run_folder(path), undisturbed(4, parallelism=SHARDED))
+
+
+@pytest.mark.slow
+def test_checkpoint_that_followed_a_removed_one_is_not_used(cluster):
+    path = cluster.recipe('back', replicate=False)
+    cluster.kill(path, [0])
+    shutil.rmtree(cluster.run_folder(path) / 'ba3')
+    output = cluster.run(path, [0], 'trainer.max_duration=2ba')
+    assert 'not used, since ba3, which it followed, is no longer there' in output
+    assert 'resumed from' not in output
+
+
+@pytest.mark.slow
+def test_saves_in_the_background(cluster, undisturbed):
+    """A slow batch gives the thread time to write, so that a save is published before the processes are killed."""
+    slow = {'slow_batch': {'batch': 3, 'file': str(cluster.folder / 'slow'), 'seconds': 3.0}}
+    path = cluster.recipe('background', asynchronous=True, callbacks=slow)
+    cluster.kill(path, [0, 1])
+    shutil.rmtree(cluster.node(path.stem, 0))
+    output = cluster.run(path, [1, 0])
+    found = re.search(r'resumed from \S+/ba(\d)\b', output)
+    assert found, output
+    assert_same(cluster.run_folder(path), undisturbed(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('step', (2, 5, 9, 14, 20))
+def test_rank_killed_at_a_file_operation_of_a_tier(cluster, undisturbed, step):
+    """The other rank ends too, and the run resumes from what is complete."""
+    path = cluster.recipe(f'step-{step}')
+    folder = cluster.node(path.stem, 0)
+    jobs = cluster.start(path, [0, 1], environment={'SPARED': '1'}, deaths={0: (step, folder)})
+    assert jobs[0].wait() == [-9], jobs[0].output()
+    jobs[1].kill()
+    cluster.run(path, [0, 1])
+    assert_same(cluster.run_folder(path), undisturbed(2))
+
+
+@given(
+    domains=st.lists(st.sampled_from('abc'), min_size=2, max_size=9),
+    per_node=st.integers(1, 3),
+)
+@settings(max_examples=100, deadline=None)
+def test_peers_are_a_permutation_outside_of_the_failure_domain(domains, per_node):
+    nodes = [[*range(node * per_node, (node + 1) * per_node)] for node in range(len(domains))]
+    chosen = {rank: choose_peers(nodes, domains, rank) for node in nodes for rank in node}
+    peers = {rank: each for rank, each in chosen.items() if each is not None}
+    assert peers.keys() == chosen.keys()
+    assert all(peers[each.to].source == rank for rank, each in peers.items())
+    assert sorted(each.to for each in peers.values()) == [*peers]
+    largest = max(domains.count(each) for each in domains)
+    for rank, each in peers.items():
+        assert each.to // per_node != rank // per_node
+        if largest <= len(domains) // 2:
+            assert domains[each.to // per_node] != domains[rank // per_node]
+
+
+def test_nodes_without_peers():
+    assert choose_peers([[0, 1]], [''], 0) is None
+    assert choose_peers([[0, 1], [2]], ['', ''], 0) is None
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_transfers_bring_each_node_what_it_needs(data):
+    files = [f'f{number}' for number in range(6)]
+    nodes = [[0, 1], [2, 3], [4, 5]]
+    needs = [data.draw(st.sets(st.sampled_from(files))) for _ in range(6)]
+    held = {node[0]: data.draw(st.sets(st.sampled_from(files))) for node in nodes}
+    for name in missing_files(files, held):
+        held[0].add(name)
+    transfers = plan_transfers(nodes, needs, held)
+    for each in transfers:
+        assert each.name in held[each.source] and each.name not in held[each.to]
+    for node in nodes:
+        got = held[node[0]] | {each.name for each in transfers if each.to == node[0]}
+        assert needs[node[0]] | needs[node[1]] <= got
+    assert len({(each.name, each.to) for each in transfers}) == len(transfers)
+
+
+def test_tier_needs_a_folder_of_its_own(cluster, tmp_path, monkeypatch):
+    path = cluster.recipe('others')
+    monkeypatch.setenv('NODE', str(tmp_path))
+    root = tmp_path / f'diffusion-{os.getuid()}'
+    root.mkdir(mode=0o777)
+    root.chmod(0o777)
+    with pytest.raises(UserError, match='others may write to it'):
+        build_trainer(load(path))

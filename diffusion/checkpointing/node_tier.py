@@ -5,13 +5,14 @@ Each node has a folder, such as /dev/shm/diffusion-1000/<run>, with ba120/: the 
 checkpoint can be loaded if all nodes together have all files, intact (`tier_restore`).
 """
 
+import errno
 import fcntl
 import hashlib
 import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 
 DOMAIN_VARIABLE = 'DIFFUSION_FAILURE_DOMAIN'
 """Environment variable with the name of what fails together with this node, such as its rack."""
+EXCHANGE_FAILED = errno.EPROTO
+"""Error number of a failed exchange with a peer, after which further messages may not fit together."""
 LOCK = 'in_use.lock'
 MEMORY_FOLDER = '/dev/shm'
 """Folder of Linux that is in memory."""
@@ -75,10 +78,13 @@ class NodeTier:
         """True on one rank of each node."""
         return self.sharers[0] == dist.get_global_rank()
 
-    @property
-    def copies(self) -> int:
-        """Number of nodes that keep each file."""
-        return 1 if self._peers is None else 2
+    def kept_bytes(self, written: Sequence[int]) -> int:
+        """Return the bytes that this node keeps because of this rank: its files, and its peer's.
+
+        Args:
+            written: Bytes that each rank writes, in the order of the ranks.
+        """
+        return written[dist.get_global_rank()] + (0 if self._peers is None else written[self._peers.source])
 
     def open(self) -> None:
         """Create the folder on each node, and choose the peers of replication; a collective.
@@ -123,8 +129,12 @@ class NodeTier:
 
     def upload(self, work: Path, files: Mapping[str, FileRecord], batch: int) -> None:
         # Rank 0 alone stores the index, which `finish` brings to all nodes.
-        if self._peers is not None and INDEX not in files:
+        if self._peers is None or INDEX in files:
+            return
+        try:
             exchange_files(work, files, self._peers, self.group, self.check)
+        except (RuntimeError, ValueError) as error:  # of gloo, or of a message that is not the expected one
+            raise OSError(EXCHANGE_FAILED, f'the exchange of files with another node failed: {error}') from error
 
     def publish(self, work: Path, batch: int, files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> None:
         more = {'save': uuid4().hex, 'base': self.base(), 'recipe': recipe_hash(self)}

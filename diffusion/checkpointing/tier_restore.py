@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
 from diffusion.checkpointing.run_storage import RunStorage
 
 log = logging.getLogger(__name__)
+
+SHARD = re.compile(r'__(\d+)_')
+"""Start of the name of a file of shards, with the rank that wrote it."""
 
 
 @dataclass(frozen=True, order=True)
@@ -140,7 +144,10 @@ def _restore(candidate: _Candidate, tier: NodeTier) -> Path | None:
     name = tier.name_of(candidate.batch)
     text, intact, damaged = _verify_own_files(candidate, tier, checkpoint)
     reports = dist.all_gather_object((text, intact, damaged))
-    receipt = parse_receipt(next(each for each, _, _ in reports if each), str(checkpoint))
+    text = next((each for each, _, _ in reports if each), b'')
+    if not text:  # they have become unreadable since they were listed
+        return None
+    receipt = parse_receipt(text, str(checkpoint))
     held = {
         node[0]: {file for rank in node for file in reports[rank][1]} for node in tier.nodes
     }  # by the rank that cares for the node's folder
@@ -159,7 +166,6 @@ def _restore(candidate: _Candidate, tier: NodeTier) -> Path | None:
             log.warning('%s: another node has this file: %s', name, damage)
     needs = dist.all_gather_object(sorted(_needed_files(receipt, tier)))
     transfers = plan_transfers(tier.nodes, needs, held)
-    text = next(each for each, _, _ in reports if each)
     error = _bring(checkpoint, tier, text, receipt['files'], transfers)
     errors = [each for each in dist.all_gather_object(error) if each]
     if errors:
@@ -202,8 +208,11 @@ def _verify_own_files(candidate: _Candidate, tier: NodeTier, checkpoint: Path) -
 
 def _needed_files(receipt: dict[str, Any], tier: NodeTier) -> set[str]:
     """Return the files that this rank's node must have, so that all of its ranks can load the checkpoint."""
-    same_layout = receipt.get('world_size') == dist.get_world_size() and receipt.get('recipe') == recipe_hash(tier)
-    if receipt.get('kind') == 'sharded' and same_layout:
+    world_size = dist.get_world_size()
+    same_layout = receipt.get('world_size') == world_size and receipt.get('recipe') == recipe_hash(tier)
+    # With parallelism.replicas, some ranks have written no shards: they read those of others.
+    writers = {int(found[1]) for name in receipt['files'] if (found := SHARD.match(name))}
+    if receipt.get('kind') == 'sharded' and same_layout and writers == set(range(world_size)):
         return set(files_of_rank(receipt, tier.sharers))
     # Which shards a rank reads is known only when the model has been built.
     return set(receipt['files'])

@@ -13,7 +13,7 @@ from composer.utils.misc import create_interval_scheduler
 from diffusion.callbacks.preemption import is_last_batch
 from diffusion.checkpointing.background_save import BackgroundSave
 from diffusion.checkpointing.checkpoint_writer import SaveInProgress
-from diffusion.checkpointing.node_tier import NodeTier
+from diffusion.checkpointing.node_tier import EXCHANGE_FAILED, NodeTier
 from diffusion.checkpointing.save_interval import TimedInterval, timed_interval
 from diffusion.checkpointing.snapshot import SnapshotBuffers
 from diffusion.checkpointing.snapshot_memory import has_room_on_all_nodes
@@ -128,7 +128,7 @@ class TierSaves:
                 state, tier, sharded_tensors=self._sharded, recipe_text=self._recipe_text, buffers=buffers
             )
             tier.check = partial(save.progress.add, 0)
-            needed = save.progress.total_bytes * tier.copies
+            needed = tier.kept_bytes(dist.all_gather_object(save.progress.total_bytes))
             if tier.name == 'memory' and not has_room_on_all_nodes(needed):
                 save.discard()
                 self._drop(schedule, 'its checkpoints do not fit into the memory of a node')
@@ -165,7 +165,10 @@ class TierSaves:
         logger.log_metrics({f'checkpoint/{schedule.tier.name}_failed_saves': schedule.failed_in_a_row})
         if dist.get_global_rank() == 0:
             log.warning('%s; training continues', error)
-        if schedule.failed_in_a_row == MAX_FAILED_SAVES:
+        # The ranks may have met different faults, but must decide alike.
+        if any(dist.all_gather_object(error.errno == EXCHANGE_FAILED)):
+            self._drop(schedule, 'the exchange of files between nodes has failed')
+        elif schedule.failed_in_a_row == MAX_FAILED_SAVES:
             self._drop(schedule, f'{MAX_FAILED_SAVES} saves in a row have failed')
 
     def _drop(self, schedule: _Schedule, reason: str) -> None:

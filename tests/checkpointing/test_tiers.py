@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from faults import Fault, environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Job, Ranks, free_port, read_losses
 
 from diffusion.checkpointing.checkpoint_weights import weights_of
-from diffusion.checkpointing.peers import choose_peers, missing_files
+from diffusion.checkpointing.peers import missing_files
 from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.checkpointing.sharded_state import read_all_tensors
 from diffusion.checkpointing.tier_restore import plan_transfers
@@ -92,7 +94,14 @@ class Cluster:
         """Run to the end; return the output."""
         keywords['environment'] = {'SPARED': '1'} | dict(keywords.get('environment') or {})
         jobs = self.start(path, nodes, *overrides, **keywords)
-        statuses = [job.wait() for job in jobs]
+        try:
+            while all(job.running() for job in jobs):
+                time.sleep(0.05)
+            # The others do not wait for one that has failed.
+            statuses = [job.wait(60) for job in jobs]
+        finally:
+            for job in jobs:
+                job.kill()
         output = '\n'.join(job.output() for job in jobs)
         assert all(status == [0] for status in statuses), output
         return output
@@ -272,7 +281,28 @@ def test_saves_in_the_background(cluster, undisturbed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('step', (2, 5, 9, 14, 20))
+@pytest.mark.parametrize(
+    ('operation', 'path', 'error', 'times', 'expected'),
+    [
+        ('create', r'node0/.*state\.pt', 'ENOSPC', 1, 'no space left on'),
+        ('write', r'node0/.*state\.pt', 'EIO', -1, 'not used any more in this run, 3 saves in a row have failed'),
+        ('create', r'node1/.*state\.pt', 'ENOSPC', 1, 'no space left on'),
+        ('mkdir', r'node1/.*unfinished', 'ESTALE', 1, 'Stale file handle'),
+        ('rename', r'node1/.*unfinished', 'EIO', 1, 'not complete on all nodes'),
+    ],
+)
+def test_faults_of_a_tier_do_not_disturb_the_run(
+    cluster, undisturbed, tmp_path, operation, path, error, times, expected
+):
+    recipe = cluster.recipe(f'fault-{operation}-{path[:5]}-{error}')
+    faults = environment([Fault(operation, path, error=error, times=times)], tmp_path)
+    output = cluster.run(recipe, [0, 1], environment=faults)
+    assert expected in output
+    assert_same(cluster.run_folder(recipe), undisturbed(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('step', [2, 5, 9, 14, 20])
 def test_rank_killed_at_a_file_operation_of_a_tier(cluster, undisturbed, step):
     """The other rank ends too, and the run resumes from what is complete."""
     path = cluster.recipe(f'step-{step}')
@@ -282,30 +312,6 @@ def test_rank_killed_at_a_file_operation_of_a_tier(cluster, undisturbed, step):
     jobs[1].kill()
     cluster.run(path, [0, 1])
     assert_same(cluster.run_folder(path), undisturbed(2))
-
-
-@given(
-    domains=st.lists(st.sampled_from('abc'), min_size=2, max_size=9),
-    per_node=st.integers(1, 3),
-)
-@settings(max_examples=100, deadline=None)
-def test_peers_are_a_permutation_outside_of_the_failure_domain(domains, per_node):
-    nodes = [[*range(node * per_node, (node + 1) * per_node)] for node in range(len(domains))]
-    chosen = {rank: choose_peers(nodes, domains, rank) for node in nodes for rank in node}
-    peers = {rank: each for rank, each in chosen.items() if each is not None}
-    assert peers.keys() == chosen.keys()
-    assert all(peers[each.to].source == rank for rank, each in peers.items())
-    assert sorted(each.to for each in peers.values()) == [*peers]
-    largest = max(domains.count(each) for each in domains)
-    for rank, each in peers.items():
-        assert each.to // per_node != rank // per_node
-        if largest <= len(domains) // 2:
-            assert domains[each.to // per_node] != domains[rank // per_node]
-
-
-def test_nodes_without_peers():
-    assert choose_peers([[0, 1]], [''], 0) is None
-    assert choose_peers([[0, 1], [2]], ['', ''], 0) is None
 
 
 @given(st.data())

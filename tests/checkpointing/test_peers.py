@@ -1,0 +1,86 @@
+"""Exchange of files between two ranks over gloo, with faults on either side, after which neither waits."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diffusion.checkpointing.peers import choose_peers
+
+PROGRAM = Path(__file__).with_name('exchange_program.py')
+
+
+@pytest.fixture(scope='module')
+def exchanged(ranks, tmp_path_factory) -> tuple[Path, list[dict[str, str]]]:
+    """Folder of the program, and what happened on each rank by case."""
+    root = tmp_path_factory.mktemp('exchange')
+    job = ranks.start_program(2, PROGRAM, root)
+    assert job.wait() == [0, 0], job.output()
+    return root, [json.loads((root / f'result-{rank}.json').read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize('case', ['equal', 'again'])
+def test_each_rank_has_the_files_of_both(exchanged, case):
+    root, found = exchanged
+    assert [each[case] for each in found] == ['done', 'done']
+    for rank in range(2):
+        folder = root / f'{case}-{rank}'
+        assert {path.name: path.stat().st_size for path in folder.iterdir()} == {
+            name: size
+            for other in range(2)
+            for name, size in ((f'a{other}', 3500), (f'b{other}', 0), (f'c{other}', 1000))
+        }
+        assert (folder / f'a{1 - rank}').read_bytes() == bytes([1 - rank]) * 3500
+
+
+def test_one_rank_has_nothing_to_send(exchanged):
+    root, found = exchanged
+    assert [each['different'] for each in found] == ['done', 'done']
+    assert sorted(path.name for path in (root / 'different-0').iterdir()) == ['a1', 'b1', 'c1']
+    assert (root / 'different-1' / 'a1').exists() and not (root / 'different-1' / 'a0').exists()
+
+
+@pytest.mark.parametrize(
+    ('case', 'sender', 'receiver'),
+    [
+        ('short', 'is shorter than when it was written', 'the node that has this file cannot read it'),
+        ('changed', 'done', 'changed on its way from another node'),
+        ('full', 'done', 'IsADirectoryError'),
+        ('abandoned', 'GivenUp', 'the node that has this file cannot read it'),
+        ('sent', 'done', 'done'),
+        ('wrong', 'done', 'changed on its way'),
+    ],
+)
+def test_faults_are_errors_on_the_ranks_that_they_concern(exchanged, case, sender, receiver):
+    root, found = exchanged
+    assert sender in found[0][case]
+    assert receiver in found[1][case]
+    assert not (root / 'wrong').exists() and (root / 'sent').read_bytes() == bytes([0]) * 3500
+    if case != 'abandoned' and case not in ('sent', 'wrong'):
+        assert (root / f'{case}-0' / 'a1').read_bytes() == bytes([1]) * 3500, 'the other direction is not affected'
+
+
+@given(
+    domains=st.lists(st.sampled_from('abc'), min_size=2, max_size=9),
+    per_node=st.integers(1, 3),
+)
+@settings(max_examples=100, deadline=None)
+def test_peers_are_a_permutation_outside_of_the_failure_domain(domains, per_node):
+    nodes = [[*range(node * per_node, (node + 1) * per_node)] for node in range(len(domains))]
+    chosen = {rank: choose_peers(nodes, domains, rank) for node in nodes for rank in node}
+    peers = {rank: each for rank, each in chosen.items() if each is not None}
+    assert peers.keys() == chosen.keys()
+    assert all(peers[each.to].source == rank for rank, each in peers.items())
+    assert sorted(each.to for each in peers.values()) == [*peers]
+    largest = max(domains.count(each) for each in domains)
+    for rank, each in peers.items():
+        assert each.to // per_node != rank // per_node
+        if largest <= len(domains) // 2:
+            assert domains[each.to // per_node] != domains[rank // per_node]
+
+
+def test_nodes_without_peers():
+    assert choose_peers([[0, 1]], [''], 0) is None
+    assert choose_peers([[0, 1], [2]], ['', ''], 0) is None

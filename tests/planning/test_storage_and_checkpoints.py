@@ -93,6 +93,20 @@ def test_memory_of_snapshots_per_node():
     }
 
 
+@pytest.mark.parametrize(
+    ('checkpoints', 'replicate', 'copies'),
+    [('whole', False, 3), ('whole', True, 3), ('sharded', False, 3), ('sharded', True, 5)],
+)
+def test_memory_of_a_tier_per_node(checkpoints, replicate, copies):
+    """A snapshot, and two checkpoints of this node; the shards of its peer twice too."""
+    tier = f'checkpointing.tiers.memory.replicate={str(replicate).lower()}'
+    work = phase(PHASES[1], [f'parallelism.checkpoints={checkpoints}', tier])
+    part = 1 if checkpoints == 'whole' else 16
+    total = sizes_of(PHASE2.recipe, PHASE2.model).with_averages
+    found = snapshot_bytes_per_node(work, Setup(128, 16, work.recipe.parallelism), gpus_per_node=8)
+    assert found == pytest.approx(copies * total / part, abs=copies)
+
+
 def test_default_mtbf_scales_from_llama_3():
     assert default_mtbf_hours(16_384) == pytest.approx(3.1, abs=0.05)
     assert default_mtbf_hours(128) == pytest.approx(396, abs=1)

@@ -394,7 +394,15 @@ def environment_page() -> str:
     rows = [(vars(environment)[name], doc) for name, doc in docs.items()]
     general = [
         ('DIFFUSION_TRACEBACK', 'Set to 1 to print a traceback with every error message.'),
-        ('XDG_CACHE_HOME', 'Parent of the cache of model counts (default: `~/.cache`).'),
+        (
+            'XDG_CACHE_HOME',
+            'Parent of caches and of the working folders of runs in an object store (default: `~/.cache`).',
+        ),
+        ('DIFFUSION_WORKING_FOLDER', 'Folder for the working folders of runs in an object store, on a local disk.'),
+        (
+            'DIFFUSION_FAILURE_DOMAIN',
+            'What fails together with this node, such as its rack, for `checkpointing.tiers`.',
+        ),
         ('HF_HOME, HF_HUB_OFFLINE, HF_TOKEN', "Hugging Face's cache, offline mode and token for gated weights."),
         ('S3_ENDPOINT_URL', 'Endpoint of an S3-compatible object store.'),
     ]

@@ -44,7 +44,10 @@ if __name__ == '__main__':
     # A standby process has imported everything, and stays the rank itself.
     if 'NODE_PID' in os.environ or 'torch' in sys.modules:
         os.environ.setdefault('NODE_PID', str(os.getppid()))
-        sys.exit(run_with_faults())
+        from diffusion.launch.process_end import end_process
+
+        # As run.py does: with sys.exit, a thread of PyTorch could abort the process, whose status would be lost.
+        end_process(run_with_faults())
     os.environ['NODE_PID'] = str(os.getppid())
     sys.path.insert(0, str(here.parent))
     import forkserver

@@ -27,9 +27,9 @@ class Fault:
     """Words that a request must all contain, such as `GET shard.00000`."""
     what: int | str | float
     """Kind of fault: an integer is an HTTP status; a float is the number of seconds that the body takes; `cut` halves
-    the body, `flip` flips a bit of it, `whole` ignores a requested range, `reset` resets the connection, `done 500` and
-    `done reset` carry out the request and then answer 500 or reset the connection; any other text is an S3 error code
-    with status 400."""
+    the body, `flip` flips a bit of it, `whole` ignores a requested range, `reset` resets the connection, `hang` waits a
+    minute and then resets it, `done 500` and `done reset` carry out the request and then answer 500 or reset the
+    connection; any other text is an S3 error code with status 400."""
     times: int
     """Number of further requests that fail."""
 
@@ -139,7 +139,9 @@ class FaultyApp:
             b''.join(self.app(environ, lambda *_: None))
         if fault.what == 'done 500':
             return refused(500, CODES[500], start_response)
-        if fault.what in ('reset', 'done reset'):
+        if fault.what == 'hang':
+            time.sleep(60)
+        if fault.what in ('reset', 'hang', 'done reset'):
             environ['werkzeug.socket'].shutdown(socket.SHUT_RDWR)
             raise ConnectionResetError
         if fault.what not in ('cut', 'flip'):
@@ -163,8 +165,10 @@ def refused(status: int, code: str, start_response: Callable[..., Any]) -> list[
 
 
 def slowly(parts: Any, seconds: float) -> Iterator[bytes]:
-    """Yield a body in eight pieces, spread over a number of seconds."""
+    """Yield a body in eight pieces, spread over a number of seconds; end an empty one after that time."""
     body = b''.join(parts)
+    if not body:
+        time.sleep(seconds)
     step = max(1, len(body) // 8)
     for start in range(0, len(body), step):
         time.sleep(seconds / 8)

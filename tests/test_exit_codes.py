@@ -233,7 +233,7 @@ LATE_RUN: dict[str, tuple[Words, str]] = {
         'optimizer.name: adamw in the checkpoint, decoupled_adamw now',
     ),
     'folder of another run': (lambda site: [site.recipe, 'trainer.autoresume=false'], 'checkpoints of another run'),
-    'run in use': (locked_by_another, 'trains into this folder'),
+    'run in use': (locked_by_another, 'trains this run'),
 }
 EARLY_COMMAND: dict[str, tuple[Words, str]] = {
     'unknown command': (lambda site: ['exprot'], "there is no command 'exprot'; did you mean 'export'"),

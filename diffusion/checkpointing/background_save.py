@@ -5,7 +5,7 @@ import threading
 import time
 from typing import Literal
 
-from composer.core import Time
+from composer.core import State, Time
 from composer.utils import dist
 
 from diffusion.checkpointing.checkpoint_writer import SaveInProgress
@@ -14,6 +14,8 @@ from diffusion.checkpointing.snapshot import lower_priority
 
 log = logging.getLogger(__name__)
 
+POLL_SECONDS = 1.0
+"""Least time between two collectives that ask if a save has been written."""
 ABANDON_SECONDS = 2.0
 """Time in which the thread of an abandoned save should end, which it does at its next write to a file."""
 
@@ -34,10 +36,20 @@ class BackgroundSave:
         self.after_making_room = False
         """True if the save before found a full disk, on which room was made for this one."""
         self._began = time.monotonic()
+        self._polled_at = float('-inf')
         self._written = threading.Event()
         # A daemon: this process can end while the file system does not respond.
         self._thread = threading.Thread(target=self._write, name=f'save {save.name}', daemon=True)
         self._thread.start()
+
+    def poll(self, state: State) -> bool:
+        """Return True if the save is written, as `is_written` does, but ask at most once per second; a collective."""
+        # Composer's clock, which is that of rank 0 on every rank.
+        now = state.timestamp.total_wct.total_seconds()
+        if now - self._polled_at < POLL_SECONDS:
+            return False
+        self._polled_at = now
+        return self.is_written()
 
     def is_written(self) -> bool:
         """Return True if all ranks have written their files, or failed to; a collective."""
@@ -60,7 +72,7 @@ class BackgroundSave:
         own = 0.0
         if not self._written.is_set():
             elapsed, progress = self.elapsed_seconds(), self.save.progress
-            # Bytes alone deceive: the last flush to the disk can take most of the time.
+            # The bytes underestimate the rest: the last flush to the disk can take most of the time.
             fraction = min(1.0, progress.written_bytes / max(1, progress.total_bytes))
             by_bytes = elapsed * (1 - fraction) / max(fraction, 0.01)
             own = max(by_bytes, (expected_seconds or 0.0) - elapsed, 0.1 * elapsed)

@@ -33,7 +33,7 @@ DOWNLOADS = 2
 
 
 @dataclass(frozen=True)
-class Brought:
+class Found:
     """A file that was made available: its size, and whether it had to be downloaded."""
 
     bytes: int
@@ -94,7 +94,7 @@ def delete_checkpoint(url: str) -> None:
     object_store.delete_all([f'{url}/{name}' for name in names])
 
 
-def bring_files(url: str, folder: Path, files: Mapping[str, FileRecord]) -> None:
+def download_missing_files(url: str, folder: Path, files: Mapping[str, FileRecord]) -> None:
     """Make files of a checkpoint available in a local folder, verified; files that are intact there are not downloaded.
 
     Args:
@@ -110,23 +110,23 @@ def bring_files(url: str, folder: Path, files: Mapping[str, FileRecord]) -> None
     begin = time.monotonic()
     with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
         try:
-            brought = list(pool.map(lambda name: _bring(f'{url}/{name}', folder / name, files[name]), files))
+            found = list(pool.map(lambda name: _download_missing(f'{url}/{name}', folder / name, files[name]), files))
         finally:
             pool.shutdown(cancel_futures=True)
-    downloaded = [each.bytes for each in brought if each.downloaded]
+    downloaded = [each.bytes for each in found if each.downloaded]
     # Shown for rank 0 only: other ranks log from WARNING.
     log.info(
         '%s: %d files from the local disk, %d (%.3g GB) downloaded in %.1f s',
-        *(url, len(brought) - len(downloaded), len(downloaded), sum(downloaded) / 1e9, time.monotonic() - begin),
+        *(url, len(found) - len(downloaded), len(downloaded), sum(downloaded) / 1e9, time.monotonic() - begin),
     )
 
 
-def _bring(url: str, path: Path, expected: FileRecord) -> Brought:
-    """Make a file available at a local path; return whether it was downloaded."""
+def _download_missing(url: str, path: Path, expected: FileRecord) -> Found:
+    """Make a file available at a local path; return its size and True if it was downloaded."""
     # The ranks of a node may want the same file.
     with hold_path_lock(path, lambda: None):
         if path.is_file() and path.stat().st_size == expected.bytes and hash_file(path) == expected:
-            return Brought(expected.bytes, downloaded=False)
+            return Found(expected.bytes, downloaded=False)
         unfinished = path.with_name(f'.{path.name}.unfinished')
         for _ in range(DOWNLOADS):
             try:
@@ -137,6 +137,6 @@ def _bring(url: str, path: Path, expected: FileRecord) -> Brought:
                 raise
             if hash_file(unfinished) == expected:
                 os.replace(unfinished, path)
-                return Brought(expected.bytes, downloaded=True)
+                return Found(expected.bytes, downloaded=True)
         unfinished.unlink(missing_ok=True)
     raise DamagedCheckpoint(f'{url}: the content has changed since it was written (xxh3_128 differs)')

@@ -14,8 +14,9 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from composer.utils import dist
 from diffusion.checkpointing import checkpoint_store, retention
 from diffusion.checkpointing.bucket_checkpoints import (
     DAMAGED_RECEIPT,
-    bring_files,
     delete_checkpoint,
+    download_missing_files,
     object_names,
     object_sizes,
     published_batches,
@@ -43,20 +44,18 @@ from diffusion.checkpointing.checkpoint_store import (
     parse_receipt,
 )
 from diffusion.checkpointing.claims import PIN
-from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
+from diffusion.checkpointing.rank_agreement import raise_on_all_ranks, run_on_each_rank
 from diffusion.checkpointing.retention import CheckpointInfo
 from diffusion.config.checkpointing import KeepConfig
 from diffusion.errors import ExternalError, UserError
 from diffusion.launch.bucket_run import claim_working_folder, open_bucket_run
 from diffusion.launch.run_id import check_run_id
-from diffusion.storage import object_store
+from diffusion.storage import object_store, request_threads
 from diffusion.storage.atomic import remove, replace_folder
-from diffusion.storage.retry import PreconditionFailed, status_of
+from diffusion.storage.retry import PreconditionFailed, RetryPolicy
 from diffusion.storage.working_folder import working_folder
 
 log = logging.getLogger(__name__)
-
-UPLOADS_PER_RANK = 4
 
 
 def _do_nothing() -> None:
@@ -77,20 +76,20 @@ class BucketStorage:
         self.run_id = ''
         self.before_publish: Callable[[], None] = _do_nothing
         """Called on rank 0 before a checkpoint is published, to store what should not be older than the checkpoint."""
-        self._sharers = [dist.get_global_rank()]
-        """Ranks with the same working folder, in order: those of this node. The first one cares for the folder."""
+        self._node_ranks = [dist.get_global_rank()]
+        """Ranks of this node, which share the working folder, in order. The first one creates and cleans it."""
         self._published: set[int] | None = None
         """Batches of the checkpoints in the store, on rank 0; None before they are listed."""
         self._saved: dict[int, float | None] = {}
         """Times of their saves, as far as they are known."""
-        self._unsure: set[int] = set()
+        self._maybe_published: set[int] = set()
         """Batches whose receipt may have been written although the store answered with an error."""
 
     def open(self) -> str:
         # Not Composer's local ranks: the nodes of a local job share a machine, but may have folders of their own.
         here = f'{os.uname().nodename} {self.folder.absolute()}'
         folders = dist.all_gather_object(here)
-        self._sharers = [rank for rank, folder in enumerate(folders) if folder == here]
+        self._node_ranks = [rank for rank, folder in enumerate(folders) if folder == here]
         run_id = ['']
         with raise_on_all_ranks(self.place):
             if dist.get_global_rank() == 0:
@@ -98,7 +97,7 @@ class BucketStorage:
         dist.broadcast_object_list(run_id, src=0)
         self.run_id = run_id[0]
         with raise_on_all_ranks(str(self.folder)):
-            if self._cares_for_folder():
+            if self._owns_folder():
                 claim_working_folder(self.folder, self.run_id)
         return self.run_id
 
@@ -127,7 +126,7 @@ class BucketStorage:
 
     def remove_unfinished(self) -> None:
         with raise_on_all_ranks(self.place), _as_storage_fault():
-            if self._cares_for_folder():
+            if self._owns_folder():
                 checkpoint_store.remove_unfinished_saves(self.folder)
             if dist.get_global_rank() == 0:
                 self._remove_orphans()
@@ -143,26 +142,27 @@ class BucketStorage:
     def begin(self, batch: int, *, every_rank: bool) -> None:
         work = self.work_folder(batch)
         with raise_on_all_ranks(self.name_of(batch), logs=False), _as_storage_fault():
-            if self._cares_for_folder():
+            if self._owns_folder():
                 check_run_id(self.folder, self.run_id)
                 remove(work)
                 work.mkdir()
-            if dist.get_global_rank() == 0 and batch in self._batches() | self._unsure:
+            if dist.get_global_rank() == 0 and batch in self._batches() | self._maybe_published:
                 # Its objects are overwritten one by one: until all are, it is no checkpoint.
                 object_store.delete(f'{self.name_of(batch)}/{RECEIPT}', missing_ok=True)
                 self._batches().discard(batch)
-                self._unsure.discard(batch)
+                self._maybe_published.discard(batch)
 
-    def upload(self, work: Path, files: Mapping[str, FileRecord], batch: int) -> None:
-        def write(name: str) -> None:
-            object_store.write(f'{self.name_of(batch)}/{name}', work / name)
+    def upload(self, work: Path, files: Mapping[str, FileRecord], batch: int, check: Callable[[], None]) -> None:
+        def write(name: str, policy: RetryPolicy) -> None:
+            def wait() -> None:
+                check()
+                policy.wait()
 
-        with _as_storage_fault(), ThreadPoolExecutor(UPLOADS_PER_RANK) as pool:
-            try:
-                for _ in pool.map(write, files):
-                    pass
-            finally:
-                pool.shutdown(cancel_futures=True)
+            object_store.write(f'{self.name_of(batch)}/{name}', work / name, retry=replace(policy, wait=wait))
+
+        with _as_storage_fault():
+            tasks = [partial(write, name) for name in files]
+            request_threads.run_all(tasks, replace(object_store.DEFAULT, wait=check))
 
     def publish(self, work: Path, batch: int, files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> None:
         url = self.name_of(batch)
@@ -175,7 +175,7 @@ class BucketStorage:
                 raise OSError(errno.EIO, f'the object {url}/{name} {what} after it was uploaded')
             self.before_publish()
             receipt = checkpoint_store.receipt_text(files, about).encode()
-            self._unsure.add(batch)
+            self._maybe_published.add(batch)
             try:
                 object_store.write(f'{url}/{RECEIPT}', receipt, if_absent=True)
             except PreconditionFailed as error:
@@ -183,7 +183,7 @@ class BucketStorage:
                     f'{url}/{RECEIPT} exists already: another job saves to this URL; end one of the two, or give '
                     'this run another name'
                 ) from error
-            self._unsure.discard(batch)
+            self._maybe_published.discard(batch)
             self._batches().add(batch)
             self._saved[batch] = retention.time_of_receipt(about)
             try:
@@ -192,7 +192,7 @@ class BucketStorage:
                 log.warning('%s: is saved, but %s still names an older checkpoint (%s)', url, LATEST, error)
 
     def finish(self, work: Path, batch: int) -> None:
-        if not self._cares_for_folder():
+        if not self._owns_folder():
             return
         # The files of the newest checkpoint stay for a restart on this node.
         try:
@@ -203,7 +203,7 @@ class BucketStorage:
 
     def discard(self, work: Path) -> None:
         # The objects that were uploaded have no receipt; the next save of this batch, or the next start, removes them.
-        if self._cares_for_folder():
+        if self._owns_folder():
             shutil.rmtree(work, ignore_errors=True)
 
     def list_batches(self) -> list[int]:
@@ -226,7 +226,7 @@ class BucketStorage:
 
     def make_room(self, rules: KeepConfig | None, batch: int) -> bool:
         # It is the disk of the working folder that is full, where older checkpoints are copies.
-        copies = checkpoint_store.list_checkpoints(self.folder) if self._cares_for_folder() else []
+        copies = checkpoint_store.list_checkpoints(self.folder) if self._owns_folder() else []
         for path in copies:
             remove(path)
         return bool(copies)
@@ -241,11 +241,11 @@ class BucketStorage:
         with _as_storage_fault():
             receipt = parse_receipt((checkpoint / RECEIPT).read_bytes(), str(checkpoint))
             wanted = {name: receipt['files'][name] for name in names}
-            bring_files(f'{self.place}/{checkpoint.name}', checkpoint, wanted)
+            download_missing_files(f'{self.place}/{checkpoint.name}', checkpoint, wanted)
 
-    def _cares_for_folder(self) -> bool:
+    def _owns_folder(self) -> bool:
         """Return True on one rank of each working folder."""
-        return self._sharers[0] == dist.get_global_rank()
+        return self._node_ranks[0] == dist.get_global_rank()
 
     def _batches(self) -> set[int]:
         """Return the batches of the checkpoints in the store, which are listed once; on rank 0, which adds new ones."""
@@ -278,13 +278,17 @@ class BucketStorage:
                 text = [read_checked_receipt(url, self.run_id)]
         dist.broadcast_object_list(text, src=0)
         with raise_on_all_ranks(str(checkpoint)):
-            if self._cares_for_folder():
+            if self._owns_folder():
                 checkpoint_store.remove_others(checkpoint)
                 checkpoint.mkdir(exist_ok=True)
                 (checkpoint / RECEIPT).write_bytes(text[0])
         receipt = parse_receipt(text[0], url)
-        with raise_on_all_ranks(url, logs=False), _as_storage_fault():
-            bring_files(url, checkpoint, files_of_rank(receipt, self._sharers))
+
+        def download() -> None:
+            with _as_storage_fault():
+                download_missing_files(url, checkpoint, files_of_rank(receipt, self._node_ranks))
+
+        run_on_each_rank(download, url, logs=False)
         return checkpoint
 
     def _set_aside(self, damaged: Collection[int], newest: int) -> None:
@@ -307,7 +311,7 @@ class BucketStorage:
                 delete_checkpoint(self.name_of(batch))
 
 
-def files_of_rank(receipt: Mapping[str, Any], sharers: Sequence[int]) -> dict[str, FileRecord]:
+def files_of_rank(receipt: Mapping[str, Any], node_ranks: Sequence[int]) -> dict[str, FileRecord]:
     """Return the files of a checkpoint that this rank brings to its node, which together are all files that loading
     needs, and verify the whole checkpoint.
 
@@ -317,13 +321,13 @@ def files_of_rank(receipt: Mapping[str, Any], sharers: Sequence[int]) -> dict[st
 
     Args:
         receipt: Content of the receipt.
-        sharers: Ranks of this node, in order.
+        node_ranks: Ranks of this node, in order.
     """
     files: dict[str, FileRecord] = receipt['files']
     rank, world_size = dist.get_global_rank(), dist.get_world_size()
     largest_first = sorted(files, key=lambda name: (-files[name].bytes, name))
     if receipt.get('kind') != 'sharded':
-        names = largest_first[sharers.index(rank) :: len(sharers)]
+        names = largest_first[node_ranks.index(rank) :: len(node_ranks)]
     else:
         common = {STATE, INDEX, RECIPE}
         if receipt.get('world_size') == world_size:
@@ -332,7 +336,7 @@ def files_of_rank(receipt: Mapping[str, Any], sharers: Sequence[int]) -> dict[st
         else:
             shards = [name for name in largest_first if name not in common]
             names = shards[rank::world_size]
-        names += [name for name in files if name in common and rank == sharers[0] and name not in names]
+        names += [name for name in files if name in common and rank == node_ranks[0] and name not in names]
     return {name: files[name] for name in names}
 
 
@@ -353,13 +357,14 @@ def _saved_time(url: str) -> float | None:
 
 @contextmanager
 def _as_storage_fault() -> Iterator[None]:
-    """Replace the UserError of a request that the store refuses by an OSError.
+    """Replace the UserError of a request that the store refuses, or for which there are no credentials, by an OSError.
 
     The store has accepted such requests when the run was opened: credentials that expire are no mistake in the recipe.
     """
     try:
         yield
     except UserError as error:
-        if isinstance(error, DamagedCheckpoint) or status_of(error) is None:
+        # `retry` raises it from the error of the client; one without a cause is this library's own.
+        if isinstance(error, DamagedCheckpoint) or error.__cause__ is None:
             raise
         raise OSError(errno.EACCES, str(error)) from error

@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from diffusion.checkpointing.bucket_checkpoints import bring_files, published_batches, read_checked_receipt
+from diffusion.checkpointing.bucket_checkpoints import download_missing_files, published_batches, read_checked_receipt
 from diffusion.checkpointing.checkpoint_store import (
     LATEST,
     RECEIPT,
@@ -61,10 +61,10 @@ def _download(run: str, batch: int, folders: Collection[str]) -> Path:
         text = read_checked_receipt(f'{run}/{name}')
         checkpoint.mkdir(parents=True, exist_ok=True)
         _remove_unused(local, checkpoint)
-        bring_files(f'{run}/{name}', checkpoint, parse_receipt(text, f'{run}/{name}')['files'])
+        download_missing_files(f'{run}/{name}', checkpoint, parse_receipt(text, f'{run}/{name}')['files'])
         (checkpoint / RECEIPT).write_bytes(text)
     with hold_path_lock(local / 'run', lambda: None):
-        RunMirror(local, run, without=()).pull(folders)
+        RunMirror(local, run, exclude=()).pull(folders)
     return checkpoint
 
 

@@ -13,7 +13,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -178,10 +178,7 @@ def publish(work: Path, final: Path, files: Mapping[str, FileRecord], about: Map
         flush(file)
     # The run's folder exists; if it does not any more, a new one would hide that its file system is not mounted.
     replace_folder(work, final, create_folder=False)
-    try:
-        link_latest(final)
-    except OSError as error:  # the checkpoint is complete, and found without the link
-        log.warning('%s: is saved, but the link %s still points to an older checkpoint (%s)', final, LATEST, error)
+    link_latest(final)
 
 
 def receipt_text(files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> str:
@@ -191,13 +188,16 @@ def receipt_text(files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> s
 
 
 def link_latest(checkpoint: Path) -> None:
-    """Point the symbolic link `latest` in the run's folder to a checkpoint."""
+    """Point the symbolic link `latest` in the run's folder to a checkpoint; an error is logged."""
     # A new link is renamed over the old one, so that `latest` exists at every moment.
     link = checkpoint.with_name(f'.{LATEST}.unfinished')
-    link.unlink(missing_ok=True)
-    link.symlink_to(checkpoint.name)
-    os.replace(link, checkpoint.with_name(LATEST))
-    sync_folder(checkpoint.parent)
+    try:
+        link.unlink(missing_ok=True)
+        link.symlink_to(checkpoint.name)
+        os.replace(link, checkpoint.with_name(LATEST))
+        sync_folder(checkpoint.parent)
+    except OSError as error:  # not all file systems have links, and checkpoints are found without this one
+        log.warning('%s: the link %s does not point to it (%s)', checkpoint, LATEST, error)
 
 
 def read_receipt(checkpoint: Path) -> dict[str, Any]:
@@ -297,7 +297,7 @@ def set_aside(newest: Path) -> None:
 
 def remove_unfinished_saves(folder: Path) -> None:
     """Remove incomplete checkpoints that a killed process left while it wrote, replaced or removed them."""
-    for pattern in ('.ba*.unfinished*', f'ba*{UNFINISHED}*', '.ba*.removed'):
+    for pattern in ('.ba*.unfinished*', f'ba*{UNFINISHED}*', '.ba*.removed'):  # the last one of earlier versions
         for path in [*folder.glob(pattern)]:
             remove(path)
 
@@ -313,8 +313,3 @@ def flush(file: IO[Any]) -> None:
     """Flush an open file to the disk, not only to the operating system."""
     file.flush()
     os.fsync(file.fileno())
-
-
-def records_of(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
-    """Return the size and hash of each named file in a folder, by name."""
-    return {name: hash_file(folder / name) for name in names}

@@ -90,11 +90,11 @@ class SaveInProgress:
                 if self._recipe_text:
                     path = self._work / checkpoint_store.RECIPE
                     self._records[checkpoint_store.RECIPE] = _write_text(self._recipe_text, path)
-            self.progress.add(0)  # an abandoned save is not uploaded
+            self._check()  # an abandoned save is not uploaded
         except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
             self._error = error
         try:
-            self._storage.upload(self._work, {} if self._error else self._records, self.batch)
+            self._storage.upload(self._work, {} if self._error else self._records, self.batch, self._check)
         except Exception as error:
             self._error = self._error or error
         self.write_seconds = time.monotonic() - began
@@ -116,7 +116,8 @@ class SaveInProgress:
             with self._as_save_failed(), raise_on_all_ranks(failure, logs=False):
                 if written is not None:
                     self._publish([each for each, _ in written], [each for _, each in written])
-        self._storage.finish(self._work, self.batch)
+            with self._as_save_failed():
+                self._storage.finish(self._work, self.batch)
         self.published, self.total_seconds = True, time.monotonic() - self._began
         return self.name
 
@@ -127,6 +128,10 @@ class SaveInProgress:
     def discard(self) -> None:
         """Remove the files written so far; on every rank, no collective."""
         self._storage.discard(self._work)
+
+    def _check(self) -> None:
+        """Raise SaveAbandoned if the save has been abandoned."""
+        self.progress.add(0)
 
     def _collect(self, state: State, *, sharded_tensors: bool, buffers: SnapshotBuffers | None) -> None:
         """Collect what is to be written, or a snapshot of it; a collective."""
@@ -153,7 +158,7 @@ class SaveInProgress:
             self._sharded.write_index(results)
             index = {checkpoint_store.INDEX: self._sharded.records[checkpoint_store.INDEX]}
             files |= index
-            self._storage.upload(self._work, index, self.batch)
+            self._storage.upload(self._work, index, self.batch, self._check)
         self._storage.publish(self._work, self.batch, files, self._about)
 
     @contextmanager

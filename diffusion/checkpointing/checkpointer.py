@@ -15,30 +15,28 @@ from composer.utils import dist, reproducibility
 from diffusion.callbacks.preemption import is_last_batch
 from diffusion.checkpointing.background_save import BackgroundSave
 from diffusion.checkpointing.checkpoint_writer import SaveInProgress
-from diffusion.checkpointing.node_tier import NodeTier
-from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
+from diffusion.checkpointing.failed_saves import FailedSaves, make_room_after
+from diffusion.checkpointing.node_tier import NodeTier, open_tiers
+from diffusion.checkpointing.rank_agreement import raise_on_all_ranks, run_on_each_rank
 from diffusion.checkpointing.run_storage import RunStorage, run_storage
 from diffusion.checkpointing.save_interval import timed_interval
+from diffusion.checkpointing.sharded_state import present
 from diffusion.checkpointing.snapshot import SnapshotBuffers
 from diffusion.checkpointing.snapshot_memory import reserve_on_all_ranks
-from diffusion.checkpointing.storage_faults import SaveFailed, way_out
+from diffusion.checkpointing.storage_faults import SaveFailed
+from diffusion.checkpointing.tier_restore import find_resume_point, stored_batches
 from diffusion.checkpointing.tier_saves import TierSaves
 from diffusion.checkpointing.trainer_state import gather_state, load_checkpoint
-from diffusion.config.checkpointing import KeepConfig
+from diffusion.config.checkpointing import KeepConfig, TiersConfig
 from diffusion.launch import run_lock
-from diffusion.storage.retry import DISK_FULL_ERRORS
 
 log = logging.getLogger(__name__)
 
-MAX_FAILED_SAVES = 3
-"""Number of saves in a row that may fail; the last of them ends the run."""
 LAST_SAVE_PAUSES_SECONDS = (2.0, 8.0, 20.0, 30.0)
 """Pauses between the tries of a required save: the save at the end of the run, one before the run stops, and the last
 one allowed after others have failed."""
-POLL_SECONDS = 1.0
-"""Least time between two questions to all ranks if a save in the background has been written."""
 SLOW_SECONDS = 1.0
-"""Time for which a save waits for the one before that is reported as a save interval that is too short."""
+"""A save that waits longer than this for the one before logs that the save interval is too short."""
 
 Outcome = Literal['saved', 'failed', 'made room']
 
@@ -51,8 +49,8 @@ class Checkpointer(CheckpointSaver):
     """Callback that saves checkpoints atomically (`checkpoint_store`) and resumes from one.
 
     A storage fault of any rank, such as a full disk, fails the save on all ranks: the unfinished checkpoint is removed,
-    the metric `checkpoint/failed_saves` counts it, and training continues to the next save. The run ends if
-    MAX_FAILED_SAVES in a row fail, or the save at the end of training, or one that was requested because the run stops;
+    the metric `checkpoint/failed_saves` counts it, and training continues to the next save. The run ends if three in a
+    row fail, or the save at the end of training, or one that was requested because the run stops;
     these are retried for a minute first. Composer uses this callback instead of creating its own CheckpointSaver.
 
     With `asynchronous`, a save blocks training only while the state is copied to host memory; a thread writes the copy,
@@ -74,7 +72,8 @@ class Checkpointer(CheckpointSaver):
             job saves to the same place.
         recipe_text: The resolved recipe, saved in each checkpoint as recipe.yaml; empty for a run without a recipe.
         on_failed_save: Called on rank 0 with the message of each failed save.
-        tiers: Tiers of the nodes, open, fastest first, with the save interval of each.
+        tiers: Tiers of the nodes for recent checkpoints: a `TiersConfig`, or pairs of an open tier and its save
+            interval, fastest first.
     """
 
     # A subclass of Composer's CheckpointSaver, since the Trainer looks for one by type and asks it when to save. Its
@@ -92,7 +91,7 @@ class Checkpointer(CheckpointSaver):
         resume: Path | Literal['auto'] | None = None,
         recipe_text: str = '',
         on_failed_save: Callable[[str], None] = _ignore,
-        tiers: Sequence[tuple[NodeTier, str]] = (),
+        tiers: TiersConfig | Sequence[tuple[NodeTier, str]] = (),
     ) -> None:
         self.storage = run_storage(storage) if isinstance(storage, str | Path) else storage
         self._timed = timed_interval(save_interval, self.storage.place)
@@ -112,20 +111,15 @@ class Checkpointer(CheckpointSaver):
         self._opens = resume == 'auto'
         self._lock = contextlib.ExitStack()
         self.recipe_text = recipe_text
-        self.on_failed_save = on_failed_save
-        self.failed_saves = 0
-        """Number of saves of this process that failed."""
-        self._failed_in_a_row = 0
+        self.failed_saves = FailedSaves(on_failed_save)
         self._random_state: list[dict[str, Any]] | None = None
         self._buffers = SnapshotBuffers() if asynchronous else None
         self._running: BackgroundSave | None = None
-        self._polled_at = float('-inf')
         self._write_seconds: float | None = None
         self._said_slow = False
         self._has_memory = False
+        self._chosen_tiers = tiers
         self._tiers: TierSaves | None = None
-        if tiers:
-            self._tiers = TierSaves(tiers, sharded=sharded, recipe_text=recipe_text, newest_stored=self._newest_stored)
 
     @property
     def is_saving(self) -> bool:
@@ -144,15 +138,25 @@ class Checkpointer(CheckpointSaver):
                     self._lock.enter_context(run_lock.hold_run_lock(self.storage.place))
         if not self.storage.run_id:
             self.storage.open()
+        tiers = self._chosen_tiers
+        newest = max(stored_batches(self.storage), default=None) if tiers else None
+        if isinstance(tiers, TiersConfig):
+            tiers = open_tiers(tiers, self.storage.run_id, self.recipe_text, begun=newest is not None)
         if self._opens:
-            self.resume = self.storage.resume_point()
+            self.resume = find_resume_point(self.storage, [tier for tier, _ in tiers])
+        if tiers:
+            self._tiers = TierSaves(tiers, sharded=self.sharded, recipe_text=self.recipe_text, place=self.storage.place)
+            self._tiers.stored(newest)
         self.storage.remove_unfinished()
 
     def before_load(self, state: State, logger: Logger) -> None:
         if self.resume is None:
             return
-        self._random_state = load_checkpoint(state, logger, self.resume, self.storage.fetch)
-        if self.resume.parent == self.storage.folder:  # not from a tier, which keeps no checkpoint for good
+        # A tier has brought all files to the node, and keeps no checkpoint for good.
+        from_storage = self.resume.parent == self.storage.folder
+        fetch = self.storage.fetch if from_storage else present
+        self._random_state = load_checkpoint(state, logger, self.resume, fetch)
+        if from_storage:
             self.last_checkpoint_batch = state.timestamp.batch
             self.saved_checkpoints.append(str(self.resume))
         log.info('resumed from %s', self.resume)
@@ -193,8 +197,9 @@ class Checkpointer(CheckpointSaver):
         self._save_at_interval(state, logger, Event.ITERATION_CHECKPOINT)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        if self._running is not None:  # a save interval of one's own may leave out the end of training
-            self._finish_running(logger)
+        # A save interval of one's own may leave out the end of training.
+        if self._running is not None and self._finish_running(logger) != 'saved':
+            self._save_checkpoint(state, logger)
         super().fit_end(state, logger)
         if self._tiers is not None:
             self._tiers.clear()
@@ -239,24 +244,26 @@ class Checkpointer(CheckpointSaver):
 
     def _save_at_interval(self, state: State, logger: Logger, event: Event) -> None:
         """Save a checkpoint if one is due. After a failed save training continues, unless this save is required."""
-        made_room = self._is_running_written(state) and self._finish_running(logger) == 'made room'
+        made_room = False
+        if self._running is not None and self._running.poll(state):
+            made_room = self._finish_running(logger) == 'made room'
         due = self.save_interval(state, event) and self.last_checkpoint_batch != state.timestamp.batch
         if self._running is not None and self._running.batch == state.timestamp.batch:
             due = False
         if not due and not made_room:
             return
         if self._tiers is not None:
-            self._tiers.finish(logger)
+            self._tiers.make_way(logger)
         last = is_last_batch(state)
         if self._running is not None and not last:
             made_room = self._wait_for_running(logger) == 'made room'
-        if last or self._failed_in_a_row + 1 >= MAX_FAILED_SAVES:
+        if last or self.failed_saves.next_is_last:
             self._save_checkpoint(state, logger)
             return
         try:
             self._try_to_save(state, logger, in_background=True, made_room=made_room)
         except SaveFailed as error:
-            self._report_continuing(error, logger)
+            self.failed_saves.continue_after(error, logger)
 
     def _save_checkpoint(self, state: State, logger: Logger) -> None:
         """Save a checkpoint that the run cannot continue without, with retries; a collective.
@@ -276,12 +283,8 @@ class Checkpointer(CheckpointSaver):
                 return
             except SaveFailed as error:
                 if pause is None:
-                    count = self._count_failure(logger)
-                    row = f' ({count} saves in a row have failed)' if count > 1 else ''
                     newest = self.saved_checkpoints[-1] if self.saved_checkpoints else 'none'
-                    message = f'{error}{row}; newest checkpoint: {newest}; {way_out(error.errno)}'
-                    self._report(message)
-                    raise SaveFailed(error.errno, message) from error
+                    raise self.failed_saves.end_after(error, logger, newest) from error
                 if dist.get_global_rank() == 0:
                     log.warning('%s; trying again in %g s', error, pause)
                 time.sleep(pause)
@@ -304,20 +307,15 @@ class Checkpointer(CheckpointSaver):
         try:
             save = self._write(state, in_background=in_background)
         except SaveFailed as error:
-            if made_room or not self._made_room_for(error, state.timestamp.batch):
+            if made_room or not make_room_after(error, self.storage, self.keep, state.timestamp.batch.value):
                 raise
             made_room = True
             save = self._write(state, in_background=in_background)
         if save.published:
-            self._take_note(save, state.timestamp.batch, logger, began=began)
+            self._record(save, state.timestamp.batch, logger, began=began)
             return
         self._running = BackgroundSave(save, state.timestamp.batch, stall_seconds=time.monotonic() - began)
         self._running.after_making_room = made_room
-        self._polled_at = float('-inf')
-
-    def _newest_stored(self) -> int | None:
-        """Return the batch of the newest checkpoint in the run's storage; on rank 0."""
-        return max(self.storage.list_batches(), default=None)
 
     def _write(self, state: State, *, in_background: bool) -> SaveInProgress:
         """Save a checkpoint, or only take a snapshot for a save in the background; a collective."""
@@ -328,7 +326,7 @@ class Checkpointer(CheckpointSaver):
         if not save.has_snapshot:
             if in_background:
                 self._buffers = None  # there is not enough memory
-            save.write()
+            run_on_each_rank(save.write, save.name)
             save.publish()
         return save
 
@@ -340,15 +338,6 @@ class Checkpointer(CheckpointSaver):
             self._buffers.touch()
         else:
             self._buffers = None
-
-    def _is_running_written(self, state: State) -> bool:
-        """Return True if there is a save in the background whose files are written; a collective if there is one."""
-        # Composer's clock, which is that of rank 0 on every rank.
-        now = state.timestamp.total_wct.total_seconds()
-        if self._running is None or now - self._polled_at < POLL_SECONDS:
-            return False
-        self._polled_at = now
-        return self._running.is_written()
 
     def _wait_for_running(self, logger: Logger) -> Outcome:
         """Finish the save in the background before the next one that is due, and say once if that takes long."""
@@ -378,15 +367,15 @@ class Checkpointer(CheckpointSaver):
         try:
             running.save.publish()
         except SaveFailed as error:
-            if not running.after_making_room and self._made_room_for(error, running.batch):
+            if not running.after_making_room and make_room_after(error, self.storage, self.keep, running.batch.value):
                 return 'made room'
-            self._report_continuing(error, logger)
+            self.failed_saves.continue_after(error, logger)
             return 'failed'
-        self._take_note(running.save, running.batch, logger, began=began - running.stall_seconds)
+        self._record(running.save, running.batch, logger, began=began - running.stall_seconds)
         return 'saved'
 
-    def _take_note(self, save: SaveInProgress, batch: Time, logger: Logger, *, began: float) -> None:
-        """Take note of a published checkpoint, and remove old ones; a collective.
+    def _record(self, save: SaveInProgress, batch: Time, logger: Logger, *, began: float) -> None:
+        """Record a published checkpoint, and remove old ones; a collective.
 
         Args:
             save: The save.
@@ -398,7 +387,9 @@ class Checkpointer(CheckpointSaver):
         # After the save: `save_now` saves a batch again unless this is its number.
         self.last_checkpoint_batch = batch
         self.saved_checkpoints.append(save.name)
-        self._failed_in_a_row = 0
+        self.failed_saves.succeeded()
+        if self._tiers is not None:
+            self._tiers.stored(batch.value)
         if dist.get_global_rank() == 0 and self.keep is not None:
             try:
                 self.storage.prune(self.keep)
@@ -408,35 +399,3 @@ class Checkpointer(CheckpointSaver):
         if self._timed is not None:
             self._timed.saved(stall_seconds, save.total_seconds)
         logger.log_metrics({'checkpoint/stall_seconds': stall_seconds, 'checkpoint/save_seconds': save.total_seconds})
-
-    def _made_room_for(self, error: SaveFailed, batch: Time) -> bool:
-        """Make room after a save that failed, if the disk is full; return True if another try may succeed."""
-        # The ranks may have met different faults, but only together can they make room and try again.
-        return any(dist.all_gather_object(error.errno in DISK_FULL_ERRORS)) and self._make_room(batch)
-
-    def _make_room(self, batch: Time) -> bool:
-        """Remove what the run would not keep after a save; return True if there was anything, on any rank."""
-        removed = False
-        try:
-            removed = self.storage.make_room(self.keep, batch.value)
-        except OSError as error:
-            log.warning('%s: old checkpoints are not removed (%s)', self.storage.place, error)
-        return any(dist.all_gather_object(removed))
-
-    def _count_failure(self, logger: Logger) -> int:
-        """Count a failed save and log the metric; return the number of saves in a row that have failed."""
-        self.failed_saves += 1
-        self._failed_in_a_row += 1
-        logger.log_metrics({'checkpoint/failed_saves': self.failed_saves})
-        return self._failed_in_a_row
-
-    def _report_continuing(self, error: SaveFailed, logger: Logger) -> None:
-        """Count and report a failed save after which training continues."""
-        count = self._count_failure(logger)
-        self._report(f'{error}; training continues to the next save (failed save {count} of {MAX_FAILED_SAVES})')
-
-    def _report(self, message: str) -> None:
-        """Log the message of a failed save, and call `on_failed_save` with it, on rank 0."""
-        if dist.get_global_rank() == 0:
-            log.error('%s', message)
-            self.on_failed_save(message)

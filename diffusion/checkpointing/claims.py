@@ -54,14 +54,14 @@ def claimed_checkpoint(place: str | Path, purpose: str) -> Iterator[Path]:
     """
     for _ in range(TRIES):
         checkpoint = find_checkpoint(place)
-        with _claim(checkpoint, purpose):
-            if _stays(checkpoint):
+        with holding_claim(checkpoint, purpose):
+            if still_exists(checkpoint):
                 yield checkpoint
                 return
     raise UserError(f'checkpoint: {place} was removed by its run {TRIES} times in a row; name another checkpoint')
 
 
-def _stays(checkpoint: Path) -> bool:
+def still_exists(checkpoint: Path) -> bool:
     """Return True if a checkpoint that has just been claimed exists; False if its run has removed it."""
     if not checkpoint.exists():
         # A run that sees a claim only after it has renamed the checkpoint puts it back (`retention`).
@@ -70,8 +70,11 @@ def _stays(checkpoint: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _claim(checkpoint: Path, purpose: str) -> Iterator[None]:
-    """Hold a claim on a checkpoint in the folder of a run; on another one, do nothing."""
+def holding_claim(checkpoint: Path, purpose: str) -> Iterator[None]:
+    """Keep a run from removing its checkpoint inside the block; do nothing for one that is not in the folder of a run.
+
+    The checkpoint may have been removed just before, so look whether it exists after the block has begun.
+    """
     if batch_number(checkpoint) is None or not (checkpoint.parent / RUN_FILE).is_file():
         yield
         return

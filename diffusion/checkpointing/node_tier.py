@@ -25,15 +25,15 @@ from diffusion.checkpointing.checkpoint_store import INDEX, RECEIPT, FileRecord,
 from diffusion.checkpointing.peers import Peers, choose_peers, exchange_files, new_group
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
 from diffusion.config.checkpointing import TiersConfig
-from diffusion.errors import UserError
+from diffusion.errors import UserError, is_wrong_path
 from diffusion.storage.atomic import remove, replace_folder
 
 log = logging.getLogger(__name__)
 
 DOMAIN_VARIABLE = 'DIFFUSION_FAILURE_DOMAIN'
-"""Environment variable with the name of what fails together with this node, such as its rack."""
+"""Environment variable that names this node's failure domain, such as its rack."""
 EXCHANGE_FAILED = errno.EPROTO
-"""Error number of a failed exchange with a peer, after which further messages may not fit together."""
+"""Error number of a failed exchange with a peer, after which the group may hold messages that nobody received."""
 LOCK = 'in_use.lock'
 MEMORY_FOLDER = '/dev/shm'
 """Folder of Linux that is in memory."""
@@ -56,10 +56,9 @@ class NodeTier:
         self.name, self.folder, self.run_id = name, folder, run_id
         self.place = f'{name} tier'
         self.recipe_text = recipe_text
-        self.base: Callable[[], int | None] = lambda: None
-        """Returns the batch of the newest checkpoint in the run's storage, on rank 0."""
-        self.check: Callable[[], None] = lambda: None
-        """Called between the chunks of files that are sent; raises an exception if the save has been abandoned."""
+        self.base: int | None = None
+        """Batch of the newest checkpoint in the run's storage, set before each save on rank 0. The receipt has it: if
+        that checkpoint is deleted, this one does not count any more."""
         self.nodes: list[list[int]] = []
         """The ranks of each node, after `open`."""
         self.group = None
@@ -69,14 +68,14 @@ class NodeTier:
         self._lock: IO[str] | None = None
 
     @property
-    def sharers(self) -> list[int]:
-        """The ranks of this node, in order; the first one cares for the folder."""
+    def node_ranks(self) -> list[int]:
+        """The ranks of this node, in order; the first one creates the folder and cleans it."""
         return next(ranks for ranks in self.nodes if dist.get_global_rank() in ranks)
 
     @property
-    def cares_for_folder(self) -> bool:
-        """True on one rank of each node."""
-        return self.sharers[0] == dist.get_global_rank()
+    def owns_folder(self) -> bool:
+        """True on one rank of each node, which creates the folder and cleans it."""
+        return self.node_ranks[0] == dist.get_global_rank()
 
     def kept_bytes(self, written: Sequence[int]) -> int:
         """Return the bytes that this node keeps because of this rank: its files, and its peer's.
@@ -86,11 +85,15 @@ class NodeTier:
         """
         return written[dist.get_global_rank()] + (0 if self._peers is None else written[self._peers.source])
 
-    def open(self) -> None:
+    def open(self, *, begun: bool) -> None:
         """Create the folder on each node, and choose the peers of replication; a collective.
 
+        Args:
+            begun: True if the run has checkpoints: a folder that is missing is then the fault of a node.
+
         Raises:
-            UserError: The folder cannot be created, or belongs to another user.
+            UserError: The folder cannot be created, or belongs to another user; on every rank.
+            OSError: A node's disk is broken; on every rank.
         """
         domain = os.environ.get(DOMAIN_VARIABLE) or _slurm_block(os.environ.get('SLURM_TOPOLOGY_ADDR', ''))
         here = f'{os.uname().nodename} {self.folder.absolute()}'
@@ -98,8 +101,8 @@ class NodeTier:
         names = list(dict.fromkeys(place for place, _ in places))
         self.nodes = [[rank for rank, (place, _) in enumerate(places) if place == name] for name in names]
         with raise_on_all_ranks(self.place):
-            if self.cares_for_folder:
-                self._lock = _take_folder(self.folder)
+            if self.owns_folder:
+                self._lock = _take_folder(self.folder, begun=begun)
                 checkpoint_store.remove_unfinished_saves(self.folder)
                 _remove_stale(self.folder.parent, self.folder)
         self.group = new_group()
@@ -123,21 +126,21 @@ class NodeTier:
     def begin(self, batch: int, *, every_rank: bool) -> None:
         work = self.work_folder(batch)
         with raise_on_all_ranks(self.name_of(batch), logs=False):
-            if self.cares_for_folder:
+            if self.owns_folder:
                 remove(work)
-                work.mkdir(parents=True)
+                work.mkdir()  # and not its parents: the mount of the disk may have vanished
 
-    def upload(self, work: Path, files: Mapping[str, FileRecord], batch: int) -> None:
+    def upload(self, work: Path, files: Mapping[str, FileRecord], batch: int, check: Callable[[], None]) -> None:
         # Rank 0 alone stores the index, which `finish` brings to all nodes.
         if self._peers is None or INDEX in files:
             return
         try:
-            exchange_files(work, files, self._peers, self.group, self.check)
+            exchange_files(work, files, self._peers, self.group, check)
         except (RuntimeError, ValueError) as error:  # of gloo, or of a message that is not the expected one
             raise OSError(EXCHANGE_FAILED, f'the exchange of files with another node failed: {error}') from error
 
     def publish(self, work: Path, batch: int, files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> None:
-        more = {'save': uuid4().hex, 'base': self.base(), 'recipe': recipe_hash(self)}
+        more = {'save': uuid4().hex, 'base': self.base, 'recipe': recipe_hash(self)}
         self._receipt = checkpoint_store.receipt_text(files, {**about, **more}).encode()
 
     def finish(self, work: Path, batch: int) -> None:
@@ -151,7 +154,7 @@ class NodeTier:
                 error = caught
         dist.broadcast_object_list(content, src=0)
         final = self.folder / checkpoint_name(batch)
-        if self.cares_for_folder and content[0] is not None:
+        if self.owns_folder and content[0] is not None:
             try:
                 receipt, shard_index = content[0]
                 if shard_index is not None and not index.exists():
@@ -162,19 +165,26 @@ class NodeTier:
                 error = caught
         # The checkpoint before stays until this one is complete on all nodes.
         errors = [str(each) for each in dist.all_gather_object(None if error is None else str(error)) if each]
-        if not errors and self.cares_for_folder:
-            checkpoint_store.remove_others(final)
-        elif errors and dist.get_global_rank() == 0:
-            log.warning('%s: not complete on all nodes (%s)', self.name_of(batch), errors[0])
+        if errors:
+            self.discard(work)
+            raise OSError(errno.EIO, f'not complete on all nodes ({errors[0]})')
+        if self.owns_folder:
+            try:
+                checkpoint_store.remove_others(final)
+            except OSError as caught:  # the next save tries again
+                log.warning('%s: older checkpoints are not removed (%s)', self.folder, caught)
 
     def discard(self, work: Path) -> None:
-        if self.cares_for_folder:
+        if self.owns_folder:
             shutil.rmtree(work, ignore_errors=True)
 
     def clear(self) -> None:
         """Remove all checkpoints of the run from this node, whose memory or disk they take; no collective."""
-        if self.cares_for_folder:
-            remove(self.folder)
+        if self.owns_folder:
+            try:
+                remove(self.folder)
+            except OSError as error:
+                log.warning('%s: not removed (%s)', self.folder, error)
 
     def close(self) -> None:
         """Let another run on this node remove the checkpoints later."""
@@ -185,26 +195,30 @@ class NodeTier:
             self._lock = None
 
 
-def open_tiers(config: TiersConfig | None, run_id: str, recipe_text: str) -> list[tuple[NodeTier, str]]:
+def open_tiers(config: TiersConfig, run_id: str, recipe_text: str, *, begun: bool) -> list[tuple[NodeTier, str]]:
     """Open the tiers of a recipe; return them, fastest first, with their save intervals; a collective.
 
     Args:
-        config: The section `checkpointing.tiers`; None for no tiers.
+        config: The section `checkpointing.tiers`.
         run_id: The run's id.
         recipe_text: The resolved recipe.
+        begun: True if the run has checkpoints: a folder that is missing is then the fault of a node, not a mistake.
 
     Raises:
-        UserError: The folder of a tier cannot be used on a node.
+        UserError: The folder of a tier does not exist on a node, or is not the user's alone.
     """
     opened: list[tuple[NodeTier, str]] = []
-    if config is None:
-        return opened
     for name, tier in (('memory', config.memory), ('disk', config.disk)):
         if tier is None:
             continue
         root = Path(tier.folder or MEMORY_FOLDER) / f'diffusion-{os.getuid()}'
         found = NodeTier(name, root / run_id, run_id, replicate=tier.replicate, recipe_text=recipe_text)
-        found.open()
+        try:
+            found.open(begun=begun)
+        except OSError as error:  # a broken disk, on all ranks
+            if dist.get_global_rank() == 0:
+                log.warning('%s: not used in this run (%s)', found.place, error)
+            continue
         opened.append((found, tier.save_interval))
     return opened
 
@@ -219,14 +233,16 @@ def _slurm_block(address: str) -> str:
     return address.rpartition('.')[0]
 
 
-def _take_folder(folder: Path) -> IO[str]:
+def _take_folder(folder: Path, *, begun: bool) -> IO[str]:
     """Create a run's folder and lock it while this process lives.
 
     Raises:
         UserError: It cannot be created, or belongs to another user: its files would be unpickled.
+        OSError: The disk is broken.
     """
     try:
-        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Not with its parents: the mount of the disk may be missing.
+        folder.parent.mkdir(mode=0o700, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         for each in (folder.parent, folder):
             if each.stat().st_uid != os.getuid() or each.stat().st_mode & 0o022:
@@ -236,8 +252,13 @@ def _take_folder(folder: Path) -> IO[str]:
                 )
         lock = (folder / LOCK).open('w', encoding='utf-8')
     except OSError as error:
+        # A disk with errors becomes read-only.
+        if begun or error.errno == errno.EROFS or not is_wrong_path(error):
+            raise
+        where = error.filename if error.errno != errno.ENOENT else folder.parent.parent
         raise UserError(
-            f'{folder}: {error.strerror}; choose another folder for this tier (checkpointing.tiers)'
+            f'{where}: {error.strerror}; create it on each node, or choose another folder for this tier '
+            '(checkpointing.tiers)'
         ) from error
     with suppress(OSError):  # a file system without locks
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -250,8 +271,7 @@ def _remove_stale(root: Path, own: Path) -> None:
         if folder == own or not (folder / LOCK).exists():
             continue
         with suppress(OSError), (folder / LOCK).open('w', encoding='utf-8') as lock:
-            newest = max((each.stat().st_mtime for each in folder.iterdir() if each.name != LOCK), default=0.0)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if time.time() - newest > STALE_SECONDS:
+            if time.time() - folder.stat().st_mtime > STALE_SECONDS:
                 log.warning('%s: removed, the checkpoints of a run that does not run here any more', folder)
                 remove(folder)

@@ -1,11 +1,11 @@
 """Exchange of checkpoint files between nodes over gloo, apart from the communication of training.
 
-A file travels in chunks, each with a byte that says if the sender could read it. A rank that fails goes on until all
-chunks have been exchanged: a rank that stopped would leave its peer waiting.
+A file travels in chunks, each with a byte that says if the sender could read it. A rank that fails still exchanges all
+chunks, marked as bad, since its peer would wait for them.
 """
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +20,8 @@ from diffusion.checkpointing.checkpoint_store import FileRecord, HashingWriter, 
 
 CHUNK_BYTES = 16 * 2**20
 TIMEOUT = timedelta(minutes=10)
-"""Longest wait for a message of a peer, which may still be writing its own files."""
+"""Longest wait for a message of a peer, which may still be writing its own files. The timeout of a recipe's collectives
+takes its place once the Trainer has been built."""
 _GOOD, _BAD = 1, 0
 
 
@@ -274,14 +275,3 @@ class _Incoming:
         self._file.close()
         if self._writer.record() != expected:
             raise OSError(f'{self._folder / name}: changed on its way from another node (xxh3_128 differs)')
-
-
-def missing_files(files: Collection[str], held: Mapping[int, Collection[str]]) -> list[str]:
-    """Return the files that no rank holds, in order.
-
-    Args:
-        files: Names of all files of a checkpoint.
-        held: Names of the intact files that each rank's node holds, by rank.
-    """
-    present = {name for names in held.values() for name in names}
-    return sorted(set(files) - present)

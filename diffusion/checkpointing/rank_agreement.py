@@ -23,7 +23,9 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 1.0
 """Interval of the collectives in which ranks wait for the work of rank 0."""
 Result = TypeVar('Result')
-Kind = Literal['user', 'damage', 'external', 'storage', 'other']
+Kind = Literal['other', 'external', 'user', 'damage', 'storage']
+SEVERITY: tuple[Kind, ...] = ('other', 'external', 'user', 'damage', 'storage')
+"""Kinds of errors, the most severe first."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ def raise_on_all_ranks(where: str, *, logs: bool = True) -> Iterator[None]:
 
     A rank that failed raises its own error; the others raise an error with the first failed rank and its error: a
     UserError, DamagedCheckpoint or ExternalError if it is one, an OSError for a storage fault, else a RankFailed. All
-    ranks raise errors of the same kind: if only some of the failed ranks met a storage fault, no rank raises one.
+    ranks raise errors of the same kind, the most severe one: a bug, then the failure of another program, the user's
+    mistake, damage, and a storage fault.
 
     The block must not contain a collective that a failing rank would leave the others waiting in.
 
@@ -63,13 +66,13 @@ def raise_on_all_ranks(where: str, *, logs: bool = True) -> Iterator[None]:
     failed = [(rank, each) for rank, each in enumerate(reports) if each is not None]
     if not failed:
         return
-    # Bugs and mistakes first: a rank that met only a storage fault must not go on while another raises.
-    rank, worst = next(((rank, each) for rank, each in failed if each.kind != 'storage'), failed[0])
+    # The caller may catch a kind and go on: no rank may then be left alone.
+    rank, worst = min(failed, key=lambda each: SEVERITY.index(each[1].kind))
     if error is not None:
         assert report is not None
         if logs and report.kind not in ('user', 'damage'):
             log.error('%s (rank %d: %s)', where, dist.get_global_rank(), error)
-        if worst.kind != 'storage' and report.kind == 'storage':
+        if report.kind != worst.kind:
             raise _as_error(worst, where, rank) from error
         raise error
     raise _as_error(worst, where, rank)
@@ -150,16 +153,44 @@ def run_on_rank_zero(work: Callable[[], Result], where: str) -> Result | None:
     return result
 
 
+def run_on_each_rank(work: Callable[[], Result], where: str, *, logs: bool = True) -> Result:
+    """Run a function on every rank, which may take longer than the timeout of collectives; a collective.
+
+    Args:
+        work: The function; it must not contain collectives of the default group.
+        where: Start of the error messages.
+        logs: Log the error on the rank that failed.
+
+    Returns:
+        The result of this rank.
+
+    Raises:
+        Exception: The function's error, on every rank as in `raise_on_all_ranks`.
+    """
+    done: Future[Result] | None = None
+    if dist.get_world_size() > 1:
+        done, ended = _in_thread(work), threading.Event()
+        done.add_done_callback(lambda _: ended.set())
+        wait_for_all_ranks(ended)
+    results: list[Result] = []
+    with raise_on_all_ranks(where, logs=logs):
+        results.append(work() if done is None else done.result())
+    return results[0]
+
+
 def _in_thread(work: Callable[[], Result]) -> Future[Result]:
     """Start a function in a thread and return its future."""
     future: Future[Result] = Future()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # each thread has its own
 
     def run() -> None:
         try:
+            if device is not None:
+                torch.cuda.set_device(device)
             future.set_result(work())
         except BaseException as error:  # raised again by future.result()
             future.set_exception(error)
 
     # A daemon, unlike the threads of ThreadPoolExecutor: this process can end while the file system does not respond.
-    threading.Thread(target=run, name='work of rank 0', daemon=True).start()
+    threading.Thread(target=run, name='work that may take long', daemon=True).start()
     return future

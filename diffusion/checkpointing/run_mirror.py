@@ -20,17 +20,17 @@ from diffusion.launch.lock_content import LOCK
 from diffusion.launch.run_id import RUN_FILE
 from diffusion.storage import object_store
 from diffusion.storage.atomic import UNFINISHED, write_atomically
-from diffusion.storage.retry import RetryPolicy
+from diffusion.storage.retry import GaveUp, RetryPolicy
 
 log = logging.getLogger(__name__)
 
 STATE_FILE = '.mirror.json'
 """File in the working folder with what was copied: size, modification time and etag of each file."""
-ELSEWHERE = frozenset({LATEST, RUN_FILE, ATTEMPTS, LOCK, STATE_FILE})
-"""Files that other modules copy, which must be in the store at once."""
+NOT_MIRRORED = frozenset({LATEST, RUN_FILE, ATTEMPTS, LOCK, STATE_FILE})
+"""Files that other modules upload immediately."""
 PUSH_SECONDS = 60.0
 """Interval at which changed files are uploaded: `diffusion status` and a report of a running run are as old as this."""
-_BACKGROUND = RetryPolicy(tries=2, timeout_seconds=30.0)
+MIRROR_RETRY = RetryPolicy(tries=2, timeout_seconds=30.0)
 
 
 class Copied(NamedTuple):
@@ -47,11 +47,11 @@ class RunMirror:
     Args:
         folder: The working folder.
         url: URL of the run.
-        without: Names of files at the top of the run that are not copied.
+        exclude: Names of files at the top of the run that are not copied.
     """
 
-    def __init__(self, folder: Path, url: str, *, without: Collection[str] = ELSEWHERE) -> None:
-        self.folder, self.url, self.without = folder, url, {*without, STATE_FILE}
+    def __init__(self, folder: Path, url: str, *, exclude: Collection[str] = NOT_MIRRORED) -> None:
+        self.folder, self.url, self.exclude = folder, url, {*exclude, STATE_FILE}
         self._copied = self._read_state()
         self._lock = threading.Lock()
 
@@ -75,7 +75,7 @@ class RunMirror:
             name = found.key.removeprefix(prefix)
             before, path = self._copied.get(name), self.folder / name
             if (
-                name in self.without
+                name in self.exclude
                 or '..' in name
                 or (path.exists() and before is not None and before.tag == found.tag)
             ):
@@ -97,7 +97,7 @@ class RunMirror:
 
         Raises:
             UserError: The store refuses the request.
-            OSError: A file cannot be uploaded; others are.
+            OSError: A file cannot be read, which keeps none of the others, or the store does not answer.
         """
         errors: list[OSError] = []
         with self._lock:
@@ -113,6 +113,9 @@ class RunMirror:
                     stored = object_store.write(f'{self.url}/{name}', path.read_bytes(), retry=retry)
                 except FileNotFoundError:
                     continue  # removed meanwhile
+                except GaveUp as error:  # the store does not answer, and would not for the other files
+                    errors.append(error)
+                    break
                 except OSError as error:
                     errors.append(error)
                     continue
@@ -124,9 +127,13 @@ class RunMirror:
     def _files(self) -> Iterator[Path]:
         """Yield the files of the working folder that are copied."""
         for folder, folders, names in os.walk(self.folder):
-            folders[:] = [name for name in folders if not name.startswith('.') and batch_number(Path(name)) is None]
+            folders[:] = [
+                name
+                for name in folders
+                if not name.startswith('.') and UNFINISHED not in name and batch_number(Path(name)) is None
+            ]
             for name in names:
-                if not name.startswith('.') and UNFINISHED not in name and name not in self.without:
+                if not name.startswith('.') and UNFINISHED not in name and name not in self.exclude:
                     yield Path(folder, name)
 
     @staticmethod
@@ -173,7 +180,7 @@ def mirrored(folder: Path, url: str | None) -> Iterator[RunMirror | None]:
 
     def push_regularly() -> None:
         while not done.wait(PUSH_SECONDS):
-            try_to_push(mirror, _BACKGROUND)
+            try_to_push(mirror, MIRROR_RETRY)
 
     thread = threading.Thread(target=push_regularly, name='copy of the run to the store', daemon=True)
     thread.start()
@@ -185,9 +192,9 @@ def mirrored(folder: Path, url: str | None) -> Iterator[RunMirror | None]:
         try_to_push(mirror)
 
 
-def try_to_push(mirror: RunMirror, retry: RetryPolicy = object_store.DEFAULT) -> None:
-    """Upload the files that have changed; log an error of the store."""
+def try_to_push(mirror: RunMirror, retry: RetryPolicy = object_store.DEFAULT, *, since: float = 0.0) -> None:
+    """Upload the files that have changed, as `RunMirror.push` does; log an error of the store."""
     try:
-        mirror.push(retry)
+        mirror.push(retry, since=since)
     except (OSError, UserError) as error:
-        log.warning('%s: not all files of the run are up to date there (%s)', mirror.url, error)
+        log.warning('%s: not all files of %s are up to date there (%s)', mirror.url, mirror.folder, error)

@@ -5,7 +5,7 @@
 
 import logging
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -54,13 +54,25 @@ class SaveTarget(Protocol):
         Args:
             batch: Number of batches.
             every_rank: True if all ranks write into it, False if only rank 0 does.
+
+        Raises:
+            OSError: A storage fault; on every rank.
         """
         ...
 
-    def upload(self, work: Path, files: Mapping[str, FileRecord], batch: int) -> None:
+    def upload(self, work: Path, files: Mapping[str, FileRecord], batch: int, check: Callable[[], None]) -> None:
         """Store files that this rank has written into a temporary folder; no collective, may run in a thread.
 
         Every rank calls it, without files if it has none or could not write them.
+
+        Args:
+            work: The temporary folder.
+            files: Size and hash of the files by name.
+            batch: Number of batches.
+            check: Called while the files are stored; raises an exception if the save has been abandoned.
+
+        Raises:
+            OSError: A storage fault.
         """
         ...
 
@@ -76,7 +88,11 @@ class SaveTarget(Protocol):
         ...
 
     def finish(self, work: Path, batch: int) -> None:
-        """Clean up on every rank after `publish` has succeeded on rank 0; a collective, errors are logged."""
+        """Complete the save on every rank after `publish` has succeeded on rank 0; a collective.
+
+        Raises:
+            OSError: The checkpoint does not exist after all; on every rank.
+        """
         ...
 
     def discard(self, work: Path) -> None:
@@ -120,7 +136,11 @@ class RunStorage(SaveTarget, Protocol):
         ...
 
     def prune(self, rules: KeepConfig) -> None:
-        """Remove the checkpoints that the rules do not keep; on rank 0."""
+        """Remove the checkpoints that the rules do not keep; on rank 0.
+
+        Raises:
+            OSError: A storage fault; what could not be removed stays.
+        """
         ...
 
     def make_room(self, rules: KeepConfig | None, batch: int) -> bool:
@@ -184,7 +204,7 @@ class FolderStorage:
                 remove(work)
                 work.mkdir()
 
-    def upload(self, work: Path, files: Mapping[str, FileRecord], batch: int) -> None:
+    def upload(self, work: Path, files: Mapping[str, FileRecord], batch: int, check: Callable[[], None]) -> None:
         pass  # all ranks write into the shared folder
 
     def publish(self, work: Path, batch: int, files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> None:

@@ -20,13 +20,13 @@ FIRST_STALL_SECONDS = 30.0
 FAILURES = frozenset({'crash', 'killed', 'hang', 'hardware', 'lost'})
 """Causes of attempts that lose the work since the last checkpoint; a preempted attempt saves first."""
 SAVES_PER_INTERVAL = 2
-"""Least ratio of the interval to the duration of a save, of which all but the stall may be in the background."""
-NEWS = 0.1
+"""Least ratio of the interval to the duration of a save, writing in the background included."""
+LOGGED_CHANGE = 0.1
 """Relative change of the interval that is logged."""
 
 
 def timed_interval(interval: object, run: Path | str) -> 'TimedInterval | None':
-    """Return the save interval of a time such as `10m` or of `auto`; None for what Composer reads. A collective.
+    """Return the save interval of a time such as `10m` or of `auto`; None for Composer's durations. A collective.
 
     Args:
         interval: Value of `trainer.save_interval`.
@@ -63,7 +63,7 @@ class TimedInterval:
         return True
 
     def saved(self, stall_seconds: float, save_seconds: float) -> None:
-        """Take note of a save, of the time for which it blocked training and of its duration; a collective."""
+        """Record a save: the time for which it blocked training, and its duration; a collective."""
 
 
 class AutoInterval(TimedInterval):
@@ -102,7 +102,7 @@ class AutoInterval(TimedInterval):
             # A save that is written in the background blocks little, but the next one waits for its end.
             shortest = SAVES_PER_INTERVAL * (self._duration or 0.0)
             chosen = [max(chosen_interval(stall=stall, mtbf=3600 * mtbf_hours), shortest)]
-            if abs(chosen[0] - self.seconds) > NEWS * self.seconds:
+            if abs(chosen[0] - self.seconds) > LOGGED_CHANGE * self.seconds:
                 said = (
                     'checkpoints every %.3g minutes: a save blocks training for %.3g s, and a failure is expected '
                     'every %.3g hours'

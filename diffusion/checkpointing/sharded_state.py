@@ -50,14 +50,15 @@ def read_tensors(tensors: dict[str, Tensor], folder: Path, fetch: Fetch = presen
 
     Raises:
         UserError: A tensor is missing in the checkpoint or has another shape.
+        OSError: The index cannot be read, or a file cannot be fetched; on every rank.
         CheckpointException: A rank cannot read its shards, after several tries of all ranks; on every rank.
     """
-    stored = shapes(folder)
-    for name, tensor in tensors.items():
-        if stored.get(name) != tensor.shape:
-            found = f'is {tuple(stored[name])}, expected {tuple(tensor.shape)}' if name in stored else 'is missing'
-            raise UserError(f'{folder}: {name} {found}; use the model and optimizer that it was saved with')
     with raise_on_all_ranks(f'{folder}: not loaded'):
+        stored = shapes(folder)
+        for name, tensor in tensors.items():
+            if stored.get(name) != tensor.shape:
+                found = f'is {tuple(stored[name])}, expected {tuple(tensor.shape)}' if name in stored else 'is missing'
+                raise UserError(f'{folder}: {name} {found}; use the model and optimizer that it was saved with')
         fetch(folder, _files_to_read(tensors, folder))
     for pause in (*checkpoint_store.RETRY_PAUSES_SECONDS, None):
         try:

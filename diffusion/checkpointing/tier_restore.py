@@ -22,10 +22,11 @@ from diffusion.checkpointing.checkpoint_store import (
     hash_file,
     list_checkpoints,
     parse_receipt,
+    read_with_retries,
 )
 from diffusion.checkpointing.node_tier import NodeTier, recipe_hash
-from diffusion.checkpointing.peers import missing_files, receive_file, send_file
-from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
+from diffusion.checkpointing.peers import receive_file, send_file
+from diffusion.checkpointing.rank_agreement import run_on_each_rank, run_on_rank_zero
 from diffusion.checkpointing.run_storage import RunStorage
 
 log = logging.getLogger(__name__)
@@ -68,20 +69,27 @@ def find_resume_point(storage: RunStorage, tiers: Sequence[NodeTier]) -> Path | 
     """
     if not tiers:
         return storage.resume_point()
-    stored: list[list[int]] = [[]]
-    with raise_on_all_ranks(storage.place):
-        if dist.get_global_rank() == 0:
-            stored = [storage.list_batches()]
-    dist.broadcast_object_list(stored, src=0)
-    found = newest_in_tiers(tiers, stored[0], at_least=max(stored[0], default=0))
+    stored = stored_batches(storage)
+    found = newest_in_tiers(tiers, stored, at_least=max(stored, default=0))
     if found is not None:
         return found
     resume = storage.resume_point()
     number = None if resume is None else batch_number(resume)
-    if number is not None and number < max(stored[0], default=0):
+    if number is not None and number < max(stored, default=0):
         # The newest ones in the storage are damaged.
-        found = newest_in_tiers(tiers, stored[0], at_least=number + 1)
+        found = newest_in_tiers(tiers, stored, at_least=number + 1)
     return resume if found is None else found
+
+
+def stored_batches(storage: RunStorage) -> list[int]:
+    """Return the batches of the checkpoints in a run's storage, newest first; a collective.
+
+    Raises:
+        OSError: The storage cannot be read for minutes; on every rank.
+    """
+    stored = [run_on_rank_zero(lambda: read_with_retries(storage.list_batches), storage.place)]
+    dist.broadcast_object_list(stored, src=0)
+    return stored[0] or []
 
 
 def newest_in_tiers(tiers: Sequence[NodeTier], stored: Collection[int], *, at_least: int) -> Path | None:
@@ -90,8 +98,8 @@ def newest_in_tiers(tiers: Sequence[NodeTier], stored: Collection[int], *, at_le
 
     Args:
         tiers: Tiers of the nodes, fastest first.
-        stored: Batches of the checkpoints in the run's storage. A checkpoint that followed one that is not there any
-            more is not used: somebody has removed it to go back.
+        stored: Batches of the checkpoints in the run's storage. A checkpoint of a tier whose `base` is not among them
+            is not used: the user has deleted the base to go back.
         at_least: Least batch.
     """
     candidates = [(each, tier) for tier in tiers for each in _candidates(tier, stored, at_least)]
@@ -106,7 +114,7 @@ def newest_in_tiers(tiers: Sequence[NodeTier], stored: Collection[int], *, at_le
 def _candidates(tier: NodeTier, stored: Collection[int], at_least: int) -> list[_Candidate]:
     """Return the checkpoints of this run that any node has a receipt of, newest first; a collective."""
     own: set[_Candidate] = set()
-    if tier.cares_for_folder:
+    if tier.owns_folder:
         try:
             for checkpoint in list_checkpoints(tier.folder):
                 receipt = _own_receipt(tier, checkpoint)
@@ -142,17 +150,18 @@ def _restore(candidate: _Candidate, tier: NodeTier) -> Path | None:
     began = time.monotonic()
     checkpoint = tier.folder / checkpoint_name(candidate.batch)
     name = tier.name_of(candidate.batch)
-    text, intact, damaged = _verify_own_files(candidate, tier, checkpoint)
+    text, intact, damaged = run_on_each_rank(lambda: _verify_own_files(candidate, tier, checkpoint), name)
     reports = dist.all_gather_object((text, intact, damaged))
     text = next((each for each, _, _ in reports if each), b'')
-    if not text:  # they have become unreadable since they were listed
+    damages = [each for _, _, damages in reports for each in damages]
+    if not text:
+        if dist.get_global_rank() == 0:
+            log.warning('%s: not used, no receipt can be read%s', name, f' ({damages[0]})' if damages else '')
         return None
     receipt = parse_receipt(text, str(checkpoint))
-    held = {
-        node[0]: {file for rank in node for file in reports[rank][1]} for node in tier.nodes
-    }  # by the rank that cares for the node's folder
-    damages = [each for _, _, damages in reports for each in damages]
-    missing = missing_files(receipt['files'], held)
+    # By the first rank of each node.
+    held = {node[0]: {file for rank in node for file in reports[rank][1]} for node in tier.nodes}
+    missing = sorted(set(receipt['files']).difference(*held.values()))
     if missing:
         if dist.get_global_rank() == 0:
             reason = f' ({"; ".join(damages[:3])})' if damages else ''
@@ -166,7 +175,7 @@ def _restore(candidate: _Candidate, tier: NodeTier) -> Path | None:
             log.warning('%s: another node has this file: %s', name, damage)
     needs = dist.all_gather_object(sorted(_needed_files(receipt, tier)))
     transfers = plan_transfers(tier.nodes, needs, held)
-    error = _bring(checkpoint, tier, text, receipt['files'], transfers)
+    error = run_on_each_rank(lambda: _exchange(checkpoint, tier, text, receipt['files'], transfers), name)
     errors = [each for each in dist.all_gather_object(error) if each]
     if errors:
         if dist.get_global_rank() == 0:
@@ -186,24 +195,28 @@ def _verify_own_files(candidate: _Candidate, tier: NodeTier, checkpoint: Path) -
     intact: list[str] = []
     damages: list[str] = []
     try:
-        if not (checkpoint / RECEIPT).exists():
-            return b'', [], []
-        receipt = _own_receipt(tier, checkpoint)
-        if receipt is None or receipt['save'] != candidate.save:
-            return b'', [], []
-        files: dict[str, FileRecord] = receipt['files']
-        sharers = tier.sharers
-        for name in sorted(files)[sharers.index(dist.get_global_rank()) :: len(sharers)]:
-            path = checkpoint / name
-            if not path.exists():
-                continue
+        text = (checkpoint / RECEIPT).read_bytes()
+        receipt = parse_receipt(text, str(checkpoint))
+    except FileNotFoundError:
+        return b'', [], []
+    except (DamagedCheckpoint, OSError) as error:
+        return b'', [], [str(error)]
+    if receipt.get('run') != tier.run_id or receipt.get('save') != candidate.save:
+        return b'', [], []
+    files: dict[str, FileRecord] = receipt['files']
+    node_ranks = tier.node_ranks
+    for name in sorted(files)[node_ranks.index(dist.get_global_rank()) :: len(node_ranks)]:
+        path = checkpoint / name
+        try:
             if path.stat().st_size == files[name].bytes and hash_file(path) == files[name]:
                 intact.append(name)
             else:
                 damages.append(f'{path}: does not match its receipt')
-        return (checkpoint / RECEIPT).read_bytes(), intact, damages
-    except OSError as error:
-        return b'', [], [*damages, f'{checkpoint}: {error}']
+        except FileNotFoundError:  # another node's
+            pass
+        except OSError as error:
+            damages.append(f'{path}: {error.strerror}')
+    return text, intact, damages
 
 
 def _needed_files(receipt: dict[str, Any], tier: NodeTier) -> set[str]:
@@ -213,7 +226,7 @@ def _needed_files(receipt: dict[str, Any], tier: NodeTier) -> set[str]:
     # With parallelism.replicas, some ranks have written no shards: they read those of others.
     writers = {int(found[1]) for name in receipt['files'] if (found := SHARD.match(name))}
     if receipt.get('kind') == 'sharded' and same_layout and writers == set(range(world_size)):
-        return set(files_of_rank(receipt, tier.sharers))
+        return set(files_of_rank(receipt, tier.node_ranks))
     # Which shards a rank reads is known only when the model has been built.
     return set(receipt['files'])
 
@@ -239,7 +252,7 @@ def plan_transfers(
     return transfers
 
 
-def _bring(
+def _exchange(
     checkpoint: Path,
     tier: NodeTier,
     receipt: bytes,
@@ -254,7 +267,7 @@ def _bring(
         nonlocal error
         try:
             work()
-        except OSError as caught:
+        except (OSError, RuntimeError) as caught:  # a RuntimeError of gloo: the other node does not answer
             error = error or f'{checkpoint}: {caught}'
 
     def prepare() -> None:
@@ -264,7 +277,7 @@ def _bring(
         os.replace(unfinished, checkpoint / RECEIPT)
         checkpoint_store.remove_unfinished_saves(tier.folder)
 
-    if tier.cares_for_folder:
+    if tier.owns_folder:
         note(prepare)
     for each in transfers:
         path, record = checkpoint / each.name, files[each.name]

@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from composer.core import Event, State
 from composer.loggers import Logger
@@ -14,6 +13,7 @@ from diffusion.callbacks.preemption import is_last_batch
 from diffusion.checkpointing.background_save import BackgroundSave
 from diffusion.checkpointing.checkpoint_writer import SaveInProgress
 from diffusion.checkpointing.node_tier import EXCHANGE_FAILED, NodeTier
+from diffusion.checkpointing.rank_agreement import run_on_each_rank
 from diffusion.checkpointing.save_interval import TimedInterval, timed_interval
 from diffusion.checkpointing.snapshot import SnapshotBuffers
 from diffusion.checkpointing.snapshot_memory import has_room_on_all_nodes
@@ -23,16 +23,14 @@ log = logging.getLogger(__name__)
 
 MAX_FAILED_SAVES = 3
 """Number of saves in a row into a tier that may fail; after them the run continues without this tier."""
-POLL_SECONDS = 1.0
-"""Least time between two questions to all ranks if a save in the background has been written."""
 
 
 class _Schedule:
     """A tier and when it is saved to."""
 
-    def __init__(self, tier: NodeTier, interval: str) -> None:
+    def __init__(self, tier: NodeTier, interval: str, place: str) -> None:
         self.tier = tier
-        self.timed: TimedInterval | None = timed_interval(interval, tier.place)
+        self.timed: TimedInterval | None = timed_interval(interval, place)
         self.is_due: Callable[[State, Event], bool] = self.timed or create_interval_scheduler(interval)
         self.failed_in_a_row = 0
         self.pending = False
@@ -49,7 +47,7 @@ class TierSaves:
         tiers: The tiers, fastest first, with the save interval of each.
         sharded: If True, each rank writes its shards; otherwise rank 0 writes the whole state.
         recipe_text: The resolved recipe.
-        newest_stored: Returns the batch of the newest checkpoint in the run's storage, on rank 0.
+        place: The run's folder or URL.
     """
 
     def __init__(
@@ -58,14 +56,14 @@ class TierSaves:
         *,
         sharded: bool,
         recipe_text: str,
-        newest_stored: Callable[[], int | None],
+        place: str,
     ) -> None:
-        self._schedules = [_Schedule(tier, interval) for tier, interval in tiers]
+        self._schedules = [_Schedule(tier, interval, place) for tier, interval in tiers]
+        self._dropped: list[NodeTier] = []
         self._sharded, self._recipe_text = sharded, recipe_text
         self._running: tuple[_Schedule, BackgroundSave] | None = None
-        self._polled_at = float('-inf')
-        for tier, _ in tiers:
-            tier.base = newest_stored
+        self._gives_up = False
+        """True if the running save is to be removed once its threads have ended."""
 
     def after_batch(self, state: State, logger: Logger, buffers: SnapshotBuffers | None, *, can_save: bool) -> None:
         """Publish a save that has been written, and start one that is due.
@@ -78,46 +76,72 @@ class TierSaves:
         """
         for each in self._schedules:
             each.pending = (each.is_due(state, Event.BATCH_CHECKPOINT) or each.pending) and not is_last_batch(state)
-        now = state.timestamp.total_wct.total_seconds()
-        if self._running is not None and now - self._polled_at >= POLL_SECONDS:
-            self._polled_at = now
-            if self._running[1].is_written():
-                self.finish(logger)
+        if self._running is not None and self._running[1].poll(state):
+            self._finish(logger)
         due = next((each for each in self._schedules if each.pending), None)
         if due is None or self._running is not None or not can_save:
             return
         due.pending = False
         self._save(due, state, logger, buffers)
 
-    def finish(self, logger: Logger) -> None:
-        """Wait for the save that is being written, if there is one, and publish it."""
-        if self._running is None:
+    def make_way(self, logger: Logger) -> None:
+        """Publish the save that is being written if it is complete, else give it up.
+
+        A save into the run's storage needs its memory, and training should not wait. The thread may go on for a while
+        with the exchange of files; until then no other save into a tier starts.
+        """
+        if self._running is None or self._gives_up:
             return
-        (schedule, running), self._running = self._running, None
-        began = time.monotonic()
-        running.wait()
-        self._publish(schedule, running.save, logger, began - running.stall_seconds)
+        running = self._running[1]
+        if running.is_written():
+            self._finish(logger)
+            return
+        self._gives_up = True
+        running.save.abandon()
+        if dist.get_global_rank() == 0:
+            log.info('%s: given up, since a save into the storage of the run is due', running.save.name)
 
     def abandon(self) -> None:
         """Give up the save that is being written, if there is one."""
         if self._running is not None:
             (_, running), self._running = self._running, None
             running.abandon()
+            self._gives_up = False
+
+    def stored(self, batch: int | None) -> None:
+        """Take into account that the newest checkpoint in the run's storage is of this batch; no collective."""
+        for each in self._schedules:
+            each.tier.base = batch
+        # Their checkpoints were the newest ones until now.
+        while self._dropped:
+            tier = self._dropped.pop()
+            tier.clear()
+            tier.close()
 
     def clear(self) -> None:
         """Remove the checkpoints in all tiers, which the run does not need any more."""
         self.abandon()
         dist.barrier()
-        for each in self._schedules:
-            each.tier.clear()
+        for tier in [*(each.tier for each in self._schedules), *self._dropped]:
+            tier.clear()
 
     def close(self) -> None:
         """End after an error of training, when the ranks cannot agree any more; no collective."""
         if self._running is not None:
             self._running[1].save.abandon()
             self._running = None
-        for each in self._schedules:
-            each.tier.close()
+        for tier in [*(each.tier for each in self._schedules), *self._dropped]:
+            tier.close()
+
+    def _finish(self, logger: Logger) -> None:
+        """Publish the save that has been written, or remove it if it was given up."""
+        assert self._running is not None
+        (schedule, running), self._running = self._running, None
+        if self._gives_up:
+            self._gives_up = False
+            running.save.discard()
+            return
+        self._publish(schedule, running.save, logger, time.monotonic() - running.stall_seconds)
 
     def _save(self, schedule: _Schedule, state: State, logger: Logger, buffers: SnapshotBuffers | None) -> None:
         """Start a save into a tier, or make a whole one without memory for a snapshot."""
@@ -127,7 +151,6 @@ class TierSaves:
             save = SaveInProgress(
                 state, tier, sharded_tensors=self._sharded, recipe_text=self._recipe_text, buffers=buffers
             )
-            tier.check = partial(save.progress.add, 0)
             needed = tier.kept_bytes(dist.all_gather_object(save.progress.total_bytes))
             if tier.name == 'memory' and not has_room_on_all_nodes(needed):
                 save.discard()
@@ -135,9 +158,9 @@ class TierSaves:
                 return
             if save.has_snapshot:
                 running = BackgroundSave(save, state.timestamp.batch, stall_seconds=time.monotonic() - began)
-                self._running, self._polled_at = (schedule, running), float('-inf')
+                self._running = (schedule, running)
                 return
-            save.write()
+            run_on_each_rank(save.write, save.name)
         except SaveFailed as error:
             self._failed(schedule, error, logger)
             return
@@ -172,9 +195,8 @@ class TierSaves:
             self._drop(schedule, f'{MAX_FAILED_SAVES} saves in a row have failed')
 
     def _drop(self, schedule: _Schedule, reason: str) -> None:
-        """Continue without a tier."""
+        """Continue without a tier, whose last checkpoint stays until the run's storage has a newer one."""
         if dist.get_global_rank() == 0:
             log.warning('%s: not used any more in this run, %s', schedule.tier.place, reason)
         self._schedules.remove(schedule)
-        schedule.tier.clear()
-        schedule.tier.close()
+        self._dropped.append(schedule.tier)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from composer.core import State
 from composer.loggers import Logger
 from composer.utils import reproducibility
@@ -81,18 +82,18 @@ def load_checkpoint(
             resume.
     """
     content: dict[str, Any] = {}
+    shapes: dict[str, torch.Size] = {}
+    sharded = False
     with raise_on_all_ranks(f'{checkpoint}: not loaded'):
-        content = read_content(checkpoint)
+        content, sharded = read_content(checkpoint), is_sharded(checkpoint)
+        if sharded:
+            shapes = sharded_state.shapes(checkpoint)
     saved = content['state']
     _check_optimizer(state, content, checkpoint)
     expected = {name: tensor.shape for name, tensor in _model_tensors(state).items()}
-    if is_sharded(checkpoint):
+    if sharded:
         prefix = 'model.'
-        stored = {
-            name.removeprefix(prefix): shape
-            for name, shape in sharded_state.shapes(checkpoint).items()
-            if name.startswith(prefix)
-        }
+        stored = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
         check_architecture(expected, stored, str(checkpoint))
         _load_shards(state, content['optimizer_settings'], checkpoint, fetch)
     else:
@@ -108,7 +109,7 @@ def load_checkpoint(
         state.load_state_dict(saved, logger, strict=True)
     state.run_name = run_name
     # After load_state_dict, which resets the averagers.
-    if is_sharded(checkpoint):
+    if sharded:
         _load_averages(state, saved, checkpoint, fetch)
     state.load_path = str(checkpoint)
     return content.get('rng')

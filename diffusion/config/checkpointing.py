@@ -32,11 +32,11 @@ class TierConfig:
     """A tier of `checkpointing.tiers`: recent checkpoints on the nodes themselves."""
 
     save_interval: str = '1m'
-    """The time between two saves, such as 30s or 10m, or auto, or Composer's durations, such as 50ba. A save is
-    skipped while another one is being written."""
+    """The time between two saves, such as 30s or 10m; or auto; or a number of batches, such as 50ba. A save waits while
+    another one is being written."""
     folder: str | None = None
-    """The folder on each node, which nodes must not share. Null is /dev/shm/diffusion-UID for `memory`; `disk` needs
-    one, such as /local/nvme."""
+    """An existing folder on each node, which nodes must not share; the checkpoints are in its diffusion-UID/RUN_ID.
+    Null is /dev/shm for `memory`; `disk` needs one, such as /local/nvme."""
     replicate: bool = False
     """True keeps a copy of each file on another node, in another rack or block if DIFFUSION_FAILURE_DOMAIN or Slurm
     names them: the run then resumes from this tier when a node is lost, at the price of twice the memory and of a

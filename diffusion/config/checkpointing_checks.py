@@ -63,6 +63,9 @@ def _tier_problems(tiers: TiersConfig, *, composer: bool) -> list[Problem]:
                 "does not apply to Composer's own checkpoints, which trainer.save_folder selects; remove one of the two"
             )
             problems.append(Problem(where, what))
+        if isinstance(tier.save_interval, str) and re.fullmatch(r'\d+(\.\d+)?(ep|iter|dur)', tier.save_interval):
+            what = f'{tier.save_interval} is no interval for a tier; use a time, such as 10m, or batches, such as 50ba'
+            problems.append(Problem(f'{where}.save_interval', what))
         if name == 'disk' and tier.folder is None:
             problems.append(
                 Problem(f'{where}.folder', 'is missing; name a folder on a local disk, such as /local/nvme')

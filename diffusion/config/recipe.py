@@ -306,14 +306,15 @@ class Recipe:
     device. Auto, only under fsdp1, searches for the largest that fits into memory. Null is the whole batch per
     device."""
     init_from: str | InitFrom | None = None
-    """The weights that this run starts from: a checkpoint, the folder of another run, a folder of diffusers or a
-    `.safetensors` file; or a mapping with the keys `from`, `weights`, `revision` and `resize`, for averaged weights or
-    a repository on the Hub. Null starts from the model's initial weights."""
+    """The weights that this run starts from: a checkpoint or another run (a folder or a URL), a folder of diffusers or
+    a `.safetensors` file; or a mapping with the keys `from`, `weights`, `revision` and `resize`, for averaged weights
+    or a repository on the Hub. Null starts from the model's initial weights."""
     lora: LoraConfig | None = None
     """The LoRA to train instead of the denoiser's weights, which stay those of `init_from`; `{}` takes the defaults.
     Null trains all weights."""
     checkpoint: str | None = None
-    """The checkpoint, or run folder, that `task: evaluate` and `task: generate` use; null is this run's latest."""
+    """The checkpoint or run (a folder or a URL) that `task: evaluate` and `task: generate` use; null is this run's
+    latest."""
     dataset: Component = field(default_factory=lambda: Component('image_text'))
     """The training dataset: its registered name (image_text or latents) and its keywords, such as crops and caption
     choice."""

@@ -17,8 +17,8 @@ def runs_dir_problem(runs_dir: str) -> str | None:
         return None
     if scheme not in CONDITIONAL_SCHEMES:
         return (
-            f'{scheme}:// cannot hold runs, whose lock needs conditional writes; use s3://bucket/runs, gs://, az:// or '
-            'azure://, or a folder that all nodes share'
+            f'{scheme}:// cannot hold runs; use s3://bucket/runs, gs://, az:// or azure://, which have the conditional '
+            'writes that the lock of a run needs, or a folder that all nodes share'
         )
     bucket, _, key = rest.partition('/')
     if scheme == 'azure' and (not bucket or not key.strip('/')):

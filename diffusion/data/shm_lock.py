@@ -1,13 +1,16 @@
-"""Lock that lets only one job per machine register its datasets in shared memory at a time."""
+"""Names in shared memory of datasets: one job per machine chooses at a time, and its ranks choose the same."""
 
 import contextlib
 import logging
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from composer.utils import dist
+from streaming.base.shared import prefix
 
 from diffusion.storage import locks
 
@@ -25,8 +28,9 @@ def one_job_at_a_time() -> Iterator[None]:
     If the lock cannot be taken, a warning is logged and the block runs without the lock.
     """
     # Streaming's get_shm_prefix() looks for a free name in shared memory on each rank and claims it only afterwards. If
-    # two jobs start on one machine at the same time, one fails with `FileExistsError`, or its ranks choose different
-    # names. Remove this lock when Streaming claims the name in one step.
+    # two jobs start on one machine at the same time, one fails with `FileExistsError`. And if the names of a killed job
+    # vanish meanwhile, as when ranks restart, the ranks find different ones. Remove this module when Streaming claims
+    # the name in one step.
     with contextlib.ExitStack() as stack:
         if dist.get_local_rank() == 0:
             try:
@@ -38,7 +42,32 @@ def one_job_at_a_time() -> Iterator[None]:
                 log.warning('%s: cannot be opened (%s); continuing without the lock', LOCK, error)
         # Only one rank per machine takes the lock; the others wait here until it holds it.
         dist.barrier()
+        with _same_name_on_all_ranks():
+            yield
+
+
+@contextlib.contextmanager
+def _same_name_on_all_ranks() -> Iterator[None]:
+    """Let Streaming use, on all ranks of a machine, the largest of the free numbers that they have found."""
+    find, machine = prefix._check_and_find_retrying, os.uname().nodename
+
+    def agreed(*arguments: Any, **settings: Any) -> int:
+        error: ValueError | None = None
+        number = -1
+        try:
+            number = find(*arguments, **settings)
+        except ValueError as caught:  # another dataset of this machine uses the local folder
+            error = caught
+        found = dist.all_gather_object((machine, number))
+        if error is not None:
+            raise error
+        return max(each for place, each in found if place == machine)
+
+    prefix._check_and_find_retrying = agreed
+    try:
         yield
+    finally:
+        prefix._check_and_find_retrying = find
 
 
 def _wait_until_timeout() -> Callable[[], None]:

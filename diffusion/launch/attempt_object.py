@@ -15,8 +15,10 @@ from diffusion.storage.shared_files import shared_files
 from diffusion.storage.working_folder import LAUNCH, working_folder
 
 ATTEMPTS = 'attempts.jsonl'
+_update = threading.Lock()
+"""Held while a record is appended to the local copy."""
 _upload = threading.Lock()
-"""Held while a record is appended: a caller that no longer waits for a slow store leaves its thread behind."""
+"""Held while the local copy is uploaded: a caller that no longer waits for a slow store leaves its thread behind."""
 _reconciled: set[Path] = set()
 """Local copies that this process has compared with the object."""
 
@@ -32,7 +34,7 @@ def append_to_object(url: str, record: dict[str, Any]) -> None:
             in the local copy.
     """
     path, files = working_folder(url, LAUNCH) / ATTEMPTS, shared_files(url)
-    with _upload:
+    with _update:
         path.parent.mkdir(parents=True, exist_ok=True)
         if record['event'] == 'begin' or path not in _reconciled or not path.exists():
             # Without the records in the store, an upload would replace them.
@@ -44,7 +46,9 @@ def append_to_object(url: str, record: dict[str, Any]) -> None:
             records.pop()
         content = ''.join(json.dumps(each) + '\n' for each in [*records, record])
         write_atomically(path, content)
-        files.write(ATTEMPTS, content)
+    # Not under the same lock: a slow upload must not keep a later record from the local copy.
+    with _upload:
+        files.write(ATTEMPTS, path.read_bytes())
 
 
 def newer_records(stored: bytes | None, local: bytes) -> list[dict[str, Any]]:

@@ -61,7 +61,7 @@ class InPlaceRestarts:
         self._reported = False
 
     def poll(self, workers: Workers, beats: Mapping[int, Beat]) -> None:
-        """Start standby processes once all ranks of an attempt train, and look after them."""
+        """Start standby processes once all ranks of an attempt train, and drop those that have ended."""
         trains = len(beats) == len(workers.processes) and all(
             beat.batch >= beat.first + STANDBY_AFTER_BATCHES for beat in beats.values()
         )
@@ -81,7 +81,7 @@ class InPlaceRestarts:
         return None if self._link is None else self._link.failure(self._number)
 
     def agree(self, outcome: Outcome, attempt: Attempt, stopped: Callable[[], bool]) -> Agreement:
-        """Return if the ranks of all nodes start again in place; call it when the ranks of this node have ended.
+        """Return what all nodes agree on, to restart in place or not; call it when the ranks of this node have ended.
 
         Args:
             outcome: Outcome of the attempt on this node.
@@ -121,7 +121,7 @@ class InPlaceRestarts:
         path, *overrides = self._command[1:]
         try:
             recipe = call_with_limit(lambda: load(path, overrides, environ=self._environ), STORAGE_SECONDS, None)
-        except UserError:
+        except (UserError, OSError):  # OSError: the storage of the recipe's file fails, perhaps with that of the ranks
             recipe = None
         return '' if recipe == self._recipe else f'{path} has changed, or cannot be read'
 

@@ -12,13 +12,13 @@ from diffusion.errors import UserError
 from diffusion.storage import object_store
 from diffusion.storage.own_files import open_own_file
 from diffusion.storage.retry import RetryPolicy, status_of
+from diffusion.storage.shared_files import PATIENT, is_url
 
 LOCK = 'run.lock'
 RELEASED = '{"owner": null, "released": true}\n'
 """Content of the lock object of a run that no job holds."""
 ONCE = RetryPolicy(tries=1, timeout_seconds=5.0)
 """For refreshes: the next one is the next try, and a store that hangs must not make the owner look dead."""
-PATIENT = RetryPolicy(tries=4, timeout_seconds=20.0)
 _MAX_CHARACTERS = 2**16
 """Characters of a lock that are read; it has a few hundred."""
 
@@ -45,7 +45,7 @@ class LockPlace(Protocol):
         ...
 
     def read(self, *, patient: bool = False) -> LockContent | None:
-        """Return the content, or None if there is no lock.
+        """Return the content, or None if there is no lock; UNREADABLE for a file whose storage fails.
 
         Args:
             patient: True to retry.
@@ -164,9 +164,9 @@ class LockObject:
 
 def lock_place(path: Path | str) -> LockPlace:
     """Return the place of the lock with a path or URL."""
-    return LockObject(path) if isinstance(path, str) and '://' in path else LockFile(Path(path))
+    return LockObject(str(path)) if is_url(path) else LockFile(Path(path))
 
 
 def lock_path(run: Path | str) -> Path | str:
     """Return the path or URL of the lock of the run in a folder or at a URL."""
-    return f'{run.rstrip("/")}/{LOCK}' if isinstance(run, str) and '://' in run else Path(run, LOCK)
+    return f'{str(run).rstrip("/")}/{LOCK}' if is_url(run) else Path(run, LOCK)

@@ -177,8 +177,9 @@ class Node:
                 self._print(str(error))
                 return PREEMPTED if self.stop_requested else FAILED if error.retry else CONFIG_ERROR
             except UserError as error:  # the store of the run refuses access
+                # At a later attempt its credentials have expired, or the service that issues them does not answer.
                 self._print(f'runs_dir: {error}')
-                return CONFIG_ERROR
+                return FAILED if self.environ.get(environment.ATTEMPT, '0') not in ('', '0') else CONFIG_ERROR
             except OSError as error:
                 folder_problem = 'check that it is mounted and has free space'
                 way_out = 'a later attempt may succeed' if is_url(self.home) else folder_problem
@@ -370,7 +371,7 @@ class Node:
             # Also after a normal end: a rank may leave data loader workers behind in its process group.
             stuck = workers.kill()
             self._records.take_beats(workers.folder, attempt)
-            if self.position.rank == 0:
+            if self.position.rank == 0 or (self.trains and stacks.in_bucket):
                 within_limit(stacks.clean_up)
         if stuck:
             # Not even SIGKILL ends a process in an uninterruptible system call, on a device or disk that does not
@@ -418,9 +419,9 @@ class Node:
                 )
             if self.stop_requested and not forwarded:
                 forwarded = True
+                workers.signal(signal.SIGTERM)
                 if in_place is not None:
                     in_place.standbys.close()  # they would slow the save
-                workers.signal(signal.SIGTERM)
                 if self.owns_run and sys.stderr.isatty():
                     self._records.take_beats(workers.folder, attempt)
                     loss = self._records.describe_loss(attempt)

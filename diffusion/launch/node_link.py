@@ -19,6 +19,8 @@ from diffusion.exit_codes import BAD_HARDWARE, PREEMPTED
 from diffusion.launch.exit_file import NodeExit
 from diffusion.launch.rank_discovery import MAX_PORT, NodePosition
 
+HELLO_SECONDS = 10.0
+"""Time in which a new connection must say which node it is of."""
 CONNECT_SECONDS = 900.0
 """Time in which all nodes must have started; the slowest may pull its image first."""
 RETRY_SECONDS = 1.0
@@ -213,7 +215,9 @@ class _Hub:
 
     def _serve(self, connection: socket.socket) -> None:
         messages = _messages(connection)
+        connection.settimeout(HELLO_SECONDS)  # it may be anybody's
         hello = next(messages, {})
+        connection.settimeout(None)
         node = hello.get('node', -1)
         if hello.get('event') != 'hello' or hello['job'] != self._job or node not in range(self._nodes):
             _shut(connection)

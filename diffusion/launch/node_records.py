@@ -9,8 +9,9 @@ from diffusion.launch import attempts, environment, heartbeat_file
 from diffusion.launch.attempts import Attempt, Clock
 from diffusion.launch.bounded_call import storage_problem, within_limit
 from diffusion.launch.exit_file import append_exit_line
+from diffusion.launch.run_status import newest_batch
 from diffusion.launch.stop_signals import describe_loss
-from diffusion.storage.shared_files import shared_files
+from diffusion.storage.shared_files import is_url, shared_files
 
 
 class NodeRecords:
@@ -67,8 +68,8 @@ class NodeRecords:
         saved = [attempt.first or 0]
 
         def list_checkpoints() -> None:
-            names = shared_files(self.run).list().folders
-            saved.extend(int(name[2:]) for name in names if name[:2] == 'ba' and name[2:].isdigit())
+            files = shared_files(self.run)
+            saved.append(newest_batch(files, files.list(), in_bucket=is_url(self.run)) or 0)
 
         within_limit(list_checkpoints)
         return describe_loss(attempt.last or 0, max(saved) or None)

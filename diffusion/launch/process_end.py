@@ -18,7 +18,7 @@ def end_process(status: int) -> NoReturn:
     with suppress(Exception):
         threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None if its descriptor was closed at the start
         with suppress(OSError, ValueError):  # its reader has gone
             stream.flush()
     os._exit(status)

@@ -37,6 +37,8 @@ STALE_SECONDS = 120.0
 """Time without a change of the lock after which an owner on another machine counts as dead. A file system that is busy
 with a checkpoint may be slow."""
 POLL_SECONDS = 0.5
+ACQUIRE_TRIES = 10
+"""Tries to write a lock that is free; each fails only if another job has just taken it and released it again."""
 BUCKET_POLL_SECONDS = 2.0
 """Intervals at which a job that waits for a lock looks at it; at an object, with one GET request."""
 SAME_JOB_SECONDS = 240.0
@@ -154,14 +156,18 @@ def hold_run_lock(
 
 def _acquire(lock: LockPlace, this_owner: Owner, stopped: Callable[[], bool]) -> None:
     """Take a lock as soon as it is free; raises as `hold_run_lock` does."""
-    while True:
+    for _ in range(ACQUIRE_TRIES):
         # A file has no atomic test-and-set, and two jobs may both find it free. The one that writes last wins; the
         # other finds a foreign token at its next refresh and exits. For an object, only the first write succeeds.
         found = _wait_until_free(lock, this_owner, stopped)
         try:
             return lock.write(_content(this_owner, 0), found, patient=True)
         except PreconditionFailed:
-            continue  # another job was faster; its owner decides
+            # Another job was faster, and its owner decides; or the store does not recognize its own etags.
+            time.sleep(_interval(lock, REFRESH_SECONDS, BUCKET_POLL_SECONDS))
+        if stopped():
+            raise RunLocked(f'{lock.path}: asked to stop while waiting for the lock', retry=True)
+    raise OSError(f'{lock.path}: changed at each of {ACQUIRE_TRIES} tries to take it')
 
 
 def _release(lock: LockPlace, this_owner: Owner) -> None:
@@ -216,7 +222,11 @@ def _wait_until_free(lock: LockPlace, this_owner: Owner, stopped: Callable[[], b
         else:
             responded = now
             if current != content:
-                content, changed, refreshed = current, time.monotonic(), True
+                # After a fault, the first content that can be read says nothing about the owner.
+                refreshed = refreshed or content.readable
+                content, changed = current, time.monotonic()
+                if content is None or content.text == RELEASED:
+                    break
             elif now - changed > STALE_SECONDS:
                 return content
         if other is not None and (refreshed or other.is_alive()):
@@ -224,8 +234,8 @@ def _wait_until_free(lock: LockPlace, this_owner: Owner, stopped: Callable[[], b
             # immediately.
             if stopped() or now - begin > _max_wait(this_owner, other):
                 raise RunLocked(
-                    f'{lock.path}: {other}, trains into this folder; wait for it to end or set another run name '
-                    '(name=...). The lock expires if its owner has died',
+                    f'{lock.path}: {other}, trains this run; wait for it to end, or set another run name (name=...). '
+                    'The lock expires two minutes after its owner has died',
                     retry=this_owner.may_be_same_job_as(other),
                 )
             if not announced:
@@ -255,7 +265,8 @@ def _refresh(lock: LockPlace, this_owner: Owner, done: threading.Event) -> None:
         count += 1
         try:
             _refresh_once(lock, this_owner, count)
-        except (OSError, UserError) as error:  # full or not available for some time, or a store that refuses access
+        # Whatever it is, such as no more threads: without refreshes, another job would take over a run that trains.
+        except Exception as error:
             # A file's fault shows up in the next save, and is common enough on a busy file system.
             if not failing and not isinstance(lock.path, Path):
                 print(f'warning: {error}; the lock of the run is not refreshed meanwhile', file=sys.stderr, flush=True)
@@ -276,6 +287,11 @@ def _refresh_once(lock: LockPlace, this_owner: Owner, count: int) -> None:
             # checkpoint or delete the lock of the other job. CONFIG_ERROR, so that the scheduler does not start a retry
             # that competes for the folder.
             print(f'error: {lock.path}: {other}, took over the lock; this process exits', file=sys.stderr, flush=True)
+            os._exit(CONFIG_ERROR)
+        if content is not None and content.text == RELEASED:
+            # By another job that took it over, trained and ended; this process releases it after its last refresh.
+            said = 'another job took over the lock and has ended; this process exits'
+            print(f'error: {lock.path}: {said}', file=sys.stderr, flush=True)
             os._exit(CONFIG_ERROR)
         with contextlib.suppress(PreconditionFailed):
             return lock.write(_content(this_owner, count), content)

@@ -15,7 +15,7 @@ from diffusion.launch import attempts, lock_content, node_status, run_lock
 from diffusion.launch.attempts import Attempt
 from diffusion.launch.node_status import NodeStatus
 from diffusion.storage.json_lines import parse_json_lines
-from diffusion.storage.shared_files import PATIENT, FolderFiles, is_url, shared_files
+from diffusion.storage.shared_files import PATIENT, FolderFiles, Listing, SharedFiles, is_url, shared_files
 
 # Files that training writes. The modules that write them import PyTorch, which this package does not.
 METRICS, TRAIN_LOSS, RECIPE, RECEIPT = 'metrics.jsonl', 'loss/train/total', 'recipe.yaml', 'receipt.json'
@@ -85,20 +85,17 @@ def inspect_run(run: Path | str) -> RunReport:
     """
     files = shared_files(run, PATIENT)
     listing, lock = files.list(), lock_content.lock_path(run)
-    batches = sorted(int(name[2:]) for name in listing.folders if name[:2] == 'ba' and name[2:].isdigit())
-    if is_url(run):
-        # Until its receipt is there, a checkpoint is being uploaded, or was not uploaded completely.
-        batches = next(([each] for each in reversed(batches) if files.read(f'ba{each}/{RECEIPT}') is not None), [])
-    newest = files.locate(f'ba{batches[-1]}') if batches else None
+    saved = newest_batch(files, listing, in_bucket=is_url(run))
+    newest = None if saved is None else files.locate(f'ba{saved}')
     known = {METRICS, lock_content.LOCK, attempts.ATTEMPTS, node_status.FOLDER}
-    if not batches and not known & {*listing.files, *listing.folders}:
+    if saved is None and not known & {*listing.files, *listing.folders}:
         raise UserError(
             f'status: {run} has no {METRICS}, {lock_content.LOCK} or checkpoint; give the folder or URL of a run, such '
             'as runs/phase1, or a job YAML'
         )
     found = node_status.read_statuses(run)
     last = _last_loss(files.read(METRICS, tail_bytes=_TAIL_BYTES))
-    content = run_lock.read_lock(lock)
+    content = _lock_text(lock)
     owner, alive = run_lock.parse_owner(content), _is_alive(lock, content)
     recorded = attempts.read_attempts(run) if attempts.ATTEMPTS in listing.files else []
     traces = [each.written for each, _ in found] + [each.end for each in recorded] + [_written(content)]
@@ -108,7 +105,7 @@ def inspect_run(run: Path | str) -> RunReport:
     report = RunReport(
         str(run),
         'ended',
-        batch=last[0] if last else batches[-1] if batches else None,
+        batch=last[0] if last else saved,
         duration=_duration(files.read(RECIPE)),
         last_loss=last[1] if last else None,
         newest_checkpoint=newest,
@@ -131,6 +128,37 @@ def inspect_run(run: Path | str) -> RunReport:
         # A job of an earlier version writes no status files.
         report.state = 'running' if training and not found and last is not None else 'starting'
     return report
+
+
+def newest_batch(files: SharedFiles, listing: Listing, *, in_bucket: bool) -> int | None:
+    """Return the batch of a run's newest checkpoint; None if there is none.
+
+    Args:
+        files: The files of the run.
+        listing: Their listing.
+        in_bucket: True if they are objects.
+
+    Raises:
+        OSError: The storage fails.
+    """
+    batches = sorted(int(name[2:]) for name in listing.folders if name[:2] == 'ba' and name[2:].isdigit())
+    if in_bucket:
+        # Until its receipt is there, a checkpoint is being uploaded, or was not uploaded completely.
+        return next((each for each in reversed(batches) if files.read(f'ba{each}/{RECEIPT}') is not None), None)
+    return batches[-1] if batches else None
+
+
+def _lock_text(lock: Path | str) -> str | None:
+    """Return the content of a lock; None if nobody holds it, empty if its file cannot be read.
+
+    Raises:
+        OSError: The store does not answer.
+    """
+    try:
+        content = lock_content.lock_place(lock).read(patient=True)
+    except UserError as error:  # the store refuses: not a mistake of this command
+        raise OSError(str(error)) from error
+    return None if content is None or content.text == lock_content.RELEASED else content.text
 
 
 def _add_progress(report: RunReport, current: list[tuple[NodeStatus, float]]) -> None:

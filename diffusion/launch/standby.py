@@ -81,21 +81,24 @@ class Standby:
         self.environ = dict(environ)
         self.ready = False
         """True after the imports."""
-        self.begin = time.monotonic()
         self.channel, theirs = socket.socketpair()
         with theirs:
             number = str(theirs.fileno())
-            self.process = subprocess.Popen(
-                [sys.executable, '-m', STANDBY, number, ','.join(modules), '--', *command],
-                env=self.environ,
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-                pass_fds=[theirs.fileno()],
-            )
+            try:
+                self.process = subprocess.Popen(
+                    [sys.executable, '-m', STANDBY, number, ','.join(modules), '--', *command],
+                    env=self.environ,
+                    start_new_session=True,
+                    preexec_fn=die_with_parent,
+                    pass_fds=[theirs.fileno()],
+                )
+            except BaseException:
+                self.channel.close()
+                raise
         self.channel.setblocking(False)
 
     def poll(self) -> str:
-        """Look if the process is ready; return the reason if it never will be, else an empty string."""
+        """Check if the process is ready; return why it never will be, or an empty string."""
         if not self.ready:
             answer = self._answer(0)
             self.ready = answer == 'ready'
@@ -115,7 +118,7 @@ class Standby:
         if problem or not self.ready:
             return problem or 'has not imported everything yet'
         if changed := changed_variables(self.environ, environ):
-            return f'has another {", ".join(changed)}'
+            return f'was started with another value of {", ".join(changed)}'
         text = json.dumps({'environ': dict(environ)}).encode()
         try:
             self.channel.settimeout(ANSWER_SECONDS)
@@ -131,10 +134,14 @@ class Standby:
                 answer = f'ended with {self.process.wait(TICK_SECONDS)}'
         return '' if answer == 'taken' else answer or f'does not respond within {ANSWER_SECONDS:.0f} s'
 
-    def kill(self) -> None:
-        """Kill the process and wait for its end."""
+    def signal_end(self) -> None:
+        """Send the process SIGKILL."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        """Kill the process and wait for its end."""
+        self.signal_end()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(ANSWER_SECONDS)
         self.channel.close()
@@ -186,12 +193,20 @@ class StandbyPool:
         # One at a time, since the ranks need the cores.
         if self._waiting and all(standby.ready for standby in self._standbys.values()):
             rank, environ = self._waiting.pop(0)
-            self._standbys[rank] = Standby(self.command, environ, self.modules)
+            try:
+                self._standbys[rank] = Standby(self.command, environ, self.modules)
+            except (OSError, subprocess.SubprocessError) as error:  # no more processes or memory
+                self._waiting = []
+                self.say(
+                    f'standby of local rank {rank} cannot be started ({error}); a restart will start a new process'
+                )
 
     def start_rank(
         self, local_rank: int, command: Sequence[str], environ: Mapping[str, str], output: IO[bytes] | None
     ) -> subprocess.Popen[bytes]:
         """Make a standby process the rank, or start a new process if that is not possible; see `workers.start_rank`."""
+        if local_rank == 0:
+            self.taken = 0
         self._waiting = []
         standby = self._standbys.pop(local_rank, None)
         if standby is not None:
@@ -206,5 +221,7 @@ class StandbyPool:
     def close(self) -> None:
         """Kill all standby processes."""
         self._waiting = []
+        for standby in self._standbys.values():
+            standby.signal_end()  # all at once, since one may not end before its file system responds
         while self._standbys:
             self._standbys.popitem()[1].kill()

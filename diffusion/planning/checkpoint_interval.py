@@ -17,7 +17,7 @@ LLAMA3_HOURS_BETWEEN_FAILURES = 54 * 24 / 419
 LLAMA3_GPUS = 16_384
 """Number of GPUs on which 419 unexpected interruptions in 54 days were reported (Llama 3, 2024)."""
 WRITE_BYTES_PER_SECOND = 0.2e9
-"""Write speed of one node to a shared file system: 1.6 GB took 8 s on two slow cores, hashing included."""
+"""Write speed of one node to a shared file system: half of that to a local disk (`benchmarks/checkpoint_stall.py`)."""
 SHORTEST_SECONDS, LONGEST_SECONDS = 60.0, 3600.0
 """Bounds of the interval of `trainer.save_interval: auto`."""
 MOST_TIME_SAVING = 0.05

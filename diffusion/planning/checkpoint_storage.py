@@ -29,7 +29,7 @@ def kept_checkpoints(phase: Phase, saving: Resilience, sizes: Sizes) -> KeptChec
     rules = keep_rules(phase.recipe.checkpointing, phase.recipe.trainer)
     saves = None
     if saving.recipe_interval_seconds:
-        # Without rounding up a save that the end of the run is.
+        # - 1e-9: a save that falls on the end of the run is not counted twice.
         saves = math.ceil(saving.run_seconds / saving.recipe_interval_seconds - 1e-9)
     count = most_checkpoints(rules, saves=saves, batches=phase.batches)
     return None if count is None else KeptCheckpoints(count, count * sizes.with_averages)
@@ -46,6 +46,6 @@ def most_checkpoints(rules: KeepConfig | None, *, saves: int | None, batches: in
     if rules is None:
         return saves
     multiples = batches // rules.every_batches if rules.every_batches else 0
-    # Others are removed after a save.
+    # + 1: the new checkpoint exists before those that no rule keeps are removed.
     count = rules.last + rules.hourly + rules.daily + multiples + 1
     return count if saves is None else min(count, saves)

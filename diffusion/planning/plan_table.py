@@ -175,7 +175,7 @@ def _checkpoints(plan: Plan) -> str:
     for each in plan.phases:
         saving = each.resilience
         kept = kept_checkpoints(each.phase, saving, each.sizes)
-        recipe_interval = '(not in batches)'
+        recipe_interval = '(unknown: neither batches nor a time)'
         if saving.recipe_interval_seconds is not None:
             interval = each.phase.recipe.trainer['save_interval']
             recipe_interval = f'{interval} = {_duration(saving.recipe_interval_seconds)}'

@@ -28,24 +28,25 @@ def check_bucket(url: str) -> Iterator[Finding]:
     marker, content = _marker(url), uuid4().hex.encode()
     try:
         object_store.write(marker, content, if_absent=True, retry=RETRY)
-        same, conditional = object_store.read(marker, retry=RETRY) == content, False
-        try:
-            object_store.write(marker, b'second', if_absent=True, retry=RETRY)
-        except PreconditionFailed:
-            conditional = True
+        same, tag = object_store.read(marker, retry=RETRY) == content, object_store.head(marker, retry=RETRY).tag
+        refusals = {'If-None-Match': _refuses(marker, if_absent=True), 'If-Match': _refuses(marker, if_tag=f'{tag}0')}
+        ignored = [name for name, refused in refusals.items() if not refused]
+        # The tag of before is not that of the object if a condition was ignored.
+        accepts = ignored or not _refuses(marker, if_tag=tag)
         object_store.delete(marker, retry=RETRY)
     except (OSError, UserError) as error:
         yield Finding('bucket', False, str(error), FAILED)
         return
-    if not conditional:
+    if ignored or not accepts:
+        what = f'ignores {" and ".join(ignored)}' if ignored else 'refuses If-Match with the etag that it returns'
         detail = (
-            f'{url}: the store ignores conditions of writes (If-None-Match), so two jobs could train one run; update '
-            'it, or set runs_dir to another store'
+            f'{url}: the store {what}, so the lock of a run does not work, and two jobs could train it; update the '
+            'store, or set runs_dir to another one'
         )
         yield Finding('bucket', False, detail, CONFIG_ERROR)
         return
     if same:
-        yield Finding('bucket', True, f'{url}: object written on a condition, read and deleted')
+        yield Finding('bucket', True, f'{url}: conditional writes, reading and deleting work')
     else:
         yield Finding('bucket', False, f'{url}: an object reads back other data than was written', FAILED)
 
@@ -58,21 +59,30 @@ def check_same_store(url: str) -> list[Finding]:
         try:
             object_store.write(marker[0], b'preflight', retry=RETRY)
         except (OSError, UserError) as error:
-            problem = str(error)
+            problem, marker = str(error), ['']
     dist.broadcast_object_list(marker, src=0)
-    if os.environ['LOCAL_RANK'] == '0' and dist.get_rank():
+    if os.environ['LOCAL_RANK'] == '0' and dist.get_rank() and marker[0]:
         try:
             object_store.read(marker[0], retry=RETRY)
         except (OSError, UserError) as error:
-            problem = f'an object that the first node has written cannot be read ({error})'
+            problem = f'an object that the first node has written cannot be read ({error}); set the same '
+            problem += 'S3_ENDPOINT_URL and credentials on all nodes'
     problems: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, (environment.machine_name(os.environ), problem))
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 and marker[0]:
         with suppress(OSError, UserError):
             object_store.delete(marker[0], retry=RETRY)
-    way_out = 'set the same S3_ENDPOINT_URL and credentials on all nodes'
-    failed = [Finding('same store', False, f'{what}; {way_out}', FAILED, host) for host, what in problems if what]
+    failed = [Finding('same store', False, what, FAILED, host) for host, what in problems if what]
     return failed or [Finding('same store', True, f'{url}: all nodes reach the same objects')]
+
+
+def _refuses(marker: str, *, if_absent: bool = False, if_tag: str | None = None) -> bool:
+    """Return True if the store refuses to write an object, because a condition does not hold."""
+    try:
+        object_store.write(marker, uuid4().hex.encode(), if_absent=if_absent, if_tag=if_tag, retry=RETRY)
+    except PreconditionFailed:
+        return True
+    return False
 
 
 def measure_upload_speed(url: str, folder: Path, seconds: float, most_bytes: int) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 
 from diffusion.errors import UserError
 from diffusion.storage.bucket_interface import CONNECT_SECONDS, Client, FolderListing, Location, ObjectInfo
-from diffusion.storage.retry import PreconditionFailed
+from diffusion.storage.retry import PreconditionFailed, RetryPolicy
 from diffusion.storage.s3_client import S3Client
 
 
@@ -40,6 +40,8 @@ def locate(url: str) -> Location:
 
 class GoogleClient:
     """Client of Google Cloud Storage, with Application Default Credentials."""
+
+    policy: RetryPolicy
 
     def __init__(self, _scheme: str, _account: str, timeout_seconds: float) -> None:
         from google.auth import default
@@ -120,6 +122,8 @@ class GoogleClient:
 
 class AzureClient:
     """Client of Azure Blob Storage (also of Data Lake), with an access key or Azure's credential chain."""
+
+    policy: RetryPolicy
 
     def __init__(self, _scheme: str, account: str, timeout_seconds: float) -> None:
         from azure.core.credentials import AzureNamedKeyCredential
@@ -230,6 +234,8 @@ class AzureClient:
 
 class FsspecClient:
     """Client of stores through fsspec: Hugging Face (read-only here) and Oracle (requires the package ocifs)."""
+
+    policy: RetryPolicy
 
     def __init__(self, scheme: str, _account: str, _timeout_seconds: float) -> None:
         self.files = self.file_system(scheme)

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from diffusion.storage.retry import RetryPolicy
+
 CHUNK_BYTES = 2**18
 CONNECT_SECONDS = 10.0
 
@@ -36,7 +38,13 @@ FolderListing = tuple[list[str], list[ObjectInfo]]
 
 
 class Client(Protocol):
-    """Interface of object-store clients; a client serves one thread at a time, in the process that created it."""
+    """Interface of object-store clients; a client serves one thread at a time, in the process that created it.
+
+    Attributes:
+        policy: Retry policy of the present user. The upload of a file to S3 calls its `wait`, and ends if that raises.
+    """
+
+    policy: RetryPolicy
 
     def list(self, location: Location) -> Iterator[ObjectInfo]:
         """Yield the metadata of the objects whose keys start with the key of `location`."""

@@ -40,9 +40,13 @@ def release_after(client: Client, location: Location, retry: RetryPolicy) -> Ite
 def acquire_client(location: Location, retry: RetryPolicy) -> Client:
     """Return an idle client from the pool, or a new client if there is none."""
     # pop() without a check: another thread may take the last client between a check and the pop.
-    with contextlib.suppress(IndexError):
-        return _idle_clients(location, retry).pop()
-    return CLIENTS[location.scheme](location.scheme, location.account, retry.timeout_seconds + GRACE_SECONDS)
+    client: Client
+    try:
+        client = _idle_clients(location, retry).pop()
+    except IndexError:
+        client = CLIENTS[location.scheme](location.scheme, location.account, retry.timeout_seconds + GRACE_SECONDS)
+    client.policy = retry
+    return client
 
 
 def _idle_clients(location: Location, retry: RetryPolicy) -> list[Client]:

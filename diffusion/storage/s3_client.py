@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import time
 from collections.abc import Callable, Iterator
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -11,15 +12,20 @@ from typing import Any
 from diffusion.errors import UserError
 from diffusion.storage import bucket_interface
 from diffusion.storage.bucket_interface import CONNECT_SECONDS, FolderListing, Location, ObjectInfo
+from diffusion.storage.retry import RetryPolicy
 
 PART_BYTES = 2**26
 """Part size of multipart uploads in bytes; a larger file is uploaded in parts, several of them in parallel."""
+WAIT_SECONDS = 0.01
+"""Interval at which an upload asks if it should end."""
 GOOGLE_S3 = 'https://storage.googleapis.com'
 """Google's S3-compatible endpoint, used with the HMAC keys in GCS_KEY and GCS_SECRET."""
 
 
 class S3Client:
     """Client of S3 and S3-compatible stores, with boto3's credentials; without any, it reads public buckets only."""
+
+    policy: RetryPolicy
 
     def __init__(self, scheme: str, _account: str, timeout_seconds: float) -> None:
         import boto3
@@ -122,8 +128,19 @@ class S3Client:
                     self.client.put_object, Bucket=location.bucket, Key=location.key, Body=body, **extra, **conditions
                 )
         else:
-            upload = self.client.upload_file
-            self._call(upload, str(content), location.bucket, location.key, ExtraArgs=extra, Config=self.transfer)
+            self._call(self._upload, content, location, extra)
+
+    def _upload(self, path: Path, location: Location, extra: dict[str, str]) -> None:
+        """Upload a file as `upload_file` of boto3 does, but end the upload if the policy's `wait` raises."""
+        from boto3.s3.transfer import create_transfer_manager
+
+        # An exception in this block cancels the parts that have not been sent.
+        with create_transfer_manager(self.client, self.transfer) as manager:
+            future = manager.upload(str(path), location.bucket, location.key, extra_args=extra)
+            while not future.done():
+                self.policy.wait()
+                time.sleep(WAIT_SECONDS)
+            future.result()
 
     def delete(self, location: Location) -> None:
         """Delete an object from the store; S3 reports no error if the object does not exist."""

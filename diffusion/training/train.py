@@ -27,12 +27,12 @@ from diffusion.callbacks.status_updates import RunStatus
 from diffusion.callbacks.stragglers import Stragglers
 from diffusion.checkpointing.bucket_storage import BucketStorage
 from diffusion.checkpointing.checkpointer import Checkpointer
-from diffusion.checkpointing.node_tier import open_tiers
+from diffusion.checkpointing.node_tier import NodeTier, open_tiers
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
 from diffusion.checkpointing.run_folder import RECIPE
-from diffusion.checkpointing.run_mirror import RunMirror, mirrored, try_to_push
+from diffusion.checkpointing.run_mirror import MIRROR_RETRY, RunMirror, mirrored, try_to_push
 from diffusion.checkpointing.run_storage import RunStorage, run_storage
-from diffusion.checkpointing.tier_restore import find_resume_point
+from diffusion.checkpointing.tier_restore import find_resume_point, stored_batches
 from diffusion.config import registry
 from diffusion.config.checkpointing import keep_rules
 from diffusion.config.load import Recipe, hide_environment, to_yaml
@@ -129,14 +129,14 @@ def connect(callbacks: Sequence[Callback], attempt: Attempt | None, notifier: No
         elif isinstance(callback, LossGuard):
             callback.on_bad_batch = partial(notifier.send, 'loss_guard')
         elif isinstance(callback, Checkpointer):
-            callback.on_failed_save = partial(notifier.send, 'checkpoint_failed')
+            callback.failed_saves.on_failure = partial(notifier.send, 'checkpoint_failed')
 
 
 def upload_with_checkpoints(callbacks: Sequence[Callback], mirror: RunMirror) -> None:
     """Upload the small files of a run before each checkpoint, so that a run that resumes elsewhere has its metrics."""
     for callback in callbacks:
         if isinstance(callback, Checkpointer) and isinstance(callback.storage, BucketStorage):
-            callback.storage.before_publish = partial(try_to_push, mirror)
+            callback.storage.before_publish = partial(try_to_push, mirror, MIRROR_RETRY)
 
 
 def fit(trainer: Trainer) -> None:
@@ -244,7 +244,10 @@ def build_checkpointer(recipe: Recipe) -> Checkpointer | None:
         return None
     storage = run_storage(recipe.run_url or recipe.run_dir)
     storage.open()
-    tiers = open_tiers(recipe.checkpointing.tiers, storage.run_id, to_yaml(recipe))
+    tiers: list[tuple[NodeTier, str]] = []
+    if recipe.checkpointing.tiers is not None:
+        begun = bool(stored_batches(storage))
+        tiers = open_tiers(recipe.checkpointing.tiers, storage.run_id, to_yaml(recipe), begun=begun)
     opened = [tier for tier, _ in tiers]
     resume = find_resume_point(storage, opened) if recipe.trainer.get('autoresume') else None
     if resume is None:

@@ -1,10 +1,16 @@
 """Folders of runs with small checkpoints, without a Trainer."""
 
 import datetime
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from diffusion.checkpointing import checkpoint_store
+
+
+def records_of(folder: Path, names: Iterable[str]) -> dict[str, checkpoint_store.FileRecord]:
+    """Return the size and hash of each named file in a folder, by name."""
+    return {name: checkpoint_store.hash_file(folder / name) for name in names}
 
 
 def write(folder: Path, batch: int, content: bytes = b'weights', **about: Any) -> Path:
@@ -13,7 +19,7 @@ def write(folder: Path, batch: int, content: bytes = b'weights', **about: Any) -
     work.mkdir()
     (work / 'state.pt').write_bytes(content)
     final = folder / checkpoint_store.checkpoint_name(batch)
-    checkpoint_store.publish(work, final, checkpoint_store.records_of(work, ['state.pt']), {'batch': batch} | about)
+    checkpoint_store.publish(work, final, records_of(work, ['state.pt']), {'batch': batch} | about)
     return final
 
 

@@ -42,7 +42,7 @@ SHARDED = {'strategy': 'fsdp2', 'checkpoints': 'sharded'}
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(checkpointer, 'LAST_SAVE_PAUSES_SECONDS', (0.0, 0.0))
-    monkeypatch.setattr(checkpointer, 'POLL_SECONDS', 0.0)
+    monkeypatch.setattr(background_save, 'POLL_SECONDS', 0.0)
     monkeypatch.setattr(background_save, 'ABANDON_SECONDS', 0.1)
 
 
@@ -137,7 +137,7 @@ def test_thread_has_a_low_priority_and_memory_is_used_again_as_planned(write):
     found = the_checkpointer(trainer)
 
     class Watched(FolderStorage):
-        def upload(self, work, files, batch):
+        def upload(self, work, files, batch, check):
             niceness = os.getpriority(os.PRIO_PROCESS, 0)  # of this thread
             seen.append((batch, niceness, found.snapshot_bytes))
 
@@ -180,7 +180,7 @@ def test_full_disk_found_by_the_thread_makes_room_for_a_snapshot_of_the_present_
     path = write('full', {'save_num_checkpoints_to_keep': 2})
     trainer = build_trainer(load(path))
     found, messages = the_checkpointer(trainer), []
-    found.on_failed_save = messages.append
+    found.failed_saves.on_failure = messages.append
     # The disk is full for ba6, which replaces ba2; the thread has found out before the end of batch 7.
     wait = At(Event.BATCH_START, 6, lambda: time.sleep(0.7))
     trainer.state.callbacks.append(wait)

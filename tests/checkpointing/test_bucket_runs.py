@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.checkpointing.verification import verify_checkpoint
 from diffusion.config.load import load
 from diffusion.errors import UserError
+from diffusion.storage import object_store
+from diffusion.storage.retry import RetryPolicy
 from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE
 from diffusion.training.train import build_trainer, train
 
@@ -242,6 +245,40 @@ def test_save_fails_while_the_store_is_down_and_training_continues(write, undist
     trainer.close()
     assert not [key for key in store.objects('bucket') if '/ba2/' in key or '/ba4/' in key], 'incomplete saves'
     assert 'Uploads' not in store.client.list_multipart_uploads(Bucket='bucket'), 'left by a killed process'
+
+
+def test_store_that_hangs_fails_the_save_and_not_the_run(write, undisturbed, bucket, store, caplog, monkeypatch):
+    monkeypatch.setattr(object_store, 'DEFAULT', RetryPolicy(tries=2, timeout_seconds=0.5))
+    recipe = load(write('hangs', bucket))
+    store.fail('PUT ba2/state.pt', 'hang')
+    train(recipe).close()
+    assert 'ba2: not saved, ' in caplog.text and 'cannot be written, tried 2 times' in caplog.text
+    assert published_batches(recipe.run_place) == [8, 6, 4]
+    assert_same_run(recipe.run_place, recipe.run_dir, undisturbed)
+
+
+@pytest.mark.slow
+def test_run_killed_at_any_request_resumes_to_the_same_weights(write, undisturbed, bucket, store, ranks, tmp_path):
+    """In the phases of a save (upload, publish, prune) and of a resume (find, verify, read), each with a new node."""
+    path = write('killed', bucket)
+    environment = store.environment | {WORKING_FOLDER_VARIABLE: str(tmp_path / 'node')}
+    saving = ('PUT state.pt', 'PUT receipt.json', 'PUT latest')
+    for words in (*saving, 'GET receipt.json', 'GET state.pt', 'DELETE receipt.json', 'DELETE state.pt'):
+        fault, before = store.fail(words, 'hang'), len(store.requests)
+        job = ranks.start(1, path, 'trainer.save_num_checkpoints_to_keep=1', environment=environment)
+        verb, name = words.split()
+        while not any(verb in request and name in request for request in store.requests[before:]):
+            assert job.running(), (words, job.output())
+            time.sleep(0.02)
+        job.send(signal.SIGKILL, 0)
+        job.wait()
+        store.faults.remove(fault)
+        shutil.rmtree(tmp_path / 'node')
+    ranks.run(1, path, 'trainer.save_num_checkpoints_to_keep=1', environment=environment)
+    run = tmp_path / 'node' / 'runs' / 's3' / 'bucket' / 'runs' / 'killed'
+    assert_same_run(f'{bucket}/killed', run, undisturbed)
+    assert published_batches(f'{bucket}/killed') == [8]
+    assert {key.split('/')[2] for key in store.objects('bucket') if '/ba' in key} == {'ba8'}, 'nothing is left behind'
 
 
 def test_old_checkpoints_are_deleted(write, bucket, store):

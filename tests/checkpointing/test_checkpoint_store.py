@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 import xxhash
-from checkpointing.run_folders import write
+from checkpointing.run_folders import records_of, write
 from faults import Fault, active, met
 
 from diffusion.checkpointing import checkpoint_store, checkpoint_weights, verification
@@ -239,9 +239,9 @@ def test_receipt_lists_every_file_that_the_index_of_a_sharded_checkpoint_names(t
         (work / 'state.pt').write_bytes(b'state')
         save = ShardedWrite({'model.a': torch.ones(3)}, work)
         save.write_index([save.write()])
-        assert save.records == checkpoint_store.records_of(work, ['.metadata', '__0_0.distcp']), 'hashed while written'
+        assert save.records == records_of(work, ['.metadata', '__0_0.distcp']), 'hashed while written'
         about = {'batch': 5, 'kind': 'sharded'}
-        checkpoint_store.publish(work, checkpoint, checkpoint_store.records_of(work, names), about)
+        checkpoint_store.publish(work, checkpoint, records_of(work, names), about)
         if '__0_0.distcp' in names:
             verification.verify_checkpoint(checkpoint)
     with pytest.raises(checkpoint_store.DamagedCheckpoint, match=r'does not list __0_0\.distcp, which its index names'):

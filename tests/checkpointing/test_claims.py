@@ -140,7 +140,7 @@ def test_run_that_cannot_be_written_to_is_read_with_a_warning(run, tmp_path, cap
 
 def test_another_checkpoint_is_found_if_the_newest_is_removed_before_it_is_claimed(run, monkeypatch):
     monkeypatch.setattr(claims, 'PAUSE_SECONDS', 0.0)
-    plain, found = claims._claim, []
+    plain, found = claims.holding_claim, []
 
     def late(checkpoint, purpose):
         found.append(checkpoint.name)
@@ -149,7 +149,7 @@ def test_another_checkpoint_is_found_if_the_newest_is_removed_before_it_is_claim
             (run / 'ba30').rename(run / 'gone')
         return plain(checkpoint, purpose)
 
-    monkeypatch.setattr(claims, '_claim', late)
+    monkeypatch.setattr(claims, 'holding_claim', late)
     with claimed_checkpoint(run, 'test') as checkpoint:
         assert checkpoint == run / 'ba40'
     assert found == ['ba30', 'ba40'] and claim_files(run) == []

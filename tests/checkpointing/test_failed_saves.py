@@ -13,9 +13,12 @@ import pytest
 import torch
 import yaml
 from callbacks.guarded_run import At
+from composer import Trainer
 from composer.core import Event
+from composer.models import ComposerClassifier
 from faults import Fault, active, environment, met
 from ranks import read_losses
+from torch.utils.data import DataLoader
 
 from diffusion.checkpointing import checkpoint_writer, checkpointer
 from diffusion.checkpointing.checkpoint_store import read_receipt
@@ -93,7 +96,7 @@ def test_training_continues_after_a_fault_in_any_phase_of_a_save(write, undistur
         Fault('mkdir', r'\.ba8\.unfinished', 'EIO', times=1),
     ]
     trainer = build_trainer(recipe)
-    the_checkpointer(trainer).on_failed_save = calls.append
+    the_checkpointer(trainer).failed_saves.on_failure = calls.append
     with active(tmp_path / 'counts', *phases):
         trainer.fit()
     trainer.close()
@@ -112,7 +115,7 @@ def test_training_continues_after_a_fault_in_any_phase_of_a_save(write, undistur
     ]
     for message, pattern in zip(errors, expected, strict=True):
         assert re.search(pattern, message), message
-    assert re.search('ba5: is saved, but the link latest still points to an older .*timed out', caplog.text)
+    assert re.search('ba5: the link latest does not point to it .*timed out', caplog.text)
     assert 'ba8: not saved, Input/output error' in caplog.text and 'trying again' in caplog.text
 
 
@@ -166,8 +169,27 @@ def test_fault_of_one_rank_fails_a_sharded_save_on_all_and_training_continues(wr
     assert 'ERROR' not in second and 'Traceback' not in first + second
 
 
+def test_failed_save_that_ends_after_the_last_batch_is_tried_again(tmp_path):
+    """With a save interval of one's own, which does not ask for a save at the end of training."""
+    model = ComposerClassifier(torch.nn.Linear(8, 2), num_classes=2)
+    interval = lambda state, event: event is Event.BATCH_CHECKPOINT and state.timestamp.batch == 3  # noqa: E731
+    trainer = Trainer(
+        model=model,
+        optimizers=torch.optim.AdamW(model.parameters()),
+        train_dataloader=DataLoader([(torch.zeros(8), 0)] * 4),  # type: ignore[arg-type]
+        max_duration='4ba',
+        callbacks=[Checkpointer(tmp_path / 'run', save_interval=interval, asynchronous=True)],  # type: ignore[arg-type]
+        progress_bar=False,
+    )
+    fault = Fault('create', r'\.ba3\.unfinished/state\.pt', 'EIO', sleep=1.0, times=1)
+    with active(tmp_path / 'faults', fault):
+        trainer.fit()
+    trainer.close()
+    assert checkpoints(tmp_path / 'run') == {'ba4'}
+
+
 MIXED = """
-import errno, sys
+import errno, sys, time
 from pathlib import Path
 from types import SimpleNamespace
 from composer.core import Time
@@ -175,9 +197,10 @@ from composer.utils import dist
 from diffusion.checkpointing import retention
 from diffusion.checkpointing.checkpoint_writer import _as_save_failed
 from diffusion.checkpointing.checkpointer import Checkpointer, SaveFailed
-from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
+from diffusion.checkpointing.checkpoint_store import DamagedCheckpoint
+from diffusion.checkpointing.rank_agreement import raise_on_all_ranks, run_on_each_rank
 from diffusion.config.checkpointing import KeepConfig
-from diffusion.errors import RankFailed
+from diffusion.errors import RankFailed, UserError
 
 dist.initialize_dist('cpu')
 rank = dist.get_global_rank()
@@ -197,6 +220,12 @@ full, stale, bug = OSError(errno.ENOSPC, 'full'), OSError(errno.ESTALE, 'stale')
 assert meet(None, full) is meet(full, None) is meet(full, stale) is SaveFailed
 assert meet(full, bug) is (RankFailed if rank == 0 else TypeError)
 assert meet(bug, full) is (TypeError if rank == 0 else RankFailed)
+mistake, damage = UserError('a mistake'), DamagedCheckpoint('damaged')
+assert meet(damage, mistake) is meet(mistake, damage) is UserError, 'a caller may catch damage and go on'
+assert meet(damage, full) is meet(full, damage) is DamagedCheckpoint
+
+# Work that takes longer than the timeout of collectives may.
+assert run_on_each_rank(lambda: time.sleep(1.5 * rank) or rank, 'work') == rank
 
 
 # The disk is full for rank 0, and rank 1 has an I/O error: both make room, and try again.
@@ -258,7 +287,7 @@ def test_full_file_system_makes_room_and_recovers(write, undisturbed):
 
     try:
         trainer = build_trainer(load(path))
-        the_checkpointer(trainer).on_failed_save = messages.append
+        the_checkpointer(trainer).failed_saves.on_failure = messages.append
         trainer.state.callbacks += [At(Event.BATCH_START, 6, fill), At(Event.BATCH_START, 7, free)]
         trainer.fit()
         trainer.close()
@@ -287,7 +316,7 @@ def test_folder_that_vanishes_fails_saves_and_is_not_created_again(write, undist
         subprocess.run(['umount', '-l', run], check=True)
 
     trainer = build_trainer(load(path))
-    the_checkpointer(trainer).on_failed_save = messages.append
+    the_checkpointer(trainer).failed_saves.on_failure = messages.append
     trainer.state.callbacks += [
         At(Event.BATCH_START, 1, lambda: os.rename(run, away)),
         At(Event.BATCH_START, 3, back),

@@ -19,7 +19,7 @@ def test_folders_and_stores_with_conditional_writes_can_hold_runs(runs_dir):
 @pytest.mark.parametrize(
     ('runs_dir', 'message'),
     [
-        ('hf://org/name', 'hf:// cannot hold runs, whose lock needs conditional writes; use s3://bucket/runs, gs://'),
+        ('hf://org/name', 'hf:// cannot hold runs; use s3://bucket/runs, gs://'),
         ('oci://bucket/runs', 'oci:// cannot hold runs'),
         ('file:///runs', 'or a folder that all nodes share'),
         ('s3:/bucket/runs', 'so it is a folder; for a store, write s3://bucket/runs'),

@@ -167,7 +167,8 @@ def test_nodes_that_do_not_share_the_run_folder_are_refused(jobs, undisturbed, b
         variables = {'NODES': '2', 'NODE_RANK': str(rank), 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': port}
         nodes.append(jobs.run_node(name, recipe, **{f'DIFFUSION_{key}': value for key, value in variables.items()}))
     expected = FAILED if begun else CONFIG_ERROR
-    assert [node.wait() for node in nodes] == [expected, expected], nodes[1].log.read_text()
+    statuses = [node.wait() for node in nodes]
+    assert statuses == [expected, expected], '\n'.join(node.log.read_text() for node in nodes)
     assert 'run is not the same folder on rank 0' in nodes[1].log.read_text(), nodes[1].log.read_text()
     assert not [*nodes[1 - mounted].run.glob('ba*')], 'no node has trained from batch 0'
 

@@ -1,5 +1,6 @@
 """Restarts in place: when a node does not agree to one."""
 
+import errno
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ import yaml
 
 from diffusion.config.load import load
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
+from diffusion.launch import in_place
 from diffusion.launch.attempts import Attempt
 from diffusion.launch.in_place import InPlaceRestarts
 from diffusion.launch.node_settings import Settings
@@ -54,6 +56,15 @@ def reason(found: InPlaceRestarts, outcome: Outcome = KILLED, last: int | None =
 )
 def test_only_a_crash_or_a_kill_restarts_in_place(restarts, outcome, agrees):
     assert (reason(restarts(), outcome) == '') == agrees
+
+
+def test_recipe_that_cannot_be_read_goes_to_the_scheduler(restarts, monkeypatch):
+    def fail(*arguments, **keywords):
+        raise OSError(errno.ESTALE, 'Stale file handle')
+
+    found = restarts()
+    monkeypatch.setattr(in_place, 'load', fail)
+    assert 'cannot be read' in reason(found)
 
 
 def test_attempt_before_the_first_batch_goes_to_the_scheduler(restarts):

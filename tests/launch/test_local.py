@@ -428,6 +428,6 @@ def test_second_job_on_same_folder_is_refused_without_disturbing_first(launch):
     second = launch('shared', job='another')
     assert second.wait() == CONFIG_ERROR and f'another: exited with status {CONFIG_ERROR}' in second.log.read_text()
     assert first.wait() == 0, first.log.read_text()
-    assert 'job job, process' in first.log.read_text() and 'trains into this folder' in first.log.read_text()
+    assert 'job job, process' in first.log.read_text() and 'trains this run' in first.log.read_text()
     (only,) = attempts.read_attempts(first.run)
     assert (only.first, only.last, only.status) == (0, 24, 0)

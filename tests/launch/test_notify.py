@@ -281,7 +281,7 @@ def test_run_without_launcher_sends_and_records_its_attempts(hook, write_recipe,
     sender = Notifier(recipe.notify, recipe.run_dir)
     connect([guard, saver], None, sender)
     guard.on_bad_batch('loss is nan')  # type: ignore[attr-defined]
-    saver.on_failed_save('no space left')  # type: ignore[attr-defined]
+    saver.failed_saves.on_failure('no space left')  # type: ignore[attr-defined]
     sender.close()
     assert sorted(hook.events()[4:]) == ['checkpoint_failed', 'loss_guard']
 

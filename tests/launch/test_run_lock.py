@@ -16,7 +16,16 @@ import pytest
 from diffusion.config.load import load
 from diffusion.exit_codes import CONFIG_ERROR, FAILED
 from diffusion.launch import environment, run_lock
-from diffusion.launch.lock_content import LOCK, RELEASED, LockContent, LockFile, LockObject, lock_path, lock_place
+from diffusion.launch.lock_content import (
+    LOCK,
+    RELEASED,
+    UNREADABLE,
+    LockContent,
+    LockFile,
+    LockObject,
+    lock_path,
+    lock_place,
+)
 from diffusion.launch.run_lock import Owner, RunLocked, hold_run_lock, owner_of
 from diffusion.storage import object_store
 from diffusion.storage.retry import PreconditionFailed
@@ -154,7 +163,7 @@ def test_live_owner_on_same_machine_is_refused_without_waiting(run):
         wait_for(lambda: lock_owner(run))
         begin = time.monotonic()
         with pytest.raises(
-            RunLocked, match=rf'run\.lock: process {other.pid} on .*, trains into this folder; .*name='
+            RunLocked, match=rf'run\.lock: process {other.pid} on .*, trains this run; .*name='
         ) as raised:
             hold_run_lock(run, {}).__enter__()
         assert time.monotonic() - begin < run_lock.STALE_SECONDS
@@ -166,7 +175,8 @@ def test_live_owner_on_same_machine_is_refused_without_waiting(run):
         assert found is not None and found.pid == os.getpid(), 'the lock of a killed owner is taken immediately'
 
 
-def test_reused_process_id_is_not_the_owner(run):
+def test_reused_process_id_is_not_the_owner(run, monkeypatch):
+    monkeypatch.setattr(run_lock, 'STALE_SECONDS', 60.0)
     here = Owner.current({})
     other_owner(run, environ={}, machine=here.machine, pid=os.getpid(), started='1')
     begin = time.monotonic()
@@ -237,6 +247,68 @@ def test_owner_that_lost_lock_exits_without_writing(run):
     os.kill(first.pid, signal.SIGCONT)
     assert first.wait() == CONFIG_ERROR
     assert lock_owner(run) == other
+
+
+def test_owner_whose_lock_was_taken_and_released_meanwhile_exits(bucket_run):
+    first = Forked(lambda: hold_forever(bucket_run))
+    wait_for(lambda: lock_owner(bucket_run))
+    os.kill(first.pid, signal.SIGSTOP)
+    write_text(bucket_run, RELEASED)
+    os.kill(first.pid, signal.SIGCONT)
+    assert first.wait() == CONFIG_ERROR
+    assert lock_owner(bucket_run) is None, 'nothing was written over it'
+
+
+def test_lock_that_is_released_while_it_is_watched_is_taken(run):
+    """The release is a change of a live owner, but no reason to refuse the next job."""
+    other_owner(run)
+    release = threading.Timer(
+        0.2, lambda: (run / LOCK).unlink() if isinstance(run, Path) else write_text(run, RELEASED)
+    )
+    release.start()
+    with hold_run_lock(run, {}):
+        found = lock_owner(run)
+        assert found is not None and found.pid == os.getpid()
+    release.join()
+
+
+def test_content_after_a_fault_of_the_storage_is_no_evidence_of_a_live_owner(tmp_path, monkeypatch):
+    other_owner(tmp_path)
+    plain, reads = LockFile.read, []
+
+    def read(lock: LockFile, *, patient: bool = False) -> LockContent | None:
+        reads.append(1)
+        return UNREADABLE if len(reads) == 1 else plain(lock)
+
+    monkeypatch.setattr(LockFile, 'read', read)
+    with hold_run_lock(tmp_path, {}):
+        assert len(reads) > 2
+
+
+def test_bug_in_a_refresh_does_not_end_the_refreshes(bucket_run, monkeypatch, capsys):
+    plain, calls = LockObject.read, []
+
+    def read(lock: LockObject, *, patient: bool = False) -> LockContent | None:
+        calls.append(1)
+        if len(calls) in (3, 4):
+            raise RuntimeError("can't start new thread")
+        return plain(lock, patient=patient)
+
+    monkeypatch.setattr(LockObject, 'read', read)
+    with hold_run_lock(bucket_run, {}):
+        wait_for(lambda: len(calls) > 6)
+        first = lock_text(bucket_run)
+        wait_for(lambda: lock_text(bucket_run) != first)
+    assert "can't start new thread; the lock of the run is not refreshed meanwhile" in capsys.readouterr().err
+
+
+def test_store_that_does_not_recognize_its_etags_is_an_error(bucket_run, monkeypatch):
+    def write(lock: LockObject, *arguments, **keywords) -> None:
+        raise PreconditionFailed('412')
+
+    monkeypatch.setattr(LockObject, 'write', write)
+    with pytest.raises(OSError, match='changed at each of 10 tries to take it'):
+        hold_run_lock(bucket_run, {}).__enter__()
 
 
 @pytest.mark.parametrize('before', ['absent', 'released', 'dead'])
@@ -355,7 +427,7 @@ def test_second_training_into_same_folder_is_refused(write_recipe):
     recipe = load(write_recipe())
     other = Forked(lambda: hold_forever(recipe.run_dir))
     wait_for(lambda: lock_owner(recipe.run_dir))
-    with pytest.raises(ValueError, match='trains into this folder'):
+    with pytest.raises(ValueError, match='trains this run'):
         train(recipe)
     other.kill()
     train(recipe)

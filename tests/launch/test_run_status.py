@@ -15,10 +15,13 @@ import pytest
 
 from diffusion.cli import main
 from diffusion.errors import UserError
-from diffusion.launch import lock_content, run_lock
+from diffusion.launch import lock_content, run_lock, run_status
 from diffusion.launch.attempts import Attempt, append_attempt
+from diffusion.launch.node_records import NodeRecords
 from diffusion.launch.node_status import NodeStatus, StatusWriter, position_of_node, read_statuses
 from diffusion.launch.run_status import format_report, inspect_run, last_loss
+from diffusion.launch.stop_signals import describe_loss
+from diffusion.storage import object_store
 from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE
 
 
@@ -83,6 +86,22 @@ def test_status_of_a_run_with_few_files(tmp_path):
     (tmp_path / 'ba7').mkdir()
     assert '  batch              7 or later\n' in report(tmp_path)
     assert '  last loss          unknown\n' in report(tmp_path)
+
+
+def test_fault_of_the_store_is_no_end_of_a_run(store):
+    url = store.bucket('home') + '/runs/run'
+    with run_lock.hold_run_lock(url):
+        append_attempt(url, 'begin', Attempt(0, time.time()))
+        store.fail('HEAD run.lock', 500, times=1)
+        assert inspect_run(url).state == 'starting'
+
+
+def test_checkpoint_that_is_being_uploaded_is_not_counted_as_saved(store):
+    url = store.bucket('home') + '/runs/run'
+    for name in ('ba4/receipt.json', 'ba4/state.pt', 'ba8/state.pt'):
+        object_store.write(f'{url}/{name}', b'{}')
+    records = NodeRecords(url, {}, owns_run=False, say=print)
+    assert records.describe_loss(Attempt(0, 0.0, last=9)) == describe_loss(9, 4)
 
 
 def training(node: int, batch: int, *, nodes: int = 2, **changes) -> NodeStatus:
@@ -151,14 +170,14 @@ def test_lock_of_another_machine_is_watched(run, monkeypatch):
 def test_lock_that_is_released_while_it_is_read_counts_as_ended(run, monkeypatch):
     owner = run_lock.Owner('token', 'job', '7', 0, 'gpu0', 'another boot', 1, '1', time.time())
     lock = run / lock_content.LOCK
-    read = run_lock.read_lock
+    read = run_status._lock_text
 
     def read_and_release(path):
         content = read(path)
         path.unlink(missing_ok=True)
         return content
 
-    monkeypatch.setattr(run_lock, 'read_lock', read_and_release)
+    monkeypatch.setattr(run_status, '_lock_text', read_and_release)
     lock.write_text(json.dumps({'owner': asdict(owner), 'count': 0}))
     assert inspect_run(run).state == 'ended'
 

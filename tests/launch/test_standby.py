@@ -102,6 +102,17 @@ def test_traceback_of_a_rank_that_was_a_standby_is_that_of_its_program(starter, 
     assert status == 1 and 'LookupError: on purpose' in error and 'standby.py' not in error
 
 
+def test_standby_that_cannot_be_started_is_said_and_ends_nothing(starter, monkeypatch):
+    def refuse(*arguments, **keywords):
+        raise BlockingIOError(11, 'Resource temporarily unavailable')
+
+    with monkeypatch.context() as patched:
+        patched.setattr(standby.subprocess, 'Popen', refuse)
+        starter.prepare()
+    assert 'standby of local rank 0 cannot be started' in starter.lines[0]
+    assert starter.run(starter.pool.start_rank)[0] == 7
+
+
 def kill(starter: Starter) -> Mapping[str, str]:
     (pid,) = starter.pool.pids
     os.kill(pid, signal.SIGKILL)
@@ -129,7 +140,7 @@ def change_a_variable(starter: Starter) -> Mapping[str, str]:
         (kill, 'ended with -9'),
         (stop, 'does not respond within'),
         (edit_a_module, 'has an earlier version of'),
-        (change_a_variable, 'has another HF_HOME, OMP_NUM_THREADS'),
+        (change_a_variable, 'was started with another value of HF_HOME, OMP_NUM_THREADS'),
     ],
 )
 def test_standby_that_cannot_take_over_is_replaced(starter, monkeypatch, disturb, reason):

@@ -301,7 +301,7 @@ def test_bucket_of_a_run_is_checked_with_a_conditional_write(store, bucket_recip
     found = node_checks.check_node(load(bucket_recipe), kind='none', processes=1, nvml=None)
     assert findings_exit_status(found) == 0, findings_table(found)
     (only,) = [finding for finding in found if finding.check == 'bucket']
-    assert only.detail == 's3://home/runs/run: object written on a condition, read and deleted'
+    assert only.detail == 's3://home/runs/run: conditional writes, reading and deleting work'
     assert not store.objects('home')
     assert any(finding.check == 'disk' and '/local/' in finding.detail for finding in found)
 
@@ -317,13 +317,26 @@ def test_bucket_that_refuses_or_fails_is_a_finding(store, bucket_recipe, words, 
     assert message in found.detail and 's3://home/runs/run/.preflight-' in found.detail
 
 
-def test_store_that_ignores_conditions_is_a_finding(store, bucket_recipe, monkeypatch):
+@pytest.mark.parametrize(
+    ('ignored', 'message'),
+    [
+        ({'if_absent': False, 'if_tag': None}, 'ignores If-None-Match and If-Match'),
+        ({'if_tag': None}, 'the store ignores If-Match,'),
+    ],
+)
+def test_store_that_ignores_conditions_is_a_finding(store, bucket_recipe, monkeypatch, ignored, message):
     write = S3Client.write
-    monkeypatch.setattr(
-        S3Client, 'write', lambda *words, if_absent, if_tag: write(*words, if_absent=False, if_tag=None)
-    )
+    monkeypatch.setattr(S3Client, 'write', lambda *words, **conditions: write(*words, **(conditions | ignored)))
     (found,) = bad(node_checks.check_run_folder(load(bucket_recipe)))
-    assert found.status == CONFIG_ERROR and 'two jobs could train one run' in found.detail
+    assert found.status == CONFIG_ERROR and message in found.detail and 'two jobs could train it' in found.detail
+    assert not store.objects('home')
+
+
+def test_store_that_does_not_recognize_its_etags_is_a_finding(store, bucket_recipe, monkeypatch):
+    head = S3Client.head
+    monkeypatch.setattr(S3Client, 'head', lambda *words: head(*words)._replace(tag='W/"weak'))
+    (found,) = bad(node_checks.check_run_folder(load(bucket_recipe)))
+    assert found.status == CONFIG_ERROR and 'refuses If-Match with the etag that it returns' in found.detail
     assert not store.objects('home')
 
 

@@ -1,6 +1,7 @@
 """Preparing into an object store: indexes are uploaded last, sizes are checked, and failures can be resumed."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from drawn import DrawnSource, settings, snapshot
@@ -125,8 +126,8 @@ def shorten(monkeypatch: pytest.MonkeyPatch, store: Store, name: str, *, times: 
     """Truncate the first `times` uploads of a file."""
     write, remaining = S3Client.write, [name] * times
 
-    def cut(self: S3Client, at: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:
-        write(self, at, content, if_absent=if_absent, if_tag=if_tag)
+    def cut(self: S3Client, at: Location, content: bytes | Path, **settings: Any) -> None:
+        write(self, at, content, **settings)
         if at.key.rpartition('/')[2] in remaining:
             remaining.remove(name)
             store.client.put_object(Bucket=at.bucket, Key=at.key, Body=b'short')

@@ -53,6 +53,23 @@ def test_upload_of_a_killed_process_is_aborted(store: Store, tmp_path: Path, mon
     assert uploads(store) == []
 
 
+def test_upload_is_ended_by_its_wait(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3_client, 'PART_BYTES', 5 * 2**20)
+    path = tmp_path / 'large'
+    path.write_bytes(bytes(150 * 2**20))
+    url = store.bucket('data')
+
+    def wait() -> None:
+        if any('partNumber=1' in request for request in store.requests):
+            raise KeyError('ended')
+
+    with pytest.raises(KeyError, match='ended'):
+        object_store.write(f'{url}/large', path, retry=RetryPolicy(wait=wait))
+    assert uploads(store) == [] and not store.objects('data')
+    # boto3 sends ten parts at a time.
+    assert sum('partNumber=' in request for request in store.requests) < 30, 'the other parts are not sent'
+
+
 def test_upload_that_fails_aborts_itself(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3_client, 'PART_BYTES', 5 * 2**20)
     path = tmp_path / 'large'

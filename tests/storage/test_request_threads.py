@@ -55,7 +55,7 @@ def test_first_error_ends_the_other_tasks() -> None:
     with pytest.raises(ValueError, match='bug'):
         run_all([pausing, failing, *[pausing] * 50], DEFAULT)
     assert time.monotonic() - start < 1  # the pause of a retry is 1 s or longer
-    assert 0 < len(ended) < THREADS
+    assert 0 < len(ended) <= THREADS  # the thread of the failed task may have begun another one
     count = len(ended)
     time.sleep(0.05)
     assert len(ended) == count  # the rest was cancelled

@@ -3,10 +3,12 @@
 import argparse
 import os
 import select
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import Any, TextIO
 
 import diffusion
@@ -46,7 +48,7 @@ class CommandParser(argparse.ArgumentParser):
 
 FILE_ARGUMENTS = {
     *('recipe', 'recipes', 'spec', 'specs', 'checkpoint', 'source', 'location'),
-    *('out', 'captions', 'from_run', 'gpus_file', 'png', 'lora'),
+    *('out', 'captions', 'from_run', 'gpus_file', 'png', 'lora', 'prompts', 'reference', 'run_place', 'launch'),
 }
 """Arguments that are paths, for which a shell completes file names."""
 
@@ -121,6 +123,8 @@ def make_parser() -> CommandParser:
     _add_prepare(commands.add_parser('prepare', help='convert images and captions to bucketed MDS shards'))
     _add_data(commands.add_parser('data', help='verify shards, preview samples, and benchmark the loader'))
     _add_generate(commands.add_parser('generate', help='generate images with a checkpoint or an export'))
+    _add_evaluate(commands.add_parser('evaluate', help='measure FID, CLIP score and other metrics of a checkpoint'))
+    _add_watch(commands.add_parser('watch', help='evaluate the checkpoints of a run as they appear'))
     _add_export(commands.add_parser('export', help='export a checkpoint for diffusers or ComfyUI'))
     _add_launch(commands)
     _add_completion(commands.add_parser('completion', help='print a completion script for a shell'))
@@ -216,7 +220,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        'source', metavar='DIR_OR_CHECKPOINT', help='exported folder, checkpoint, or run folder to generate with'
+        'source', metavar='DIR_OR_CHECKPOINT', help='exported folder, or the folder or URL of a checkpoint or a run'
     )
     parser.add_argument('prompts', nargs='+', metavar='PROMPT', help='prompt; one image is generated per prompt')
     parser.add_argument('--out', metavar='DIR', help='output folder for the PNG files (default: generated)')
@@ -258,8 +262,166 @@ def _generate(args: argparse.Namespace) -> int:
     return run_generate(args)
 
 
+def _add_evaluate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('checkpoint', help='folder or URL of a checkpoint, or of a run to use its latest checkpoint')
+    parser.add_argument(
+        'overrides',
+        nargs='*',
+        metavar='KEY=VALUE',
+        help="override a value of the run's recipe, such as global_batch=64",
+    )
+    _add_evaluation_options(parser)
+    parser.set_defaults(run=_evaluate)
+
+
+def _add_evaluation_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        '--metrics',
+        type=_words,
+        metavar='NAMES',
+        help='comma-separated: fid, kid, clip_fid, cmmd, dino_mmd, precision, recall, clip_score, pick_score, '
+        "efficientnet_distance (default: the evaluators of the run's recipe)",
+    )
+    parser.add_argument(
+        '--guidance',
+        type=_numbers,
+        metavar='NUMBERS',
+        help='comma-separated guidance scales; the first gives the metrics of the checkpoint (default: 7.5)',
+    )
+    parser.add_argument(
+        '--prompts',
+        metavar='FILE',
+        help='prompts as .txt, .csv, .tsv or .jsonl; "own" for 120 prompts of this package (default: captions of '
+        'the evaluation data)',
+    )
+    parser.add_argument('--prompt-column', metavar='NAME', help='column of the prompts (default: found by its name)')
+    parser.add_argument(
+        '--images', type=_positive_integer, metavar='N', help='number of images to generate (default: one per prompt)'
+    )
+    parser.add_argument(
+        '--reference', metavar='DIR', help='folder of reference images (default: images of the evaluation data)'
+    )
+    parser.add_argument('--steps', type=_positive_integer, metavar='N', help='number of sampling steps (default: 50)')
+    parser.add_argument(
+        '--batch-size', type=_positive_integer, metavar='N', help='images per batch and device (default: 32)'
+    )
+    parser.add_argument(
+        '--network',
+        action='append',
+        default=[],
+        type=_assignment,
+        metavar='NAME=SOURCE',
+        help='path, or ORG/NAME@COMMIT, of a network: inception, clip_fid, cmmd, dino, clip_score, pick_score; can be '
+        'repeated (default: the published ones)',
+    )
+    parser.add_argument(
+        '--layout', metavar='NAME', help='also write the images as the scorer geneval or t2i_compbench reads them'
+    )
+
+
+def _add_watch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('run_place', metavar='RUN', help='folder or URL of a run')
+    parser.add_argument(
+        'overrides', nargs='*', metavar='KEY=VALUE', help="override a value of the run's recipe, or of the job"
+    )
+    parser.add_argument(
+        '--policy',
+        choices=('every', 'latest'),
+        default='every',
+        help='evaluate every checkpoint, oldest first, or only the latest at any time (default: every)',
+    )
+    parser.add_argument(
+        '--checkpoints',
+        type=_words,
+        default=[],
+        metavar='NAMES',
+        help='only these, such as ba1000,ba2000 (default: all)',
+    )
+    parser.add_argument(
+        '--keep-best',
+        metavar='METRIC[:N]',
+        help='pin the N checkpoints with the best values, so that the run keeps them (default: pin none; N: 1)',
+    )
+    parser.add_argument(
+        '--launch', metavar='SPEC', help='job YAML, submitted for each checkpoint (default: evaluate on this machine)'
+    )
+    parser.add_argument(
+        '--processes', type=_positive_integer, default=1, metavar='N', help='processes, one per GPU (default: 1)'
+    )
+    parser.add_argument(
+        '--jobs',
+        type=_positive_integer,
+        default=1,
+        metavar='N',
+        help='maximum number of evaluations at once (default: 1)',
+    )
+    parser.add_argument(
+        '--lease',
+        metavar='TIME',
+        help='time without a sign of life after which an evaluation is done again, such as 6h (default: 10m on this '
+        'machine, 12h for jobs, which includes their time in the queue)',
+    )
+    parser.add_argument(
+        '--poll', default='30s', metavar='TIME', help='time between two looks for checkpoints (default: %(default)s)'
+    )
+    parser.add_argument(
+        '--once', action='store_true', help='end when all checkpoints are evaluated (default: wait for new ones)'
+    )
+    _add_evaluation_options(parser)
+    parser.set_defaults(run=_watch)
+
+
+def _watch(args: argparse.Namespace) -> int:
+    from diffusion.tasks.run_recipe import configure_logging
+    from diffusion.tasks.watch import Watcher
+    from diffusion.tasks.watch_arguments import watch_settings
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    settings = watch_settings(args)
+    configure_logging()
+    signal.signal(signal.SIGTERM, stop)
+    Watcher(settings).run()
+    return 0
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(',') if word.strip()]
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(word) for word in text.split(',')]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'{text!r} is not a comma-separated list of numbers') from None
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    name, separator, value = text.partition('=')
+    if not separator or not value:
+        raise argparse.ArgumentTypeError(f'{text!r} is not NAME=SOURCE')
+    return name, value
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    from diffusion.launch.workers import die_with_parent
+    from diffusion.tasks.argument_checks import evaluation_recipe
+    from diffusion.tasks.run_recipe import configure_logging
+    from diffusion.tasks.watch import WATCHED
+
+    if os.environ.get(WATCHED):
+        die_with_parent()
+    recipe = evaluation_recipe(args)  # before the next import, which takes 15 s
+    configure_logging()
+    from diffusion.tasks.evaluate import evaluate
+
+    evaluate(recipe)
+    return 0
+
+
 def _add_export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('checkpoint', help='checkpoint, or a run folder to use its latest checkpoint')
+    parser.add_argument('checkpoint', help='folder or URL of a checkpoint, or of a run to use its latest checkpoint')
     parser.add_argument(
         '--out',
         required=True,

@@ -14,6 +14,7 @@ from diffusion.config.byte_sizes import parse_bytes
 from diffusion.config.checkpointing import CheckpointingConfig, TierConfig, TiersConfig
 from diffusion.config.checkpointing_checks import check_checkpointing
 from diffusion.config.device_checks import nearest_divisor
+from diffusion.config.image_metrics import check_image_metrics
 from diffusion.config.image_shapes import parse_shape
 from diffusion.config.lora_checks import check_lora
 from diffusion.config.objective_checks import check_objective
@@ -161,6 +162,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     gather.problems += check_perceptual_losses(recipe)
     gather.problems += check_width_transfer(recipe)
     gather.problems += check_sampling(recipe, dict(own))
+    gather.problems += check_image_metrics({where: each for where, each in own if where.startswith('evaluators.')})
     for where, value in _durations(recipe):
         # Composer's own saver, which `save_folder` selects, takes its durations only.
         may_be_time = where.endswith('.save_interval') and 'save_folder' not in recipe.trainer

@@ -77,7 +77,10 @@ TARGETS: dict[str, dict[str, Any]] = {
         'tensorboard': 'composer.loggers.tensorboard_logger:TensorboardLogger',
         'wandb': 'composer.loggers.wandb_logger:WandBLogger',
     },
-    'evaluator': {'retrieval': 'diffusion.evaluation.retrieval:Retrieval'},
+    'evaluator': {
+        'image_metrics': 'diffusion.evaluation.image_metrics:ImageMetrics',
+        'retrieval': 'diffusion.evaluation.retrieval:Retrieval',
+    },
     'trainer': {'composer': 'composer.trainer.trainer:Trainer'},
 }
 """Registered components by kind and name: a class or function, or its address `'module:attribute'`."""

@@ -4,18 +4,18 @@ Nearest is by pixel difference. Use it to measure how well a model has learned a
 """
 
 import logging
-from pathlib import Path
 
 import torch
+from composer.utils import dist
 from torch import Tensor
 
-from diffusion.data.caption_choice import captions_of
-from diffusion.data.image_text import ImageTextDataset
 from diffusion.errors import UserError
+from diffusion.evaluation.evaluated_checkpoint import EvaluatedCheckpoint, EvaluationResult
+from diffusion.evaluation.gather import gather_rows
+from diffusion.evaluation.generated_images import GeneratedImages, Sampling
 from diffusion.evaluation.image_sheet import Figure, Section, draw_sheet, save_image, to_images
-from diffusion.loggers import status_line
+from diffusion.evaluation.prompts import caption_prompts
 from diffusion.models import batch_keys
-from diffusion.models.latent_diffusion import LatentDiffusion
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +63,12 @@ class Retrieval:
         self.num_shown = num_shown
         self.columns = columns
 
-    def __call__(self, model: LatentDiffusion, dataset: ImageTextDataset, folder: Path) -> dict[str, float]:
-        """Generate and look up the images: return the top-1 fraction as `retrieval_top1`, and write `samples.png`."""
+    def __call__(self, checkpoint: EvaluatedCheckpoint) -> EvaluationResult:
+        """Generate and look up the images: return the top-1 fraction as `retrieval_top1`, and write `samples.png`.
+
+        A collective: all ranks generate. The result does not depend on their number.
+        """
+        dataset = checkpoint.dataset
         count = int(dataset.size)
         if self.num_captions > count:
             raise UserError(
@@ -72,35 +76,38 @@ class Retrieval:
                 f'dataset; use at most {count}'
             )
         chosen = [index * count // self.num_captions for index in range(self.num_captions)]
-        captions = [captions_of(dataset.get_item(index), dataset.where(index))[0] for index in chosen]
-        real = torch.stack([dataset[index][batch_keys.IMAGE] for index in range(count)])
-        generated = self._generate(model, captions, (real.shape[2], real.shape[3]))
-        nearest = nearest_images(generated, real.float() / 255)
-        correct = [index == truth for index, truth in zip(nearest.tolist(), chosen, strict=True)]
-        pairs = zip(captions, to_images(generated), to_images(real[chosen]), strict=True)
-        figures = [Figure(images, caption) for caption, *images in pairs][: self.num_shown]
-        sheet = draw_sheet([Section(SHEET_TITLE, figures)], columns=self.columns, side=SIDE)
-        save_image(sheet, folder / 'samples.png')
-        return {'retrieval_top1': sum(correct) / len(correct)}
+        captions = [prompt.text for prompt in caption_prompts(dataset, self.num_captions)]
+        shape = tuple(dataset[0][batch_keys.IMAGE].shape)
+        generated = self._generate(checkpoint, captions, (shape[1], shape[2])).view(-1, *shape)
+        result = [0.0]
+        if dist.get_global_rank() == 0:
+            real = torch.stack([dataset[index][batch_keys.IMAGE] for index in range(count)])
+            nearest = nearest_images(generated.float() / 255, real.float() / 255)
+            correct = [index == truth for index, truth in zip(nearest.tolist(), chosen, strict=True)]
+            pairs = zip(captions, to_images(generated), to_images(real[chosen]), strict=True)
+            figures = [Figure(images, caption) for caption, *images in pairs][: self.num_shown]
+            sheet = draw_sheet([Section(SHEET_TITLE, figures)], columns=self.columns, side=SIDE)
+            save_image(sheet, checkpoint.run_dir / 'samples.png')
+            result = [sum(correct) / len(correct)]
+        dist.broadcast_object_list(result, src=0)
+        return EvaluationResult({'retrieval_top1': result[0]})
 
-    def _generate(self, model: LatentDiffusion, captions: list[str], size: tuple[int, int]) -> Tensor:
-        """Generate one image per caption in batches, float [len(captions), 3, H, W] in [0, 1]."""
-        images = []
-        for start in range(0, len(captions), self.batch_size):
-            batch = captions[start : start + self.batch_size]
-            status_line.show(f'generated {start} of {len(captions)} images')
-            images.append(
-                model.generate(
-                    batch,
-                    seeds=range(start, start + len(batch)),
-                    size=size,
-                    guidance_scale=self.guidance_scale,
-                    num_inference_steps=self.num_inference_steps,
-                    noise_scheduler=self.noise_scheduler,
-                )
-            )
-        status_line.show('')
-        return torch.cat(images).cpu()
+    def _generate(self, checkpoint: EvaluatedCheckpoint, captions: list[str], size: tuple[int, int]) -> Tensor:
+        """Generate one image per caption on all ranks, uint8 [len(captions), 3 * H * W]; a collective."""
+        sampling = Sampling(
+            guidance_scale=self.guidance_scale,
+            num_inference_steps=self.num_inference_steps,
+            noise_scheduler=self.noise_scheduler,
+            size=size,
+            batch_size=self.batch_size,
+        )
+        name = f'{checkpoint.name}, {checkpoint.weights} weights'
+        generated = GeneratedImages.below(checkpoint.folder, captions, sampling, name, name='retrieval')
+        rows, indices = [], []
+        for own, images in generated.own_batches(checkpoint.model):
+            rows.append(torch.stack(images).flatten(1))
+            indices += own
+        return gather_rows(rows, indices)
 
 
 def nearest_images(images: Tensor, references: Tensor) -> Tensor:

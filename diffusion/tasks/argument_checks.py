@@ -1,25 +1,28 @@
-"""Checks of the arguments of `diffusion generate` and `diffusion export`.
+"""Checks of the arguments of `diffusion generate`, `diffusion evaluate` and `diffusion export`.
 
 They import no torch, so that a wrong path or number is reported within a second instead of after 15.
 """
 
 import argparse
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from diffusion.algorithms.power_function import SNAPSHOT_FOLDER, gamma_of_width
 from diffusion.checkpointing.checkpoint_download import download_checkpoint
-from diffusion.checkpointing.run_folder import find_checkpoint, recipe_of_checkpoint
+from diffusion.checkpointing.run_folder import find_checkpoint, recipe_of_checkpoint, run_of_checkpoint
 from diffusion.config import noise_schedulers
-from diffusion.config.load import load
+from diffusion.config.load import Recipe, load
 from diffusion.config.sampling_checks import is_flow, model_problem, num_train_timesteps, sampling_problems
 from diffusion.config.sampling_limits import seeds_problem
 from diffusion.config.weight_sources import REPOSITORY
 from diffusion.errors import UserError
 from diffusion.storage.writable import check_writable
 
+BATCH_OR_LATEST = re.compile(r'ba\d+|latest')
+"""Pattern of the last part of the URL of a checkpoint."""
 OPTIONS = {'num_inference_steps': '--steps', 'guidance_scale': '--guidance', 'noise_scheduler': '--scheduler'}
 """Options of `diffusion generate`, by the key of the section `generate` that they replace."""
 
@@ -79,6 +82,44 @@ def check_generate(args: argparse.Namespace) -> None:
         problems = sampling_problems(vars(recipe.generate) | given, num_train_timesteps(recipe), flow=is_flow(recipe))
     for key, problem in problems.items():
         raise UserError(f'{OPTIONS.get(key, f"generate.{key}")}: {problem}')
+
+
+def evaluation_recipe(args: argparse.Namespace) -> Recipe:
+    """Return the recipe of `diffusion evaluate`: that of the checkpoint, with the evaluator that the options describe.
+
+    Raises:
+        UserError: There is no such run or checkpoint, or an option is out of range.
+    """
+    checkpoint = find_checkpoint(args.checkpoint)
+    options = {
+        'metrics': args.metrics,
+        'guidance_scales': args.guidance,
+        'prompts': args.prompts,
+        'prompt_column': args.prompt_column,
+        'num_images': args.images,
+        'reference': args.reference,
+        'num_inference_steps': args.steps,
+        'batch_size': args.batch_size,
+        'networks': dict(args.network) or None,
+        'layout': args.layout,
+    }
+    given = {key: value for key, value in options.items() if value is not None}
+    if given and args.metrics is None:
+        raise UserError('--metrics: the other options need it; add for example --metrics fid,clip_score')
+    place = str(args.checkpoint) if '://' in args.checkpoint else str(run_of_checkpoint(checkpoint).absolute())
+    if '://' in place and BATCH_OR_LATEST.fullmatch(place.rpartition('/')[2]):
+        place = place.rpartition('/')[0]
+    runs_dir, _, name = place.rstrip('/').rpartition('/')
+    overrides = [f'runs_dir={json.dumps(runs_dir)}', f'name={json.dumps(name)}', *args.overrides]
+    overrides += [f'evaluators.image_metrics.{key}={json.dumps(value)}' for key, value in given.items()]
+    # `task` first in the file's values, so that sections which evaluation does not read may be incomplete.
+    recipe = load(recipe_of_checkpoint(checkpoint), ['task=evaluate', *overrides])
+    recipe.checkpoint = str(checkpoint)
+    if not any(word.startswith('trainer.device=') for word in args.overrides):
+        recipe.trainer.pop('device', None)  # of the machine that trained; this one may have another
+    if given:
+        recipe.evaluators = {'image_metrics': recipe.evaluators['image_metrics']}
+    return recipe
 
 
 def check_export(

@@ -3,34 +3,54 @@
 import json
 import logging
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from composer import Trainer
 from composer.models import ComposerModel
-from composer.utils import dist
+from composer.utils import dist, get_device
 
+from diffusion.checkpointing.checkpoint_store import batch_number
 from diffusion.checkpointing.checkpoint_weights import Weights, load_weights, weights_of
 from diffusion.checkpointing.claims import claimed_checkpoint
-from diffusion.checkpointing.run_mirror import RunMirror
+from diffusion.checkpointing.run_mirror import RunMirror, try_to_push
 from diffusion.config.load import Recipe
 from diffusion.config.registry import build
 from diffusion.data.loader import to_data_spec
+from diffusion.errors import UserError
+from diffusion.evaluation.evaluated_checkpoint import EvaluatedCheckpoint, write_results
 from diffusion.loggers.progress_line import ProgressLine, has_terminal
+from diffusion.models.frozen_parts import evaluating
+from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.storage.atomic import write_atomically
 from diffusion.training import components
 
 log = logging.getLogger(__name__)
 
+MIN_TIMEOUT_SECONDS = 1800.0
+"""Smallest timeout of collectives: a rank may generate one batch of images more than the others."""
 
-def trained_model(recipe: Recipe, which: Weights | None = None) -> tuple[ComposerModel, Weights]:
+
+class TrainedModel(NamedTuple):
+    """Model with the weights of a checkpoint.
+
+    Args:
+        model: The model.
+        weights: Kind of the weights that were loaded.
+        checkpoint: Name of the checkpoint, such as `ba1600`.
+    """
+
+    model: ComposerModel
+    weights: Weights
+    checkpoint: str
+
+
+def trained_model(recipe: Recipe, which: Weights | None = None) -> TrainedModel:
     """Build a recipe's model with the weights of its checkpoint.
 
     Args:
         recipe: The recipe; its `checkpoint` is the checkpoint to load, null for the run's latest.
         which: Averaged or training weights; None loads averaged weights if the checkpoint has them.
-
-    Returns:
-        The model, and which weights were loaded.
     """
     with claimed_checkpoint(recipe.checkpoint or recipe.run_place, recipe.task) as checkpoint:
         weights, which = weights_of(checkpoint, which)
@@ -39,12 +59,13 @@ def trained_model(recipe: Recipe, which: Weights | None = None) -> tuple[Compose
             components.add_lora(recipe, model)
         # The weights may be mapped from the file until they are copied here.
         load_weights(model, weights, str(checkpoint))
-    return model, which
+        return TrainedModel(model, which, checkpoint.name)
 
 
 def evaluate(recipe: Recipe) -> dict[str, float]:
-    """Evaluate a recipe's checkpoint, and write `evaluation.json` into the run's folder.
+    """Evaluate a recipe's checkpoint on all ranks, and write its results into the run's folder.
 
+    `evaluations/ba1600.json` has the results of a checkpoint, and `evaluation.json` the metrics of the last evaluation.
     The averaged weights are evaluated if the checkpoint has them, else the training weights.
 
     Returns:
@@ -52,7 +73,9 @@ def evaluate(recipe: Recipe) -> dict[str, float]:
     """
     components.check_device(recipe)
     began = time.time()
-    model, which = trained_model(recipe)
+    timeout = max(MIN_TIMEOUT_SECONDS, recipe.trainer.get('dist_timeout', 0.0))
+    dist.initialize_dist(get_device(recipe.trainer.get('device')), timeout)
+    model, which, name = trained_model(recipe)
     loader = components.build_loader(recipe, 'eval')
     # The other keywords of the recipe's Trainer are for training.
     kept: dict[str, Any] = {key: recipe.trainer[key] for key in ('device', 'precision') if key in recipe.trainer}
@@ -62,15 +85,28 @@ def evaluate(recipe: Recipe) -> dict[str, float]:
     optimizer = components.build_optimizer(recipe, model)
     trainer = Trainer(model=model, eval_dataloader=to_data_spec(loader), optimizers=optimizer, seed=recipe.seed, **kept)
     trainer.eval()
-    metrics = {name: float(metric.compute()) for name, metric in trainer.state.eval_metrics['eval'].items()}
+    losses = {name: float(metric.compute()) for name, metric in trainer.state.eval_metrics['eval'].items()}
+    metrics, details = dict(losses), {}
+    with evaluating(model):
+        for key, component in recipe.evaluators.items():
+            if not isinstance(model, LatentDiffusion):
+                raise UserError(f'evaluators.{key}: {recipe.model.name} does not generate images from prompts')
+            precision = trainer.state.precision
+            checkpoint = EvaluatedCheckpoint(model, loader.dataset, recipe.run_dir, name, which, precision)
+            result = build('evaluator', component)(checkpoint)
+            metrics |= result.metrics
+            details |= result.details
     if dist.get_global_rank() == 0:
-        for component in recipe.evaluators.values():
-            evaluator = build('evaluator', component)
-            metrics |= evaluator(model, loader.dataset, recipe.run_dir)
+        about = {'checkpoint': name, 'batch': batch_number(Path(name)), 'weights': which, 'losses': losses}
+        about |= {'metrics': {key: metrics[key] for key in metrics if key not in losses}, **details}
+        write_results(recipe.run_dir, name, about | {'seconds': time.time() - began})
         write_atomically(recipe.run_dir / 'evaluation.json', json.dumps({'weights': which} | metrics, indent=2) + '\n')
+        for key, value in metrics.items():
+            print(f'{key:32s} {value:.4f}')
+        for each in details.get('guidance', [])[1:]:
+            values = ', '.join(f'{key} {value:.4f}' for key, value in each['metrics'].items())
+            print(f'guidance {each["guidance_scale"]:<23g} {values}')
         if recipe.run_url is not None:
-            RunMirror(recipe.run_dir, recipe.run_url).push(since=began)
-        for name, value in metrics.items():
-            print(f'{name:32s} {value:.4f}')
+            try_to_push(RunMirror(recipe.run_dir, recipe.run_url), since=began)
     dist.barrier()
     return metrics

@@ -85,7 +85,7 @@ def export(
         recipe.checkpoint = str(checkpoint)
         average = None if ema_width is None else average_of(checkpoint, ema_width, at=at)
         # An average replaces all trained parameters below, so load the weights that every checkpoint has.
-        model, which = trained_model(recipe, weights if average is None else 'training')
+        model, which, _ = trained_model(recipe, weights if average is None else 'training')
         if average is not None:
             load_average(model, average)
             which = f'post-hoc EMA {average.width:g} (batch {average.batch})'

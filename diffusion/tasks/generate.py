@@ -12,7 +12,7 @@ from composer.utils import get_device
 
 from diffusion.checkpointing.claims import claimed_checkpoint
 from diffusion.checkpointing.run_folder import recipe_of_checkpoint
-from diffusion.checkpointing.run_mirror import RunMirror
+from diffusion.checkpointing.run_mirror import RunMirror, try_to_push
 from diffusion.config.load import Recipe, load
 from diffusion.errors import UserError
 from diffusion.evaluation.image_sheet import save_image, to_images
@@ -32,7 +32,7 @@ def generate(recipe: Recipe) -> list[Path]:
         raise UserError('generate.prompts: is empty; add at least one prompt')
     components.check_device(recipe)
     began = time.time()
-    model, which = trained_model(recipe, settings.weights)
+    model, which, _ = trained_model(recipe, settings.weights)
     if not isinstance(model, LatentDiffusion):
         raise UserError(f'model.name: {recipe.model.name} does not generate images from prompts; use sd2, for example')
     model = get_device(recipe.trainer.get('device')).module_to_device(model)
@@ -47,9 +47,9 @@ def generate(recipe: Recipe) -> list[Path]:
         noise_scheduler=settings.noise_scheduler,
     )
     files = save_images(images, prompts, Path(settings.out or recipe.run_dir / 'generated'), seed=settings.seed)
-    if recipe.run_url is not None and not settings.out:
-        RunMirror(recipe.run_dir, recipe.run_url).push(since=began)
     print(f'{len(files)} images with {which} weights in {files[0].parent}')
+    if recipe.run_url is not None and not settings.out:
+        try_to_push(RunMirror(recipe.run_dir, recipe.run_url), since=began)
     return files
 
 

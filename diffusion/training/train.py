@@ -14,6 +14,7 @@ from composer.models import ComposerModel
 from composer.utils import dist, get_device
 from torch.nn.parallel import DistributedDataParallel
 
+from diffusion.callbacks.evaluation_results import EvaluationResults
 from diffusion.callbacks.heartbeat import Heartbeat
 from diffusion.callbacks.loss_guard import LossGuard
 from diffusion.callbacks.optimizer_settings import OptimizerSettings
@@ -296,6 +297,7 @@ def _own_callbacks(
         Preemption(),
         ReplacedSamples(loader.tally),
         RunStatus(recipe.run_place),
+        EvaluationResults(recipe.run_dir),
         Stragglers(loader),
         *([ReduceOnce()] if parts.reduce_once else []),
         *([checkpointer] if checkpointer is not None else []),

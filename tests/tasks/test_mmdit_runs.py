@@ -99,7 +99,7 @@ def test_two_ranks_give_the_curve_of_one(runs, strategy):
 def test_stock_pipeline_draws_the_same_images(runs, tmp_path):
     recipe = load(runs.recipe('whole'))
     export(runs.whole(), tmp_path / 'exported', weights='ema')
-    model, _ = trained_model(recipe, 'ema')
+    model = trained_model(recipe, 'ema').model
     assert isinstance(model, LatentDiffusion)
     latents = torch.randn(1, *LATENTS[runs.kind])
     sampling = {'num_inference_steps': 5, 'guidance_scale': 3.0}

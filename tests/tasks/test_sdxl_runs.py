@@ -181,7 +181,7 @@ def test_stock_pipeline_generates_the_same_images(write, tmp_path, mode, negativ
     index = json.loads((tmp_path / 'out' / 'model_index.json').read_text())
     assert index['_class_name'] == 'StableDiffusionXLPipeline'
     assert (index['force_zeros_for_empty_prompt'], index['add_watermarker']) == (mode == 'zeros', False)
-    model, _ = trained_model(load(path), None)
+    model = trained_model(load(path), None).model
     assert isinstance(model, LatentDiffusion)
     latents = torch.randn(1, 4, 4, 8, generator=torch.Generator().manual_seed(0))
     sampling: dict[str, Any] = {'num_inference_steps': 4, 'guidance_scale': 3.0}

@@ -266,7 +266,7 @@ def test_diffusers_pipeline_generates_the_same_images(finished, tmp_path, weight
     recipe = load(path)
     from diffusion.tasks.evaluate import trained_model
 
-    model, _ = trained_model(recipe, weights)
+    model = trained_model(recipe, weights).model
     assert isinstance(model, LatentDiffusion)
     latents = torch.randn(1, 4, 4, 4)
     sampling: dict[str, Any] = {'num_inference_steps': 5, 'guidance_scale': 3.0}

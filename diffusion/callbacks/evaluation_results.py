@@ -1,0 +1,95 @@
+"""Callback that sends the results of evaluations that ran elsewhere to the loggers of the training."""
+
+import json
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+from composer.core import Callback, State
+from composer.loggers import Logger
+from composer.utils import dist
+
+from diffusion.evaluation.evaluated_checkpoint import read_results
+from diffusion.launch.evaluation_claims import EVALUATIONS
+from diffusion.storage.atomic import write_atomically
+
+log = logging.getLogger(__name__)
+
+INTERVAL_SECONDS = 30.0
+"""Time between two looks for new results."""
+LOGGED = '.logged'
+"""File that remembers which results were logged."""
+
+
+class EvaluationResults(Callback):
+    """Callback that logs new results in the run's folder `evaluations` as `evaluation/fid` and so on.
+
+    Loggers accept no steps of the past, so they are logged at the current batch, together with `evaluation/batch`, the
+    batch of the evaluated checkpoint, which serves as the axis of a plot. `evaluations/.logged` remembers them, so that
+    a run that resumes does not log them again. A thread reads the folder, since file systems can hang.
+
+    Args:
+        run_dir: The run's folder. Results of a run in an object store are not seen.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.folder = run_dir / EVALUATIONS
+        self._logged: dict[str, float] | None = None
+        self._found: list[dict[str, Any]] = []
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        if self._thread is None and dist.get_global_rank() == 0:
+            self._thread = threading.Thread(target=self._look, daemon=True)
+            self._thread.start()
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        self._log(logger)
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        if self._thread is not None:
+            self._try_to_look()
+            self._log(logger)
+
+    def close(self, state: State, logger: Logger) -> None:
+        self._done.set()
+
+    def _log(self, logger: Logger) -> None:
+        with self._lock:
+            found, self._found = self._found, []
+        for results in found:
+            metrics = {f'evaluation/{name}': value for name, value in results['metrics'].items()}
+            logger.log_metrics({'evaluation/batch': results['batch'], **metrics})
+
+    def _look(self) -> None:
+        while not self._done.wait(INTERVAL_SECONDS):
+            self._try_to_look()
+
+    def _try_to_look(self) -> None:
+        try:
+            self._look_once()
+        except OSError as error:  # the training goes on
+            log.warning('%s: cannot be read (%s); the results are logged later', self.folder, error)
+
+    def _look_once(self) -> None:
+        """Read the files of results that are new or have changed, oldest checkpoint first."""
+        if not self.folder.is_dir():
+            return
+        marks = self.folder / LOGGED
+        with self._lock:
+            if self._logged is None:
+                self._logged = read_results(marks) or {}
+            new = []
+            for path in self.folder.glob('ba*.json'):
+                results = read_results(path)
+                if results is None or not isinstance(results.get('batch'), int) or not results.get('metrics'):
+                    continue
+                if self._logged.get(path.stem, -1.0) < (finished := float(results.get('finished', 0.0))):
+                    self._logged[path.stem] = finished
+                    new.append(results)
+            if new:
+                self._found += sorted(new, key=lambda results: results['batch'])
+                write_atomically(marks, json.dumps(self._logged) + '\n')

@@ -1,0 +1,100 @@
+"""Image metrics and their networks by name, and the checks of an evaluator's settings, without importing torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from diffusion.config import sampling_limits
+from diffusion.config.schema import MISSING, Problem, did_you_mean, join
+
+
+@dataclass(frozen=True)
+class MetricInfo:
+    """Properties of an image metric.
+
+    Args:
+        network: Its network, a key of `NETWORKS`.
+        better: Whether lower or higher values are better.
+        reliable_from: Number of images under which its bias is larger than the usual differences of checkpoints.
+    """
+
+    network: str
+    better: Literal['lower', 'higher'] = 'lower'
+    reliable_from: int = 1
+
+
+IMAGE_METRICS: dict[str, MetricInfo] = {
+    'fid': MetricInfo('inception', reliable_from=2048),
+    'kid': MetricInfo('inception'),
+    'clip_fid': MetricInfo('clip_fid', reliable_from=512),
+    'cmmd': MetricInfo('cmmd'),
+    'dino_mmd': MetricInfo('dino'),
+    'precision': MetricInfo('inception', 'higher'),
+    'recall': MetricInfo('inception', 'higher'),
+    'efficientnet_distance': MetricInfo('efficientnet', reliable_from=1280),
+    'clip_score': MetricInfo('clip_score', 'higher'),
+    'pick_score': MetricInfo('pick_score', 'higher'),
+}
+"""Metrics by name. A Fréchet distance of fewer images than features has a singular covariance and is too large."""
+
+NETWORKS: dict[str, str | None] = {
+    'inception': None,
+    'clip_fid': 'openai/clip-vit-base-patch32@3d74acf9a28c67741b2f4f2ea7635f0aaf6f0268',
+    'cmmd': 'openai/clip-vit-large-patch14-336@ce19dc912ca5cd21c8a653c79e251e808ccabcd1',
+    'dino': 'facebook/dinov2-large@47b73eefe95e8d44ec3623f8890bd894b6ea2d6c',
+    'efficientnet': None,
+    'clip_score': 'openai/clip-vit-large-patch14@32bd64288804d66eefd0ccbe215aa642df71cc41',
+    'pick_score': None,
+}
+"""Default source of each network: a repository on the Hub and its commit; None if it comes from elsewhere."""
+
+LAYOUTS = ('geneval', 't2i_compbench')
+"""Folder layouts of images that the scorers of benchmarks read."""
+
+
+def check_image_metrics(evaluators: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
+    """Return settings of image metrics that are out of range as problems.
+
+    Args:
+        evaluators: Keywords of the evaluators by their path in the recipe.
+    """
+    return [
+        Problem(join(where, key), what)
+        for where, settings in evaluators.items()
+        for key, what in image_metrics_problems(settings).items()
+    ]
+
+
+def image_metrics_problems(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return error messages for settings of the evaluator `image_metrics` that are out of range, by key."""
+    found: dict[str, str | None] = {}
+    metrics, networks = settings.get('metrics'), settings.get('networks')
+    if metrics is not None:
+        found['metrics'] = _metrics_problem(metrics)
+    for name in networks if isinstance(networks, Mapping) else ():
+        if name not in NETWORKS:
+            found['networks'] = f'there is no network {name!r}; {did_you_mean(str(name), NETWORKS)}'
+    scales = settings.get('guidance_scales')
+    if isinstance(scales, list | tuple) and (not scales or len(set(scales)) < len(scales)):
+        found['guidance_scales'] = f'{list(scales)} is not a list of different numbers'
+    elif isinstance(scales, list | tuple):
+        problems = [sampling_limits.guidance_problem(each) for each in scales if isinstance(each, int | float)]
+        found['guidance_scales'] = next((each for each in problems if each is not None), None)
+    for key in ('num_images', 'images_per_prompt', 'num_references', 'batch_size'):
+        if isinstance(value := settings.get(key), int) and value < 1:
+            found[key] = f'{value} is less than 1'
+    size, layout = settings.get('size'), settings.get('layout')
+    if isinstance(size, list | tuple) and len(size) != 2:
+        found['size'] = f'{list(size)} is not a pair; use height and width in pixels'
+    if isinstance(layout, str) and layout not in (*LAYOUTS, MISSING):
+        found['layout'] = f'there is no layout {layout!r}; {did_you_mean(layout, LAYOUTS)}'
+    return {key: what for key, what in found.items() if what is not None}
+
+
+def _metrics_problem(names: object) -> str | None:
+    if not isinstance(names, list | tuple) or not names:
+        return f'{names!r} is not a list of at least one metric; use for example [fid, clip_score]'
+    for name in names:
+        if name not in IMAGE_METRICS:
+            return f'there is no metric {name!r}; {did_you_mean(str(name), IMAGE_METRICS)}'
+    return f'{list(names)} names a metric twice' if len(set(names)) < len(names) else None

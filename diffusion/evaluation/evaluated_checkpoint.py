@@ -1,0 +1,88 @@
+"""Checkpoint that evaluators measure, and the file of its results."""
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from composer.core import Precision
+
+from diffusion.data.streams import BucketedDataset
+from diffusion.launch.evaluation_claims import EVALUATIONS
+from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.storage.atomic import write_atomically
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EvaluatedCheckpoint:
+    """Checkpoint that evaluators measure, on all ranks.
+
+    Args:
+        model: Its model on the device, in evaluation mode.
+        dataset: The evaluation dataset.
+        run_dir: The run's folder.
+        name: The checkpoint's name, such as `ba1600`.
+        weights: Kind of its weights, `ema` or `training`.
+        precision: Precision of forward passes.
+    """
+
+    model: LatentDiffusion
+    dataset: BucketedDataset
+    run_dir: Path
+    name: str
+    weights: str
+    precision: Precision = Precision.FP32
+
+    @property
+    def folder(self) -> Path:
+        """Folder for images and other files of this evaluation."""
+        return self.run_dir / EVALUATIONS / self.name
+
+
+@dataclass
+class EvaluationResult:
+    """Results of an evaluator.
+
+    Args:
+        metrics: Values by name.
+        details: Entries for the checkpoint's file of results, such as the metrics of each guidance scale.
+    """
+
+    metrics: dict[str, float]
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+def write_results(run_dir: Path, name: str, results: Mapping[str, Any]) -> Path:
+    """Write the results of a checkpoint to `evaluations/NAME.json`, and return the path.
+
+    Metrics that an earlier evaluation of the same checkpoint and weights has left are kept, and so are the guidance
+    scales whose images had other settings.
+    """
+    path = run_dir / EVALUATIONS / f'{name}.json'
+    merged = dict(results)
+    if (earlier := read_results(path)) is not None and earlier.get('weights') == results.get('weights'):
+        merged['metrics'] = earlier.get('metrics', {}) | results.get('metrics', {})
+        sweep = {each['folder']: each for each in earlier.get('guidance', [])}
+        for each in results.get('guidance', []):
+            before = sweep.get(each['folder'], {'metrics': {}})
+            sweep[each['folder']] = before | each | {'metrics': before['metrics'] | each['metrics']}
+        merged = earlier | merged | {'guidance': list(sweep.values())}
+    write_atomically(path, json.dumps(merged | {'finished': time.time()}, indent=2) + '\n')
+    return path
+
+
+def read_results(path: Path) -> dict[str, Any] | None:
+    """Return the content of a file of results; None if it does not exist, or cannot be understood, which is logged."""
+    try:
+        content = json.loads(path.read_text(encoding='utf-8'))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        log.warning('%s: is not JSON (%s); it is ignored', path, error)
+        return None
+    return content if isinstance(content, dict) else None

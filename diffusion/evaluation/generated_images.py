@@ -1,0 +1,177 @@
+"""Images that a checkpoint generates for a prompt set: made by all ranks, kept in a folder, and never made twice."""
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from composer.utils import dist
+from PIL import Image, PngImagePlugin
+from torch import Tensor
+from xxhash import xxh3_128_hexdigest
+
+from diffusion.errors import UserError
+from diffusion.evaluation.image_sheet import to_images
+from diffusion.loggers import status_line
+from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.storage.atomic import atomic_folder, write_atomically
+
+log = logging.getLogger(__name__)
+
+MANIFEST = 'images.json'
+"""File of a folder of images that names the checkpoint and the settings, written before the first image."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Settings of generated images.
+
+    Args:
+        guidance_scale: Scale of classifier-free guidance; 1 turns it off.
+        num_inference_steps: Steps of the noise scheduler per image.
+        noise_scheduler: Name from `diffusion.config.noise_schedulers.SHORT_NAMES`.
+        negative_prompt: Prompt that guidance moves away from.
+        size: Height and width in pixels; None for those of the model.
+        seed: Seed of the first image; each further image has the next one.
+        batch_size: Images that are generated at once. It is part of the settings, since it changes the last bits.
+    """
+
+    guidance_scale: float = 7.5
+    num_inference_steps: int = 50
+    noise_scheduler: str = 'ddim'
+    negative_prompt: str = ''
+    size: tuple[int, int] | None = None
+    seed: int = 0
+    batch_size: int = 32
+
+
+class GeneratedImages:
+    """Images of a prompt set by one checkpoint with one guidance scale, in a folder.
+
+    The images are in batches of consecutive prompts, whatever the number of ranks, so that an image has the same bits
+    on any of them. A batch is a subfolder, renamed when it is complete: a job that was killed continues with the
+    batches that are missing. Ranks of other nodes need not see the folder; each reads only its own batches.
+
+    Args:
+        folder: The folder.
+        prompts: One prompt per image.
+        sampling: How to generate the images.
+        checkpoint: Name of the checkpoint and of its weights, such as `ba1600, ema weights`.
+
+    Raises:
+        UserError: The folder has images of another checkpoint, other prompts or other settings.
+    """
+
+    def __init__(self, folder: Path, prompts: Sequence[str], sampling: Sampling, checkpoint: str) -> None:
+        if not prompts:
+            raise UserError('there are no prompts to generate images for; add at least one')
+        self.folder, self.prompts, self.sampling, self.checkpoint = folder, list(prompts), sampling, checkpoint
+        digest = xxh3_128_hexdigest(json.dumps(self.prompts).encode())
+        wanted = {'checkpoint': checkpoint, 'images': len(prompts), 'prompts': digest, **asdict(sampling)}
+        self._check_manifest(json.loads(json.dumps(wanted)))
+
+    @classmethod
+    def below(
+        cls, folder: Path, prompts: Sequence[str], sampling: Sampling, checkpoint: str, *, name: str | None = None
+    ) -> 'GeneratedImages':
+        """Return images in a subfolder that is named by the guidance scale and a hash of prompts and settings.
+
+        Images with other settings are in other subfolders, so that nothing has to be removed to try other settings.
+        """
+        key = xxh3_128_hexdigest(json.dumps([list(prompts), asdict(sampling), checkpoint]).encode())[:8]
+        return cls(folder / f'{name or f"guidance-{sampling.guidance_scale:g}"}-{key}', prompts, sampling, checkpoint)
+
+    def batches(self) -> list[range]:
+        """Return the images of each batch, as indices of their prompts."""
+        count, size = len(self.prompts), self.sampling.batch_size
+        return [range(start, min(start + size, count)) for start in range(0, count, size)]
+
+    def path(self, index: int) -> Path:
+        """Return the file of the image of a prompt."""
+        return self._batch_folder(index // self.sampling.batch_size) / f'{index:06d}.png'
+
+    def own_batches(self, model: LatentDiffusion) -> Iterator[tuple[range, list[Tensor]]]:
+        """Yield the indices and images, uint8 [3, H, W], of each batch of this rank; generate those that are missing.
+
+        Not a collective: ranks have different numbers of batches.
+        """
+        batches = self.batches()
+        for number in range(dist.get_global_rank(), len(batches), dist.get_world_size()):
+            indices = batches[number]
+            status_line.show(f'generated {indices.start} of {len(self.prompts)} images')
+            images = self._read(number, indices)
+            if images is None:
+                self._generate(model, number, indices)
+                images = self._read(number, indices)
+                assert images is not None, 'the batch was just written'
+            yield indices, images
+        status_line.show('')
+
+    def _batch_folder(self, number: int) -> Path:
+        return self.folder / f'batch-{number:05d}'
+
+    def _check_manifest(self, wanted: dict[str, Any]) -> None:
+        """Write the manifest if the folder has none, else compare it; all ranks may do so at once."""
+        path = self.folder / MANIFEST
+        if not path.exists():
+            write_atomically(path, json.dumps(wanted, indent=2) + '\n')
+            return
+        try:
+            found = json.loads(path.read_text(encoding='utf-8'))
+        except ValueError as error:
+            raise UserError(f'{path}: is not JSON ({error}); remove the folder to generate its images again') from error
+        differing = [key for key in wanted if not isinstance(found, dict) or found.get(key) != wanted[key]]
+        if differing:
+            name = differing[0]
+            was = found.get(name) if isinstance(found, dict) else None
+            raise UserError(
+                f'{self.folder}: has images with {name} {was!r} instead of {wanted[name]!r}; remove the folder, or '
+                'write to another one'
+            )
+
+    def _generate(self, model: LatentDiffusion, number: int, indices: range) -> None:
+        """Generate and write a batch."""
+        sampling = self.sampling
+        images = model.generate(
+            [self.prompts[index] for index in indices],
+            negative_prompt=sampling.negative_prompt,
+            seeds=[sampling.seed + index for index in indices],
+            size=sampling.size,
+            num_inference_steps=sampling.num_inference_steps,
+            guidance_scale=sampling.guidance_scale,
+            noise_scheduler=sampling.noise_scheduler,
+        )
+        with atomic_folder(self._batch_folder(number)) as unfinished:
+            for index, image in zip(indices, to_images(images), strict=True):
+                image.save(unfinished / f'{index:06d}.png', pnginfo=self._text_of(index))
+
+    def _text_of(self, index: int) -> PngImagePlugin.PngInfo:
+        """Return the text that a PNG carries: its prompt and how it was generated."""
+        text = PngImagePlugin.PngInfo()
+        sampling = {**asdict(self.sampling), 'seed': self.sampling.seed + index, 'checkpoint': self.checkpoint}
+        for key, value in {'prompt': self.prompts[index], **sampling}.items():
+            text.add_itxt(key, value if isinstance(value, str) else json.dumps(value))
+        return text
+
+    def _read(self, number: int, indices: range) -> list[Tensor] | None:
+        """Return the images of a batch; None if there are none, or if they are damaged, after removing them."""
+        folder = self._batch_folder(number)
+        if not folder.is_dir():
+            return None
+        images = []
+        for index in indices:
+            try:
+                # Not only the header: Pillow reads the pixels here, and checks their CRC.
+                with Image.open(folder / f'{index:06d}.png') as image:
+                    pixels = np.array(image.convert('RGB'))
+            except (OSError, SyntaxError, ValueError) as error:
+                log.warning('%s is damaged (%s); its batch is generated again', folder / f'{index:06d}.png', error)
+                shutil.rmtree(folder)
+                return None
+            images.append(torch.from_numpy(pixels).permute(2, 0, 1))
+        return images

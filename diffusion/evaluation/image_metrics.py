@@ -1,0 +1,249 @@
+"""Evaluator `image_metrics`: generate images at several guidance scales, and measure their quality."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from composer.core.precision import get_precision_context
+from composer.utils import dist
+from torch import Tensor
+
+from diffusion.config.image_metrics import IMAGE_METRICS, image_metrics_problems
+from diffusion.errors import UserError
+from diffusion.evaluation.evaluated_checkpoint import EvaluatedCheckpoint, EvaluationResult
+from diffusion.evaluation.feature_networks import FeatureNetwork
+from diffusion.evaluation.gather import from_rank_zero, gather_rows
+from diffusion.evaluation.generated_images import GeneratedImages, Sampling
+from diffusion.evaluation.metrics import DISTANCES, build_network
+from diffusion.evaluation.prompts import Prompt, caption_prompts, categories, own_prompts, read_prompts
+from diffusion.evaluation.reference_images import DatasetImages, FolderImages, ReferenceFeatures, ReferenceImages
+from diffusion.evaluation.scorer_layouts import LAYOUTS
+from diffusion.evaluation.text_image_scores import TextImageScore
+from diffusion.launch.evaluation_claims import EVALUATIONS
+
+log = logging.getLogger(__name__)
+
+OWN = 'own'
+"""Value of `prompts` for the prompts of this package."""
+AREA_TOLERANCE = 1.25
+"""Largest ratio of the areas of generated and reference images; the images of aspect ratio buckets differ by less."""
+
+
+class ImageMetrics:
+    """Evaluator of generated images: FID, KID, CMMD, CLIP score and others, at one or several guidance scales.
+
+    All ranks generate and measure; the results do not depend on their number. Every image is kept as a PNG with its
+    prompt, seed, guidance scale and checkpoint, and an evaluation that was interrupted continues with the images that
+    are missing. The first guidance scale gives the checkpoint's metrics; the others are listed beside them.
+
+    Args:
+        metrics: Names from `diffusion.config.image_metrics.IMAGE_METRICS`.
+        prompts: A `.txt`, `.csv`, `.tsv` or `.jsonl` with prompts; `own` for the 120 of this package; null for captions
+            of the evaluation data.
+        prompt_column: Column or key of the prompts; null finds it.
+        num_images: Number of images; null for one per prompt or, with captions, one per evaluation image. With a
+            prompt file, its first prompts.
+        images_per_prompt: Images per prompt, with different seeds.
+        guidance_scales: Scales of classifier-free guidance; 1 turns it off.
+        reference: Folder of reference images; null for the images of the evaluation data.
+        num_references: Number of reference images, evenly spread; null for all.
+        reference_features: Folder in which features of the reference images are kept, which runs may share; null for
+            `evaluations/reference` in the run's folder.
+        networks: Sources that replace those of `diffusion.config.image_metrics.NETWORKS`, by name: a local path, or
+            `ORG/NAME@COMMIT`.
+        num_inference_steps: Steps of the noise scheduler per image.
+        noise_scheduler: Name from `diffusion.config.noise_schedulers.SHORT_NAMES`.
+        negative_prompt: Prompt that guidance moves away from.
+        size: Height and width of the images in pixels; null for those of the model.
+        seed: Seed of the first image; each further image has the next one.
+        batch_size: Images per batch. It is one of the settings of the images, since it changes their last bits.
+        layout: Also write the images in the folder layout of a scorer, `geneval` or `t2i_compbench`.
+    """
+
+    def __init__(
+        self,
+        *,
+        metrics: Sequence[str] = ('fid', 'clip_score'),
+        prompts: str | None = None,
+        prompt_column: str | None = None,
+        num_images: int | None = None,
+        images_per_prompt: int = 1,
+        guidance_scales: Sequence[float] = (7.5,),
+        reference: str | None = None,
+        num_references: int | None = None,
+        reference_features: str | None = None,
+        networks: Mapping[str, str] | None = None,
+        num_inference_steps: int = 50,
+        noise_scheduler: str = 'ddim',
+        negative_prompt: str = '',
+        size: Sequence[int] | None = None,
+        seed: int = 0,
+        batch_size: int = 32,
+        layout: str | None = None,
+    ) -> None:
+        settings = {
+            **{'metrics': metrics, 'networks': networks, 'guidance_scales': guidance_scales, 'size': size},
+            **{'num_images': num_images, 'images_per_prompt': images_per_prompt, 'num_references': num_references},
+            **{'batch_size': batch_size, 'layout': layout},
+        }
+        for key, problem in image_metrics_problems(settings).items():
+            raise UserError(f'{key}: {problem}')
+        self.metrics = list(metrics)
+        self.prompts, self.prompt_column = prompts, prompt_column
+        self.num_images, self.images_per_prompt = num_images, images_per_prompt
+        self.guidance_scales = list(guidance_scales)
+        self.reference, self.num_references = reference, num_references
+        self.reference_features = reference_features
+        self.sources = dict(networks or {})
+        self.sampling = {
+            'num_inference_steps': num_inference_steps,
+            'noise_scheduler': noise_scheduler,
+            'negative_prompt': negative_prompt,
+            'size': None if size is None else (size[0], size[1]),
+            'seed': seed,
+            'batch_size': batch_size,
+        }
+        self.layout = layout
+
+    def __call__(self, checkpoint: EvaluatedCheckpoint) -> EvaluationResult:
+        """Generate images, keep them below the checkpoint's folder, and measure them; a collective.
+
+        Raises:
+            UserError: There are too few prompts or images, the reference images have another resolution, or a network
+                cannot be loaded.
+        """
+        prompts = self._prompts(checkpoint)
+        texts = [each.text for each in prompts]
+        self._check_count(len(texts))
+        networks = {IMAGE_METRICS[name].network: None for name in self.metrics}
+        device = checkpoint.model.device
+        built = {name: build_network(name, self.sources).to(device) for name in networks}
+        extractors = {name: each for name, each in built.items() if isinstance(each, FeatureNetwork)}
+        scorers = {name: each for name, each in built.items() if isinstance(each, TextImageScore)}
+        references: dict[str, Tensor] = {}
+        if extractors:
+            images = self._reference_images(checkpoint)
+            self._check_area(checkpoint, images)
+            folder = Path(self.reference_features or checkpoint.run_dir / EVALUATIONS / 'reference')
+            references = ReferenceFeatures(folder, images).of(extractors)
+        sweep = []
+        for scale in self.guidance_scales:
+            generated = self._images(checkpoint, texts, scale)
+            features, scores = self._measure(checkpoint, generated, extractors, scorers)
+            values = self._values(features, scores, references)
+            details = {
+                'guidance_scale': scale,
+                'metrics': values,
+                'folder': self._relative(checkpoint, generated.folder),
+            }
+            if len(groups := categories(prompts)) > 1:
+                details['categories'] = {
+                    name: {group or 'none': float(rows[indices].double().mean()) for group, indices in groups.items()}
+                    for name, rows in scores.items()
+                }
+            sweep.append(details)
+            if self.layout is not None and dist.get_global_rank() == 0:
+                LAYOUTS[self.layout](generated, prompts, self.images_per_prompt, generated.folder / self.layout)
+            dist.barrier()
+        about = {'images': len(texts), 'prompts': self.prompts or 'captions of the evaluation data'}
+        return EvaluationResult(dict(sweep[0]['metrics']), {**about, 'guidance': sweep})
+
+    def _prompts(self, checkpoint: EvaluatedCheckpoint) -> list[Prompt]:
+        """Return one prompt per image."""
+        if self.prompts is None:
+            size = int(checkpoint.dataset.size)
+            count = size if self.num_images is None else -(-self.num_images // self.images_per_prompt)
+            found = caption_prompts(checkpoint.dataset, count)
+        else:
+            found = own_prompts() if self.prompts == OWN else read_prompts(Path(self.prompts), self.prompt_column)
+        repeated = [prompt for prompt in found for _ in range(self.images_per_prompt)]
+        if self.num_images is not None and self.num_images > len(repeated):
+            raise UserError(
+                f'num_images: {self.num_images} is more than the {len(repeated)} of {len(found)} prompts with '
+                f'images_per_prompt: {self.images_per_prompt}; use at most that, or more images per prompt'
+            )
+        return repeated[: self.num_images]
+
+    def _check_count(self, count: int) -> None:
+        """Log which metrics are biased for so few images."""
+        if dist.get_global_rank() != 0:
+            return
+        for name in self.metrics:
+            if count < (needed := IMAGE_METRICS[name].reliable_from):
+                log.warning(
+                    '%s of %d images is biased upward by so few: compare it only with values of as many images, and '
+                    'generate %d or more for values to publish',
+                    name,
+                    count,
+                    needed,
+                )
+
+    def _reference_images(self, checkpoint: EvaluatedCheckpoint) -> ReferenceImages:
+        if self.reference is None:
+            return DatasetImages(checkpoint.dataset, self.num_references)
+        return FolderImages(Path(self.reference), self.num_references)
+
+    def _check_area(self, checkpoint: EvaluatedCheckpoint, images: ReferenceImages) -> None:
+        """Raise UserError if the first reference image is of another resolution than the generated ones."""
+        grid = checkpoint.model.latent_grid
+        size = [side * grid.cell for side in grid.shape(self.sampling['size'])[1:]]
+        height, width = images[0].shape[1:]
+        ratio = size[0] * size[1] / (height * width)
+        if not 1 / AREA_TOLERANCE < ratio < AREA_TOLERANCE:
+            raise UserError(
+                f'the reference images have {height} x {width} pixels and the generated ones {size[0]} x {size[1]}; '
+                'metrics would measure the difference in sharpness: use reference images of that size, or set size'
+            )
+
+    def _images(self, checkpoint: EvaluatedCheckpoint, prompts: Sequence[str], scale: float) -> GeneratedImages:
+        sampling = Sampling(guidance_scale=scale, **self.sampling)
+        name = f'{checkpoint.name}, {checkpoint.weights} weights'
+        return GeneratedImages.below(checkpoint.folder, prompts, sampling, name)
+
+    def _measure(
+        self,
+        checkpoint: EvaluatedCheckpoint,
+        generated: GeneratedImages,
+        extractors: Mapping[str, FeatureNetwork],
+        scorers: Mapping[str, TextImageScore],
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the features [N, D] by network and the scores [N] by metric of all images; a collective."""
+        features: dict[str, list[Tensor]] = {name: [] for name in extractors}
+        scores: dict[str, list[Tensor]] = {name: [] for name in scorers}
+        indices: list[int] = []
+        with get_precision_context(checkpoint.precision):
+            batches = generated.own_batches(checkpoint.model)
+            for own, images in batches:
+                indices += own
+                # Metrics are defined with networks in single precision.
+                with torch.autocast(checkpoint.model.device.type, enabled=False):
+                    for name, network in extractors.items():
+                        features[name].append(network.features(images).cpu())
+                    for name, scorer in scorers.items():
+                        prompts = [generated.prompts[index] for index in own]
+                        scores[name].append(scorer.scores(images, prompts).cpu()[:, None])
+        return (
+            {name: gather_rows(rows, indices) for name, rows in features.items()},
+            {name: gather_rows(rows, indices)[:, 0] for name, rows in scores.items()},
+        )
+
+    def _values(
+        self, features: Mapping[str, Tensor], scores: Mapping[str, Tensor], references: Mapping[str, Tensor]
+    ) -> dict[str, float]:
+        """Return the metrics by name, computed by rank 0 for all ranks; a collective."""
+
+        def compute() -> dict[str, float]:
+            values = {}
+            for name in self.metrics:
+                network = IMAGE_METRICS[name].network
+                if name in DISTANCES:
+                    values[name] = DISTANCES[name](features[network], references[network])
+                else:
+                    values[name] = float(scores[network].double().mean())
+            return values
+
+        return from_rank_zero(compute)
+
+    def _relative(self, checkpoint: EvaluatedCheckpoint, folder: Path) -> str:
+        return folder.relative_to(checkpoint.run_dir).as_posix()

@@ -1,0 +1,151 @@
+"""Prompt sets of an evaluation: files as their authors publish them, captions of a dataset, and a set of our own."""
+
+import csv
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from diffusion.data.caption_choice import captions_of
+from diffusion.data.streams import BucketedDataset
+from diffusion.errors import UserError
+
+OWN_PROMPTS = Path(__file__).with_name('prompts.csv')
+"""120 prompts in 12 categories, such as colors, counting and text."""
+PROMPT_COLUMNS = ('prompt', 'prompts', 'caption', 'text')
+"""Names of a column of prompts, in any case, the first that exists; DrawBench has `Prompts`, PartiPrompts `Prompt`."""
+CATEGORY_COLUMN = 'category'
+DELIMITERS = {'.csv': ',', '.tsv': '\t'}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Prompt of an evaluation.
+
+    Args:
+        text: The prompt.
+        category: Category within its set, or an empty string.
+        metadata: Its whole row in a JSONL file, which GenEval's scorer needs.
+    """
+
+    text: str
+    category: str = ''
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+def own_prompts() -> list[Prompt]:
+    """Return the 120 prompts of this package, in 12 categories of 10."""
+    return read_prompts(OWN_PROMPTS)
+
+
+def read_prompts(file: Path, column: str | None = None) -> list[Prompt]:
+    """Read the prompts of a file.
+
+    A `.txt` has a prompt per line. A `.csv` or `.tsv` has a line of column names, and a `.jsonl` an object per line;
+    their prompts are in the first column of `PROMPT_COLUMNS`, and their categories in `category`. DrawBench,
+    PartiPrompts and GenEval are read as they are published.
+
+    Args:
+        file: The file.
+        column: Name of the column or key of the prompts; None for the first of `PROMPT_COLUMNS`.
+
+    Raises:
+        UserError: The file does not exist, is of another kind, has no such column, or has an empty prompt.
+    """
+    if not file.is_file():
+        raise UserError(f'{file}: does not exist; give a .txt, .csv, .tsv or .jsonl with prompts')
+    readers = {'.txt': _text_rows, '.jsonl': _json_rows, **dict.fromkeys(DELIMITERS, _table_rows)}
+    if file.suffix.lower() not in readers:
+        raise UserError(f'{file}: is not a .txt, .csv, .tsv or .jsonl')
+    try:
+        prompts = [_prompt(where, row, column) for where, row in readers[file.suffix.lower()](file)]
+    except UnicodeDecodeError as error:
+        raise UserError(f'{file}: is not UTF-8 ({error}); save it as UTF-8') from error
+    if not prompts:
+        raise UserError(f'{file}: has no prompts')
+    return prompts
+
+
+def caption_prompts(dataset: BucketedDataset, count: int) -> list[Prompt]:
+    """Return the first captions of images that are evenly spread over a dataset.
+
+    Args:
+        dataset: Dataset of images and captions.
+        count: Number of prompts.
+
+    Raises:
+        UserError: The dataset has fewer images.
+    """
+    if count > int(dataset.size):
+        raise UserError(f'{count} prompts are more than the {dataset.size} images of the dataset; use at most that')
+    chosen = (index * int(dataset.size) // count for index in range(count))
+    return [Prompt(captions_of(dataset.get_item(index), dataset.where(index))[0]) for index in chosen]
+
+
+def _prompt(where: str, row: dict[str, Any], column: str | None) -> Prompt:
+    """Return the prompt of a row.
+
+    Args:
+        where: File and line, for messages.
+        row: Columns by name.
+        column: As in `read_prompts`.
+    """
+    named = {name.strip().lower(): name for name in reversed(row)}
+    names = [column] if column is not None else [named[name] for name in PROMPT_COLUMNS if name in named]
+    if not names or names[0] not in row:
+        wanted = f'column {column!r}' if column is not None else f'column {" or ".join(PROMPT_COLUMNS)}'
+        raise UserError(f'{where}: has no {wanted}, only {", ".join(row)}; name the column of the prompts')
+    text = row[names[0]]
+    if not isinstance(text, str) or not text.strip():
+        raise UserError(f'{where}: its {names[0]} is {text!r}, not a prompt; correct or remove the line')
+    category = row.get(named.get(CATEGORY_COLUMN, ''))
+    metadata = row if where.rpartition(' line ')[0].endswith('.jsonl') else {}
+    return Prompt(text.strip(), category.strip() if isinstance(category, str) else '', metadata)
+
+
+def _text_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (position, columns) of each line that is not blank."""
+    for number, line in enumerate(file.read_text(encoding='utf-8-sig').splitlines(), start=1):
+        if line.strip():
+            yield f'{file} line {number}', {'prompt': line}
+
+
+def _table_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (position, columns) of each row of a CSV or TSV."""
+    with file.open(encoding='utf-8-sig', newline='') as lines:
+        # PartiPrompts has quotation marks within its cells that do not quote them.
+        tabs = file.suffix.lower() == '.tsv'
+        quoting = csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL
+        reader = csv.DictReader(lines, delimiter=DELIMITERS[file.suffix.lower()], quoting=quoting, strict=True)
+        try:
+            for row in reader:
+                where = f'{file} line {reader.line_num}'
+                if None in row:
+                    raise UserError(f'{where}: has more columns than line 1; quote cells that contain the delimiter')
+                yield where, row
+        except csv.Error as error:
+            raise UserError(f'{file} line {reader.reader.line_num}: cannot be parsed ({error}); correct it') from error
+
+
+def _json_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (position, object) of each line of a JSONL that is not blank."""
+    for number, line in enumerate(file.read_text(encoding='utf-8-sig').split('\n'), start=1):
+        where = f'{file} line {number}'
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f'{where}: is not JSON ({error}); write one object per line') from error
+        if not isinstance(row, dict):
+            raise UserError(f'{where}: is {type(row).__name__}, not an object with a prompt')
+        yield where, row
+
+
+def categories(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
+    """Return the indices of the prompts of each category, in the order in which categories appear."""
+    found: dict[str, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        found.setdefault(prompt.category, []).append(index)
+    return found

@@ -1,0 +1,194 @@
+"""Reference images of distances, and files of their features, so that they are computed once."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from composer.utils import dist
+from PIL import Image
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from xxhash import xxh3_128
+
+from diffusion.data.fingerprint import index_hash
+from diffusion.data.streams import BucketedDataset
+from diffusion.errors import UserError
+from diffusion.evaluation.feature_networks import FeatureNetwork
+from diffusion.evaluation.gather import from_rank_zero, gather_rows
+from diffusion.loggers import status_line
+from diffusion.models import batch_keys
+from diffusion.storage.atomic import atomic_file
+
+BATCH_SIZE = 64
+IMAGE_ENDINGS = ('.png', '.jpg', '.jpeg', '.webp')
+
+
+class ReferenceImages(Protocol):
+    """Reference images of a distance."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Return an image, uint8 [3, H, W]."""
+        ...
+
+    def description(self) -> dict[str, Any]:
+        """Return what the images are, as JSON types: equal descriptions have equal images."""
+        ...
+
+
+class DatasetImages:
+    """Images of a dataset, cropped and resized as for validation.
+
+    Args:
+        dataset: Dataset of images.
+        limit: Number of images, evenly spread over the dataset; None for all.
+    """
+
+    def __init__(self, dataset: BucketedDataset, limit: int | None = None) -> None:
+        size = int(dataset.size)
+        if limit is not None and limit > size:
+            raise UserError(f'{limit} reference images are more than the {size} of the dataset; use at most that')
+        self._dataset, self._size, self._count = dataset, size, size if limit is None else limit
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Tensor:
+        image = self._dataset.item(index * self._size // self._count).get(batch_keys.IMAGE)
+        if image is None:
+            raise UserError(
+                'the evaluation data has latents instead of images, to which generated images cannot be compared; set '
+                'eval_dataset and eval_streams to images, or name a folder of reference images'
+            )
+        return image
+
+    def description(self) -> dict[str, Any]:
+        streams = {
+            bucket.name: {'index_sha256': index_hash(bucket.stream), 'shape': str(bucket.shape)}
+            for bucket in self._dataset.buckets
+        }
+        return {
+            'count': self._count,
+            'of': self._size,
+            'streams': streams,
+            'crop': getattr(self._dataset, 'crop', None),
+        }
+
+
+class FolderImages:
+    """Images of a folder and its subfolders, in the order of their paths, at their own size.
+
+    Args:
+        folder: The folder.
+        limit: Number of images, evenly spread; None for all.
+
+    Raises:
+        UserError: The folder does not exist or has too few images.
+    """
+
+    def __init__(self, folder: Path, limit: int | None = None) -> None:
+        if not folder.is_dir():
+            raise UserError(f'{folder}: is not a folder; name a folder of reference images')
+        files = sorted(path for path in folder.rglob('*') if path.suffix.lower() in IMAGE_ENDINGS)
+        if not files:
+            raise UserError(f'{folder}: has no images ({", ".join(IMAGE_ENDINGS)})')
+        if limit is not None and limit > len(files):
+            raise UserError(f'{folder}: {limit} reference images are more than its {len(files)}; use at most that')
+        count = len(files) if limit is None else limit
+        self._folder = folder
+        self._files = [files[index * len(files) // count] for index in range(count)]
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, index: int) -> Tensor:
+        try:
+            with Image.open(self._files[index]) as image:
+                return torch.from_numpy(np.array(image.convert('RGB'))).permute(2, 0, 1)
+        except (OSError, SyntaxError, ValueError) as error:
+            raise UserError(f'{self._files[index]}: cannot be read as an image ({error}); remove it') from error
+
+    def description(self) -> dict[str, Any]:
+        digest = xxh3_128()
+        for file in self._files:
+            digest.update(f'{file.relative_to(self._folder)} {file.stat().st_size}\n'.encode())
+        return {'count': len(self), 'names_and_sizes': digest.hexdigest()}
+
+
+class ReferenceFeatures:
+    """Features of reference images, kept in a file per network with a description of both.
+
+    Args:
+        folder: Folder of the files, which may be shared by runs.
+        images: The images.
+    """
+
+    def __init__(self, folder: Path, images: ReferenceImages) -> None:
+        self.folder, self.images = folder, images
+
+    def of(self, networks: Mapping[str, FeatureNetwork]) -> dict[str, Tensor]:
+        """Return the features [M, D] of the images by each network, computed by all ranks if they are not kept.
+
+        A collective. Rank 0 alone reads and writes the files; the result of the other ranks is undefined.
+
+        Raises:
+            UserError: A file has features of other images, by another network, or after another way of resizing.
+        """
+        descriptions = {
+            name: {'images': self.images.description(), **network.description()} for name, network in networks.items()
+        }
+        kept: dict[str, Tensor] = {}
+
+        def read() -> list[str]:
+            for name in networks:
+                if (features := self._read(name, descriptions[name])) is not None:
+                    kept[name] = features
+            return [name for name in networks if name not in kept]
+
+        computed = self._compute({name: networks[name] for name in from_rank_zero(read)})
+        if dist.get_global_rank() == 0:
+            for name, features in computed.items():
+                with atomic_file(self.folder / f'{name}.safetensors') as unfinished:
+                    save_file({'features': features}, unfinished, {'description': json.dumps(descriptions[name])})
+        return kept | computed
+
+    def _read(self, name: str, description: Mapping[str, Any]) -> Tensor | None:
+        """Return the features in a file after comparing its description; None if there is no file."""
+        path = self.folder / f'{name}.safetensors'
+        if not path.exists():
+            return None
+        try:
+            with safe_open(path, 'pt') as file:
+                found = json.loads((file.metadata() or {})['description'])
+                features = file.get_tensor('features')
+        except (SafetensorError, KeyError, ValueError) as error:
+            raise UserError(f'{path}: is not a file of reference features ({error}); remove it') from error
+        for key, wanted in description.items():
+            if found.get(key) != wanted:
+                raise UserError(
+                    f'{path}: has features of reference images with {key} {found.get(key)!r} instead of {wanted!r}; '
+                    'remove the file to compute them again, or name another folder'
+                )
+        return features
+
+    def _compute(self, networks: Mapping[str, FeatureNetwork]) -> dict[str, Tensor]:
+        """Return the features of all images by each network, on all ranks; a collective."""
+        if not networks:
+            return {}
+        rows: dict[str, list[Tensor]] = {name: [] for name in networks}
+        indices: list[int] = []
+        # Batches of fixed composition, so that an image has the same features on any number of ranks.
+        for start in range(dist.get_global_rank() * BATCH_SIZE, len(self.images), dist.get_world_size() * BATCH_SIZE):
+            status_line.show(f'features of {start} of {len(self.images)} reference images')
+            own = range(start, min(start + BATCH_SIZE, len(self.images)))
+            images = [self.images[index] for index in own]
+            indices += own
+            for name, network in networks.items():
+                rows[name].append(network.features(images).cpu())
+        status_line.show('')
+        return {name: gather_rows(features, indices) for name, features in rows.items()}

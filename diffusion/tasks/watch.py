@@ -1,0 +1,356 @@
+"""`diffusion watch`: evaluate the checkpoints of a run as they appear, each once, by any number of watchers.
+
+A watcher keeps nothing: the checkpoints and the results in the run's folder or bucket say what is to be done. An
+evaluation is a process of its own, so that its failure ends neither the watcher nor the training.
+"""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from diffusion.checkpointing.bucket_checkpoints import published_batches
+from diffusion.checkpointing.checkpoint_store import RECEIPT, batch_number, checkpoint_name, list_checkpoints
+from diffusion.checkpointing.claims import holding_claim, still_exists
+from diffusion.config.image_metrics import IMAGE_METRICS
+from diffusion.errors import ExternalError, UserError
+from diffusion.exit_codes import CONFIG_ERROR, USAGE_ERROR
+from diffusion.launch.evaluation_claims import EVALUATIONS, Claim, EvaluationClaims
+from diffusion.launch.workers import die_with_parent
+from diffusion.storage import object_store
+from diffusion.storage.shared_files import is_url
+from diffusion.storage.working_folder import working_folder
+
+log = logging.getLogger(__name__)
+
+MAX_TRIES = 3
+"""Number of evaluations of a checkpoint that may fail before it is left alone."""
+RENEWALS_PER_LEASE = 5
+WATCHED = 'DIFFUSION_WATCHED'
+"""Environment variable of an evaluation that must end when the process that started it is killed."""
+LOG_LINES = 20
+"""Last lines of the log of a failed evaluation that are shown."""
+
+Policy = Literal['every', 'latest']
+
+
+@dataclass
+class WatchSettings:
+    """What a watcher evaluates, and how.
+
+    Args:
+        run: Path or URL of the run.
+        command: Function from the path or URL of a checkpoint to the command that evaluates it.
+        policy: `every` evaluates all checkpoints, oldest first; `latest` only the newest one at any time.
+        only: Names of the only checkpoints to evaluate, such as `ba1600`; empty for all.
+        metrics: Metrics that a checkpoint's results must have to count as evaluated; empty for any results.
+        jobs: Maximum number of evaluations at once.
+        keep_best: Metric and number: checkpoints with its best values are pinned, so that the run keeps them.
+        lease_seconds: Time after which an evaluation that shows no sign of life is done again.
+        elsewhere: True if the command submits a job, which goes on after it has ended.
+        poll_seconds: Time between two looks for new checkpoints.
+        once: End when all checkpoints are evaluated, instead of waiting for new ones.
+    """
+
+    run: str
+    command: Callable[[str], list[str]]
+    policy: Policy = 'every'
+    only: Sequence[str] = ()
+    metrics: Sequence[str] = ()
+    jobs: int = 1
+    keep_best: tuple[str, int] | None = None
+    lease_seconds: float = 600.0
+    elsewhere: bool = False
+    poll_seconds: float = 30.0
+    once: bool = False
+
+
+@dataclass
+class _Evaluation:
+    """Evaluation that this watcher has started."""
+
+    checkpoint: str
+    claim: Claim
+    process: subprocess.Popen[bytes]
+    log: Path
+    kept: ExitStack
+    """Keeps the run from removing the checkpoint, until closed."""
+    renewal: ExitStack
+    """Renews the claim, until closed."""
+
+
+class Watcher:
+    """Watcher of a run; `run` is its loop.
+
+    Args:
+        settings: What it evaluates, and how.
+    """
+
+    def __init__(self, settings: WatchSettings) -> None:
+        self.settings = settings
+        self._place = settings.run.rstrip('/')
+        self._claims = EvaluationClaims(self._place, lease_seconds=settings.lease_seconds, job=settings.elsewhere)
+        self._running: list[_Evaluation] = []
+        self._submitted: list[_Evaluation] = []
+        self._given_up: set[str] = set()
+
+    def run(self) -> None:
+        """Evaluate checkpoints until interrupted; with `once`, until all are evaluated or have failed.
+
+        Raises:
+            UserError: The settings of the evaluation are wrong, so that every checkpoint would fail; or with `once`,
+                some checkpoints could not be evaluated.
+        """
+        try:
+            while True:
+                try:
+                    self._collect()
+                    open_ones = self._start()
+                except (OSError, ExternalError) as error:
+                    # Of the storage; evaluations that run go on meanwhile.
+                    log.warning('%s: %s; trying again in %g s', self._place, error, self.settings.poll_seconds)
+                    open_ones = True
+                if self.settings.once and not (open_ones or self._running or self._submitted):
+                    break
+                self._wait()
+        finally:
+            self._stop()
+        if self._given_up:
+            raise UserError(
+                f'watch: {", ".join(sorted(self._given_up))} could not be evaluated; see the messages above'
+            )
+
+    def _checkpoints(self) -> list[str]:
+        """Return the names of the complete checkpoints that are wanted, oldest first."""
+        if is_url(self._place):
+            batches = published_batches(self._place)
+        else:
+            # A receipt is written last, so a folder without one is still being copied or was not saved by this library.
+            found = [path for path in list_checkpoints(Path(self._place)) if (path / RECEIPT).is_file()]
+            batches = [batch for path in found if (batch := batch_number(path)) is not None]
+        names = [checkpoint_name(batch) for batch in sorted(batches)]
+        names = [name for name in names if not self.settings.only or name in self.settings.only]
+        return names[-1:] if self.settings.policy == 'latest' else names
+
+    def results(self, name: str) -> dict[str, Any] | None:
+        """Return the results of a checkpoint, if it has all metrics that are wanted; else None.
+
+        Raises:
+            OSError: The storage cannot be read.
+        """
+        place = f'{self._place}/{EVALUATIONS}/{name}.json'
+        if is_url(place):
+            text = object_store.read_if_exists(place)
+        else:
+            try:
+                text = Path(place).read_bytes()
+            except FileNotFoundError:
+                text = None
+        try:
+            found = json.loads(text or b'null')
+        except ValueError:
+            return None
+        complete = isinstance(found, dict) and set(self.settings.metrics) <= set(found.get('metrics', {}))
+        return found if complete else None
+
+    def _start(self) -> bool:
+        """Start evaluations of checkpoints without results; return True if some have none and were not given up."""
+        own = {each.checkpoint for each in self._running + self._submitted}
+        waiting = [name for name in self._checkpoints() if name not in own | self._given_up]
+        waiting = [name for name in waiting if self.results(name) is None]
+        tries = self._claims.tries() if waiting else {}
+        for name in waiting:
+            if len(self._running) + len(self._submitted) >= self.settings.jobs:
+                break
+            if tries.get(name, 0) >= MAX_TRIES:
+                if self._claims.has_ended(name, tries[name]):
+                    log.error('%s: its evaluation failed %d times; it is left alone', name, MAX_TRIES)
+                    self._given_up.add(name)
+                continue
+            if (claim := self._claims.take(name, tries.get(name, 0))) is not None:
+                self._start_one(name, claim)
+        return bool(set(waiting) - self._given_up)
+
+    def _start_one(self, name: str, claim: Claim) -> None:
+        """Start the evaluation of a claimed checkpoint, unless its run has removed it meanwhile."""
+        # Another watcher may have finished between the look for results and the claim.
+        if self.results(name) is not None:
+            claim.release()
+            return
+        kept, renewal = ExitStack(), ExitStack()
+        checkpoint = f'{self._place}/{name}'
+        if not is_url(self._place):
+            kept.enter_context(holding_claim(Path(checkpoint), 'evaluation'))
+            if not still_exists(Path(checkpoint)):
+                log.warning('%s: was removed by its run before its evaluation began; skipped', name)
+                kept.close()
+                claim.release()
+                return
+        folder = working_folder(self._place) if is_url(self._place) else Path(self._place)
+        path = folder / EVALUATIONS / f'{name}.log'
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, 'ab') as output:
+            # A group of its own, so that Ctrl-C reaches it only through this watcher, which then releases the claim.
+            process = subprocess.Popen(
+                self.settings.command(checkpoint),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                # Otherwise it would go on after this watcher was killed, beside the next one's on the same checkpoint.
+                preexec_fn=die_with_parent,
+                env=os.environ | {WATCHED: '1'},
+            )
+        done = threading.Event()
+        thread = threading.Thread(target=self._renew, args=(claim, done), daemon=True)
+        thread.start()
+        renewal.callback(thread.join)
+        renewal.callback(done.set)
+        self._running.append(_Evaluation(name, claim, process, path, kept, renewal))
+        log.info('%s: evaluation started, process %d, log %s', name, process.pid, path)
+
+    def _renew(self, claim: Claim, done: threading.Event) -> None:
+        """Rewrite a claim several times per lease until `done`."""
+        while not done.wait(self.settings.lease_seconds / RENEWALS_PER_LEASE):
+            try:
+                claim.renew()
+            except (OSError, UserError) as error:
+                log.warning('%s: the claim cannot be renewed (%s)', claim.place, error)
+
+    def _collect(self) -> None:
+        """Report evaluations that have ended.
+
+        Raises:
+            UserError: An evaluation was refused because of its settings.
+        """
+        for each in [each for each in self._running if each.process.poll() is not None]:
+            self._running.remove(each)
+            each.renewal.close()
+            status = each.process.returncode
+            if status == 0 and self.settings.elsewhere:
+                # From here on the claim counts until its lease ends, since nothing renews it.
+                log.info('%s: job submitted', each.checkpoint)
+                self._submitted.append(each)
+                continue
+            each.kept.close()
+            if not self._report(each.checkpoint):
+                self._failed(each, status)
+        for each in list(self._submitted):
+            number = int(each.claim.place.rpartition('-')[2])
+            if self._report(each.checkpoint) or self._claims.has_ended(each.checkpoint, number):
+                self._submitted.remove(each)
+                each.kept.close()
+
+    def _report(self, checkpoint: str) -> bool:
+        """Log the results of a checkpoint, and return True if there are any."""
+        found = self.results(checkpoint)
+        if found is None:
+            return False
+        values = ', '.join(f'{key} {value:.4f}' for key, value in found.get('metrics', {}).items())
+        log.info('%s: evaluated: %s', checkpoint, values or 'validation losses')
+        self._pin_best()
+        return True
+
+    def _failed(self, each: _Evaluation, status: int) -> None:
+        """Release the claim of an evaluation that has left no results, and say why."""
+        each.claim.release()
+        checkpoint = f'{self._place}/{each.checkpoint}'
+        if not is_url(checkpoint) and not Path(checkpoint).exists():
+            log.warning('%s: was removed by its run before its evaluation had read it; skipped', each.checkpoint)
+            return
+        lines = each.log.read_text(encoding='utf-8', errors='replace').splitlines()[-LOG_LINES:]
+        shown = '\n'.join(f'  {line}' for line in lines)
+        if status in (CONFIG_ERROR, USAGE_ERROR):
+            raise UserError(f'watch: the evaluation of {each.checkpoint} was refused (status {status}):\n{shown}')
+        log.error('%s: evaluation failed with status %d, log %s:\n%s', each.checkpoint, status, each.log, shown)
+
+    def _pin_best(self) -> None:
+        """Pin the checkpoints with the best values of a metric, so that their run keeps them, and unpin the others."""
+        if self.settings.keep_best is None:
+            return
+        metric, count = self.settings.keep_best
+        values = {}
+        for name in self._checkpoints():
+            found = self.results(name)
+            if found is not None and metric in found['metrics']:
+                values[name] = found['metrics'][metric]
+        best = sorted(values, key=lambda name: values[name], reverse=IMAGE_METRICS[metric].better == 'higher')[:count]
+        for name in values:
+            pin = Path(self._place, f'{name}.pinned')
+            if name in best:
+                pin.touch()
+            elif pin.is_file() and pin.stat().st_size == 0:  # not one that a user wrote something into
+                pin.unlink()
+        log.info('best by %s: %s', metric, ', '.join(f'{name} ({values[name]:.4f})' for name in best))
+
+    def _wait(self) -> None:
+        """Wait for the next look, or until an evaluation ends."""
+        deadline = time.monotonic() + self.settings.poll_seconds
+        while time.monotonic() < deadline:
+            if any(each.process.poll() is not None for each in self._running):
+                return
+            time.sleep(min(0.2, self.settings.poll_seconds))
+
+    def _stop(self) -> None:
+        """End the evaluations of this watcher and release their claims, so that another watcher can do them.
+
+        Jobs that were submitted go on, and keep their claims.
+        """
+        for each in self._submitted:
+            each.kept.close()
+        for each in self._running:
+            with suppress(ProcessLookupError):
+                os.killpg(each.process.pid, signal.SIGTERM)
+        for each in self._running:
+            try:
+                each.process.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(each.process.pid, signal.SIGKILL)
+                each.process.wait()
+            each.renewal.close()
+            each.kept.close()
+            with suppress(OSError, UserError):  # the claim expires
+                if self.results(each.checkpoint) is None:
+                    each.claim.release()
+
+
+def evaluation_command(options: Sequence[str], processes: int) -> Callable[[str], list[str]]:
+    """Return the command of an evaluation on this machine, for `WatchSettings.command`.
+
+    Args:
+        options: Options of `diffusion evaluate`.
+        processes: Number of processes, one per GPU.
+    """
+    program = ['-m', 'diffusion', 'evaluate']
+    if processes > 1:
+        program = ['-m', 'composer.cli.launcher', '-n', str(processes), *program]
+    return lambda checkpoint: [sys.executable, *program, checkpoint, *options]
+
+
+def launch_command(spec: str, name: str, run: str, overrides: Sequence[str]) -> Callable[[str], list[str]]:
+    """Return the command that submits an evaluation as a job, for `WatchSettings.command`.
+
+    Args:
+        spec: Path of the job YAML, whose recipe names the evaluators.
+        name: Name of the jobs, to which the name of the checkpoint is added.
+        run: Path or URL of the run.
+        overrides: Further overrides of the job.
+    """
+    runs_dir, _, run_name = run.rstrip('/').rpartition('/')
+
+    def command(checkpoint: str) -> list[str]:
+        values = {'task': 'evaluate', 'checkpoint': checkpoint, 'runs_dir': runs_dir, 'name': run_name}
+        words = [f'overrides.{key}={json.dumps(value)}' for key, value in values.items()]
+        words.append(f'name={name}-{Path(checkpoint).name}')
+        return [sys.executable, '-m', 'diffusion', 'launch', spec, *words, *overrides]
+
+    return command

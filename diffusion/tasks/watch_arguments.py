@@ -1,0 +1,87 @@
+"""Arguments of `diffusion watch`, checked without importing torch."""
+
+import argparse
+from pathlib import Path
+
+from diffusion.config.image_metrics import IMAGE_METRICS, image_metrics_problems
+from diffusion.config.schema import did_you_mean
+from diffusion.errors import UserError
+from diffusion.launch.job_checks import check_jobs, load_job_spec
+from diffusion.launch.job_spec import seconds_of
+from diffusion.storage.shared_files import is_url
+from diffusion.tasks.watch import WatchSettings, evaluation_command, launch_command
+
+LOCAL_LEASE, JOB_LEASE = '10m', '12h'
+
+
+def watch_settings(args: argparse.Namespace) -> WatchSettings:
+    """Return the settings of a watcher.
+
+    Raises:
+        UserError: The run does not exist, or an option is out of range or contradicts another.
+    """
+    run = args.run_place if is_url(args.run_place) else str(Path(args.run_place).absolute())
+    if not is_url(run) and not Path(run).is_dir():
+        raise UserError(f'{args.run_place}: is not a folder; give the folder or URL of a run')
+    options = _evaluation_options(args)
+    metrics = list(args.metrics or ())
+    if args.launch is not None:
+        if options or args.processes != 1:
+            raise UserError(
+                '--launch: the recipe of the job names the evaluators and their settings, and the job its processes; '
+                'set them there, or as KEY=VALUE, such as overrides.evaluators.image_metrics.metrics=[fid]'
+            )
+        checked = check_jobs(load_job_spec(args.launch, args.overrides), args.launch)
+        command = launch_command(args.launch, checked.spec.name, run, args.overrides)
+    else:
+        command = evaluation_command([*args.overrides, *options], args.processes)
+    lease = seconds_of(args.lease or (LOCAL_LEASE if args.launch is None else JOB_LEASE))
+    return WatchSettings(
+        run,
+        command,
+        policy=args.policy,
+        only=args.checkpoints,
+        metrics=metrics,
+        jobs=args.jobs,
+        keep_best=_best(args.keep_best, run),
+        lease_seconds=lease,
+        elsewhere=args.launch is not None,
+        poll_seconds=seconds_of(args.poll),
+        once=args.once,
+    )
+
+
+def _best(text: str | None, run: str) -> tuple[str, int] | None:
+    """Return the metric and number of `--keep-best`."""
+    if text is None:
+        return None
+    metric, _, count = text.partition(':')
+    if metric not in IMAGE_METRICS:
+        raise UserError(f'--keep-best: there is no metric {metric!r}; {did_you_mean(metric, IMAGE_METRICS)}')
+    if count and (not count.isdecimal() or int(count) < 1):
+        raise UserError(f'--keep-best: {count!r} is not a positive number of checkpoints')
+    if is_url(run):
+        raise UserError('--keep-best: checkpoints in a bucket cannot be pinned; set checkpointing.keep of the run')
+    return metric, int(count or 1)
+
+
+def _evaluation_options(args: argparse.Namespace) -> list[str]:
+    """Return the options of `diffusion evaluate` that `diffusion watch` was given."""
+    for key, problem in image_metrics_problems({'metrics': args.metrics, 'guidance_scales': args.guidance}).items():
+        raise UserError(f'{key}: {problem}')
+    given = {
+        '--metrics': args.metrics and ','.join(args.metrics),
+        '--guidance': args.guidance and ','.join(f'{scale:g}' for scale in args.guidance),
+        '--prompts': args.prompts,
+        '--prompt-column': args.prompt_column,
+        '--images': args.images,
+        '--reference': args.reference,
+        '--steps': args.steps,
+        '--batch-size': args.batch_size,
+        '--layout': args.layout,
+    }
+    words = [f'{option}={value}' for option, value in given.items() if value is not None]
+    words += [f'--network={name}={source}' for name, source in args.network]
+    if words and args.metrics is None:
+        raise UserError('--metrics: the other options need it; add for example --metrics fid,clip_score')
+    return words

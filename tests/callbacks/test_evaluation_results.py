@@ -1,0 +1,54 @@
+"""Results of evaluations elsewhere reach the loggers of the training, once, and change nothing else."""
+
+import json
+
+import pytest
+import yaml
+from ranks import read_losses
+
+from diffusion.callbacks import evaluation_results
+from diffusion.config.load import load
+from diffusion.training.train import train
+
+
+def logged(run) -> list[dict]:
+    lines = [json.loads(line) for line in (run / 'metrics.jsonl').read_text().splitlines()]
+    return [
+        {key: line[key] for key in line if key.startswith('evaluation/')}
+        for line in lines
+        if 'evaluation/batch' in line
+    ]
+
+
+def results(run, batch: int, fid: float, finished: float) -> None:
+    (run / 'evaluations').mkdir(exist_ok=True)
+    content = {'batch': batch, 'metrics': {'fid': fid}, 'finished': finished}
+    (run / 'evaluations' / f'ba{batch}.json').write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize('how', ['while it trains', 'at the end'])
+def test_results_are_logged_once_and_the_losses_stay(write_recipe, tmp_path, monkeypatch, how):
+    monkeypatch.setattr(evaluation_results, 'INTERVAL_SECONDS', 0.02 if how == 'while it trains' else 600.0)
+    plain = write_recipe('plain')
+    train(load(plain)).close()
+    path = write_recipe('watched')
+    content = yaml.safe_load(path.read_text())
+    content['trainer']['max_duration'] = '4ba'
+    path.write_text(yaml.safe_dump(content))
+    run = tmp_path / 'runs' / 'watched'
+    run.mkdir(parents=True)
+    (run / 'evaluations').mkdir()
+    results(run, 2, 31.5, 1.0)
+    results(run, 1, 40.0, 2.0)
+    (run / 'evaluations' / 'ba3.json').write_text('{"batch": 3, "metr')
+    train(load(path)).close()
+    first = [{'evaluation/batch': 1, 'evaluation/fid': 40.0}, {'evaluation/batch': 2, 'evaluation/fid': 31.5}]
+    assert logged(run) == first
+
+    # A run that resumes logs what is new, and what was evaluated again.
+    results(run, 2, 31.0, 3.0)
+    results(run, 4, 20.0, 4.0)
+    train(load(path, ['trainer.max_duration=8ba'])).close()
+    second = [{'evaluation/batch': 2, 'evaluation/fid': 31.0}, {'evaluation/batch': 4, 'evaluation/fid': 20.0}]
+    assert logged(run) == first + second
+    assert read_losses(run) == read_losses(tmp_path / 'runs' / 'plain')

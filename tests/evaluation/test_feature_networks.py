@@ -1,0 +1,206 @@
+"""Feature networks and their resizing, against clean-fid, torch-fidelity, transformers and CMMD's published steps."""
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from urllib.error import URLError
+
+import numpy as np
+import pytest
+import torch
+from cleanfid.resize import make_resizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_networks import SMALL, write_clip_vision, write_inception
+from torch import Tensor
+from torch.nn import functional
+from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+from transformers import (
+    CLIPImageProcessor,
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPVisionModelWithProjection,
+    Dinov2Config,
+    Dinov2Model,
+)
+
+from diffusion.errors import ExternalError, UserError
+from diffusion.evaluation import feature_networks
+from diffusion.evaluation.distances import Moments, frechet_distance, gaussian_distance, kernel_distance
+from diffusion.evaluation.feature_networks import Clip, Dino, EfficientNetLite0, FeatureNetwork, Inception
+from diffusion.evaluation.resize import clean_resize
+from diffusion.prepare.openmoji import all_emoji
+
+
+def noise(height: int, width: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (3, height, width), dtype=torch.uint8, generator=generator)
+
+
+@pytest.fixture(scope='module')
+def inception_file(tmp_path_factory) -> Path:
+    return write_inception(tmp_path_factory.mktemp('inception') / 'weights.pth')
+
+
+@pytest.fixture(scope='module')
+def clip_folder(tmp_path_factory) -> Path:
+    return write_clip_vision(tmp_path_factory.mktemp('clip'))
+
+
+@pytest.mark.filterwarnings('ignore:.*mode.*parameter is deprecated')  # of Pillow, in clean-fid
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 90), st.integers(1, 90), st.integers(1, 70), st.integers(0, 3))
+def test_resize_equals_clean_fid_bit_for_bit(height, width, side, seed):
+    image = noise(height, width, seed)
+    expected = make_resizer('PIL', False, 'bicubic', (side, side))(image.permute(1, 2, 0).numpy())
+    assert np.array_equal(clean_resize(image, side).permute(1, 2, 0).numpy(), expected)
+
+
+def test_inception_equals_torch_fidelity(inception_file):
+    """At 299 pixels neither of the two resizes, so that only the network is compared."""
+    network = Inception(str(inception_file))
+    images = [noise(299, 299, seed) for seed in range(2)]
+    original = FeatureExtractorInceptionV3('inception', ['2048'], str(inception_file))
+    expected = original(torch.stack(images))[0]
+    assert expected.std() > 0
+    torch.testing.assert_close(network.features(images), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_clip_features_follow_the_published_steps_of_cmmd(clip_folder):
+    """Resized by PyTorch in [0, 1] without antialiasing, then only normalized by transformers' processor."""
+    images = [noise(40, 52), noise(28, 28, 1)]
+    resized = [functional.interpolate(each[None] / 255, (28, 28), mode='bicubic')[0] for each in images]
+    processor = CLIPImageProcessor(do_resize=False, do_center_crop=False, do_rescale=False)
+    inputs = processor(
+        images=[each.numpy() for each in resized], return_tensors='pt', input_data_format='channels_first'
+    )
+    expected = CLIPVisionModelWithProjection.from_pretrained(clip_folder)(**inputs).image_embeds
+    torch.testing.assert_close(Clip(str(clip_folder)).features(images), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_dino_features_are_the_class_token(tmp_path):
+    model = Dinov2Model(Dinov2Config(**SMALL, image_size=56, patch_size=14)).eval()
+    model.save_pretrained(tmp_path)
+    image = noise(56, 56)
+    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    pixels = (image / 255 - mean[:, None, None]) / std[:, None, None]
+    expected = model(pixel_values=pixels[None]).last_hidden_state[:, 0]
+    torch.testing.assert_close(Dino(str(tmp_path), side=56).features([image]), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_features_of_an_image_do_not_depend_on_the_others(clip_folder):
+    network = Clip(str(clip_folder))
+    images = [noise(20 + seed, 30, seed) for seed in range(5)]
+    alone = torch.cat([network.features([image]) for image in images])
+    torch.testing.assert_close(network.features(images), alone)
+
+
+@pytest.fixture(scope='module')
+def emoji() -> list[Tensor]:
+    """40 emoji of 64 pixels."""
+    drawn = [each.render(64).convert('RGB') for each in all_emoji()[::40][:40]]
+    return [torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in drawn]
+
+
+@pytest.fixture(scope='module')
+def small_network() -> EfficientNetLite0:
+    network = EfficientNetLite0()
+    network.side = 96  # a fifth of the time
+    return network
+
+
+def blurred(image: Tensor, amount: float, _: int) -> Tensor:
+    side = max(2, round(64 * (1 - amount)))
+    small = functional.interpolate(image[None].float(), (side, side), mode='bilinear', antialias=True)
+    return functional.interpolate(small, (64, 64), mode='bilinear')[0].round().byte()
+
+
+def noised(image: Tensor, amount: float, index: int) -> Tensor:
+    drawn = torch.randn(image.shape, generator=torch.Generator().manual_seed(index))
+    return (image + 255 * amount * drawn).clamp(0, 255).byte()
+
+
+def shuffled(image: Tensor, amount: float, index: int) -> Tensor:
+    """Exchange a share of the tiles of 16 pixels."""
+    tiles = functional.unfold(image[None].float(), 16, stride=16)[0]
+    generator = torch.Generator().manual_seed(index)
+    chosen = torch.randperm(tiles.shape[1], generator=generator)[: round(amount * tiles.shape[1])]
+    tiles[:, chosen] = tiles[:, chosen.roll(1)]
+    return functional.fold(tiles[None], (64, 64), 16, stride=16)[0].byte()
+
+
+@pytest.mark.parametrize('damage', [blurred, noised, shuffled])
+def test_distances_grow_with_damage(emoji, small_network, damage: Callable[[Tensor, float, int], Tensor]):
+    reference, found = small_network.features(emoji), []
+    for amount in (0.1, 0.25, 0.5):
+        rows = small_network.features([damage(image, amount, index) for index, image in enumerate(emoji)])
+        frechet = frechet_distance(Moments.of(rows), Moments.of(reference))
+        found.append((frechet, kernel_distance(rows, reference), gaussian_distance(rows, reference)))
+    for values in zip(*found, strict=True):
+        assert values[0] < values[1] < values[2]
+
+
+def test_description_changes_with_weights_side_and_resizing(clip_folder, tmp_path):
+    bicubic, clean = Clip(str(clip_folder)), Clip(str(clip_folder), resize='clean')
+    assert Clip(str(clip_folder)).description() == bicubic.description()
+    assert clean.description() != bicubic.description()
+    with torch.no_grad():
+        next(clean.network.parameters()).view(-1)[0] += 1e-3
+    assert clean.description()['weights'] != bicubic.description()['weights']
+
+
+class Harmful:
+    def __reduce__(self):
+        return (Path.touch, (Path('harmed'),))
+
+
+def test_wrong_weights_are_refused_and_not_run(tmp_path, monkeypatch, inception_file):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r'missing.pth: does not exist; it must be weights-inception.* from https'):
+        Inception('missing.pth')
+    wrong = {
+        'pickle': pickle.dumps(Harmful()),
+        'text': b'<html>404</html>',
+        'empty': b'',
+        'cut': inception_file.read_bytes()[:1000],
+    }
+    for name, content in wrong.items():
+        Path(name).write_bytes(content)
+        with pytest.raises(UserError, match=f'{name} .*does not contain the weights of torch-fidelity'):
+            Inception(name)
+    torch.save({'fc.weight': torch.zeros(2)}, 'other')
+    with pytest.raises(UserError, match='other .*does not contain the weights'):
+        Inception('other')
+    assert not Path('harmed').exists()
+
+
+def test_weights_that_cannot_be_downloaded(tmp_path, monkeypatch):
+    def offline(*_: object, **__: object) -> None:
+        raise URLError('no route to host')
+
+    monkeypatch.setattr(torch.hub, 'get_dir', lambda: str(tmp_path))
+    monkeypatch.setattr(torch.hub, 'download_url_to_file', offline)
+    with pytest.raises(ExternalError, match=r'cannot be downloaded \(.*no route to host.*copy the file to .*or give'):
+        Inception()
+
+
+def test_missing_package_names_the_extra(monkeypatch):
+    def missing(module: str) -> None:
+        raise ModuleNotFoundError(module)
+
+    monkeypatch.setattr(feature_networks, 'import_module', missing)
+    with pytest.raises(UserError, match=r"torch_fidelity is not installed; pip install 'diffusion-recipes\[eval\]'"):
+        Inception()
+
+
+def test_other_models_are_refused(tmp_path):
+    CLIPTextModel(CLIPTextConfig(**SMALL, vocab_size=50)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match='is a clip_text_model; use one of dinov2'):
+        Dino(str(tmp_path))
+
+
+@pytest.mark.parametrize('shape', [(1, 8, 8), (8, 8), (1, 3, 8, 8)])
+def test_images_of_a_wrong_shape_are_refused(clip_folder, shape):
+    network: FeatureNetwork = Clip(str(clip_folder))
+    with pytest.raises(ValueError, match='images must be uint8'):
+        network.features([torch.zeros(shape, dtype=torch.uint8)])

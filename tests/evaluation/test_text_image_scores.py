@@ -1,0 +1,65 @@
+"""CLIP score and PickScore against torchmetrics and the published steps."""
+
+import pytest
+import torch
+from small_networks import write_clip
+from torchmetrics.functional.multimodal import clip_score
+from transformers import CLIPModel, CLIPProcessor
+
+from diffusion.errors import UserError
+from diffusion.evaluation.metrics import build_network
+from diffusion.evaluation.text_image_scores import TextImageScore
+
+PROMPTS = ['a red cube', 'seven ducks ' * 60, '']
+
+
+@pytest.fixture(scope='module')
+def clip(tmp_path_factory) -> str:
+    return str(write_clip(tmp_path_factory.mktemp('clip')))
+
+
+def images() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(40, 56), (28, 28), (90, 31)]
+    return [torch.randint(0, 256, (3, *size), dtype=torch.uint8, generator=generator) for size in sizes]
+
+
+def loaded(clip: str) -> tuple[CLIPModel, CLIPProcessor]:
+    return CLIPModel.from_pretrained(clip), CLIPProcessor.from_pretrained(clip)
+
+
+def test_clip_score_equals_torchmetrics(clip):
+    model, processor = loaded(clip)
+    scores = TextImageScore(clip).scores(images(), PROMPTS)
+    for image, prompt, score in zip(images(), PROMPTS, scores, strict=True):
+        short = prompt[:300]
+        expected = clip_score(image, short, model_name_or_path=lambda: (model, processor))
+        found = TextImageScore(clip).scores([image], [short])
+        torch.testing.assert_close(found[0], expected, rtol=1e-5, atol=1e-5)
+        if short == prompt:
+            torch.testing.assert_close(score, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_pick_score_is_the_scaled_cosine(clip):
+    model, processor = loaded(clip)
+    for image, prompt in zip(images(), PROMPTS, strict=True):
+        inputs = processor(
+            text=[prompt], images=[image], return_tensors='pt', padding=True, truncation=True, max_length=77
+        )
+        output = model(**inputs)
+        found = TextImageScore(clip, kind='pick_score').scores([image], [prompt])
+        torch.testing.assert_close(found, output.logits_per_image[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ('name', 'sources', 'message'),
+    [
+        ('pick_score', {}, 'networks.pick_score: has no default; set it to a folder'),
+        ('cmmd', {'cmmd': 'openai/clip'}, 'neither a folder nor a repository with a commit'),
+        ('inception', {'inception': 'gone.pth'}, 'networks.inception: gone.pth: does not exist'),
+        ('clip_score', {'clip_score': 'a/b@' + 'a' * 40}, 'networks.clip_score: .*a/b'),
+    ],
+)
+def test_networks_that_cannot_be_had_are_named(name, sources, message):
+    with pytest.raises(UserError, match=message):
+        build_network(name, sources)

@@ -1,0 +1,310 @@
+"""Image metrics of checkpoints: the same on any number of ranks and after kills, from real runs of tiny models."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from small_networks import write_clip, write_clip_vision, write_dino, write_inception
+from torchmetrics.image.fid import FrechetInceptionDistance
+from torchmetrics.image.kid import KernelInceptionDistance
+
+from diffusion import cli
+from diffusion.config.load import load
+from diffusion.errors import UserError
+from diffusion.evaluation.feature_networks import Inception
+from diffusion.evaluation.generated_images import MANIFEST
+from diffusion.tasks.evaluate import evaluate
+
+METRICS = ['fid', 'kid', 'clip_fid', 'cmmd', 'dino_mmd', 'precision', 'recall', 'clip_score', 'efficientnet_distance']
+IMAGES = 20
+
+
+@pytest.fixture(scope='module')
+def networks(tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp('networks')
+    vision, dino = write_clip_vision(folder / 'vision'), write_dino(folder / 'dino')
+    inception, clip = write_inception(folder / 'inception.pth'), write_clip(folder / 'clip')
+    sources = {'inception': inception, 'cmmd': vision, 'clip_fid': vision, 'dino': dino, 'clip_score': clip}
+    return {name: str(path) for name, path in sources.items()}
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory, tiny_recipe, ranks) -> Path:
+    """Recipe of a run of two batches, whose `runs_dir` tests override."""
+    folder = tmp_path_factory.mktemp('trained')
+    content = tiny_recipe(folder / 'runs', name='run')
+    content['trainer'] |= {'max_duration': '2ba', 'save_interval': '2ba'}
+    content['eval_streams'] = content['streams']
+    path = folder / 'recipe.yaml'
+    path.write_text(yaml.safe_dump(content))
+    assert ranks.start(1, path).wait() == [0]
+    return path
+
+
+def evaluator(sources: dict[str, str], **changes: object) -> dict:
+    settings = {'metrics': METRICS, 'networks': sources, 'num_images': IMAGES, 'batch_size': 3}
+    return settings | {'num_inference_steps': 2, 'guidance_scales': [1, 3.5]} | changes
+
+
+@pytest.fixture
+def prepared(trained, tmp_path, networks):
+    """Function that copies the trained run, and returns the recipe of an evaluation and the run's folder."""
+
+    def prepare(name: str = 'a', **changes: object) -> tuple[Path, Path]:
+        shutil.copytree(trained.parent / 'runs', tmp_path / name / 'runs')
+        content = yaml.safe_load(trained.read_text())
+        content |= {'runs_dir': str(tmp_path / name / 'runs'), 'task': 'evaluate', 'name': 'run'}
+        content['evaluators'] = {'image_metrics': evaluator(networks, **changes)}
+        path = tmp_path / name / 'recipe.yaml'
+        path.write_text(yaml.safe_dump(content))
+        return path, tmp_path / name / 'runs' / 'run'
+
+    return prepare
+
+
+def results(run: Path) -> dict:
+    return json.loads((run / 'evaluations' / 'ba2.json').read_text())
+
+
+def sweep(run: Path) -> list[dict[str, float]]:
+    return [each['metrics'] for each in results(run)['guidance']]
+
+
+def pixels(run: Path) -> dict[str, bytes]:
+    return {path.name: np.asarray(Image.open(path)).tobytes() for path in run.glob('evaluations/ba2/*/*/*.png')}
+
+
+@pytest.mark.filterwarnings('ignore:Metric `Kernel Inception Distance` will save all')
+def test_metrics_are_equal_on_1_2_and_4_ranks_and_equal_torchmetrics(prepared, ranks, networks):
+    recipe, run = prepared('one', num_references=IMAGES)
+    assert ranks.start(1, recipe).wait() == [0]
+    for count in (2, 4):
+        other, other_run = prepared(str(count), num_references=IMAGES)
+        job = ranks.start(count, other)
+        assert job.wait() == [0] * count, job.output()
+        for mine, one in zip(sweep(other_run), sweep(run), strict=True):
+            assert set(mine) == set(METRICS)
+            assert mine == pytest.approx(one, rel=1e-5, abs=1e-9)
+        assert results(other_run)['losses'] == pytest.approx(results(run)['losses'], rel=1e-5)
+        assert pixels(other_run) == pixels(run)
+
+    # Every image is kept with what made it.
+    first = results(run)['guidance'][0]
+    files = sorted((run / first['folder']).glob('*/*.png'))
+    assert len(files) == IMAGES
+    with Image.open(files[4]) as image:
+        text = dict(image.text)  # type: ignore[attr-defined]
+    assert {key: text[key] for key in ('seed', 'guidance_scale', 'checkpoint')} == {
+        'seed': '4',
+        'guidance_scale': '1',
+        'checkpoint': 'ba2, training weights',
+    }
+    assert text['prompt']
+
+    # Independent references: torchmetrics on the features of one process.
+    network = Inception(networks['inception'])
+    generated = [torch.from_numpy(np.array(Image.open(file))).permute(2, 0, 1) for file in files]
+    everything = load_images(recipe)
+    dataset = [everything[index * len(everything) // IMAGES] for index in range(IMAGES)]
+    features = {'fake': network.features(generated), 'real': network.features(dataset)}
+
+    class Precomputed(torch.nn.Module):
+        num_features = 2048
+
+        def forward(self, rows):
+            return rows
+
+    fid = FrechetInceptionDistance(Precomputed()).set_dtype(torch.float64)
+    kid = KernelInceptionDistance(Precomputed(), subset_size=IMAGES, subsets=1)
+    for metric in (fid, kid):
+        for name, rows in features.items():
+            metric.update(rows, real=name == 'real')
+    assert first['metrics']['fid'] == pytest.approx(float(fid.compute()), rel=1e-4)
+    assert first['metrics']['kid'] == pytest.approx(float(kid.compute()[0]), rel=1e-3, abs=1e-6)
+
+
+def load_images(recipe: Path) -> list[torch.Tensor]:
+    """Return the images of the evaluation data by another way than the evaluator."""
+    from diffusion.training.components import build_loader
+
+    loader = build_loader(load(recipe), 'eval')
+    return [image for batch in loader for image in batch['image']]
+
+
+def test_killed_evaluation_continues_and_generates_nothing_twice(prepared, ranks):
+    recipe, run = prepared('whole', metrics=['efficientnet_distance'])
+    assert ranks.start(2, recipe).wait() == [0, 0]
+    recipe, killed = prepared('killed', metrics=['efficientnet_distance'])
+    generator = random.Random(0)
+    kept: dict[Path, int] = {}
+    for _ in range(10):
+        # A rank dies before one of the file operations of its first two batches.
+        dying = generator.randrange(2)
+        job = ranks.start(2, recipe, deaths={dying: (generator.randint(1, 9), killed / 'evaluations')})
+        job.wait_for_death(dying)
+        job.kill()
+        for path, written in kept.items():
+            assert path.stat().st_mtime_ns == written, f'{path} was generated again'
+        kept |= {path: path.stat().st_mtime_ns for path in killed.glob('evaluations/ba2/*/batch-*/*.png')}
+    print(f'{len(kept)} of {2 * IMAGES} images were kept')
+    assert 0 < len(kept) < 2 * IMAGES
+    assert ranks.start(2, recipe).wait() == [0, 0]
+    for path, written in kept.items():
+        assert path.stat().st_mtime_ns == written, f'{path} was generated again'
+    assert pixels(killed) == pixels(run)
+    assert sweep(killed) == sweep(run)
+
+
+def test_second_evaluation_adds_metrics_and_reuses_images_and_references(prepared):
+    recipe, run = prepared(metrics=['efficientnet_distance'])
+    evaluate(load(recipe))
+    files = {path: path.stat().st_mtime_ns for path in run.glob('evaluations/**/*.*') if path.suffix != '.json'}
+    evaluate(load(recipe, ['evaluators.image_metrics.metrics=[clip_score]']))
+    assert set(results(run)['metrics']) == set(sweep(run)[1]) == {'efficientnet_distance', 'clip_score'}
+    assert {path: path.stat().st_mtime_ns for path in files} == files
+    assert set(run.glob('evaluations/*/*/*/*.png')) <= set(files)
+
+
+def test_damaged_image_is_generated_again(prepared, caplog):
+    recipe, run = prepared(metrics=['efficientnet_distance'], guidance_scales=[2])
+    evaluate(load(recipe))
+    before, values = pixels(run), sweep(run)
+    victim = next(run.glob('evaluations/ba2/*/batch-00001/*.png'))
+    content = bytearray(victim.read_bytes())
+    content[-40] ^= 255
+    victim.write_bytes(content)
+    evaluate(load(recipe))
+    assert 'is damaged' in caplog.text
+    assert pixels(run) == before
+    assert sweep(run) == values
+
+
+def test_distance_grows_with_blur_and_noise_and_score_falls_with_shuffled_prompts(networks, tmp_path):
+    """With the real EfficientNet-Lite0 on rendered images."""
+    from torchvision.transforms.functional import gaussian_blur
+
+    from diffusion.evaluation.distances import Moments, frechet_distance
+    from diffusion.evaluation.feature_networks import EfficientNetLite0
+    from diffusion.prepare.openmoji import all_emoji
+
+    emoji = [torch.from_numpy(np.array(each.render(64))).permute(2, 0, 1) for each in all_emoji()[:24]]
+    network = EfficientNetLite0()
+    references = Moments.of(network.features(emoji))
+
+    def distance(images: list[torch.Tensor]) -> float:
+        return frechet_distance(Moments.of(network.features(images)), references)
+
+    noise = torch.randn(3, 64, 64, generator=torch.Generator().manual_seed(0))
+    blurred = [distance([gaussian_blur(each, [15], [sigma]) for each in emoji]) for sigma in (0.6, 1.5, 4)]
+    noisy = [distance([(each + scale * noise).clamp(0, 255).byte() for each in emoji]) for scale in (10, 30, 80)]
+    assert [distance(emoji), *blurred] == sorted([distance(emoji), *blurred])
+    assert [distance(emoji), *noisy] == sorted([distance(emoji), *noisy])
+
+
+@pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+        ({'metrics': ['fidd']}, "there is no metric 'fidd'; did you mean 'fid'"),
+        ({'metrics': []}, 'not a list of at least one metric'),
+        ({'num_images': 10**6}, '1000000 prompts are more than'),
+        ({'size': [64, 64]}, 'the reference images have 32 x 32 pixels and the generated ones 64 x 64'),
+        ({'reference': 'gone'}, 'gone: is not a folder'),
+        ({'prompts': 'gone.csv'}, 'gone.csv: does not exist'),
+        ({'networks': {'vgg': 'x'}}, "there is no network 'vgg'"),
+        ({'guidance_scales': [3, 3]}, 'not a list of different numbers'),
+        ({'layout': 'geneva'}, "there is no layout 'geneva'; did you mean 'geneval'"),
+        ({'layout': 'geneval', 'metrics': ['efficientnet_distance']}, 'has no metadata of GenEval'),
+    ],
+)
+def test_mistakes_are_named(prepared, changes, message):
+    recipe, _ = prepared(**changes)
+    with pytest.raises(UserError, match=message):
+        evaluate(load(recipe))
+
+
+def test_features_of_other_references_are_refused(prepared, tmp_path):
+    shared = str(tmp_path / 'shared')
+    recipe, _ = prepared(metrics=['efficientnet_distance'], reference_features=shared)
+    evaluate(load(recipe))
+    with pytest.raises(UserError, match=r'efficientnet.safetensors: has features of reference images with images .*'):
+        evaluate(load(recipe, ['evaluators.image_metrics.num_references=9']))
+    Path(shared, 'efficientnet.safetensors').write_bytes(b'cut')
+    with pytest.raises(UserError, match='is not a file of reference features'):
+        evaluate(load(recipe))
+
+
+def test_few_images_are_said(prepared, caplog):
+    recipe, _ = prepared(metrics=['efficientnet_distance'])
+    evaluate(load(recipe))
+    assert 'efficientnet_distance of 20 images is biased upward by so few' in caplog.text
+
+
+def test_manifest_of_other_images_is_refused(prepared):
+    recipe, run = prepared(metrics=['efficientnet_distance'], guidance_scales=[2])
+    evaluate(load(recipe))
+    manifest = next(run.glob(f'evaluations/ba2/*/{MANIFEST}'))
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {'checkpoint': 'ba1, ema weights'}))
+    with pytest.raises(UserError, match="has images with checkpoint 'ba1, ema weights' instead of 'ba2"):
+        evaluate(load(recipe))
+
+
+def test_prompt_file_with_categories_and_scorer_layouts(prepared, tmp_path):
+    lines = [{'prompt': f'{n} ducks / geese', 'include': [{'class': 'duck'}], 'tag': 'count'} for n in range(3)]
+    (tmp_path / 'geneval.jsonl').write_text('\n'.join(map(json.dumps, lines)))
+    common = {'metrics': ['clip_score'], 'num_images': None, 'images_per_prompt': 2, 'guidance_scales': [2]}
+    recipe, run = prepared(prompts=str(tmp_path / 'geneval.jsonl'), layout='geneval', **common)
+    evaluate(load(recipe))
+    folder = run / results(run)['guidance'][0]['folder'] / 'geneval'
+    assert [path.name for path in sorted(folder.iterdir())] == ['00000', '00001', '00002']
+    assert json.loads((folder / '00001' / 'metadata.jsonl').read_text()) == lines[1]
+    second = (folder / '00001' / 'samples' / '0001.png').read_bytes()
+    evaluate(load(recipe, ['evaluators.image_metrics.layout=t2i_compbench']))
+    other = folder.with_name('t2i_compbench') / 'samples'
+    assert (other / '1 ducks   geese_000003.png').read_bytes() == second
+
+    (tmp_path / 'p.csv').write_text('Prompts,Category\na cube,shape\na red ball,color\na ball,shape\n')
+    changes = {'prompts': str(tmp_path / 'p.csv'), 'layout': None, 'images_per_prompt': 1}
+    recipe, run = prepared('categories', **common | changes)
+    evaluate(load(recipe))
+    details = results(run)['guidance'][0]
+    by_category = details['categories']['clip_score']
+    assert set(by_category) == {'shape', 'color'}
+    mean = (2 * by_category['shape'] + by_category['color']) / 3
+    assert details['metrics']['clip_score'] == pytest.approx(mean)
+    assert results(run)['prompts'] == str(tmp_path / 'p.csv')
+
+
+def test_command_evaluates_a_run_that_was_moved(prepared, networks, capsys, tmp_path):
+    _, run = prepared()
+    moved = tmp_path / 'elsewhere'
+    run.rename(moved)
+    options = ['--metrics', 'cmmd,clip_score', '--guidance', '1,2', '--images', '4', '--steps', '2', '--prompts', 'own']
+    options += [f'--network={name}={networks[name]}' for name in ('cmmd', 'clip_score')]
+    assert cli.main(['evaluate', str(moved), *options]) == 0
+    assert set(results(moved)['metrics']) == {'cmmd', 'clip_score'}
+    assert [each['guidance_scale'] for each in results(moved)['guidance']] == [1, 2]
+    assert 'clip_score' in capsys.readouterr().out
+    assert not run.exists()
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        (['--metrics', 'fdi'], "there is no metric 'fdi'"),
+        (['--guidance', '3'], '--metrics: the other options need it'),
+        (['--metrics', 'fid', '--guidance=-1'], 'guidance_scales: -1'),
+        (['--metrics', 'fid', '--network', 'vgg=x'], "there is no network 'vgg'"),
+        (['--metrics', 'fid', 'globl_batch=3'], 'globl_batch'),
+    ],
+)
+def test_mistakes_in_options_are_found_before_torch_is_imported(prepared, capsys, monkeypatch, options, message):
+    monkeypatch.setattr('diffusion.tasks.evaluate.evaluate', lambda recipe: pytest.fail('the evaluation began'))
+    _, run = prepared()
+    assert cli.main(['evaluate', str(run), *options]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,332 @@
+"""Watchers of runs: real processes that race, are killed, and meet pruned and half-written checkpoints."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from checkpointing.run_folders import write
+from small_networks import write_clip
+
+from diffusion import cli
+from diffusion.checkpointing.checkpoint_store import RECEIPT
+from diffusion.checkpointing.claims import claimed_batches
+from diffusion.errors import UserError
+from diffusion.exit_codes import CONFIG_ERROR
+from diffusion.launch.evaluation_claims import EvaluationClaims
+from diffusion.launch.run_id import create_run_id
+from diffusion.tasks.watch import MAX_TRIES, Watcher, WatchSettings, evaluation_command, launch_command
+
+FAKE = """
+import json, os, sys, time
+from pathlib import Path
+
+checkpoint, folder, seconds, statuses = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]), json.loads(sys.argv[4])
+name = checkpoint.rpartition('/')[2]
+started = sorted(folder.glob(f'{name}-*.started'))
+(folder / f'{name}-{os.getpid()}.started').touch()
+time.sleep(seconds)
+status = statuses.get(name, [])[len(started):][:1] or [0]
+if status[0]:
+    sys.exit(f'no luck with {name}') if status[0] == 1 else sys.exit(status[0])
+content = json.dumps({'metrics': {'fid': 100.0 - int(name[2:])}})
+if '://' in checkpoint:
+    from diffusion.storage import object_store
+    object_store.write(checkpoint.rpartition('/')[0] + f'/evaluations/{name}.json', content.encode())
+else:
+    path = Path(checkpoint).parent / 'evaluations' / f'{name}.json'
+    path.with_suffix('.tmp').write_text(content)
+    path.with_suffix('.tmp').replace(path)
+"""
+"""Evaluation without a model: says that it started, sleeps, and writes results or ends with a status."""
+
+
+class Site:
+    """A run's folder, and watchers of it as processes."""
+
+    def __init__(self, folder: Path, run: str) -> None:
+        self.run, self.starts = run, folder / 'starts'
+        self.starts.mkdir()
+        self.program = folder / 'fake.py'
+        self.program.write_text(FAKE)
+
+    def settings(self, seconds: float = 0.1, statuses: dict | None = None, **changes) -> WatchSettings:
+        rest = [str(self.starts), str(seconds), json.dumps(statuses or {})]
+        values = {'poll_seconds': 0.1, 'once': True, 'metrics': ['fid'], **changes}
+        return WatchSettings(self.run, lambda place: [sys.executable, str(self.program), place, *rest], **values)
+
+    def process(self, seconds: float, **changes) -> subprocess.Popen:
+        """Start a watcher as a process."""
+        code = f"""
+            import logging, sys
+            sys.path.insert(0, {str(Path(__file__).parent)!r})
+            from diffusion.tasks.watch import Watcher, WatchSettings
+            logging.basicConfig(level=logging.INFO)
+            rest = [{str(self.starts)!r}, {str(seconds)!r}, '{{}}']
+            Watcher(WatchSettings({self.run!r}, lambda place: [sys.executable, {str(self.program)!r}, place, *rest],
+                metrics=['fid'], **{ ({'poll_seconds': 0.05, 'once': True} | changes)!r})).run()
+        """
+        with open(self.program.with_name('watcher.log'), 'ab') as log:
+            return subprocess.Popen([sys.executable, '-c', textwrap.dedent(code)], stderr=log)
+
+    def started(self) -> list[str]:
+        return sorted(path.name.partition('-')[0] for path in self.starts.iterdir())
+
+    def wait_for_starts(self, count: int) -> None:
+        deadline = time.monotonic() + 60
+        while len(self.started()) < count:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def site(tmp_path) -> Site:
+    folder = tmp_path / 'runs' / 'run'
+    folder.mkdir(parents=True)
+    create_run_id(folder)
+    for batch in (10, 20, 30):
+        write(folder, batch)
+    return Site(tmp_path, str(folder))
+
+
+def results(site: Site) -> list[str]:
+    return sorted(path.stem for path in Path(site.run, 'evaluations').glob('*.json'))
+
+
+def test_every_checkpoint_is_evaluated_once_oldest_first(site, caplog):
+    caplog.set_level('INFO', 'diffusion')
+    Watcher(site.settings()).run()
+    assert results(site) == site.started() == ['ba10', 'ba20', 'ba30']
+    told = [record.message for record in caplog.records if 'evaluated: fid' in record.message]
+    assert told == ['ba10: evaluated: fid 90.0000', 'ba20: evaluated: fid 80.0000', 'ba30: evaluated: fid 70.0000']
+    Watcher(site.settings()).run()
+    assert len(site.started()) == 3
+
+
+@pytest.mark.parametrize(('changes', 'expected'), [({'policy': 'latest'}, ['ba30']), ({'only': ['ba20']}, ['ba20'])])
+def test_policies(site, changes, expected):
+    Watcher(site.settings(**changes)).run()
+    assert results(site) == expected
+
+
+def test_results_without_a_wanted_metric_do_not_count(site):
+    folder = Path(site.run, 'evaluations')
+    folder.mkdir()
+    (folder / 'ba10.json').write_text('{"metrics": {"clip_score": 20}}')
+    (folder / 'ba20.json').write_text('{"metrics": {"fid": 3}}')
+    (folder / 'ba30.json').write_text('{"metrics": {"fi')
+    Watcher(site.settings()).run()
+    assert site.started() == ['ba10', 'ba30']
+
+
+def test_watchers_that_race_never_evaluate_a_checkpoint_twice(site):
+    for batch in range(40, 120, 10):
+        write(Path(site.run), batch)
+    watchers = [site.process(0.05, jobs=2) for _ in range(3)]
+    for watcher in watchers:
+        assert watcher.wait(120) == 0, site.program.with_name('watcher.log').read_text()
+    assert site.started() == sorted(f'ba{batch}' for batch in range(10, 120, 10))
+
+
+def test_new_checkpoints_are_found_and_half_written_ones_left_alone(site):
+    half = Path(site.run, 'ba40')
+    shutil.copytree(Path(site.run, 'ba30'), half)
+    (half / RECEIPT).unlink()
+    watcher = site.process(0.05, once=False)
+    site.wait_for_starts(3)
+    write(Path(site.run), 50)
+    site.wait_for_starts(4)
+    watcher.send_signal(signal.SIGINT)
+    watcher.wait(60)
+    assert 'ba40' not in site.started() and 'ba50' in site.started()
+
+
+def test_evaluation_of_a_killed_watcher_is_done_again(site):
+    watcher = site.process(30)
+    site.wait_for_starts(1)
+    assert claimed_batches(Path(site.run)) == {10}, 'the run keeps what is evaluated'
+    other = Watcher(site.settings(once=False))
+    other._start()
+    other._stop()
+    assert site.started().count('ba10') == 1, 'its owner lives'
+    pid = int(next(site.starts.iterdir()).stem.partition('-')[2])
+    watcher.kill()
+    watcher.wait()
+    deadline = time.monotonic() + 10
+    while Path(f'/proc/{pid}').exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f'/proc/{pid}').exists(), 'the evaluation ends with its watcher'
+    Watcher(site.settings()).run()
+    assert results(site) == ['ba10', 'ba20', 'ba30']
+    assert site.started().count('ba10') == 2
+
+
+def test_claim_of_a_machine_that_vanished_expires(site, monkeypatch):
+    claims = EvaluationClaims(site.run, lease_seconds=2.0)
+    monkeypatch.setattr('diffusion.launch.run_lock._machine_id', lambda: 'elsewhere')
+    assert claims.take('ba10', 0) is not None
+    monkeypatch.undo()
+    began = time.time()
+    Watcher(site.settings(only=['ba10'])).run()
+    assert time.time() - began > 1.5
+    assert results(site) == ['ba10']
+
+
+def test_failed_evaluation_is_tried_again_and_given_up_in_the_end(site, caplog):
+    with pytest.raises(UserError, match='ba20 could not be evaluated'):
+        Watcher(site.settings(statuses={'ba10': [1], 'ba20': [1] * 9})).run()
+    assert results(site) == ['ba10', 'ba30']
+    assert site.started().count('ba10') == 2
+    assert site.started().count('ba20') == MAX_TRIES
+    assert 'no luck with ba20' in caplog.text
+
+
+def test_mistake_in_the_settings_ends_the_watcher(site):
+    with pytest.raises(UserError, match='the evaluation of ba10 was refused'):
+        Watcher(site.settings(statuses={'ba10': [CONFIG_ERROR]})).run()
+    assert len(site.started()) == 1
+
+
+def test_checkpoint_pruned_before_or_after_the_claim_is_skipped(site, caplog):
+    watcher = Watcher(site.settings(0.5, statuses={'ba20': [CONFIG_ERROR]}))
+    names = watcher._checkpoints()
+    shutil.rmtree(Path(site.run, 'ba10'))
+    watcher._checkpoints = lambda: names if not watcher._running else ['ba20', 'ba30']  # type: ignore[method-assign]
+    watcher._start()
+    assert 'ba10: was removed by its run before its evaluation began' in caplog.text
+    site.wait_for_starts(1)
+    shutil.rmtree(Path(site.run, 'ba20'))
+    watcher._checkpoints = lambda: ['ba30']  # type: ignore[method-assign]
+    watcher.run()
+    assert 'ba20: was removed by its run before its evaluation had read it' in caplog.text
+    assert results(site) == ['ba30']
+
+
+def test_best_checkpoints_are_pinned(site):
+    Path(site.run, 'ba10.pinned').write_text('my favorite')
+    Watcher(site.settings(keep_best=('fid', 1))).run()
+    assert sorted(path.name for path in Path(site.run).glob('*.pinned')) == ['ba10.pinned', 'ba30.pinned']
+    write(Path(site.run), 40)
+    Watcher(site.settings(keep_best=('fid', 1))).run()
+    assert sorted(path.name for path in Path(site.run).glob('*.pinned')) == ['ba10.pinned', 'ba40.pinned']
+
+
+def test_interrupted_watcher_ends_its_evaluation_and_frees_the_checkpoint(site):
+    watcher = site.process(60)
+    site.wait_for_starts(1)
+    pid = int(next(site.starts.iterdir()).stem.partition('-')[2])
+    watcher.send_signal(signal.SIGINT)
+    watcher.wait(60)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    Watcher(site.settings(only=['ba10'])).run()
+    assert results(site) == ['ba10']
+
+
+def test_submitted_job_keeps_its_claim_and_the_checkpoint_until_its_results_appear(site):
+    """The command ends at once, as `diffusion launch` does for a scheduler, and the job writes its results later."""
+    program = [sys.executable, str(site.program)]
+
+    def submit(place: str) -> list[str]:
+        job = [*program, place, str(site.starts), '1.0', '{}']
+        return [sys.executable, '-c', f'import subprocess; subprocess.Popen({job!r}, start_new_session=True)']
+
+    settings = WatchSettings(
+        site.run, submit, metrics=['fid'], elsewhere=True, lease_seconds=60, poll_seconds=0.05, once=True
+    )
+    watcher, other = Watcher(settings), Watcher(settings)
+    watcher._start()
+    deadline = time.monotonic() + 20
+    while not watcher._submitted and time.monotonic() < deadline:
+        watcher._collect()
+    assert claimed_batches(Path(site.run)) == {10}
+    assert not watcher._running and len(watcher._submitted) == 1
+    assert other._claims.take('ba10', 1) is None, 'the job goes on'
+    watcher.run()
+    assert site.started() == results(site) == ['ba10', 'ba20', 'ba30']
+    assert claimed_batches(Path(site.run)) == set()
+
+
+def test_run_in_a_bucket_with_faults(tmp_path, store, caplog):
+    store.bucket('bucket')
+    run = 's3://bucket/runs/run'
+    for batch in (10, 20):
+        write(tmp_path, batch)
+        for path in (tmp_path / f'ba{batch}').iterdir():
+            store.put(f'{run}/ba{batch}', path.name, path.read_bytes())
+    store.put(f'{run}/ba30', 'state.pt', b'unfinished')
+    site = Site(tmp_path, run)
+    store.fail('PUT claim-1', 500, times=2)
+    store.fail('GET list-type', 503, times=6)
+    Watcher(site.settings()).run()
+    assert site.started() == ['ba10', 'ba20']
+    assert 'trying again' in caplog.text
+    first, second = (site.process(0.05) for _ in range(2))
+    assert first.wait(60) == second.wait(60) == 0
+    assert len(site.started()) == 2
+
+
+def test_command_evaluates_a_run_with_a_real_model(tmp_path, write_recipe, ranks, capsys):
+    path = write_recipe()
+    content = yaml.safe_load(path.read_text())
+    content['eval_streams'] = content['streams']
+    content['trainer'] |= {'max_duration': '2ba', 'save_interval': '1ba'}
+    path.write_text(yaml.safe_dump(content))
+    assert ranks.start(1, path).wait() == [0]
+    run = tmp_path / 'runs' / 'run'
+    before = (run / 'metrics.jsonl').read_bytes()
+    clip = write_clip(tmp_path / 'clip')
+    options = ['--metrics', 'clip_score', '--images', '2', '--steps', '2', '--network', f'clip_score={clip}']
+    assert cli.main(['watch', str(run), '--once', '--policy', 'latest', *options, '--keep-best', 'clip_score']) == 0
+    found = json.loads((run / 'evaluations' / 'ba2.json').read_text())
+    assert found['metrics']['clip_score'] >= 0
+    assert len(list((run / found['guidance'][0]['folder']).glob('*/*.png'))) == 2
+    assert (run / 'ba2.pinned').exists()
+    assert (run / 'metrics.jsonl').read_bytes() == before
+
+
+def test_job_of_a_checkpoint_is_valid(capsys):
+    spec = str(Path(__file__).parents[2] / 'yamls' / 'launch' / 'evaluate-kubernetes.yaml')
+    words = launch_command(spec, 'sd2-evaluate', '/workspace/runs/phase1', [])('/workspace/runs/phase1/ba100')[3:]
+    assert cli.main([*words, '--render']) == 0
+    rendered = capsys.readouterr().out
+    assert 'sd2-evaluate-ba100' in rendered
+    assert 'checkpoint=/workspace/runs/phase1/ba100' in rendered
+
+
+def test_commands_of_jobs_and_of_several_processes():
+    command = launch_command('eval.yaml', 'eval', '/shared/runs/phase1', ['nodes=2'])('/shared/runs/phase1/ba100')
+    assert command[3:] == [
+        *('launch', 'eval.yaml', 'overrides.task="evaluate"', 'overrides.checkpoint="/shared/runs/phase1/ba100"'),
+        *('overrides.runs_dir="/shared/runs"', 'overrides.name="phase1"', 'name=eval-ba100', 'nodes=2'),
+    ]
+    words = evaluation_command(['--metrics=fid'], 8)('s3://b/run/ba10')
+    assert words[1:] == [
+        *('-m', 'composer.cli.launcher', '-n', '8', '-m', 'diffusion', 'evaluate', 's3://b/run/ba10', '--metrics=fid')
+    ]
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        (['gone'], 'gone: is not a folder'),
+        (['RUN', '--metrics', 'fdi'], "there is no metric 'fdi'"),
+        (['RUN', '--guidance', '3'], '--metrics: the other options need it'),
+        (['RUN', '--keep-best', 'fid:0'], "'0' is not a positive number"),
+        (['RUN', '--keep-best', 'loss'], "there is no metric 'loss'"),
+        (['s3://bucket/run', '--keep-best', 'fid'], 'cannot be pinned'),
+        (['RUN', '--poll', '5'], "'5' is not a duration"),
+        (['RUN', '--launch', 'gone.yaml'], 'gone.yaml'),
+        (['RUN', '--launch', 'gone.yaml', '--metrics', 'fid'], '--launch: the recipe of the job names the evaluators'),
+    ],
+)
+def test_mistakes_in_options(site, capsys, options, message):
+    assert cli.main(['watch', *(site.run if word == 'RUN' else word for word in options)]) == 2
+    assert message in capsys.readouterr().err

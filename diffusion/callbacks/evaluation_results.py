@@ -47,19 +47,26 @@ class EvaluationResults(Callback):
             self._thread.start()
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        self._log(logger)
+        # One per batch: loggers keep one value of a metric per step.
+        self._log(logger, 1)
 
     def fit_end(self, state: State, logger: Logger) -> None:
+        self.log_now(logger)
+
+    def log_now(self, logger: Logger) -> None:
+        """Read the folder in this thread, and log what is new."""
         if self._thread is not None:
             self._try_to_look()
-            self._log(logger)
+            self._log(logger, None)
 
     def close(self, state: State, logger: Logger) -> None:
         self._done.set()
 
-    def _log(self, logger: Logger) -> None:
+    def _log(self, logger: Logger, count: int | None) -> None:
+        """Log the results of a number of checkpoints, the oldest first; None for all."""
         with self._lock:
-            found, self._found = self._found, []
+            found = self._found[:count]
+            del self._found[:count]
         for results in found:
             metrics = {f'evaluation/{name}': value for name, value in results['metrics'].items()}
             logger.log_metrics({'evaluation/batch': results['batch'], **metrics})

@@ -19,8 +19,16 @@ class Heartbeat(Callback):
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         # BEFORE_DATALOADER instead of BATCH_START, so that a batch includes the wait for its data.
-        if event is not Event.BEFORE_DATALOADER and event not in _BEFORE_SLOW_WORK:
-            return
+        if event is Event.BEFORE_DATALOADER:
+            self._beat(state, TRAINING)
+        elif event in _BEFORE_SLOW_WORK:
+            self._beat(state, SAVING)
+
+    def beat_in_slow_work(self, state: State) -> None:
+        """Update the heartbeat file; other callbacks call this within work that takes much longer than a batch."""
+        self._beat(state, SAVING)
+
+    def _beat(self, state: State, doing: str) -> None:
         batch = state.timestamp.batch.value
         self._first = self._first or (batch, time.monotonic())
-        write_rank_heartbeat(batch, TRAINING if event is Event.BEFORE_DATALOADER else SAVING, *self._first)
+        write_rank_heartbeat(batch, doing, *self._first)

@@ -163,6 +163,10 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     gather.problems += check_width_transfer(recipe)
     gather.problems += check_sampling(recipe, dict(own))
     gather.problems += check_image_metrics({where: each for where, each in own if where.startswith('evaluators.')})
+    if recipe.task == 'train' and recipe.evaluators_interval is not None:
+        for key, value in (('evaluators', recipe.evaluators), ('eval_streams', recipe.eval_streams)):
+            if not value:
+                gather.problem('evaluators_interval', f'needs {key}, which are empty; add one, or remove the interval')
     for where, value in _durations(recipe):
         # Composer's own saver, which `save_folder` selects, takes its durations only.
         may_be_time = where.endswith('.save_interval') and 'save_folder' not in recipe.trainer
@@ -435,6 +439,8 @@ def _durations(recipe: Recipe) -> list[tuple[str, Any]]:
                 found += [(join(where, key), each) for each in value]
             elif takes_text or isinstance(value, str):
                 found.append((join(where, key), value))
+    if recipe.evaluators_interval is not None:
+        found.append(('evaluators_interval', recipe.evaluators_interval))
     if isinstance(recipe.checkpointing, CheckpointingConfig) and isinstance(recipe.checkpointing.tiers, TiersConfig):
         for name, tier in (('memory', recipe.checkpointing.tiers.memory), ('disk', recipe.checkpointing.tiers.disk)):
             if isinstance(tier, TierConfig):

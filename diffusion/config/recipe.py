@@ -342,6 +342,9 @@ class Recipe:
     """The loggers of metrics, by name; `name: false` removes an inherited one."""
     evaluators: dict[str, Component] = field(default_factory=dict)
     """The evaluators that `task: evaluate` runs in addition to the validation losses, by name."""
+    evaluators_interval: str | None = None
+    """Interval, such as 10000ba, at which the training itself runs the `evaluators` on its GPUs. Null leaves them to
+    `task: evaluate` and `diffusion watch`."""
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     """Settings of how the model is distributed over devices."""
     speed: SpeedConfig = field(default_factory=SpeedConfig)

@@ -232,7 +232,8 @@ RULES = (
     _rule(Effect.APPLIED, 'the metrics, images and logs after the resume', 'callbacks.* loggers.*'),
     _rule(Effect.APPLIED, 'the messages after the resume', 'notify.*'),
     _rule(Effect.APPLIED, 'how checkpoints are saved and which are kept, from the next save on', 'checkpointing.*'),
-    _rule(Effect.APPLIED, 'not used in training', 'evaluators.* precompute.* generate.* checkpoint task'),
+    _rule(Effect.APPLIED, 'the evaluations after the resume', 'evaluators.* evaluators_interval'),
+    _rule(Effect.APPLIED, 'not used in training', 'precompute.* generate.* checkpoint task'),
     _rule(Effect.APPLIED, "the run's folder, which may be moved", 'name runs_dir'),
     _rule(Effect.APPLIED, 'the modules that register components', 'imports'),
 )

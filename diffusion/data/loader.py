@@ -124,6 +124,8 @@ class BucketedLoader(StreamingDataLoader):
                 all_ids = self._gather_ids(batch[batch_keys.SAMPLE_ID])
                 batch[batch_keys.TIMESTEP_QUANTILE] = timestep_quantiles(self.dataset.seed, batch, all_ids, world.rank)
             self.num_samples_yielded += len(batch[batch_keys.SAMPLE_ID])
+            if not self.dataset.elastic:
+                batch = without_repetitions(batch, int(self.dataset.evaluation_order.counts[index, world.rank]))
             yield batch
 
     def _start_workers(self) -> Iterator[Any]:
@@ -171,9 +173,10 @@ class BucketedLoader(StreamingDataLoader):
     def _early_end(self, index: int) -> str | None:
         """Return an error message if the epoch ended too early, before the batch number `index`, otherwise None."""
         # Streaming ends an epoch early, without an exception, if a shard is missing; so count the batches.
-        if not self.dataset.elastic:
-            return None  # batches may be partial; VerifiedDataset counts the samples in every worker instead
-        expected = self.dataset.epoch_size // self.dataset.global_batch
+        if self.dataset.elastic:
+            expected = self.dataset.epoch_size // self.dataset.global_batch
+        else:
+            expected = len(self.dataset.evaluation_order.batches)
         if index == expected:
             return None
         return f'{self.dataset.names()}: the epoch ended after {index} of {expected} batches'
@@ -297,6 +300,15 @@ def describe_exit(exit_code: int) -> str:
     if exit_code > 0:
         return f'exited with status {exit_code}'
     return f'was killed by {signal.Signals(-exit_code).name}{LIKELY_CAUSES.get(signal.Signals(-exit_code), "")}'
+
+
+def without_repetitions(batch: dict[str, torch.Tensor], count: int) -> dict[str, torch.Tensor]:
+    """Return the first samples of an evaluation's batch, which are no repetitions, with the key `IS_COUNTED`.
+
+    A rank without any keeps one that does not count, since all ranks must make the same forward passes under FSDP.
+    """
+    kept = {name: tensor[: max(1, count)] for name, tensor in batch.items()}
+    return kept | {batch_keys.IS_COUNTED: torch.arange(max(1, count)) < count}
 
 
 def timestep_quantiles(seed: int, batch: Mapping[str, torch.Tensor], all_ids: torch.Tensor, rank: int) -> torch.Tensor:

@@ -4,14 +4,18 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from streaming import Stream
 
 from diffusion.config import sample_order
 from diffusion.config.image_shapes import Shape, apportion
 from diffusion.data.bad_samples import MAX_ATTEMPTS, BadSample, replacement
 from diffusion.data.caption_choice import captions_of
+from diffusion.data.evaluation_order import EvaluationOrder, evaluation_order
 from diffusion.data.image_block import ImageBlock
 from diffusion.data.verified_dataset import VerifiedDataset
 from diffusion.errors import UserError
@@ -45,7 +49,8 @@ class BucketedDataset(VerifiedDataset):
         columns: Columns that every sample must have; one of each tuple is enough.
         seed: Seed of crops, flips and caption choice, in [0, 2**32).
         elastic: For training: serve whole global batches, the same on any number of devices; samples that do not fill a
-            batch are left for another epoch. Otherwise, for evaluation, an epoch serves every sample.
+            batch are left for another epoch. Otherwise, for evaluation, an epoch serves every sample once, in the same
+            order each time (`diffusion.data.evaluation_order`).
         substitute: Replace samples that cannot be decoded by others of the same shard
             (`diffusion.data.bad_samples`).
         streaming: Keyword arguments for VerifiedDataset and StreamingDataset.
@@ -75,6 +80,8 @@ class BucketedDataset(VerifiedDataset):
         self._check_columns(columns)
         if elastic:
             self._round_to_whole_batches()
+        else:
+            self.length = self._evaluation_length()
 
     @property
     def global_batch(self) -> int:
@@ -215,6 +222,28 @@ class BucketedDataset(VerifiedDataset):
         self._set_shuffle_block_size(self._parallel_rank_world)
         assert all(stream.choose % self.global_batch == 0 for stream in self.streams)
         assert self.length * self._parallel_rank_world.num_ranks == self.epoch_size
+
+    @cached_property
+    def evaluation_order(self) -> EvaluationOrder:
+        """Order in which an epoch serves every sample once, for a dataset that is not elastic."""
+        assert not self.elastic and isinstance(self.batch_size, int)
+        # Always the samples of epoch 0: a stream with `choose` has others in each epoch.
+        samples = [self.resample_streams(0, index)[1] for index in range(len(self.streams))]
+        ranks = self._parallel_rank_world.num_ranks
+        return evaluation_order(samples, ranks=ranks, batch_size=self.batch_size)
+
+    def _evaluation_length(self) -> int:
+        """Return the number of samples per rank in an epoch of the evaluation order."""
+        assert isinstance(self.batch_size, int)
+        return sum(-(-int(stream.choose) // self.global_batch) for stream in self.streams) * self.batch_size
+
+    def _get_work(self, epoch: int, sample_in_epoch: int) -> NDArray[np.int64]:
+        """Return the samples of this rank's worker in an epoch; Streaming calls this when an epoch begins."""
+        if self.elastic:
+            return super()._get_work(epoch, sample_in_epoch)
+        world = self._parallel_worker_world
+        rank = world.node * world.ranks_per_node + world.rank_of_node
+        return self.evaluation_order.for_workers(world.workers_per_rank)[rank, world.worker_of_rank]
 
     def keep_earlier_order(self, saved: Mapping[str, Any]) -> None:
         """Use the default order of earlier versions if the run was started with it; call it before the first epoch.

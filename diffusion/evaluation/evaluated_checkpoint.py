@@ -3,14 +3,17 @@
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from composer.core import Precision
+from torch import Tensor
 
 from diffusion.data.streams import BucketedDataset
+from diffusion.evaluation.generated_images import GeneratedImages
 from diffusion.launch.evaluation_claims import EVALUATIONS
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.storage.atomic import write_atomically
@@ -26,9 +29,13 @@ class EvaluatedCheckpoint:
         model: Its model on the device, in evaluation mode.
         dataset: The evaluation dataset.
         run_dir: The run's folder.
-        name: The checkpoint's name, such as `ba1600`.
+        name: The checkpoint's name: `ba` and the number of batches, such as `ba1600`.
         weights: Kind of its weights, `ema` or `training`.
         precision: Precision of forward passes.
+        sharded: True if the denoiser is sharded over the ranks, so that all of them must make the same forward passes.
+        on_progress: Called after each batch of images, to show that the rank makes progress.
+        raise_together: Context, given a text for messages, that raises an error of one rank on all of them; a
+            collective. `diffusion.checkpointing.rank_agreement.raise_on_all_ranks` is one; the default serves one rank.
     """
 
     model: LatentDiffusion
@@ -37,11 +44,20 @@ class EvaluatedCheckpoint:
     name: str
     weights: str
     precision: Precision = Precision.FP32
+    sharded: bool = False
+    on_progress: Callable[[], None] = lambda: None
+    raise_together: Callable[[str], AbstractContextManager[None]] = nullcontext
 
     @property
     def folder(self) -> Path:
         """Folder for images and other files of this evaluation."""
         return self.run_dir / EVALUATIONS / self.name
+
+    def batches_of(self, images: GeneratedImages) -> Iterator[tuple[range, list[Tensor]]]:
+        """Yield this rank's batches, as `GeneratedImages.own_batches` does; a collective if the model is sharded."""
+        for batch in images.own_batches(self.model, together=self.sharded):
+            yield batch
+            self.on_progress()
 
 
 @dataclass
@@ -55,6 +71,21 @@ class EvaluationResult:
 
     metrics: dict[str, float]
     details: dict[str, Any] = field(default_factory=dict)
+
+
+def results_of(
+    checkpoint: EvaluatedCheckpoint, metrics: Mapping[str, float], details: Mapping[str, Any], *, seconds: float
+) -> dict[str, Any]:
+    """Return the content of a file of results.
+
+    Args:
+        checkpoint: The checkpoint.
+        metrics: Metrics of all evaluators.
+        details: Details of all evaluators.
+        seconds: Duration of the evaluation.
+    """
+    about = {'checkpoint': checkpoint.name, 'batch': int(checkpoint.name[2:]), 'weights': checkpoint.weights}
+    return {**about, 'metrics': dict(metrics), **details, 'seconds': seconds}
 
 
 def write_results(run_dir: Path, name: str, results: Mapping[str, Any]) -> Path:

@@ -95,22 +95,37 @@ class GeneratedImages:
         """Return the file of the image of a prompt."""
         return self._batch_folder(index // self.sampling.batch_size) / f'{index:06d}.png'
 
-    def own_batches(self, model: LatentDiffusion) -> Iterator[tuple[range, list[Tensor]]]:
+    def own_batches(self, model: LatentDiffusion, *, together: bool = False) -> Iterator[tuple[range, list[Tensor]]]:
         """Yield the indices and images, uint8 [3, H, W], of each batch of this rank; generate those that are missing.
 
-        Not a collective: ranks have different numbers of batches.
+        Args:
+            model: The model.
+            together: Make the same forward passes on all ranks, for a sharded model; a collective. Otherwise it is
+                none: ranks have different numbers of batches.
         """
-        batches = self.batches()
-        for number in range(dist.get_global_rank(), len(batches), dist.get_world_size()):
+        batches, world = self.batches(), dist.get_world_size()
+        for first in range(0, len(batches), world):
+            number = first + dist.get_global_rank()
+            if number >= len(batches):
+                # Without a batch of its own, this rank takes part in the forward passes of the others.
+                if together and self._any_rank_generates(False):
+                    self._generated(model, batches[first])
+                continue
             indices = batches[number]
             status_line.show(f'generated {indices.start} of {len(self.prompts)} images')
             images = self._read(number, indices)
-            if images is None:
-                self._generate(model, number, indices)
-                images = self._read(number, indices)
-                assert images is not None, 'the batch was just written'
+            if (together and self._any_rank_generates(images is None)) or images is None:
+                pixels = self._generated(model, indices)
+                if images is None:
+                    self._write(number, indices, pixels)
+                    images = self._read(number, indices)
+                    assert images is not None, 'the batch was just written'
             yield indices, images
         status_line.show('')
+
+    @staticmethod
+    def _any_rank_generates(generates: bool) -> bool:
+        return any(dist.all_gather_object(generates))
 
     def _batch_folder(self, number: int) -> Path:
         return self.folder / f'batch-{number:05d}'
@@ -134,10 +149,10 @@ class GeneratedImages:
                 'write to another one'
             )
 
-    def _generate(self, model: LatentDiffusion, number: int, indices: range) -> None:
-        """Generate and write a batch."""
+    def _generated(self, model: LatentDiffusion, indices: range) -> Tensor:
+        """Return the images of prompts, float [B, 3, H, W]."""
         sampling = self.sampling
-        images = model.generate(
+        return model.generate(
             [self.prompts[index] for index in indices],
             negative_prompt=sampling.negative_prompt,
             seeds=[sampling.seed + index for index in indices],
@@ -146,6 +161,9 @@ class GeneratedImages:
             guidance_scale=sampling.guidance_scale,
             noise_scheduler=sampling.noise_scheduler,
         )
+
+    def _write(self, number: int, indices: range, images: Tensor) -> None:
+        """Write the images of a batch."""
         with atomic_folder(self._batch_folder(number)) as unfinished:
             for index, image in zip(indices, to_images(images), strict=True):
                 image.save(unfinished / f'{index:06d}.png', pnginfo=self._text_of(index))

@@ -118,7 +118,9 @@ class ImageMetrics:
         self._check_count(len(texts))
         networks = {IMAGE_METRICS[name].network: None for name in self.metrics}
         device = checkpoint.model.device
-        built = {name: build_network(name, self.sources).to(device) for name in networks}
+        built: dict[str, FeatureNetwork | TextImageScore] = {}
+        with checkpoint.raise_together('image_metrics: the networks were not loaded'):
+            built = {name: build_network(name, self.sources).to(device) for name in networks}
         extractors = {name: each for name, each in built.items() if isinstance(each, FeatureNetwork)}
         scorers = {name: each for name, each in built.items() if isinstance(each, TextImageScore)}
         references: dict[str, Tensor] = {}
@@ -212,9 +214,8 @@ class ImageMetrics:
         features: dict[str, list[Tensor]] = {name: [] for name in extractors}
         scores: dict[str, list[Tensor]] = {name: [] for name in scorers}
         indices: list[int] = []
-        with get_precision_context(checkpoint.precision):
-            batches = generated.own_batches(checkpoint.model)
-            for own, images in batches:
+        with checkpoint.raise_together('image_metrics'), get_precision_context(checkpoint.precision):
+            for own, images in checkpoint.batches_of(generated):
                 indices += own
                 # Metrics are defined with networks in single precision.
                 with torch.autocast(checkpoint.model.device.type, enabled=False):

@@ -104,9 +104,10 @@ class Retrieval:
         name = f'{checkpoint.name}, {checkpoint.weights} weights'
         generated = GeneratedImages.below(checkpoint.folder, captions, sampling, name, name='retrieval')
         rows, indices = [], []
-        for own, images in generated.own_batches(checkpoint.model):
-            rows.append(torch.stack(images).flatten(1))
-            indices += own
+        with checkpoint.raise_together('retrieval'):
+            for own, images in checkpoint.batches_of(generated):
+                rows.append(torch.stack(images).flatten(1))
+                indices += own
         return gather_rows(rows, indices)
 
 

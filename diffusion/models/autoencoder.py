@@ -76,7 +76,8 @@ class Autoencoder(ComposerModel):
         return {} if is_train else {'psnr_db': MeanMetric()}
 
     def update_metric(self, batch: Mapping[str, Tensor], outputs: ReconstructedImages, metric: Metric) -> None:
-        metric.update(psnr_db(outputs.reconstructed, outputs.pixels))
+        values = psnr_db(outputs.reconstructed, outputs.pixels)
+        metric.update(values, batch_keys.weights_of(batch, values))
 
     def finished(self) -> AutoencoderKL:
         """Return the trained autoencoder, with the mean and standard deviation of its latents in its configuration."""

@@ -1,5 +1,11 @@
 """Keys of a training batch, a dict of tensors whose first dimension is the batch."""
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 IMAGE = 'image'
 """Images, uint8 [B, 3, H, W], with H and W in pixels."""
 
@@ -36,5 +42,14 @@ BATCH_INDEX = 'batch_index'
 TIMESTEP_QUANTILE = 'timestep_quantile'
 """Quantile of the sample's timestep in the noise schedule, float64 [B] in [0, 1); stratified over the global batch."""
 
+IS_COUNTED = 'is_counted'
+"""False for a sample that another rank has served already, bool [B]; only in batches of an evaluation."""
+
 REPLACED = 'replaced'
 """Note about the bad sample that this one replaces, or ''; a string, used only between a worker and the loader."""
+
+
+def weights_of(batch: 'Mapping[str, Tensor]', values: 'Tensor') -> 'Tensor':
+    """Return the weights in a mean of the values of samples, both [..., B]: 0 for samples that do not count."""
+    counted = batch.get(IS_COUNTED)
+    return values.new_ones(()).expand_as(values) if counted is None else counted.to(values).expand_as(values)

@@ -469,7 +469,8 @@ class LatentDiffusion(ComposerModel):
 
     def update_metric(self, batch: Any, outputs: Tensor, metric: Metric) -> None:
         assert isinstance(metric, ValidationLoss)
-        metric.update(outputs if metric.index is None else outputs[metric.index])
+        errors = outputs if metric.index is None else outputs[metric.index]
+        metric.update(errors, batch_keys.weights_of(batch, errors))
 
     # -- sampling --
 

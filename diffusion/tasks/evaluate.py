@@ -3,22 +3,21 @@
 import json
 import logging
 import time
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from composer import Trainer
 from composer.models import ComposerModel
 from composer.utils import dist, get_device
 
-from diffusion.checkpointing.checkpoint_store import batch_number
 from diffusion.checkpointing.checkpoint_weights import Weights, load_weights, weights_of
 from diffusion.checkpointing.claims import claimed_checkpoint
+from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
 from diffusion.checkpointing.run_mirror import RunMirror, try_to_push
 from diffusion.config.load import Recipe
 from diffusion.config.registry import build
 from diffusion.data.loader import to_data_spec
 from diffusion.errors import UserError
-from diffusion.evaluation.evaluated_checkpoint import EvaluatedCheckpoint, write_results
+from diffusion.evaluation.evaluated_checkpoint import EvaluatedCheckpoint, results_of, write_results
 from diffusion.loggers.progress_line import ProgressLine, has_terminal
 from diffusion.models.frozen_parts import evaluating
 from diffusion.models.latent_diffusion import LatentDiffusion
@@ -86,20 +85,28 @@ def evaluate(recipe: Recipe) -> dict[str, float]:
     trainer = Trainer(model=model, eval_dataloader=to_data_spec(loader), optimizers=optimizer, seed=recipe.seed, **kept)
     trainer.eval()
     losses = {name: float(metric.compute()) for name, metric in trainer.state.eval_metrics['eval'].items()}
-    metrics, details = dict(losses), {}
+    measured: dict[str, float] = {}
+    details: dict[str, Any] = {}
+    checkpoint = EvaluatedCheckpoint(
+        cast(LatentDiffusion, model),  # checked before it is used
+        loader.dataset,
+        recipe.run_dir,
+        name,
+        which,
+        trainer.state.precision,
+        raise_together=raise_on_all_ranks,
+    )
     with evaluating(model):
         for key, component in recipe.evaluators.items():
             if not isinstance(model, LatentDiffusion):
                 raise UserError(f'evaluators.{key}: {recipe.model.name} does not generate images from prompts')
-            precision = trainer.state.precision
-            checkpoint = EvaluatedCheckpoint(model, loader.dataset, recipe.run_dir, name, which, precision)
             result = build('evaluator', component)(checkpoint)
-            metrics |= result.metrics
+            measured |= result.metrics
             details |= result.details
+    metrics = losses | measured
     if dist.get_global_rank() == 0:
-        about = {'checkpoint': name, 'batch': batch_number(Path(name)), 'weights': which, 'losses': losses}
-        about |= {'metrics': {key: metrics[key] for key in metrics if key not in losses}, **details}
-        write_results(recipe.run_dir, name, about | {'seconds': time.time() - began})
+        results = results_of(checkpoint, measured, details, seconds=time.time() - began)
+        write_results(recipe.run_dir, name, results | {'losses': losses})
         write_atomically(recipe.run_dir / 'evaluation.json', json.dumps({'weights': which} | metrics, indent=2) + '\n')
         for key, value in metrics.items():
             print(f'{key:32s} {value:.4f}')

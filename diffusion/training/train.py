@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from diffusion.callbacks.evaluation_results import EvaluationResults
 from diffusion.callbacks.heartbeat import Heartbeat
+from diffusion.callbacks.in_run_evaluation import InRunEvaluation
 from diffusion.callbacks.loss_guard import LossGuard
 from diffusion.callbacks.optimizer_settings import OptimizerSettings
 from diffusion.callbacks.preemption import Preemption
@@ -297,10 +298,25 @@ def _own_callbacks(
         Preemption(),
         ReplacedSamples(loader.tally),
         RunStatus(recipe.run_place),
+        *_in_run_evaluation(recipe),
         EvaluationResults(recipe.run_dir),
         Stragglers(loader),
         *([ReduceOnce()] if parts.reduce_once else []),
         *([checkpointer] if checkpointer is not None else []),
+    ]
+
+
+def _in_run_evaluation(recipe: Recipe) -> list[Callback]:
+    """Build the callback of `evaluators_interval`, if it is set."""
+    if recipe.evaluators_interval is None:
+        return []
+    evaluators = {key: registry.build('evaluator', each) for key, each in recipe.evaluators.items()}
+    sharded = recipe.parallelism.strategy != 'ddp'
+    every = recipe.evaluators_interval
+    return [
+        InRunEvaluation(
+            evaluators, every=every, run_dir=recipe.run_dir, sharded=sharded, raise_together=raise_on_all_ranks
+        )
     ]
 
 

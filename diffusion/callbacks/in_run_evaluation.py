@@ -1,0 +1,122 @@
+"""Callback that runs a recipe's evaluators within the training, at intervals."""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Any
+
+from composer.core import Callback, Event, State
+from composer.loggers import Logger
+from composer.utils import create_interval_scheduler, dist
+
+from diffusion.algorithms.average import unwrapped
+from diffusion.algorithms.ema import averaged_weights
+from diffusion.callbacks.evaluation_results import EvaluationResults
+from diffusion.callbacks.heartbeat import Heartbeat
+from diffusion.errors import ExternalError, UserError
+from diffusion.evaluation.evaluated_checkpoint import EvaluatedCheckpoint, EvaluationResult, results_of, write_results
+from diffusion.models.frozen_parts import evaluating
+
+log = logging.getLogger(__name__)
+
+Evaluator = Callable[[EvaluatedCheckpoint], EvaluationResult]
+"""Instance of a component of kind `evaluator`; a collective."""
+
+
+class InRunEvaluation(Callback):
+    """Callback that evaluates the weights of the training at intervals, averaged ones if there are any.
+
+    The results are those of `diffusion evaluate` on a checkpoint of the same batch, in the same files, but all GPUs
+    stop training meanwhile: the log and the metric `evaluation/seconds` say for how long. `diffusion watch` evaluates
+    on other GPUs instead. `EvaluationResults` sends the metrics to the loggers.
+
+    An evaluation that fails is an error in the log; the training goes on.
+
+    Args:
+        evaluators: The evaluators, by name.
+        every: Interval, a Composer time string; the end of training is evaluated too.
+        run_dir: The run's folder.
+        sharded: As in `EvaluatedCheckpoint`, and so is `raise_together`.
+    """
+
+    def __init__(
+        self,
+        evaluators: Mapping[str, Evaluator],
+        *,
+        every: str,
+        run_dir: Path,
+        sharded: bool,
+        raise_together: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
+        self.evaluators, self.run_dir = evaluators, run_dir
+        self.sharded, self.raise_together = sharded, raise_together
+        final_events = {Event.BATCH_END, Event.EPOCH_END}
+        self.is_due = create_interval_scheduler(every, checkpoint_events=False, final_events=final_events)
+        self._last_batch = -1
+        self._began = time.monotonic()
+        self._seconds = 0.0
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event is Event.FIT_START:
+            self._began = time.monotonic()
+        batch = state.timestamp.batch.value
+        is_end = event in (Event.BATCH_END, Event.EPOCH_END)
+        if is_end and self.is_due(state, event) and batch != self._last_batch:
+            self._last_batch = batch
+            self._evaluate(state, logger)
+
+    def _evaluate(self, state: State, logger: Logger) -> None:
+        """Run all evaluators and write their results; a collective."""
+        name, began = f'ba{state.timestamp.batch.value}', time.time()
+        model: Any = unwrapped(state.model)
+        metrics: dict[str, float] = {}
+        details: dict[str, Any] = {}
+        with ExitStack() as stack:
+            averaged = stack.enter_context(averaged_weights(state))
+            stack.enter_context(evaluating(model))
+            checkpoint = EvaluatedCheckpoint(
+                model,
+                state.evaluators[0].dataloader.dataloader.dataset,  # type: ignore[reportAttributeAccessIssue]
+                self.run_dir,
+                name,
+                'ema' if averaged else 'training',
+                state.precision,
+                sharded=self.sharded,
+                on_progress=lambda: _beat(state),
+                raise_together=self.raise_together,
+            )
+            for key, evaluator in self.evaluators.items():
+                try:
+                    result = evaluator(checkpoint)
+                except (UserError, ExternalError, OSError) as error:  # the same kind on all ranks
+                    log.error('evaluators.%s: %s; training continues without its results for %s', key, error, name)
+                    continue
+                metrics |= result.metrics
+                details |= result.details
+        seconds = time.time() - began
+        self._seconds += seconds
+        if dist.get_global_rank() == 0 and metrics:
+            results = results_of(checkpoint, metrics, details, seconds=seconds)
+            try:
+                write_results(self.run_dir, name, results)
+            except OSError as error:
+                log.error('%s: its results cannot be written (%s): %s', name, error, json.dumps(metrics))
+        share = self._seconds / max(self._seconds, time.monotonic() - self._began)
+        log.info(
+            '%s: evaluated in %.0f s, in which no GPU trained; evaluations took %.1f%% of the time so far',
+            *(name, seconds, 100 * share),
+        )
+        logger.log_metrics({'evaluation/seconds': seconds})
+        for callback in state.callbacks:
+            if isinstance(callback, EvaluationResults):
+                callback.log_now(logger)
+
+
+def _beat(state: State) -> None:
+    """Show the node entry point that this rank makes progress."""
+    for callback in state.callbacks:
+        if isinstance(callback, Heartbeat):
+            callback.beat_in_slow_work(state)

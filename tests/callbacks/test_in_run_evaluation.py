@@ -1,0 +1,102 @@
+"""Evaluators within the training: same results as `diffusion evaluate`, and the training is not changed by them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from small_networks import write_clip_vision
+
+from diffusion.config.load import RecipeError, load
+from diffusion.loggers.metrics_file import TRAIN_LOSS, read_metrics
+
+IMAGES = 7
+
+
+@pytest.fixture(scope='module')
+def site(tmp_path_factory, tiny_recipe):
+    """Function that writes a recipe of four batches with EMA and an evaluator; return it and the run's folder."""
+    folder = tmp_path_factory.mktemp('in_run')
+    clip = write_clip_vision(folder / 'clip')
+
+    def write(name: str, **changes) -> tuple[Path, Path]:
+        content = tiny_recipe(folder / 'runs', name=name)
+        content['trainer'] |= {'max_duration': '4ba', 'save_interval': '2ba'}
+        content['eval_streams'] = content['streams']
+        content['algorithms'] = {'ema': {'name': 'ema', 'smoothing': 0.5}}
+        metrics = {'metrics': ['cmmd'], 'networks': {'cmmd': str(clip)}, 'num_images': IMAGES, 'batch_size': 3}
+        content['evaluators'] = {'image_metrics': metrics | {'num_inference_steps': 2}}
+        content |= changes
+        path = folder / f'{name}.yaml'
+        path.write_text(yaml.safe_dump(content))
+        return path, folder / 'runs' / name
+
+    return write
+
+
+def results(run: Path, batch: int) -> dict:
+    return json.loads((run / 'evaluations' / f'ba{batch}.json').read_text())
+
+
+def losses(run: Path) -> dict[int, float]:
+    return read_metrics(run / 'metrics.jsonl')[TRAIN_LOSS]
+
+
+@pytest.fixture(scope='module')
+def evaluated(site, ranks) -> tuple[Path, Path]:
+    """Recipe and folder of a run of one rank that evaluates after batches 2 and 4."""
+    path, run = site('evaluated', evaluators_interval='2ba')
+    job = ranks.start(1, path)
+    assert job.wait() == [0], job.output()
+    return path, run
+
+
+def test_results_are_those_of_a_checkpoint_and_losses_are_unchanged(site, ranks, evaluated):
+    path, run = evaluated
+    before = {batch: results(run, batch) for batch in (2, 4)}
+    assert before[2]['weights'] == before[4]['weights'] == 'ema'
+    assert before[2]['metrics'] != before[4]['metrics']
+    logged = read_metrics(run / 'metrics.jsonl')
+    assert set(logged['evaluation/cmmd'].values()) == {each['metrics']['cmmd'] for each in before.values()}
+    assert len(logged['evaluation/seconds']) == 2
+
+    for images in run.glob('evaluations/ba4/*/batch-*'):
+        images.rename(images.with_name(f'old-{images.name}'))
+    assert ranks.start(1, path, 'task=evaluate').wait() == [0]
+    assert results(run, 4)['metrics'] == pytest.approx(before[4]['metrics'], rel=1e-6)
+    for image in run.glob('evaluations/ba4/*/batch-*/*.png'):
+        old = image.parent.with_name(f'old-{image.parent.name}') / image.name
+        assert image.read_bytes() == old.read_bytes()
+
+    path, plain = site('plain')
+    assert ranks.start(1, path).wait() == [0]
+    assert losses(plain) == losses(run)
+    assert not (plain / 'evaluations').exists()
+
+
+@pytest.mark.parametrize('strategy', ['ddp', 'fsdp2'])
+def test_two_ranks_have_the_results_of_one(site, ranks, evaluated, strategy):
+    """Three batches of images on two ranks: under FSDP2, one rank has to take part without a batch of its own."""
+    path, run = site(strategy, evaluators_interval='2ba', parallelism={'strategy': strategy})
+    job = ranks.start(2, path)
+    assert job.wait() == [0, 0], job.output()
+    for batch in (2, 4):
+        assert results(run, batch)['metrics'] == pytest.approx(results(evaluated[1], batch)['metrics'], rel=1e-2)
+
+
+def test_failed_evaluation_does_not_end_the_training(site, ranks):
+    path, run = site('failed', evaluators_interval='2ba')
+    content = yaml.safe_load(path.read_text())
+    content['evaluators']['image_metrics']['networks'] = {'cmmd': str(path.parent / 'gone')}
+    path.write_text(yaml.safe_dump(content))
+    job = ranks.start(2, path)
+    assert job.wait() == [0, 0], job.output()
+    assert 'training continues without its results for ba2' in job.output()
+    assert len(losses(run)) == 4
+
+
+@pytest.mark.parametrize('changes', [{'evaluators': {}}, {'eval_streams': {}}, {'evaluators_interval': '2 batches'}])
+def test_mistakes_are_found_by_check(site, changes):
+    path, _ = site('mistake', **({'evaluators_interval': '2ba'} | changes))
+    with pytest.raises(RecipeError, match='evaluators_interval: '):
+        load(path)

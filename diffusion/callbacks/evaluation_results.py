@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,34 +11,37 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from diffusion.evaluation.evaluated_checkpoint import read_results
+from diffusion.evaluation.evaluated_checkpoint import parse_results
 from diffusion.launch.evaluation_claims import EVALUATIONS
-from diffusion.storage.atomic import write_atomically
+from diffusion.storage.shared_files import shared_files
 
 log = logging.getLogger(__name__)
 
 INTERVAL_SECONDS = 30.0
 """Time between two looks for new results."""
-LOGGED = '.logged'
+LOGGED = f'{EVALUATIONS}/logged.json'
 """File that remembers which results were logged."""
+RESULTS = re.compile(r'ba\d+\.json')
 
 
 class EvaluationResults(Callback):
-    """Callback that logs new results in the run's folder `evaluations` as `evaluation/fid` and so on.
+    """Callback that logs new results of a run's `evaluations` as `evaluation/fid` and so on.
 
     Loggers accept no steps of the past, so they are logged at the current batch, together with `evaluation/batch`, the
-    batch of the evaluated checkpoint, which serves as the axis of a plot. `evaluations/.logged` remembers them, so that
-    a run that resumes does not log them again. A thread reads the folder, since file systems can hang.
+    batch of the evaluated checkpoint, which serves as the axis of a plot. `evaluations/logged.json` remembers them, so
+    that a run that resumes does not log them again. A thread reads the files, since storage can hang.
 
     Args:
-        run_dir: The run's folder. Results of a run in an object store are not seen.
+        run_dir: The run's folder.
+        run_url: URL of a run in an object store, in which evaluations elsewhere write their results; None for others.
     """
 
-    def __init__(self, run_dir: Path) -> None:
-        self.folder = run_dir / EVALUATIONS
+    def __init__(self, run_dir: Path, run_url: str | None = None) -> None:
+        # Evaluations of this job write to the folder, and their results appear at the URL later.
+        self.places = [shared_files(run_dir), *([shared_files(run_url)] if run_url else [])]
         self._logged: dict[str, float] | None = None
         self._found: list[dict[str, Any]] = []
-        self._lock = threading.Lock()
+        self._lock, self._looking = threading.Lock(), threading.Lock()
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -54,7 +58,7 @@ class EvaluationResults(Callback):
         self.log_now(logger)
 
     def log_now(self, logger: Logger) -> None:
-        """Read the folder in this thread, and log what is new."""
+        """Read the files in this thread, and log what is new."""
         if self._thread is not None:
             self._try_to_look()
             self._log(logger, None)
@@ -77,26 +81,29 @@ class EvaluationResults(Callback):
 
     def _try_to_look(self) -> None:
         try:
-            self._look_once()
+            with self._looking:
+                self._look_once()
         except OSError as error:  # the training goes on
-            log.warning('%s: cannot be read (%s); the results are logged later', self.folder, error)
+            log.warning('%s: cannot be read (%s); the results are logged later', EVALUATIONS, error)
 
     def _look_once(self) -> None:
         """Read the files of results that are new or have changed, oldest checkpoint first."""
-        if not self.folder.is_dir():
-            return
-        marks = self.folder / LOGGED
-        with self._lock:
-            if self._logged is None:
-                self._logged = read_results(marks) or {}
-            new = []
-            for path in self.folder.glob('ba*.json'):
-                results = read_results(path)
+        home = self.places[-1]
+        if self._logged is None:
+            self._logged = parse_results(home.read(LOGGED), home.locate(LOGGED)) or {}
+        new = []
+        for place in self.places:
+            for name in place.list(EVALUATIONS).files:
+                path = f'{EVALUATIONS}/{name}'
+                if not RESULTS.fullmatch(name):
+                    continue
+                results = parse_results(place.read(path), place.locate(path))
                 if results is None or not isinstance(results.get('batch'), int) or not results.get('metrics'):
                     continue
-                if self._logged.get(path.stem, -1.0) < (finished := float(results.get('finished', 0.0))):
-                    self._logged[path.stem] = finished
+                if self._logged.get(name, -1.0) < (finished := float(results.get('finished', 0.0))):
+                    self._logged[name] = finished
                     new.append(results)
-            if new:
+        if new:
+            with self._lock:
                 self._found += sorted(new, key=lambda results: results['batch'])
-                write_atomically(marks, json.dumps(self._logged) + '\n')
+            home.write(LOGGED, json.dumps(self._logged) + '\n')

@@ -110,10 +110,23 @@ def write_results(run_dir: Path, name: str, results: Mapping[str, Any]) -> Path:
 def read_results(path: Path) -> dict[str, Any] | None:
     """Return the content of a file of results; None if it does not exist, or cannot be understood, which is logged."""
     try:
-        content = json.loads(path.read_text(encoding='utf-8'))
+        return parse_results(path.read_bytes(), str(path))
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        log.warning('%s: is not JSON (%s); it is ignored', path, error)
+
+
+def parse_results(content: bytes | None, where: str) -> dict[str, Any] | None:
+    """Return what a file of results contains; None if there is none, or it cannot be understood, which is logged.
+
+    Args:
+        content: Content of the file; None if it does not exist.
+        where: Its path or URL, for messages.
+    """
+    if content is None:
         return None
-    return content if isinstance(content, dict) else None
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        log.warning('%s: is not JSON (%s); it is ignored', where, error)
+        return None
+    return found if isinstance(found, dict) else None

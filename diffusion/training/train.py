@@ -299,7 +299,7 @@ def _own_callbacks(
         ReplacedSamples(loader.tally),
         RunStatus(recipe.run_place),
         *_in_run_evaluation(recipe),
-        EvaluationResults(recipe.run_dir),
+        EvaluationResults(recipe.run_dir, recipe.run_url),
         Stragglers(loader),
         *([ReduceOnce()] if parts.reduce_once else []),
         *([checkpointer] if checkpointer is not None else []),

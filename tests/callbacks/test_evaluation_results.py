@@ -52,3 +52,21 @@ def test_results_are_logged_once_and_the_losses_stay(write_recipe, tmp_path, mon
     second = [{'evaluation/batch': 2, 'evaluation/fid': 31.0}, {'evaluation/batch': 4, 'evaluation/fid': 20.0}]
     assert logged(run) == first + second
     assert read_losses(run) == read_losses(tmp_path / 'runs' / 'plain')
+
+
+def test_results_of_a_run_in_a_bucket_are_logged_once(write_recipe, store, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation_results, 'INTERVAL_SECONDS', 600.0)
+    monkeypatch.setenv('DIFFUSION_WORKING_FOLDER', str(tmp_path))
+    store.bucket('bucket')
+    path = write_recipe('watched')
+    content = yaml.safe_load(path.read_text())
+    content['trainer'] |= {'max_duration': '2ba', 'save_interval': '2ba'}
+    content['runs_dir'] = 's3://bucket/runs'
+    path.write_text(yaml.safe_dump(content))
+    url = 's3://bucket/runs/watched'
+    store.put(f'{url}/evaluations', 'ba1.json', b'{"batch": 1, "metrics": {"fid": 7.5}, "finished": 1.0}')
+    recipe = load(path)
+    train(recipe).close()
+    assert logged(recipe.run_dir) == [{'evaluation/batch': 1, 'evaluation/fid': 7.5}]
+    train(load(path, ['trainer.max_duration=4ba'])).close()
+    assert len(logged(recipe.run_dir)) == 1

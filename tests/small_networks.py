@@ -46,7 +46,8 @@ def write_clip(folder: Path) -> Path:
     """Write a CLIP model with its tokenizer and preprocessor to a folder."""
     torch.manual_seed(2)
     tokenizer = clip_tokenizer()
-    text = CLIPTextConfig(**SMALL, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, projection_dim=8)
+    size = len(tokenizer)
+    text = CLIPTextConfig(**SMALL, vocab_size=size, eos_token_id=size - 1, projection_dim=8)
     vision = CLIPVisionConfig(**SMALL, image_size=28, patch_size=14, projection_dim=8)
     config = CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=8)
     CLIPModel(config).save_pretrained(folder)

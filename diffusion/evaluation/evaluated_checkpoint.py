@@ -46,7 +46,7 @@ class EvaluatedCheckpoint:
     precision: Precision = Precision.FP32
     sharded: bool = False
     on_progress: Callable[[], None] = lambda: None
-    raise_together: Callable[[str], AbstractContextManager[None]] = nullcontext
+    raise_together: Callable[[str], AbstractContextManager[None]] = lambda where: nullcontext()
 
     @property
     def folder(self) -> Path:

@@ -116,10 +116,7 @@ class GeneratedImages:
             images = self._read(number, indices)
             if (together and self._any_rank_generates(images is None)) or images is None:
                 pixels = self._generated(model, indices)
-                if images is None:
-                    self._write(number, indices, pixels)
-                    images = self._read(number, indices)
-                    assert images is not None, 'the batch was just written'
+                images = self._write(number, indices, pixels) if images is None else images
             yield indices, images
         status_line.show('')
 
@@ -162,11 +159,13 @@ class GeneratedImages:
             noise_scheduler=sampling.noise_scheduler,
         )
 
-    def _write(self, number: int, indices: range, images: Tensor) -> None:
-        """Write the images of a batch."""
+    def _write(self, number: int, indices: range, pixels: Tensor) -> list[Tensor]:
+        """Write the images of a batch, and return them as they will be read."""
+        images = to_images(pixels)
         with atomic_folder(self._batch_folder(number)) as unfinished:
-            for index, image in zip(indices, to_images(images), strict=True):
+            for index, image in zip(indices, images, strict=True):
                 image.save(unfinished / f'{index:06d}.png', pnginfo=self._text_of(index))
+        return [_as_tensor(image) for image in images]
 
     def _text_of(self, index: int) -> PngImagePlugin.PngInfo:
         """Return the text that a PNG carries: its prompt and how it was generated."""
@@ -186,10 +185,14 @@ class GeneratedImages:
             try:
                 # Not only the header: Pillow reads the pixels here, and checks their CRC.
                 with Image.open(folder / f'{index:06d}.png') as image:
-                    pixels = np.array(image.convert('RGB'))
+                    images.append(_as_tensor(image.convert('RGB')))
             except (OSError, SyntaxError, ValueError) as error:
                 log.warning('%s is damaged (%s); its batch is generated again', folder / f'{index:06d}.png', error)
                 shutil.rmtree(folder)
                 return None
-            images.append(torch.from_numpy(pixels).permute(2, 0, 1))
         return images
+
+
+def _as_tensor(image: Image.Image) -> Tensor:
+    """Return an RGB image as uint8 [3, H, W]."""
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)

@@ -1,5 +1,7 @@
 """CLIP score and PickScore against torchmetrics and the published steps."""
 
+from typing import Any
+
 import pytest
 import torch
 from small_networks import write_clip
@@ -24,7 +26,7 @@ def images() -> list[torch.Tensor]:
     return [torch.randint(0, 256, (3, *size), dtype=torch.uint8, generator=generator) for size in sizes]
 
 
-def loaded(clip: str) -> tuple[CLIPModel, CLIPProcessor]:
+def loaded(clip: str) -> tuple[Any, Any]:  # transformers annotates their methods too narrowly
     return CLIPModel.from_pretrained(clip), CLIPProcessor.from_pretrained(clip)
 
 

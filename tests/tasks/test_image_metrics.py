@@ -22,7 +22,7 @@ from diffusion.evaluation.generated_images import MANIFEST
 from diffusion.tasks.evaluate import evaluate
 
 METRICS = ['fid', 'kid', 'clip_fid', 'cmmd', 'dino_mmd', 'precision', 'recall', 'clip_score', 'efficientnet_distance']
-IMAGES = 20
+IMAGES = 12
 
 
 @pytest.fixture(scope='module')
@@ -48,7 +48,7 @@ def trained(tmp_path_factory, tiny_recipe, ranks) -> Path:
 
 
 def evaluator(sources: dict[str, str], **changes: object) -> dict:
-    settings = {'metrics': METRICS, 'networks': sources, 'num_images': IMAGES, 'batch_size': 3}
+    settings = {'metrics': METRICS, 'networks': sources, 'num_images': IMAGES, 'batch_size': 2}
     return settings | {'num_inference_steps': 2, 'guidance_scales': [1, 3.5]} | changes
 
 
@@ -153,7 +153,7 @@ def test_killed_evaluation_continues_and_generates_nothing_twice(prepared, ranks
             assert path.stat().st_mtime_ns == written, f'{path} was generated again'
         kept |= {path: path.stat().st_mtime_ns for path in killed.glob('evaluations/ba2/*/batch-*/*.png')}
     print(f'{len(kept)} of {2 * IMAGES} images were kept')
-    assert 0 < len(kept) < 2 * IMAGES
+    assert 0 < len(kept) < 2 * IMAGES, 'some points are before the last batch'
     assert ranks.start(2, recipe).wait() == [0, 0]
     for path, written in kept.items():
         assert path.stat().st_mtime_ns == written, f'{path} was generated again'
@@ -183,28 +183,6 @@ def test_damaged_image_is_generated_again(prepared, caplog):
     assert 'is damaged' in caplog.text
     assert pixels(run) == before
     assert sweep(run) == values
-
-
-def test_distance_grows_with_blur_and_noise_and_score_falls_with_shuffled_prompts(networks, tmp_path):
-    """With the real EfficientNet-Lite0 on rendered images."""
-    from torchvision.transforms.functional import gaussian_blur
-
-    from diffusion.evaluation.distances import Moments, frechet_distance
-    from diffusion.evaluation.feature_networks import EfficientNetLite0
-    from diffusion.prepare.openmoji import all_emoji
-
-    emoji = [torch.from_numpy(np.array(each.render(64))).permute(2, 0, 1) for each in all_emoji()[:24]]
-    network = EfficientNetLite0()
-    references = Moments.of(network.features(emoji))
-
-    def distance(images: list[torch.Tensor]) -> float:
-        return frechet_distance(Moments.of(network.features(images)), references)
-
-    noise = torch.randn(3, 64, 64, generator=torch.Generator().manual_seed(0))
-    blurred = [distance([gaussian_blur(each, [15], [sigma]) for each in emoji]) for sigma in (0.6, 1.5, 4)]
-    noisy = [distance([(each + scale * noise).clamp(0, 255).byte() for each in emoji]) for scale in (10, 30, 80)]
-    assert [distance(emoji), *blurred] == sorted([distance(emoji), *blurred])
-    assert [distance(emoji), *noisy] == sorted([distance(emoji), *noisy])
 
 
 @pytest.mark.parametrize(
@@ -242,7 +220,7 @@ def test_features_of_other_references_are_refused(prepared, tmp_path):
 def test_few_images_are_said(prepared, caplog):
     recipe, _ = prepared(metrics=['efficientnet_distance'])
     evaluate(load(recipe))
-    assert 'efficientnet_distance of 20 images is biased upward by so few' in caplog.text
+    assert 'efficientnet_distance of 12 images is biased upward by so few' in caplog.text
 
 
 def test_manifest_of_other_images_is_refused(prepared):

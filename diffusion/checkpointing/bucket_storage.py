@@ -49,6 +49,7 @@ from diffusion.checkpointing.retention import CheckpointInfo
 from diffusion.config.checkpointing import KeepConfig
 from diffusion.errors import ExternalError, UserError
 from diffusion.launch.bucket_run import claim_working_folder, open_bucket_run
+from diffusion.launch.evaluation_claims import EvaluationClaims
 from diffusion.launch.run_id import check_run_id
 from diffusion.storage import object_store, request_threads
 from diffusion.storage.atomic import remove, replace_folder
@@ -217,12 +218,14 @@ class BucketStorage:
 
     def _infos(self, rules: KeepConfig) -> list[CheckpointInfo]:
         """Return the facts about the checkpoints in the store that the rules need."""
-        batches, pinned = self.list_batches(), _pinned_batches(self.place)
+        # What `diffusion watch` evaluates stays too.
+        held = EvaluationClaims(self.place, lease_seconds=0.0).held()
+        batches, claimed = self.list_batches(), _pinned_batches(self.place) | {int(name[2:]) for name in held}
         if rules.hourly or rules.daily:
             for batch in batches:
                 if batch not in self._saved:
                     self._saved[batch] = _saved_time(self.name_of(batch))
-        return [CheckpointInfo(batch, self._saved.get(batch), batch in pinned) for batch in batches]
+        return [CheckpointInfo(batch, self._saved.get(batch), batch in claimed) for batch in batches]
 
     def make_room(self, rules: KeepConfig | None, batch: int) -> bool:
         # It is the disk of the working folder that is full, where older checkpoints are copies.

@@ -105,6 +105,14 @@ class EvaluationClaims:
         claim = Claim(place, owner, self._lease_seconds, self._job)
         return claim if _create(place, claim._text(time.time())) else None
 
+    def held(self) -> set[str]:
+        """Return the checkpoints that are being evaluated.
+
+        Raises:
+            OSError: The storage cannot be read.
+        """
+        return {name for name, tries in self.tries().items() if not self.has_ended(name, tries)}
+
     def has_ended(self, checkpoint: str, tries: int) -> bool:
         """Return True if a claim was released, has expired, or its owner has ended without a job that goes on."""
         place = f'{self._folder}/{checkpoint}.claim-{tries}'

@@ -26,8 +26,7 @@ from diffusion.errors import ExternalError, UserError
 from diffusion.exit_codes import CONFIG_ERROR, USAGE_ERROR
 from diffusion.launch.evaluation_claims import EVALUATIONS, Claim, EvaluationClaims
 from diffusion.launch.workers import die_with_parent
-from diffusion.storage import object_store
-from diffusion.storage.shared_files import is_url
+from diffusion.storage.shared_files import PATIENT, is_url, shared_files
 from diffusion.storage.working_folder import working_folder
 
 log = logging.getLogger(__name__)
@@ -98,6 +97,7 @@ class Watcher:
     def __init__(self, settings: WatchSettings) -> None:
         self.settings = settings
         self._place = settings.run.rstrip('/')
+        self._files = shared_files(self._place, PATIENT)
         self._claims = EvaluationClaims(self._place, lease_seconds=settings.lease_seconds, job=settings.elsewhere)
         self._running: list[_Evaluation] = []
         self._submitted: list[_Evaluation] = []
@@ -147,20 +147,18 @@ class Watcher:
         Raises:
             OSError: The storage cannot be read.
         """
-        place = f'{self._place}/{EVALUATIONS}/{name}.json'
-        if is_url(place):
-            text = object_store.read_if_exists(place)
-        else:
-            try:
-                text = Path(place).read_bytes()
-            except FileNotFoundError:
-                text = None
         try:
-            found = json.loads(text or b'null')
+            found = json.loads(self._files.read(f'{EVALUATIONS}/{name}.json') or b'null')
         except ValueError:
             return None
         complete = isinstance(found, dict) and set(self.settings.metrics) <= set(found.get('metrics', {}))
         return found if complete else None
+
+    def _exists(self, name: str) -> bool:
+        """Return True if a checkpoint that was just claimed exists; False if its run has removed it."""
+        if is_url(self._place):
+            return self._files.read(f'{name}/{RECEIPT}') is not None
+        return still_exists(Path(self._place, name))
 
     def _start(self) -> bool:
         """Start evaluations of checkpoints without results; return True if some have none and were not given up."""
@@ -188,13 +186,13 @@ class Watcher:
             return
         kept, renewal = ExitStack(), ExitStack()
         checkpoint = f'{self._place}/{name}'
-        if not is_url(self._place):
+        if not is_url(self._place):  # in a bucket, the run sees the claim of the evaluation itself
             kept.enter_context(holding_claim(Path(checkpoint), 'evaluation'))
-            if not still_exists(Path(checkpoint)):
-                log.warning('%s: was removed by its run before its evaluation began; skipped', name)
-                kept.close()
-                claim.release()
-                return
+        if not self._exists(name):
+            log.warning('%s: was removed by its run before its evaluation began; skipped', name)
+            kept.close()
+            claim.release()
+            return
         folder = working_folder(self._place) if is_url(self._place) else Path(self._place)
         path = folder / EVALUATIONS / f'{name}.log'
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -263,8 +261,7 @@ class Watcher:
     def _failed(self, each: _Evaluation, status: int) -> None:
         """Release the claim of an evaluation that has left no results, and say why."""
         each.claim.release()
-        checkpoint = f'{self._place}/{each.checkpoint}'
-        if not is_url(checkpoint) and not Path(checkpoint).exists():
+        if not self._exists(each.checkpoint):
             log.warning('%s: was removed by its run before its evaluation had read it; skipped', each.checkpoint)
             return
         lines = each.log.read_text(encoding='utf-8', errors='replace').splitlines()[-LOG_LINES:]
@@ -285,11 +282,12 @@ class Watcher:
                 values[name] = found['metrics'][metric]
         best = sorted(values, key=lambda name: values[name], reverse=IMAGE_METRICS[metric].better == 'higher')[:count]
         for name in values:
-            pin = Path(self._place, f'{name}.pinned')
-            if name in best:
-                pin.touch()
-            elif pin.is_file() and pin.stat().st_size == 0:  # not one that a user wrote something into
-                pin.unlink()
+            pin = f'{name}.pinned'
+            present = self._files.read(pin)
+            if name in best and present is None:
+                self._files.write(pin, '')
+            elif name not in best and present == b'':  # not one that a user wrote something into
+                self._files.delete(pin)
         log.info('best by %s: %s', metric, ', '.join(f'{name} ({values[name]:.4f})' for name in best))
 
     def _wait(self) -> None:

@@ -43,7 +43,7 @@ def watch_settings(args: argparse.Namespace) -> WatchSettings:
         only=args.checkpoints,
         metrics=metrics,
         jobs=args.jobs,
-        keep_best=_best(args.keep_best, run),
+        keep_best=_best(args.keep_best),
         lease_seconds=lease,
         elsewhere=args.launch is not None,
         poll_seconds=seconds_of(args.poll),
@@ -51,7 +51,7 @@ def watch_settings(args: argparse.Namespace) -> WatchSettings:
     )
 
 
-def _best(text: str | None, run: str) -> tuple[str, int] | None:
+def _best(text: str | None) -> tuple[str, int] | None:
     """Return the metric and number of `--keep-best`."""
     if text is None:
         return None
@@ -60,8 +60,6 @@ def _best(text: str | None, run: str) -> tuple[str, int] | None:
         raise UserError(f'--keep-best: there is no metric {metric!r}; {did_you_mean(metric, IMAGE_METRICS)}')
     if count and (not count.isdecimal() or int(count) < 1):
         raise UserError(f'--keep-best: {count!r} is not a positive number of checkpoints')
-    if is_url(run):
-        raise UserError('--keep-best: checkpoints in a bucket cannot be pinned; set checkpointing.keep of the run')
     return metric, int(count or 1)
 
 

@@ -22,6 +22,7 @@ from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.checkpointing.verification import verify_checkpoint
 from diffusion.config.load import load
 from diffusion.errors import UserError
+from diffusion.launch.evaluation_claims import EvaluationClaims
 from diffusion.storage import object_store
 from diffusion.storage.retry import RetryPolicy
 from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE
@@ -297,3 +298,17 @@ def test_checkpoint_of_another_run_is_refused(write, bucket, store):
     store.put(f'{recipe.run_place}/ba2', 'receipt.json', json.dumps(receipt | {'run': 'f' * 32}).encode())
     with pytest.raises(UserError, match='ba2: it is of another run .*init_from: s3://'):
         build_trainer(recipe)
+
+
+def test_checkpoint_that_is_being_evaluated_stays(write, bucket):
+    path = write('evaluated', bucket, checkpointing={'keep': {'last': 1}})
+    recipe = load(path, ['trainer.max_duration=4ba'])
+    train(recipe).close()
+    assert recipe.run_url is not None
+    claim = EvaluationClaims(recipe.run_url, lease_seconds=600).take('ba4', 0)
+    assert claim is not None
+    train(load(path, ['trainer.max_duration=6ba'])).close()
+    assert published_batches(recipe.run_url) == [4, 6]
+    claim.release()
+    train(load(path)).close()
+    assert published_batches(recipe.run_url) == [8]

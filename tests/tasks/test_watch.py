@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from checkpointing.run_folders import write
+from ranks import read_losses
 from small_networks import write_clip
 
 from diffusion import cli
@@ -265,9 +266,10 @@ def test_run_in_a_bucket_with_faults(tmp_path, store, caplog):
     site = Site(tmp_path, run)
     store.fail('PUT claim-1', 500, times=2)
     store.fail('GET list-type', 503, times=6)
-    Watcher(site.settings()).run()
+    Watcher(site.settings(keep_best=('fid', 1))).run()
     assert site.started() == ['ba10', 'ba20']
     assert 'trying again' in caplog.text
+    assert {name for name in store.objects('bucket') if name.endswith('pinned')} == {'runs/run/ba20.pinned'}
     first, second = (site.process(0.05) for _ in range(2))
     assert first.wait(60) == second.wait(60) == 0
     assert len(site.started()) == 2
@@ -290,6 +292,34 @@ def test_command_evaluates_a_run_with_a_real_model(tmp_path, write_recipe, ranks
     assert len(list((run / found['guidance'][0]['folder']).glob('*/*.png'))) == 2
     assert (run / 'ba2.pinned').exists()
     assert (run / 'metrics.jsonl').read_bytes() == before
+
+
+def test_training_keeps_its_losses_while_a_watcher_evaluates_its_checkpoints(tmp_path, write_recipe, ranks):
+    def write_run(name: str) -> tuple[Path, Path]:
+        path = write_recipe(name, checkpointing={'keep': {'last': 1}})
+        content = yaml.safe_load(path.read_text())
+        content['trainer'] |= {'max_duration': '16ba', 'save_interval': '1ba'}
+        path.write_text(yaml.safe_dump(content))
+        return path, tmp_path / 'runs' / name
+
+    path, plain = write_run('plain')
+    assert ranks.start(1, path).wait() == [0]
+    path, run = write_run('watched')
+    run.mkdir()
+    site = Site(tmp_path, str(run))
+    watcher = site.process(0.02, once=False, jobs=2)
+    job = ranks.start(1, path)
+    assert job.wait() == [0], job.output()
+    deadline = time.monotonic() + 60
+    while 'ba16' not in results(site) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    watcher.send_signal(signal.SIGINT)
+    watcher.wait(60)
+    assert len(results(site)) >= 2 and 'ba16' in results(site)
+    assert read_losses(run) == read_losses(plain)
+    assert not [path for path in run.glob('ba*') if path.is_dir() and path.name != 'ba16'], (
+        'pruned after its evaluation'
+    )
 
 
 def test_job_of_a_checkpoint_is_valid(capsys):
@@ -321,7 +351,6 @@ def test_commands_of_jobs_and_of_several_processes():
         (['RUN', '--guidance', '3'], '--metrics: the other options need it'),
         (['RUN', '--keep-best', 'fid:0'], "'0' is not a positive number"),
         (['RUN', '--keep-best', 'loss'], "there is no metric 'loss'"),
-        (['s3://bucket/run', '--keep-best', 'fid'], 'cannot be pinned'),
         (['RUN', '--poll', '5'], "'5' is not a duration"),
         (['RUN', '--launch', 'gone.yaml'], 'gone.yaml'),
         (['RUN', '--launch', 'gone.yaml', '--metrics', 'fid'], '--launch: the recipe of the job names the evaluators'),

@@ -308,7 +308,7 @@ def test_checkpoint_that_is_being_evaluated_stays(write, bucket):
     claim = EvaluationClaims(recipe.run_url, lease_seconds=600).take('ba4', 0)
     assert claim is not None
     train(load(path, ['trainer.max_duration=6ba'])).close()
-    assert published_batches(recipe.run_url) == [4, 6]
+    assert published_batches(recipe.run_url) == [6, 4]
     claim.release()
     train(load(path)).close()
     assert published_batches(recipe.run_url) == [8]

@@ -4,7 +4,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from diffusion.callbacks.evaluation_results import EvaluationResults
 from diffusion.callbacks.heartbeat import Heartbeat
 from diffusion.errors import ExternalError, UserError
 from diffusion.evaluation.evaluated_checkpoint import EvaluatedCheckpoint, EvaluationResult, results_of, write_results
+from diffusion.evaluation.gather import RaiseTogether
 from diffusion.models.frozen_parts import evaluating
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class InRunEvaluation(Callback):
         every: str,
         run_dir: Path,
         sharded: bool,
-        raise_together: Callable[[str], AbstractContextManager[None]],
+        raise_together: RaiseTogether,
     ) -> None:
         self.evaluators, self.run_dir = evaluators, run_dir
         self.sharded, self.raise_together = sharded, raise_together

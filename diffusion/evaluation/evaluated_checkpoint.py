@@ -4,7 +4,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from composer.core import Precision
 from torch import Tensor
 
 from diffusion.data.streams import BucketedDataset
+from diffusion.evaluation.gather import RaiseTogether
 from diffusion.evaluation.generated_images import GeneratedImages
 from diffusion.launch.evaluation_claims import EVALUATIONS
 from diffusion.models.latent_diffusion import LatentDiffusion
@@ -34,8 +35,7 @@ class EvaluatedCheckpoint:
         precision: Precision of forward passes.
         sharded: True if the denoiser is sharded over the ranks, so that all of them must make the same forward passes.
         on_progress: Called after each batch of images, to show that the rank makes progress.
-        raise_together: Context, given a text for messages, that raises an error of one rank on all of them; a
-            collective. `diffusion.checkpointing.rank_agreement.raise_on_all_ranks` is one; the default serves one rank.
+        raise_together: `diffusion.checkpointing.rank_agreement.raise_on_all_ranks`; the default serves one rank.
     """
 
     model: LatentDiffusion
@@ -46,7 +46,7 @@ class EvaluatedCheckpoint:
     precision: Precision = Precision.FP32
     sharded: bool = False
     on_progress: Callable[[], None] = lambda: None
-    raise_together: Callable[[str], AbstractContextManager[None]] = lambda where: nullcontext()
+    raise_together: RaiseTogether = lambda where: nullcontext()
 
     @property
     def folder(self) -> Path:

@@ -1,15 +1,16 @@
 """Results that all ranks contribute to, and results that rank 0 computes for all ranks."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import torch
 from composer.utils import dist
 from torch import Tensor
 
-from diffusion.errors import UserError
-
 Result = TypeVar('Result')
+RaiseTogether = Callable[[str], AbstractContextManager[None]]
+"""Context, given a text for messages, that raises an error of one rank on all of them; a collective."""
 
 
 def gather_rows(parts: Sequence[Tensor], indices: Sequence[int]) -> Tensor:
@@ -30,19 +31,16 @@ def gather_rows(parts: Sequence[Tensor], indices: Sequence[int]) -> Tensor:
     return torch.cat([rows for _, rows in gathered if rows is not None])[where.argsort()]
 
 
-def from_rank_zero(compute: Callable[[], Result]) -> Result:
+def from_rank_zero(compute: Callable[[], Result], raise_together: RaiseTogether) -> Result:
     """Return on all ranks what a function returns on rank 0, which must be small and can be pickled; a collective.
 
-    Raises:
-        UserError: The function raised it on rank 0.
+    Args:
+        compute: The function; an error that it raises is raised on all ranks.
+        raise_together: As in `EvaluatedCheckpoint`.
     """
-    answer: list[Result | UserError | None] = [None]
-    if dist.get_global_rank() == 0:
-        try:
+    answer: list[Result | None] = [None]
+    with raise_together('rank 0'):
+        if dist.get_global_rank() == 0:
             answer = [compute()]
-        except UserError as error:
-            answer = [error]
     dist.broadcast_object_list(answer, src=0)
-    if isinstance(answer[0], UserError):
-        raise answer[0]
     return answer[0]  # type: ignore[return-value]

@@ -13,7 +13,7 @@ from diffusion.config.image_metrics import IMAGE_METRICS, image_metrics_problems
 from diffusion.errors import UserError
 from diffusion.evaluation.evaluated_checkpoint import EvaluatedCheckpoint, EvaluationResult
 from diffusion.evaluation.feature_networks import FeatureNetwork
-from diffusion.evaluation.gather import from_rank_zero, gather_rows
+from diffusion.evaluation.gather import RaiseTogether, from_rank_zero, gather_rows
 from diffusion.evaluation.generated_images import GeneratedImages, Sampling
 from diffusion.evaluation.metrics import DISTANCES, build_network
 from diffusion.evaluation.prompts import Prompt, caption_prompts, categories, own_prompts, read_prompts
@@ -125,15 +125,16 @@ class ImageMetrics:
         scorers = {name: each for name, each in built.items() if isinstance(each, TextImageScore)}
         references: dict[str, Tensor] = {}
         if extractors:
-            images = self._reference_images(checkpoint)
-            self._check_area(checkpoint, images)
+            with checkpoint.raise_together('image_metrics: reference images'):
+                images = self._reference_images(checkpoint)
+                self._check_area(checkpoint, images)
             folder = Path(self.reference_features or checkpoint.run_dir / EVALUATIONS / 'reference')
-            references = ReferenceFeatures(folder, images).of(extractors)
+            references = ReferenceFeatures(folder, images).of(extractors, checkpoint)
         sweep = []
         for scale in self.guidance_scales:
             generated = self._images(checkpoint, texts, scale)
             features, scores = self._measure(checkpoint, generated, extractors, scorers)
-            values = self._values(features, scores, references)
+            values = self._values(features, scores, references, checkpoint.raise_together)
             details = {
                 'guidance_scale': scale,
                 'metrics': values,
@@ -145,9 +146,9 @@ class ImageMetrics:
                     for name, rows in scores.items()
                 }
             sweep.append(details)
-            if self.layout is not None and dist.get_global_rank() == 0:
-                LAYOUTS[self.layout](generated, prompts, self.images_per_prompt, generated.folder / self.layout)
-            dist.barrier()
+            with checkpoint.raise_together(f'image_metrics: {self.layout}'):
+                if self.layout is not None and dist.get_global_rank() == 0:
+                    LAYOUTS[self.layout](generated, prompts, self.images_per_prompt, generated.folder / self.layout)
         about = {'images': len(texts), 'prompts': self.prompts or 'captions of the evaluation data'}
         return EvaluationResult(dict(sweep[0]['metrics']), {**about, 'guidance': sweep})
 
@@ -230,7 +231,11 @@ class ImageMetrics:
         )
 
     def _values(
-        self, features: Mapping[str, Tensor], scores: Mapping[str, Tensor], references: Mapping[str, Tensor]
+        self,
+        features: Mapping[str, Tensor],
+        scores: Mapping[str, Tensor],
+        references: Mapping[str, Tensor],
+        raise_together: RaiseTogether,
     ) -> dict[str, float]:
         """Return the metrics by name, computed by rank 0 for all ranks; a collective."""
 
@@ -244,7 +249,7 @@ class ImageMetrics:
                     values[name] = float(scores[network].double().mean())
             return values
 
-        return from_rank_zero(compute)
+        return from_rank_zero(compute, raise_together)
 
     def _relative(self, checkpoint: EvaluatedCheckpoint, folder: Path) -> str:
         return folder.relative_to(checkpoint.run_dir).as_posix()

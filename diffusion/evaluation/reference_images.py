@@ -17,6 +17,7 @@ from xxhash import xxh3_128
 from diffusion.data.fingerprint import index_hash
 from diffusion.data.streams import BucketedDataset
 from diffusion.errors import UserError
+from diffusion.evaluation.evaluated_checkpoint import EvaluatedCheckpoint
 from diffusion.evaluation.feature_networks import FeatureNetwork
 from diffusion.evaluation.gather import from_rank_zero, gather_rows
 from diffusion.loggers import status_line
@@ -131,10 +132,14 @@ class ReferenceFeatures:
     def __init__(self, folder: Path, images: ReferenceImages) -> None:
         self.folder, self.images = folder, images
 
-    def of(self, networks: Mapping[str, FeatureNetwork]) -> dict[str, Tensor]:
+    def of(self, networks: Mapping[str, FeatureNetwork], checkpoint: EvaluatedCheckpoint) -> dict[str, Tensor]:
         """Return the features [M, D] of the images by each network, computed by all ranks if they are not kept.
 
         A collective. Rank 0 alone reads and writes the files; the result of the other ranks is undefined.
+
+        Args:
+            networks: The networks, by name.
+            checkpoint: The checkpoint whose images are compared, for progress and errors.
 
         Raises:
             UserError: A file has features of other images, by another network, or after another way of resizing.
@@ -150,9 +155,10 @@ class ReferenceFeatures:
                     kept[name] = features
             return [name for name in networks if name not in kept]
 
-        computed = self._compute({name: networks[name] for name in from_rank_zero(read)})
-        if dist.get_global_rank() == 0:
-            for name, features in computed.items():
+        missing = from_rank_zero(read, checkpoint.raise_together)
+        computed = self._compute({name: networks[name] for name in missing}, checkpoint)
+        with checkpoint.raise_together(str(self.folder)):
+            for name, features in computed.items() if dist.get_global_rank() == 0 else ():
                 with atomic_file(self.folder / f'{name}.safetensors') as unfinished:
                     save_file({'features': features}, unfinished, {'description': json.dumps(descriptions[name])})
         return kept | computed
@@ -176,19 +182,22 @@ class ReferenceFeatures:
                 )
         return features
 
-    def _compute(self, networks: Mapping[str, FeatureNetwork]) -> dict[str, Tensor]:
+    def _compute(self, networks: Mapping[str, FeatureNetwork], checkpoint: EvaluatedCheckpoint) -> dict[str, Tensor]:
         """Return the features of all images by each network, on all ranks; a collective."""
         if not networks:
             return {}
         rows: dict[str, list[Tensor]] = {name: [] for name in networks}
         indices: list[int] = []
         # Batches of fixed composition, so that an image has the same features on any number of ranks.
-        for start in range(dist.get_global_rank() * BATCH_SIZE, len(self.images), dist.get_world_size() * BATCH_SIZE):
-            status_line.show(f'features of {start} of {len(self.images)} reference images')
-            own = range(start, min(start + BATCH_SIZE, len(self.images)))
-            images = [self.images[index] for index in own]
-            indices += own
-            for name, network in networks.items():
-                rows[name].append(network.features(images).cpu())
+        count, stride = len(self.images), dist.get_world_size() * BATCH_SIZE
+        with checkpoint.raise_together('image_metrics: reference images'):
+            for start in range(dist.get_global_rank() * BATCH_SIZE, count, stride):
+                status_line.show(f'features of {start} of {count} reference images')
+                own = range(start, min(start + BATCH_SIZE, count))
+                images = [self.images[index] for index in own]
+                indices += own
+                for name, network in networks.items():
+                    rows[name].append(network.features(images).cpu())
+                checkpoint.on_progress()
         status_line.show('')
         return {name: gather_rows(features, indices) for name, features in rows.items()}

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from shards import draw_image
 from small_networks import write_clip_vision
 
 from diffusion.config.load import RecipeError, load
@@ -84,10 +85,19 @@ def test_two_ranks_have_the_results_of_one(site, ranks, evaluated, strategy):
         assert results(run, batch)['metrics'] == pytest.approx(results(evaluated[1], batch)['metrics'], rel=1e-2)
 
 
-def test_failed_evaluation_does_not_end_the_training(site, ranks):
-    path, run = site('failed', evaluators_interval='2ba')
+@pytest.mark.parametrize('what', ['network', 'reference image'])
+def test_failed_evaluation_does_not_end_the_training(site, ranks, what):
+    path, run = site(f'failed-{what[:3]}', evaluators_interval='2ba')
     content = yaml.safe_load(path.read_text())
-    content['evaluators']['image_metrics']['networks'] = {'cmmd': str(path.parent / 'gone')}
+    if what == 'network':
+        content['evaluators']['image_metrics']['networks'] = {'cmmd': str(path.parent / 'gone')}
+    else:
+        # One of the first 64, which rank 0 reads alone.
+        folder = path.parent / 'references'
+        folder.mkdir()
+        (folder / 'a.png').write_bytes(draw_image(0, 32))
+        (folder / 'b.png').write_bytes(b'damaged')
+        content['evaluators']['image_metrics']['reference'] = str(folder)
     path.write_text(yaml.safe_dump(content))
     job = ranks.start(2, path)
     assert job.wait() == [0, 0], job.output()

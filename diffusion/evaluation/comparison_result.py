@@ -65,7 +65,7 @@ def analyze_answers(key: ComparisonKey, answers: Sequence[Answer]) -> Comparison
                 values, [each.rater for each in own], [key.pairs[each.pair].text for each in own]
             )
         except UserError as error:
-            without = f' ({len(excluded)} persons failed attention checks)' if excluded else ''
+            without = f' ({counted_persons(len(excluded))} failed attention checks)' if excluded else ''
             raise UserError(f'--analyze: {subject}: {error}{without}; collect more answers') from error
     a, b = (str(side['source']) for side in (key.a, key.b))
     return ComparisonResult(a, b, preferences, len(raters), excluded, len(raters - failed.keys()))
@@ -95,7 +95,7 @@ def result_text(result: ComparisonResult, difference: float) -> str:
         names = ', '.join(f'{rater} ({fraction:.0%} failed)' for rater, fraction in result.excluded.items())
         lines += ['', f'Excluded for failed attention checks: {names}.']
     if result.unchecked:
-        lines += ['', f'{result.unchecked} persons stopped before they saw an attention check; they count.']
+        lines += ['', f'{counted_persons(result.unchecked)} stopped before an attention check; their answers count.']
     return '\n'.join(lines)
 
 
@@ -178,6 +178,11 @@ def draw_result(result: ComparisonResult, path: Path) -> None:
     figure.legend(loc='outside lower center', ncols=3, frameon=False, fontsize=9)
     with atomic_file(path) as unfinished:
         figure.savefig(unfinished, format='png', dpi=150)
+
+
+def counted_persons(count: int) -> str:
+    """Return `1 person`, or such as `3 persons`."""
+    return f'{count} {"person" if count == 1 else "persons"}'
 
 
 def _capitalized(text: str) -> str:

@@ -148,8 +148,11 @@ def analyze_preference(values: ArrayLike, raters: ArrayLike, prompts: ArrayLike)
     # answers, or negative.
     clustered = by_rater + by_prompt - single
     variance, freedom = (clustered, clusters - 1) if clustered > single else (single, len(cells) - 1)
-    # If all answers are equal, nothing is known about their variance: count each person, or prompt, as one answer.
-    ratio = variance / (mean * (1 - mean)) if 0 < mean < 1 and variance > 0 else 1 / clusters
+    if single > 0:
+        ratio = variance / (mean * (1 - mean))
+    else:
+        # All answers are equal, which says nothing about their variance: count each person, or prompt, as one answer.
+        ratio, single = 1 / clusters, 0.25 / clusters
     low, high = wilson_interval(mean, ratio, float(stdtrit(freedom, (1 + CONFIDENCE) / 2)))
     return Preference(
         mean,

@@ -18,7 +18,13 @@ from diffusion.evaluation.compared_images import read_image
 from diffusion.evaluation.comparison_answers import read_answers
 from diffusion.evaluation.comparison_key import KEY, ComparisonKey, make_pairs, new_comparison, read_key
 from diffusion.evaluation.comparison_page import PAGE, page_chunks
-from diffusion.evaluation.comparison_result import analyze_answers, draw_result, result_json, result_text
+from diffusion.evaluation.comparison_result import (
+    analyze_answers,
+    counted_persons,
+    draw_result,
+    result_json,
+    result_text,
+)
 from diffusion.evaluation.comparison_server import AnswerFolder, make_server
 from diffusion.storage.atomic import atomic_file, write_atomically
 from diffusion.tasks.argument_checks import is_export
@@ -112,9 +118,8 @@ def serve_page(folder: Path, *, host: str, port: int) -> None:
         print('Ctrl-C ends the server; the same command starts it again at the same address.', flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
-    count = len(answers.files())
-    print(f'\n{count} {"person has" if count == 1 else "persons have"} answered.', end=' ')
-    print(f'Analyze with: diffusion compare --analyze {folder / ANSWERS}')
+    print(f'\nAnswers of {counted_persons(len(answers.files()))} are in {folder / ANSWERS}. Analyze them with:')
+    print(f'  diffusion compare --analyze {folder / ANSWERS}')
 
 
 def analyze(settings: AnalyzeSettings) -> None:

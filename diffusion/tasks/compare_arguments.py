@@ -153,6 +153,8 @@ def check_use(args: argparse.Namespace) -> None:
         if given and not uses[use]:
             needed = 'A and B, to build a page' if use == 'build' else use
             raise UserError(f'--{given[0].replace("_", "-")}: needs {needed}; add that, or remove it')
+    if args.serve == '' and not builds:
+        raise UserError('--serve: name the folder of the page, such as --serve page')
     if not builds:
         return
     if args.b is None:
@@ -232,6 +234,7 @@ def _model(
         chosen: Indices of the prompts that are used.
         args: Arguments of the command.
     """
+    from diffusion.checkpointing.checkpoint_store import RECIPE, list_checkpoints
     from diffusion.checkpointing.run_folder import find_checkpoint
     from diffusion.evaluation.compared_images import has_images, numbered_images
     from diffusion.tasks.argument_checks import check_generate, is_export
@@ -240,7 +243,9 @@ def _model(
     try:
         if '://' not in place and not path.exists():
             raise UserError(f'{place}: does not exist; check the path')
-        if '://' not in place and not is_export(path) and has_images(path):
+        # The folder of a run has images too: its loss curve and samples.
+        is_run = '://' in place or (path / RECIPE).is_file() or (path.is_dir() and bool(list_checkpoints(path)))
+        if not is_run and not is_export(path) and has_images(path):
             files = numbered_images(path, prompts)
             return ComparedModel(name, path, [files[index] for index in chosen])
         generated = {

@@ -342,7 +342,7 @@ def test_page_has_no_serious_accessibility_issue(page, scheme, width):
 def test_answers_are_sent_to_the_server_of_the_page(desktop, html, tmp_path):
     folder = AnswerFolder(tmp_path / 'answers', KEY)
     with make_server(html.encode(), folder, host='127.0.0.1', port=0) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         page = desktop[0].new_page()
         page.goto(f'http://127.0.0.1:{server.server_port}/?token=the-token')
         page.click('#begin')

@@ -103,7 +103,8 @@ def test_equal_answers_of_all_do_not_give_an_interval_of_width_zero():
     assert 0.6 < found.low < 0.8
     ties = analyze_preference([0.5] * 200, raters, prompts)
     assert ties.low < 0.4 and ties.high > 0.6 and not ties.differs
-    assert ties.persons_needed(0.05) == 2
+    needed = ties.persons_needed(0.05)
+    assert needed is not None and needed > 10
 
 
 def test_sentences_say_who_is_better():

@@ -436,6 +436,9 @@ def _compare(args: argparse.Namespace) -> int:
     compare_arguments.check_use(args)
     analysis = None if args.analyze is None else compare_arguments.analyze_settings(args)
     settings = None if args.a is None else compare_arguments.compare_settings(args)
+    host, port = args.host or '127.0.0.1', compare_arguments.DEFAULT_PORT if args.port is None else args.port
+    if args.serve is not None:
+        compare_arguments.check_address(host, port)
     if args.serve:
         compare_arguments.check_serving(Path(args.serve))
     from diffusion.tasks import compare
@@ -448,8 +451,7 @@ def _compare(args: argparse.Namespace) -> int:
         compare.build_page(settings)
     if args.serve is not None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # a service manager ends the server as Ctrl-C does
-        port = compare_arguments.DEFAULT_PORT if args.port is None else args.port
-        compare.serve_page(Path(args.serve or args.out), host=args.host or '127.0.0.1', port=port)
+        compare.serve_page(Path(args.serve or args.out), host=host, port=port)
     return 0
 
 

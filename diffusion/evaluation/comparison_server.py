@@ -103,13 +103,26 @@ def make_server(page: bytes, answers: AnswerFolder, *, host: str, port: int) -> 
     Raises:
         UserError: The address cannot be used.
     """
+    return bind(host, port, _handler(page, answers))
+
+
+def bind(host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> ThreadingHTTPServer:
+    """Return a server that is bound to an address.
+
+    Args:
+        host: Address to bind.
+        port: Port; 0 for any that is free.
+        handler: Handler of its requests.
+
+    Raises:
+        UserError: The address cannot be used.
+    """
     try:
-        return _Server((host, port), _handler(page, answers))
+        return _Server((host, port), handler)
     except OSError as error:
+        problem = f'cannot serve on {host}:{port} ({error.strerror}); use another one, or --host'
         # Not `from error`: with it, the mistake would count as a fault that may pass.
-        raise UserError(
-            f'--port: cannot serve on {host}:{port} ({error.strerror}); use another one, or --host'
-        ) from None
+        raise UserError(f'--port: {problem}') from None
 
 
 def _handler(page: bytes, answers: AnswerFolder) -> type[BaseHTTPRequestHandler]:

@@ -77,7 +77,7 @@ def build_page(settings: CompareSettings) -> None:
 def _images_of(model: ComparedModel, settings: CompareSettings) -> tuple[Sequence[Path], dict[str, Any]]:
     """Return the image file of each prompt, and a description of one side for the key."""
     if model.files:
-        return model.files, {'source': str(model.place)}
+        return model.files, {'source': model.source}
     # Only models need torch's and Composer's 15 s of imports.
     from diffusion.tasks.compared_models import generate_images
 
@@ -86,6 +86,7 @@ def _images_of(model: ComparedModel, settings: CompareSettings) -> tuple[Sequenc
         model.place,
         settings.prompts,
         folder,
+        source=model.source,
         guidance_scale=settings.guidance_scale,
         num_inference_steps=settings.num_inference_steps,
         seed=settings.seed,

@@ -2,8 +2,10 @@
 
 import argparse
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 from diffusion.errors import UserError
@@ -25,11 +27,13 @@ class ComparedModel:
     Args:
         name: `A` or `B`.
         place: Path of the checkpoint, of the exported pipeline, or of the folder of images.
+        source: Place for people to read, which for a checkpoint that was downloaded is its URL.
         files: Image of each prompt, of a folder of images; empty for a model that generates them.
     """
 
     name: str
     place: Path
+    source: str
     files: Sequence[Path] = ()
 
 
@@ -157,6 +161,8 @@ def check_use(args: argparse.Namespace) -> None:
         raise UserError('--serve: name the folder of the page, such as --serve page')
     if not builds:
         return
+    if int(os.environ.get('WORLD_SIZE', '1')) > 1:
+        raise UserError('compare: runs in one process; start it as `diffusion compare`, without a launcher')
     if args.b is None:
         missing = 'A and B: are missing' if args.a is None else 'B: is missing'
         raise UserError(f'{missing}; give two of run, checkpoint, exported pipeline and folder of images')
@@ -196,7 +202,10 @@ def compare_settings(args: argparse.Namespace) -> CompareSettings:
     prompts = [texts[index] for index in chosen]
     a, b = (_model(name, place, texts, chosen, args) for name, place in (('A', args.a), ('B', args.b)))
     if a.place.resolve() == b.place.resolve():
-        raise UserError(f'A and B: are the same ({a.place}); name two different ones')
+        raise UserError(f'A and B: are the same ({a.source}); name two different ones')
+    sampling = [option for option in ('guidance', 'steps', 'seed') if getattr(args, option) is not None]
+    if sampling and a.files and b.files:
+        raise UserError(f'--{sampling[0]}: A and B are folders of images, so nothing is generated; remove it')
     return CompareSettings(
         a, b, prompts, args.prompts, out, args.guidance, args.steps, 0 if args.seed is None else args.seed, checks
     )
@@ -247,7 +256,7 @@ def _model(
         is_run = '://' in place or (path / RECIPE).is_file() or (path.is_dir() and bool(list_checkpoints(path)))
         if not is_run and not is_export(path) and has_images(path):
             files = numbered_images(path, prompts)
-            return ComparedModel(name, path, [files[index] for index in chosen])
+            return ComparedModel(name, path, place, [files[index] for index in chosen])
         generated = {
             **{'source': place, 'prompts': [prompts[index] for index in chosen], 'out': args.out},
             **{'seed': 0 if args.seed is None else args.seed, 'steps': args.steps, 'guidance': args.guidance},
@@ -256,10 +265,21 @@ def _model(
         arguments = argparse.Namespace(**generated)
         check_generate(arguments)
         # Fixed here: a run that is being trained may have a newer checkpoint when A or B is loaded.
-        source = Path(arguments.source)
-        return ComparedModel(name, source if is_export(source) else find_checkpoint(source))
+        found = Path(arguments.source) if is_export(Path(arguments.source)) else find_checkpoint(arguments.source)
+        return ComparedModel(name, found, f'{place} ({found.name})' if '://' in place else str(found))
     except UserError as error:
         raise UserError(str(error) if str(error).startswith('--') else f'{name}: {error}') from error
+
+
+def check_address(host: str, port: int) -> None:
+    """Check that a page can be served at an address, before it is built.
+
+    Raises:
+        UserError: The address cannot be used.
+    """
+    from diffusion.evaluation.comparison_server import bind
+
+    bind(host, port, BaseHTTPRequestHandler).server_close()
 
 
 def check_serving(folder: Path) -> None:

@@ -21,6 +21,7 @@ def generate_images(
     prompts: Sequence[str],
     folder: Path,
     *,
+    source: str,
     guidance_scale: float | None,
     num_inference_steps: int | None,
     seed: int,
@@ -33,6 +34,7 @@ def generate_images(
         place: Checkpoint or exported pipeline.
         prompts: One prompt per image.
         folder: Folder whose subfolders have the images of each model and setting.
+        source: Name of the model that the images and the key carry, to which the kind of its weights is added.
         guidance_scale: Guidance scale; None for the recipe's, or 7.5 for an export.
         num_inference_steps: Sampling steps; None for the recipe's, or 50 for an export.
         seed: Seed of the first image; each further image has the next one.
@@ -51,7 +53,7 @@ def generate_images(
             seed=seed,
             batch_size=batch_size,
         )
-        return _complete(GeneratedImages.below(folder, prompts, sampling, f'{place}, exported'), pipeline)
+        return _complete(GeneratedImages.below(folder, prompts, sampling, f'{source}, exported'), pipeline)
     with claimed_checkpoint(place, 'comparison') as checkpoint:
         recipe = load(recipe_of_checkpoint(checkpoint), task='generate')
         recipe.checkpoint = str(checkpoint)
@@ -71,7 +73,7 @@ def generate_images(
         batch_size=batch_size,
     )
     model = get_device(recipe.trainer.get('device')).module_to_device(model)
-    return _complete(GeneratedImages.below(folder, prompts, sampling, f'{place}, {which} weights'), model)
+    return _complete(GeneratedImages.below(folder, prompts, sampling, f'{source}, {which} weights'), model)
 
 
 def _complete(images: GeneratedImages, model: ImageGenerator) -> GeneratedImages:

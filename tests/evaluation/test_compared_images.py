@@ -1,5 +1,7 @@
 """Folders of images as one side of a comparison: matched with prompts by number, and read as browsers show them."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from PIL import Image, ImageCms, PngImagePlugin
@@ -20,7 +22,8 @@ def write(tmp_path):
         for name in names:
             path = tmp_path / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            Image.new('RGB', (8, 8)).save(path, **({'pnginfo': info} if path.suffix == '.png' else {}))
+            options: dict[str, Any] = {'pnginfo': info} if path.suffix == '.png' else {}
+            Image.new('RGB', (8, 8)).save(path, **options)
         return tmp_path
 
     return write_files

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -122,6 +123,10 @@ BAD: dict[str, tuple[list[str], str]] = {
         ['a', 'b', '--prompts', 'prompts.txt', '--out', 'new', '--checks', '9'],
         '--checks: 9 is more than the 8',
     ),
+    'steps of images': (
+        ['a', 'b', '--prompts', 'prompts.txt', '--out', 'new', '--steps', '9'],
+        '--steps: A and B are folders of images, so nothing is generated; remove it',
+    ),
     'out has something': (
         ['a', 'b', '--prompts', 'prompts.txt', '--out', 'a'],
         '--out: a is not empty (000.png); give',
@@ -186,6 +191,22 @@ def test_mistakes_of_an_analysis_name_the_file(folders, capsys):
         capsys.readouterr()
         assert run('--analyze', *words) == USAGE_ERROR
         assert re.search(message, capsys.readouterr().err), message
+
+
+def test_port_in_use_is_found_before_the_page_is_built(folders, capsys):
+    with socket.create_server(('127.0.0.1', 0)) as other:
+        port = other.getsockname()[1]
+        assert build('--serve', '--port', port, out='new') == USAGE_ERROR
+    assert f'--port: cannot serve on 127.0.0.1:{port} (Address already in use); use another' in capsys.readouterr().err
+    assert not Path('new').exists()
+
+
+def test_comparison_runs_in_one_process(folders, capsys, monkeypatch):
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    assert build(out='new') == USAGE_ERROR
+    assert (
+        'compare: runs in one process; start it as `diffusion compare`, without a launcher' in capsys.readouterr().err
+    )
 
 
 def test_page_is_not_replaced_while_people_may_answer_it(folders, capsys):

@@ -147,27 +147,27 @@ def draw_result(result: ComparisonResult, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 1.5 + 1.25 * len(result.preferences)), layout='constrained')
+    figure = Figure(figsize=(8, 1.6 + 1.3 * len(result.preferences)), layout='constrained')
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for row, found in enumerate(result.preferences.values()):
         left = 0.0
         for name, share in (('A', found.wins), ('neither', found.ties), ('B', found.losses)):
-            axes.barh(row + 0.2, share, 0.3, left, color=COLORS[name], label=f'prefer {name}' if row == 0 else None)
+            axes.barh(row + 0.22, share, 0.3, left, color=COLORS[name], label=f'prefer {name}' if row == 0 else None)
             if share > 0.05:
                 style = {'color': 'black' if name == 'neither' else 'white', 'fontsize': 9}
-                axes.text(left + share / 2, row + 0.2, f'{share:.0%}', ha='center', va='center', **style)
+                axes.text(left + share / 2, row + 0.22, f'{share:.0%}', ha='center', va='center', **style)
             left += share
-        interval = [[found.share - found.low], [found.high - found.share]]
-        axes.errorbar(found.share, row - 0.16, xerr=interval, fmt='o', color='black', capsize=5, markersize=7)
+        reach = [[found.share - found.low], [found.high - found.share]]
+        axes.errorbar(found.share, row - 0.1, xerr=reach, fmt='o', color='black', capsize=5, markersize=7)
         text = f'{found.share:.1%} [{found.low:.1%}, {found.high:.1%}]'
-        beside = {'x': found.high + 0.02, 'ha': 'left'} if found.high < 0.7 else {'x': found.low - 0.02, 'ha': 'right'}
-        axes.text(y=row - 0.16, s=text, va='center', fontsize=10, backgroundcolor='white', **beside)
+        middle = min(0.85, max(0.15, found.share))
+        axes.text(middle, row - 0.32, text, ha='center', va='center', fontsize=10, backgroundcolor='white')
     axes.axvline(0.5, color='#888', linewidth=1, linestyle='--', zorder=0)
     names = [_capitalized(QUESTIONS[question]) for question in result.preferences]
     axes.set_yticks(range(len(names)), names, fontsize=11)
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ['0%', '25%', '50%', '75%', '100%'])
-    axes.set(xlim=(0, 1), ylim=(len(names) - 0.55, -0.55))
+    axes.set(xlim=(0, 1), ylim=(len(names) - 0.55, -0.5))
     for side in ('top', 'right', 'left'):
         axes.spines[side].set_visible(False)
     axes.tick_params(left=False)

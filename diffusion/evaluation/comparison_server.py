@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from diffusion.errors import UserError
-from diffusion.evaluation.comparison_answers import MAX_BYTES, Answer, answers_json, parse_answers
+from diffusion.evaluation.comparison_answers import MAX_BYTES, QUESTIONS, Answer, answers_json, parse_answers
 from diffusion.evaluation.comparison_key import ComparisonKey
 from diffusion.storage.atomic import write_atomically
 
@@ -47,7 +47,7 @@ class AnswerFolder:
         self.folder, self.key = folder, key
         self._lock = threading.Lock()
 
-    def save(self, body: bytes) -> list[Answer]:
+    def save(self, body: bytes) -> None:
         """Check answers that a page has sent, and write them; they replace fewer or as many of the same person.
 
         Raises:
@@ -62,10 +62,12 @@ class AnswerFolder:
         rater = answers[0].rater  # 16 hex digits, so that the path stays in the folder
         path = self.folder / f'{rater}.json'
         with self._lock:
+            before = 0
             if path.exists():
                 with suppress(UserError):  # a file that somebody has changed is replaced
-                    if len(self._parse(path.read_bytes(), str(path))) > len(answers):
-                        raise Refused(HTTPStatus.CONFLICT, 'more answers of yours were saved before; they are kept')
+                    before = len(self._parse(path.read_bytes(), str(path)))
+                if before > len(answers):
+                    raise Refused(HTTPStatus.CONFLICT, 'more answers of yours were saved before; they are kept')
             elif len(self.files()) >= MAX_RATERS:
                 raise Refused(HTTPStatus.INSUFFICIENT_STORAGE, f'{MAX_RATERS} persons have answered already')
             try:
@@ -74,7 +76,9 @@ class AnswerFolder:
                 log.error('%s: cannot be written (%s)', path, error.strerror)
                 text = f'the server could not write them ({error.strerror})'
                 raise Refused(HTTPStatus.INTERNAL_SERVER_ERROR, text) from error
-        return answers
+        total = len(QUESTIONS) * len(self.key.pairs)
+        if before == 0 or before < total == len(answers):  # a page sends its answers after every pair
+            log.info('%s: %d of %d answers', rater, len(answers), total)
 
     def files(self) -> list[Path]:
         """Return the files of answers."""
@@ -153,8 +157,7 @@ def _handler(page: bytes, answers: AnswerFolder) -> type[BaseHTTPRequestHandler]
                 raise Refused(HTTPStatus.LENGTH_REQUIRED, 'the length of the answers is missing')
             if len(length) > 12 or int(length) > MAX_BYTES:
                 raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f'answers have at most {MAX_BYTES} bytes')
-            saved = answers.save(self.rfile.read(int(length)))
-            log.info('%s: %d of %d answers', saved[0].rater, len(saved), 2 * len(answers.key.pairs))
+            answers.save(self.rfile.read(int(length)))
             return 'text/plain; charset=utf-8', b'saved'
 
         def _check_token(self) -> None:

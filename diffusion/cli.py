@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
@@ -49,6 +50,7 @@ class CommandParser(argparse.ArgumentParser):
 FILE_ARGUMENTS = {
     *('recipe', 'recipes', 'spec', 'specs', 'checkpoint', 'source', 'location'),
     *('out', 'captions', 'from_run', 'gpus_file', 'png', 'lora', 'prompts', 'reference', 'run_place', 'launch'),
+    *('a', 'b', 'serve', 'analyze', 'key'),
 }
 """Arguments that are paths, for which a shell completes file names."""
 
@@ -125,6 +127,7 @@ def make_parser() -> CommandParser:
     _add_generate(commands.add_parser('generate', help='generate images with a checkpoint or an export'))
     _add_evaluate(commands.add_parser('evaluate', help='measure FID, CLIP score and other metrics of a checkpoint'))
     _add_watch(commands.add_parser('watch', help='evaluate the checkpoints of a run as they appear'))
+    _add_compare(commands.add_parser('compare', help='let people compare two models blindly, and analyze answers'))
     _add_export(commands.add_parser('export', help='export a checkpoint for diffusers or ComfyUI'))
     _add_launch(commands)
     _add_completion(commands.add_parser('completion', help='print a completion script for a shell'))
@@ -417,6 +420,38 @@ def _evaluate(args: argparse.Namespace) -> int:
     from diffusion.tasks.evaluate import evaluate
 
     evaluate(recipe)
+    return 0
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    from diffusion.tasks import compare_arguments
+
+    compare_arguments.add_arguments(parser)
+    parser.set_defaults(run=_compare)
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from diffusion.tasks import compare_arguments
+
+    compare_arguments.check_use(args)
+    analysis = None if args.analyze is None else compare_arguments.analyze_settings(args)
+    settings = None if args.a is None else compare_arguments.compare_settings(args)
+    host, port = args.host or '127.0.0.1', compare_arguments.DEFAULT_PORT if args.port is None else args.port
+    if args.serve is not None:
+        compare_arguments.check_address(host, port)
+    if args.serve:
+        compare_arguments.check_serving(Path(args.serve))
+    from diffusion.tasks import compare
+    from diffusion.tasks.run_recipe import configure_logging
+
+    configure_logging()
+    if analysis is not None:
+        compare.analyze(analysis)
+    if settings is not None:
+        compare.build_page(settings)
+    if args.serve is not None:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a service manager ends the server as Ctrl-C does
+        compare.serve_page(Path(args.serve or args.out), host=host, port=port)
     return 0
 
 

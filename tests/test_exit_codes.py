@@ -264,6 +264,15 @@ EARLY_COMMAND: dict[str, tuple[Words, str]] = {
         lambda site: ['export', site.run, '--out', 'a', '--ema-width', '0.5'],
         '--ema-width: width=0.5 is not between 0 and 0.2887',
     ),
+    'comparison of nothing': (
+        lambda site: ['compare', site.run, 'nowhere', '--prompts', 'own', '--out', 'page'],
+        'B: nowhere: does not exist; check the path',
+    ),
+    'comparison without B': (lambda site: ['compare', site.run], 'B: is missing; give two of run, checkpoint'),
+    'comparison of a checkpoint with itself': (
+        lambda site: ['compare', site.run, site.run / 'ba2', '--prompts', 'own', '--out', 'page'],
+        'A and B: are the same',
+    ),
     'generate with nothing': (lambda site: ['generate', 'nowhere', 'a'], 'is not a checkpoint or a run'),
     'generate with another checkpoint': (lambda site: ['generate', site.run / 'ba7', 'a'], 'contains ba2, ba1'),
     'images into a file': (lambda site: ['generate', site.run, 'a', '--out', site.recipe], '--out: .*not a folder'),

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from xxhash import xxh3_128_hexdigest
 from diffusion.errors import UserError
 from diffusion.evaluation.image_sheet import to_images
 from diffusion.loggers import status_line
-from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.storage.atomic import atomic_folder, write_atomically
 
 log = logging.getLogger(__name__)
@@ -38,6 +37,7 @@ class Sampling:
         negative_prompt: Prompt that guidance moves away from.
         size: Height and width in pixels; None for those of the model.
         seed: Seed of the first image; each further image has the next one.
+        guidance_rescale: Strength of rescaling the guided prediction, from 0 to 1.
         batch_size: Images that are generated at once. It is part of the settings, since it changes the last bits.
     """
 
@@ -47,7 +47,27 @@ class Sampling:
     negative_prompt: str = ''
     size: tuple[int, int] | None = None
     seed: int = 0
+    guidance_rescale: float = 0.0
     batch_size: int = 32
+
+
+class ImageGenerator(Protocol):
+    """Model that generates images from prompts, such as a `LatentDiffusion` or an exported pipeline."""
+
+    def generate(
+        self,
+        prompts: Sequence[str],
+        *,
+        negative_prompt: str,
+        seeds: Sequence[int],
+        size: tuple[int, int] | None,
+        num_inference_steps: int,
+        guidance_scale: float,
+        guidance_rescale: float,
+        noise_scheduler: str,
+    ) -> Tensor:
+        """Generate one image per prompt, as `LatentDiffusion.generate` does."""
+        ...
 
 
 class GeneratedImages:
@@ -95,7 +115,7 @@ class GeneratedImages:
         """Return the file of the image of a prompt."""
         return self._batch_folder(index // self.sampling.batch_size) / f'{index:06d}.png'
 
-    def own_batches(self, model: LatentDiffusion, *, together: bool = False) -> Iterator[tuple[range, list[Tensor]]]:
+    def own_batches(self, model: ImageGenerator, *, together: bool = False) -> Iterator[tuple[range, list[Tensor]]]:
         """Yield the indices and images, uint8 [3, H, W], of each batch of this rank; generate those that are missing.
 
         Args:
@@ -146,7 +166,7 @@ class GeneratedImages:
                 'write to another one'
             )
 
-    def _generated(self, model: LatentDiffusion, indices: range) -> Tensor:
+    def _generated(self, model: ImageGenerator, indices: range) -> Tensor:
         """Return the images of prompts, float [B, 3, H, W]."""
         sampling = self.sampling
         return model.generate(
@@ -156,6 +176,7 @@ class GeneratedImages:
             size=sampling.size,
             num_inference_steps=sampling.num_inference_steps,
             guidance_scale=sampling.guidance_scale,
+            guidance_rescale=sampling.guidance_rescale,
             noise_scheduler=sampling.noise_scheduler,
         )
 

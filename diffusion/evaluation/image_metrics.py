@@ -16,7 +16,7 @@ from diffusion.evaluation.feature_networks import FeatureNetwork
 from diffusion.evaluation.gather import RaiseTogether, from_rank_zero, gather_rows
 from diffusion.evaluation.generated_images import GeneratedImages, Sampling
 from diffusion.evaluation.metrics import DISTANCES, build_network
-from diffusion.evaluation.prompts import Prompt, caption_prompts, categories, own_prompts, read_prompts
+from diffusion.evaluation.prompts import OWN, Prompt, caption_prompts, categories, own_prompts, read_prompts
 from diffusion.evaluation.reference_images import DatasetImages, FolderImages, ReferenceFeatures, ReferenceImages
 from diffusion.evaluation.scorer_layouts import LAYOUTS
 from diffusion.evaluation.text_image_scores import TextImageScore
@@ -24,8 +24,6 @@ from diffusion.launch.evaluation_claims import EVALUATIONS
 
 log = logging.getLogger(__name__)
 
-OWN = 'own'
-"""Value of `prompts` for the prompts of this package."""
 AREA_TOLERANCE = 1.25
 """Largest ratio of the areas of generated and reference images; the images of aspect ratio buckets differ by less."""
 

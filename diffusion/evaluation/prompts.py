@@ -5,11 +5,15 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from diffusion.data.caption_choice import captions_of
-from diffusion.data.streams import BucketedDataset
 from diffusion.errors import UserError
+
+if TYPE_CHECKING:
+    from diffusion.data.streams import BucketedDataset
+
+OWN = 'own'
+"""Name of the prompts of this package where a file of prompts can be given."""
 
 OWN_PROMPTS = Path(__file__).with_name('prompts.csv')
 """120 prompts in 12 categories, such as colors, counting and text."""
@@ -67,7 +71,7 @@ def read_prompts(file: Path, column: str | None = None) -> list[Prompt]:
     return prompts
 
 
-def caption_prompts(dataset: BucketedDataset, count: int) -> list[Prompt]:
+def caption_prompts(dataset: 'BucketedDataset', count: int) -> list[Prompt]:
     """Return the first captions of images that are evenly spread over a dataset.
 
     Args:
@@ -77,6 +81,9 @@ def caption_prompts(dataset: BucketedDataset, count: int) -> list[Prompt]:
     Raises:
         UserError: The dataset has fewer images.
     """
+    # Files of prompts are read without importing torch, which this needs.
+    from diffusion.data.caption_choice import captions_of
+
     if count > int(dataset.size):
         raise UserError(f'{count} prompts are more than the {dataset.size} images of the dataset; use at most that')
     chosen = (index * int(dataset.size) // count for index in range(count))

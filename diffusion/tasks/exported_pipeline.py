@@ -21,49 +21,90 @@ from diffusion.models.sampler import scheduler_class
 from diffusion.tasks.argument_checks import is_flow_scheduler, lora_file, missing_parts
 
 
+class ExportedPipeline:
+    """Exported pipeline of diffusers that generates images as a `LatentDiffusion` does, up to rounding.
+
+    Args:
+        folder: Folder of the pipeline.
+        lora: Exported LoRA to add, a file or a folder.
+    """
+
+    def __init__(self, folder: Path, *, lora: Path | None = None) -> None:
+        diffusers.utils.logging.disable_progress_bar()
+        with warnings.catch_warnings():
+            # A base class of diffusers 0.39 that is of no use to a PRXPipeline announces its removal.
+            warnings.filterwarnings('ignore', message='`LoraLoaderMixin` is deprecated')
+            # low_cpu_mem_usage needs accelerate, which is not a dependency; diffusers warns if it is not turned off.
+            self._pipeline: Any = DiffusionPipeline.from_pretrained(
+                folder,
+                local_files_only=True,
+                low_cpu_mem_usage=False,
+                use_safetensors=True,  # unpickling the file of somebody else could run any code
+                **dict.fromkeys(missing_parts(folder)),
+            )
+        if lora is not None:
+            file = lora_file(lora)
+            self._pipeline.load_lora_weights(file.parent, weight_name=file.name)
+        self._device = 'cuda' if torch.cuda.is_available() else 'cpu'
+        self._pipeline.to(self._device)
+        self._pipeline.set_progress_bar_config(disable=True)
+
+    @property
+    def noise_scheduler(self) -> str:
+        """Class of the noise scheduler that the export names."""
+        return type(self._pipeline.scheduler).__name__
+
+    def generate(
+        self,
+        prompts: Sequence[str],
+        *,
+        negative_prompt: str = '',
+        seeds: Sequence[int],
+        size: tuple[int, int] | None = None,
+        num_inference_steps: int = 50,
+        guidance_scale: float = 7.5,
+        guidance_rescale: float = 0.0,
+        noise_scheduler: str,
+    ) -> Tensor:
+        """Generate one image per prompt, float32 [B, 3, height, width] in [0, 1].
+
+        Equal seeds start from the same noise as with a checkpoint. The arguments are those of
+        `LatentDiffusion.generate`; an export takes neither a size nor a guidance rescale.
+        """
+        assert size is None and guidance_rescale == 0
+        pipeline, prompts = self._pipeline, list(prompts)
+        if noise_scheduler != self.noise_scheduler:
+            pipeline.scheduler = scheduler_like(pipeline.scheduler, noise_scheduler)
+        noise = draws_for(seeds, seed=0, device=self._device).normal(Purpose.SAMPLING, noise_shape(pipeline))
+        settings = call_settings(pipeline, negative=negative_prompt, guidance=guidance_scale)
+        settings['num_inference_steps'] = num_inference_steps
+        is_prx, is_pixels = (type(pipeline).__name__ == name for name in ('PRXPipeline', 'PRXPixelPipeline'))
+        if is_pixels:
+            # The pipeline scales the noise that it draws itself, but not `latents`.
+            noise = noise * pipeline.config.noise_scale
+        # Guidance fails in diffusers' pipelines of PRX for more than one prompt.
+        step = 1 if is_prx or is_pixels else len(prompts)
+        groups = [slice(first, first + step) for first in range(0, len(prompts), step)]
+        images = torch.cat([_draw(pipeline, prompts[group], seeds[group], noise[group], settings) for group in groups])
+        return (images / 2 + 0.5).clamp(0, 1) if is_pixels else images  # this pipeline returns pixels in [-1, 1]
+
+
 def draw_with_export(folder: Path, args: argparse.Namespace) -> Tensor:
     """Generate one image per prompt with an exported pipeline, float32 [B, 3, height, width] in [0, 1].
-
-    Equal seeds start from the same noise as with a checkpoint.
 
     Args:
         folder: Folder of the pipeline.
         args: Arguments of `diffusion generate`, which `check_generate` has checked.
     """
-    diffusers.utils.logging.disable_progress_bar()
-    with warnings.catch_warnings():
-        # A base class of diffusers 0.39 that is of no use to a PRXPipeline announces its removal.
-        warnings.filterwarnings('ignore', message='`LoraLoaderMixin` is deprecated')
-        # low_cpu_mem_usage needs accelerate, which is not a dependency; diffusers warns if it is not turned off.
-        pipeline: Any = DiffusionPipeline.from_pretrained(
-            folder,
-            local_files_only=True,
-            low_cpu_mem_usage=False,
-            use_safetensors=True,  # unpickling the file of somebody else could run any code
-            **dict.fromkeys(missing_parts(folder)),
-        )
-    if args.lora is not None:
-        file = lora_file(Path(args.lora))
-        pipeline.load_lora_weights(file.parent, weight_name=file.name)
-    device = 'cuda' if torch.cuda.is_available() else 'cpu'
-    pipeline = pipeline.to(device)
-    pipeline.set_progress_bar_config(disable=True)
-    if args.scheduler is not None:
-        pipeline.scheduler = scheduler_like(pipeline.scheduler, args.scheduler)
-    prompts: list[str] = list(args.prompts)
-    seeds = range(args.seed, args.seed + len(prompts))
-    noise = draws_for(seeds, seed=0, device=device).normal(Purpose.SAMPLING, noise_shape(pipeline))
-    settings = call_settings(pipeline, negative=args.negative, guidance=7.5 if args.guidance is None else args.guidance)
-    settings['num_inference_steps'] = 50 if args.steps is None else args.steps
-    is_prx, is_pixels = (type(pipeline).__name__ == name for name in ('PRXPipeline', 'PRXPixelPipeline'))
-    if is_pixels:
-        # The pipeline scales the noise that it draws itself, but not `latents`.
-        noise = noise * pipeline.config.noise_scale
-    # Guidance fails in diffusers' pipelines of PRX for more than one prompt.
-    size = 1 if is_prx or is_pixels else len(prompts)
-    groups = [slice(first, first + size) for first in range(0, len(prompts), size)]
-    images = torch.cat([_draw(pipeline, prompts[group], seeds[group], noise[group], settings) for group in groups])
-    return (images / 2 + 0.5).clamp(0, 1) if is_pixels else images  # this pipeline returns pixels in [-1, 1]
+    pipeline = ExportedPipeline(folder, lora=None if args.lora is None else Path(args.lora))
+    return pipeline.generate(
+        args.prompts,
+        negative_prompt=args.negative,
+        seeds=range(args.seed, args.seed + len(args.prompts)),
+        num_inference_steps=50 if args.steps is None else args.steps,
+        guidance_scale=7.5 if args.guidance is None else args.guidance,
+        noise_scheduler=args.scheduler or pipeline.noise_scheduler,
+    )
 
 
 def _draw(pipeline: Any, prompts: list[str], seeds: Sequence[int], noise: Tensor, settings: dict[str, Any]) -> Tensor:

@@ -1,0 +1,119 @@
+"""Images of one side of a comparison, read from a folder in which numbers match images with prompts."""
+
+import contextlib
+import io
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from PIL import Image, ImageCms
+from xxhash import xxh3_128_hexdigest
+
+from diffusion.errors import UserError
+
+IMAGE_ENDINGS = ('.png', '.jpg', '.jpeg', '.webp')
+MANIFEST = 'images.json'
+"""Manifest of images that `diffusion evaluate` has generated; `generated_images.MANIFEST`, which needs torch."""
+_LEADING, _TRAILING = re.compile(r'^\d+'), re.compile(r'\d+$')
+
+
+def has_images(folder: Path) -> bool:
+    """Return True if a folder has image files, or images that `diffusion evaluate` has generated."""
+    return folder.is_dir() and bool(_image_files(folder))
+
+
+def numbered_images(folder: Path, prompts: Sequence[str]) -> list[Path]:
+    """Return the image file of each prompt.
+
+    The number is at the start of a file's name, such as `00012-a-red-cube.png`, or else at its end. Numbers are
+    consecutive, and may start anywhere.
+
+    Args:
+        folder: Folder of the images; one of `diffusion generate`, or one below `evaluations/` in a run's folder.
+        prompts: The prompts.
+
+    Raises:
+        UserError: Files have no number or the same, numbers are missing, there are more or fewer images than prompts,
+            or images were generated for other prompts.
+    """
+    _check_manifest(folder, prompts)
+    by_number: dict[int, Path] = {}
+    for file in _image_files(folder):
+        found = _LEADING.search(file.stem) or _TRAILING.search(file.stem)
+        if found is None:
+            raise UserError(f'{file}: has no number that says which prompt it is for; name it such as 00012.png')
+        if (other := by_number.setdefault(int(found[0]), file)) != file:
+            raise UserError(f'{other} and {file}: have the same number; remove one of them')
+    if len(by_number) != len(prompts):
+        raise UserError(
+            f'{folder}: has {len(by_number)} images for {len(prompts)} prompts; give one image per prompt, in their '
+            'order'
+        )
+    first = min(by_number)
+    missing = [number for number in range(first, first + len(prompts)) if number not in by_number]
+    if missing:
+        raise UserError(f'{folder}: has no image number {missing[0]}; number the images in the order of the prompts')
+    files = [by_number[first + index] for index in range(len(prompts))]
+    for index, (file, prompt) in enumerate(zip(files, prompts, strict=True)):
+        if (own := _prompt_of(file)) is not None and own != prompt:
+            raise UserError(
+                f'{file}: was generated for {own[:60]!r}, but prompt {index + 1} is {prompt[:60]!r}; give the prompts '
+                'that these images were generated for'
+            )
+    return files
+
+
+def _image_files(folder: Path) -> list[Path]:
+    paths = [*folder.iterdir(), *(folder.glob('batch-*/*') if (folder / MANIFEST).is_file() else ())]
+    return sorted(path for path in paths if path.suffix.lower() in IMAGE_ENDINGS and path.is_file())
+
+
+def _check_manifest(folder: Path, prompts: Sequence[str]) -> None:
+    """Raise UserError if `diffusion evaluate` has generated the images of a folder for other prompts."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding='utf-8'))
+    except FileNotFoundError:
+        return
+    except ValueError as error:
+        raise UserError(f'{folder / MANIFEST}: is not JSON ({error}); remove the folder') from error
+    digest = xxh3_128_hexdigest(json.dumps(list(prompts)).encode())
+    if not isinstance(manifest, dict) or manifest.get('prompts') != digest:
+        raise UserError(f'{folder}: its images were generated for other prompts; give the same prompts')
+
+
+def _prompt_of(file: Path) -> str | None:
+    """Return the prompt that a PNG of `diffusion evaluate` was generated for; None for other files."""
+    if file.suffix.lower() != '.png':
+        return None
+    try:
+        with Image.open(file) as image:
+            # Other programs write other things under the key `prompt`.
+            found = image.info.get('prompt') if 'guidance_scale' in image.info else None
+    except (OSError, SyntaxError, ValueError) as error:
+        raise UserError(f'{file}: cannot be read as an image ({error}); replace it') from error
+    return found if isinstance(found, str) else None
+
+
+def read_image(file: Path) -> Image.Image:
+    """Read an image: upright, in RGB with the colors of sRGB, transparency over white, and without metadata.
+
+    Raises:
+        UserError: It is not an image, or a damaged one.
+    """
+    # Decoding needs torch's package of transforms, and the checks above must not wait for its import.
+    from diffusion.data.transforms import Undecodable, decode
+
+    content = file.read_bytes()
+    try:
+        image = decode(content)
+    except Undecodable as error:
+        raise UserError(f'{file}: cannot be read as an image ({error}); replace it') from error
+    profile = image.info.get('icc_profile')
+    if profile:
+        # A damaged profile, or one of another color space, is ignored, as browsers do.
+        with contextlib.suppress(ImageCms.PyCMSError, OSError):
+            image = ImageCms.profileToProfile(image, io.BytesIO(profile), ImageCms.createProfile('sRGB'))
+    assert image is not None, 'profileToProfile returns None only for inPlace'
+    image.info.clear()
+    return image

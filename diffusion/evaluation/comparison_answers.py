@@ -1,0 +1,157 @@
+"""Answers of people to a comparison page: reading, checking and joining the files that the page writes."""
+
+import json
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diffusion.errors import UserError
+from diffusion.evaluation.comparison_key import SIDES
+
+log = logging.getLogger(__name__)
+
+QUESTIONS = {'quality': 'image quality', 'alignment': 'prompt alignment'}
+"""Questions about each pair of images, by the name that answers use."""
+CHOICES = (*SIDES, 'tie')
+MAX_FAILED_CHECKS = 0.2
+"""Fraction of attention checks that a person may fail and still count."""
+MAX_BYTES = 2**22
+"""Size of a file of answers: 4 MiB, thousands of pairs."""
+_RATER = re.compile(r'[0-9a-f]{16}')
+_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Answer to a question about a pair.
+
+    Args:
+        pair: Index of the pair in the comparison.
+        question: Key of `QUESTIONS`.
+        choice: `first` or `second` image of the pair, as stored, or `tie`; not its side on the screen.
+        rater: Identifier of the person, 16 hex digits.
+    """
+
+    pair: int
+    question: str
+    choice: str
+    rater: str
+
+
+def checksum(text: str) -> str:
+    """Return FNV-1a of a text in UTF-8, 64 bits as 16 hex digits, which the page computes too.
+
+    It finds files that were edited or cut. It is no defense against a person who wants to deceive.
+    """
+    value = 0xCBF29CE484222325
+    for byte in text.encode():
+        value = ((value ^ byte) * 0x100000001B3) & _MASK
+    return f'{value:016x}'
+
+
+def answers_json(comparison: str, rater: str, answers: Iterable[Answer]) -> str:
+    """Return the content of a file of answers, as the page writes it."""
+    rows = [{'pair': each.pair, 'question': each.question, 'choice': each.choice} for each in answers]
+    content = {'comparison': comparison, 'rater': rater, 'answers': rows}
+    return json.dumps(content | {'checksum': checksum(_canonical(content))}, indent=1) + '\n'
+
+
+def _canonical(content: Mapping[str, Any]) -> str:
+    """Return the text whose checksum the page writes: comparison, person and answers, in this order."""
+    lines = [str(content['comparison']), str(content['rater'])]
+    lines += [f'{each["pair"]} {each["question"]} {each["choice"]}' for each in content['answers']]
+    return '\n'.join(lines)
+
+
+def parse_answers(text: str | bytes, where: str, comparison: str, pairs: int) -> list[Answer]:
+    """Return the answers in the content of a file.
+
+    Args:
+        text: Content of the file.
+        where: Its name, for messages.
+        comparison: Identifier of the comparison, from its key.
+        pairs: Number of pairs of the comparison, attention checks included.
+
+    Raises:
+        UserError: It is not a file of answers, is of another comparison, was changed, or has an answer twice.
+    """
+    try:
+        content = json.loads(text)
+        rater, rows = content['rater'], content['answers']
+        found = [Answer(each['pair'], each['question'], each['choice'], rater) for each in rows]
+        own, stated, expected = content['comparison'], content['checksum'], checksum(_canonical(content))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(
+            f'{where}: is not a file of answers as the page writes it ({type(error).__name__}); ask its author for the '
+            'original'
+        ) from error
+    if own != comparison:
+        raise UserError(f'{where}: answers comparison {str(own)[:40]!r}, not {comparison!r}; give the key of that one')
+    if stated != expected:
+        raise UserError(f'{where}: was changed after the page had written it; ask its author for the original')
+    if not isinstance(rater, str) or not _RATER.fullmatch(rater):
+        raise UserError(f'{where}: its rater {str(rater)[:40]!r} is not one that the page makes; remove the file')
+    seen = set()
+    for answer in found:
+        # JSON has True, 1.0 and "1" too, which the comparisons would take for 1.
+        known = type(answer.pair) is int and type(answer.question) is str and type(answer.choice) is str
+        known = known and answer.question in QUESTIONS and answer.choice in CHOICES
+        if not known or not 0 <= answer.pair < pairs:
+            asked = f'{str(answer.question)[:40]!r} of pair {str(answer.pair)[:40]} by {str(answer.choice)[:40]!r}'
+            raise UserError(f'{where}: answers {asked}, which the page does not ask; remove the file')
+        if (answer.pair, answer.question) in seen:
+            raise UserError(f'{where}: answers the {answer.question} of pair {answer.pair} twice; remove the file')
+        seen.add((answer.pair, answer.question))
+    return found
+
+
+def read_answers(files: Sequence[Path], comparison: str, pairs: int) -> list[Answer]:
+    """Read files of answers; of two files of one person, the one that continues the other counts.
+
+    Raises:
+        UserError: A file cannot be used, or two files of one person contradict each other.
+    """
+    by_rater: dict[str, tuple[Path, set[Answer]]] = {}
+    for file in files:
+        try:
+            if file.stat().st_size > MAX_BYTES:
+                raise UserError(f'{file}: has more than {MAX_BYTES} bytes, so it is not a file of answers; remove it')
+            found = set(parse_answers(file.read_bytes(), str(file), comparison, pairs))
+        except OSError as error:
+            raise UserError(f'{file}: cannot be read ({error.strerror}); give files of answers') from error
+        if not found:
+            log.warning('%s: has no answers', file)
+            continue
+        rater = next(iter(found)).rater
+        other, earlier = by_rater.get(rater, (file, set()))
+        if not (earlier <= found or found <= earlier):
+            raise UserError(f'{other} and {file}: have different answers of one person; remove the older one')
+        if earlier:
+            log.warning('%s and %s: are of one person; the longer one counts', other, file)
+        by_rater[rater] = (file, found) if len(found) >= len(earlier) else (other, earlier)
+    questions = list(QUESTIONS)
+    return [
+        answer
+        for _, found in by_rater.values()
+        for answer in sorted(found, key=lambda each: (each.pair, questions.index(each.question)))
+    ]
+
+
+def failed_checks(answers: Iterable[Answer], damaged: Mapping[int, str]) -> dict[str, float]:
+    """Return the fraction of attention checks that each person failed, for those who saw any.
+
+    A person fails a check by not preferring the intact image in quality.
+
+    Args:
+        answers: Answers of all persons.
+        damaged: Image, `first` or `second`, that is damaged in each pair that is an attention check.
+    """
+    seen: dict[str, list[bool]] = {}
+    for answer in answers:
+        if answer.pair in damaged and answer.question == 'quality':
+            good = 'second' if damaged[answer.pair] == 'first' else 'first'
+            seen.setdefault(answer.rater, []).append(answer.choice != good)
+    return {rater: sum(failed) / len(failed) for rater, failed in seen.items()}

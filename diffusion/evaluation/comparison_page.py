@@ -1,0 +1,106 @@
+"""Builder of the comparison page: one HTML file with all images, which does not tell the model of an image.
+
+Images of both models are re-encoded in the same way from their pixels alone, at one size per pair: no metadata, file
+name or file format is left that would tell them apart.
+"""
+
+import base64
+import io
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from diffusion.errors import UserError
+from diffusion.evaluation.comparison_key import SIDES, Pair
+
+TEMPLATE = Path(__file__).parent / 'assets' / 'comparison.html'
+PAGE = 'index.html'
+"""Name of the page's file."""
+JPEG_QUALITY = 92
+"""Quality of the images, for both models alike; colors are not subsampled."""
+MAX_ASPECT_RATIO_ERROR = 0.02
+"""Relative difference of the aspect ratios of two images that are stretched to one size."""
+MOSAIC_CELLS = 14
+"""Cells along the longer side of a damaged image."""
+
+ImagesOf = Callable[[int], tuple[Image.Image, Image.Image]]
+"""Function from the index of a prompt to the RGB images of A and B."""
+
+
+def page_chunks(comparison: str, pairs: Sequence[Pair], images: ImagesOf) -> Iterator[str]:
+    """Yield the HTML of a page in parts, so that only the images of one pair are in memory.
+
+    Args:
+        comparison: Identifier of the comparison.
+        pairs: Pairs of images, in the order in which the page stores them.
+        images: Function that returns the images of a prompt.
+
+    Raises:
+        UserError: The two images of a prompt have different aspect ratios.
+    """
+    before, after = TEMPLATE.read_text(encoding='utf-8').split('__DATA__')
+    yield f'{before}{{"comparison":{_json(comparison)},"pairs":['
+    for number, pair in enumerate(pairs):
+        first, second = pair_images(pair, *images(pair.prompt))
+        content = {'prompt': pair.text, 'width': first.width, 'height': first.height}
+        content |= {'first': data_uri(first), 'second': data_uri(second)}
+        yield (',' if number else '') + _json(content)
+    yield f']}}{after}'
+
+
+def pair_images(pair: Pair, a: Image.Image, b: Image.Image) -> tuple[Image.Image, Image.Image]:
+    """Return the first and the second image of a pair, of one size.
+
+    Args:
+        pair: The pair.
+        a: Image of A for its prompt.
+        b: Image of B.
+    """
+    a, b = at_one_size(a, b, where=f'prompt {pair.prompt + 1} ({pair.text[:60]!r})')
+    if pair.a is not None:
+        return (a, b) if pair.a == 'first' else (b, a)
+    intact = a if pair.source == 'a' else b
+    first, second = (damaged_copy(intact) if side == pair.damaged else intact for side in SIDES)
+    return first, second
+
+
+def at_one_size(a: Image.Image, b: Image.Image, *, where: str) -> tuple[Image.Image, Image.Image]:
+    """Enlarge the smaller of two images to the size of the other one.
+
+    Raises:
+        UserError: They have different aspect ratios.
+    """
+    if abs(a.width * b.height / (a.height * b.width) - 1) > MAX_ASPECT_RATIO_ERROR:
+        raise UserError(
+            f'{where}: A has {a.width} x {a.height} pixels and B {b.width} x {b.height}; people would tell them by '
+            'their shape: crop the images to one aspect ratio'
+        )
+    size = max(a.size, b.size, key=lambda sides: sides[0] * sides[1])
+    # Otherwise the size of an image would tell its model.
+    enlarged = [each if each.size == size else each.resize(size, Image.Resampling.LANCZOS) for each in (a, b)]
+    return enlarged[0], enlarged[1]
+
+
+def damaged_copy(image: Image.Image) -> Image.Image:
+    """Return an image for an attention check: a coarse mosaic with noise, in which the motif is barely visible."""
+    scale = MOSAIC_CELLS / max(image.size)
+    cells = image.resize([max(1, round(side * scale)) for side in image.size], Image.Resampling.BOX)
+    noise = np.random.default_rng(0).normal(0, 40, (cells.height, cells.width, 3))
+    pixels = (np.asarray(cells) * 0.6 + 40 + noise).clip(0, 255).astype(np.uint8)
+    return Image.fromarray(pixels).resize(image.size, Image.Resampling.NEAREST)
+
+
+def data_uri(image: Image.Image) -> str:
+    """Return an RGB image as the data URI of a JPEG without metadata."""
+    buffer = io.BytesIO()
+    # A new image, since Pillow would write the comment and the profile in `info`.
+    Image.fromarray(np.asarray(image)).save(buffer, 'JPEG', quality=JPEG_QUALITY, subsampling=0)
+    return 'data:image/jpeg;base64,' + base64.b64encode(buffer.getvalue()).decode()
+
+
+def _json(content: object) -> str:
+    """Return JSON that can stand inside of a script element."""
+    return json.dumps(content, separators=(',', ':')).replace('<', '\\u003c')

@@ -1,0 +1,187 @@
+"""HTTP server that serves one comparison page and collects its answers, one file per person.
+
+It serves nothing else, reads no path from a request, and takes no request without the token of the comparison.
+"""
+
+import hmac
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+from diffusion.errors import UserError
+from diffusion.evaluation.comparison_answers import MAX_BYTES, QUESTIONS, Answer, answers_json, parse_answers
+from diffusion.evaluation.comparison_key import ComparisonKey
+from diffusion.storage.atomic import write_atomically
+
+log = logging.getLogger(__name__)
+
+MAX_RATERS = 10_000
+"""Number of persons whose answers are taken, so that nobody with the token can fill the disk."""
+TIMEOUT_SECONDS = 30.0
+"""Time in which a request must arrive."""
+
+
+class Refused(Exception):
+    """Refusal of a request, with the HTTP status and the text for the person who answers."""
+
+    def __init__(self, status: HTTPStatus, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class AnswerFolder:
+    """Folder of the answers of a comparison, one file per person, named by the page's random identifier of the person.
+
+    Args:
+        folder: The folder, which is created with the first answers.
+        key: Key of the comparison.
+    """
+
+    def __init__(self, folder: Path, key: ComparisonKey) -> None:
+        self.folder, self.key = folder, key
+        self._lock = threading.Lock()
+
+    def save(self, body: bytes) -> None:
+        """Check answers that a page has sent, and write them; they replace fewer or as many of the same person.
+
+        Raises:
+            Refused: They cannot be used, or would remove answers that the person has sent before.
+        """
+        try:
+            answers = self._parse(body, 'these answers')
+        except UserError as error:
+            raise Refused(HTTPStatus.BAD_REQUEST, str(error)) from error
+        if not answers:
+            raise Refused(HTTPStatus.BAD_REQUEST, 'these answers are empty')
+        rater = answers[0].rater  # 16 hex digits, so that the path stays in the folder
+        path = self.folder / f'{rater}.json'
+        with self._lock:
+            before = 0
+            if path.exists():
+                with suppress(UserError):  # a file that somebody has changed is replaced
+                    before = len(self._parse(path.read_bytes(), str(path)))
+                if before > len(answers):
+                    raise Refused(HTTPStatus.CONFLICT, 'more answers of yours were saved before; they are kept')
+            elif len(self.files()) >= MAX_RATERS:
+                raise Refused(HTTPStatus.INSUFFICIENT_STORAGE, f'{MAX_RATERS} persons have answered already')
+            try:
+                write_atomically(path, answers_json(self.key.comparison, rater, answers))
+            except OSError as error:
+                log.error('%s: cannot be written (%s)', path, error.strerror)
+                text = f'the server could not write them ({error.strerror})'
+                raise Refused(HTTPStatus.INTERNAL_SERVER_ERROR, text) from error
+        total = len(QUESTIONS) * len(self.key.pairs)
+        if before == 0 or before < total == len(answers):  # a page sends its answers after every pair
+            log.info('%s: %d of %d answers', rater, len(answers), total)
+
+    def files(self) -> list[Path]:
+        """Return the files of answers."""
+        return sorted(self.folder.glob('*.json'))
+
+    def _parse(self, body: bytes, where: str) -> list[Answer]:
+        return parse_answers(body, where, self.key.comparison, len(self.key.pairs))
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: object, client_address: object) -> None:
+        # A browser that closes its connection is no error; the base class would print its traceback.
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
+
+def make_server(page: bytes, answers: AnswerFolder, *, host: str, port: int) -> ThreadingHTTPServer:
+    """Return a server that is bound to its address; `serve_forever` serves.
+
+    Args:
+        page: HTML of the comparison page.
+        answers: Folder that keeps the answers.
+        host: Address to bind; `0.0.0.0` for all of this machine.
+        port: Port; 0 for any that is free.
+
+    Raises:
+        UserError: The address cannot be used.
+    """
+    return bind(host, port, _handler(page, answers))
+
+
+def bind(host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> ThreadingHTTPServer:
+    """Return a server that is bound to an address.
+
+    Args:
+        host: Address to bind.
+        port: Port; 0 for any that is free.
+        handler: Handler of its requests.
+
+    Raises:
+        UserError: The address cannot be used.
+    """
+    try:
+        return _Server((host, port), handler)
+    except OSError as error:
+        problem = f'cannot serve on {host}:{port} ({error.strerror}); use another one, or --host'
+        # Not `from error`: with it, the mistake would count as a fault that may pass.
+        raise UserError(f'--port: {problem}') from None
+
+
+def _handler(page: bytes, answers: AnswerFolder) -> type[BaseHTTPRequestHandler]:
+    """Return the handler of the requests for a page."""
+
+    class Handler(BaseHTTPRequestHandler):
+        server_version, sys_version = 'comparison', ''
+        timeout = TIMEOUT_SECONDS
+
+        def do_GET(self) -> None:
+            self._reply(self._page)
+
+        def do_POST(self) -> None:
+            self._reply(self._save)
+
+        def _page(self) -> tuple[str, bytes]:
+            self._check_token()
+            if urlsplit(self.path).path != '/':
+                raise Refused(HTTPStatus.NOT_FOUND, 'there is only one page, at /')
+            return 'text/html; charset=utf-8', page
+
+        def _save(self) -> tuple[str, bytes]:
+            self._check_token()
+            if urlsplit(self.path).path != '/answers':
+                raise Refused(HTTPStatus.NOT_FOUND, 'answers go to /answers')
+            length = self.headers.get('Content-Length', '')
+            if not (length.isascii() and length.isdecimal()):
+                raise Refused(HTTPStatus.LENGTH_REQUIRED, 'the length of the answers is missing')
+            if len(length) > 12 or int(length) > MAX_BYTES:
+                raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f'answers have at most {MAX_BYTES} bytes')
+            answers.save(self.rfile.read(int(length)))
+            return 'text/plain; charset=utf-8', b'saved'
+
+        def _check_token(self) -> None:
+            given = parse_qs(urlsplit(self.path).query).get('token', [''])[0]
+            if not hmac.compare_digest(given.encode('utf-8', 'replace'), answers.key.token.encode()):
+                raise Refused(HTTPStatus.FORBIDDEN, 'this link is incomplete or of another page; ask for a new one')
+
+        def _reply(self, respond: Callable[[], tuple[str, bytes]]) -> None:
+            status = HTTPStatus.OK
+            try:
+                kind, body = respond()
+            except Refused as refused:
+                status, kind, body = refused.status, 'text/plain; charset=utf-8', str(refused).encode()
+                self.close_connection = True
+                log.warning('refused a request of %s: %s', self.client_address[0], refused)
+            self.send_response(status)
+            headers = {'Content-Type': kind, 'Content-Length': str(len(body)), 'Cache-Control': 'no-store'}
+            headers |= {'X-Content-Type-Options': 'nosniff', 'Referrer-Policy': 'no-referrer', 'Connection': 'close'}
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Write nothing: the base class prints addresses, which have the token."""
+
+    return Handler

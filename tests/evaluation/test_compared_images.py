@@ -1,0 +1,105 @@
+"""Folders of images as one side of a comparison: matched with prompts by number, and read as browsers show them."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageCms, PngImagePlugin
+
+from diffusion.errors import UserError
+from diffusion.evaluation.compared_images import has_images, numbered_images, read_image
+from diffusion.evaluation.generated_images import MANIFEST, GeneratedImages, Sampling
+
+PROMPTS = ['a cat', 'a dog', 'a fox']
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_files(*names, **text):
+        info = PngImagePlugin.PngInfo()
+        for key, value in text.items():
+            info.add_itxt(key, value)
+        for name in names:
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            options: dict[str, Any] = {'pnginfo': info} if path.suffix == '.png' else {}
+            Image.new('RGB', (8, 8)).save(path, **options)
+        return tmp_path
+
+    return write_files
+
+
+@pytest.mark.parametrize(
+    'names',
+    [
+        ['00017-a-cat.png', '00018-a-dog.png', '00019-a-fox-9.png'],  # of `diffusion generate`, by their seeds
+        ['1.jpg', '2.webp', '3.jpeg'],
+        ['image_9.png', 'image_10.png', 'image_11.png'],
+        ['sd2-0.PNG', 'sd2-1.PNG', 'sd2-2.PNG'],
+    ],
+)
+def test_images_are_in_the_order_of_their_numbers(write, names):
+    folder = write(*names)
+    (folder / 'prompts.txt').touch()
+    assert has_images(folder)
+    assert [path.name for path in numbered_images(folder, PROMPTS)] == names
+
+
+@pytest.mark.parametrize(
+    ('names', 'message'),
+    [
+        (['0.png', '1.png', 'cover.png'], 'cover.png: has no number that says which prompt it is for'),
+        (['0.png', '1.png', '01.jpg', '2.png'], '01.jpg and .*1.png: have the same number; remove one'),
+        (['0.png', '1.png'], 'has 2 images for 3 prompts; give one image per prompt'),
+        (['0.png', '1.png', '2.png', '3.png'], 'has 4 images for 3 prompts'),
+        (['0.png', '1.png', '3.png'], 'has no image number 2; number the images'),
+    ],
+)
+def test_images_that_do_not_match_the_prompts_are_refused(write, names, message):
+    with pytest.raises(UserError, match=message):
+        numbered_images(write(*names), PROMPTS)
+
+
+def test_images_of_other_prompts_are_refused_by_their_text(write):
+    folder = write('0.png', '1.png', '2.png', prompt='{"3": "a workflow of another program"}')
+    assert len(numbered_images(folder, PROMPTS)) == 3
+    write('1.png', prompt='two dogs', guidance_scale='7.5')
+    with pytest.raises(
+        UserError, match="1.png: was generated for 'two dogs', but prompt 2 is 'a dog'; give the prompts"
+    ):
+        numbered_images(folder, PROMPTS)
+
+
+def test_images_of_an_evaluation_are_found_below_their_batches(write, tmp_path):
+    folder = tmp_path / 'guidance-7.5-0123abcd'
+    generated = GeneratedImages(folder, PROMPTS, Sampling(batch_size=2), 'ba1, ema weights')
+    assert not has_images(folder)
+    write(*(str(generated.path(index).relative_to(tmp_path)) for index in range(3)))
+    assert numbered_images(folder, PROMPTS) == [generated.path(index) for index in range(3)]
+    with pytest.raises(UserError, match='its images were generated for other prompts; give the same prompts'):
+        numbered_images(folder, PROMPTS[::-1])
+    (folder / MANIFEST).write_text('{')
+    with pytest.raises(UserError, match='images.json: is not JSON'):
+        numbered_images(folder, PROMPTS)
+
+
+def test_images_are_read_upright_in_srgb_over_white(tmp_path):
+    turned = Image.new('RGB', (8, 4), (200, 30, 30))
+    exif = turned.getexif()
+    exif[0x0112] = 6
+    turned.save(tmp_path / 'turned.jpg', exif=exif)
+    assert read_image(tmp_path / 'turned.jpg').size == (4, 8)
+
+    Image.new('RGBA', (4, 4), (0, 0, 0, 0)).save(tmp_path / 'clear.png')
+    assert np.asarray(read_image(tmp_path / 'clear.png')).min() == 255
+
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile('XYZ')).tobytes()
+    Image.new('RGB', (4, 4), (128, 128, 128)).save(tmp_path / 'xyz.png', icc_profile=profile)
+    Image.new('RGB', (4, 4), (128, 128, 128)).save(tmp_path / 'damaged.png', icc_profile=b'no profile')
+    for name in ('xyz.png', 'damaged.png'):
+        image = read_image(tmp_path / name)
+        assert image.mode == 'RGB' and not image.info
+
+    (tmp_path / 'cut.png').write_bytes((tmp_path / 'clear.png').read_bytes()[:40])
+    with pytest.raises(UserError, match='cut.png: cannot be read as an image .*; replace it'):
+        read_image(tmp_path / 'cut.png')

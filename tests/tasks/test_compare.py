@@ -1,0 +1,367 @@
+"""`diffusion compare` from the command line: images of folders, checkpoints and exports, a page, a server, a result."""
+
+import json
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from evaluation.comparisons import answers_text
+from PIL import Image
+
+from diffusion import cli
+from diffusion.evaluation import compared_images
+from diffusion.evaluation.comparison_key import read_key
+from diffusion.exit_codes import USAGE_ERROR
+from diffusion.tasks import compare
+
+PROMPTS = [f'a {color} square' for color in ('red', 'green', 'blue', 'gray', 'pink', 'black', 'white', 'brown')]
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch) -> Path:
+    """Working folder with images of two models in `a` and `b`, and their prompts in `prompts.txt`."""
+    monkeypatch.chdir(tmp_path)
+    for offset, name in enumerate('ab'):
+        (tmp_path / name).mkdir()
+        for index in range(len(PROMPTS)):
+            Image.new('RGB', (32, 32), (30 * index, 100 * offset, 90)).save(tmp_path / name / f'{index:03}.png')
+    (tmp_path / 'prompts.txt').write_text('\n'.join(PROMPTS))
+    (tmp_path / 'empty.txt').write_text('\n \n')
+    (tmp_path / 'prompts.csv').write_text('id,sentence\n1,a\n')
+    (tmp_path / 'one.txt').write_text('a\n')
+    return tmp_path
+
+
+def run(*words: str | Path) -> int:
+    return cli.main(['compare', *map(str, words)])
+
+
+def build(*words: str | Path, out: str = 'page') -> int:
+    return run('a', 'b', '--prompts', 'prompts.txt', '--out', out, *words)
+
+
+def test_page_answers_and_result(folders, capsys):
+    assert build() == 0
+    said = capsys.readouterr().out
+    assert (
+        'page/index.html: 8 pairs and 2 attention checks' in said and 'Send only this file. Keep page/key.json' in said
+    )
+    assert sorted(path.name for path in Path('page').iterdir()) == ['index.html', 'key.json']
+    key = read_key(Path('page/key.json'))
+    assert (key.a, key.b, key.prompts) == ({'source': 'a'}, {'source': 'b'}, 'prompts.txt')
+    html = Path('page/index.html').read_text()
+    assert key.comparison in html and key.token not in html
+
+    Path('page/answers').mkdir()
+    for number in range(8):
+        Path(f'page/answers/{number}.json').write_text(answers_text(key, number))
+    assert run('--analyze', 'page/answers', '--png', 'result.png') == 0
+    said = capsys.readouterr().out
+    assert 'Image quality: A and B differ; people prefer A. Preference for A is 100.0%' in said
+    assert 'Prompt alignment: A and B differ; people prefer B.' in said
+    assert Path('result.png').stat().st_size > 10_000
+
+    # Answers by hand, beside their key or with --key, in any combination of files.
+    files = [*Path('page/answers').glob('*.json')]
+    assert run('--analyze', *files, 'page/key.json', '--json', '--difference', '10') == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content['questions']['quality']['needed']['difference'] == 0.1
+    shutil.move('page/key.json', 'kept.json')
+    assert run('--analyze', *files, '--key', 'kept.json') == 0
+
+
+def test_limit_takes_evenly_spread_prompts_with_their_images(folders):
+    assert build('--limit', '2', '--checks', '0') == 0
+    assert sorted(pair.text for pair in read_key(Path('page/key.json')).pairs) == sorted([PROMPTS[0], PROMPTS[4]])
+
+
+BAD: dict[str, tuple[list[str], str]] = {
+    'nothing': ([], 'A and B: are missing; give two of run, checkpoint, exported pipeline and folder of images'),
+    'no B': (['a', '--prompts', 'prompts.txt', '--out', 'new'], 'B: is missing; give two of'),
+    'no prompts': (['a', 'b', '--out', 'new'], '--prompts: is missing; add for example --prompts prompts.txt'),
+    'no out': (['a', 'b', '--prompts', 'prompts.txt'], '--out: is missing; add for example --out page'),
+    'A is nowhere': (['nowhere', 'b', '--prompts', 'prompts.txt', '--out', 'new'], 'A: nowhere: does not exist; check'),
+    'B is no model': (
+        ['a', '.', '--prompts', 'prompts.txt', '--out', 'new'],
+        'B: checkpoint: . is not a checkpoint or a',
+    ),
+    'A and B are one folder': (
+        ['a', '../{name}/a', '--prompts', 'prompts.txt', '--out', 'new'],
+        'A and B: are the same (a); name two different ones',
+    ),
+    'prompts are nowhere': (
+        ['a', 'b', '--prompts', 'no.txt', '--out', 'new'],
+        '--prompts: no.txt: does not exist; give',
+    ),
+    'prompts are empty': (['a', 'b', '--prompts', 'empty.txt', '--out', 'new'], '--prompts: empty.txt: has no prompts'),
+    'prompts in another column': (
+        ['a', 'b', '--prompts', 'prompts.csv', '--out', 'new'],
+        '--prompts: prompts.csv line 2: has no column prompt or prompts or caption or text, only id, sentence',
+    ),
+    'wrong column': (
+        ['a', 'b', '--prompts', 'prompts.csv', '--prompt-column', 'text', '--out', 'new'],
+        "has no column 'text', only id, sentence",
+    ),
+    'one prompt': (
+        ['a', 'b', '--prompts', 'one.txt', '--out', 'new'],
+        '--prompts: one prompt gives no confidence interval',
+    ),
+    'images of other prompts': (
+        ['a', 'b', '--prompts', 'own', '--out', 'new'],
+        'A: a: has 8 images for 120 prompts; give one image per prompt',
+    ),
+    'limit': (['a', 'b', '--prompts', 'prompts.txt', '--out', 'new', '--limit', '9'], '--limit: 9 is more than the 8'),
+    'checks': (
+        ['a', 'b', '--prompts', 'prompts.txt', '--out', 'new', '--checks', '9'],
+        '--checks: 9 is more than the 8',
+    ),
+    'steps of images': (
+        ['a', 'b', '--prompts', 'prompts.txt', '--out', 'new', '--steps', '9'],
+        '--steps: A and B are folders of images, so nothing is generated; remove it',
+    ),
+    'out has something': (
+        ['a', 'b', '--prompts', 'prompts.txt', '--out', 'a'],
+        '--out: a is not empty (000.png); give',
+    ),
+    'out is a file': (
+        ['a', 'b', '--prompts', 'prompts.txt', '--out', 'one.txt'],
+        '--out: {folder}/one.txt is not a folder',
+    ),
+    'serve nothing': (['--serve'], '--serve: name the folder of the page, such as --serve page'),
+    'serve another folder': (['--serve', 'a'], '--serve: a has no index.html; build the page with'),
+    'serve A as the folder': (
+        ['a', 'b', '--prompts', 'prompts.txt', '--out', 'new', '--serve', 'page'],
+        "--serve: serves the page that is built, --out; remove 'page'",
+    ),
+    'port without serve': (['--analyze', 'a', '--port', '80'], '--port: needs --serve; add that, or remove it'),
+    'guidance without A and B': (['--serve', 'page', '--guidance', '3'], '--guidance: needs A and B, to build a page'),
+    'key without analyze': (['a', 'b', '--key', 'key.json'], '--key: needs --analyze; add that'),
+    'analyze and build': (
+        ['a', '--analyze', 'x.json'],
+        '--analyze: reads answers and does nothing else; remove A and B',
+    ),
+    'analyze and serve': (
+        ['--serve', 'page', '--analyze', 'x.json'],
+        '--analyze: reads answers and does nothing else; rem',
+    ),
+    'analyze nothing': (['--analyze', 'none.json'], '--key: there is no key.json near none.json; give the one beside'),
+    'difference': (
+        ['--analyze', '.', '--key', 'prompts.txt', '--difference', '50'],
+        '--analyze: . has no files of answers',
+    ),
+}
+
+
+@pytest.mark.parametrize('mistake', BAD)
+def test_mistake_is_one_message_before_anything_is_made(folders, capsys, mistake):
+    words, message = BAD[mistake]
+    assert run(*(word.format(name=folders.name) for word in words)) == USAGE_ERROR
+    error = capsys.readouterr().err
+    assert error.startswith('error: ') and message.format(folder=folders) in error and error.count('\n') <= 3
+    assert not Path('new').exists()
+
+
+def test_mistakes_of_an_analysis_name_the_file(folders, capsys):
+    assert build() == 0 and build(out='other') == 0
+    key, other = (read_key(Path(name, 'key.json')) for name in ('page', 'other'))
+    Path('hers.json').write_text(answers_text(other, 1))
+    Path('mine.json').write_text(answers_text(key, 1))
+    for words, message in [
+        (['hers.json', '--key', 'page/key.json'], f"hers.json: answers comparison '{other.comparison}', not"),
+        (
+            ['mine.json', '--key', 'page/key.json'],
+            '--analyze: image quality: .* at least 2 persons; there are those of 1',
+        ),
+        (['mine.json', '--key', 'prompts.txt'], 'prompts.txt: is not the key.json'),
+        (
+            ['mine.json', '--key', 'page/key.json', '--difference', '50'],
+            '--difference: 50 is out of range; use more than',
+        ),
+        (['mine.json', '--key', 'page/key.json', '--png', 'a'], '--png: a is not the name of a PNG file'),
+        (['mine.json', '--key', 'page/key.json', '--png', 'mine.json/b.png'], '--png: .*mine.json is not a folder'),
+    ]:
+        capsys.readouterr()
+        assert run('--analyze', *words) == USAGE_ERROR
+        assert re.search(message, capsys.readouterr().err), message
+
+
+def test_port_in_use_is_found_before_the_page_is_built(folders, capsys):
+    with socket.create_server(('127.0.0.1', 0)) as other:
+        port = other.getsockname()[1]
+        assert build('--serve', '--port', port, out='new') == USAGE_ERROR
+    assert f'--port: cannot serve on 127.0.0.1:{port} (Address already in use); use another' in capsys.readouterr().err
+    assert not Path('new').exists()
+
+
+def test_comparison_runs_in_one_process(folders, capsys, monkeypatch):
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    assert build(out='new') == USAGE_ERROR
+    assert (
+        'compare: runs in one process; start it as `diffusion compare`, without a launcher' in capsys.readouterr().err
+    )
+
+
+def test_page_is_not_replaced_while_people_may_answer_it(folders, capsys):
+    assert build() == 0
+    before = Path('page/index.html').read_bytes()
+    assert build() == USAGE_ERROR
+    assert '--out: page has a page already, which people may be answering; serve it with' in capsys.readouterr().err
+    assert Path('page/index.html').read_bytes() == before
+    shutil.copy('page/key.json', 'key.json')
+    shutil.rmtree('page')
+    assert build() == 0
+    shutil.copy('key.json', 'page/key.json')
+    assert run('--serve', 'page') == USAGE_ERROR
+    assert '--serve: page/key.json is not the key of page/index.html' in capsys.readouterr().err
+
+
+def test_equal_images_are_refused_and_leave_no_page(folders, capsys):
+    shutil.rmtree('b')
+    shutil.copytree('a', 'b')
+    assert build() == USAGE_ERROR
+    assert 'A and B: have the same images, pixel by pixel; compare two different models' in capsys.readouterr().err
+    assert not Path('page/index.html').exists()
+
+
+def test_some_equal_images_are_reported(folders, caplog):
+    shutil.copy('a/001.png', 'b/001.png')
+    assert build() == 0
+    assert 'the images of A and B are the same for 1 of 8 prompts' in caplog.text
+
+
+def test_server_takes_answers_until_ctrl_c(folders):
+    assert build() == 0
+    key = read_key(Path('page/key.json'))
+    command = [sys.executable, '-m', 'diffusion', 'compare', '--serve', 'page', '--port', '0']
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None and server.stderr is not None
+        lines = [server.stdout.readline() for _ in range(3)]
+        address = lines[1].strip()
+        assert address.startswith('http://127.0.0.1:') and key.token in address
+        with urllib.request.urlopen(address) as page:
+            assert page.read() == Path('page/index.html').read_bytes()
+        body = answers_text(key, 1).encode()
+        with urllib.request.urlopen(address.replace('/?', '/answers?'), data=body) as reply:
+            assert reply.read() == b'saved'
+        server.send_signal(signal.SIGINT)
+        said = server.stdout.read()
+        assert server.wait(20) == 0, server.stderr.read()
+    assert (
+        'Answers of 1 person are in page/answers. Analyze them with:\n  diffusion compare --analyze page/answers'
+        in said
+    )
+    assert [path.read_text() for path in Path('page/answers').iterdir()] == [answers_text(key, 1)]
+
+
+def test_command_runs_without_torch_until_images_are_read(folders):
+    assert build() == 0
+    key = read_key(Path('page/key.json'))
+    for number in (1, 2):
+        Path(f'{number}.json').write_text(answers_text(key, number))
+    program = (
+        'import sys; from diffusion.cli import main; '
+        "statuses = [main(['compare', *words.split()]) for words in sys.argv[1:]]; "
+        "print(statuses, 'torch' in sys.modules, file=sys.stderr)"
+    )
+    uses = [
+        '--analyze 1.json 2.json --key page/key.json',
+        'a b --prompts no.txt --out new',
+        'a . --prompts own --out new',
+    ]
+    done = subprocess.run([sys.executable, '-c', program, *uses], capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines()[-1] == '[0, 2, 2] False'
+
+
+# -- checkpoints and exports --
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory, tiny_recipe, ranks) -> Path:
+    """Folder of a run with checkpoints of batches 1 and 2, beside an export of the latter and a file of prompts."""
+    folder = tmp_path_factory.mktemp('compared')
+    content = tiny_recipe(folder, name='run')
+    content['trainer'] |= {'max_duration': '2ba', 'save_interval': '1ba'}
+    content['optimizer']['lr'] = 0.05  # batches 1 and 2 draw different images
+    content['generate'] = {'num_inference_steps': 2, 'guidance_scale': 3.0, 'guidance_rescale': 0.5}
+    (folder / 'recipe.yaml').write_text(yaml.safe_dump(content))
+    assert ranks.start(1, folder / 'recipe.yaml').wait() == [0]
+    assert cli.main(['export', str(folder / 'run'), '--out', str(folder / 'export')]) == 0
+    (folder / 'prompts.txt').write_text('\n'.join(f'prompt {index}' for index in range(10)))
+    return folder
+
+
+def test_checkpoints_are_compared_with_equal_seeds_and_images_are_kept(trained, tmp_path, monkeypatch):
+    out = tmp_path / 'page'
+    words = [
+        trained / 'run' / 'ba1',
+        trained / 'run',
+        '--prompts',
+        trained / 'prompts.txt',
+        '--out',
+        out,
+        '--seed',
+        '7',
+    ]
+
+    def interrupted(*_) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compare, 'page_chunks', interrupted)
+        assert run(*words) == 130
+    assert not (out / 'index.html').exists()
+    images = sorted(out.glob('images/*/*/*/*.png'))
+    assert len(images) == 20
+    before = {path: path.stat().st_mtime_ns for path in images}
+    shutil.rmtree(images[-1].parent)  # the last batch, with 2 images
+    assert run(*words) == 0
+    assert len(before.keys() & set(out.glob('images/*/*/*/*.png'))) == 20
+    assert sum(path.stat().st_mtime_ns != before[path] for path in before) == 2
+
+    key = read_key(out / 'key.json')
+    assert key.a['source'] == f'{trained}/run/ba1, training weights'
+    assert key.b['source'] == f'{trained}/run/ba2, training weights'
+    sampling = {'num_inference_steps': 2, 'guidance_scale': 3.0, 'guidance_rescale': 0.5, 'seed': 7}
+    for side in (key.a, key.b):
+        assert side['sampling'].items() >= sampling.items()
+    for path in images[:10]:
+        with Image.open(path) as image:
+            assert image.info['seed'] == str(7 + int(path.stem))
+    assert all(name not in (out / 'index.html').read_text() for name in ('ba1,', 'ba2,', str(trained)))
+
+
+def test_export_draws_the_images_of_its_checkpoint(trained, tmp_path):
+    # The export samples with its own settings, so the same are set for both.
+    out = tmp_path / 'page'
+    words = ['--prompts', trained / 'prompts.txt', '--limit', '2', '--steps', '2', '--guidance', '1', '--out', out]
+    assert run(trained / 'export', trained / 'run' / 'ba1', *words) == 0
+    other = tmp_path / 'other'
+    assert run(trained / 'run' / 'ba2', trained / 'run' / 'ba1', *words[:-1], other) == 0
+    for export, checkpoint in zip(
+        sorted(out.glob('images/a/*/*/*')), sorted(other.glob('images/a/*/*/*')), strict=True
+    ):
+        exported, drawn = (np.asarray(compared_images.read_image(path), dtype=int) for path in (export, checkpoint))
+        assert abs(exported - drawn).max() <= 2
+    assert read_key(out / 'key.json').a['source'] == f'{trained}/export, exported'
+
+
+def test_wrong_sampling_is_refused_before_a_model_is_loaded(trained, tmp_path, capsys):
+    words = [trained / 'run' / 'ba1', trained / 'run', '--prompts', trained / 'prompts.txt', '--out', tmp_path / 'new']
+    for options, message in [
+        (['--steps', '0'], '--steps: 0 is out of range; use 1 to 1000'),
+        (['--guidance', 'nan'], '--guidance: nan is out of range'),
+        (['--seed', str(2**32 - 1)], '--seed: 4294967295 is out of range'),
+    ]:
+        assert run(*words, *options) == USAGE_ERROR
+        assert message in capsys.readouterr().err
+    assert run(trained / 'run' / 'ba2', trained / 'run', *words[2:]) == USAGE_ERROR
+    assert 'A and B: are the same (' in capsys.readouterr().err, "ba2 is the run's newest checkpoint"
+    assert not (tmp_path / 'new').exists()

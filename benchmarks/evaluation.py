@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import StableDiffusion3Pipeline
+from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
 from machine import heading, interleaved_medians
 from quickstart_models import RECIPES, environment
 from quickstart_models import prepare as prepare_images

@@ -349,6 +349,12 @@ def _add_watch(parser: argparse.ArgumentParser) -> None:
         '--launch', metavar='SPEC', help='job YAML, submitted for each checkpoint (default: evaluate on this machine)'
     )
     parser.add_argument(
+        '--max-nodes',
+        type=_positive_integer,
+        metavar='N',
+        help="give each job as many nodes as Slurm or Kubernetes has free, at most N (default: the job YAML's number)",
+    )
+    parser.add_argument(
         '--processes', type=_positive_integer, default=1, metavar='N', help='processes, one per GPU (default: 1)'
     )
     parser.add_argument(

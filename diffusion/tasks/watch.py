@@ -334,7 +334,9 @@ def evaluation_command(options: Sequence[str], processes: int) -> Callable[[str]
     return lambda checkpoint: [sys.executable, *program, checkpoint, *options]
 
 
-def launch_command(spec: str, name: str, run: str, overrides: Sequence[str]) -> Callable[[str], list[str]]:
+def launch_command(
+    spec: str, name: str, run: str, overrides: Sequence[str], nodes: Callable[[], int] | None = None
+) -> Callable[[str], list[str]]:
     """Return the command that submits an evaluation as a job, for `WatchSettings.command`.
 
     Args:
@@ -342,6 +344,7 @@ def launch_command(spec: str, name: str, run: str, overrides: Sequence[str]) -> 
         name: Name of the jobs, to which the name of the checkpoint is added.
         run: Path or URL of the run.
         overrides: Further overrides of the job.
+        nodes: Function that returns the number of nodes of the next job; None for that of the YAML.
     """
     runs_dir, _, run_name = run.rstrip('/').rpartition('/')
 
@@ -349,6 +352,7 @@ def launch_command(spec: str, name: str, run: str, overrides: Sequence[str]) -> 
         values = {'task': 'evaluate', 'checkpoint': checkpoint, 'runs_dir': runs_dir, 'name': run_name}
         words = [f'overrides.{key}={json.dumps(value)}' for key, value in values.items()]
         words.append(f'name={name}-{Path(checkpoint).name}')
-        return [sys.executable, '-m', 'diffusion', 'launch', spec, *words, *overrides]
+        size = [] if nodes is None else [f'nodes={nodes()}']
+        return [sys.executable, '-m', 'diffusion', 'launch', spec, *words, *overrides, *size]
 
     return command

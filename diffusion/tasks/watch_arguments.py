@@ -1,15 +1,20 @@
 """Arguments of `diffusion watch`, checked without importing torch."""
 
 import argparse
+import logging
+from functools import partial
 from pathlib import Path
 
 from diffusion.config.image_metrics import IMAGE_METRICS, image_metrics_problems
 from diffusion.config.schema import did_you_mean
-from diffusion.errors import UserError
+from diffusion.errors import ExternalError, UserError
+from diffusion.launch.free_nodes import free_nodes
 from diffusion.launch.job_checks import check_jobs, load_job_spec
-from diffusion.launch.job_spec import seconds_of
+from diffusion.launch.job_spec import JobSpec, seconds_of
 from diffusion.storage.shared_files import is_url
 from diffusion.tasks.watch import WatchSettings, evaluation_command, launch_command
+
+log = logging.getLogger(__name__)
 
 LOCAL_LEASE, JOB_LEASE = '10m', '12h'
 
@@ -32,8 +37,16 @@ def watch_settings(args: argparse.Namespace) -> WatchSettings:
                 'set them there, or as KEY=VALUE, such as overrides.evaluators.image_metrics.metrics=[fid]'
             )
         checked = check_jobs(load_job_spec(args.launch, args.overrides), args.launch)
-        command = launch_command(args.launch, checked.spec.name, run, args.overrides)
+        spec, nodes = checked.spec, None
+        if args.max_nodes is not None:
+            if args.max_nodes < spec.nodes:
+                raise UserError(f'--max-nodes: {args.max_nodes} is less than the {spec.nodes} nodes of {args.launch}')
+            free_nodes(spec)  # a mistake here is better than at the first checkpoint
+            nodes = partial(nodes_of_job, spec, args.max_nodes)
+        command = launch_command(args.launch, spec.name, run, args.overrides, nodes)
     else:
+        if args.max_nodes is not None:
+            raise UserError('--max-nodes: sizes the jobs of --launch; add that, or remove it')
         command = evaluation_command([*args.overrides, *options], args.processes)
     lease = seconds_of(args.lease or (LOCAL_LEASE if args.launch is None else JOB_LEASE))
     return WatchSettings(
@@ -49,6 +62,16 @@ def watch_settings(args: argparse.Namespace) -> WatchSettings:
         poll_seconds=seconds_of(args.poll),
         once=args.once,
     )
+
+
+def nodes_of_job(spec: JobSpec, most: int) -> int:
+    """Return the number of nodes of an evaluation: as many as are free, from those of the job spec to a maximum."""
+    try:
+        free = free_nodes(spec)
+    except ExternalError as error:
+        log.warning('%s; the job gets %d nodes', error, spec.nodes)
+        return spec.nodes
+    return min(most, max(spec.nodes, free))
 
 
 def _best(text: str | None) -> tuple[str, int] | None:

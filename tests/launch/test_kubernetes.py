@@ -1,6 +1,7 @@
 """Rendered JobSets: valid by the schemas of Kubernetes and JobSet, with the right failure policies."""
 
 import copy
+import json
 import re
 import sys
 
@@ -9,9 +10,12 @@ import pytest
 import yaml
 
 from diffusion.cli import main
+from diffusion.errors import ExternalError
 from diffusion.launch import environment
 from diffusion.launch.backends import kubernetes
 from diffusion.launch.backends.base import Rendered
+from diffusion.launch.free_nodes import free_nodes
+from diffusion.launch.job_checks import load_job_spec
 
 FULL = {
     'env': {'A': 'b'},
@@ -160,6 +164,27 @@ def kubectl(tmp_path, monkeypatch):
     (programs / 'kubectl').chmod(0o755)
     monkeypatch.setenv('PATH', f'{programs}:/usr/bin:/bin')
     return programs / 'kubectl'
+
+
+def test_free_nodes_have_the_gpus_that_running_pods_leave(write_spec, kubectl):
+    def node(name: str, gpus: int, *, ready: str = 'True', **spec) -> dict:
+        status = {'conditions': [{'type': 'Ready', 'status': ready}], 'allocatable': {'nvidia.com/gpu': str(gpus)}}
+        return {'metadata': {'name': name}, 'spec': spec, 'status': status}
+
+    def pod(node: str, gpus: int) -> dict:
+        return {'spec': {'nodeName': node, 'containers': [{'resources': {'limits': {'nvidia.com/gpu': str(gpus)}}}]}}
+
+    nodes = [node('a', 8), node('b', 8), node('c', 8, unschedulable=True), node('d', 8, ready='False'), node('e', 4)]
+    pods = [pod('b', 1), {'spec': {'containers': [{}]}}]
+    texts = [json.dumps({'items': items}) for items in (nodes, pods)]
+    kubectl.write_text("#!/bin/bash\ncase $2 in nodes) echo '{}' ;; *) echo '{}' ;; esac\n".format(*texts))
+    spec = load_job_spec(write_spec('kubernetes', gpus_per_node=8))
+    assert free_nodes(spec) == 1
+    spec = load_job_spec(write_spec('kubernetes', gpus_per_node=4))
+    assert free_nodes(spec) == 3
+    kubectl.write_text('#!/bin/bash\necho Unauthorized >&2; exit 1\n')
+    with pytest.raises(ExternalError, match='Unauthorized'):
+        free_nodes(spec)
 
 
 @pytest.mark.parametrize('package', ['kubernetes_validate', 'kubeflow_trainer_api.models'])

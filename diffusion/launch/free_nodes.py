@@ -8,6 +8,9 @@ from diffusion.launch.backends import kubernetes, slurm
 from diffusion.launch.command_line_tools import call
 from diffusion.launch.job_spec import JobSpec
 
+IDLE = ('idle', 'idle~')
+"""States of a node that is free: running, or switched off until a job needs it."""
+
 
 def free_nodes(spec: JobSpec) -> int:
     """Return the number of idle nodes on which a job could start now; other jobs may be faster.
@@ -28,9 +31,10 @@ def free_nodes(spec: JobSpec) -> int:
 
 def _idle_nodes_of_slurm(partition: str | None) -> int:
     where = [] if partition is None else [f'--partition={partition}']
-    # A node is listed once per partition.
-    names = call(['sinfo', '--noheader', '--Node', '--states=idle', '--format=%N', *where], install=slurm.INSTALL)
-    return len(set(names.split()))
+    # A node is listed once per partition. Not --states=idle, which also matches drained nodes.
+    listed = call(['sinfo', '--noheader', '--Node', '--format=%N %t', *where], install=slurm.INSTALL)
+    states = dict(line.split() for line in listed.splitlines())
+    return sum(state in IDLE for state in states.values())
 
 
 def _free_nodes_of_kubernetes(resource: str, gpus_per_node: int) -> int:

@@ -1,13 +1,14 @@
 """Subcommand `diffusion report`."""
 
 import argparse
+import contextlib
 import math
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffusion.config.schema import did_you_mean
-from diffusion.errors import UserError
+from diffusion.errors import ExternalError, UserError
 
 if TYPE_CHECKING:
     from diffusion.report.report_source import ReportSource
@@ -79,6 +80,7 @@ def run_report(args: argparse.Namespace) -> int:
     from diffusion.report.run_table import TableReader, written_report
     from diffusion.storage.atomic import write_atomically
     from diffusion.storage.shared_files import is_url
+    from diffusion.storage.writable import check_writable
 
     places = [place.rstrip('/') or place for place in args.runs]
     if len({*places}) < len(places):
@@ -97,11 +99,12 @@ def run_report(args: argparse.Namespace) -> int:
         source: ReportSource = TableSource(TableReader(places[0], price=args.price, link=link))
     else:
         source = RunsSource(places, price=args.price)
+    check_writable(out.parent, '--out')
     html = source.write()
     try:
         write_atomically(out, html)
     except OSError as error:
-        raise UserError(f'--out: {out} cannot be written ({error.strerror}); give another path') from error
+        raise ExternalError(f'{out}: cannot be written ({error.strerror})') from error
     print(out)
     return 0
 
@@ -162,10 +165,7 @@ def _serve(args: argparse.Namespace, places: list[str], *, is_table: bool) -> in
         return page_of(name) if is_table and name in {row['name'] for row in main.content().data['rows']} else None
 
     main.content()  # a run that cannot be read is an error now
-    with ReportServer(args.host, args.port, main, run_page) as server:
+    with contextlib.suppress(KeyboardInterrupt), ReportServer(args.host, args.port, main, run_page) as server:
         print(f'{", ".join(places)}: {server.url} (Ctrl-C ends it)', flush=True)
-        try:
-            server.serve_forever(0.2)
-        except KeyboardInterrupt:
-            print()
+        server.serve_forever(0.2)
     return 0

@@ -83,7 +83,7 @@ def _run(run: RunContent, limit: int) -> dict[str, Any]:
 
 
 def _curve(series: Series, limit: int) -> dict[str, Any]:
-    """Return a metric's curve: points `x`, `y`; averages `mx`, `my` if it was downsampled; and batches without values."""
+    """Return a curve: points `x`, `y`; averages `mx`, `my` if it was downsampled; and batches with NaN or infinity."""
     x, y = downsample(series.steps, series.values, limit)
     curve: dict[str, Any] = {'x': x, 'y': [_rounded(value) for value in y], 'count': len(series.steps)}
     if len(series.steps) > limit:

@@ -1,7 +1,7 @@
 // Line charts by uPlot, with a legend of buttons, smoothing, log axes, a table, and a cursor that the keyboard moves.
 'use strict';
 
-const settings = {axis: 'batches', logX: false, smoothing: 1, theme: 'auto'};
+const settings = {axis: 'batches', logX: false, smoothing: 2, theme: 'auto'};
 const charts = new Map();  // by id
 
 const PALETTE = {
@@ -136,7 +136,7 @@ class Chart {
         continue;
       }
       const extent = mean[0][length - 1] - mean[0][0];
-      add(series, raw, {width: 1, alpha: 0.28, rough: true, points: {show: false}});
+      add(series, raw, {width: 1, alpha: 0.22, rough: true, points: {show: false}});
       add(series, [mean[0], smoothed(mean[0], mean[1], Math.max(1e-12, extent * settings.smoothing / 200))], {width: 2});
     }
     return {tables, lines, bands: []};
@@ -172,9 +172,9 @@ class Chart {
     const text = cssColor('--muted'), grid = {stroke: cssColor('--grid'), width: 1};
     const font = '12px system-ui, sans-serif';
     const logX = settings.logX && !this.spec.xTitle;
-    const short = values => values.map(value => value === null ? '' : this.spec.format ? this.format(value) : shortNumber(value));
+    const short = values => values.map(value => value === null ? '' : this.spec.format === formatPercent ? `${trimmed(100 * value)} %` : shortNumber(value));
     this.plot = new uPlot({
-      width, height: this.height(), legend: {show: false}, padding: [10, 12, 0, 0],
+      width, height: this.height(), legend: {show: false}, padding: [10, 22, 0, 0],
       scales: {x: {time: false, distr: logX ? 3 : 1}, y: {distr: this.log ? 3 : 1, range: this.spec.stacked ? [0, 1] : this.log ? undefined : this.range.bind(this)}},
       axes: [
         {stroke: text, grid, ticks: grid, font, size: 34, values: (_, values) => values.map(value => value === null ? '' : shortNumber(value)), space: 60},
@@ -190,8 +190,10 @@ class Chart {
 
   range(_, low, high) {
     if (!known(low) || !known(high)) return [0, 1];
-    const margin = 0.05 * (high - low) || Math.abs(high) * 0.1 || 1;
-    return [low >= 0 && low - margin < 0.15 * high ? Math.min(0, low) : low - margin, high + margin];
+    // Averages of equal values differ by rounding, which is not to fill the chart.
+    const margin = high - low > 1e-6 * Math.abs(high) ? 0.05 * (high - low) : Math.abs(high) * 0.1 || 1;
+    const top = this.spec.format === formatPercent && high <= 1 ? Math.min(1, high + margin) : high + margin;
+    return [low >= 0 && low - margin < 0.15 * high ? Math.min(0, low) : low - margin, top];
   }
 
   axisWidth(plot, values, index, cycle) {

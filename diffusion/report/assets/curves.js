@@ -40,7 +40,7 @@ function marksOf() {
 
 function trainingCharts() {
   const {runs} = page.data, specs = [], marks = marksOf();
-  const resumed = marks.length ? `Dashed lines: the run was resumed ${marks.length === 1 ? 'once' : `${marks.length} times`}.` : '';
+  const resumed = marks.length ? marks.length === 1 ? 'Dashed line: the run was resumed.' : `Dashed lines: the run was resumed ${marks.length} times.` : '';
   const train = perRun(TRAIN, 'training', 0, {rough: true});
   const validation = runs.flatMap((run, index) => namesOf(run, isValidation).map(name =>
     seriesOf(run, name, several() ? run.label : name === 'metrics/eval/loss' ? 'validation' : `validation ${name.split('/')[1]}`, several() ? index : 1, {points: true, dash: several() ? DASHES[index % 8] : []})));
@@ -139,7 +139,7 @@ const metricTitle = name => METRIC_TITLES[name] || name;
 function explorer() {
   const names = [...new Set(page.data.runs.flatMap(run => Object.keys(run.series)))].sort();
   if (!names.length) return quiet('No metrics yet.');
-  if (!names.includes(page.explored)) page.explored = names[0];
+  if (!names.includes(page.explored)) page.explored = names.includes(TRAIN) ? TRAIN : names[0];
   const groups = new Map();
   for (const name of names) {
     const group = name.includes('/') ? name.slice(0, name.indexOf('/')) : 'other';

@@ -31,8 +31,8 @@ function formatNumber(value) {
   const size = Math.abs(value);
   if (Number.isInteger(value) && size < 1e15) return value.toLocaleString('en-US');
   if (size && (size < 1e-3 || size >= 1e7)) return value.toExponential(2).replace('e+', 'e');
-  const digits = size >= 1000 ? 0 : size >= 100 ? 1 : size >= 10 ? 2 : 4;
-  return value.toLocaleString('en-US', {maximumFractionDigits: digits, minimumFractionDigits: size >= 1000 ? 0 : Math.min(digits, 2)});
+  const digits = size >= 1000 ? 0 : size >= 100 ? 1 : size >= 10 ? 2 : size >= 1 ? 3 : 4;
+  return value.toLocaleString('en-US', {maximumFractionDigits: digits, minimumFractionDigits: digits});
 }
 
 const formatPercent = value => known(value) ? `${(100 * value).toFixed(1)} %` : MISSING;
@@ -72,7 +72,7 @@ const plural = (count, word) => `${formatNumber(count)} ${word}${count === 1 ? '
 
     Args:
       caption: Description of the table, for screen readers.
-      columns: `{title, kind}` with kind `text` or `number`.
+      columns: `{title, kind}` with kind `text`, `long` (text of several lines) or `number`.
       rows: Arrays of cells; a cell is a text, a number, or `{sort, content, best}`, whose content may be an element.
 */
 function sortableTable(caption, columns, rows, {sort = null} = {}) {
@@ -111,7 +111,7 @@ function tableCell(cell, column) {
   let content = rich ? cell.content : cell;
   if (typeof content === 'number' || !known(content)) content = formatNumber(content);
   const tag = column.head ? 'th' : 'td';
-  return element(tag, {scope: column.head ? 'row' : null, class: [column.kind === 'number' ? 'number' : '', rich && cell.best ? 'best' : ''].join(' ').trim() || null},
+  return element(tag, {scope: column.head ? 'row' : null, class: [column.kind === 'text' ? '' : column.kind, rich && cell.best ? 'best' : ''].join(' ').trim() || null},
     content, rich && cell.best ? element('span', {class: 'star', title: 'best'}, ' ★', element('span', {class: 'hidden'}, ' best')) : null);
 }
 

@@ -9,7 +9,7 @@ const SECTIONS = [
   ['speed', 'Speed', () => [stageShares()], speedCharts, 'No speed was logged: the callback breakdown logs images per second, MFU and the share of each stage.'],
   ['health', 'Health', () => [], healthCharts, 'No GPU or data health was logged: the callback node_health logs that of GPUs, and replaced samples are logged when there are any.'],
   ['samples', 'Samples', () => [card('', samplesOverTime()), ...generatedImages()], []],
-  ['evaluations', 'Evaluations', () => [evaluationTable(), guidanceSweep()], evaluationCharts],
+  ['evaluations', 'Evaluations', () => [evaluationTable(), ...guidanceSweep()], evaluationCharts],
   ['attempts', 'Attempts and goodput', () => page.data.runs.map(attemptsOf), []],
   ['cost', 'Cost', () => [costTable()], []],
   ['recipe', 'Recipe', () => [recipeSection()], []],
@@ -47,9 +47,11 @@ function showSection([id, title, build, specs, emptyText]) {
   const cards = list.map(([name, spec]) => chartCard(name, spec));
   const rest = build().filter(Boolean);
   const charted = typeof specs === 'function';
-  const inGrid = charted && id !== 'evaluations';
-  const grid = inGrid ? [...cards, ...rest] : cards;
-  section.replaceChildren(element('h2', {}, title), ...(inGrid ? [] : rest), grid.length ? element('div', {class: 'cards'}, grid) : emptyText && inGrid ? quiet(emptyText) : '');
+  const wide = charted && id !== 'evaluations' ? 0 : charted ? 1 : rest.length;  // blocks of the whole width, before the others
+  const stages = list.findIndex(([name]) => name === 'stages');
+  const grid = [...cards];
+  grid.splice(stages < 0 ? grid.length : stages + 1, 0, ...rest.slice(wide));
+  section.replaceChildren(element('h2', {}, title), ...rest.slice(0, wide), grid.length ? element('div', {class: 'cards'}, grid) : emptyText ? quiet(emptyText) : '');
   if (focused && section.querySelector(`#${CSS.escape(focused)}`)) document.getElementById(focused).focus();
 }
 
@@ -62,7 +64,7 @@ function showData(data) {
   for (const section of SECTIONS) showSection(section);
   const [run] = data.runs;
   document.getElementById('state').replaceChildren(...(several() ? [] : [stateBadge(run), progressBar(run)].filter(Boolean)));
-  document.getElementById('generated').textContent = `${page.live ? 'Read' : 'Written'} ${formatTime(data.generated)}`;
+  document.getElementById('generated').textContent = ` · ${page.live ? 'read' : 'written'} ${formatTime(data.generated)}`;
 }
 
 function choice(name, label, options, chosen, change) {

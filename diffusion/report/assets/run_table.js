@@ -2,7 +2,7 @@
 'use strict';
 
 function showTable(data, main) {
-  const columns = [{title: 'Run', kind: 'text', head: true}, {title: 'State', kind: 'text'}, {title: 'Batch', kind: 'number'}, {title: 'Loss', kind: 'number'}, {title: 'Last evaluation', kind: 'text'},
+  const columns = [{title: 'Run', kind: 'text', head: true}, {title: 'State', kind: 'long'}, {title: 'Batch', kind: 'number'}, {title: 'Loss', kind: 'number'}, {title: 'Last evaluation', kind: 'long'},
     {title: 'Goodput', kind: 'number'}, {title: 'Device-hours', kind: 'number'}, {title: 'Dollars', kind: 'number'}, {title: 'Last activity', kind: 'text'}];
   const rows = data.rows.map(row => [
     {sort: row.name, content: row.link ? element('a', {href: row.link + page.query}, row.name) : row.name},
@@ -12,7 +12,7 @@ function showTable(data, main) {
     row.loss, {sort: row.evaluation, content: row.evaluation || MISSING}, {sort: row.goodput, content: formatPercent(row.goodput)}, row.device_hours,
     {sort: row.dollars, content: formatDollars(row.dollars)}, {sort: row.last_activity, content: formatTime(row.last_activity)},
   ]);
-  document.getElementById('generated').textContent = `${data.live ? 'Read' : 'Written'} ${formatTime(data.generated)}`;
+  document.getElementById('generated').textContent = ` · ${data.live ? 'read' : 'written'} ${formatTime(data.generated)}`;
   main.replaceChildren(element('section', {class: 'part-of-page'}, element('h2', {}, plural(rows.length, 'run')), card('', sortableTable('Runs', columns, rows, {sort: [8, -1]})),
     data.notes.length ? element('details', {class: 'notes', open: true}, element('summary', {}, plural(data.notes.length, 'note')), element('ul', {}, data.notes.map(note => element('li', {}, note)))) : ''));
 }

@@ -51,13 +51,13 @@ function singleSummary(run) {
     known(mfu) ? tile('MFU', formatPercent(mfu), 'last window') : null,
     tile('Goodput', formatPercent(status.goodput), plural(run.attempts.length, 'attempt')),
     tile(`${unitOf(run)}-hours`, formatNumber(cost.device_hours), known(costOf(run, cost.device_hours)) ? formatDollars(costOf(run, cost.device_hours)) : known(cost.devices) ? plural(cost.devices, unitOf(run)).replace('CPU processs', 'CPU processes') : ''),
-    status.state === 'running' && known(cost.hours_left) ? tile('Time left', formatDuration(3600 * cost.hours_left), 'without evaluations and saves') : tile('Last activity', formatTime(status.last_activity), ''),
+    status.state === 'running' && known(cost.hours_left) ? tile('Time left', formatDuration(3600 * cost.hours_left), 'without evaluations and saves') : tile('Last activity', formatTime(status.last_activity).slice(11) || MISSING, formatTime(status.last_activity).slice(0, 10)),
   ];
   return element('div', {}, element('dl', {class: 'tiles'}, pieces.filter(Boolean)));
 }
 
 function runsTable(runs) {
-  const columns = [{title: 'Run', kind: 'text', head: true}, {title: 'State', kind: 'text'}, ...['Batch', 'Training loss', 'Best validation loss', 'Images/s', 'MFU', 'Goodput', 'Device-hours'].map(title => ({title, kind: 'number'}))];
+  const columns = [{title: 'Run', kind: 'text', head: true}, {title: 'State', kind: 'long'}, ...['Batch', 'Training loss', 'Best validation loss', 'Images/s', 'MFU', 'Goodput', 'Device-hours'].map(title => ({title, kind: 'number'}))];
   const losses = runs.map(bestLoss), best = Math.min(...losses.filter(known));
   return card('', sortableTable('Runs', columns, runs.map((run, index) => [
     {sort: run.label, content: runName(run, index)}, {sort: stateText(run), content: stateBadge(run)}, {sort: run.status.batch, content: `${formatNumber(run.status.batch)}${known(run.status.total_batches) ? ` of ${formatNumber(run.status.total_batches)}` : ''}`},
@@ -86,7 +86,7 @@ function stageShares() {
   if (!rows.length) return null;
   const bar = value => {
     const meter = element('span', {class: 'bar', 'aria-hidden': 'true'});
-    meter.style.width = `${Math.round(140 * (value || 0))}px`;
+    meter.style.width = `${Math.round(160 * (value || 0))}px`;
     return element('span', {class: 'meter'}, element('span', {class: 'number'}, formatPercent(value)), meter);
   };
   return card('Mean share of each stage', scrolling(element('table', {}, element('caption', {class: 'hidden'}, 'Mean share of each stage of a training step'),
@@ -104,7 +104,8 @@ function evaluationTable() {
   const shown = [...names, ...(withLoss ? ['loss'] : [])];
   const best = Object.fromEntries(shown.filter(name => better[name]).map(name => {
     const values = found.map(each => value(each, name)).filter(known);
-    return [name, better[name] === 'lower' ? Math.min(...values) : Math.max(...values)];
+    // Of equal values, none is the best.
+    return [name, new Set(values).size < 2 ? null : better[name] === 'lower' ? Math.min(...values) : Math.max(...values)];
   }));
   const columns = [...(several() ? [{title: 'Run', kind: 'text'}] : []), {title: 'Batch', kind: 'number', head: true}, {title: 'Weights', kind: 'text'},
     ...(found.some(each => known(each.images)) ? [{title: 'Images', kind: 'number'}] : []),
@@ -118,17 +119,17 @@ function evaluationTable() {
 /** Return the plot of FID against CLIP score over guidance scales, and the table of all of them. */
 function guidanceSweep() {
   const sweeps = page.data.runs.flatMap((run, index) => run.evaluations.filter(each => each.guidance.length).map(each => ({...each, run, index})));
-  if (!sweeps.length) return null;
+  if (!sweeps.length) return [];
   const names = [...new Set(sweeps.flatMap(each => each.guidance.flatMap(row => Object.keys(row.metrics))))];
-  const rows = sweeps.flatMap(each => each.guidance.map(row => [...(several() ? [{sort: each.run.label, content: runName(each.run, each.index)}] : []), each.batch, row.scale, ...names.map(name => row.metrics[name])]));
+  const rows = sweeps.flatMap(each => each.guidance.map(row => [...(several() ? [{sort: each.run.label, content: runName(each.run, each.index)}] : []), each.batch, {sort: row.scale, content: trimmed(row.scale)}, ...names.map(name => row.metrics[name])]));
   const columns = [...(several() ? [{title: 'Run', kind: 'text'}] : []), {title: 'Batch', kind: 'number'}, {title: 'Guidance', kind: 'number'}, ...names.map(name => ({title: metricTitle(name), kind: 'number'}))];
   const quality = names.includes('fid') ? 'fid' : names.find(name => page.data.better[name] === 'lower');
   const shown = sweeps.slice(-6).map(each => ({
     label: `${several() ? `${each.run.label}, ` : ''}batch ${formatNumber(each.batch)}`,
-    points: each.guidance.filter(row => known(row.metrics.clip_score) && known(row.metrics[quality])).map(row => ({x: row.metrics.clip_score, y: row.metrics[quality], text: formatNumber(row.scale)})).sort((a, b) => Number(a.text) - Number(b.text)),
+    points: each.guidance.filter(row => known(row.metrics.clip_score) && known(row.metrics[quality])).map(row => ({x: row.metrics.clip_score, y: row.metrics[quality], text: trimmed(row.scale)})).sort((a, b) => Number(a.text) - Number(b.text)),
   })).filter(each => each.points.length > 1);
-  return element('div', {class: 'cards'}, shown.length ? card(`${metricTitle(quality)} against CLIP score`, scatter(shown, 'CLIP score', metricTitle(quality)), quiet('Numbers at the points are guidance scales. Lower right is better.')) : null,
-    card('Guidance sweep', sortableTable('Guidance sweep', columns, rows)));
+  return [shown.length ? card(`${metricTitle(quality)} against CLIP score`, scatter(shown, 'CLIP score', metricTitle(quality)), quiet('Numbers at the points are guidance scales. Lower right is better.')) : null,
+    card('Guidance sweep', element('div', {class: 'tall'}, sortableTable('Guidance sweep', columns, rows)))].filter(Boolean);
 }
 
 /** Return an SVG of lines through labeled points. */
@@ -150,7 +151,7 @@ function scatter(groups, xTitle, yTitle) {
   ];
   const lines = groups.flatMap((group, index) => {
     const color = colorOf(index), path = svgElement('polyline', {points: group.points.map(point => `${x(point.x)},${y(point.y)}`).join(' '), fill: 'none', stroke: color, 'stroke-width': 2, 'stroke-dasharray': DASHES[index % 8].join(' ')});
-    return [path, ...group.points.flatMap(point => [svgElement('circle', {cx: x(point.x), cy: y(point.y), r: 4.5, fill: color}), text([x(point.x) + 8, y(point.y) - 6], point.text, {class: 'point'})])];
+    return [path, ...group.points.flatMap(point => [svgElement('circle', {cx: x(point.x), cy: y(point.y), r: 4.5, fill: color}), ...(groups.length < 3 || index === groups.length - 1 ? [text([x(point.x) + 8, y(point.y) - 6], point.text, {class: 'point'})] : [])])];
   });
   const legend = element('ul', {class: 'keys'}, groups.map((group, index) => {
     const swatch = element('span', {class: 'swatch', 'aria-hidden': 'true'});
@@ -174,7 +175,7 @@ function attemptsOf(run) {
   }));
   const keys = element('ul', {class: 'keys'}, shares.map(([key, label]) => element('li', {}, element('span', {class: `block part ${key}`, 'aria-hidden': 'true'}), `${label} ${formatDuration(run.breakdown[key])} (${formatPercent(run.breakdown[key] / wall)})`)));
   const lost = Object.entries(run.losses);
-  const columns = [{title: 'Attempt', kind: 'number', head: true}, {title: 'Begin', kind: 'text'}, {title: 'Duration', kind: 'number'}, {title: 'Batches', kind: 'number'}, {title: 'Devices', kind: 'number'}, {title: 'End', kind: 'text'}];
+  const columns = [{title: 'Attempt', kind: 'number', head: true}, {title: 'Begin', kind: 'text'}, {title: 'Duration', kind: 'number'}, {title: 'Batches', kind: 'number'}, {title: 'Devices', kind: 'number'}, {title: 'End', kind: 'long'}];
   const rows = run.attempts.map(attempt => [attempt.number + 1, {sort: attempt.begin, content: formatTime(attempt.begin)}, {sort: attempt.end - attempt.begin, content: formatDuration(Math.max(0, attempt.end - attempt.begin))},
     {sort: attempt.first, content: known(attempt.first) ? `${formatNumber(attempt.first)} to ${formatNumber(attempt.last)}` : 'none'}, attempt.devices, attempt.reason + (known(attempt.status) ? `, exit status ${attempt.status}` : '')]);
   return card(several() ? run.label : '', element('p', {}, element('strong', {}, `Goodput ${formatPercent(run.status.goodput)}`), ` of ${formatDuration(run.breakdown.wall)} in ${plural(run.attempts.length, 'attempt')}.`,
@@ -200,12 +201,12 @@ function costTable() {
 function recipeSection() {
   const {runs, differences} = page.data, parts = [];
   if (several()) {
-    const columns = [{title: 'Key', kind: 'text', head: true}, ...runs.map(run => ({title: run.label, kind: 'text'}))];
+    const columns = [{title: 'Key', kind: 'text', head: true}, ...runs.map(run => ({title: run.label, kind: 'long'}))];
     parts.push(differences.length ? card('Differences', sortableTable('Differences of the recipes', columns, differences.map(row => [row.key, ...row.values.map(value => value === null ? {sort: null, content: MISSING} : value)])))
       : card('Differences', quiet('The recipes are the same, except for their names and folders.')));
   }
   for (const run of runs) {
-    const columns = [{title: 'Batch', kind: 'number'}, {title: 'Time', kind: 'text'}, {title: 'Key', kind: 'text', head: true}, {title: 'Change', kind: 'text'}];
+    const columns = [{title: 'Batch', kind: 'number'}, {title: 'Time', kind: 'text'}, {title: 'Key', kind: 'text', head: true}, {title: 'Change', kind: 'long'}];
     if (run.changes.length) parts.push(card(`Changes on resume${several() ? `, ${run.label}` : ''}`, sortableTable('Changes on resume', columns, run.changes.map(each => [each.batch, {sort: each.time, content: formatTime(each.time)}, each.key, each.change]))));
     parts.push(run.recipe ? element('details', {class: 'card recipe'}, element('summary', {}, `Recipe${several() ? ` of ${run.label}` : ''}`), element('pre', {tabindex: '0', role: 'region', 'aria-label': `Recipe of ${run.name}`}, run.recipe)) : quiet(`${run.name}: no recipe.`));
   }

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from diffusion.report.report_source import ReportSource
 
 # The modules of the report are imported when it runs: every `diffusion` command builds this parser.
-REPORT = 'report.html'
-"""Name of a run's page in its folder."""
 DEFAULT_PORT = 8265
 
 
@@ -77,7 +75,7 @@ def run_report(args: argparse.Namespace) -> int:
         ExternalError: The storage fails.
     """
     from diffusion.report.report_source import RunsSource, TableSource
-    from diffusion.report.run_table import TableReader, written_report
+    from diffusion.report.run_table import REPORT, TableReader, written_report
     from diffusion.storage.atomic import write_atomically
     from diffusion.storage.shared_files import is_url
     from diffusion.storage.writable import check_writable
@@ -135,6 +133,8 @@ def _is_run(place: str) -> bool:
 
 
 def _default_path(places: list[str]) -> Path:
+    from diffusion.report.run_table import REPORT
+
     if len(places) > 1:
         return Path(REPORT)
     from diffusion.storage.shared_files import is_url

@@ -7,10 +7,11 @@ from typing import Any
 from urllib.parse import quote
 
 from diffusion.errors import ExternalError, UserError
-from diffusion.report.cli import REPORT
 from diffusion.report.run_reader import RunContent, RunReader, looks_like_a_run
 from diffusion.storage.shared_files import PATIENT, is_url, shared_files
 
+REPORT = 'report.html'
+"""Name of a run's page in its folder."""
 _THREADS = 8
 """Number of runs that are read at the same time; reading one is mostly waiting for the storage."""
 _SHOWN_METRICS = ('fid', 'cmmd', 'clip_score', 'retrieval_top1')

@@ -154,6 +154,7 @@ def undisturbed(launch) -> Launched:
     assert job.wait() == 0, job.log.read_text()
     (only,) = attempts.read_attempts(job.run)
     assert (only.first, only.last, only.status, only.cause) == (0, BATCHES, 0, 'done')
+    assert (only.devices, only.gpu) == (4, 'cpu')
     return job
 
 

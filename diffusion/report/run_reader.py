@@ -23,7 +23,7 @@ from diffusion.report.recipe_text import recipe_values, without_secrets
 from diffusion.report.sample_sheets import SampledImages, SheetReader
 from diffusion.report.saved_checkpoints import CheckpointReader, saves_by_place
 from diffusion.storage.json_lines import parse_json_lines
-from diffusion.storage.shared_files import PATIENT, FileVersion, Listing, SharedFiles, is_url, shared_files
+from diffusion.storage.shared_files import PATIENT, FileVersion, Listing, is_url, shared_files
 
 T = TypeVar('T')
 _CHUNK = 2**25
@@ -86,10 +86,11 @@ class RunReader:
         place: The run's folder or URL.
         image_bytes: Largest number of bytes of the images together; 0 for none.
         price: US dollars per device-hour; None for the price of its GPUs in planning/gpus.yaml.
+        curves: False leaves out the metrics except for the last loss, which saves the time to read them.
     """
 
-    def __init__(self, place: str, *, image_bytes: int = 0, price: float | None = None) -> None:
-        self.place, self.price = place.rstrip('/') or place, price
+    def __init__(self, place: str, *, image_bytes: int = 0, price: float | None = None, curves: bool = True) -> None:
+        self.place, self.price, self._curves = place.rstrip('/') or place, price, curves
         self._files = shared_files(self.place, PATIENT)
         self._metrics = MetricReader()
         self._metrics_version: FileVersion | tuple[int, int] | None = None
@@ -128,7 +129,8 @@ class RunReader:
 
         status = tried('The state of the run', self._status, RunReport(self.place, 'unknown'))
         content = RunContent(self.place, self.name, status, notes=notes)
-        tried(METRICS, lambda: self._read_metrics(listing, notes), None)
+        if self._curves:
+            tried(METRICS, lambda: self._read_metrics(listing, notes), None)
         content.series = self._metrics.series
         records = tried(ATTEMPTS, lambda: self._files.read(ATTEMPTS, tail_bytes=_ATTEMPT_BYTES), None)
         content.hours = batch_hours(parse_json_lines(records or b''))
@@ -138,7 +140,7 @@ class RunReader:
         self._add_recipe(content, tried(RECIPE, lambda: self._files.read(RECIPE), None) or b'')
         if (sheets := self._sheets) is not None:
             content.images = tried('The images', lambda: sheets.read(listing.files, notes), SampledImages())
-        self._complete_status(content)
+        tried('The status of the nodes', lambda: self._complete_status(content), None)
         self._add_attempts(content)
         return content
 
@@ -204,6 +206,9 @@ class RunReader:
             status.last_loss = loss.values[-1]
         if status.total_batches is None and status.duration and status.duration[:-2].isdigit():
             status.total_batches = int(status.duration[:-2]) if status.duration.endswith('ba') else None
+        if status.total_batches is None:
+            totals = [each.total_batches for each, _ in node_status.read_statuses(self.place)]
+            status.total_batches = next((total for total in totals if isinstance(total, int)), None)
 
     def _add_attempts(self, content: RunContent) -> None:
         status = content.status
@@ -231,8 +236,3 @@ class RunReader:
             if each.first is not None and each.last is not None and each.last > each.first:
                 return (each.last_at - each.first_at) / (each.last - each.first)
         return None
-
-
-def run_files(place: str) -> SharedFiles:
-    """Return the files of a folder or URL that is read for a report."""
-    return shared_files(place, PATIENT)

@@ -63,7 +63,7 @@ class TableReader:
         """
         names = runs_in(self.place)
         for name in names:
-            self._readers.setdefault(name, RunReader(f'{self.place}/{name}', price=self.price))
+            self._readers.setdefault(name, RunReader(f'{self.place}/{name}', price=self.price, curves=False))
         notes: list[str] = []
 
         def row(name: str) -> dict[str, Any] | None:

@@ -72,6 +72,7 @@ class SheetReader:
 
     def __init__(self, files: SharedFiles, max_bytes: int) -> None:
         self.files, self.max_bytes = files, max_bytes
+        self._content = ('', '', b'')  # the last one that was read, for another side
         self._known: dict[tuple[str, str, int], tuple[list[dict[str, Any]], dict[str, bytes]]] = {}
 
     def read(self, root_files: dict[str, FileVersion], notes: list[str]) -> SampledImages:
@@ -136,7 +137,9 @@ class SheetReader:
         known = (name, version.tag, side)
         if known not in self._known:
             try:
-                self._known[known] = encode_sheet(self.files.read(name) or b'', side)
+                if self._content[:2] != known[:2]:
+                    self._content = (name, version.tag, self.files.read(name) or b'')
+                self._known[known] = encode_sheet(self._content[2], side)
             except _DAMAGE as error:
                 notes.append(f'{name} is not an image that can be shown ({type(error).__name__}).')
                 self._known[known] = ([], {})

@@ -123,6 +123,7 @@ def write_evaluation(folder: Path, batch: int, seed: int = 0) -> None:
         sweep.append(
             {'guidance_scale': scale, 'metrics': {'fid': fid, 'clip_score': 0.2 + 0.08 * (1 - math.exp(-scale / 3))}}
         )
+        sweep[-1]['categories'] = {'clip_score': {'animals': 0.31, 'text': 0.22}}
         sweep[-1]['folder'] = f'evaluations/ba{batch}/{scale}'
     results = {'checkpoint': f'ba{batch}', 'batch': batch, 'weights': 'ema', 'images': 30000, 'prompts': 'captions'}
     results |= {'losses': {'loss': 0.15 + 10 / batch}, 'metrics': sweep[-1]['metrics'], 'guidance': sweep}

@@ -195,6 +195,7 @@ def test_evaluations_are_sorted_and_the_best_is_marked(visit, report):
     assert values == sorted(values) and table.locator('th[aria-sort=ascending]').inner_text().startswith('FID')
     table.get_by_role('button', name='FID').press('Enter')
     assert [float(text.split()[0]) for text in fid.all_inner_texts()] == values[::-1]
+    assert 'animals' in page.locator('#evaluations').inner_text()
     sweep = page.locator('#evaluations svg')
     assert sweep.locator('circle').count() == 20 and '7.5' in (sweep.text_content() or '')
 

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
-from synthetic_run import BEGIN, PROMPTS, append_metrics, write_attempts, write_run, write_sheet
+from synthetic_run import BEGIN, PROMPTS, append_metrics, write_attempts, write_run, write_sheet, write_status
 
 from diffusion.errors import ExternalError, UserError
 from diffusion.launch.attempts import Attempt
@@ -118,6 +118,13 @@ def test_a_run_without_a_batch(tmp_path):
     content = read(run)
     assert (content.status.state, content.status.batch, content.series) == ('starting', None, {})
     assert any('No metrics.jsonl' in note for note in content.notes)
+
+
+def test_length_in_epochs_is_that_of_the_status(run):
+    (run / 'recipe.yaml').write_text('trainer: {max_duration: 3ep}')
+    write_status(run, 400, 1234)
+    status = read(run).status
+    assert (status.state, status.total_batches, status.duration) == ('ended', 1234, '3ep')
 
 
 def test_metrics_that_are_cut_damaged_or_not_finite_are_notes(run):

@@ -73,11 +73,11 @@ const plural = (count, word) => `${formatNumber(count)} ${word}${count === 1 ? '
     Args:
       caption: Description of the table, for screen readers.
       columns: `{title, kind}` with kind `text`, `long` (text of several lines) or `number`.
+      order: Object with the `column` by which rows are sorted, -1 for none, and the `sign`; it is changed by clicks.
       rows: Arrays of cells; a cell is a text, a number, or `{sort, content, best}`, whose content may be an element.
 */
-function sortableTable(caption, columns, rows, {sort = null} = {}) {
+function sortableTable(caption, columns, rows, order = {column: -1, sign: 1}) {
   const body = element('tbody');
-  const order = {column: sort ? sort[0] : -1, sign: sort ? sort[1] : 1};
   const heads = columns.map((column, index) => {
     const button = element('button', {type: 'button', class: 'sort', onclick: () => {
       order.sign = order.column === index ? -order.sign : 1;

@@ -1,6 +1,8 @@
 // Table of all runs in a folder or bucket.
 'use strict';
 
+const tableOrder = {column: 8, sign: -1};  // the newest first
+
 function showTable(data, main) {
   const columns = [{title: 'Run', kind: 'text', head: true}, {title: 'State', kind: 'long'}, {title: 'Batch', kind: 'number'}, {title: 'Loss', kind: 'number'}, {title: 'Last evaluation', kind: 'long'},
     {title: 'Goodput', kind: 'number'}, {title: 'Device-hours', kind: 'number'}, {title: 'Dollars', kind: 'number'}, {title: 'Last activity', kind: 'text'}];
@@ -13,6 +15,6 @@ function showTable(data, main) {
     {sort: row.dollars, content: formatDollars(row.dollars)}, {sort: row.last_activity, content: formatTime(row.last_activity)},
   ]);
   document.getElementById('generated').textContent = ` · ${data.live ? 'read' : 'written'} ${formatTime(data.generated)}`;
-  main.replaceChildren(element('section', {class: 'part-of-page'}, element('h2', {}, plural(rows.length, 'run')), card('', sortableTable('Runs', columns, rows, {sort: [8, -1]})),
+  main.replaceChildren(element('section', {class: 'part-of-page'}, element('h2', {}, plural(rows.length, 'run')), card('', sortableTable('Runs', columns, rows, tableOrder)),
     data.notes.length ? element('details', {class: 'notes', open: true}, element('summary', {}, plural(data.notes.length, 'note')), element('ul', {}, data.notes.map(note => element('li', {}, note)))) : ''));
 }

@@ -34,7 +34,7 @@ function samplesOverTime() {
   }
   show(index);
   const left = runs.map(run => run.total_sheets - run.sheets.length).reduce((sum, count) => sum + count, 0);
-  return element('div', {}, element('div', {class: 'slider'}, element('label', {for: 'samples-slider'}, 'Samples at '), output, step('Previous', -1), slider, step('Next', 1)),
+  return element('div', {}, element('div', {class: 'slider'}, element('label', {for: 'samples-slider'}, 'Samples at '), output, step('Previous', -1), step('Next', 1), slider),
     grid, left ? quiet(`${plural(left, 'grid')} between these are left out.`) : null);
 }
 

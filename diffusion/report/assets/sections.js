@@ -8,7 +8,7 @@ const bestLoss = run => {
 };
 const shareDone = run => known(run.status.batch) && run.status.total_batches ? Math.min(1, run.status.batch / run.status.total_batches) : null;
 const costOf = (run, hours) => known(hours) && known(run.cost.price) ? hours * run.cost.price : null;
-const unitOf = run => run.cost.gpu === 'cpu' ? 'CPU process' : run.cost.gpu === '' ? 'device' : 'GPU';
+const unitOf = run => run.cost.gpu === 'cpu' ? 'CPU' : run.cost.gpu === '' ? 'device' : 'GPU';
 
 function stateText(run) {
   const {state, silent_seconds, cause} = run.status;
@@ -50,7 +50,7 @@ function singleSummary(run) {
     tile('Speed', known(speed) ? `${formatNumber(speed)}` : known(status.batches_per_second) ? formatNumber(status.batches_per_second) : MISSING, known(speed) ? 'images/s' : 'batches/s'),
     known(mfu) ? tile('MFU', formatPercent(mfu), 'last window') : null,
     tile('Goodput', formatPercent(status.goodput), plural(run.attempts.length, 'attempt')),
-    tile(`${unitOf(run)}-hours`, formatNumber(cost.device_hours), known(costOf(run, cost.device_hours)) ? formatDollars(costOf(run, cost.device_hours)) : known(cost.devices) ? plural(cost.devices, unitOf(run)).replace('CPU processs', 'CPU processes') : ''),
+    tile(`${unitOf(run) === 'device' ? 'Device' : unitOf(run)}-hours`, formatNumber(cost.device_hours), known(costOf(run, cost.device_hours)) ? formatDollars(costOf(run, cost.device_hours)) : known(cost.devices) ? plural(cost.devices, unitOf(run)) : ''),
     status.state === 'running' && known(cost.hours_left) ? tile('Time left', formatDuration(3600 * cost.hours_left), 'without evaluations and saves') : tile('Last activity', formatTime(status.last_activity).slice(11) || MISSING, formatTime(status.last_activity).slice(0, 10)),
   ];
   return element('div', {}, element('dl', {class: 'tiles'}, pieces.filter(Boolean)));
@@ -124,7 +124,10 @@ function guidanceSweep() {
   const rows = sweeps.flatMap(each => each.guidance.map(row => [...(several() ? [{sort: each.run.label, content: runName(each.run, each.index)}] : []), each.batch, {sort: row.scale, content: trimmed(row.scale)}, ...names.map(name => row.metrics[name])]));
   const columns = [...(several() ? [{title: 'Run', kind: 'text'}] : []), {title: 'Batch', kind: 'number'}, {title: 'Guidance', kind: 'number'}, ...names.map(name => ({title: metricTitle(name), kind: 'number'}))];
   const quality = names.includes('fid') ? 'fid' : names.find(name => page.data.better[name] === 'lower');
-  const shown = sweeps.slice(-6).map(each => ({
+  // Of several runs, the last sweep of each in the run's color; of one run, its last checkpoints.
+  const lastOnes = several() ? page.data.runs.map((_, index) => sweeps.filter(each => each.index === index).at(-1)).filter(Boolean) : sweeps.slice(-6);
+  const shown = lastOnes.map((each, position) => ({
+    color: several() ? each.index : position,
     label: `${several() ? `${each.run.label}, ` : ''}batch ${formatNumber(each.batch)}`,
     points: each.guidance.filter(row => known(row.metrics.clip_score) && known(row.metrics[quality])).map(row => ({x: row.metrics.clip_score, y: row.metrics[quality], text: trimmed(row.scale)})).sort((a, b) => Number(a.text) - Number(b.text)),
   })).filter(each => each.points.length > 1);
@@ -132,9 +135,21 @@ function guidanceSweep() {
     card('Guidance sweep', element('div', {class: 'tall'}, sortableTable('Guidance sweep', columns, rows)))].filter(Boolean);
 }
 
+/** Return the scores of each run's last evaluation per category of prompts. */
+function categoryTables() {
+  return page.data.runs.flatMap((run, index) => {
+    const each = run.evaluations.filter(found => Object.keys(found.categories).length).at(-1);
+    if (!each) return [];
+    const metrics = Object.keys(each.categories), names = [...new Set(metrics.flatMap(metric => Object.keys(each.categories[metric])))];
+    const title = `Scores per category, ${several() ? `${run.label}, ` : ''}batch ${formatNumber(each.batch)}`;
+    return [card(title, sortableTable(title, [{title: 'Category', kind: 'text', head: true}, ...metrics.map(metric => ({title: metricTitle(metric), kind: 'number'}))],
+      names.map(name => [name, ...metrics.map(metric => each.categories[metric][name])])))];
+  });
+}
+
 /** Return an SVG of lines through labeled points. */
 function scatter(groups, xTitle, yTitle) {
-  const [width, height, left, right, top, bottom] = [560, 320, 64, 24, 16, 44];
+  const [width, height, left, right, top, bottom] = innerWidth < 520 ? [340, 280, 46, 30, 16, 44] : [560, 320, 64, 30, 16, 44];
   const all = groups.flatMap(group => group.points);
   const spread = key => {
     const values = all.map(point => point[key]), low = Math.min(...values), high = Math.max(...values), margin = 0.08 * (high - low) || Math.abs(high) * 0.05 || 1;
@@ -143,19 +158,19 @@ function scatter(groups, xTitle, yTitle) {
   const [xLow, xHigh] = spread('x'), [yLow, yHigh] = spread('y');
   const x = value => left + (width - left - right) * (value - xLow) / (xHigh - xLow), y = value => height - bottom - (height - top - bottom) * (value - yLow) / (yHigh - yLow);
   const text = (at, content, options = {}) => { const node = svgElement('text', {x: at[0], y: at[1], class: 'axis', ...options}); node.textContent = content; return node; };
-  const ticks = (low, high) => Array.from({length: 5}, (_, i) => low + (high - low) * (i + 0.5) / 5);
+  const ticks = (low, high) => Array.from({length: 4}, (_, i) => low + (high - low) * (i + 0.5) / 4);
   const marks = [
     ...ticks(xLow, xHigh).map(value => text([x(value), height - bottom + 18], Number(value.toPrecision(4)), {'text-anchor': 'middle'})),
     ...ticks(yLow, yHigh).flatMap(value => [svgElement('line', {x1: left, x2: width - right, y1: y(value), y2: y(value), class: 'gridline'}), text([left - 8, y(value) + 4], Number(value.toPrecision(3)), {'text-anchor': 'end'})]),
     text([(left + width - right) / 2, height - 6], xTitle, {'text-anchor': 'middle'}), text([12, top + 2], yTitle),
   ];
   const lines = groups.flatMap((group, index) => {
-    const color = colorOf(index), path = svgElement('polyline', {points: group.points.map(point => `${x(point.x)},${y(point.y)}`).join(' '), fill: 'none', stroke: color, 'stroke-width': 2, 'stroke-dasharray': DASHES[index % 8].join(' ')});
+    const color = colorOf(group.color), path = svgElement('polyline', {points: group.points.map(point => `${x(point.x)},${y(point.y)}`).join(' '), fill: 'none', stroke: color, 'stroke-width': 2, 'stroke-dasharray': DASHES[group.color % 8].join(' ')});
     return [path, ...group.points.flatMap(point => [svgElement('circle', {cx: x(point.x), cy: y(point.y), r: 4.5, fill: color}), ...(groups.length < 3 || index === groups.length - 1 ? [text([x(point.x) + 8, y(point.y) - 6], point.text, {class: 'point'})] : [])])];
   });
-  const legend = element('ul', {class: 'keys'}, groups.map((group, index) => {
+  const legend = element('ul', {class: 'keys'}, groups.map(group => {
     const swatch = element('span', {class: 'swatch', 'aria-hidden': 'true'});
-    swatch.style.borderTopColor = colorOf(index);
+    swatch.style.borderTopColor = colorOf(group.color);
     return element('li', {}, swatch, group.label);
   }));
   const svg = svgElement('svg', {viewBox: `0 0 ${width} ${height}`, role: 'img', 'aria-label': `${yTitle} against ${xTitle}; the table beside it has the values`}, ...marks, ...lines);
@@ -187,7 +202,7 @@ function costTable() {
   const dollars = (run, hours) => known(run.cost.price) ? formatDollars(costOf(run, hours)) : MISSING;
   const total = run => known(run.cost.device_hours) && known(run.cost.device_hours_left) ? run.cost.device_hours + run.cost.device_hours_left : null;
   const rows = [
-    ['Devices', run => known(run.cost.devices) ? `${formatNumber(run.cost.devices)} × ${run.cost.gpu === 'cpu' ? 'CPU process' : run.cost.gpu || 'unknown device'}` : 'unknown'],
+    ['Devices', run => known(run.cost.devices) ? `${formatNumber(run.cost.devices)} × ${run.cost.gpu === 'cpu' ? 'CPU' : run.cost.gpu || 'unknown device'}` : 'unknown'],
     ['Device-hours so far', run => formatNumber(run.cost.device_hours)], ['Dollars so far', run => dollars(run, run.cost.device_hours)],
     ['Time to come', run => known(run.cost.hours_left) ? formatDuration(3600 * run.cost.hours_left) : MISSING], ['Device-hours to come', run => formatNumber(run.cost.device_hours_left)],
     ['Dollars to come', run => dollars(run, run.cost.device_hours_left)], ['Device-hours in all', run => formatNumber(total(run))], ['Dollars in all', run => dollars(run, total(run))],

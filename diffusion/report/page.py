@@ -14,7 +14,10 @@ from typing import Any
 import diffusion
 
 ASSETS = Path(__file__).with_name('assets')
-SCRIPTS = (*('elements.js', 'charts.js', 'curves.js', 'samples.js', 'sections.js', 'run_table.js', 'report.js'),)
+SCRIPTS = (
+    *('elements.js', 'curve_values.js', 'charts.js', 'curves.js', 'samples.js', 'summary.js', 'evaluations.js'),
+    *('history.js', 'run_table.js', 'report.js'),
+)
 CHART_LIBRARY = 'uPlot.iife.min.js'
 STYLES = ('uPlot.min.css', 'report.css')
 MAX_BYTES = 5_000_000

@@ -68,7 +68,7 @@ def _run(run: RunContent, limit: int) -> dict[str, Any]:
         'hours': run.hours,
         'attempts': recorded,
         'breakdown': run.breakdown,
-        'losses': {attempts.CAUSES.get(cause, cause): seconds for cause, seconds in run.losses.items()},
+        'lost': {attempts.CAUSES.get(cause, cause): seconds for cause, seconds in run.lost_seconds.items()},
         'cost': asdict(run.cost),
         'evaluations': run.evaluations,
         'sheets': [asdict(each) for each in run.images.sheets],

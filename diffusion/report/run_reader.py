@@ -44,7 +44,7 @@ class RunContent:
         status: State, progress and attempts.
         series: Metrics over batches by name.
         hours: Batches and hours of training up to them, or None.
-        losses: Seconds lost by cause of the attempts' ends.
+        lost_seconds: Seconds lost to each cause for which attempts ended.
         breakdown: Seconds of the run by category, or empty.
         cost: Devices, device-hours and price.
         evaluations: Results of evaluated checkpoints.
@@ -61,7 +61,7 @@ class RunContent:
     status: RunReport
     series: dict[str, Series] = field(default_factory=dict)
     hours: tuple[list[int], list[float]] | None = None
-    losses: dict[str, float] = field(default_factory=dict)
+    lost_seconds: dict[str, float] = field(default_factory=dict)
     breakdown: dict[str, float] = field(default_factory=dict)
     cost: RunCost = field(default_factory=RunCost)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
@@ -157,7 +157,7 @@ class RunReader:
                 content = self._files.read(METRICS) or b''
                 self._metrics, self._metrics_version = MetricReader(), version
                 self._metrics.feed(content)
-        elif METRICS in listing.files:
+        elif METRICS in listing.files and Path(self.place, METRICS).is_file():  # opening a pipe would wait for a writer
             self._read_metrics_file(Path(self.place, METRICS))
         reader = self._metrics
         if not reader.position:
@@ -217,7 +217,8 @@ class RunReader:
             recorded[-1].end = max(recorded[-1].end, time.time() if not is_url(self.place) else 0.0)
         if recorded:
             found, lost = attempts.time_breakdown(recorded)
-            content.breakdown, content.losses = asdict(found), {key: each for key, each in lost.items() if each > 0}
+            content.breakdown = asdict(found)
+            content.lost_seconds = {cause: seconds for cause, seconds in lost.items() if seconds > 0}
             status.goodput = found.goodput
             status.attempts = [asdict(each) for each in recorded]
         left = None

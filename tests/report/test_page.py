@@ -17,7 +17,7 @@ from diffusion.report.run_table import TableReader, written_report
 pytestmark = needs_browser
 PHONE, DESK = {'width': 390, 'height': 844}, {'width': 1280, 'height': 900}
 LOSS = 'loss/train/total'
-HOSTILE = '</script><img src=x onerror="window.bad=1"><script>window.bad=1</script><!--&lt;b>'
+HOSTILE = '</script ><img src=x onerror="window.bad=1"><script>window.bad=1</script><!--&lt;b>'
 
 
 @pytest.fixture(scope='module')

@@ -1,62 +1,7 @@
 // Line charts by uPlot, with a legend of buttons, smoothing, log axes, a table, and a cursor that the keyboard moves.
 'use strict';
 
-const settings = {axis: 'batches', logX: false, smoothing: 2, theme: 'auto'};
-const charts = new Map();  // by id
-
-const PALETTE = {
-  light: ['#0067a5', '#c8500a', '#00805e', '#a8407c', '#94650a', '#4a5fc4', '#6b6f76', '#8c2d19'],
-  dark: ['#56b0ea', '#f59352', '#34c79b', '#e694c4', '#dcae52', '#9aaaf5', '#a9afb8', '#e8836d'],
-};
-const DASHES = [[], [], [], [], [8, 4], [8, 4], [8, 4], [2, 3]];
-// Viridis, without its ends that vanish before the background.
-const LEVELS = {
-  light: ['#440154', '#46327e', '#365c8d', '#277f8e', '#1b9177', '#3a9a4a', '#6f9a1f', '#98860f'],
-  dark: ['#8f7fe0', '#7c93e3', '#5eaad6', '#49bcc0', '#4bcb9f', '#7cd771', '#b4de4b', '#f0e04a'],
-};
-
-function isDark() {
-  return settings.theme === 'dark' || (settings.theme === 'auto' && matchMedia('(prefers-color-scheme: dark)').matches);
-}
-const colorOf = index => PALETTE[isDark() ? 'dark' : 'light'][index % 8];
-const levelColor = (index, count) => LEVELS[isDark() ? 'dark' : 'light'][count > 1 ? Math.round(7 * index / (count - 1)) : 0];
-const cssColor = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-
-/** Return hours of a run at a batch, or null if it has no times. */
-function hoursAt(run, batch) {
-  if (!run.hours) return null;
-  const [x, y] = run.hours;
-  let low = 0, high = x.length - 1;
-  if (batch <= x[0]) return y[0];
-  if (batch >= x[high]) return batch > x[high] + 0.02 * (x[high] - x[0]) + 1 ? null : y[high];
-  while (high - low > 1) {
-    const middle = (low + high) >> 1;
-    if (x[middle] <= batch) low = middle; else high = middle;
-  }
-  return y[low] + (y[high] - y[low]) * (batch - x[low]) / (x[high] - x[low]);
-}
-
-/** Return the weighted average around each value, with exponential weights by the distance along x to both sides. */
-function smoothed(x, y, scale) {
-  const count = x.length, out = new Array(count);
-  const before = new Array(count), weights = new Array(count);
-  let total = 0, weight = 0;
-  for (let i = 0; i < count; i++) {
-    const keep = i ? Math.exp((x[i - 1] - x[i]) / scale) : 0;
-    total = keep * total + y[i];
-    weight = keep * weight + 1;
-    before[i] = total;
-    weights[i] = weight;
-  }
-  total = weight = 0;
-  for (let i = count - 1; i >= 0; i--) {
-    const keep = i < count - 1 ? Math.exp((x[i] - x[i + 1]) / scale) : 0;
-    total = keep * total + y[i];
-    weight = keep * weight + 1;
-    out[i] = (before[i] + total - y[i]) / (weights[i] + weight - 1);
-  }
-  return out;
-}
+const charts = new Map(); // by id
 
 class Chart {
   /** Args:
@@ -73,16 +18,38 @@ class Chart {
     this.box = element('div', {class: 'plot', tabindex: '0', role: 'group', onkeydown: event => this.key(event)});
     this.legend = element('div', {class: 'legend'});
     this.position = element('output', {class: 'position'});
-    this.logButton = element('button', {type: 'button', class: 'small', 'aria-pressed': String(this.log), onclick: () => {
-      this.log = !this.log;
-      this.logButton.setAttribute('aria-pressed', String(this.log));
-      this.draw();
-    }}, 'log', element('span', {class: 'hidden'}, ' scale'));
-    this.table = element('details', {class: 'data', ontoggle: () => this.fillTable()}, element('summary', {}, 'Table'), element('div'));
+    this.logButton = element(
+      'button',
+      {
+        type: 'button',
+        class: 'small',
+        'aria-pressed': String(this.log),
+        onclick: () => {
+          this.log = !this.log;
+          this.logButton.setAttribute('aria-pressed', String(this.log));
+          this.draw();
+        },
+      },
+      'log',
+      element('span', {class: 'hidden'}, ' scale'),
+    );
+    this.table = element(
+      'details',
+      {class: 'data', ontoggle: () => this.fillTable()},
+      element('summary', {}, 'Table'),
+      element('div'),
+    );
     this.heading = element('h3');
     this.note = element('p', {class: 'quiet'});
-    this.card = element('section', {class: 'card chart', id: `chart-${id}`},
-      element('div', {class: 'head'}, this.heading, this.position, this.logButton), this.box, this.legend, this.note, this.table);
+    this.card = element(
+      'section',
+      {class: 'card chart', id: `chart-${id}`},
+      element('div', {class: 'head'}, this.heading, this.position, this.logButton),
+      this.box,
+      this.legend,
+      this.note,
+      this.table,
+    );
     new ResizeObserver(() => this.resize()).observe(this.box);
     this.update(spec);
   }
@@ -96,21 +63,28 @@ class Chart {
     this.draw();
   }
 
-  get format() { return this.spec.format || formatNumber; }
-  get shown() { return this.spec.series.filter(series => !this.hidden.has(series.label)); }
+  get format() {
+    return this.spec.format || formatNumber;
+  }
+  get shown() {
+    return this.spec.series.filter(series => !this.hidden.has(series.label));
+  }
 
   /** Return the x values of a series on the chosen axis, null where unknown. */
   axisOf(series, batches) {
-    return settings.axis === 'hours' && series.run && !this.spec.xTitle ? batches.map(batch => hoursAt(series.run, batch)) : batches;
+    return settings.axis === 'hours' && series.run && !this.spec.xTitle
+      ? batches.map(batch => hoursAt(series.run, batch))
+      : batches;
   }
 
   /** Return points of a curve that can be drawn: on a log axis, only positive ones. */
   points(series, batches, values) {
-    const x = this.axisOf(series, batches), logX = settings.logX && !this.spec.xTitle;
+    const x = this.axisOf(series, batches),
+      logX = settings.logX && !this.spec.xTitle;
     const kept = [];
     for (let i = 0; i < x.length; i++) {
       if (x[i] === null || (logX && x[i] <= 0) || (this.log && !(values[i] > 0))) continue;
-      if (kept.length && x[i] <= x[kept[kept.length - 1]]) continue;  // uPlot needs increasing x
+      if (kept.length && x[i] <= x[kept[kept.length - 1]]) continue; // uPlot needs increasing x
       kept.push(i);
     }
     return [kept.map(i => x[i]), kept.map(i => values[i])];
@@ -118,11 +92,20 @@ class Chart {
 
   /** Return tables and uPlot series of all shown curves. */
   curves() {
-    const tables = [], lines = [];
+    const tables = [],
+      lines = [];
     const add = (series, data, options) => {
       if (data[0].length) {
         tables.push(data);
-        lines.push({label: series.label, spanGaps: true, stroke: series.color(), width: 1.75, dash: series.dash, points: {show: Boolean(series.points) || data[0].length < 3, size: 6, fill: series.color()}, ...options});
+        lines.push({
+          label: series.label,
+          spanGaps: true,
+          stroke: series.color(),
+          width: 1.75,
+          dash: series.dash,
+          points: {show: Boolean(series.points) || data[0].length < 3, size: 6, fill: series.color()},
+          ...options,
+        });
       }
     };
     if (this.spec.stacked) return this.stackedCurves();
@@ -137,21 +120,40 @@ class Chart {
       }
       const extent = mean[0][length - 1] - mean[0][0];
       add(series, raw, {width: 1, alpha: 0.22, rough: true, points: {show: false}});
-      add(series, [mean[0], smoothed(mean[0], mean[1], Math.max(1e-12, extent * settings.smoothing / 200))], {width: 2});
+      add(series, [mean[0], smoothed(mean[0], mean[1], Math.max(1e-12, (extent * settings.smoothing) / 200))], {
+        width: 2,
+      });
     }
     return {tables, lines, bands: []};
   }
 
   stackedCurves() {
-    const used = this.shown.map(series => ({series, x: series.curve.mx || series.curve.x, y: series.curve.my || series.curve.y}));
+    const used = this.shown.map(series => ({
+      series,
+      x: series.curve.mx || series.curve.x,
+      y: series.curve.my || series.curve.y,
+    }));
     const length = Math.min(...used.map(each => each.x.length));
     if (!used.length || !length) return {tables: [], lines: [], bands: []};
-    const [x] = this.points(used[0].series, used[0].x.slice(0, length), used[0].x.slice(0, length).map(() => 1));
+    const [x] = this.points(
+      used[0].series,
+      used[0].x.slice(0, length),
+      used[0].x.slice(0, length).map(() => 1),
+    );
     const offset = length - x.length;
-    const totals = new Array(x.length).fill(0), columns = [], lines = [], bands = [];
+    const totals = new Array(x.length).fill(0),
+      columns = [],
+      lines = [],
+      bands = [];
     for (const {series, y} of used) {
       columns.push(x.map((_, i) => (totals[i] += y[i + offset])));
-      lines.push({label: series.label, stroke: series.color(), width: 1, fill: `${series.color()}d9`, points: {show: x.length < 3}});
+      lines.push({
+        label: series.label,
+        stroke: series.color(),
+        width: 1,
+        fill: `${series.color()}d9`,
+        points: {show: x.length < 3},
+      });
     }
     for (let i = columns.length - 1; i > 0; i--) bands.push({series: [i + 1, i]});
     return {tables: [[x, ...columns]], lines, bands};
@@ -169,21 +171,58 @@ class Chart {
     else this.box.textContent = '';
     if (empty || width < 50) return;
     const data = tables.length > 1 ? uPlot.join(tables) : tables[0];
-    const text = cssColor('--muted'), grid = {stroke: cssColor('--grid'), width: 1};
+    const text = cssColor('--muted'),
+      grid = {stroke: cssColor('--grid'), width: 1};
     const font = '12px system-ui, sans-serif';
     const logX = settings.logX && !this.spec.xTitle;
-    const short = values => values.map(value => value === null ? '' : this.spec.format === formatPercent ? `${trimmed(100 * value)} %` : shortNumber(value));
-    this.plot = new uPlot({
-      width, height: this.height(), legend: {show: false}, padding: [10, 22, 0, 0],
-      scales: {x: {time: false, distr: logX ? 3 : 1}, y: {distr: this.log ? 3 : 1, range: this.spec.stacked ? [0, 1] : this.log ? undefined : this.range.bind(this)}},
-      axes: [
-        {stroke: text, grid, ticks: grid, font, size: 34, values: (_, values) => values.map(value => value === null ? '' : shortNumber(value)), space: 60},
-        {stroke: text, grid, ticks: grid, font, size: this.axisWidth.bind(this), values: (_, values) => short(values)},
-      ],
-      cursor: {sync: {key: this.spec.xTitle ? this.id : 'x', scales: ['x', null]}, drag: {x: true, y: false}, points: {size: 7}},
-      series: [{}, ...lines], bands,
-      hooks: {draw: [plot => this.drawMarks(plot)], setCursor: [plot => this.showCursor(plot)]},
-    }, data, this.box);
+    const short = values =>
+      values.map(value =>
+        value === null ? '' : this.spec.format === formatPercent ? `${trimmed(100 * value)} %` : shortNumber(value),
+      );
+    this.plot = new uPlot(
+      {
+        width,
+        height: this.height(),
+        legend: {show: false},
+        padding: [10, 22, 0, 0],
+        scales: {
+          x: {time: false, distr: logX ? 3 : 1},
+          y: {
+            distr: this.log ? 3 : 1,
+            range: this.spec.stacked ? [0, 1] : this.log ? undefined : this.range.bind(this),
+          },
+        },
+        axes: [
+          {
+            stroke: text,
+            grid,
+            ticks: grid,
+            font,
+            size: 34,
+            values: (_, values) => values.map(value => (value === null ? '' : shortNumber(value))),
+            space: 60,
+          },
+          {
+            stroke: text,
+            grid,
+            ticks: grid,
+            font,
+            size: this.axisWidth.bind(this),
+            values: (_, values) => short(values),
+          },
+        ],
+        cursor: {
+          sync: {key: this.spec.xTitle ? this.id : 'x', scales: ['x', null]},
+          drag: {x: true, y: false},
+          points: {size: 7},
+        },
+        series: [{}, ...lines],
+        bands,
+        hooks: {draw: [plot => this.drawMarks(plot)], setCursor: [plot => this.showCursor(plot)]},
+      },
+      data,
+      this.box,
+    );
     this.describe();
     this.showCursor(this.plot);
   }
@@ -205,17 +244,23 @@ class Chart {
     return Math.ceil(widest) + 20;
   }
 
-  height() { return this.box.clientWidth < 420 ? 200 : 250; }
+  height() {
+    return this.box.clientWidth < 420 ? 200 : 250;
+  }
 
   resize() {
     const width = Math.floor(this.box.clientWidth);
-    if (!this.plot) { if (width >= 50) this.draw(); return; }
+    if (!this.plot) {
+      if (width >= 50) this.draw();
+      return;
+    }
     if (Math.abs(width - this.plot.width) > 1) this.plot.setSize({width, height: this.height()});
   }
 
   /** Draw vertical lines where the run resumed, and triangles at values that are NaN or infinite. */
   drawMarks(plot) {
-    const {ctx, bbox} = plot, ratio = devicePixelRatio;
+    const {ctx, bbox} = plot,
+      ratio = devicePixelRatio;
     ctx.save();
     for (const mark of this.spec.xTitle ? [] : this.spec.marks || []) {
       const at = settings.axis === 'hours' ? hoursAt(mark.run, mark.batch) : mark.batch;
@@ -234,7 +279,8 @@ class Chart {
     for (const series of this.shown) {
       for (const batch of series.curve.nonfinite || []) {
         const [at] = this.axisOf(series, [batch]);
-        const x = at === null ? NaN : plot.valToPos(at, 'x', true), y = bbox.top + bbox.height;
+        const x = at === null ? NaN : plot.valToPos(at, 'x', true),
+          y = bbox.top + bbox.height;
         if (!(x >= bbox.left && x <= bbox.left + bbox.width)) continue;
         ctx.beginPath();
         ctx.moveTo(x - 5 * ratio, y);
@@ -254,24 +300,40 @@ class Chart {
       swatch.style.borderTopColor = series.color();
       swatch.style.borderTopStyle = series.dash && series.dash.length ? 'dashed' : 'solid';
       this.values.push([series, value]);
-      return element('button', {type: 'button', 'aria-pressed': String(!this.hidden.has(series.label)), onclick: event => {
-        if (!this.hidden.delete(series.label)) this.hidden.add(series.label);
-        const index = [...this.legend.children].indexOf(event.currentTarget);
-        this.draw();
-        this.legend.children[index].focus();
-      }}, swatch, element('span', {class: 'name'}, series.label), value);
+      return element(
+        'button',
+        {
+          type: 'button',
+          'aria-pressed': String(!this.hidden.has(series.label)),
+          onclick: event => {
+            if (!this.hidden.delete(series.label)) this.hidden.add(series.label);
+            const index = [...this.legend.children].indexOf(event.currentTarget);
+            this.draw();
+            this.legend.children[index].focus();
+          },
+        },
+        swatch,
+        element('span', {class: 'name'}, series.label),
+        value,
+      );
     });
     this.legend.replaceChildren(...buttons);
   }
 
   /** Show the values at the cursor in the legend, or the last ones. */
   showCursor(plot) {
-    const index = plot.cursor.idx, inside = known(index) && plot.cursor.left >= 0;
+    const index = plot.cursor.idx,
+      inside = known(index) && plot.cursor.left >= 0;
     const at = inside ? plot.data[0][index] : null;
-    this.position.textContent = inside ? `${this.spec.xTitle || (settings.axis === 'hours' ? 'hour' : 'batch')} ${formatNumber(Number(at.toPrecision(6)))}` : '';
+    this.position.textContent = inside
+      ? `${this.spec.xTitle || (settings.axis === 'hours' ? 'hour' : 'batch')} ${formatNumber(Number(at.toPrecision(6)))}`
+      : '';
     let stackedBelow = 0;
     for (const [series, box] of this.values) {
-      if (this.hidden.has(series.label)) { box.textContent = ''; continue; }
+      if (this.hidden.has(series.label)) {
+        box.textContent = '';
+        continue;
+      }
       let value = null;
       // The last column of a series is its average; the one before it, the values themselves.
       for (let i = plot.series.length - 1; i > 0 && value === null; i--) {
@@ -287,24 +349,43 @@ class Chart {
   key(event) {
     if (!this.plot) return;
     const count = this.plot.data[0].length;
-    const steps = {ArrowLeft: -1, ArrowRight: 1, PageUp: -Math.ceil(count / 20), PageDown: Math.ceil(count / 20), Home: -count, End: count};
+    const steps = {
+      ArrowLeft: -1,
+      ArrowRight: 1,
+      PageUp: -Math.ceil(count / 20),
+      PageDown: Math.ceil(count / 20),
+      Home: -count,
+      End: count,
+    };
     if (event.key === 'Escape') {
       this.plot.setScale('x', {min: this.plot.data[0][0], max: this.plot.data[0][count - 1]});
       this.plot.setCursor({left: -10, top: -10});
     } else if (event.key in steps) {
       const now = this.plot.cursor.idx;
-      const index = Math.min(count - 1, Math.max(0, (known(now) && this.plot.cursor.left >= 0 ? now : event.key === 'ArrowRight' ? -1 : count) + steps[event.key]));
+      const index = Math.min(
+        count - 1,
+        Math.max(
+          0,
+          (known(now) && this.plot.cursor.left >= 0 ? now : event.key === 'ArrowRight' ? -1 : count) + steps[event.key],
+        ),
+      );
       this.plot.setCursor({left: this.plot.valToPos(this.plot.data[0][index], 'x'), top: 10});
       event.preventDefault();
     }
   }
 
   describe() {
-    const texts = this.shown.filter(series => series.curve.y.length).slice(0, 8).map(series => {
-      const {x, y} = series.curve;
-      return `${series.label} from ${this.format(y[0])} at ${formatNumber(x[0])} to ${this.format(y[y.length - 1])} at ${formatNumber(x[x.length - 1])}`;
-    });
-    this.box.setAttribute('aria-label', `Chart of ${this.spec.title}: ${texts.join('; ')}. Arrow keys move the cursor.`);
+    const texts = this.shown
+      .filter(series => series.curve.y.length)
+      .slice(0, 8)
+      .map(series => {
+        const {x, y} = series.curve;
+        return `${series.label} from ${this.format(y[0])} at ${formatNumber(x[0])} to ${this.format(y[y.length - 1])} at ${formatNumber(x[x.length - 1])}`;
+      });
+    this.box.setAttribute(
+      'aria-label',
+      `Chart of ${this.spec.title}: ${texts.join('; ')}. Arrow keys move the cursor.`,
+    );
     this.fillTable();
   }
 
@@ -313,40 +394,45 @@ class Chart {
     if (!this.table.open || !this.plot) return;
     const {data} = this.plot;
     const columns = this.shown.map(series => {
-      const index = this.plot.series.reduce((found, each, i) => i && each.label === series.label ? i : found, 0);
+      const index = this.plot.series.reduce((found, each, i) => (i && each.label === series.label ? i : found), 0);
       return [series.label, data[index]];
     });
-    const count = data[0].length, rows = Math.min(40, count);
+    const count = data[0].length,
+      rows = Math.min(40, count);
     const body = Array.from({length: rows}, (_, row) => {
-      const index = rows > 1 ? Math.round(row * (count - 1) / (rows - 1)) : 0;
-      return element('tr', {}, element('th', {scope: 'row', class: 'number'}, formatNumber(Number(data[0][index].toPrecision(6)))),
-        columns.map(([, values]) => element('td', {class: 'number'}, values ? this.format(nearestValue(data[0], values, index)) : MISSING)));
+      const index = rows > 1 ? Math.round((row * (count - 1)) / (rows - 1)) : 0;
+      return element(
+        'tr',
+        {},
+        element('th', {scope: 'row', class: 'number'}, formatNumber(Number(data[0][index].toPrecision(6)))),
+        columns.map(([, values]) =>
+          element('td', {class: 'number'}, values ? this.format(nearestValue(data[0], values, index)) : MISSING),
+        ),
+      );
     });
     const head = [this.spec.xTitle || settings.axis, ...columns.map(([label]) => label)];
-    this.table.lastElementChild.replaceChildren(scrolling(element('table', {},
-      element('caption', {class: 'hidden'}, `${this.spec.title}${this.spec.stacked ? ', cumulated' : ''}`),
-      element('thead', {}, element('tr', {}, head.map(name => element('th', {scope: 'col', class: 'number'}, name)))),
-      element('tbody', {}, body)), `Table of ${this.spec.title}`));
+    this.table.lastElementChild.replaceChildren(
+      scrolling(
+        element(
+          'table',
+          {},
+          element('caption', {class: 'hidden'}, `${this.spec.title}${this.spec.stacked ? ', cumulated' : ''}`),
+          element(
+            'thead',
+            {},
+            element(
+              'tr',
+              {},
+              head.map(name => element('th', {scope: 'col', class: 'number'}, name)),
+            ),
+          ),
+          element('tbody', {}, body),
+        ),
+        `Table of ${this.spec.title}`,
+      ),
+    );
   }
 }
-
-/** Return the value of a column at an index or, where it has none, the nearest one within 3 % of the columns before it. */
-function nearestValue(x, values, index) {
-  const reach = 0.03 * (x[x.length - 1] - x[0]) || 1;
-  for (let i = index; i >= 0 && (index === x.length - 1 || x[index] - x[i] <= reach); i--) if (known(values[i])) return values[i];
-  for (let i = index; i < values.length && x[i] - x[index] <= reach; i++) if (known(values[i])) return values[i];
-  return null;
-}
-
-function shortNumber(value) {
-  const size = Math.abs(value);
-  if (size >= 1e9) return `${trimmed(value / 1e9)}B`;
-  if (size >= 1e6) return `${trimmed(value / 1e6)}M`;
-  if (size >= 1e4) return `${trimmed(value / 1e3)}k`;
-  if (size && size < 1e-3) return value.toExponential(1).replace('.0e', 'e');
-  return trimmed(value);
-}
-const trimmed = value => String(Number(value.toPrecision(4)));
 
 /** Return the card of a chart, which is created on first use and updated later. */
 function chartCard(id, spec) {

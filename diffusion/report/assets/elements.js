@@ -1,4 +1,4 @@
-// Elements of the page and texts of numbers. All text from a run's files goes through `textContent`, never through HTML.
+// Elements of the page and texts of numbers. Text from a run's files goes through `textContent`, never through HTML.
 'use strict';
 
 /** Return a new element with attributes, properties (`on...` and `.name`) and children. */
@@ -35,7 +35,7 @@ function formatNumber(value) {
   return value.toLocaleString('en-US', {maximumFractionDigits: digits, minimumFractionDigits: digits});
 }
 
-const formatPercent = value => known(value) ? `${(100 * value).toFixed(1)} %` : MISSING;
+const formatPercent = value => (known(value) ? `${(100 * value).toFixed(1)} %` : MISSING);
 
 function formatDuration(seconds) {
   if (!known(seconds)) return MISSING;
@@ -63,7 +63,8 @@ function formatTime(time) {
   const date = new Date(typeof time === 'number' ? 1000 * time : time);
   if (Number.isNaN(date.getTime())) return String(time);
   const two = number => String(number).padStart(2, '0');
-  return `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())} ${two(date.getHours())}:${two(date.getMinutes())}`;
+  const day = `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())}`;
+  return `${day} ${two(date.getHours())}:${two(date.getMinutes())}`;
 }
 
 const plural = (count, word) => `${formatNumber(count)} ${word}${count === 1 ? '' : 's'}`;
@@ -79,18 +80,32 @@ const plural = (count, word) => `${formatNumber(count)} ${word}${count === 1 ? '
 function sortableTable(caption, columns, rows, order = {column: -1, sign: 1}) {
   const body = element('tbody');
   const heads = columns.map((column, index) => {
-    const button = element('button', {type: 'button', class: 'sort', onclick: () => {
-      order.sign = order.column === index ? -order.sign : 1;
-      order.column = index;
-      fill();
-    }}, column.title, element('span', {'aria-hidden': 'true', class: 'arrow'}));
+    const button = element(
+      'button',
+      {
+        type: 'button',
+        class: 'sort',
+        onclick: () => {
+          order.sign = order.column === index ? -order.sign : 1;
+          order.column = index;
+          fill();
+        },
+      },
+      column.title,
+      element('span', {'aria-hidden': 'true', class: 'arrow'}),
+    );
     return element('th', {scope: 'col', class: column.kind === 'number' ? 'number' : null}, button);
   });
-  const key = cell => cell !== null && typeof cell === 'object' ? cell.sort : cell;
+  const key = cell => (cell !== null && typeof cell === 'object' ? cell.sort : cell);
   function compare(left, right) {
     const [a, b] = [key(left[order.column]), key(right[order.column])];
-    if (!known(a) || !known(b)) return known(a) ? -1 : known(b) ? 1 : 0;  // missing values last
-    return order.sign * (typeof a === 'number' && typeof b === 'number' ? a - b : String(a).localeCompare(String(b), 'en', {numeric: true}));
+    if (!known(a) || !known(b)) return known(a) ? -1 : known(b) ? 1 : 0; // missing values last
+    return (
+      order.sign *
+      (typeof a === 'number' && typeof b === 'number'
+        ? a - b
+        : String(a).localeCompare(String(b), 'en', {numeric: true}))
+    );
   }
   function fill() {
     heads.forEach((head, index) => {
@@ -99,10 +114,24 @@ function sortableTable(caption, columns, rows, order = {column: -1, sign: 1}) {
       head.querySelector('.arrow').textContent = mine ? (order.sign > 0 ? ' ▲' : ' ▼') : '';
     });
     const sorted = order.column < 0 ? rows : [...rows].sort(compare);
-    body.replaceChildren(...sorted.map(row => element('tr', {}, row.map((cell, index) => tableCell(cell, columns[index])))));
+    body.replaceChildren(
+      ...sorted.map(row =>
+        element(
+          'tr',
+          {},
+          row.map((cell, index) => tableCell(cell, columns[index])),
+        ),
+      ),
+    );
   }
   fill();
-  const table = element('table', {}, element('caption', {class: 'hidden'}, caption), element('thead', {}, element('tr', {}, heads)), body);
+  const table = element(
+    'table',
+    {},
+    element('caption', {class: 'hidden'}, caption),
+    element('thead', {}, element('tr', {}, heads)),
+    body,
+  );
   return scrolling(table, caption);
 }
 
@@ -111,18 +140,40 @@ function tableCell(cell, column) {
   let content = rich ? cell.content : cell;
   if (typeof content === 'number' || !known(content)) content = formatNumber(content);
   const tag = column.head ? 'th' : 'td';
-  return element(tag, {scope: column.head ? 'row' : null, class: [column.kind === 'text' ? '' : column.kind, rich && cell.best ? 'best' : ''].join(' ').trim() || null},
-    content, rich && cell.best ? element('span', {class: 'star', title: 'best'}, ' ★', element('span', {class: 'hidden'}, ' best')) : null);
+  return element(
+    tag,
+    {
+      scope: column.head ? 'row' : null,
+      class: [column.kind === 'text' ? '' : column.kind, rich && cell.best ? 'best' : ''].join(' ').trim() || null,
+    },
+    content,
+    rich && cell.best
+      ? element('span', {class: 'star', title: 'best'}, ' ★', element('span', {class: 'hidden'}, ' best'))
+      : null,
+  );
 }
 
 /** Return a plain table of names and values. */
 function valueTable(caption, rows) {
-  return scrolling(element('table', {class: 'values'}, element('caption', {class: 'hidden'}, caption),
-    element('tbody', {}, rows.map(([name, value]) => element('tr', {}, element('th', {scope: 'row'}, name), element('td', {}, value))))), caption);
+  return scrolling(
+    element(
+      'table',
+      {class: 'values'},
+      element('caption', {class: 'hidden'}, caption),
+      element(
+        'tbody',
+        {},
+        rows.map(([name, value]) => element('tr', {}, element('th', {scope: 'row'}, name), element('td', {}, value))),
+      ),
+    ),
+    caption,
+  );
 }
 
 /** Return a block that scrolls sideways on small screens, also by keyboard. */
-const scrolling = (content, label) => element('div', {class: 'scroll', tabindex: '0', role: 'region', 'aria-label': label}, content);
+const scrolling = (content, label) =>
+  element('div', {class: 'scroll', tabindex: '0', role: 'region', 'aria-label': label}, content);
 
-const card = (title, ...content) => element('section', {class: 'card'}, title ? element('h3', {}, title) : null, ...content);
+const card = (title, ...content) =>
+  element('section', {class: 'card'}, title ? element('h3', {}, title) : null, ...content);
 const quiet = text => element('p', {class: 'quiet'}, text);

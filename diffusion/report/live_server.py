@@ -6,9 +6,11 @@ import gzip
 import hashlib
 import hmac
 import secrets
+import socket
+import socketserver
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -73,8 +75,6 @@ class ReportServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
-    # Another server on the same port would otherwise not be noticed on some systems.
-    allow_reuse_address = True
 
     def __init__(
         self, host: str, port: int, main: ServedPage, run_page: Callable[[str], ServedPage | None] = lambda name: None
@@ -83,8 +83,6 @@ class ReportServer(ThreadingHTTPServer):
         self.is_local = host in LOCAL_HOSTS
         self.token = '' if self.is_local else secrets.token_urlsafe(16)
         if ':' in host:
-            import socket
-
             self.address_family = socket.AF_INET6
         try:
             super().__init__((host, port), _Handler)
@@ -97,11 +95,17 @@ class ReportServer(ThreadingHTTPServer):
                 raise UserError(f'--host: cannot listen at {host}, port {port} ({error}); use 127.0.0.1') from error
             raise
 
+    def server_bind(self) -> None:
+        """Bind the socket, without asking a name server for the name of the address as the base class does."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
     @property
     def url(self) -> str:
         """Address of the page, with the token if there is one."""
         host, port = self.server_address[0], self.server_address[1]
-        text = f'[{host}]' if ':' in str(host) else str(host)
+        host = socket.gethostname() if host in ('0.0.0.0', '::') else str(host)
+        text = f'[{host}]' if ':' in host else host
         return f'http://{text}:{port}/' + (f'?token={self.token}' if self.token else '')
 
 
@@ -158,7 +162,7 @@ class _Handler(BaseHTTPRequestHandler):
         return host in LOCAL_HOSTS
 
     def _send_data(self, content: Page) -> None:
-        body = json_text({**content.data, 'live': True}).encode()
+        body = json_text(content.data).encode()
         # Without the time of reading, which changes although the run may not have.
         same = json_text({key: each for key, each in content.data.items() if key != 'generated'}).encode()
         tag = f'"{hashlib.sha256(same).hexdigest()[:32]}"'
@@ -180,19 +184,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != 'HEAD':
             self.wfile.write(body)
-
-
-@contextlib.contextmanager
-def serving(server: ReportServer) -> Iterator[ReportServer]:
-    """Run a server in a thread during a `with` block, for tests and for programs that do something else too."""
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def run_address(name: str) -> str:

@@ -131,11 +131,15 @@ def write_evaluation(folder: Path, batch: int, seed: int = 0) -> None:
     (folder / 'evaluations' / f'ba{batch}.json').write_text(text)
 
 
-def write_sheet(folder: Path, batch: int, prompts: list[str], *, side: int = 96, captions: bool = True) -> None:
-    """Write an image grid; its images are circles whose size shows the batch."""
+def write_sheet(
+    folder: Path, batch: int, prompts: list[str], *, side: int = 96, captions: bool = True, noise: bool = False
+) -> None:
+    """Write an image grid; its images are circles whose size shows the batch, or noise."""
     figures = []
     for index, prompt in enumerate(prompts):
         image = Image.new('RGB', (side, side), (30 + 30 * index % 200, 90, 140))
+        if noise:
+            image = Image.effect_noise((side, side), 80).convert('RGB')
         radius = 8 + batch * 7 % 30
         ImageDraw.Draw(image).ellipse((48 - radius, 48 - radius, 48 + radius, 48 + radius), fill='white')
         figures.append(Figure([image], prompt))

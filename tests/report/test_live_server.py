@@ -1,5 +1,6 @@
 """Served reports: live updates, several runs, tokens, foreign hosts, and ports in use."""
 
+import contextlib
 import gzip
 import http.client
 import json
@@ -9,6 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -18,7 +21,7 @@ from playwright.sync_api import expect
 from synthetic_run import append_metrics, write_run, write_sheet
 
 from diffusion.errors import UserError
-from diffusion.report.live_server import ReportServer, ServedPage, serving
+from diffusion.report.live_server import ReportServer, ServedPage, run_address
 from diffusion.report.report_source import RunsSource, TableSource
 from diffusion.report.run_table import TableReader
 
@@ -26,6 +29,19 @@ from diffusion.report.run_table import TableReader
 @pytest.fixture
 def run(tmp_path) -> Path:
     return write_run(tmp_path / 'sd2', batches=80, evaluations=False, sheets=2)
+
+
+@contextlib.contextmanager
+def serving(server: ReportServer) -> Iterator[ReportServer]:
+    """Run a server in a thread."""
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 def served(*places: Path, host: str = '127.0.0.1', seconds: float = 0.2) -> ReportServer:
@@ -68,8 +84,6 @@ def test_page_shows_what_is_added_to_the_run(run):
 
 @needs_browser
 def test_table_leads_to_live_pages_of_its_runs(run):
-    from diffusion.report.live_server import run_address
-
     folder = run.parent
     write_run(folder / 'second one', batches=80, evaluations=False, sheets=0)
     table = TableSource(TableReader(str(folder), price=None, link=run_address))

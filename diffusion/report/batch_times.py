@@ -11,7 +11,7 @@ HOUR = 3600
 
 
 def batch_hours(records: Iterable[Mapping[str, Any]]) -> Curve | None:
-    """Return batches and the hours of the run's attempts up to each, increasing; None if the records tell nothing.
+    """Return batches and the hours of the run's attempts up to each, increasing; None if no batch was recorded.
 
     Time between attempts does not count. Of a batch that was repeated, the last time counts.
 

@@ -10,12 +10,12 @@ from diffusion.planning.gpus import GPU, load_gpus
 HOUR = 3600
 CPU = 'cpu'
 _MEMORY_TOLERANCE = 0.12
-"""A GPU of `80GB` has 79.1 GiB and one of `16GB` 15.8, the number is thus a nominal one."""
+"""Relative difference between the nominal memory in a product name, such as 80GB, and that of the driver, 79.1 GiB."""
 
 
 @dataclass
 class RunCost:
-    """Time and money that a run has cost and will cost.
+    """Device-hours and price of a run, so far and to come.
 
     Attributes:
         devices: Number of devices of the last attempt, or None if it is unknown.
@@ -24,7 +24,7 @@ class RunCost:
         hours_left: Hours of training left, or None if unknown.
         device_hours_left: Device-hours of training left, or None if unknown.
         price: US dollars per device-hour, or None.
-        price_source: Where the price comes from.
+        price_source: Source of the price.
     """
 
     devices: int | None = None

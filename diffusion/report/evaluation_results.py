@@ -44,7 +44,7 @@ def better_directions(names: set[str]) -> dict[str, str]:
 
 
 def _results(content: bytes) -> dict[str, Any] | None:
-    """Return what a page shows of a file of results, or None if it is not one."""
+    """Return the parts of a results file that a page shows, or None if it is not one."""
     try:
         given = json.loads(content)
     except (ValueError, RecursionError):

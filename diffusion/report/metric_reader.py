@@ -14,7 +14,7 @@ from diffusion.storage.json_lines import MAX_LINE_BYTES
 _SINGLE = re.compile(rb'\{"step": (\d{1,15}), "([^"\\]{1,200})": (-?(?:\d[0-9.eE+-]*|Infinity)|NaN)\}')
 """Line with one metric. Matching it takes a quarter of the time of a JSON parser, and most lines have one metric."""
 SKIPPED = (b'time/', b'trainer/')
-"""Beginnings of the names of metrics that Composer logs in every batch and that tell no more than the batch."""
+"""Prefixes of metrics that Composer logs in every batch and that only count batches and samples."""
 MAX_SERIES = 600
 """Largest number of metrics that are kept; callbacks that log a metric per layer can write thousands."""
 MAX_NONFINITE = 20
@@ -138,7 +138,7 @@ class MetricReader:
                     yield step, name, math.inf
 
     def _rewind(self, step: int) -> None:
-        """Drop what an abandoned attempt has logged after the batch at which the run resumed."""
+        """Drop the values that an earlier attempt logged after the batch at which the run resumed."""
         for name, series in self.series.items():
             # An evaluation after `step` batches belongs to the checkpoint from which the run resumed.
             series.cut(step if name == TRAIN_LOSS else step + 1)

@@ -1,4 +1,4 @@
-"""JSON of a report page: curves of runs in at most so many points, and the rest of what their files tell."""
+"""Data of a report page as JSON values: downsampled curves of runs, status, evaluations, cost and so on."""
 
 import time
 from collections.abc import Sequence

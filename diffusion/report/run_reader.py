@@ -1,4 +1,4 @@
-"""Reader of everything that a report shows of a run, from the files in its folder or bucket.
+"""Reader of all files of a run that a report shows, in a folder or a bucket.
 
 A part that cannot be read becomes a note in the page; only a run of which nothing can be read is an error.
 """
@@ -36,7 +36,7 @@ MARKS = {METRICS, ATTEMPTS, lock_content.LOCK, node_status.FOLDER, RECIPE}
 
 @dataclass
 class RunContent:
-    """What the files of a run tell.
+    """Content of the files of a run.
 
     Attributes:
         place: The run's folder or URL.
@@ -103,7 +103,7 @@ class RunReader:
         return self.place.rpartition('/')[2] if is_url(self.place) else Path(self.place).resolve().name
 
     def read(self) -> RunContent:
-        """Return what the files of the run tell now.
+        """Return the content of the run's files now.
 
         Raises:
             UserError: There are no files of a run.
@@ -199,7 +199,7 @@ class RunReader:
         content.changes = [each._asdict() for each in past_changes(content.recipe)]
 
     def _complete_status(self, content: RunContent) -> None:
-        """Add to the status what it leaves out of a run that does not run: loss, batches and length."""
+        """Add the last loss, the batch and the training's length to the status of a run that has ended."""
         status, loss = content.status, content.series.get(TRAIN_LOSS, Series())
         if loss.steps:
             status.batch = max(status.batch or 0, loss.steps[-1] + 1)

@@ -38,7 +38,7 @@ class Sheet:
 
     Args:
         batch: Number of batches that the run had completed; None for the last evaluation.
-        figures: For each figure its `caption` and the keys of its `images`.
+        figures: Figures, each with its `caption` and, in `images`, the key and size of each image.
     """
 
     batch: int | None
@@ -136,9 +136,9 @@ class SheetReader:
         """Return the figures of a sheet, and its images by key; none if it is damaged."""
         known = (name, version.tag, side)
         if known not in self._known:
+            if self._content[:2] != known[:2]:
+                self._content = (name, version.tag, self.files.read(name) or b'')
             try:
-                if self._content[:2] != known[:2]:
-                    self._content = (name, version.tag, self.files.read(name) or b'')
                 self._known[known] = encode_sheet(self._content[2], side)
             except _DAMAGE as error:
                 notes.append(f'{name} is not an image that can be shown ({type(error).__name__}).')

@@ -1,4 +1,4 @@
-"""Checkpoints of a run and the saves into its storage and its tiers, as far as its files tell."""
+"""Checkpoints of a run, and statistics of the saves into its storage and its tiers."""
 
 import json
 import re
@@ -33,7 +33,7 @@ class CheckpointReader:
         """Return batch, time, bytes, devices, kind and state of the newest checkpoints, newest first.
 
         Args:
-            listing: What the run's folder contains.
+            listing: Listing of the run's folder.
             notes: List to which texts about receipts that cannot be read are added.
 
         Raises:
@@ -58,7 +58,7 @@ class CheckpointReader:
 
 
 def _receipt(content: bytes, name: str, notes: list[str]) -> dict[str, Any]:
-    """Return what a page shows of a receipt."""
+    """Return state, time, bytes, devices and kind of a checkpoint from its receipt."""
     try:
         receipt = json.loads(content)
         size = sum(int(record['bytes']) for record in receipt['files'].values())

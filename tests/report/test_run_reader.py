@@ -225,3 +225,12 @@ def test_a_bucket_that_fails_is_an_error_and_a_part_that_fails_a_note(run, store
     store.fail('GET', 503)
     with pytest.raises(ExternalError, match='cannot be read'):
         read(url)
+
+
+def test_images_of_a_bucket_that_fails_are_read_the_next_time(run, store):
+    reader = RunReader(store.upload(run, 'runs'), image_bytes=500_000)
+    fault = store.fail('GET images', 403)
+    failed = reader.read()
+    assert failed.images.sheets == [] and any(note.startswith('The images could not be read') for note in failed.notes)
+    store.faults.remove(fault)
+    assert len(reader.read().images.sheets) == 4

@@ -63,12 +63,13 @@ endef
 	@touch $@
 
 .PHONY: quickstart
-quickstart: $(RUN)/evaluation.json $(RUN)/export/model_index.json ## prepare images, train, sample and export on a CPU: 8 minutes
+quickstart: $(RUN)/evaluation.json $(RUN)/export/model_index.json $(RUN)/report.html ## prepare images, train, sample and export on a CPU: 8 minutes
 	@echo
 	@$(BIN)/python -c "import json; share = json.load(open('$(RUN)/evaluation.json'))['retrieval_top1']; \
 	  print(f'Retrieval top-1: {share:.0%} of 100 captions: fraction of generated images whose nearest image')"
 	@echo 'out of the 200 real ones, by mean squared difference of pixels, is that of the same caption.'
 	@echo 'Results:'
+	@echo '  $(RUN)/report.html   page of the run: curves, samples over time, evaluation, recipe'
 	@echo '  $(RUN)/samples.png   captions, generated images and real images'
 	@echo '  $(RUN)/loss.png      loss curve'
 	@echo '  $(RUN)/export        folder for diffusers; its README.md shows how to load it'
@@ -77,26 +78,30 @@ quickstart: $(RUN)/evaluation.json $(RUN)/export/model_index.json ## prepare ima
 # A step runs if its output is missing; each program writes its last file only after everything else succeeded. The
 # order-only prerequisites (|) prevent a new installation or a touched file from training over a finished run.
 $(IMAGES): | .venv/installed
-	@echo '[1/5] rendering 200 OpenMoji images (seconds)'
+	@echo '[1/6] rendering 200 OpenMoji images (seconds)'
 	@$(OFFLINE) $(BIN)/diffusion prepare openmoji --out data/openmoji --sizes 64 --limit 200
 
 $(LATENTS): | $(IMAGES)
-	@echo '[2/5] encoding the images into latents (1 minute)'
+	@echo '[2/6] encoding the images into latents (1 minute)'
 	@$(OFFLINE) $(BIN)/python run.py $(RECIPE) task=precompute
 
 # Checkpoints exist long before training ends, so a stamp file marks its end. After an interruption, training resumes.
 $(RUN)/trained: | $(LATENTS)
-	@echo '[3/5] training (4 minutes on two cores; after an interruption, run make quickstart again to resume)'
+	@echo '[3/6] training (4 minutes on two cores; after an interruption, run make quickstart again to resume)'
 	@$(OFFLINE) $(BIN)/python run.py $(RECIPE)
 	@touch $@
 
 $(RUN)/evaluation.json: | $(RUN)/trained
-	@echo '[4/5] generating images for 100 captions and finding the nearest real image of each (1 minute)'
+	@echo '[4/6] generating images for 100 captions and finding the nearest real image of each (1 minute)'
 	@$(OFFLINE) $(BIN)/python run.py $(RECIPE) task=evaluate
 
 $(RUN)/export/model_index.json: | $(RUN)/trained
-	@echo '[5/5] exporting to diffusers'
+	@echo '[5/6] exporting to diffusers'
 	@$(OFFLINE) $(BIN)/diffusion export $(RUN)/latest --out $(RUN)/export
+
+$(RUN)/report.html: | $(RUN)/evaluation.json $(RUN)/export/model_index.json
+	@echo '[6/6] writing the report of the run (seconds)'
+	@$(OFFLINE) $(BIN)/diffusion report $(RUN)
 
 .PHONY: test
 test: .venv/installed ## run all tests except slow ones, on CPU, without network: 12 minutes on two cores

@@ -48,7 +48,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 FILE_ARGUMENTS = {
-    *('recipe', 'recipes', 'spec', 'specs', 'checkpoint', 'source', 'location'),
+    *('recipe', 'recipes', 'spec', 'specs', 'checkpoint', 'source', 'location', 'runs'),
     *('out', 'captions', 'from_run', 'gpus_file', 'png', 'lora', 'prompts', 'reference', 'run_place', 'launch'),
     *('a', 'b', 'serve', 'analyze', 'key'),
 }
@@ -128,6 +128,7 @@ def make_parser() -> CommandParser:
     _add_evaluate(commands.add_parser('evaluate', help='measure FID, CLIP score and other metrics of a checkpoint'))
     _add_watch(commands.add_parser('watch', help='evaluate the checkpoints of a run as they appear'))
     _add_compare(commands.add_parser('compare', help='let people compare two models blindly, and analyze answers'))
+    _add_report(commands.add_parser('report', help='write or serve an HTML page of a run, or of several runs'))
     _add_export(commands.add_parser('export', help='export a checkpoint for diffusers or ComfyUI'))
     _add_launch(commands)
     _add_completion(commands.add_parser('completion', help='print a completion script for a shell'))
@@ -459,6 +460,12 @@ def _compare(args: argparse.Namespace) -> int:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # a service manager ends the server as Ctrl-C does
         compare.serve_page(Path(args.serve or args.out), host=host, port=port)
     return 0
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    from diffusion.report import cli
+
+    cli.add_arguments(parser)
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:

@@ -96,9 +96,8 @@ def test_quickstart_page(checkout):
     said = checkout.read(DOCS / 'quickstart.md')
     assert 'Retrieval top-1' in said
     run = checkout.folder / 'runs' / 'quickstart'
-    assert all(
-        (run / name).exists() for name in ('samples.png', 'loss.png', 'images', 'ba24', 'export/model_index.json')
-    )
+    results = ('samples.png', 'loss.png', 'images', 'ba24', 'export/model_index.json', 'report.html')
+    assert all((run / name).exists() for name in results)
     assert len((checkout.folder / 'data' / 'openmoji' / 'captions.txt').read_text().splitlines()) > 150
     assert len([*(checkout.folder / 'more').glob('*.png')]) == 2
     assert (checkout.folder / 'frog.png').exists()

@@ -12,7 +12,7 @@ LAYERS = [
     {'config', 'storage', 'planning', 'launch', 'errors', 'exit_codes'},  # standard library and omegaconf; no torch
     {'models'},  # torch, diffusers, transformers; no Composer
     {'data', 'algorithms', 'callbacks', 'loggers', 'checkpointing', 'evaluation', 'profiling', 'training'},  # Composer
-    {'tasks', 'prepare', 'inspection', 'preflight', 'cli', '__main__', '__init__'},  # programs
+    {'tasks', 'prepare', 'inspection', 'preflight', 'report', 'cli', '__main__', '__init__'},  # programs
 ]
 COMPOSER_MODELS = {
     'models.latent_diffusion',

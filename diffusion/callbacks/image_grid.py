@@ -19,6 +19,9 @@ from diffusion.loggers import status_line
 
 log = logging.getLogger(__name__)
 
+SIDE = 256
+"""Side in pixels of a square image on the sheet."""
+
 
 class ImageGrid(Callback):
     """Callback that samples the same prompts from the same noise at intervals, with averaged weights if there are any.
@@ -100,7 +103,7 @@ class ImageGrid(Callback):
         if dist.get_global_rank() != 0:
             return
         figures = [Figure([image], prompt) for prompt, image in zip(self.prompts, images, strict=True)]
-        sheet = draw_sheet([Section('', figures)], columns=self.columns)
+        sheet = draw_sheet([Section('', figures)], columns=self.columns, side=SIDE)
         path = self.folder / 'images' / f'ba{batch:06d}.png'
         save_image(sheet, path)
         log.info('%s: %d images with %s weights', path, len(images), 'averaged' if averaged else 'training')

@@ -1,6 +1,5 @@
 """Write the recipe that a run is trained with to its folder, with a history of the changes made on resume."""
 
-import datetime
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,13 +8,12 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
+from diffusion.config.recipe_history import history_lines
 from diffusion.config.resume_rules import Change
 from diffusion.storage.atomic import write_atomically
 
 log = logging.getLogger(__name__)
 
-HISTORY = '# changed at batch '
-"""Start of a line of the history at the end of a recipe, a YAML comment."""
 MAX_LOGGED_CHARACTERS = 200
 """Longest text of a change in the log; the history has the whole text."""
 
@@ -59,17 +57,6 @@ class RecipeKeeper(Callback):
                 applied = [f'{_shortened(str(change))} (applied)' for change in resumed.changes]
                 log.info('resumed with other settings: %s', '; '.join(applied))
         write_atomically(self.path, self.text + ''.join(f'{line}\n' for line in self._history), create_folder=False)
-
-
-def history_lines(changes: tuple[Change, ...], batch: int) -> list[str]:
-    """Return the lines of a recipe's history for changes made at a batch now."""
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec='seconds')
-    return [f'{HISTORY}{batch} ({now}): {change}' for change in changes]
-
-
-def read_history(text: str) -> tuple[str, ...]:
-    """Return the lines of the history at the end of a recipe's YAML."""
-    return tuple(line for line in text.splitlines() if line.startswith(HISTORY))
 
 
 def _shortened(text: str) -> str:

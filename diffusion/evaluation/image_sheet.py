@@ -6,6 +6,7 @@ This module does not import torch, so that data preparation can use it too.
 import base64
 import html
 import io
+import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, PngImagePlugin
 
 from diffusion.storage.atomic import atomic_file
 
@@ -25,6 +26,9 @@ SHEET_WIDTH = 1500
 MARGIN, LINE_HEIGHT = 8, 13
 GAP = 4
 """Width in pixels of the white column between two images of a figure in a PNG."""
+FIGURES = 'figures'
+"""Text in the PNG of a sheet: JSON with the caption of each figure, and the boxes (left, top, width, height) and sizes
+(width, height before enlarging or shrinking) of its images, so that a report can cut them out."""
 CAPTION_LINES = 3
 """Maximum number of lines per caption in a PNG; HTML shows captions in full."""
 GRAY, LIGHT_GRAY = (110, 110, 110), (220, 220, 220)
@@ -67,9 +71,12 @@ def png_bytes(image: Image.Image) -> bytes:
 
 
 def save_image(image: Image.Image, path: Path) -> None:
-    """Write an image to a PNG file atomically."""
+    """Write an image to a PNG file atomically, with the captions and places of figures if it is a sheet."""
+    text = PngImagePlugin.PngInfo()
+    if FIGURES in image.info:
+        text.add_itxt(FIGURES, image.info[FIGURES])
     with atomic_file(path) as unfinished:
-        image.save(unfinished, format='PNG')
+        image.save(unfinished, format='PNG', pnginfo=text)
 
 
 def size_on_sheet(image: Image.Image, side: int) -> tuple[int, int]:
@@ -104,10 +111,14 @@ def draw_sheet(sections: Sequence[Section], *, columns: int | None = None, side:
     strips = [_strip(section, columns, side) for section in sections]
     height = sum(strip.height for strip in strips) + MARGIN
     sheet = Image.new('RGB', (max(strip.width for strip in strips), height), 'white')
-    top = 0
+    top, places = 0, []
     for strip in strips:
         sheet.paste(strip, (0, top))
+        for figure in strip.info[FIGURES]:
+            figure['boxes'] = [[left, top + y, *size] for left, y, *size in figure['boxes']]
+            places.append(figure)
         top += strip.height
+    sheet.info[FIGURES] = json.dumps(places)
     return sheet
 
 
@@ -123,13 +134,17 @@ def _strip(section: Section, columns: int | None, side: int) -> Image.Image:
     strip_width = MARGIN + columns * (figure_width + MARGIN) if columns else SHEET_WIDTH
     strip = Image.new('RGB', (strip_width, title_height + -(-len(section.figures) // fitting) * row_height), 'white')
     draw = ImageDraw.Draw(strip)
+    strip.info[FIGURES] = places = []
     draw.text((MARGIN, MARGIN), section.title, fill='black', font=bold)
     for number, figure in enumerate(section.figures):
         left = MARGIN + number % fitting * (figure_width + MARGIN)
         top = title_height + number // fitting * row_height
-        for index, image in enumerate(map(_decoded, figure.images)):
+        images = [_decoded(image) for image in figure.images]
+        boxes = [[left + index * (width + GAP), top, width, height] for index in range(len(images))]
+        places.append({'caption': figure.caption, 'boxes': boxes, 'sizes': [image.size for image in images]})
+        for image, box in zip(images, boxes, strict=True):
             method = Image.Resampling.LANCZOS if image.width > width else Image.Resampling.NEAREST
-            strip.paste(image.resize((width, height), method), (left + index * (width + GAP), top))
+            strip.paste(image.resize((width, height), method), (box[0], top))
         draw.rectangle((left - 1, top - 1, left + figure_width, top + height), outline=LIGHT_GRAY)
         for line, text in enumerate(wrap_caption(figure.caption, figure_width, font)):
             draw.text((left, top + height + 2 + line * LINE_HEIGHT), text, fill=GRAY, font=font)

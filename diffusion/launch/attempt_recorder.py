@@ -1,6 +1,7 @@
 """Record of an attempt of a training run that was started without the node entry point, by `python run.py`."""
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def recording_attempt(
         number = len(attempts.read_attempts(run))
     except UserError:  # the first attempt
         number = 0
-    attempt = Attempt(number, _clock.now(), launched=False)
+    attempt = Attempt(number, _clock.now(), launched=False, devices=int(os.environ.get('WORLD_SIZE', '1')))
     record(run, 'begin', attempt)
     notifier = Notifier(config, run, attempt=number, hide=hide)
     notifier.send('started', f'started attempt {number}')

@@ -66,6 +66,9 @@ class Attempt:
         detail: Further description of the cause, such as the ranks that failed.
         machine: Machine on which the attempt failed, or empty if it is unknown or did not fail.
         launched: False for an attempt of `run.py` without the node entry point, which has no restart budget.
+        devices: Number of devices, one per process, or None if it was not recorded.
+        gpu: Model of the GPUs, as in planning/gpus.yaml or as the driver calls it; `cpu` without GPUs, empty if it was
+            not recorded.
     """
 
     number: int
@@ -80,6 +83,8 @@ class Attempt:
     detail: str = ''
     machine: str = ''
     launched: bool = True
+    devices: int | None = None
+    gpu: str = ''
 
 
 def describe_attempt(cause: str, detail: str) -> str:

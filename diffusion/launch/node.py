@@ -293,7 +293,8 @@ class Node:
             number: Index of the attempt within the run.
         """
         records = self._records
-        attempt = Attempt(number, records.clock.now())
+        gpu = {'any': '', 'none': 'cpu'}.get(kind := self.environ.get(environment.GPU, ''), kind)
+        attempt = Attempt(number, records.clock.now(), devices=self.position.world_size, gpu=gpu)
         records.append('begin', attempt)
         notifier = self._notifier = self._make_notifier(number)
         nodes = f'{self.position.nodes} node{"s" * (self.position.nodes > 1)}'

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from composer import Trainer
 from composer.core import Callback, State, TimeUnit
 from composer.loggers import LoggerDestination
@@ -105,6 +106,8 @@ def _train(recipe: Recipe, attempt: Attempt | None, notifier: Notifier, mirror: 
     """
     trainer = build_trainer(recipe)
     connect(trainer.state.callbacks, attempt, notifier)
+    if attempt is not None:
+        attempt.gpu = torch.cuda.get_device_name() if trainer.state.device.name == 'gpu' else 'cpu'
     if mirror is not None:
         upload_with_checkpoints(trainer.state.callbacks, mirror)
     if _is_done(trainer.state):

@@ -2,6 +2,7 @@
 
 import html
 import io
+import json
 import re
 
 import numpy as np
@@ -11,6 +12,7 @@ from PIL import Image, ImageFont
 
 from diffusion.evaluation.image_sheet import (
     CAPTION_LINES,
+    FIGURES,
     GAP,
     MARGIN,
     Figure,
@@ -102,6 +104,23 @@ def test_html_embeds_images_and_escapes_captions():
     assert '<script>' not in page and html.escape(hostile) in page
     assert re.findall('src="(data:image/[a-z]*)', page) == ['data:image/jpeg', 'data:image/png']
     assert re.findall(r' width="(\d+)"', html_figures([figure], side=40)) == ['49', '40']
+
+
+def test_images_can_be_cut_out_of_a_saved_sheet(tmp_path):
+    images = [Image.effect_noise((24, 16), 60 + 20 * index).convert('RGB') for index in range(6)]
+    figures = [Figure(images[2 * index : 2 * index + 2], f'caption {index}') for index in range(3)]
+    save_image(
+        draw_sheet([Section('one', figures[:2]), Section('two', figures[2:])], columns=1), tmp_path / 'sheet.png'
+    )
+    with Image.open(tmp_path / 'sheet.png') as sheet:
+        found = json.loads(getattr(sheet, 'text', {})[FIGURES])
+        cut = [
+            sheet.crop((left, top, left + width, top + height)).resize(size, Image.Resampling.NEAREST)
+            for figure in found
+            for (left, top, width, height), size in zip(figure['boxes'], figure['sizes'], strict=True)
+        ]
+    assert [figure['caption'] for figure in found] == ['caption 0', 'caption 1', 'caption 2']
+    assert [each.tobytes() for each in cut] == [each.tobytes() for each in images]
 
 
 def test_failed_save_leaves_no_file(tmp_path, monkeypatch):

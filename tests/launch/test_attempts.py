@@ -2,22 +2,25 @@
 
 import errno
 import itertools
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from diffusion.config.load import load
+from diffusion.config.recipe import NotifyConfig
 from diffusion.errors import UserError
 from diffusion.exit_codes import CONFIG_ERROR, FAILED
 from diffusion.launch import attempts, environment, local_cluster
+from diffusion.launch.attempt_recorder import recording_attempt
 from diffusion.launch.attempts import (
     Attempt,
     Clock,
@@ -65,6 +68,17 @@ def test_last_complete_record_of_attempt_counts(tmp_path):
     assert found[0] == first
     assert (found[1].number, found[1].cause, found[1].status) == (1, 'lost', None)
     assert found[1].end > 200.0, 'time of its last record'
+
+
+def test_devices_are_recorded_and_records_of_earlier_versions_are_read(tmp_path, monkeypatch):
+    record = {key: value for key, value in asdict(attempt(0, 100.0, 0, 7)).items() if key not in ('devices', 'gpu')}
+    (tmp_path / attempts.ATTEMPTS).write_text(json.dumps({'event': 'end', 'at': 119.0} | record) + '\n')
+    monkeypatch.setenv('WORLD_SIZE', '16')
+    with recording_attempt(tmp_path, NotifyConfig()) as (recorded, _):
+        recorded.gpu = 'NVIDIA H200'
+    earlier, now = read_attempts(tmp_path)
+    assert (earlier.devices, earlier.gpu) == (None, '') and earlier == attempt(0, 100.0, 0, 7)
+    assert (now.devices, now.gpu, now.cause) == (16, 'NVIDIA H200', 'done')
 
 
 def test_missing_attempts_file_is_reported(tmp_path):

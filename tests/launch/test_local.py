@@ -292,6 +292,7 @@ def test_user_error_found_on_nodes_is_not_retried(launch, tmp_path):
     assert job.wait() == CONFIG_ERROR
     (only,) = attempts.read_attempts(job.run)
     assert (only.status, only.cause, only.first) == (CONFIG_ERROR, 'mistake', None)
+    assert (only.devices, only.gpu) == (4, 'cpu')
     assert 'gone' in job.log.read_text()
 
 

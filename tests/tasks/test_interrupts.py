@@ -176,6 +176,7 @@ def test_second_ctrl_c_ends_at_once_and_says_what_is_lost(start, recipe, tmp_pat
     (only,) = attempts.read_attempts(tmp_path / 'runs' / 'run')
     loss = 'ended by a second Ctrl-C: batches 5 to 6 are lost; the newest checkpoint is ba4'
     assert (only.status, only.cause, only.detail) == (INTERRUPTED, 'preempted', loss)
+    assert (only.devices, only.gpu) == (1, 'cpu')
 
 
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -14,10 +14,10 @@ from torch.amp.grad_scaler import GradScaler
 
 from diffusion.algorithms.average import trained_parameters
 from diffusion.algorithms.ema import EMA
-from diffusion.callbacks.recipe_keeper import read_history
 from diffusion.checkpointing.checkpoint_weights import is_sharded
 from diffusion.checkpointing.trainer_state import load_checkpoint
 from diffusion.config.load import load
+from diffusion.config.recipe_history import read_history
 from diffusion.errors import UserError
 from diffusion.tasks.export import export
 from diffusion.training.resume import compare_with_checkpoint

@@ -1,0 +1,65 @@
+// Table of all runs in a folder or bucket.
+'use strict';
+
+const tableOrder = {column: 8, sign: -1}; // the newest first
+
+function showTable(data, main) {
+  const columns = [
+    {title: 'Run', kind: 'text', head: true},
+    {title: 'State', kind: 'long'},
+    {title: 'Batch', kind: 'number'},
+    {title: 'Loss', kind: 'number'},
+    {title: 'Last evaluation', kind: 'long'},
+    {title: 'Goodput', kind: 'number'},
+    {title: 'Device-hours', kind: 'number'},
+    {title: 'Dollars', kind: 'number'},
+    {title: 'Last activity', kind: 'text'},
+  ];
+  const rows = data.rows.map(row => [
+    {sort: row.name, content: row.link ? element('a', {href: row.link + page.query}, row.name) : row.name},
+    {sort: row.state, content: element('span', {class: `badge ${row.kind}`}, row.state)},
+    {
+      sort: row.batch,
+      content: element(
+        'span',
+        {},
+        known(row.total) && known(row.batch)
+          ? element('progress', {
+              max: 1,
+              value: Math.min(1, row.batch / row.total),
+              'aria-label': `${row.name}: share of the batches`,
+            })
+          : '',
+        `${formatNumber(row.batch)}${known(row.total) ? ` of ${formatNumber(row.total)}` : ''}`,
+      ),
+    },
+    row.loss,
+    {sort: row.evaluation, content: row.evaluation || MISSING},
+    {sort: row.goodput, content: formatPercent(row.goodput)},
+    row.device_hours,
+    {sort: row.dollars, content: formatDollars(row.dollars)},
+    {sort: row.last_activity, content: formatTime(row.last_activity)},
+  ]);
+  document.getElementById('generated').textContent =
+    ` · ${data.live ? 'read' : 'written'} ${formatTime(data.generated)}`;
+  main.replaceChildren(
+    element(
+      'section',
+      {class: 'part-of-page'},
+      element('h2', {}, plural(rows.length, 'run')),
+      card('', sortableTable('Runs', columns, rows, tableOrder)),
+      data.notes.length
+        ? element(
+            'details',
+            {class: 'notes', open: true},
+            element('summary', {}, plural(data.notes.length, 'note')),
+            element(
+              'ul',
+              {},
+              data.notes.map(note => element('li', {}, note)),
+            ),
+          )
+        : '',
+    ),
+  );
+}

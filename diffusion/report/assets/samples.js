@@ -1,0 +1,162 @@
+// Sampled images over time with a slider, and generated images beside real ones.
+'use strict';
+
+const imageSource = image => (page.data.images ? page.data.images[image.key] : `images/${image.key}.webp${page.query}`);
+
+function picture(image, text) {
+  const node = element('img', {src: imageSource(image), alt: text, width: image.width, height: image.height});
+  node.classList.toggle('pixels', image.width < 128);
+  return node;
+}
+
+/** Return the last sheet of a run at or before a batch; its first one if there is none. */
+const sheetAt = (run, batch) => run.sheets.filter(sheet => sheet.batch <= batch).at(-1) || run.sheets[0];
+
+/** Return the slider over the batches of all sheets, and the images at the chosen batch. */
+function samplesOverTime() {
+  const runs = page.data.runs.filter(run => run.sheets.length);
+  if (!runs.length) return quiet('No image grids: add the callback image_grid to the recipe.');
+  const batches = [...new Set(runs.flatMap(run => run.sheets.map(sheet => sheet.batch)))].sort((a, b) => a - b);
+  const last = batches.length - 1;
+  let index = page.sampled === null ? last : batches.filter(batch => batch <= page.sampled).length - 1;
+  index = Math.max(0, index);
+  const grid = element('div');
+  const output = element('output', {for: 'samples-slider', id: 'samples-batch'});
+  const slider = element('input', {
+    type: 'range',
+    id: 'samples-slider',
+    min: 0,
+    max: last,
+    step: 1,
+    value: index,
+    oninput: () => show(Number(slider.value)),
+  });
+  const step = (text, change) =>
+    element(
+      'button',
+      {type: 'button', class: 'small', onclick: () => show(Math.min(last, Math.max(0, Number(slider.value) + change)))},
+      text,
+    );
+  function show(at) {
+    slider.value = at;
+    // At the end, the slider follows a run that continues.
+    page.sampled = at === last ? null : batches[at];
+    output.textContent = `batch ${formatNumber(batches[at])} (${at + 1} of ${batches.length})`;
+    slider.setAttribute('aria-valuetext', output.textContent);
+    grid.replaceChildren(...sampleGrid(runs, batches[at]));
+  }
+  show(index);
+  const left = runs.map(run => run.total_sheets - run.sheets.length).reduce((sum, count) => sum + count, 0);
+  return element(
+    'div',
+    {},
+    element(
+      'div',
+      {class: 'slider'},
+      element('label', {for: 'samples-slider'}, 'Samples at '),
+      output,
+      step('Previous', -1),
+      step('Next', 1),
+      slider,
+    ),
+    grid,
+    left ? quiet(`${plural(left, 'grid')} between these are left out.`) : null,
+  );
+}
+
+function sampleGrid(runs, batch) {
+  const sheets = runs.map(run => sheetAt(run, batch));
+  const whole = sheets.some(sheet => sheet.figures.some(figure => !figure.caption));
+  if (whole) {
+    return runs.map((run, index) =>
+      element(
+        'figure',
+        {class: 'whole'},
+        several() ? element('figcaption', {}, `${run.label}, batch ${formatNumber(sheets[index].batch)}`) : null,
+        sheets[index].figures.flatMap(figure =>
+          figure.images.map(image => picture(image, `Samples at batch ${sheets[index].batch}`)),
+        ),
+      ),
+    );
+  }
+  if (!several() || runs.length === 1) {
+    return [
+      element(
+        'div',
+        {class: 'grid'},
+        sheets[0].figures.map(figure =>
+          element(
+            'figure',
+            {},
+            figure.images.map(image => picture(image, `${figure.caption}, batch ${sheets[0].batch}`)),
+            element('figcaption', {}, figure.caption),
+          ),
+        ),
+      ),
+    ];
+  }
+  const captions = [...new Set(sheets.flatMap(sheet => sheet.figures.map(figure => figure.caption)))];
+  return [
+    element(
+      'div',
+      {class: 'grid wide'},
+      captions.map(caption =>
+        element(
+          'div',
+          {class: 'prompt'},
+          element('h4', {}, caption),
+          element(
+            'div',
+            {class: 'beside'},
+            runs.map((run, index) => {
+              const figure = sheets[index].figures.find(each => each.caption === caption);
+              return figure
+                ? element(
+                    'figure',
+                    {},
+                    figure.images.map(image =>
+                      picture(image, `${caption}, ${run.label}, batch ${sheets[index].batch}`),
+                    ),
+                    element('figcaption', {}, run.label, element('br'), `batch ${formatNumber(sheets[index].batch)}`),
+                  )
+                : null;
+            }),
+          ),
+        ),
+      ),
+    ),
+  ];
+}
+
+/** Return generated images beside the real ones of the same captions, of the last evaluation. */
+function generatedImages() {
+  return page.data.runs
+    .filter(run => run.generated)
+    .map(run =>
+      card(
+        several() ? `Generated and real images, ${run.label}` : 'Generated and real images',
+        quiet('Of each caption: the image that the last evaluation generated, and the real one.'),
+        element(
+          'div',
+          {class: 'grid'},
+          run.generated.figures.map(figure =>
+            element(
+              'figure',
+              {class: figure.caption ? 'pair' : 'whole'},
+              element(
+                'div',
+                {class: 'beside'},
+                figure.images.map((image, index) =>
+                  picture(
+                    image,
+                    figure.caption ? `${figure.caption}, ${index ? 'real' : 'generated'}` : 'Generated and real images',
+                  ),
+                ),
+              ),
+              figure.caption ? element('figcaption', {}, figure.caption) : null,
+            ),
+          ),
+        ),
+      ),
+    );
+}

@@ -1,0 +1,203 @@
+// Summary of a report: state, progress and figures of the runs, and the mean share of each stage.
+'use strict';
+
+const last = (run, name) => (run.series[name] && run.series[name].y.length ? run.series[name].y.at(-1) : null);
+const bestLoss = run => {
+  const values = namesOf(run, isValidation).flatMap(name => run.series[name].y);
+  return values.length ? Math.min(...values) : null;
+};
+const shareDone = run =>
+  known(run.status.batch) && run.status.total_batches ? Math.min(1, run.status.batch / run.status.total_batches) : null;
+const costOf = (run, hours) => (known(hours) && known(run.cost.price) ? hours * run.cost.price : null);
+const unitOf = run => (run.cost.gpu === 'cpu' ? 'CPU' : run.cost.gpu === '' ? 'device' : 'GPU');
+
+function stateText(run) {
+  const {state, silent_seconds, cause} = run.status;
+  if (state === 'silent') return `silent, no batch for ${formatDuration(silent_seconds)}`;
+  if (state !== 'ended') return state;
+  const attempt = run.attempts.at(-1);
+  return attempt ? `ended, ${attempt.reason}` : cause ? `ended, ${cause}` : 'ended';
+}
+
+function stateBadge(run) {
+  const attempt = run.attempts.at(-1);
+  const {state} = run.status;
+  const kind =
+    state === 'running'
+      ? 'good'
+      : state === 'silent'
+        ? 'bad'
+        : state === 'ended' && attempt
+          ? attempt.cause === 'done'
+            ? 'good'
+            : attempt.cause === 'preempted'
+              ? 'plain'
+              : 'bad'
+          : 'plain';
+  return element('span', {class: `badge ${kind}`}, stateText(run));
+}
+
+function progressBar(run) {
+  const share = shareDone(run);
+  if (share === null) return null;
+  return element('progress', {
+    max: 1,
+    value: share,
+    'aria-label': `${run.name}: ${formatPercent(share)} of the batches`,
+  });
+}
+
+function tile(name, value, detail = '') {
+  return element(
+    'div',
+    {class: 'tile'},
+    element('dt', {}, name),
+    element('dd', {}, value),
+    detail ? element('dd', {class: 'detail'}, detail) : null,
+  );
+}
+
+function summary() {
+  const {runs} = page.data;
+  return several() ? runsTable(runs) : singleSummary(runs[0]);
+}
+
+function singleSummary(run) {
+  const {status, cost} = run,
+    share = shareDone(run);
+  const speed = last(run, 'throughput/samples_per_sec'),
+    mfu = last(run, 'throughput/device/mfu');
+  const pieces = [
+    tile(
+      'Batch',
+      formatNumber(status.batch),
+      known(status.total_batches)
+        ? `of ${formatNumber(status.total_batches)}, ${formatPercent(share)}`
+        : status.duration || '',
+    ),
+    tile('Training loss', formatNumber(status.last_loss), 'last batch'),
+    tile('Validation loss', formatNumber(bestLoss(run)), 'best so far'),
+    tile(
+      'Speed',
+      known(speed)
+        ? `${formatNumber(speed)}`
+        : known(status.batches_per_second)
+          ? formatNumber(status.batches_per_second)
+          : MISSING,
+      known(speed) ? 'images/s' : 'batches/s',
+    ),
+    known(mfu) ? tile('MFU', formatPercent(mfu), 'last window') : null,
+    tile('Goodput', formatPercent(status.goodput), plural(run.attempts.length, 'attempt')),
+    tile(
+      `${unitOf(run) === 'device' ? 'Device' : unitOf(run)}-hours`,
+      formatNumber(cost.device_hours),
+      known(costOf(run, cost.device_hours))
+        ? formatDollars(costOf(run, cost.device_hours))
+        : known(cost.devices)
+          ? plural(cost.devices, unitOf(run))
+          : '',
+    ),
+    status.state === 'running' && known(cost.hours_left)
+      ? tile('Time left', formatDuration(3600 * cost.hours_left), 'without evaluations and saves')
+      : tile(
+          'Last activity',
+          formatTime(status.last_activity).slice(11) || MISSING,
+          formatTime(status.last_activity).slice(0, 10),
+        ),
+  ];
+  return element('div', {}, element('dl', {class: 'tiles'}, pieces.filter(Boolean)));
+}
+
+function runsTable(runs) {
+  const columns = [
+    {title: 'Run', kind: 'text', head: true},
+    {title: 'State', kind: 'long'},
+    ...['Batch', 'Training loss', 'Best validation loss', 'Images/s', 'MFU', 'Goodput', 'Device-hours'].map(title => ({
+      title,
+      kind: 'number',
+    })),
+  ];
+  const losses = runs.map(bestLoss),
+    best = Math.min(...losses.filter(known));
+  return card(
+    '',
+    sortableTable(
+      'Runs',
+      columns,
+      runs.map((run, index) => [
+        {sort: run.label, content: runName(run, index)},
+        {sort: stateText(run), content: stateBadge(run)},
+        {
+          sort: run.status.batch,
+          content: `${formatNumber(run.status.batch)}${known(run.status.total_batches) ? ` of ${formatNumber(run.status.total_batches)}` : ''}`,
+        },
+        {sort: run.status.last_loss, content: formatNumber(run.status.last_loss)},
+        {sort: losses[index], content: formatNumber(losses[index]), best: losses[index] === best},
+        last(run, 'throughput/samples_per_sec'),
+        {sort: last(run, 'throughput/device/mfu'), content: formatPercent(last(run, 'throughput/device/mfu'))},
+        {sort: run.status.goodput, content: formatPercent(run.status.goodput)},
+        run.cost.device_hours,
+      ]),
+    ),
+  );
+}
+
+function runName(run, index) {
+  const swatch = element('span', {class: 'swatch', 'aria-hidden': 'true'});
+  swatch.style.borderTopColor = colorOf(index);
+  swatch.style.borderTopStyle = DASHES[index % 8].length ? 'dashed' : 'solid';
+  return element('span', {class: 'run'}, swatch, run.label);
+}
+
+/** Return bars of the mean share of each stage of a step, one table column per run. */
+function stageShares() {
+  const {runs} = page.data;
+  const mean = (run, stage) => {
+    const curve = run.series[`time_share/${stage}`];
+    const values = curve ? curve.my || curve.y : [];
+    return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
+  };
+  const rows = Object.entries(STAGES)
+    .map(([stage, [label]]) => [label, runs.map(run => mean(run, stage))])
+    .filter(([, values]) => values.some(value => value > 0.0005))
+    .sort((a, b) => b[1][0] - a[1][0]);
+  if (!rows.length) return null;
+  const bar = value => {
+    const meter = element('span', {class: 'bar', 'aria-hidden': 'true'});
+    meter.style.width = `${Math.round(160 * (value || 0))}px`;
+    return element('span', {class: 'meter'}, element('span', {class: 'number'}, formatPercent(value)), meter);
+  };
+  return card(
+    'Mean share of each stage',
+    scrolling(
+      element(
+        'table',
+        {},
+        element('caption', {class: 'hidden'}, 'Mean share of each stage of a training step'),
+        element(
+          'thead',
+          {},
+          element(
+            'tr',
+            {},
+            element('th', {scope: 'col'}, 'Stage'),
+            runs.map(run => element('th', {scope: 'col'}, several() ? run.label : 'Share of the time')),
+          ),
+        ),
+        element(
+          'tbody',
+          {},
+          rows.map(([label, values]) =>
+            element(
+              'tr',
+              {},
+              element('th', {scope: 'row'}, label),
+              values.map(value => element('td', {}, bar(value))),
+            ),
+          ),
+        ),
+      ),
+      'Mean share of each stage',
+    ),
+  );
+}

@@ -1,0 +1,191 @@
+"""HTTP server of live report pages, read only, for this machine or with a token for others."""
+
+import contextlib
+import errno
+import gzip
+import hashlib
+import hmac
+import secrets
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+from diffusion.errors import ExternalError, UserError
+from diffusion.report.page import json_text, report_page
+from diffusion.report.report_source import Page, ReportSource
+
+POLL_SECONDS = 5.0
+"""Interval at which a page asks for newer data."""
+BUCKET_SECONDS = 60.0
+"""The same for runs in an object store, whose files are copied there about every minute, and each read costs money."""
+LOCAL_HOSTS = ('127.0.0.1', 'localhost', '::1')
+
+
+class ServedPage:
+    """Page of a server: its content is read when a request needs it, and at most once per interval.
+
+    Args:
+        source: The content.
+        seconds: The interval.
+    """
+
+    def __init__(self, source: ReportSource, seconds: float) -> None:
+        self.source, self.seconds = source, seconds
+        self._lock = threading.Lock()
+        self._page: Page | None = None
+        self._read_at = 0.0
+
+    def content(self) -> Page:
+        """Return the content, at most `seconds` old; while the storage fails, the last one.
+
+        Raises:
+            UserError: There is no run, and there was none before.
+            ExternalError: The storage fails, and nothing was read before.
+        """
+        with self._lock:
+            if self._page is None or time.monotonic() - self._read_at >= self.seconds * 0.8:
+                try:
+                    self._page = self.source.read()
+                except (UserError, ExternalError) as error:
+                    if self._page is None:
+                        raise
+                    notes = [run['notes'] for run in self._page.data.get('runs', [])] or [self._page.data['notes']]
+                    notes[0][:] = [str(error), *(note for note in notes[0] if note != str(error))][:20]
+                self._read_at = time.monotonic()
+            return self._page
+
+
+class ReportServer(ThreadingHTTPServer):
+    """Server of a report page at `/` and, for a table of runs, of each run's page at `/run/NAME/`.
+
+    Args:
+        host: Address to listen at; another one than localhost gets a token, which the page's address has.
+        port: Port; 0 for any free one.
+        main: The page at `/`.
+        run_page: Function that returns the page of a run by name, or None if there is no such run.
+
+    Raises:
+        UserError: The port is in use, or the address is not one of this machine.
+    """
+
+    daemon_threads = True
+
+    def __init__(
+        self, host: str, port: int, main: ServedPage, run_page: Callable[[str], ServedPage | None] = lambda name: None
+    ) -> None:
+        self.main, self.run_page = main, run_page
+        self.is_local = host in LOCAL_HOSTS
+        self.token = '' if self.is_local else secrets.token_urlsafe(16)
+        if ':' in host:
+            self.address_family = socket.AF_INET6
+        try:
+            super().__init__((host, port), _Handler)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise UserError(
+                    f'--port: port {port} of {host} is in use; use another one, or --port 0 for any free one'
+                ) from error
+            if error.errno in (errno.EADDRNOTAVAIL, errno.EACCES) or not error.errno or error.errno < 0:
+                raise UserError(f'--host: cannot listen at {host}, port {port} ({error}); use 127.0.0.1') from error
+            raise
+
+    def server_bind(self) -> None:
+        """Bind the socket, without asking a name server for the name of the address as the base class does."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    @property
+    def url(self) -> str:
+        """Address of the page, with the token if there is one."""
+        host, port = self.server_address[0], self.server_address[1]
+        host = socket.gethostname() if host in ('0.0.0.0', '::') else str(host)
+        text = f'[{host}]' if ':' in host else host
+        return f'http://{text}:{port}/' + (f'?token={self.token}' if self.token else '')
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Handler of requests for a page, its data and its images."""
+
+    server: ReportServer  # type: ignore[assignment]
+    protocol_version = 'HTTP/1.1'
+    timeout = 60
+
+    def do_GET(self) -> None:
+        with contextlib.suppress(ConnectionError, TimeoutError):  # the browser has left
+            self._answer()
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing: each open page asks every few seconds."""
+
+    def _answer(self) -> None:
+        url = urlsplit(self.path)
+        if not self._is_allowed(parse_qs(url.query)):
+            return self._send(HTTPStatus.FORBIDDEN, b'open the address that the server has printed\n', 'text/plain')
+        path, page = url.path, self.server.main
+        if path.startswith('/run/'):
+            name, _, path = path.removeprefix('/run/').partition('/')
+            page, path = self.server.run_page(unquote(name)), f'/{path}'
+        if page is None:
+            return self._send(HTTPStatus.NOT_FOUND, b'no such run\n', 'text/plain')
+        try:
+            content = page.content()
+        except (UserError, ExternalError) as error:
+            return self._send(HTTPStatus.SERVICE_UNAVAILABLE, f'{error}\n'.encode(), 'text/plain; charset=utf-8')
+        if path == '/':
+            html = report_page(
+                content.data, title=page.source.title, places=page.source.places, live_seconds=page.seconds
+            )
+            return self._send(HTTPStatus.OK, html.encode(), 'text/html; charset=utf-8')
+        if path == '/data.json':
+            return self._send_data(content)
+        image = content.images.get(path.removeprefix('/images/').removesuffix('.webp'))
+        if image is None or not path.startswith('/images/'):
+            return self._send(HTTPStatus.NOT_FOUND, b'not found\n', 'text/plain')
+        # The name is a hash of the content.
+        return self._send(HTTPStatus.OK, image, 'image/webp', cache='private, max-age=86400, immutable')
+
+    def _is_allowed(self, query: dict[str, list[str]]) -> bool:
+        """Return True for a request with the token or, at localhost, with a local name of the host."""
+        if self.server.token:
+            given = (query.get('token') or [''])[0]
+            return hmac.compare_digest(given.encode(), self.server.token.encode())
+        # A web page of another origin whose name was made to point here (DNS rebinding) has its own name.
+        host = self.headers.get('Host', '').rsplit(':', 1)[0].strip('[]')
+        return host in LOCAL_HOSTS
+
+    def _send_data(self, content: Page) -> None:
+        body = json_text(content.data).encode()
+        # Without the time of reading, which changes although the run may not have.
+        same = json_text({key: each for key, each in content.data.items() if key != 'generated'}).encode()
+        tag = f'"{hashlib.sha256(same).hexdigest()[:32]}"'
+        if self.headers.get('If-None-Match') == tag:
+            return self._send(HTTPStatus.NOT_MODIFIED, b'', 'application/json', tag=tag)
+        return self._send(HTTPStatus.OK, body, 'application/json', tag=tag)
+
+    def _send(self, status: HTTPStatus, body: bytes, kind: str, *, cache: str = 'no-store', tag: str = '') -> None:
+        compressed = len(body) > 4096 and 'gzip' in self.headers.get('Accept-Encoding', '') and kind != 'image/webp'
+        if compressed:
+            body = gzip.compress(body, compresslevel=1)
+        self.send_response(status)
+        headers = {'Content-Type': kind, 'Content-Length': str(len(body)), 'Cache-Control': cache}
+        headers |= {'X-Content-Type-Options': 'nosniff', 'Referrer-Policy': 'no-referrer', 'X-Frame-Options': 'DENY'}
+        headers |= {'Content-Encoding': 'gzip'} if compressed else {}
+        headers |= {'ETag': tag} if tag else {}
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != 'HEAD':
+            self.wfile.write(body)
+
+
+def run_address(name: str) -> str:
+    """Return the address of a run's page, relative to the table's."""
+    return f'run/{quote(name, safe="")}/'

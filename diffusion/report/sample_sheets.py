@@ -1,0 +1,193 @@
+"""Images that a run has sampled, as small WebP files for a page: image grids over time, and the last evaluation."""
+
+import io
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from PIL import Image
+from xxhash import xxh3_64_hexdigest
+
+from diffusion.evaluation.image_sheet import FIGURES
+from diffusion.storage.shared_files import FileVersion, SharedFiles
+
+FOLDER = 'images'
+"""Folder of a run with the sheets of the callback `image_grid`."""
+GENERATED = 'samples.png'
+"""Sheet of the evaluator `retrieval`: generated and real images."""
+MAX_SHEETS = 48
+SIDES = (256, 192, 128, 96, 64)
+"""Sides in pixels of an image in a page; the largest that fits is used."""
+WHOLE_SHEET = 5
+"""Factor of the side for a sheet without the places of its figures, which is shown as one image."""
+FEW_SHEETS = 12
+"""Number of sheets for which images are made smaller; beyond, sheets are left out."""
+MAX_FIGURES = 64
+"""Largest number of images of a sheet that a page shows."""
+_SHEET = re.compile(r'ba(\d{1,15})\.png')
+_GENERATED_SHARE = 0.25
+"""Part of the bytes of a run's images that the sheet of the last evaluation may use."""
+_DAMAGE = (OSError, ValueError, SyntaxError, TypeError, KeyError, RecursionError, Image.DecompressionBombError)
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """Images of one moment of a run.
+
+    Args:
+        batch: Number of batches that the run had completed; None for the last evaluation.
+        figures: Figures, each with its `caption` and, in `images`, the key and size of each image.
+    """
+
+    batch: int | None
+    figures: list[dict[str, Any]]
+
+
+@dataclass
+class SampledImages:
+    """Sheets for a page.
+
+    Args:
+        sheets: The sheets, by batch.
+        generated: Sheet of the last evaluation, or None.
+        total: Number of sheets that the run has.
+        encoded: WebP images by the keys in the sheets.
+    """
+
+    sheets: list[Sheet] = field(default_factory=list)
+    generated: Sheet | None = None
+    total: int = 0
+    encoded: dict[str, bytes] = field(default_factory=dict)
+
+
+class SheetReader:
+    """Reader of a run's sheets, which keeps what it has encoded for the next time.
+
+    Args:
+        files: The run's files.
+        max_bytes: Largest number of bytes of all images together.
+    """
+
+    def __init__(self, files: SharedFiles, max_bytes: int) -> None:
+        self.files, self.max_bytes = files, max_bytes
+        self._content = ('', '', b'')  # the last one that was read, for another side
+        self._known: dict[tuple[str, str, int], tuple[list[dict[str, Any]], dict[str, bytes]]] = {}
+
+    def read(self, root_files: dict[str, FileVersion], notes: list[str]) -> SampledImages:
+        """Return the sheets, evenly chosen with the first and the last one, so many that they fit.
+
+        Args:
+            root_files: The files in the run's folder itself.
+            notes: List to which a text is added for each image that cannot be read.
+
+        Raises:
+            OSError: The storage fails.
+        """
+        found = SampledImages()
+        used = 0
+        if GENERATED in root_files:
+            limit = round(self.max_bytes * _GENERATED_SHARE)
+            for side in SIDES[2:]:
+                figures, images = self._encoded(GENERATED, root_files[GENERATED], side, notes)
+                size = _bytes(images)
+                if figures and size <= limit:
+                    found.generated, used = Sheet(None, figures), size
+                    found.encoded |= images
+                    break
+        versions = {
+            int(match[1]): (f'{FOLDER}/{name}', version)
+            for name, version in self.files.list(FOLDER).files.items()
+            if (match := _SHEET.fullmatch(name))
+        }
+        found.total = len(versions)
+        self._add_sheets(found, versions, self.max_bytes - used, notes)
+        return found
+
+    def _add_sheets(
+        self, found: SampledImages, versions: dict[int, tuple[str, FileVersion]], limit: int, notes: list[str]
+    ) -> None:
+        batches = sorted(versions)
+        if not batches:
+            return
+        wanted = min(len(batches), FEW_SHEETS)
+        side = SIDES[-1]
+        size = 1
+        for side in SIDES:
+            # The last sheet has the most detail, so it predicts the size of the others from above.
+            size = max(1, _bytes(self._encoded(*versions[batches[-1]], side, notes)[1]))
+            if size * wanted <= limit:
+                break
+        count = max(1, min(MAX_SHEETS, limit // size))
+        while count:
+            chosen = evenly_chosen(batches, count)
+            sheets = {batch: self._encoded(*versions[batch], side, notes) for batch in chosen}
+            images = {key: image for _, each in sheets.values() for key, image in each.items()}
+            if _bytes(images) <= limit:
+                found.encoded |= images
+                found.sheets = [Sheet(batch, figures) for batch, (figures, _) in sheets.items() if figures]
+                return
+            count = min(count - 1, count * 4 // 5)
+
+    def _encoded(
+        self, name: str, version: FileVersion, side: int, notes: list[str]
+    ) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+        """Return the figures of a sheet, and its images by key; none if it is damaged."""
+        known = (name, version.tag, side)
+        if known not in self._known:
+            if self._content[:2] != known[:2]:
+                self._content = (name, version.tag, self.files.read(name) or b'')
+            try:
+                self._known[known] = encode_sheet(self._content[2], side)
+            except _DAMAGE as error:
+                notes.append(f'{name} is not an image that can be shown ({type(error).__name__}).')
+                self._known[known] = ([], {})
+        return self._known[known]
+
+
+def encode_sheet(content: bytes, side: int) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+    """Return the figures of a sheet with keys of images, and the images as WebP by key.
+
+    Args:
+        content: PNG of the sheet.
+        side: Largest side in pixels of an image.
+    """
+    encoded: dict[str, bytes] = {}
+    with Image.open(io.BytesIO(content)) as opened:
+        text = getattr(opened, 'text', {}).get(FIGURES)
+        sheet = opened.convert('RGB')
+
+    def keep(image: Image.Image, largest: int) -> dict[str, Any]:
+        image.thumbnail((largest, largest), Image.Resampling.LANCZOS)
+        buffer = io.BytesIO()
+        image.save(buffer, 'WEBP', quality=80, method=4)
+        key = xxh3_64_hexdigest(buffer.getvalue())
+        encoded[key] = buffer.getvalue()
+        return {'key': key, 'width': image.width, 'height': image.height}
+
+    if text is None:  # of an earlier version
+        return [{'caption': '', 'images': [keep(sheet, WHOLE_SHEET * side)]}], encoded
+    figures = []
+    for figure in json.loads(text)[:MAX_FIGURES]:
+        images = []
+        for (left, top, width, height), (real_width, real_height) in zip(figure['boxes'], figure['sizes'], strict=True):
+            image = sheet.crop((left, top, left + width, top + height))
+            if 0 < real_width < width and 0 < real_height < height:
+                image = image.resize((real_width, real_height), Image.Resampling.NEAREST)  # undo the enlarging
+            images.append(keep(image, side))
+        figures.append({'caption': str(figure['caption']), 'images': images})
+    return figures, encoded
+
+
+def evenly_chosen(items: Sequence[int], count: int) -> list[int]:
+    """Return `count` items at even distances with the first and the last one; the last one if count is 1."""
+    if count >= len(items):
+        return [*items]
+    if count == 1:
+        return [items[-1]]
+    return [items[round(index * (len(items) - 1) / (count - 1))] for index in range(count)]
+
+
+def _bytes(images: dict[str, bytes]) -> int:
+    return sum(map(len, images.values()))

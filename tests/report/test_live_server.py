@@ -1,0 +1,162 @@
+"""Served reports: live updates, several runs, tokens, foreign hosts, and ports in use."""
+
+import contextlib
+import gzip
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from browser import browser_context, needs_browser
+from playwright.sync_api import expect
+from synthetic_run import append_metrics, write_run, write_sheet
+
+from diffusion.errors import UserError
+from diffusion.report.live_server import ReportServer, ServedPage, run_address
+from diffusion.report.report_source import RunsSource, TableSource
+from diffusion.report.run_table import TableReader
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    return write_run(tmp_path / 'sd2', batches=80, evaluations=False, sheets=2)
+
+
+@contextlib.contextmanager
+def serving(server: ReportServer) -> Iterator[ReportServer]:
+    """Run a server in a thread."""
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def served(*places: Path, host: str = '127.0.0.1', seconds: float = 0.2) -> ReportServer:
+    return ReportServer(host, 0, ServedPage(RunsSource([str(place) for place in places]), seconds))
+
+
+def get(server: ReportServer, path: str, method: str = 'GET', **headers: str) -> tuple[int, bytes, dict[str, str]]:
+    connection = http.client.HTTPConnection('127.0.0.1', urlsplit(server.url).port or 0, timeout=30)
+    connection.request(method, path, headers=headers)
+    answer = connection.getresponse()
+    body = answer.read()
+    connection.close()
+    return answer.status, body, dict(answer.getheaders())
+
+
+@needs_browser
+def test_page_shows_what_is_added_to_the_run(run):
+    with serving(served(run)) as server, browser_context() as (context, left):
+        page = context.new_page()
+        page.goto(server.url)
+        page.wait_for_selector('#chart-loss canvas')
+        expect(page.locator('#live')).to_have_text('live')
+        assert page.locator('#samples-batch').inner_text() == 'batch 80 (2 of 2)'
+        page.locator('#smoothing').fill('5')
+        card = page.locator('#chart-loss')
+        card.get_by_role('button', name='log scale').click()
+        append_metrics(run, {'step': 80, 'loss/train/total': 0.0123}, {'step': 81, 'loss/train/total': 0.0456})
+        write_sheet(run, 82, ['a frog'])
+        expect(page.locator('#summary .tile').nth(1)).to_contain_text('0.0456')
+        expect(page.locator('#samples-batch')).to_have_text('batch 82 (3 of 3)')
+        assert (
+            page.locator('#samples img').first.evaluate('image => image.decode().then(() => image.naturalWidth)') == 96
+        )
+        assert page.locator('#smoothing').input_value() == '5'
+        assert card.get_by_role('button', name='log scale').get_attribute('aria-pressed') == 'true'
+        shutil.rmtree(run)
+        expect(page.locator('.notes')).to_contain_text('none of the files of a run')
+        assert left == []
+
+
+@needs_browser
+def test_table_leads_to_live_pages_of_its_runs(run):
+    folder = run.parent
+    write_run(folder / 'second one', batches=80, evaluations=False, sheets=0)
+    table = TableSource(TableReader(str(folder), price=None, link=run_address))
+    pages = {name: ServedPage(RunsSource([str(folder / name)]), 5.0) for name in ('sd2', 'second one')}
+    server = ReportServer('127.0.0.1', 0, ServedPage(table, 5.0), pages.get)
+    with serving(server), browser_context() as (context, left):
+        page = context.new_page()
+        page.goto(server.url)
+        page.get_by_role('link', name='second one').click()
+        page.wait_for_selector('#chart-loss canvas')
+        assert page.title() == 'second one'
+        page.goto(f'{server.url}run/sd2/')
+        page.wait_for_selector('#samples img')
+        assert (
+            page.locator('#samples img').first.evaluate('image => image.decode().then(() => image.naturalWidth)') == 96
+        )
+        assert get(server, '/run/..%2F..%2Fetc/')[0] == 404
+        assert left == []
+
+
+def test_data_is_sent_once_until_it_changes(run):
+    with serving(served(run, seconds=0.0)) as server:
+        status, body, headers = get(server, '/data.json', **{'Accept-Encoding': 'gzip'})
+        assert status == 200 and headers['Content-Encoding'] == 'gzip'
+        assert json.loads(gzip.decompress(body))['runs'][0]['name'] == 'sd2'
+        assert get(server, '/data.json', **{'If-None-Match': headers['ETag']})[0] == 304
+        append_metrics(run, {'step': 80, 'loss/train/total': 0.5})
+        assert get(server, '/data.json', **{'If-None-Match': headers['ETag']})[0] == 200
+
+
+def test_server_is_read_only_and_serves_no_other_file(run):
+    with serving(served(run)) as server:
+        assert [get(server, '/', method)[0] for method in ('POST', 'PUT', 'DELETE')] == [501] * 3
+        assert get(server, '/', 'HEAD')[:2] == (200, b'')
+        for path in ('/metrics.jsonl', '/../sd2/recipe.yaml', '/images/..%2Frecipe.yaml', '/images/', '/run/sd2/'):
+            assert get(server, path)[0] == 404, path
+
+
+def test_another_host_needs_the_token(run):
+    with serving(served(run, host='0.0.0.0')) as server:
+        token = urlsplit(server.url).query
+        assert token.startswith('token=') and len(token) > 20
+        assert [get(server, path)[0] for path in ('/', '/data.json', '/?token=x', f'/?{token}')] == [403, 403, 403, 200]
+
+
+def test_a_page_of_another_name_is_refused_at_localhost(run):
+    """A web page whose own name was made to point at this server must not read it."""
+    with serving(served(run)) as server:
+        assert get(server, '/data.json', Host='evil.example:80')[0] == 403
+        assert get(server, '/data.json', Host='localhost:1')[0] == 200
+
+
+def test_port_in_use_is_an_error_with_a_way_out(run):
+    with socket.socket() as taken:
+        taken.bind(('127.0.0.1', 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f'port {port} of 127.0.0.1 is in use; use another one, or --port 0'):
+            ReportServer('127.0.0.1', port, ServedPage(RunsSource([str(run)]), 5.0))
+
+
+@pytest.mark.parametrize('host', ['no.such.host.invalid', '192.0.2.1'])
+def test_host_that_is_not_of_this_machine_is_an_error(run, host):
+    with pytest.raises(UserError, match='--host: cannot listen at'):
+        ReportServer(host, 0, ServedPage(RunsSource([str(run)]), 5.0))
+
+
+def test_command_serves_until_ctrl_c(run):
+    command = [sys.executable, '-m', 'diffusion', 'report', str(run), '--serve', '--port', '0']
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.startswith(f'{run}: http://127.0.0.1:') and line.endswith('/ (Ctrl-C ends it)\n')
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 0

@@ -1,0 +1,365 @@
+"""Report pages clicked through in Chromium: curves, slider, links, keyboard, accessibility, hostile content, size."""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from browser import browser_context, needs_browser, serious_issues
+from playwright.sync_api import BrowserContext, Page, expect
+from synthetic_run import append_metrics, metric_lines, write_attempts, write_evaluation, write_run, write_sheet
+
+from diffusion.report.page import MAX_BYTES
+from diffusion.report.report_source import RunsSource, TableSource
+from diffusion.report.run_table import TableReader, written_report
+
+pytestmark = needs_browser
+PHONE, DESK = {'width': 390, 'height': 844}, {'width': 1280, 'height': 900}
+LOSS = 'loss/train/total'
+HOSTILE = '</script ><img src=x onerror="window.bad=1"><script>window.bad=1</script><!--&lt;b>'
+
+
+@pytest.fixture(scope='module')
+def context() -> Iterator[BrowserContext]:
+    with browser_context(viewport=DESK) as (context, left):
+        yield context
+        assert left == [], 'no request leaves a page'
+
+
+@pytest.fixture
+def visit(context: BrowserContext) -> Iterator[Callable[[Path], Page]]:
+    """Function that opens a file, and fails after the test if the page has reported an error."""
+    page = context.new_page()
+    problems: list[str] = []
+    page.on('console', lambda message: problems.append(message.text) if message.type in ('error', 'warning') else None)
+    page.on('pageerror', lambda error: problems.append(str(error)))
+
+    def open_file(path: Path) -> Page:
+        page.goto(path.as_uri())
+        page.wait_for_selector('body[data-ready]')
+        return page
+
+    yield open_file
+    page.close()
+    assert problems == []
+
+
+@pytest.fixture(scope='module')
+def report(tmp_path_factory) -> Path:
+    run = write_run(tmp_path_factory.mktemp('page') / 'sd2')
+    append_metrics(run, {'step': 400, 'loss/train/total': math.nan})
+    path = run / 'report.html'
+    path.write_text(RunsSource([str(run)]).write())
+    return path
+
+
+@pytest.fixture(scope='module')
+def comparison(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp('several')
+    runs = [
+        write_run(folder / f'run-{index}', seed=index, lr=10.0 ** -(3 + index), batches=400 + 80 * index)
+        for index in range(3)
+    ]
+    path = folder / 'report.html'
+    path.write_text(RunsSource([str(run) for run in runs]).write())
+    return path
+
+
+def card(page: Page, name: str):
+    return page.locator(f'#chart-{name}')
+
+
+def legend(page: Page, chart: str) -> str:
+    return card(page, chart).locator('.legend').inner_text()
+
+
+def pixels(page: Page, chart: str) -> str:
+    return page.evaluate(f"document.querySelector('#chart-{chart} canvas').toDataURL()")
+
+
+def test_summary_and_all_sections_are_there(visit, report):
+    page = visit(report)
+    assert 'of 1,000, 40.1 %' in page.locator('#summary').inner_text()
+    assert '$' in page.locator('#summary').inner_text() and 'ended, completed' in page.locator('header').inner_text()
+    charts = [
+        'loss',
+        'levels',
+        'rate',
+        'gradient',
+        'throughput',
+        'mfu',
+        'stages',
+        'gpu_temperature',
+        'events',
+        'metric-fid',
+        'explorer',
+    ]
+    for name in charts:
+        assert card(page, name).locator('canvas').count() == 1, name
+    assert 'GPU clock' in page.locator('#health').inner_text()
+    assert 'preempted, exit status 75' in page.locator('#attempts').inner_text()
+    assert '128 × NVIDIA H100' in page.locator('#cost').inner_text()
+    assert '0.1 -> 0.01' in page.locator('#recipe').inner_text()
+    assert 'complete, pinned' in page.locator('#checkpoints').inner_text()
+    assert 'memory of the nodes' in page.locator('#checkpoints').inner_text()
+
+
+def test_links_lead_to_sections(visit, report):
+    page = visit(report)
+    links = page.locator('#contents a')
+    assert links.count() == 11
+    for link in links.all():
+        target = (link.get_attribute('href') or '').removeprefix('#')
+        assert page.locator(f'#{target} h2').inner_text() == link.inner_text()
+    links.last.click()
+    expect(page.locator('#metrics h2')).to_be_in_viewport()
+
+
+def test_curve_follows_smoothing_axes_and_legend(visit, report):
+    page = visit(report)
+    card(page, 'loss').scroll_into_view_if_needed()
+    seen = [pixels(page, 'loss')]
+
+    def changed() -> None:
+        page.wait_for_timeout(60)
+        seen.append(pixels(page, 'loss'))
+        assert seen[-1] != seen[-2]
+
+    page.locator('#smoothing').fill('10')
+    assert page.locator('output[for=smoothing]').inner_text() == '10 %'
+    changed()
+    page.locator('label[for=axis-hours]').click()
+    changed()
+    page.get_by_role('button', name='Log axis').click()
+    changed()
+    card(page, 'loss').get_by_role('button', name='log scale').click()
+    changed()
+    page.locator('label[for=axis-batches]').click()
+    training = card(page, 'loss').get_by_role('button', name='training')
+    training.focus()
+    page.keyboard.press('Enter')
+    assert training.get_attribute('aria-pressed') == 'false'
+    assert page.evaluate('document.activeElement.textContent').startswith('training'), 'the focus stays'
+    changed()
+
+
+def test_cursor_moves_by_keyboard_and_shows_the_values(visit, report):
+    page = visit(report)
+    plot = card(page, 'levels').locator('.plot')
+    assert 'Chart of Validation loss per noise level: t = 62 from' in (plot.get_attribute('aria-label') or '')
+    plot.focus()
+    page.keyboard.press('ArrowRight')
+    first = legend(page, 'levels')
+    assert card(page, 'levels').locator('.position').inner_text() == 'batch 50'
+    page.keyboard.press('ArrowRight')
+    assert card(page, 'levels').locator('.position').inner_text() == 'batch 100'
+    assert legend(page, 'levels') != first
+    page.keyboard.press('Escape')
+    assert card(page, 'levels').locator('.position').inner_text() == ''
+
+
+def test_chart_has_a_table(visit, report):
+    page = visit(report)
+    card(page, 'levels').get_by_text('Table').click()
+    rows = card(page, 'levels').locator('tbody tr')
+    expect(rows).to_have_count(7)
+    assert rows.first.inner_text().split()[0] == '50'
+    assert card(page, 'levels').locator('thead th').count() == 9
+
+
+def test_slider_shows_the_images_of_a_batch(visit, report):
+    page = visit(report)
+    images = page.locator('#samples img')
+    assert page.locator('#samples-batch').inner_text() == 'batch 400 (4 of 4)'
+    assert images.count() == 6 and images.first.get_attribute('alt') == 'a frog, batch 400'
+    last = images.first.get_attribute('src')
+    page.locator('#samples-slider').focus()
+    page.keyboard.press('ArrowLeft')
+    assert page.locator('#samples-batch').inner_text() == 'batch 300 (3 of 4)'
+    assert images.first.get_attribute('src') != last
+    page.get_by_role('button', name='Previous').click()
+    page.get_by_role('button', name='Previous').click()
+    assert images.first.get_attribute('alt') == 'a frog, batch 100'
+    assert images.evaluate_all('images => images.every(image => image.complete && image.naturalWidth === 96)')
+
+
+def test_evaluations_are_sorted_and_the_best_is_marked(visit, report):
+    page = visit(report)
+    table = page.locator('#evaluations table').first
+    best = table.locator('td.best').filter(has_text='★')
+    assert best.count() == 2, 'of FID and of the loss; the CLIP scores are equal'
+    fid = table.locator('tbody tr td:nth-child(4)')
+    table.get_by_role('button', name='FID').click()
+    values = [float(text.split()[0]) for text in fid.all_inner_texts()]
+    assert values == sorted(values) and table.locator('th[aria-sort=ascending]').inner_text().startswith('FID')
+    table.get_by_role('button', name='FID').press('Enter')
+    assert [float(text.split()[0]) for text in fid.all_inner_texts()] == values[::-1]
+    assert 'animals' in page.locator('#evaluations').inner_text()
+    sweep = page.locator('#evaluations svg')
+    assert sweep.locator('circle').count() == 20 and '7.5' in (sweep.text_content() or '')
+
+
+def test_any_metric_can_be_chosen(visit, report):
+    page = visit(report)
+    page.get_by_label('Metric').select_option('checkpoint/memory_save_seconds')
+    assert card(page, 'explorer').locator('h3').inner_text() == 'checkpoint/memory_save_seconds'
+
+
+def test_values_that_are_nan_are_noted_and_marked(visit, report):
+    page = visit(report)
+    assert 'the first one is NaN, at batch 400' in page.locator('.notes').inner_text()
+    assert '1 value that is NaN or infinite' in card(page, 'loss').inner_text()
+
+
+@pytest.mark.parametrize(
+    ('name', 'scheme', 'size'),
+    [('report', 'light', DESK), ('report', 'dark', DESK), ('report', 'light', PHONE), ('comparison', 'dark', PHONE)],
+    ids=['light', 'dark', 'phone', 'comparison-dark-phone'],
+)
+def test_no_serious_accessibility_issue(visit, request, name, scheme, size):
+    page = visit(request.getfixturevalue(name))
+    page.emulate_media(color_scheme=scheme)
+    page.set_viewport_size(size)
+    for details in page.locator('details').all():
+        details.evaluate('each => { each.open = true; }')
+    page.wait_for_timeout(100)
+    assert serious_issues(page) == []
+    assert page.evaluate('document.documentElement.scrollWidth <= innerWidth'), 'nothing is cut at the side'
+
+
+def test_colors_are_chosen_and_kept(visit, report):
+    page = visit(report)
+    page.emulate_media(color_scheme='light')
+    page.locator('label[for=theme-dark]').click()
+    dark = page.evaluate('getComputedStyle(document.body).backgroundColor')
+    visit(report)
+    assert page.evaluate('getComputedStyle(document.body).backgroundColor') == dark
+    page.locator('label[for=theme-auto]').click()
+    assert page.evaluate('getComputedStyle(document.body).backgroundColor') != dark
+
+
+def test_several_runs_are_laid_over_each_other(visit, comparison):
+    page = visit(comparison)
+    assert page.locator('#summary tbody tr').count() == 3
+    for name in ('loss', 'validation', 'rate', 'throughput', 'metric-fid'):
+        assert [text in legend(page, name) for text in ('run-0', 'run-1', 'run-2')] == [True] * 3, name
+    differences = page.locator('#recipe table').first
+    assert differences.locator('tbody th').all_inner_texts() == ['optimizer.lr']
+    prompt = page.locator('#samples .prompt').first
+    assert prompt.locator('h4').inner_text() == 'a frog'
+    assert [each.get_attribute('alt') for each in prompt.locator('img').all()] == [
+        'a frog, run-0, batch 400',
+        'a frog, run-1, batch 480',
+        'a frog, run-2, batch 560',
+    ]
+    page.locator('#samples-slider').fill('0')
+    assert prompt.locator('figcaption').first.inner_text().split('\n') == ['run-0', 'batch 100']
+
+
+def test_hostile_texts_are_shown_as_texts(visit, tmp_path):
+    name = HOSTILE.replace('/', '_')
+    run = write_run(tmp_path / name, prompts=[HOSTILE, 'b'], batches=80, sheets=2)
+    text = (run / 'recipe.yaml').read_text()
+    (run / 'recipe.yaml').write_text(f'{text}# changed at batch 3 ({HOSTILE}): {HOSTILE} a -> {HOSTILE}\n# {HOSTILE}\n')
+    append_metrics(run, {'step': 79, f'x/{HOSTILE}': 1.0})
+    write_evaluation(run, 40)
+    results = json.loads((run / 'evaluations' / 'ba40.json').read_text())
+    results['metrics'] |= {HOSTILE: 1.0}
+    (run / 'evaluations' / 'ba40.json').write_text(json.dumps(results | {'weights': HOSTILE}))
+    (run / 'evaluations' / 'ba60.json').write_text(HOSTILE)
+    attempts = (run / 'attempts.jsonl').read_text().replace('"detail": ""', f'"detail": {json.dumps(HOSTILE)}')
+    (run / 'attempts.jsonl').write_text(attempts)
+    for source in (
+        RunsSource([str(run)]),
+        TableSource(TableReader(str(tmp_path), price=None, link=lambda name: './x')),
+    ):
+        path = tmp_path / 'page.html'
+        path.write_text(source.write())
+        page = visit(path)
+        page.wait_for_timeout(100)
+        assert page.evaluate('window.bad') is None
+        assert page.locator('img[src=x]').count() == 0
+        assert name in page.locator('body').inner_text()
+    path.write_text(RunsSource([str(run)]).write())
+    page = visit(path)
+    assert page.title() == name
+    assert page.locator('#samples figcaption').first.inner_text() == HOSTILE
+    page.locator('#recipe summary').click()
+    assert HOSTILE in page.locator('#recipe pre').inner_text()
+    assert HOSTILE in page.locator('#attempts').inner_text()
+    page.get_by_label('Metric').select_option(f'x/{HOSTILE}')
+    assert page.locator('#chart-explorer h3').inner_text() == f'x/{HOSTILE}'
+
+
+def test_scripts_other_than_those_of_the_page_do_not_run(context, report, tmp_path):
+    path = tmp_path / 'changed.html'
+    path.write_text(
+        report.read_text().replace(
+            '<footer>', '<script>window.bad = 1</script><img src="x" onerror="window.bad = 1"><footer>'
+        )
+    )
+    page = context.new_page()
+    page.goto(path.as_uri())
+    page.wait_for_selector('body[data-ready]')
+    assert page.evaluate('window.bad') is None
+    page.close()
+
+
+def test_a_run_without_a_batch_has_a_page(visit, tmp_path):
+    run = tmp_path / 'new'
+    run.mkdir()
+    (run / 'recipe.yaml').write_text('name: new\ntrainer: {max_duration: 100ba}\n')
+    write_attempts(run, 0)
+    (tmp_path / 'page.html').write_text(RunsSource([str(run)]).write())
+    page = visit(tmp_path / 'page.html')
+    assert 'No batch yet.' in page.locator('#training').inner_text()
+    assert 'No evaluations yet' in page.locator('#evaluations').inner_text()
+    assert 'No checkpoint yet.' in page.locator('#checkpoints').inner_text()
+
+
+def test_a_million_batches_fit_into_a_page(visit, tmp_path):
+    run = write_run(tmp_path / 'long', sheets=0, total=1_000_000)
+    for batch in range(0, 1_000_000, 12_500):
+        write_sheet(run, batch, [f'prompt {index}' for index in range(8)])
+    write_long_metrics(run / 'metrics.jsonl', 1_000_000)
+    path = tmp_path / 'page.html'
+    path.write_text(RunsSource([str(run)]).write())
+    assert path.stat().st_size < MAX_BYTES
+    page = visit(path)
+    assert 'of 1,000,000, 100.0 %' in page.locator('#summary').inner_text()
+    assert '80 grids' not in page.locator('#samples').inner_text()
+    page.locator('#samples-slider').fill('0')
+    assert page.locator('#samples-batch').inner_text().startswith('batch 0 (1 of ')
+    curve = page.evaluate("JSON.parse(document.getElementById('data').textContent).runs[0].series['loss/train/total']")
+    assert len(curve['x']) <= 2000 and max(curve['y']) == 9.0, 'the spike of one batch stays'
+
+
+def write_long_metrics(path: Path, batches: int) -> None:
+    """Write the loss of each batch with one spike, and the other metrics of every 50th batch."""
+    lines = [line for line in metric_lines(400, 0, 1e-4)[:200] if 'time/batch' not in line]
+    others = json.dumps({key: value for line in lines for key, value in line.items() if key not in ('step', LOSS)})
+    losses = [0.15 + step * 7919 % 1000 / 1e4 for step in range(batches)]
+    losses[654_321] = 9.0
+    with path.open('w') as file:
+        for start in range(0, batches, 50):
+            file.writelines(f'{{"step": {step}, "{LOSS}": {losses[step]}}}\n' for step in range(start, start + 50))
+            file.write(f'{{"step": {start}, {others[1:]}\n')
+
+
+def test_table_of_runs(visit, tmp_path):
+    first = write_run(tmp_path / 'first')
+    write_run(tmp_path / 'second', batches=200, evaluations=False)
+    (tmp_path / 'no-run').mkdir()
+    (first / 'report.html').write_text(RunsSource([str(first)]).write())
+    reader = TableReader(str(tmp_path), price=None, link=lambda name: written_report(str(tmp_path), name))
+    (tmp_path / 'report.html').write_text(TableSource(reader).write())
+    page = visit(tmp_path / 'report.html')
+    rows = page.locator('tbody tr')
+    assert rows.count() == 2 and serious_issues(page) == []
+    page.get_by_role('button', name='Run').click()
+    assert '400 of 1,000' in rows.first.inner_text() and 'fid' in rows.first.inner_text()
+    assert page.locator('tbody a').count() == 1, 'only the first run has a page'
+    page.get_by_role('link', name='first').click()
+    page.wait_for_selector('#chart-loss canvas')
+    assert page.title() == 'first'

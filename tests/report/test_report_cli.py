@@ -1,0 +1,98 @@
+"""`diffusion report`: paths of pages, mistakes, buckets, and what it imports."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from synthetic_run import write_run
+
+from diffusion.cli import main
+from diffusion.report.recipe_text import recipe_differences
+
+FOREIGN = {'torch', 'composer', 'streaming', 'transformers', 'diffusers', 'torchvision', 'matplotlib'}
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for index in range(2):
+        write_run(tmp_path / 'runs' / f'run-{index}', batches=80, evaluations=False, sheets=1)
+    return tmp_path / 'runs'
+
+
+@pytest.mark.parametrize(
+    ('words', 'path'),
+    [
+        (['runs/run-0'], 'runs/run-0/report.html'),
+        (['runs/run-0/'], 'runs/run-0/report.html'),
+        (['runs/run-0', 'runs/run-1'], 'report.html'),
+        (['runs'], 'runs/report.html'),
+        (['runs/run-0', '--out', 'a/b.html'], 'a/b.html'),
+    ],
+)
+def test_page_is_written_and_its_path_printed(runs, capsys, words, path):
+    assert main(['report', *words]) == 0
+    assert capsys.readouterr().out == f'{path}\n'
+    assert (runs.parent / path).read_text().startswith('<!DOCTYPE html>')
+
+
+@pytest.mark.parametrize(
+    ('words', 'text'),
+    [
+        (['runs/run-9'], "runs/run-9 is not a folder; did you mean 'runs/run-"),
+        (['runs/run-0/images'], 'is neither a run nor a folder with runs; give the folder or URL of a run'),
+        (['runs/run-0', 'runs/run-0/'], 'is given twice'),
+        (['runs/run-0', 'runs'], 'has none of the files of a run'),
+        (['runs/run-0', '--out', 'runs'], '--out: runs is a folder; give the path of a file, such as runs/report.html'),
+        (['runs/run-0', '--out', 'runs/run-0/recipe.yaml/x.html'], 'recipe.yaml is not a folder; choose another path'),
+    ],
+)
+def test_mistakes_are_one_message_with_a_way_out(runs, capsys, words, text):
+    assert main(['report', *words]) == 2
+    error = capsys.readouterr().err
+    assert text in error and error.startswith('error: ') and 'Traceback' not in error
+
+
+@pytest.mark.parametrize('words', [['--price', 'free'], ['--price', '-1'], ['--port', '70000'], ['--port', 'x']])
+def test_options_are_checked(words):
+    with pytest.raises(SystemExit) as ended:
+        main(['report', 'runs', *words])
+    assert ended.value.code == 2
+
+
+def test_runs_in_a_bucket(runs, store, capsys):
+    url = store.upload(runs, 'runs')
+    assert main(['report', f'{url}/run-0']) == 0
+    assert capsys.readouterr().out == 'run-0-report.html\n'
+    assert main(['report', url, '--out', 'all.html']) == 0
+    assert 'run-1' in Path('all.html').read_text()
+    store.fail('GET', 503)
+    assert main(['report', f'{url}/run-0']) == 1
+    assert 'cannot be read' in capsys.readouterr().err
+
+
+def test_nothing_of_torch_is_imported(runs):
+    program = 'import sys; from diffusion.cli import main; assert main(["report", "runs/run-0"]) == 0; '
+    program += 'print(*{name.partition(".")[0] for name in sys.modules}, file=sys.stderr)'
+    result = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=True)
+    assert 'PIL' in result.stderr.split()
+    assert not {*result.stderr.split()} & FOREIGN
+
+
+def test_other_commands_do_not_import_the_report():
+    program = 'import sys; from diffusion.cli import make_parser; make_parser(); print(*sys.modules)'
+    result = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=True)
+    assert {name for name in result.stdout.split() if name.startswith('diffusion.report.')} == {'diffusion.report.cli'}
+    assert 'PIL' not in result.stdout.split()
+
+
+def test_differences_of_recipes_are_by_key():
+    first = 'name: a\nmodel: {name: sd2, depth: 3}\noptimizer: {betas: [0.9, 0.99]}\n'
+    second = 'name: b\nmodel: {name: sd2, depth: 4}\noptimizer: {betas: [0.9, 0.99]}\nema: null\n'
+    assert recipe_differences([first, second, 'no: [yaml']) == [
+        {'key': 'model.name', 'values': ['sd2', 'sd2', None]},
+        {'key': 'model.depth', 'values': ['3', '4', None]},
+        {'key': 'optimizer.betas', 'values': ['[0.9, 0.99]', '[0.9, 0.99]', None]},
+        {'key': 'ema', 'values': [None, 'null', None]},
+    ]

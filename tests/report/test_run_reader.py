@@ -1,0 +1,236 @@
+"""Reading of a run's files: curves, attempts, cost, evaluations, images and checkpoints, in any state."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from synthetic_run import BEGIN, PROMPTS, append_metrics, write_attempts, write_run, write_sheet, write_status
+
+from diffusion.errors import ExternalError, UserError
+from diffusion.launch.attempts import Attempt
+from diffusion.planning.gpus import load_gpus
+from diffusion.report.batch_times import batch_hours
+from diffusion.report.device_cost import gpu_of_product, run_cost
+from diffusion.report.run_reader import RunContent, RunReader
+
+
+def read(run: Path | str, **options: object) -> RunContent:
+    return RunReader(str(run), image_bytes=500_000, **options).read()  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    return write_run(tmp_path / 'sd2')
+
+
+def test_everything_of_a_run_is_read(run):
+    content = read(run)
+    assert (content.name, content.status.state, content.status.batch, content.status.total_batches) == (
+        'sd2',
+        'ended',
+        400,
+        1000,
+    )
+    assert len(content.series['loss/train/total'].steps) == 400, 'the repeated batches count once'
+    assert [each['batch'] for each in content.evaluations] == [100, 200, 300, 400]
+    assert content.evaluations[0]['metrics']['fid'] > 10 and len(content.evaluations[0]['guidance']) == 5
+    assert [sheet.batch for sheet in content.images.sheets] == [100, 200, 300, 400]
+    assert [figure['caption'] for figure in content.images.sheets[0].figures] == PROMPTS
+    assert [each['batch'] for each in content.checkpoints] == [400, 300, 200, 100]
+    assert [each['pinned'] for each in content.checkpoints] == [False, False, True, False]
+    assert [each['place'] for each in content.saves] == ['storage of the run', 'memory of the nodes']
+    assert content.changes == [
+        {'batch': 200, 'time': '2026-11-18T10:00:00+00:00', 'key': 'optimizer.weight_decay', 'change': '0.1 -> 0.01'}
+    ]
+    assert content.notes == []
+
+
+def test_cost_is_that_of_the_attempts_and_of_the_batches_left(run):
+    cost = read(run).cost
+    attempts = [(each['end'] - each['begin']) / 3600 for each in read(run).status.attempts]
+    assert cost.device_hours == pytest.approx(128 * sum(attempts))
+    assert cost.price == 2.95 and cost.price_source.startswith('h100-sxm')
+    seconds = (read(run).status.attempts[1]['last_at'] - read(run).status.attempts[1]['first_at']) / 200
+    assert cost.hours_left == pytest.approx(600 * seconds / 3600)
+    assert read(run, price=1.5).cost.price == 1.5
+
+
+def test_devices_of_an_earlier_version_are_those_of_the_receipts(run):
+    write_attempts(run, 400, devices=None, gpu='')
+    cost = read(run).cost
+    assert cost.devices == 128 and cost.device_hours is not None and cost.price is None
+    for receipt in run.glob('ba*/receipt.json'):
+        receipt.unlink()
+    assert read(run).cost.device_hours is None
+
+
+def test_a_cpu_costs_nothing_and_attempts_may_differ_in_devices():
+    attempts = [Attempt(0, 0.0, 3600.0, devices=8), Attempt(1, 4000.0, 7600.0, devices=4, gpu='cpu')]
+    cost = run_cost(attempts, world_sizes=[], hours_left=2.0, price=None)
+    assert (cost.device_hours, cost.device_hours_left, cost.price) == (12.0, 8.0, None)
+
+
+@pytest.mark.parametrize(
+    ('product', 'name'),
+    [
+        ('NVIDIA A100-SXM4-80GB', 'a100-80gb'),
+        ('NVIDIA A100-PCIE-40GB', 'a100-40gb'),
+        ('NVIDIA H100 80GB HBM3', 'h100-sxm'),
+        ('NVIDIA H100 PCIe', 'h100-pcie'),
+        ('NVIDIA H200', 'h200'),
+        ('NVIDIA GeForce RTX 4090', 'rtx-4090'),
+        ('Tesla V100-SXM2-16GB', 'v100-16gb'),
+        ('a100-40gb', 'a100-40gb'),
+        ('NVIDIA GeForce RTX 3090', None),
+        ('NVIDIA A100', None),
+    ],
+)
+def test_product_names_of_the_driver_lead_to_known_gpus(product, name):
+    found = gpu_of_product(product, load_gpus())
+    assert (found and found.name) == name
+
+
+def test_hours_exclude_time_between_attempts_and_count_repeated_batches_once():
+    def record(begin: float, at: float, first: int | None, first_at: float, last: int | None, last_at: float) -> dict:
+        return {'begin': begin, 'at': at, 'first': first, 'first_at': first_at, 'last': last, 'last_at': last_at}
+
+    hour = 3600.0
+    records = [
+        record(BEGIN, BEGIN, None, 0.0, None, 0.0),
+        record(BEGIN, BEGIN + 2 * hour, 0, BEGIN + hour, 100, BEGIN + 2 * hour),
+        {'begin': 'x'},
+        record(BEGIN + 50 * hour, BEGIN + 52 * hour, 80, BEGIN + 51 * hour, 180, BEGIN + 52 * hour),
+    ]
+    assert batch_hours(records) == ([0, 80, 180], [1.0, 3.0, 4.0])
+    assert batch_hours(records[:1]) is None
+
+
+def test_a_run_without_evaluation_and_images(tmp_path):
+    content = read(write_run(tmp_path / 'plain', evaluations=False, sheets=0))
+    assert (content.evaluations, content.images.sheets, content.notes) == ([], [], [])
+
+
+def test_a_run_without_a_batch(tmp_path):
+    run = tmp_path / 'new'
+    run.mkdir()
+    (run / 'recipe.yaml').write_text('name: new\ntrainer: {max_duration: 100ba}\n')
+    content = read(run)
+    assert (content.status.state, content.status.batch, content.series) == ('starting', None, {})
+    assert any('No metrics.jsonl' in note for note in content.notes)
+
+
+def test_length_in_epochs_is_that_of_the_status(run):
+    (run / 'recipe.yaml').write_text('trainer: {max_duration: 3ep}')
+    write_status(run, 400, 1234)
+    status = read(run).status
+    assert (status.state, status.total_batches, status.duration) == ('ended', 1234, '3ep')
+
+
+def test_metrics_that_are_cut_damaged_or_not_finite_are_notes(run):
+    append_metrics(run, {'step': 400, 'loss/train/total': math.nan}, {'step': 401, 'loss/train/total': math.inf})
+    with (run / 'metrics.jsonl').open('a') as file:
+        file.write('no JSON\n{"step": 402, "loss/tr')
+    content = read(run)
+    assert content.status.last_loss is not None and math.isfinite(content.status.last_loss)
+    text = '\n'.join(content.notes)
+    assert 'loss/train/total: 2 values are NaN or infinite; the first one is NaN, at batch 400.' in text
+    assert '1 lines are damaged' in text and 'last line is not complete' in text
+
+
+@pytest.mark.parametrize('content', [b'', b'{', b'[]', b'{"metrics": 3}', b'\xff'])
+def test_a_result_file_that_is_none_is_a_note(run, content):
+    (run / 'evaluations' / 'ba300.json').write_bytes(content)
+    found = read(run)
+    assert [each['batch'] for each in found.evaluations] == [100, 200, 400]
+    assert found.notes == ['evaluations/ba300.json is no file of results, so this evaluation is missing here.']
+
+
+def test_results_with_strange_values_show_what_can_be_shown(run):
+    strange = {
+        'metrics': {'fid': 'low', 'kid': float('nan'), 'cmmd': 0.5, 'x': 10**400},
+        'guidance': [3, {'guidance_scale': None}],
+    }
+    (run / 'evaluations' / 'ba300.json').write_text(json.dumps(strange))
+    assert read(run).evaluations[2]['metrics'] == {'cmmd': 0.5}
+
+
+def test_damaged_receipts_and_images_are_notes(run):
+    (run / 'ba100' / 'receipt.json').write_text('{}')
+    (run / 'ba200' / 'receipt.json').unlink()
+    (run / 'images' / 'ba000100.png').write_bytes(b'no image')
+    content = read(run)
+    assert {each['batch']: each['state'] for each in content.checkpoints} == {
+        400: 'complete',
+        300: 'complete',
+        200: 'incomplete',
+        100: 'damaged',
+    }
+    assert [sheet.batch for sheet in content.images.sheets] == [200, 300, 400]
+    assert len(content.notes) == 3
+
+
+def test_sheets_of_an_earlier_version_are_shown_whole(run):
+    write_sheet(run, 400, PROMPTS, captions=False)
+    (figure,) = read(run).images.sheets[-1].figures
+    assert figure['caption'] == '' and figure['images'][0]['width'] > 500
+
+
+def test_images_fit_into_their_bytes_with_the_first_and_the_last(tmp_path):
+    run = write_run(tmp_path / 'many', sheets=0)
+    for batch in range(0, 2000, 50):
+        write_sheet(run, batch, PROMPTS, noise=batch < 1950)  # the last one is smaller than the others
+    found = RunReader(str(run), image_bytes=200_000).read().images
+    assert sum(map(len, found.encoded.values())) <= 200_000
+    assert found.total == 40 and 4 < len(found.sheets) < 40
+    assert (found.sheets[0].batch, found.sheets[-1].batch) == (0, 1950)
+
+
+def test_secrets_in_a_recipe_are_hidden(run):
+    secret = 'hf_' + 'A1b2C3d4E5' * 4
+    text = (run / 'recipe.yaml').read_text()
+    (run / 'recipe.yaml').write_text(text + f'loggers:\n  wandb:\n    api_key: {secret}\n')
+    content = read(run)
+    assert secret not in content.recipe and 'api_key: <hidden>' in content.recipe
+
+
+def test_a_second_read_adds_what_is_new(run):
+    reader = RunReader(str(run))
+    reader.read()
+    append_metrics(run, {'step': 400, 'loss/train/total': 0.5})
+    assert reader.read().status.batch == 401
+    (run / 'metrics.jsonl').write_text(json.dumps({'step': 3, 'loss/train/total': 0.25}) + '\n')
+    assert [*reader.read().series['loss/train/total'].values] == [0.25], 'the file was replaced'
+
+
+def test_a_folder_that_is_no_run_is_an_error_with_a_way_out(tmp_path):
+    (tmp_path / 'photo.jpg').touch()
+    with pytest.raises(UserError, match='none of the files of a run .* give the folder or URL of a run'):
+        read(tmp_path)
+
+
+def test_a_run_in_a_bucket_reads_the_same(run, store):
+    url = store.upload(run, 'runs')
+    in_bucket, in_folder = read(url), read(run)
+    assert in_bucket.series == in_folder.series and in_bucket.evaluations == in_folder.evaluations
+    assert in_bucket.checkpoints == in_folder.checkpoints and in_bucket.images == in_folder.images
+    assert in_bucket.hours == in_folder.hours and in_bucket.recipe == in_folder.recipe
+
+
+def test_a_bucket_that_fails_is_an_error_and_a_part_that_fails_a_note(run, store):
+    url = store.upload(run, 'runs')
+    store.fail('GET metrics.jsonl', 403)
+    content = read(url)
+    assert content.evaluations and any(note.startswith('metrics.jsonl could not be read') for note in content.notes)
+    store.fail('GET', 503)
+    with pytest.raises(ExternalError, match='cannot be read'):
+        read(url)
+
+
+def test_images_of_a_bucket_that_fails_are_read_the_next_time(run, store):
+    reader = RunReader(store.upload(run, 'runs'), image_bytes=500_000)
+    fault = store.fail('GET images', 403)
+    failed = reader.read()
+    assert failed.images.sheets == [] and any(note.startswith('The images could not be read') for note in failed.notes)
+    store.faults.remove(fault)
+    assert len(reader.read().images.sheets) == 4

@@ -5,18 +5,18 @@ It serves nothing else, reads no path from a request, and takes no request witho
 
 import hmac
 import logging
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from diffusion.errors import UserError
 from diffusion.evaluation.comparison_answers import MAX_BYTES, QUESTIONS, Answer, answers_json, parse_answers
 from diffusion.evaluation.comparison_key import ComparisonKey
+from diffusion.evaluation.page_server import PageServer
 from diffusion.storage.atomic import write_atomically
 
 log = logging.getLogger(__name__)
@@ -88,14 +88,7 @@ class AnswerFolder:
         return parse_answers(body, where, self.key.comparison, len(self.key.pairs))
 
 
-class _Server(ThreadingHTTPServer):
-    def handle_error(self, request: object, client_address: object) -> None:
-        # A browser that closes its connection is no error; the base class would print its traceback.
-        if not isinstance(sys.exc_info()[1], ConnectionError):
-            super().handle_error(request, client_address)  # type: ignore[arg-type]
-
-
-def make_server(page: bytes, answers: AnswerFolder, *, host: str, port: int) -> ThreadingHTTPServer:
+def make_server(page: bytes, answers: AnswerFolder, *, host: str, port: int) -> PageServer:
     """Return a server that is bound to its address; `serve_forever` serves.
 
     Args:
@@ -107,26 +100,7 @@ def make_server(page: bytes, answers: AnswerFolder, *, host: str, port: int) -> 
     Raises:
         UserError: The address cannot be used.
     """
-    return bind(host, port, _handler(page, answers))
-
-
-def bind(host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> ThreadingHTTPServer:
-    """Return a server that is bound to an address.
-
-    Args:
-        host: Address to bind.
-        port: Port; 0 for any that is free.
-        handler: Handler of its requests.
-
-    Raises:
-        UserError: The address cannot be used.
-    """
-    try:
-        return _Server((host, port), handler)
-    except OSError as error:
-        problem = f'cannot serve on {host}:{port} ({error.strerror}); use another one, or --host'
-        # Not `from error`: with it, the mistake would count as a fault that may pass.
-        raise UserError(f'--port: {problem}') from None
+    return PageServer(host, port, _handler(page, answers))
 
 
 def _handler(page: bytes, answers: AnswerFolder) -> type[BaseHTTPRequestHandler]:

@@ -1,22 +1,21 @@
 """HTTP server of live report pages, read only, for this machine or with a token for others."""
 
 import contextlib
-import errno
 import gzip
 import hashlib
 import hmac
 import secrets
 import socket
-import socketserver
 import threading
 import time
 from collections.abc import Callable
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from diffusion.errors import ExternalError, UserError
+from diffusion.evaluation.page_server import PageServer
 from diffusion.report.page import json_text, report_page
 from diffusion.report.report_source import Page, ReportSource
 
@@ -61,7 +60,7 @@ class ServedPage:
             return self._page
 
 
-class ReportServer(ThreadingHTTPServer):
+class ReportServer(PageServer):
     """Server of a report page at `/` and, for a table of runs, of each run's page at `/run/NAME/`.
 
     Args:
@@ -82,23 +81,7 @@ class ReportServer(ThreadingHTTPServer):
         self.main, self.run_page = main, run_page
         self.is_local = host in LOCAL_HOSTS
         self.token = '' if self.is_local else secrets.token_urlsafe(16)
-        if ':' in host:
-            self.address_family = socket.AF_INET6
-        try:
-            super().__init__((host, port), _Handler)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise UserError(
-                    f'--port: port {port} of {host} is in use; use another one, or --port 0 for any free one'
-                ) from error
-            if error.errno in (errno.EADDRNOTAVAIL, errno.EACCES) or not error.errno or error.errno < 0:
-                raise UserError(f'--host: cannot listen at {host}, port {port} ({error}); use 127.0.0.1') from error
-            raise
-
-    def server_bind(self) -> None:
-        """Bind the socket, without asking a name server for the name of the address as the base class does."""
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        super().__init__(host, port, _Handler)
 
     @property
     def url(self) -> str:

@@ -277,9 +277,9 @@ def check_address(host: str, port: int) -> None:
     Raises:
         UserError: The address cannot be used.
     """
-    from diffusion.evaluation.comparison_server import bind
+    from diffusion.evaluation.page_server import PageServer
 
-    bind(host, port, BaseHTTPRequestHandler).server_close()
+    PageServer(host, port, BaseHTTPRequestHandler).server_close()
 
 
 def check_serving(folder: Path) -> None:

@@ -16,6 +16,7 @@ from diffusion.algorithms.average import unwrapped
 from diffusion.algorithms.ema import averaged_weights
 from diffusion.callbacks.evaluation_results import EvaluationResults
 from diffusion.callbacks.heartbeat import Heartbeat
+from diffusion.callbacks.preemption import Preemption
 from diffusion.errors import ExternalError, UserError
 from diffusion.evaluation.evaluated_checkpoint import EvaluatedCheckpoint, EvaluationResult, results_of, write_results
 from diffusion.evaluation.gather import RaiseTogether
@@ -34,7 +35,8 @@ class InRunEvaluation(Callback):
     stop training meanwhile: the log and the metric `evaluation/seconds` say for how long. `diffusion watch` evaluates
     on other GPUs instead. `EvaluationResults` sends the metrics to the loggers.
 
-    An evaluation that fails is an error in the log; the training goes on.
+    An evaluation that fails is an error in the log, and so is one that a stop signal ends, for which the notice may be
+    too short; the training goes on.
 
     Args:
         evaluators: The evaluators, by name.
@@ -87,6 +89,7 @@ class InRunEvaluation(Callback):
                 state.precision,
                 sharded=self.sharded,
                 on_progress=lambda: _beat(state),
+                should_stop=lambda: _is_signaled(state),
                 raise_together=self.raise_together,
             )
             for key, evaluator in self.evaluators.items():
@@ -114,6 +117,11 @@ class InRunEvaluation(Callback):
         for callback in state.callbacks:
             if isinstance(callback, EvaluationResults):
                 callback.log_now(logger)
+
+
+def _is_signaled(state: State) -> bool:
+    """Return True if this process has received a stop signal."""
+    return any(isinstance(callback, Preemption) and callback.signal for callback in state.callbacks)
 
 
 def _beat(state: State) -> None:

@@ -35,6 +35,7 @@ class EvaluatedCheckpoint:
         precision: Precision of forward passes.
         sharded: True if the denoiser is sharded over the ranks, so that all of them must make the same forward passes.
         on_progress: Called after each batch of images, to show that the rank makes progress.
+        should_stop: Return True if this process was told to stop, so that an evaluation must end early.
         raise_together: `diffusion.checkpointing.rank_agreement.raise_on_all_ranks`; the default serves one rank.
     """
 
@@ -46,6 +47,7 @@ class EvaluatedCheckpoint:
     precision: Precision = Precision.FP32
     sharded: bool = False
     on_progress: Callable[[], None] = lambda: None
+    should_stop: Callable[[], bool] = lambda: False
     raise_together: RaiseTogether = lambda where: nullcontext()
 
     @property
@@ -55,7 +57,7 @@ class EvaluatedCheckpoint:
 
     def batches_of(self, images: GeneratedImages) -> Iterator[tuple[range, list[Tensor]]]:
         """Yield this rank's batches, as `GeneratedImages.own_batches` does; a collective if the model is sharded."""
-        for batch in images.own_batches(self.model, together=self.sharded):
+        for batch in images.own_batches(self.model, together=self.sharded, should_stop=self.should_stop):
             yield batch
             self.on_progress()
 

@@ -3,7 +3,7 @@
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from PIL import Image, PngImagePlugin
 from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
-from diffusion.errors import UserError
+from diffusion.errors import ExternalError, UserError
 from diffusion.evaluation.image_sheet import to_images
 from diffusion.loggers import status_line
 from diffusion.storage.atomic import atomic_folder, write_atomically
@@ -115,34 +115,46 @@ class GeneratedImages:
         """Return the file of the image of a prompt."""
         return self._batch_folder(index // self.sampling.batch_size) / f'{index:06d}.png'
 
-    def own_batches(self, model: ImageGenerator, *, together: bool = False) -> Iterator[tuple[range, list[Tensor]]]:
+    def own_batches(
+        self, model: ImageGenerator, *, together: bool = False, should_stop: Callable[[], bool] = lambda: False
+    ) -> Iterator[tuple[range, list[Tensor]]]:
         """Yield the indices and images, uint8 [3, H, W], of each batch of this rank; generate those that are missing.
 
         Args:
             model: The model.
             together: Make the same forward passes on all ranks, for a sharded model; a collective. Otherwise it is
                 none: ranks have different numbers of batches.
+            should_stop: Return True to end before the next batch.
+
+        Raises:
+            ExternalError: `should_stop` has returned True, with `together` on any rank.
         """
+
+        def is_needed(generates: bool) -> bool:
+            """Return True if this rank must make the forward passes of a batch; with `together`, if any rank must."""
+            own = generates, should_stop()
+            answers = dist.all_gather_object(own) if together else [own]
+            if any(stops for _, stops in answers):
+                raise ExternalError('stopped on a signal while images were generated; those that are complete are kept')
+            return any(needs for needs, _ in answers)
+
         batches, world = self.batches(), dist.get_world_size()
         for first in range(0, len(batches), world):
             number = first + dist.get_global_rank()
             if number >= len(batches):
                 # Without a batch of its own, this rank takes part in the forward passes of the others.
-                if together and self._any_rank_generates(False):
+                if together and is_needed(False):
                     self._generated(model, batches[first])
                 continue
             indices = batches[number]
             status_line.show(f'generated {indices.start} of {len(self.prompts)} images')
             images = self._read(number, indices)
-            if (together and self._any_rank_generates(images is None)) or images is None:
+            if is_needed(images is None):
                 pixels = self._generated(model, indices)
                 images = self._write(number, indices, pixels) if images is None else images
+            assert images is not None
             yield indices, images
         status_line.show('')
-
-    @staticmethod
-    def _any_rank_generates(generates: bool) -> bool:
-        return any(dist.all_gather_object(generates))
 
     def _batch_folder(self, number: int) -> Path:
         return self.folder / f'batch-{number:05d}'

@@ -1,6 +1,8 @@
 """Evaluators within the training: same results as `diffusion evaluate`, and the training is not changed by them."""
 
 import json
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from shards import draw_image
 from small_networks import write_clip_vision
 
 from diffusion.config.load import RecipeError, load
+from diffusion.exit_codes import PREEMPTED
 from diffusion.loggers.metrics_file import TRAIN_LOSS, read_metrics
 
 IMAGES = 7
@@ -103,6 +106,26 @@ def test_failed_evaluation_does_not_end_the_training(site, ranks, what):
     assert job.wait() == [0, 0], job.output()
     assert 'training continues without its results for ba2' in job.output()
     assert len(losses(run)) == 4
+
+
+@pytest.mark.parametrize('strategy', ['ddp', 'fsdp2'])
+def test_stop_signal_ends_an_evaluation_and_saves(site, ranks, strategy):
+    """With 400 images, which would take minutes; only one of two ranks is signaled under FSDP2."""
+    path, run = site(f'stopped-{strategy}', evaluators_interval='2ba', parallelism={'strategy': strategy})
+    content = yaml.safe_load(path.read_text())
+    content['evaluators']['image_metrics'] |= {'num_images': 400, 'images_per_prompt': 10, 'num_inference_steps': 100}
+    path.write_text(yaml.safe_dump(content))
+    job = ranks.start(2, path)
+    deadline = time.monotonic() + 120
+    while not list(run.glob('evaluations/ba2/*/batch-*')):
+        assert job.running() and time.monotonic() < deadline, job.output()
+        time.sleep(0.02)
+    for rank in (0, 1) if strategy == 'ddp' else (1,):
+        job.send(signal.SIGTERM, rank)
+    assert job.wait(60) == [PREEMPTED, PREEMPTED], job.output()
+    assert 'stopped on a signal while images were generated' in job.output()
+    assert (run / 'ba2').is_dir()
+    assert len(list(run.glob('evaluations/ba2/*/batch-*'))) < 400 // 3
 
 
 @pytest.mark.parametrize('changes', [{'evaluators': {}}, {'eval_streams': {}}, {'evaluators_interval': '2 batches'}])

@@ -108,6 +108,7 @@ def test_failed_evaluation_does_not_end_the_training(site, ranks, what):
     assert len(losses(run)) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('strategy', ['ddp', 'fsdp2'])
 def test_stop_signal_ends_an_evaluation_and_saves(site, ranks, strategy):
     """With 400 images, which would take minutes; only one of two ranks is signaled under FSDP2."""

@@ -80,6 +80,7 @@ def pixels(run: Path) -> dict[str, bytes]:
     return {path.name: np.asarray(Image.open(path)).tobytes() for path in run.glob('evaluations/ba2/*/*/*.png')}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings('ignore:Metric `Kernel Inception Distance` will save all')
 def test_metrics_are_equal_on_1_2_and_4_ranks_and_equal_torchmetrics(prepared, ranks, networks):
     recipe, run = prepared('one', num_references=IMAGES)
@@ -137,6 +138,7 @@ def load_images(recipe: Path) -> list[torch.Tensor]:
     return [image for batch in loader for image in batch['image']]
 
 
+@pytest.mark.slow
 def test_killed_evaluation_continues_and_generates_nothing_twice(prepared, ranks):
     recipe, run = prepared('whole', metrics=['efficientnet_distance'])
     assert ranks.start(2, recipe).wait() == [0, 0]

@@ -317,9 +317,9 @@ def test_training_keeps_its_losses_while_a_watcher_evaluates_its_checkpoints(tmp
     watcher.wait(60)
     assert len(results(site)) >= 2 and 'ba16' in results(site)
     assert read_losses(run) == read_losses(plain)
-    assert not [path for path in run.glob('ba*') if path.is_dir() and path.name != 'ba16'], (
-        'pruned after its evaluation'
-    )
+    # The last save spares what the two jobs evaluate at that moment.
+    left = [path.name for path in run.glob('ba*') if path.is_dir()]
+    assert 'ba16' in left and len(left) <= 3, 'the others are pruned'
 
 
 def test_job_of_a_checkpoint_is_valid(capsys):

@@ -109,7 +109,7 @@ test: .venv/installed ## run all tests except slow ones, on CPU, without network
 	@$(PYTEST) -m 'not slow' $(PYTEST_ARGS)
 
 .PHONY: test-all
-test-all: .venv/installed .venv-skypilot/installed ## run all tests: 35 minutes on two cores
+test-all: .venv/installed .venv-skypilot/installed ## run all tests: 50 minutes on two cores
 	@echo 'running all tests on CPU'
 	@$(PYTEST) $(PYTEST_ARGS)
 

@@ -1,4 +1,4 @@
-"""What follows a save that has failed because of a storage fault: counting, reporting, room on a full disk."""
+"""Handling of saves that fail because of a storage fault: count and report them, make room on a full disk."""
 
 import logging
 from collections.abc import Callable

@@ -14,7 +14,7 @@ class MetricInfo:
 
     Args:
         network: Its network, a key of `NETWORKS`.
-        better: Whether lower or higher values are better.
+        better: `lower` or `higher`, the direction of better values.
         reliable_from: Number of images under which its bias is larger than the usual differences of checkpoints.
     """
 

@@ -44,7 +44,7 @@ Policy = Literal['every', 'latest']
 
 @dataclass
 class WatchSettings:
-    """What a watcher evaluates, and how.
+    """Settings of a watcher: the checkpoints to evaluate, the command and its limits.
 
     Args:
         run: Path or URL of the run.

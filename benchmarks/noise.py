@@ -98,8 +98,8 @@ def print_estimated(steps: Mapping[str, 'OperationCounts']) -> None:
 def draw(draws: Draws, size: int) -> list[Tensor]:
     """Draw the random numbers that `LatentDiffusion.forward` draws."""
     normals = 4 * size**2
-    purposes = {Purpose.TIMESTEP: 1, Purpose.CAPTION_DROPOUT: 1, Purpose.NOISE: normals, Purpose.POSTERIOR: normals}
-    draws = draws.precompute_draws(purposes)
+    words = (Purpose.TIMESTEP, Purpose.CAPTION_DROPOUT)
+    draws = draws.precompute_draws(words, {Purpose.NOISE: normals, Purpose.POSTERIOR: normals})
     return [
         draws.normal(Purpose.POSTERIOR, (4, size, size)),
         draws.integers(Purpose.TIMESTEP, 1000),

@@ -67,9 +67,12 @@ class WeightAverage:
             average.copy_(copied)
 
     def pairs(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-        """Return this device's shards of the average and of the model's weights, as two lists in the same order."""
+        """Return this device's shards of the average and of the model's weights, as two lists in the same order.
+
+        To be called without gradients, in which the weights may be changed in place.
+        """
         self.place(model)
-        return list(self.tensors.values()), [_local(weight).detach() for weight in self._parameters.values()]
+        return list(self.tensors.values()), [_local(weight) for weight in self._parameters.values()]
 
     # -- checkpoints --
 

@@ -6,7 +6,8 @@ Also logs the norm of the gradients, which the check computes anyway.
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
@@ -15,11 +16,17 @@ import torch
 from composer.core import Callback, Precision, State
 from composer.loggers import Logger
 from composer.utils import dist, ensure_tuple
-from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from diffusion.algorithms.average import unwrapped
+from diffusion.algorithms.gradient_norms import (
+    Gradients,
+    copies_of_gradients,
+    gradients_of,
+    sum_dtype,
+    summarize_gradients,
+)
+from diffusion.callbacks.host_copy import HostCopy
 from diffusion.callbacks.reduce_once import samples_in
 from diffusion.callbacks.save_now import save_now
 from diffusion.errors import UserError
@@ -64,15 +71,6 @@ class Samples(NamedTuple):
     ids: list[int]
     not_finite: bool
     """True if this rank's loss or gradients are not finite."""
-
-
-class Gradients(NamedTuple):
-    """Summary of this rank's gradients, on their device."""
-
-    finite: Tensor
-    """Bool [], True if all of them are finite."""
-    squared_norm: Tensor
-    """This rank's part of the squared L2 norm of the gradients of all ranks, float64 []."""
 
 
 class LossGuard(Callback):
@@ -132,8 +130,11 @@ class LossGuard(Callback):
         """Numbers of the batches whose updates were skipped."""
         self._microbatches: list[Microbatch] = []
         self._gradients: Gradients | None = None
+        self._figures: Tensor | None = None
+        self._pending: HostCopy | None = None
         self._samples_left = 0
         self._first_batch = 0
+        self._hooked = self._has_closure = False
 
     def init(self, state: State, logger: Logger) -> None:
         if self.action == 'skip' and state.precision == Precision.AMP_FP16:
@@ -144,11 +145,14 @@ class LossGuard(Callback):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self._first_batch = state.timestamp.batch.value
+        for optimizer in () if self._hooked else state.optimizers:
+            optimizer.register_step_pre_hook(partial(self._decide_after_closure, state, logger))
+        self._hooked = True
 
     def before_train_batch(self, state: State, logger: Logger) -> None:
         # Composer repeats a batch when automatic microbatching finds a smaller size: drop the first try's microbatches.
         self._microbatches = []
-        self._gradients = None
+        self._gradients = self._figures = self._pending = None
         self._samples_left = samples_in(state.batch)
 
     def after_loss(self, state: State, logger: Logger) -> None:
@@ -160,31 +164,76 @@ class LossGuard(Callback):
         # clipped: Composer runs algorithms at AFTER_TRAIN_BATCH, before callbacks. state.batch is the microbatch.
         self._samples_left -= samples_in(state.batch)
         if self.check_gradients and self._samples_left <= 0:
-            groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
-            gradients = [parameter.grad for group in groups for parameter in group['params']]
-            self._gradients = summarize_gradients(gradients, copies=copies_of_gradients(state.model))
+            self._gradients = summarize_gradients(gradients_of(state), copies=copies_of_gradients(state.model))
+
+    def gradients_of_batch(self, state: State) -> tuple[Gradients, Tensor] | None:
+        """Return the summary of this batch's gradients and their squared norm over all ranks; a collective.
+
+        Gradient clipping calls it, so that norms are computed and reduced once per batch.
+        """
+        if self._gradients is None:
+            return None
+        return self._gradients, self._reduced_figures(state)[-1]
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
-        # At AFTER_TRAIN_BATCH the optimizer has not stepped yet. With closures, which Composer uses outside of fp16,
-        # this runs inside optimizer.step(), so the step cannot be prevented from here: `_act` drops the gradients
-        # instead.
+        # At AFTER_TRAIN_BATCH the optimizer has not stepped yet. Reading the figures here would make the host wait for
+        # the GPU, just before Composer waits for the loss at the end of its closure. So they are copied now, and read
+        # after Composer has waited and before the update (`_decide_after_closure`). In fp16 there is no closure.
+        self._pending = HostCopy(self._reduced_figures(state))
+        if not self._has_closure:
+            self._decide(state, logger)
+
+    def _decide_after_closure(
+        self, state: State, logger: Logger, optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
+        """Let an optimizer's closure end with the check of the batch; a hook before its step."""
+        # With a closure Composer runs the whole batch inside of optimizer.step(), so the step cannot be prevented:
+        # `_act` drops the gradients instead.
+        closure = kwargs.get('closure')
+        self._has_closure = closure is not None
+        if closure is None:
+            return None
+
+        def checked(*rest: Any, **more: Any) -> Any:
+            loss = closure(*rest, **more)
+            self._decide(state, logger)
+            return loss
+
+        return args, kwargs | {'closure': checked}
+
+    def _decide(self, state: State, logger: Logger) -> None:
+        """Read the figures of the batch, log the norm of its gradients, and act if it is bad."""
+        if self._pending is None:
+            return
+        total, count, bad, squares = self._pending.read()
+        self._pending = None
+        loss, norm = total / count, math.sqrt(squares) if squares >= 0 else math.nan
         scaled = state.precision == Precision.AMP_FP16
-        finite = None if self._gradients is None or scaled else self._gradients.finite
-        squared_norm = None if self._gradients is None else self._gradients.squared_norm
-        loss, gradients_finite, norm = reduce_over_ranks(self._microbatches, finite, squared_norm)
         if scaled and state.scaler is not None:
             norm /= state.scaler.get_scale()
         if self._gradients is not None and math.isfinite(norm):
             logger.log_metrics({GRADIENT_NORM: norm})
         limit = explosion_limit(self.history, self.explosion, self.window)
-        reason = find_problem(loss, gradients_finite, limit, self.history)
+        reason = find_problem(loss, bad == 0, limit, self.history)
         if reason is None:
             self.history = [*self.history, loss][-self.window :]
             return
         # Only now, when a batch is bad on some rank, are the losses of single samples gathered and copied to the CPU.
         # All ranks get here together, since the loss and the flag were reduced over all of them.
-        ranks = dist.all_gather_object(samples_of(self._microbatches, finite))
+        ranks = dist.all_gather_object(samples_of(self._microbatches, self._finite(state)))
         self._act(state, logger, loss, reason, suspects(ranks, limit))
+
+    def _reduced_figures(self, state: State) -> Tensor:
+        """Return the figures of the batch over all ranks, as `reduce_over_ranks` does; a collective, once per batch."""
+        if self._figures is None:
+            squared_norm = None if self._gradients is None else self._gradients.squared_norm
+            self._figures = reduce_over_ranks(self._microbatches, self._finite(state), squared_norm)
+        return self._figures
+
+    def _finite(self, state: State) -> Tensor | None:
+        """Return whether this rank's gradients are finite, bool []; None if that is not checked."""
+        scaled = state.precision == Precision.AMP_FP16
+        return None if self._gradients is None or scaled else self._gradients.finite
 
     def state_dict(self) -> dict[str, Any]:
         return {'history': self.history, 'skipped': self.skipped}
@@ -251,86 +300,33 @@ def record_microbatch(loss: Any, batch: Any, sample_losses: Tensor | None) -> Mi
     return Microbatch(total, sample_losses, ids)
 
 
-@torch.no_grad()
-def summarize_gradients(gradients: Iterable[Tensor | None], *, copies: int) -> Gradients:
-    """Return whether this rank's gradients (or shards of them) are finite, and its part of their squared norm.
-
-    Args:
-        gradients: Gradients of the trained parameters, tensors or DTensors.
-        copies: Number of ranks that hold the same values of each plain tensor. DTensors know theirs.
-    """
-    # Under no_grad: otherwise to_local records autograd for every gradient, since Composer runs this in the optimizer's
-    # closure, which enables gradients. With 686 DTensors on 2 gloo ranks this took 8 times as long.
-    local: list[Tensor] = []
-    counts: list[int] = []
-    for gradient in gradients:
-        if isinstance(gradient, DTensor):
-            local.append(gradient.to_local())
-            counts.append(copies_of_shard(gradient))
-        elif gradient is not None:
-            local.append(gradient)
-            counts.append(copies)
-    if not local:
-        return Gradients(torch.tensor(True), torch.zeros((), dtype=torch.float64))
-    # Norms take one fused kernel on GPUs, which only reads. In float32 at least: in half precision the squares of
-    # finite gradients overflow.
-    wide = torch.promote_types(local[0].dtype, torch.float32)
-    norms = torch.stack(torch._foreach_norm(local, 2, dtype=wide))  # type: ignore[reportPrivateImportUsage]
-    squares = norms.to(_sum_dtype(norms)).square()
-    if len(set(counts)) == 1:
-        squared_norm = squares.sum() / counts[0]
-    else:
-        squared_norm = (squares / torch.tensor(counts, device=squares.device)).sum()
-    return Gradients(norms.sum().isfinite(), squared_norm)
-
-
-def copies_of_shard(gradient: DTensor) -> int:
-    """Return the number of ranks that hold the same shard of a DTensor."""
-    mesh = gradient.device_mesh
-    sizes = (mesh.size(dim) for dim, placement in enumerate(gradient.placements) if not placement.is_shard())
-    return math.prod(sizes) * (dist.get_world_size() // mesh.size())
-
-
-def copies_of_gradients(model: nn.Module) -> int:
-    """Return the number of ranks that hold the same values of a gradient that is a plain tensor.
-
-    Under DDP all ranks have all gradients. Under FSDP1 each has a shard, once per replica of the model.
-    """
-    for module in model.modules():
-        if isinstance(module, FullyShardedDataParallel):
-            return dist.get_world_size() // module.process_group.size()  # type: ignore[reportAttributeAccessIssue]
-    return dist.get_world_size()
-
-
-def _sum_dtype(tensor: Tensor) -> torch.dtype:
-    """Return float64, in which sums of squares do not overflow, or float32 on Apple's GPUs, which lack it."""
-    return torch.float32 if tensor.device.type == 'mps' else torch.float64
-
-
 def _ignore(text: str) -> None:
     """Do nothing; the default of `LossGuard.on_bad_batch`."""
 
 
 def reduce_over_ranks(
     microbatches: Sequence[Microbatch], finite: Tensor | None, squared_norm: Tensor | None = None
-) -> tuple[float, bool, float]:
-    """Return the mean loss over all samples, True if `finite` holds on every rank, and the norm; a collective.
+) -> Tensor:
+    """Return figures of the batch over all ranks, on the device; a collective.
 
     Args:
         microbatches: This rank's microbatches.
         finite: True if this rank's gradients are finite, bool []; None if they are not checked.
         squared_norm: This rank's part of the squared norm of the gradients, []; None if it is not known.
+
+    Returns:
+        Sum of the losses of all samples, number of samples, number of ranks with gradients that are not finite, and
+        squared norm of the gradients; float64 [4].
     """
     total = torch.stack([each.loss * len(each.sample_losses) for each in microbatches]).sum()
-    total = total.to(_sum_dtype(total))
+    total = total.to(sum_dtype(total))
     count = torch.full_like(total, sum(len(each.sample_losses) for each in microbatches))
     bad = torch.zeros_like(total) if finite is None else (~finite).to(total)
     squares = torch.zeros_like(total) if squared_norm is None else squared_norm.to(total)
-    # In one tensor: a single collective and a single device synchronization per batch.
+    # In one tensor: a single collective and a single copy to the host per batch.
     figures = torch.stack([total, count, bad, squares])
     dist.all_reduce(figures, reduce_operation='SUM')
-    total, count, bad, squares = figures.tolist()
-    return total / count, bad == 0, math.sqrt(squares) if squares >= 0 else math.nan
+    return figures
 
 
 def explosion_limit(history: Sequence[float], explosion: float | None, window: int) -> float:

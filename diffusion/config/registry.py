@@ -33,7 +33,7 @@ TARGETS: dict[str, dict[str, Any]] = {
         'latents': 'diffusion.data.latents:LatentsDataset',
     },
     'optimizer': {
-        'adamw': 'torch.optim.adamw:AdamW',
+        'adamw': 'diffusion.training.adamw:AdamW',
         'decoupled_adamw': 'composer.optim.decoupled_weight_decay:DecoupledAdamW',
         'muon': 'diffusion.training.muon:Muon',
     },
@@ -53,7 +53,7 @@ TARGETS: dict[str, dict[str, Any]] = {
         'low_precision_layernorm': 'diffusion.algorithms.low_precision_norms:DenoiserLowPrecisionLayerNorm',
         'contrastive_flow_matching': 'diffusion.algorithms.contrastive_flow_matching:ContrastiveFlowMatching',
         'tread': 'diffusion.algorithms.tread:TREAD',
-        'gradient_clipping': 'composer.algorithms.gradient_clipping.gradient_clipping:GradientClipping',
+        'gradient_clipping': 'diffusion.algorithms.gradient_clipping:GradientClipping',
     },
     'callback': {
         'breakdown': 'diffusion.profiling.breakdown:Breakdown',

@@ -4,7 +4,7 @@ Shapes: B batch, C latent channels, H W latent size, E text encoders, L text tok
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
@@ -40,7 +40,7 @@ from diffusion.models.objective import (
 from diffusion.models.part_checks import check_parts, check_perceptual
 from diffusion.models.perceptual_losses import PerceptualLosses, load_perceptual_loss
 from diffusion.models.pixel_space import PixelSpace
-from diffusion.models.randomness import Draws, Purpose, draws_for
+from diffusion.models.randomness import Draws, Purpose, RandomBits, draws_for, random_bits
 from diffusion.models.representation_alignment import (
     FeatureEncoder,
     RepresentationAlignment,
@@ -67,6 +67,8 @@ from diffusion.models.width_transfer import scale_for_width
 log = logging.getLogger(__name__)
 
 NUM_VALIDATION_TIMESTEPS = 8
+STEP_WORDS = (Purpose.TIMESTEP, Purpose.CAPTION_DROPOUT)
+"""Purposes for which a training step draws one random number per sample."""
 CAPTION_DROPOUT_MODES = ('empty', 'zeros')
 
 
@@ -137,6 +139,8 @@ class LatentDiffusion(ComposerModel):
     """True if only a LoRA of the denoiser is trained; its own FLOPs, about a hundredth, are not counted."""
     learning_rate_factors: dict[str, float]
     """Factors of the learning rate by name of parameter, which muP gives to this width; 1 for other parameters."""
+    random_bits: Callable[..., RandomBits]
+    """Function that draws the random numbers of a training step; `speed.compile` replaces it by a compiled version."""
     router: TokenRouter | None
     """Hooks with which image tokens skip blocks in training; None without `route_tokens`."""
     encoders_in_inference_mode: bool
@@ -188,6 +192,7 @@ class LatentDiffusion(ComposerModel):
         self.sample_losses = None
         self.denoiser_is_frozen = False
         self.router = None
+        self.random_bits = random_bits
         self.encoders_in_inference_mode = False
         self._scale_checked = False
         self._empty_text: TextOutput | None = None
@@ -287,7 +292,7 @@ class LatentDiffusion(ComposerModel):
     def forward(self, batch: Mapping[str, Tensor]) -> Denoised:
         """Add noise to a batch at random timesteps and return the denoiser's predictions."""
         # The numbers of the step in one call: on a GPU, the cost of small draws is the number of kernels.
-        draws = self.draws_of(batch).precompute_draws(self._words_of_a_step(batch))
+        draws = self.draws_of(batch).precompute_draws(STEP_WORDS, self._normals_of_a_step(batch), self.random_bits)
         latents = self.latents_of(batch, draws)
         self._check_scale(latents)
         timesteps = training_timesteps(self.objective, draws, batch.get(batch_keys.TIMESTEP_QUANTILE))
@@ -551,19 +556,18 @@ class LatentDiffusion(ComposerModel):
 
     # -- internals --
 
-    def _words_of_a_step(self, batch: Mapping[str, Tensor]) -> dict[Purpose, int]:
-        """Return, for each purpose, how many random 32-bit words a training step draws per sample."""
+    def _normals_of_a_step(self, batch: Mapping[str, Tensor]) -> dict[Purpose, int]:
+        """Return, for each purpose, how many normal random numbers a training step draws per sample."""
         channels = latent_channels(self.vae)
         if batch_keys.LATENT_MOMENTS not in batch and batch_keys.IMAGE not in batch:
-            return {Purpose.TIMESTEP: 1}
+            return {}
         height, width = self._latent_size_of(batch)
-        # Box-Muller makes normals in pairs, so odd counts take one word more.
-        normals = channels * height * width + channels * height * width % 2
-        counts = {Purpose.TIMESTEP: 1, Purpose.CAPTION_DROPOUT: 1, Purpose.NOISE: normals}
+        normals = channels * height * width
+        counts = {Purpose.NOISE: normals}
         if self.posterior == 'sample' and has_variance(self.vae):
             counts[Purpose.POSTERIOR] = normals
         if self.objective.offset_noise:
-            counts[Purpose.OFFSET_NOISE] = channels + channels % 2
+            counts[Purpose.OFFSET_NOISE] = channels
         return counts
 
     def _latent_size_of(self, batch: Mapping[str, Tensor]) -> tuple[int, int]:

@@ -7,11 +7,11 @@ the same bits on every device.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import lru_cache
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,10 +47,10 @@ class Purpose(IntEnum):
 Words = TypeVar('Words', int, Tensor)
 
 
-def philox(counter: tuple[Words, Words, Words, Words], key: tuple[int, int]) -> tuple[Words, Words, Words, Words]:
+def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]) -> tuple[Words, Words, Words, Words]:
     """Return four random 32-bit words for a counter and a key: ten rounds of Philox 4x32.
 
-    Words are Python integers, or int64 tensors of one shape.
+    Words are Python integers, or int64 tensors that broadcast.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -68,7 +68,7 @@ def philox(counter: tuple[Words, Words, Words, Words], key: tuple[int, int]) -> 
     return c0, c1, c2, c3
 
 
-def philox_rows(even: Tensor, odd: Tensor, keys: Tensor) -> Tensor:
+def philox_rows(even: Tensor, odd: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     """Return the random words of `philox` for many counters, each with its own key, in a fifth of the GPU kernels.
 
     Args:
@@ -77,14 +77,96 @@ def philox_rows(even: Tensor, odd: Tensor, keys: Tensor) -> Tensor:
         keys: Both key words of every round, int64 [rounds, 2, 1, N].
 
     Returns:
-        Random 32-bit words, four per counter, in the order of the counters, int64 [B, 4 N].
+        Words 0 and 2, and words 1 and 3, of the four random 32-bit words of each counter, int64 [2, B, N] each.
     """
     multipliers = _multipliers(even.device)
     for key in keys:
         # As above. Low words stay unmasked: the mask after the next xor removes what is above their 32 bits.
         product = even.mul(multipliers).flip(0)
         even, odd = ((product >> 32) ^ odd ^ key) & _MASK, product
-    return torch.stack((even, odd & _MASK)).permute(2, 3, 1, 0).flatten(1)
+    return even, odd & _MASK
+
+
+class RandomBits(NamedTuple):
+    """Random numbers of N blocks per sample, each of four words, in exact arithmetic: the same bits on every device."""
+
+    words: Tensor
+    """First word of each of the first S blocks, a 32-bit integer, int64 [B, S]."""
+    fractions: Tensor
+    """The same as numbers in [0, 1), float64 [B, S]."""
+    uniforms: Tensor
+    """Words 0 and 2 of every block as numbers in (0, 1], float32 [B, 2 N]."""
+    angles: Tensor
+    """Words 1 and 3 of every block as angles in [0, 2 pi), float32 [B, 2 N]."""
+
+
+def random_bits(
+    blocks: Tensor, keys: Tensor, sample_id: Tensor, epoch: Tensor, batch_index: Tensor, *, num_words: int
+) -> RandomBits:
+    """Return random numbers for samples, from the blocks and keys of `_layout`.
+
+    Args:
+        blocks: Index of each block within its purpose, int64 [N].
+        keys: Both key words of every round, int64 [rounds, 2, 1, N].
+        sample_id: Index of each sample in its dataset, int64 [B].
+        epoch: Epoch of each sample, int64 [B].
+        batch_index: Index of the global batch, int64 [B].
+        num_words: S, the number of blocks whose first words are returned.
+    """
+    c0, c1, c2, c3 = _counters(blocks, sample_id, epoch, batch_index)
+    even, odd = philox_rows(torch.stack((c0, c2)), torch.stack((c1, c3)), keys)
+    words = even[0, :, :num_words]
+    uniforms, angles = (each.permute(1, 2, 0).flatten(1) for each in _pairs(even, odd))
+    return RandomBits(words, _fractions(words), uniforms, angles)
+
+
+def fusible_random_bits(
+    blocks: Tensor, keys: Tensor, sample_id: Tensor, epoch: Tensor, batch_index: Tensor, *, num_words: int
+) -> RandomBits:
+    """Return what `random_bits` does, in a form that torch.compile makes one GPU kernel."""
+    # All operations have the shape [B, N, 2], also where that draws a block twice: for tensors of other shapes, and for
+    # torch.stack, the compiler would write more kernels, and a kernel costs more than its arithmetic.
+    counters = [each[..., None].expand(-1, -1, 2) for each in _counters(blocks, sample_id, epoch, batch_index)]
+    w0, w1, w2, w3 = philox(tuple(counters), (keys[0, 0, ..., None], keys[0, 1, ..., None]))  # type: ignore[arg-type]
+    is_first = torch.arange(2, device=blocks.device) == 0
+    even, odd = torch.where(is_first, w0, w2), torch.where(is_first, w1, w3)
+    fractions = _fractions(even)
+    uniforms, angles = _pairs(even, odd)
+    return RandomBits(even[:, :num_words, 0], fractions[:, :num_words, 0], uniforms.flatten(1), angles.flatten(1))
+
+
+def _fractions(words: Tensor) -> Tensor:
+    """Return 32-bit words as numbers in [0, 1), float64, without rounding."""
+    return words.double() * 2.0**-32
+
+
+def _counters(
+    blocks: Tensor, sample_id: Tensor, epoch: Tensor, batch_index: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the words of the counters of N blocks of B samples, int64 [B, N] each."""
+    shape = (len(sample_id), len(blocks))
+    ids = ((each[:, None] & _MASK).expand(shape) for each in (sample_id, epoch, batch_index))
+    return blocks.expand(shape), *ids  # type: ignore[return-value]
+
+
+def _pairs(even: Tensor, odd: Tensor) -> tuple[Tensor, Tensor]:
+    """Return words as numbers in (0, 1] and as angles in [0, 2 pi), float32."""
+    # A float32 holds 24 bits exactly; +1 keeps the argument of the logarithm in (0, 1].
+    uniforms = ((even >> 8) + 1).float() * 2.0**-24
+    return uniforms, (odd >> 8).float() * (2.0**-24 * 2.0 * math.pi)
+
+
+def box_muller(uniforms: Tensor, angles: Tensor) -> Tensor:
+    """Return standard normal numbers [B, 2 K] for pairs of a number in (0, 1] and an angle, [B, K] each.
+
+    Method of Box and Muller (1958).
+    """
+    radius = uniforms.log().mul_(-2.0).sqrt_()
+    # Written in place, since on a GPU the cost of small draws is the number of kernels: here six.
+    normals = torch.empty((*angles.shape, 2), dtype=angles.dtype, device=angles.device)
+    torch.cos(angles, out=normals[..., 0])
+    torch.sin(angles, out=normals[..., 1])
+    return normals.mul_(radius[..., None]).flatten(1)
 
 
 @lru_cache
@@ -99,7 +181,7 @@ def _layout(seed: int, counts: tuple[tuple[Purpose, int], ...], device: torch.de
     Returns:
         Index of each block within its purpose [N], and its keys for all rounds [rounds, 2, 1, N].
     """
-    blocks = [-(-count // 4) for _, count in counts]
+    blocks = [_blocks(count) for _, count in counts]
     number = torch.cat([torch.arange(count) for count in blocks])
     purpose = torch.repeat_interleave(torch.tensor([int(each) for each, _ in counts]), torch.tensor(blocks))
     weyl = torch.arange(_ROUNDS)[:, None] * torch.tensor(_WEYL)
@@ -116,42 +198,64 @@ class Draws:
         sample_id: Index of each sample in its dataset, int64 [B].
         epoch: Epoch of each sample, int64 [B].
         batch_index: Index of the global batch, int64 [B]; distinguishes repetitions of a sample within an epoch.
-        ready: Random words precomputed by `precompute_draws`, by purpose.
+        ready_words: Words drawn by `precompute_draws`, as integers and as fractions [B], by purpose.
+        ready_normals: Normal numbers drawn by `precompute_draws`, by purpose.
     """
 
     seed: int
     sample_id: Tensor
     epoch: Tensor
     batch_index: Tensor
-    ready: Mapping[Purpose, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    ready_words: Mapping[Purpose, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
+    ready_normals: Mapping[Purpose, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
-    def precompute_draws(self, counts: Mapping[Purpose, int]) -> 'Draws':
-        """Return an equal source of random numbers, with `counts` 32-bit words per purpose precomputed in one call."""
-        # On a GPU the cost of such small draws is the number of kernels; one call for all purposes needs a sixth.
-        return replace(self, ready=self._make(tuple(counts.items())))
+    def precompute_draws(
+        self, words: Sequence[Purpose], normals: Mapping[Purpose, int], draw: Callable[..., RandomBits] = random_bits
+    ) -> 'Draws':
+        """Return an equal source of random numbers, in which these are drawn already, in one call for all purposes.
+
+        Args:
+            words: Purposes that need one number per sample.
+            normals: Number of normal numbers per sample by purpose.
+            draw: `random_bits` or a compiled `fusible_random_bits`.
+        """
+        counts = (*((purpose, 4) for purpose in words), *normals.items())
+        bits = self._bits(counts, len(words), draw)
+        values = box_muller(bits.uniforms[:, 2 * len(words) :], bits.angles[:, 2 * len(words) :])
+        parts = values.split([4 * _blocks(count) for count in normals.values()], dim=1) if normals else ()
+        singles = zip(bits.words.unbind(1), bits.fractions.unbind(1), strict=True)
+        return replace(
+            self,
+            ready_words=dict(zip(words, singles, strict=True)),
+            ready_normals=dict(zip(normals, parts, strict=True)),
+        )
 
     def words(self, purpose: Purpose, count: int) -> Tensor:
         """Return uniformly distributed random 32-bit integers, `count` per sample, as an int64 tensor [B, count]."""
-        ready = self.ready.get(purpose)
-        if ready is None or ready.shape[1] < count:
-            ready = self._make(((purpose, count),))[purpose]
-        return ready[:, :count]
+        if count == 1 and purpose in self.ready_words:
+            return self.ready_words[purpose][0][:, None]
+        blocks, keys = self._layout(((purpose, count),))
+        c0, c1, c2, c3 = _counters(blocks, self.sample_id, self.epoch, self.batch_index)
+        words = torch.stack(philox_rows(torch.stack((c0, c2)), torch.stack((c1, c3)), keys))
+        return words.permute(2, 3, 1, 0).flatten(1)[:, :count]
 
-    def _make(self, counts: tuple[tuple[Purpose, int], ...]) -> dict[Purpose, Tensor]:
-        """Draw random 32-bit words for several purposes, int64 [B, count rounded up to a multiple of 4] each."""
+    def _bits(
+        self, counts: tuple[tuple[Purpose, int], ...], num_words: int, draw: Callable[..., RandomBits]
+    ) -> RandomBits:
+        """Draw random numbers for several purposes, from `counts` words each."""
+        return draw(*self._layout(counts), self.sample_id, self.epoch, self.batch_index, num_words=num_words)
+
+    def _layout(self, counts: tuple[tuple[Purpose, int], ...]) -> tuple[Tensor, Tensor]:
+        """Return the Philox counters and keys for several purposes, as the function `_layout` does."""
         if not 0 <= self.seed <= _MASK:
             raise UserError(f'seed: {self.seed} is not in [0, 2**32); use another seed')
-        blocks, keys = _layout(self.seed, counts, self.sample_id.device)
-        shape = (len(self.sample_id), len(blocks))
-        c0, c2 = blocks.expand(shape), (self.epoch[:, None] & _MASK).expand(shape)
-        c1, c3 = ((ids[:, None] & _MASK).expand(shape) for ids in (self.sample_id, self.batch_index))
-        words = philox_rows(torch.stack((c0, c2)), torch.stack((c1, c3)), keys)
-        widths = [-(-count // 4) * 4 for _, count in counts]
-        return {purpose: part for (purpose, _), part in zip(counts, words.split(widths, dim=1), strict=True)}
+        return _layout(self.seed, counts, self.sample_id.device)
 
     def uniform(self, purpose: Purpose) -> Tensor:
         """Return one uniform random number in [0, 1) per sample, float64 [B], without rounding."""
-        return self.words(purpose, 1)[:, 0].double() * 2.0**-32
+        if purpose in self.ready_words:
+            return self.ready_words[purpose][1]
+        return _fractions(self.words(purpose, 1)[:, 0])
 
     def stratified(self, stratum: Purpose, within: Purpose) -> Tensor:
         """Return one random number in [0, 1) per sample, float64 [B], one in each of B equal parts; each is uniform.
@@ -172,16 +276,19 @@ class Draws:
     def normal(self, purpose: Purpose, shape: Sequence[int]) -> Tensor:
         """Return standard normal noise for each sample of the batch, float32 [B, *shape], for training or sampling.
 
-        The noise of a sample does not depend on its rank or on the other samples. Method of Box and Muller (1958).
+        The noise of a sample does not depend on its rank or on the other samples.
         """
         count = math.prod(shape)
-        words = self.words(purpose, count + count % 2)
-        first, second = words[:, 0::2], words[:, 1::2]
-        # A float32 holds 24 bits exactly; +1 keeps the argument of the logarithm in (0, 1].
-        radius = (((first >> 8) + 1).float() * 2.0**-24).log().mul(-2.0).sqrt()
-        angle = (second >> 8).float() * (2.0**-24 * 2.0 * math.pi)
-        normals = torch.stack((radius * angle.cos(), radius * angle.sin()), dim=-1)
-        return normals.flatten(1)[:, :count].unflatten(1, tuple(shape))
+        normals = self.ready_normals.get(purpose)
+        if normals is None or normals.shape[1] < count:
+            bits = self._bits(((purpose, count),), 0, random_bits)
+            normals = box_muller(bits.uniforms, bits.angles)
+        return normals[:, :count].unflatten(1, tuple(shape))
+
+
+def _blocks(count: int) -> int:
+    """Return the number of blocks of four words that hold a number of words."""
+    return -(-count // 4)
 
 
 def keyed_uniforms(seed: int, purpose: Purpose, sample_id: int, epoch: int) -> tuple[float, float, float, float]:

@@ -22,6 +22,7 @@ from diffusion.config.performance_preset import PARTS
 from diffusion.config.recipe import SpeedConfig
 from diffusion.models.activation_memory import blocks_of
 from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.randomness import fusible_random_bits
 from diffusion.models.vae import encoder_blocks
 
 log = logging.getLogger(__name__)
@@ -139,6 +140,8 @@ def compile_blocks(model: LatentDiffusion, *, shapes: int = 1) -> None:
         _compile_forward(block, with_gradients=True)
     for block in encoding:
         _compile_forward(block, with_gradients=False)
+    # One graph for all shapes: its arithmetic takes no time, but 60 kernels one by one would.
+    model.random_bits = torch.compile(fusible_random_bits, dynamic=True, backend=BACKEND)
 
 
 def configure_dynamo(*, graphs: int) -> None:

@@ -4,8 +4,19 @@ import math
 
 import pytest
 import torch
+from torch._inductor import metrics
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from diffusion.models.randomness import Draws, Purpose, draws_for, keyed_uniforms, philox, philox_rows
+from diffusion.models.randomness import (
+    Draws,
+    Purpose,
+    draws_for,
+    fusible_random_bits,
+    keyed_uniforms,
+    philox,
+    philox_rows,
+    random_bits,
+)
 
 ONES = 0xFFFFFFFF
 KNOWN_ANSWERS = [
@@ -37,24 +48,83 @@ def test_philox_rows_gives_the_same_words_as_philox():
     rounds = torch.arange(10)[:, None, None]
     weyl = torch.tensor([0x9E3779B9, 0xBB67AE85])[None, :, None]
     keys = (torch.tensor([key for _, key, _ in KNOWN_ANSWERS]).T[None] + rounds * weyl) & ONES
-    words = philox_rows(counters[:, [0, 2]].T[:, None], counters[:, [1, 3]].T[:, None], keys[:, :, None])
-    assert words.view(3, 4).tolist() == [list(expected) for _, _, expected in KNOWN_ANSWERS]
+    rows = philox_rows(counters[:, [0, 2]].T[:, None], counters[:, [1, 3]].T[:, None], keys[:, :, None])
+    words = torch.stack(rows).permute(2, 3, 1, 0)
+    assert words.reshape(3, 4).tolist() == [list(expected) for _, _, expected in KNOWN_ANSWERS]
 
 
-def test_precomputed_words_equal_words_drawn_one_purpose_at_a_time():
-    one_by_one = Draws(2**32 - 1, torch.tensor([5, 2**40 + 3]), torch.tensor([2, 0]), torch.tensor([9, 2**33]))
-    precomputed = one_by_one.precompute_draws({Purpose.NOISE: 10, Purpose.TIMESTEP: 1, Purpose.FLIP: 8})
+LARGE_IDS = Draws(2**32 - 1, torch.tensor([5, 2**40 + 3]), torch.tensor([2, 0]), torch.tensor([9, 2**33]))
+
+
+def test_words_are_those_of_philox_with_ids_as_counter_and_seed_and_purpose_as_key():
     for purpose in Purpose:
         for count in (1, 7, 10, 23):
-            words = one_by_one.words(purpose, count)
-            assert torch.equal(precomputed.words(purpose, count), words)
+            words = LARGE_IDS.words(purpose, count)
             for row in range(2):
-                sample, epoch, batch = (
-                    int(each[row]) & ONES for each in (one_by_one.sample_id, one_by_one.epoch, one_by_one.batch_index)
-                )
+                ids = (LARGE_IDS.sample_id, LARGE_IDS.epoch, LARGE_IDS.batch_index)
+                sample, epoch, batch = (int(each[row]) & ONES for each in ids)
                 key = (2**32 - 1, int(purpose))
                 blocks = [philox((block, sample, epoch, batch), key) for block in range(-(-count // 4))]
                 assert words[row].tolist() == [word for block in blocks for word in block][:count]
+
+
+def test_fusible_draws_equal_the_others_to_the_last_bit():
+    for shape in ((4, 8, 8), (3, 5, 5), (1, 1, 1)):
+        count = math.prod(shape)
+        normals = {Purpose.NOISE: count, Purpose.POSTERIOR: count, Purpose.OFFSET_NOISE: 3}
+        for draw in (random_bits, fusible_random_bits):
+            precomputed = LARGE_IDS.precompute_draws((Purpose.TIMESTEP, Purpose.CAPTION_DROPOUT), normals, draw)
+            assert precomputed.ready_normals.keys() == normals.keys()
+            for purpose in (Purpose.TIMESTEP, Purpose.CAPTION_DROPOUT, Purpose.FLIP):
+                assert torch.equal(precomputed.uniform(purpose), LARGE_IDS.uniform(purpose))
+                assert torch.equal(precomputed.integers(purpose, 1000), LARGE_IDS.integers(purpose, 1000))
+                assert torch.equal(precomputed.words(purpose, 5), LARGE_IDS.words(purpose, 5))
+            for purpose in (Purpose.NOISE, Purpose.POSTERIOR, Purpose.SAMPLING):
+                assert torch.equal(precomputed.normal(purpose, shape), LARGE_IDS.normal(purpose, shape))
+            assert torch.equal(
+                precomputed.normal(Purpose.OFFSET_NOISE, (3, 1, 1)), LARGE_IDS.normal(Purpose.OFFSET_NOISE, (3, 1, 1))
+            )
+
+
+class CountKernels(TorchDispatchMode):
+    """Counts the operations that would each launch a GPU kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        allocates = func._schema.name in ('aten::empty', 'aten::empty_strided', 'aten::empty_like')
+        self.count += not func.is_view and not allocates
+        return result
+
+
+def test_compiled_draws_of_a_step_take_ten_kernels_and_equal_the_eager_ones():
+    torch._dynamo.reset()
+    compiled = torch.compile(fusible_random_bits, dynamic=True, backend='inductor')
+    generated = metrics.generated_kernel_count
+    words, normals = (Purpose.TIMESTEP, Purpose.CAPTION_DROPOUT), {Purpose.NOISE: 256, Purpose.POSTERIOR: 256}
+    for size, normals in ((4, normals), (5, normals), (4, dict.fromkeys(normals, 192))):
+        eager = draws(size).precompute_draws(words, normals)
+        found = draws(size).precompute_draws(words, normals, compiled)
+        for purpose in normals:
+            assert torch.equal(eager.ready_normals[purpose], found.ready_normals[purpose])
+        for purpose in words:
+            assert torch.equal(eager.integers(purpose, 1000), found.integers(purpose, 1000))
+            assert torch.equal(eager.uniform(purpose), found.uniform(purpose))
+    in_compiled = metrics.generated_kernel_count - generated
+    assert in_compiled == 1, 'one kernel for all shapes'
+
+    batch, bits = draws(4), []
+    batch.precompute_draws(words, normals, lambda *args, **more: bits.append(compiled(*args, **more)) or bits[0])
+    with CountKernels() as kernels:
+        batch = batch.precompute_draws(words, normals, lambda *args, **more: bits[0])
+        batch.normal(Purpose.NOISE, (3, 8, 8))
+        batch.normal(Purpose.POSTERIOR, (3, 8, 8))
+        batch.integers(Purpose.TIMESTEP, 1000)
+        batch.uniform(Purpose.CAPTION_DROPOUT)
+    assert kernels.count + in_compiled <= 10
 
 
 def test_tensor_and_scalar_draws_agree():

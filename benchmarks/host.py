@@ -1,0 +1,313 @@
+"""Benchmark of the host's time in a training step outside of the forward and backward pass, by part, before and after.
+
+    python benchmarks/host.py [steps [revision of git to compare with, or "none"]]
+
+At 128 GPUs a step of Stable Diffusion 2 takes the GPUs 22 to 70 ms, and they are idle while the host prepares or
+finishes a step. A real Trainer with the callbacks and loggers of yamls/phase1.yaml, EMA and gradient clipping trains
+the 686 tensors of the U-Net as FSDP2 shards them: DTensors, here with 8 elements each, so that arithmetic takes no
+time. Forward and backward pass are replaced by nothing; gradients are there already. So this is what the host does
+whatever the GPU is. It is CPU time of one thread, the median over steps. Both versions of the code run in turns.
+"""
+
+import json
+import logging
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import heading
+from torch import Tensor
+
+TENSORS = 686
+"""Trained tensors of the U-Net of Stable Diffusion 2."""
+ELEMENTS = 8
+BATCH = 2
+CELLS = 8
+"""Side of the latents. Their size changes the arithmetic of the draws, but not the number of kernels."""
+WARMUP = 8
+EXCLUDED = ('forward', 'backward')
+BEFORE = '3c46e16'
+
+
+class Parts:
+    """Seconds of a thread's CPU time by part of the step, each without the parts inside it."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._inside: list[str] = []
+        self._since = time.thread_time()
+
+    def enter(self, part: str) -> None:
+        """Count the time from here on for a part."""
+        self._switch()
+        self._inside.append(part)
+
+    def leave(self) -> None:
+        """Count the time from here on for the part before."""
+        self._switch()
+        self._inside.pop()
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds so far and begin again."""
+        self._switch()
+        found, self.seconds = dict(self.seconds), defaultdict(float)
+        return found
+
+    def _switch(self) -> None:
+        now = time.thread_time()
+        self.seconds[self._inside[-1] if self._inside else 'Composer'] += now - self._since
+        self._since = now
+
+    def timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        """Return a function whose time counts for a part."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.enter(part)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.leave()
+
+        return call
+
+
+def main(steps: int = 60, before: str = BEFORE) -> None:
+    """Run both versions in turns and print the table."""
+    folder = Path(__file__).parent
+    with tempfile.TemporaryDirectory() as temporary:
+        versions = {'after': folder.parent}
+        if before != 'none':
+            versions = {'before': Path(temporary) / 'before', 'after': folder.parent}
+            command = ['git', '-C', str(folder), 'archive', before, 'diffusion']
+            archive = subprocess.run(command, check=True, capture_output=True).stdout
+            versions['before'].mkdir()
+            subprocess.run(['tar', '-x', '-C', str(versions['before'])], input=archive, check=True)
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in versions}
+        for _ in range(3):
+            for name, code in versions.items():
+                found[name].append(measured(code, steps))
+    print(f'{heading()}, PyTorch {torch.__version__}, one thread; best of 3 medians over {steps} steps')
+    print(f'\n| host, ms per step | {" | ".join(versions)} |')
+    print(f'|---|{"---|" * len(versions)}')
+    best = {name: min(runs, key=lambda run: run['total']) for name, runs in found.items()}
+    names = sorted(
+        {part for run in best.values() for part in run if part != 'total'}, key=lambda part: order(part, best)
+    )
+    for part in [*names, 'total']:
+        print(f'| {part} | {" | ".join(f"{run.get(part, 0.0) * 1e3:.2f}" for run in best.values())} |')
+
+
+def order(part: str, runs: dict[str, dict[str, float]]) -> float:
+    """Return the key by which parts are sorted: the largest first."""
+    return -max(run.get(part, 0.0) for run in runs.values())
+
+
+def measured(code: Path, steps: int) -> dict[str, float]:
+    """Return the median seconds per step of each part, with the code in a folder, from a process of its own."""
+    environment = os.environ | {'PYTHONPATH': str(code), 'OMP_NUM_THREADS': '1', 'CUDA_VISIBLE_DEVICES': ''}
+    command = [sys.executable, __file__, '--one', str(steps)]
+    output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    return json.loads(output.splitlines()[-1])
+
+
+def one(steps: int) -> None:
+    """Measure the installed code and print the medians as JSON."""
+    os.environ |= {'RANK': '0', 'LOCAL_RANK': '0', 'NODE_RANK': '0', 'WORLD_SIZE': '1', 'LOCAL_WORLD_SIZE': '1'}
+    warnings.simplefilter('ignore')
+    logging.getLogger('diffusion').setLevel(logging.WARNING)
+    torch.set_num_threads(1)
+    parts = Parts()
+    with tempfile.TemporaryDirectory() as folder:
+        runs = list(training(parts, folder, WARMUP + steps))[WARMUP:]
+    median = {
+        part: statistics.median(run.get(part, 0.0) for run in runs) for part in {key for run in runs for key in run}
+    }
+    outside = [sum(value for part, value in run.items() if part not in EXCLUDED) for run in runs]
+    for part in EXCLUDED:
+        median.pop(part, None)
+    print(json.dumps(median | {'total': statistics.median(outside)}))
+
+
+def training(parts: Parts, folder: str, batches: int) -> Iterator[dict[str, float]]:
+    """Train, and yield the seconds of each step by part."""
+    from composer import Trainer
+    from composer.callbacks import LRMonitor, RuntimeEstimator
+    from composer.core import Callback
+    from composer.optim.scheduler import ConstantWithWarmupScheduler
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from diffusion.algorithms.ema import EMA
+    from diffusion.callbacks.heartbeat import Heartbeat
+    from diffusion.callbacks.loss_guard import LossGuard
+    from diffusion.callbacks.preemption import Preemption
+    from diffusion.loggers.console_lines import ConsoleLines
+    from diffusion.loggers.metrics_file import MetricsFile
+
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group('gloo', store=store, rank=0, world_size=1)
+    model = sharded_model(init_device_mesh('cpu', (1,)), parts)
+    steps: list[dict[str, float]] = []
+
+    class FillGradients(Callback):
+        def after_backward(self, state: Any, logger: Any) -> None:
+            with parts_paused(parts):
+                for weight, gradient in zip(weights, gradients, strict=True):
+                    weight.grad = gradient
+
+        def batch_end(self, state: Any, logger: Any) -> None:
+            steps.append(parts.take())
+
+    weights = list(model.denoiser.parameters())
+    gradients = [torch.ones_like(weight) for weight in weights]
+    optimizer = adamw()(weights, lr=1e-4, weight_decay=0.01, fused=True)
+    trainer = Trainer(
+        model=model,
+        train_dataloader=torch.utils.data.DataLoader(samples(model, batches * BATCH), batch_size=BATCH),  # type: ignore[arg-type]
+        optimizers=optimizer,
+        schedulers=ConstantWithWarmupScheduler('10ba'),
+        max_duration=f'{batches}ba',
+        algorithms=[clipping(), EMA()],
+        callbacks=[
+            FillGradients(),
+            Heartbeat(),
+            breakdown(),
+            LRMonitor(),
+            RuntimeEstimator(),
+            LossGuard(folder=folder),
+            Preemption(),
+        ],
+        loggers=[MetricsFile(folder), ConsoleLines()],
+        device='cpu',
+        progress_bar=False,
+    )
+    watch(trainer, parts)
+    trainer.fit()
+    trainer.close()
+    yield from steps
+
+
+@contextmanager
+def parts_paused(parts: Parts) -> Iterator[None]:
+    """Context whose time counts for the backward pass, which would set the gradients."""
+    parts.enter('backward')
+    try:
+        yield
+    finally:
+        parts.leave()
+
+
+def watch(trainer: Any, parts: Parts) -> None:
+    """Time the parts of a Trainer."""
+    for each in (*trainer.state.algorithms, *trainer.state.callbacks):
+        name = type(each).__name__
+        method = 'apply' if hasattr(each, 'apply') else 'run_event'
+        if name != 'FillGradients':
+            setattr(each, method, parts.timed(getattr(each, method), name))
+    for logger in trainer.logger.destinations:
+        logger.log_metrics = parts.timed(logger.log_metrics, 'loggers')
+    for optimizer in trainer.state.optimizers:
+        optimizer.step = parts.timed(optimizer.step, 'optimizer')
+    trainer._train_microbatches = parts.timed(trainer._train_microbatches, 'Composer')
+    Tensor.backward = parts.timed(Tensor.backward, 'backward')  # type: ignore[method-assign]
+    model = trainer.state.model
+    model.forward = parts.timed(model.forward, 'forward')
+    model.loss = parts.timed(model.loss, 'forward')
+
+
+def sharded_model(mesh: Any, parts: Parts) -> Any:
+    """Return a small LatentDiffusion whose denoiser has the tensors of SD2's, as shards, and computes nothing."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from diffusion.models.builders import tiny
+
+    model = tiny(caption_dropout=0.1, train_text_encoder=False)
+    denoiser = model.denoiser
+    for module in list(denoiser.children()):
+        del module
+    names = [name for name, _ in denoiser.named_children()]
+    for name in names:
+        delattr(denoiser, name)
+    for index in range(TENSORS):
+        shard = distribute_tensor(torch.ones(ELEMENTS, 1), mesh, [Shard(0)])
+        denoiser.register_parameter(f'weight{index}', torch.nn.Parameter(shard))
+    denoiser.forward = lambda noisy, *rest, **more: (noisy.detach().requires_grad_(),)  # type: ignore[method-assign]
+    model.flops_per_batch = lambda batch: 1.0  # type: ignore[method-assign]
+    draws = type(model.draws_of(batch_of(model)) if hasattr(model, 'draws_of') else model._draws(batch_of(model)))
+    for method in ('precompute_draws', 'at_once', 'words', 'normal', 'uniform', 'integers'):
+        if hasattr(draws, method):
+            setattr(draws, method, parts.timed(getattr(draws, method), 'noise'))
+    return model
+
+
+def batch_of(model: Any) -> dict[str, Tensor]:
+    """Return one batch."""
+    return torch.utils.data.default_collate(samples(model, BATCH))
+
+
+def samples(model: Any, count: int) -> list[dict[str, Tensor]]:
+    """Return samples of latents and tokens."""
+    channels = model.vae.config['latent_channels']
+    keys = batch_keys()
+    return [
+        {
+            keys.LATENT_MOMENTS: torch.randn(2 * channels, CELLS, CELLS),
+            keys.INPUT_IDS: torch.full((1, 16), 7),
+            keys.SAMPLE_ID: torch.tensor(index),
+            keys.EPOCH: torch.tensor(0),
+            keys.BATCH_INDEX: torch.tensor(index // BATCH),
+        }
+        for index in range(count)
+    ]
+
+
+def batch_keys() -> Any:
+    """Return the module with the keys of a batch."""
+    try:
+        from diffusion.models import batch_keys as keys
+    except ImportError:  # 3c46e16
+        from diffusion.data import keys  # type: ignore[attr-defined, no-redef]
+    return keys
+
+
+def breakdown() -> Any:
+    """Return the callback `breakdown`."""
+    try:
+        from diffusion.profiling.breakdown import Breakdown
+    except ImportError:  # 3c46e16
+        from diffusion.callbacks.breakdown import Breakdown  # type: ignore[import-not-found, no-redef]
+    return Breakdown(window=50)
+
+
+def clipping() -> Any:
+    """Return the algorithm `gradient_clipping`."""
+    try:
+        from diffusion.algorithms.gradient_clipping import GradientClipping
+    except ImportError:  # 3c46e16
+        from composer.algorithms import GradientClipping  # type: ignore[assignment]
+    return GradientClipping(clipping_type='norm', clipping_threshold=1.0)
+
+
+def adamw() -> type[torch.optim.AdamW]:
+    """Return the optimizer `adamw`."""
+    try:
+        from diffusion.training.adamw import AdamW
+    except ImportError:  # 3c46e16
+        return torch.optim.AdamW
+    return AdamW
+
+
+if __name__ == '__main__':
+    if sys.argv[1:2] == ['--one']:
+        one(int(sys.argv[2]))
+    else:
+        main(*(int(word) if word.isdigit() else word for word in sys.argv[1:3]))  # type: ignore[arg-type]

@@ -1,0 +1,95 @@
+"""Gradient clipping that shares the norms of the gradients with the loss guard, and never waits for the device."""
+
+from typing import Literal
+
+import torch
+from composer.algorithms import GradientClipping as ComposerGradientClipping
+from composer.algorithms.gradient_clipping.gradient_clipping import apply_gradient_clipping
+from composer.core import Event, Precision, State
+from composer.loggers import Logger
+from composer.utils import dist
+from torch import Tensor
+
+from diffusion.algorithms.gradient_norms import (
+    Gradients,
+    GradientSource,
+    copies_of_gradients,
+    gradients_of,
+    summarize_gradients,
+)
+from diffusion.errors import UserError
+
+SMALL = 1e-6
+"""Added to the norm by which gradients are divided, as in torch.nn.utils.clip_grad_norm_."""
+
+
+class GradientClipping(ComposerGradientClipping):
+    """Clip the gradients of each batch before the optimizer's step.
+
+    `norm` scales all gradients by min(1, threshold / norm), where the norm is over all parameters and ranks: the values
+    of `torch.nn.utils.clip_grad_norm_`. `value` limits each element to [-threshold, threshold]. `adaptive` limits each
+    gradient to `threshold` times the norm of its weights (Brock et al. 2021). FSDP1 has its own implementation, in
+    which `value` clips by the largest element.
+
+    Args:
+        clipping_type: `norm`, `value` or `adaptive`.
+        clipping_threshold: The limit, more than 0.
+    """
+
+    # Composer's class calls clip_grad_norm_ with the DTensors of FSDP2, which takes the host 10 ms for the 686 tensors
+    # of Stable Diffusion 2, half of a step on 128 GPUs, and loops over parameters in Python on CPUs. The loss guard
+    # needs the same norms: here they are computed and reduced over ranks once.
+
+    def __init__(self, clipping_type: Literal['norm', 'value', 'adaptive'], clipping_threshold: float) -> None:
+        if clipping_type not in ('norm', 'value', 'adaptive'):
+            raise UserError(
+                f'algorithms.gradient_clipping.clipping_type: {clipping_type!r}; use norm, value or adaptive'
+            )
+        if not clipping_threshold > 0:
+            raise UserError(f'algorithms.gradient_clipping.clipping_threshold: {clipping_threshold}; use more than 0')
+        super().__init__(clipping_type, clipping_threshold)
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        if event != Event.AFTER_TRAIN_BATCH:
+            return
+        fsdp1 = state.fsdp_config_version == 1
+        if self.clipping_type != 'norm' or fsdp1:
+            apply_gradient_clipping(state.model, self.clipping_type, self.clipping_threshold, fsdp_enabled=fsdp1)
+            return
+        gradients, squared_norm = _known_gradients(state) or _summarized(state)
+        clip_by_norm(gradients, squared_norm, self.clipping_threshold)
+
+
+@torch.no_grad()
+def clip_by_norm(gradients: Gradients, squared_norm: Tensor, threshold: float) -> None:
+    """Scale gradients in place by min(1, threshold / norm), without reading the norm on the host.
+
+    Args:
+        gradients: Summary of this rank's gradients.
+        squared_norm: Squared norm over all ranks, float64 [].
+        threshold: Largest norm.
+    """
+    if not gradients.local:
+        return
+    # Gradients that each rank has as a whole get exactly the factor of torch.nn.utils.clip_grad_norm_.
+    whole = not gradients.is_sharded
+    norm = torch.linalg.vector_norm(gradients.norms) if whole else squared_norm.sqrt().to(gradients.norms.dtype)
+    factor = (threshold / (norm + SMALL)).clamp(max=1.0)
+    torch._foreach_mul_(gradients.local, factor.to(gradients.local[0].dtype))  # type: ignore[reportPrivateImportUsage]
+
+
+def _known_gradients(state: State) -> tuple[Gradients, Tensor] | None:
+    """Return the summary of the gradients that a callback has already, and their squared norm over all ranks."""
+    if state.precision == Precision.AMP_FP16:
+        return None  # made before the loss scaler has unscaled them
+    source = next((each for each in state.callbacks if isinstance(each, GradientSource)), None)
+    return None if source is None else source.gradients_of_batch(state)
+
+
+def _summarized(state: State) -> tuple[Gradients, Tensor]:
+    """Return a summary of the gradients, and their squared norm over all ranks; a collective if they are sharded."""
+    gradients = summarize_gradients(gradients_of(state), copies=copies_of_gradients(state.model))
+    total = gradients.squared_norm.clone()
+    if gradients.is_sharded:
+        dist.all_reduce(total, reduce_operation='SUM')
+    return gradients, total

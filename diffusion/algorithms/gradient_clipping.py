@@ -1,6 +1,6 @@
 """Gradient clipping that shares the norms of the gradients with the loss guard, and never waits for the device."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from composer.algorithms import GradientClipping as ComposerGradientClipping
@@ -17,6 +17,7 @@ from diffusion.algorithms.gradient_norms import (
     gradients_of,
     summarize_gradients,
 )
+from diffusion.config.constraints import GreaterThan, constrained
 from diffusion.errors import UserError
 
 SMALL = 1e-6
@@ -40,13 +41,14 @@ class GradientClipping(ComposerGradientClipping):
     # of Stable Diffusion 2, half of a step on 128 GPUs, and loops over parameters in Python on CPUs. The loss guard
     # needs the same norms: here they are computed and reduced over ranks once.
 
-    def __init__(self, clipping_type: Literal['norm', 'value', 'adaptive'], clipping_threshold: float) -> None:
+    @constrained
+    def __init__(
+        self,
+        clipping_type: Literal['norm', 'value', 'adaptive'],
+        clipping_threshold: Annotated[float, GreaterThan(0)],
+    ) -> None:
         if clipping_type not in ('norm', 'value', 'adaptive'):
-            raise UserError(
-                f'algorithms.gradient_clipping.clipping_type: {clipping_type!r}; use norm, value or adaptive'
-            )
-        if not clipping_threshold > 0:
-            raise UserError(f'algorithms.gradient_clipping.clipping_threshold: {clipping_threshold}; use more than 0')
+            raise UserError(f'clipping_type: {clipping_type!r}; use norm, value or adaptive')
         super().__init__(clipping_type, clipping_threshold)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:

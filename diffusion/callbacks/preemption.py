@@ -17,6 +17,7 @@ from composer.devices import Device
 from composer.loggers import Logger
 from composer.utils import dist
 
+from diffusion.callbacks.host_copy import HostCopy
 from diffusion.callbacks.save_now import save_now
 from diffusion.exit_codes import INTERRUPTED, Preempted
 from diffusion.launch.node_settings import worker_notice_seconds
@@ -52,6 +53,7 @@ class Preemption(Callback):
         self._signaled_at = 0.0
         self._process = os.getpid()
         self._previous_handlers: dict[int, Any] = {}
+        self._answer: HostCopy | None = None
         self._interrupts = RepeatedInterrupt()
         self._state: State | None = None
         self._first_batch = 0
@@ -78,6 +80,14 @@ class Preemption(Callback):
         if self._previous_handlers and callable(handler) and handler != self._handle_child_exit:
             self._previous_handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, self._handle_child_exit)
 
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        # Ask the other ranks here, and read the answer at the end of the batch: Composer waits for the device in
+        # between, so that this wait costs nothing. A signal that comes later is found at the end of the next batch.
+        self._answer = highest_signal(self.signal, state.device) if dist.get_world_size() > 1 else None
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        self._answer = None  # an evaluation takes long, so ask again after it
+
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         # This event comes after the batch's evaluation, if any, and this callback before Composer's CheckpointSaver,
         # which is the last one.
@@ -102,7 +112,10 @@ class Preemption(Callback):
 
     def _stop_if_signaled(self, state: State, logger: Logger) -> None:
         """Save a checkpoint and raise Preempted if any rank has received a signal; a collective."""
-        number = highest_signal(self.signal, state.device)
+        answer, self._answer = self._answer, None
+        if answer is None and dist.get_world_size() > 1:
+            answer = highest_signal(self.signal, state.device)
+        number = self.signal if answer is None else answer.read()[0]
         if not number or is_last_batch(state):
             return
         saved = save_now(state, logger, notice_seconds=self._notice_left())
@@ -179,15 +192,12 @@ class Preemption(Callback):
                 raise
 
 
-def highest_signal(number: int, device: Device) -> int:
-    """Return the highest signal number over all ranks, 0 if there is none; a collective, which every rank must call."""
-    if dist.get_world_size() == 1:
-        return number
-    # On the ranks' device, since Composer's process group for GPUs (NCCL) supports no other. This adds no wait for the
-    # device: Composer has just waited for the loss, which comes after the batch's last kernel.
+def highest_signal(number: int, device: Device) -> HostCopy:
+    """Return the highest signal number over all ranks, [1], 0 if there is none; a collective."""
+    # On the ranks' device, since Composer's process group for GPUs (NCCL) supports no other.
     numbers = device.tensor_to_device(torch.tensor([number]))
     dist.all_reduce(numbers, reduce_operation='MAX')
-    return int(numbers.item())
+    return HostCopy(numbers)
 
 
 def is_last_batch(state: State) -> bool:

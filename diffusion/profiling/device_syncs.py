@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from diffusion.callbacks.host_copy import HostCopy
+
 VALUES = {
     'aten::_local_scalar_dense',  # item(), float(), bool() and the like
     'aten::equal',
@@ -25,8 +27,8 @@ VALUES = {
 """Operations that need a tensor's values on the host."""
 METHODS = ('cpu', 'numpy', 'tolist')
 """Tensor methods that need values on the host but dispatch no operation if the tensor is on the CPU."""
-HOSTS = ('/diffusion/data/', '/torch/optim/')
-"""Path fragments of code whose tensors are always on the host: loaders, and the step counters of optimizers."""
+HOSTS = ('/diffusion/data/', '/torch/optim/', '/diffusion/callbacks/host_copy.py')
+"""Path fragments of code whose tensors are always on the host: loaders, step counters of optimizers, arrived copies."""
 PACKAGES = ('diffusion', 'composer')
 """Packages whose innermost frame is reported; if there is none, the innermost frame outside of PyTorch is."""
 
@@ -49,8 +51,28 @@ def find_waits() -> Iterator[Counter[Site]]:
     Without a GPU, the operations that would synchronize if their tensors were on a GPU are counted.
     """
     found: Counter[Site] = Counter()
-    with _count_cuda_warnings(found) if torch.cuda.is_available() else _count_calls(found):
+    with _count_cuda_warnings(found) if torch.cuda.is_available() else _count_calls(found), _count_early_reads(found):
         yield found
+
+
+@contextmanager
+def _count_early_reads(found: Counter[Site]) -> Iterator[None]:
+    """Count the copies to the host that are read before they have arrived."""
+    # Without a GPU, a copy has arrived if the host has waited for anything since: all kernels before were done then.
+    make, read = HostCopy.__init__, HostCopy.read
+
+    def making(self: Any, tensor: Tensor) -> None:
+        make(self, tensor)
+        self.waits_before = found.total()
+
+    def reading(self: Any) -> Any:
+        arrived = self.has_arrived if torch.cuda.is_available() else found.total() > self.waits_before
+        if not arrived:
+            found[_site()] += 1
+        return read(self)
+
+    with patch.object(HostCopy, '__init__', making), patch.object(HostCopy, 'read', reading):
+        yield
 
 
 @contextmanager

@@ -204,11 +204,12 @@ class Muon(Optimizer):
                 double = torch.get_default_dtype() == torch.float64 and not fused
                 dtype, device = torch.float64 if double else torch.float32, weight.device if fused else 'cpu'
                 state['step'] = torch.zeros((), dtype=dtype, device=device)
+        # On this device's shards: an operation on many DTensors takes the host ten times as long (see AdamW).
         adamw(
-            weights,
-            [each.grad for each in weights if each.grad is not None],
-            [self._state(each, 'exp_avg') for each in weights],
-            [self._state(each, 'exp_avg_sq') for each in weights],
+            [_local(each) for each in weights],
+            [_local(each.grad) for each in weights if each.grad is not None],
+            [_local(self._state(each, 'exp_avg')) for each in weights],
+            [_local(self._state(each, 'exp_avg_sq')) for each in weights],
             [],
             [self.state[each]['step'] for each in weights],
             fused=group['fused'],

@@ -104,8 +104,9 @@ def test_compiled_draws_of_a_step_take_ten_kernels_and_equal_the_eager_ones():
     torch._dynamo.reset()
     compiled = torch.compile(fusible_random_bits, dynamic=True, backend='inductor')
     generated = metrics.generated_kernel_count
-    words, normals = (Purpose.TIMESTEP, Purpose.CAPTION_DROPOUT), {Purpose.NOISE: 256, Purpose.POSTERIOR: 256}
-    for size, normals in ((4, normals), (5, normals), (4, dict.fromkeys(normals, 192))):
+    words = (Purpose.TIMESTEP, Purpose.CAPTION_DROPOUT)
+    for size, count in ((4, 256), (5, 256), (4, 192)):
+        normals = {Purpose.NOISE: count, Purpose.POSTERIOR: count}
         eager = draws(size).precompute_draws(words, normals)
         found = draws(size).precompute_draws(words, normals, compiled)
         for purpose in normals:

@@ -12,6 +12,7 @@ from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import nn
 
+from diffusion.callbacks.host_copy import HostCopy
 from diffusion.callbacks.loss_guard import record_microbatch
 from diffusion.config.load import load
 from diffusion.config.performance_preset import PARTS, effective_parts
@@ -372,7 +373,6 @@ def test_copies_run_one_batch_ahead_and_errors_follow_earlier_batches():
 
 
 WAITS = {
-    'diffusion/callbacks/loss_guard.py (reduce_over_ranks)': 'loss, before the update; Composer waits for it next',
     'composer/trainer/trainer.py (_iter_dataloader)': 'flag that a rank has no more data',
     'composer/trainer/trainer.py (_train_microbatches)': 'batch size over all ranks',
     'composer/trainer/trainer.py (<lambda>)': "loss, as the result of the optimizer's closure",
@@ -380,11 +380,11 @@ WAITS = {
     'composer/trainer/trainer.py (_train_loop)': 'loss for the loggers, from Python 3.12 on',
     'composer/trainer/trainer.py (_accumulate_time_across_ranks)': 'samples, tokens and seconds over all ranks',
 }
-"""Places where the host waits for the device in every batch, with the values it waits for. All are between the end of
-the backward pass and the next forward pass; none is executed per microbatch."""
+"""Places where the host waits for the device in every batch, with the values it waits for. All are Composer's, between
+the end of the backward pass and the next forward pass; none is executed per microbatch."""
 
 
-def test_step_waits_for_the_device_only_in_known_places(write_recipe):
+def test_step_waits_for_the_device_only_where_composer_does(write_recipe):
     names = ('breakdown', 'lr_monitor', 'memory_monitor', 'runtime_estimator', 'loss_guard')
     recipe = write_recipe(
         callbacks=dict.fromkeys(names),
@@ -401,7 +401,7 @@ def test_step_waits_for_the_device_only_in_known_places(write_recipe):
     trainer.close()
     per_batch = {f'{site.file} ({site.function})': count / 2 for site, count in found.items()}
     assert set(per_batch) <= set(WAITS), {str(site): count for site, count in found.items()}
-    assert per_batch['diffusion/callbacks/loss_guard.py (reduce_over_ranks)'] == 1
+    assert per_batch['composer/trainer/trainer.py (<lambda>)'] == 1
 
 
 def test_find_waits_reports_a_new_wait():
@@ -411,6 +411,17 @@ def test_find_waits_reports_a_new_wait():
         values[values > 1].tolist()
     assert sum(found.values()) == 3
     assert {site.function for site in found} == {'test_find_waits_reports_a_new_wait'}
+
+
+def test_find_waits_reports_a_copy_that_is_read_before_anything_else_has_waited():
+    with find_waits() as found:
+        early = HostCopy(torch.arange(3.0))
+        assert early.read() == [0, 1, 2]
+        assert found.total() == 1
+        late = HostCopy(torch.arange(3.0))
+        float(torch.arange(3.0).sum())
+        late.read()
+    assert found.total() == 2
 
 
 def test_step_reads_no_values_from_the_device(make_model):

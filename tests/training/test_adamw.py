@@ -1,0 +1,141 @@
+"""AdamW: the same weights and state as torch's to the last bit, on tensors and on DTensors."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from diffusion.errors import UserError
+from diffusion.training.adamw import AdamW
+
+SHAPES = ((4, 3), (5,), (2, 3, 2), ())
+STEPS = 5
+SETTINGS = {
+    'fused': {'fused': True},
+    'amsgrad': {'fused': True, 'amsgrad': True, 'weight_decay': 0.3, 'betas': (0.8, 0.9), 'eps': 1e-4},
+    'maximize': {'fused': True, 'maximize': True},
+    'foreach': {'foreach': True},
+    'plain': {},
+}
+
+
+def parameters(shapes=SHAPES) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+
+
+def gradients(step: int, shapes=SHAPES) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def train(optimizer: torch.optim.Optimizer, steps: range, *, without: tuple[tuple[int, int], ...] = ()) -> None:
+    """Make steps whose gradients depend on their number; `without` are pairs of step and weight without gradient."""
+    weights = [weight for group in optimizer.param_groups for weight in group['params']]
+    for step in steps:
+        optimizer.zero_grad()
+        assert all(weight.grad is None for weight in weights)
+        for index, (weight, gradient) in enumerate(zip(weights, gradients(step), strict=True)):
+            if (step, index) not in without:
+                weight.grad = gradient.clone()
+        for group in optimizer.param_groups:
+            group['lr'] = 0.1 / (1 + step)  # as a scheduler does
+        assert optimizer.step(lambda: 3.0) == 3.0
+
+
+def make(kind: type[torch.optim.Optimizer], **settings) -> torch.optim.Optimizer:
+    weights = parameters()
+    return kind([{'params': weights[:2]}, {'params': weights[2:], 'weight_decay': 0.0}], **settings)
+
+
+def assert_same(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer) -> None:
+    one, other = ours.state_dict(), theirs.state_dict()
+    assert one['param_groups'] == other['param_groups']
+    assert one['state'].keys() == other['state'].keys()
+    for index, state in one['state'].items():
+        assert state.keys() == other['state'][index].keys()
+        assert all(torch.equal(value, other['state'][index][key]) for key, value in state.items())
+    pairs = zip(ours.param_groups, theirs.param_groups, strict=True)
+    assert all(torch.equal(*two) for one, other in pairs for two in zip(one['params'], other['params'], strict=True))
+
+
+@pytest.mark.parametrize('settings', SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize('without', [(), ((0, 1),), ((2, 0), (2, 2), (4, 3))], ids=['all', 'first step', 'later steps'])
+def test_weights_and_state_equal_those_of_torch_to_the_last_bit(settings, without):
+    ours, theirs = make(AdamW, **settings), make(torch.optim.AdamW, **settings)
+    for optimizer in (ours, theirs):
+        train(optimizer, range(STEPS), without=without)
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize('settings', [SETTINGS['fused'], SETTINGS['plain']])
+def test_state_is_exchanged_with_torch_in_the_middle_of_a_run(settings):
+    whole = make(torch.optim.AdamW, **settings)
+    train(whole, range(STEPS))
+    for first, second in ((AdamW, torch.optim.AdamW), (torch.optim.AdamW, AdamW), (AdamW, AdamW)):
+        before, after = make(first, **settings), make(second, **settings)
+        train(before, range(2))
+        train(after, range(3))  # other values, which loading replaces
+        after.load_state_dict(copy.deepcopy(before.state_dict()))
+        for group, other in zip(after.param_groups, before.param_groups, strict=True):
+            for weight, value in zip(group['params'], other['params'], strict=True):
+                weight.data.copy_(value.data)
+        train(after, range(2, STEPS))
+        assert_same(after, whole)
+
+
+def test_weights_that_are_replaced_are_updated():
+    """FSDP2 may give a parameter another shard."""
+    ours, theirs = make(AdamW, fused=True), make(torch.optim.AdamW, fused=True)
+    for optimizer in (ours, theirs):
+        train(optimizer, range(2))
+        weight = optimizer.param_groups[0]['params'][0]
+        weight.data = weight.data.clone()
+        train(optimizer, range(2, 4))
+        optimizer.add_param_group({'params': [nn.Parameter(torch.ones(3))]})
+    assert_same(ours, theirs)
+
+
+def test_infinite_gradients_found_by_a_loss_scaler_skip_the_step():
+    ours, theirs = make(AdamW, fused=True), make(torch.optim.AdamW, fused=True)
+    for optimizer in (ours, theirs):
+        for step, inf in enumerate((0.0, 1.0, 0.0)):
+            setattr(optimizer, 'found_inf', torch.tensor(inf))  # noqa: B010, as torch's GradScaler does
+            setattr(optimizer, 'grad_scale', torch.tensor(8.0))  # noqa: B010
+            train(optimizer, range(step, step + 1))
+    assert_same(ours, theirs)
+    assert float(ours.state_dict()['state'][0]['step']) == 2
+
+
+@pytest.mark.parametrize('settings', [SETTINGS['fused'], SETTINGS['amsgrad'], SETTINGS['plain']])
+def test_shards_are_updated_like_tensors_and_the_state_remains_sharded(settings, one_rank_mesh):
+    shapes = SHAPES[:3]
+    plain = torch.optim.AdamW(parameters(shapes), **settings)
+    weights = [nn.Parameter(distribute_tensor(each.data, one_rank_mesh, [Shard(0)])) for each in parameters(shapes)]
+    sharded = AdamW(weights, **settings)
+    for step in range(STEPS):
+        for optimizer in (plain, sharded):
+            for weight, gradient in zip(optimizer.param_groups[0]['params'], gradients(step, shapes), strict=True):
+                sharding = optimizer is sharded
+                weight.grad = distribute_tensor(gradient, one_rank_mesh, [Shard(0)]) if sharding else gradient
+            optimizer.step()
+    for weight, expected in zip(weights, plain.param_groups[0]['params'], strict=True):
+        assert torch.equal(weight.full_tensor(), expected)  # type: ignore[operator]
+        assert torch.equal(sharded.state[weight]['exp_avg'].full_tensor(), plain.state[expected]['exp_avg'])
+
+
+@pytest.fixture
+def one_rank_mesh():
+    store = HashStore()
+    torch.distributed.init_process_group('gloo', store=store, rank=0, world_size=1)
+    yield init_device_mesh('cpu', (1,))
+    torch.distributed.destroy_process_group()
+
+
+def test_settings_out_of_range_are_refused():
+    with pytest.raises(UserError, match='betas: 1.5 is out of range'):
+        make(AdamW, betas=(0.9, 1.5))

@@ -1,12 +1,17 @@
 """Benchmark of the host's time in a training step outside of the forward and backward pass, by part, before and after.
 
     python benchmarks/host.py [steps [revision of git to compare with, or "none"]]
+    python benchmarks/host.py dispatch [steps]
 
 At 128 GPUs a step of Stable Diffusion 2 takes the GPUs 22 to 70 ms, and they are idle while the host prepares or
 finishes a step. A real Trainer with the callbacks and loggers of yamls/phase1.yaml, EMA and gradient clipping trains
 the 686 tensors of the U-Net as FSDP2 shards them: DTensors, here with 8 elements each, so that arithmetic takes no
 time. Forward and backward pass are replaced by nothing; gradients are there already. So this is what the host does
-whatever the GPU is. It is CPU time of one thread, the median over steps. Both versions of the code run in turns.
+whatever the GPU is. It is CPU time of one thread, the median over steps. Both versions of the code run in turns. The
+second table lists where the host waits for the device.
+
+`dispatch` measures what is left out: the host's time for forward and backward pass of the same U-Net, so narrow that
+arithmetic takes little time, eager and with compiled blocks, whose compilation takes minutes.
 """
 
 import json
@@ -81,6 +86,20 @@ class Parts:
         return call
 
 
+class PartsAfterFirstStep(Parts):
+    """Parts that call a function at the end of the first step."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        super().__init__()
+        self._call: Callable[[], object] | None = call
+
+    def take(self) -> dict[str, float]:
+        if self._call is not None:
+            self._call()
+            self._call = None
+        return super().take()
+
+
 def main(steps: int = 60, before: str = BEFORE) -> None:
     """Run both versions in turns and print the table."""
     folder = Path(__file__).parent
@@ -95,7 +114,8 @@ def main(steps: int = 60, before: str = BEFORE) -> None:
         found: dict[str, list[dict[str, float]]] = {name: [] for name in versions}
         for _ in range(3):
             for name, code in versions.items():
-                found[name].append(measured(code, steps))
+                found[name].append(measured(code, '--one', str(steps)))
+        waits = measured(versions['after'], '--waits')
     print(f'{heading()}, PyTorch {torch.__version__}, one thread; best of 3 medians over {steps} steps')
     print(f'\n| host, ms per step | {" | ".join(versions)} |')
     print(f'|---|{"---|" * len(versions)}')
@@ -105,6 +125,9 @@ def main(steps: int = 60, before: str = BEFORE) -> None:
     )
     for part in [*names, 'total']:
         print(f'| {part} | {" | ".join(f"{run.get(part, 0.0) * 1e3:.2f}" for run in best.values())} |')
+    print('\n| the host waits for the device in | times per step |\n|---|---|')
+    for place, count in waits.items():
+        print(f'| {place} | {count:g} |')
 
 
 def order(part: str, runs: dict[str, dict[str, float]]) -> float:
@@ -112,20 +135,37 @@ def order(part: str, runs: dict[str, dict[str, float]]) -> float:
     return -max(run.get(part, 0.0) for run in runs.values())
 
 
-def measured(code: Path, steps: int) -> dict[str, float]:
-    """Return the median seconds per step of each part, with the code in a folder, from a process of its own."""
+def measured(code: Path, *arguments: str) -> dict[str, float]:
+    """Return what this program measures with other arguments and the code in a folder, in a process of its own."""
     environment = os.environ | {'PYTHONPATH': str(code), 'OMP_NUM_THREADS': '1', 'CUDA_VISIBLE_DEVICES': ''}
-    command = [sys.executable, __file__, '--one', str(steps)]
+    command = [sys.executable, __file__, *arguments]
     output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     return json.loads(output.splitlines()[-1])
 
 
-def one(steps: int) -> None:
-    """Measure the installed code and print the medians as JSON."""
+def start() -> None:
+    """Prepare this process for training on one rank."""
     os.environ |= {'RANK': '0', 'LOCAL_RANK': '0', 'NODE_RANK': '0', 'WORLD_SIZE': '1', 'LOCAL_WORLD_SIZE': '1'}
     warnings.simplefilter('ignore')
     logging.getLogger('diffusion').setLevel(logging.WARNING)
     torch.set_num_threads(1)
+
+
+def waits() -> None:
+    """Count the waits for the device per step, and print them as JSON."""
+    from diffusion.profiling.device_syncs import find_waits
+
+    start()
+    with tempfile.TemporaryDirectory() as folder, find_waits() as found:
+        steps = PartsAfterFirstStep(found.clear)
+        batches = len(list(training(steps, folder, WARMUP)))
+    sites = found.most_common()
+    print(json.dumps({f'{site.file} ({site.function})': round(count / (batches - 1), 2) for site, count in sites}))
+
+
+def one(steps: int) -> None:
+    """Measure the installed code and print the medians as JSON."""
+    start()
     parts = Parts()
     with tempfile.TemporaryDirectory() as folder:
         runs = list(training(parts, folder, WARMUP + steps))[WARMUP:]
@@ -144,6 +184,7 @@ def training(parts: Parts, folder: str, batches: int) -> Iterator[dict[str, floa
     from composer.callbacks import LRMonitor, RuntimeEstimator
     from composer.core import Callback
     from composer.optim.scheduler import ConstantWithWarmupScheduler
+    from torch._C._distributed_c10d import HashStore
     from torch.distributed.device_mesh import init_device_mesh
 
     from diffusion.algorithms.ema import EMA
@@ -153,7 +194,7 @@ def training(parts: Parts, folder: str, batches: int) -> Iterator[dict[str, floa
     from diffusion.loggers.console_lines import ConsoleLines
     from diffusion.loggers.metrics_file import MetricsFile
 
-    store = torch.distributed.HashStore()
+    store = HashStore()
     torch.distributed.init_process_group('gloo', store=store, rank=0, world_size=1)
     model = sharded_model(init_device_mesh('cpu', (1,)), parts)
     steps: list[dict[str, float]] = []
@@ -306,8 +347,51 @@ def adamw() -> type[torch.optim.AdamW]:
     return AdamW
 
 
+def dispatch(steps: int = 15) -> None:
+    """Print the host's time for forward and backward pass, eager and with compiled blocks."""
+    from ema import narrow_unet
+    from torch._dynamo.utils import counters
+
+    from diffusion.models.activation_memory import blocks_of
+    from diffusion.training import performance
+
+    torch.set_num_threads(1)
+    unet = narrow_unet(1)
+    performance.fuse_attention(unet)
+    latents, text = torch.randn(1, 4, CELLS, CELLS), torch.randn(1, 4, unet.config.cross_attention_dim)  # type: ignore[attr-defined]
+
+    def forward() -> Tensor:
+        return unet(latents, torch.zeros(1), text, return_dict=False)[0].square().mean()
+
+    print(f'{heading()}, PyTorch {torch.__version__}, one thread; U-Net of SD2 in miniature, one sample')
+    print('\n| host, ms | forward | backward |\n|---|---|---|')
+    print(f'| eager | {median_passes(forward, steps)} |')
+    blocks = blocks_of(unet)
+    performance.configure_dynamo(graphs=4 * len(blocks))
+    for block in blocks:
+        performance._compile_forward(block, with_gradients=True)
+    print(f'| {len(blocks)} compiled blocks | {median_passes(forward, steps)} |')
+    print(f'\n{counters["stats"]["unique_graphs"]} graphs were compiled.')
+
+
+def median_passes(forward: Callable[[], Tensor], steps: int) -> str:
+    """Return the median milliseconds of forward and backward pass as two columns of a table."""
+    seconds: list[tuple[float, float]] = []
+    for _ in range(3 + steps):
+        started = time.thread_time()
+        loss = forward()
+        between = time.thread_time()
+        loss.backward()
+        seconds.append((between - started, time.thread_time() - between))
+    return ' | '.join(f'{1e3 * statistics.median(column):.1f}' for column in zip(*seconds[3:], strict=True))
+
+
 if __name__ == '__main__':
     if sys.argv[1:2] == ['--one']:
         one(int(sys.argv[2]))
+    elif sys.argv[1:2] == ['--waits']:
+        waits()
+    elif sys.argv[1:2] == ['dispatch']:
+        dispatch(*(int(word) for word in sys.argv[2:3]))
     else:
         main(*(int(word) if word.isdigit() else word for word in sys.argv[1:3]))  # type: ignore[arg-type]

@@ -145,6 +145,9 @@ class SpeedConfig:
     """True compiles the residual and transformer blocks of the denoiser and of a frozen VAE with torch.compile, once
     per image shape, for training. It fuses GroupNorm, SiLU and additions. Not possible under fsdp1. Null follows
     `preset`."""
+    compile_cache: bool | None = None
+    """True keeps what `compile` has compiled in the run's folder `compiled`, which all nodes must share, so that a
+    restart takes seconds instead of minutes until its first batch. Null follows `preset`."""
     low_precision_norms: bool | None = None
     """True computes GroupNorm and LayerNorm in the autocast dtype where they are not compiled; fused norms of compiled
     blocks would not gain from it. Null follows `preset`."""

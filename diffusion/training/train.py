@@ -15,6 +15,7 @@ from composer.models import ComposerModel
 from composer.utils import dist, get_device
 from torch.nn.parallel import DistributedDataParallel
 
+from diffusion.callbacks.compile_cache import CompileCache
 from diffusion.callbacks.evaluation_results import EvaluationResults
 from diffusion.callbacks.heartbeat import Heartbeat
 from diffusion.callbacks.in_run_evaluation import InRunEvaluation
@@ -60,6 +61,8 @@ from diffusion.training.resume import check_saver, compare_with_checkpoint, sche
 
 log = logging.getLogger(__name__)
 
+COMPILED = 'compiled'
+"""Folder of compiled code in a run's folder."""
 CHECKPOINTER_KEYWORDS = ('autoresume', 'save_interval', 'save_num_checkpoints_to_keep')
 """Keywords of `trainer` for this package's Checkpointer; with `trainer.save_folder` they go to Composer instead."""
 
@@ -305,6 +308,7 @@ def _own_callbacks(
         EvaluationResults(recipe.run_dir, recipe.run_url),
         Stragglers(loader),
         *([ReduceOnce()] if parts.reduce_once else []),
+        *([CompileCache(recipe.run_dir / COMPILED)] if parts.compile and parts.compile_cache else []),
         *([checkpointer] if checkpointer is not None else []),
     ]
 

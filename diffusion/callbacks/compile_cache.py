@@ -1,0 +1,98 @@
+"""Compiled code kept in the run's folder, so that a restart of the run does not compile its blocks again."""
+
+import logging
+import os
+import platform
+import re
+from pathlib import Path
+
+import torch
+from composer.core import Callback, State
+from composer.loggers import Logger
+from composer.utils import dist
+from torch._dynamo.utils import counters
+
+from diffusion.storage.atomic import write_atomically
+from diffusion.storage.own_files import open_own_file
+
+log = logging.getLogger(__name__)
+
+
+class CompileCache(Callback):
+    """Callback that saves what torch.compile has compiled, and loads it when a run starts again.
+
+    The first node writes `folder/RELEASE-PYTHON-DEVICE-gpuN.bin` for each of its devices N, after a batch in which
+    nothing was compiled; each process reads the file of its device. A file of another release or GPU is not read. One
+    that cannot be used costs a warning and a compilation.
+
+    Args:
+        folder: Folder on a file system that all nodes share, such as the run's.
+    """
+
+    # The files contain pickled objects. They are as trustworthy as the run's folder: only files that belong to this
+    # user are read. A file per device, since compiled code depends on the device's index.
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / file_name()
+        self._saved = self._seen = 0
+
+    def init(self, state: State, logger: Logger) -> None:
+        # Before the first batch, which compiles.
+        load(self.path)
+        self._saved = self._seen = compiled_graphs()
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        # Another image shape may be compiled in the next batch, so wait for one that compiled nothing.
+        before, self._seen = self._seen, compiled_graphs()
+        if self._seen == before and self._seen != self._saved:
+            self._save()
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        if compiled_graphs() != self._saved:
+            self._save()
+
+    def _save(self) -> None:
+        """Save the compiled code of this process, if it is on the first node and has compiled what was not saved."""
+        self._saved = self._seen = compiled_graphs()
+        if dist.get_node_rank() or not counters['inductor']['fxgraph_cache_miss']:
+            return
+        artifacts = torch.compiler.save_cache_artifacts()
+        if artifacts is None:
+            return
+        try:
+            write_atomically(self.path, artifacts[0])
+        except OSError as error:
+            # It only saves time: a full disk must not end the run.
+            log.warning('compiled code is not saved, so that a restart compiles again: %s', error)
+            return
+        log.info('%s: compiled code saved, %.1f MB', self.path, len(artifacts[0]) / 1e6)
+
+
+def load(path: Path) -> None:
+    """Load the compiled code in a file, if it exists and belongs to this user; failures are logged."""
+    try:
+        with os.fdopen(open_own_file(path, os.O_RDONLY), 'rb') as file:
+            if os.fstat(file.fileno()).st_uid != os.getuid():
+                log.warning('%s: belongs to another user, so it is not read; the blocks are compiled again', path)
+                return
+            content = file.read()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        log.warning('%s: cannot be read, so the blocks are compiled again: %s', path, error)
+        return
+    if torch.compiler.load_cache_artifacts(content) is None:  # torch has logged why
+        log.warning('%s: is damaged, so the blocks are compiled again', path)
+
+
+def compiled_graphs() -> int:
+    """Return the number of graphs that this process has compiled, or found in a cache."""
+    return counters['stats']['unique_graphs']
+
+
+def file_name() -> str:
+    """Return the file name for the compiled code of this process: release, version of Python, device and its index."""
+    on_gpu = torch.cuda.is_available()
+    device = torch.cuda.get_device_name() if on_gpu else platform.machine()
+    parts = (torch.__version__, f'python{platform.python_version()}', device, f'gpu{dist.get_local_rank()}')
+    return '-'.join(re.sub(r'[^A-Za-z0-9.+]+', '_', part) for part in parts) + '.bin'

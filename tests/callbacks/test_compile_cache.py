@@ -1,0 +1,82 @@
+"""CompileCache: a process that starts again compiles nothing, and files that cannot be used cost only time."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import json, sys
+from pathlib import Path
+import torch
+from composer import Trainer
+from composer.models import ComposerModel
+from torch._dynamo.utils import counters
+from torch.utils.data import DataLoader
+from diffusion.callbacks.compile_cache import CompileCache
+
+
+class Model(ComposerModel):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(4, 4)
+        self.compiled = torch.compile(lambda x: torch.nn.functional.silu(self.layer(x)).square())
+
+    def forward(self, batch):
+        return self.compiled(batch)
+
+    def loss(self, outputs, batch):
+        return outputs.mean()
+
+
+model = Model()
+loader = DataLoader([torch.full((4,), float(i)) for i in range(12)], batch_size=4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+cache = CompileCache(Path(sys.argv[1]))
+trainer = Trainer(model=model, train_dataloader=loader, optimizers=optimizer, max_duration='3ba', callbacks=[cache],
+                  device='cpu', progress_bar=False)
+trainer.fit()
+found = counters['inductor']
+weights = float(model.layer.weight.double().sum())
+print(json.dumps([cache.path.name, found['fxgraph_cache_miss'], found['fxgraph_cache_hit'], weights]))
+"""
+
+
+def train(folder: Path, local: Path) -> tuple[str, int, int, float, str]:
+    """Train in a process; return the cache's file name, misses, hits, the sum of the weights, and the log."""
+    more = {'TORCHINDUCTOR_CACHE_DIR': str(local), 'CUDA_VISIBLE_DEVICES': ''}
+    command = [sys.executable, '-c', PROGRAM, str(folder)]
+    result = subprocess.run(command, env=os.environ | more, capture_output=True, text=True, timeout=500, check=True)
+    return *json.loads(result.stdout.splitlines()[-1]), result.stderr
+
+
+def test_restart_on_another_machine_compiles_nothing(tmp_path):
+    name, misses, _, weights, _ = train(tmp_path / 'compiled', tmp_path / 'first')
+    assert misses > 0
+    assert [path.name for path in (tmp_path / 'compiled').iterdir()] == [name]
+    written = (tmp_path / 'compiled' / name).stat().st_mtime_ns
+    again = train(tmp_path / 'compiled', tmp_path / 'second')
+    assert again[1] == 0 and again[2] > 0
+    assert again[3] == weights
+    assert (tmp_path / 'compiled' / name).stat().st_mtime_ns == written, 'nothing new to save'
+
+    (tmp_path / 'compiled' / name).write_bytes(b'damaged')
+    damaged = train(tmp_path / 'compiled', tmp_path / 'third')
+    assert 'is damaged, so the blocks are compiled again' in damaged[4]
+    assert damaged[1] > 0 and damaged[3] == weights
+    assert (tmp_path / 'compiled' / name).stat().st_size > 1000, 'replaced'
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason='only root can give a file to another user')
+def test_file_of_another_user_is_not_read(tmp_path, caplog):
+    from diffusion.callbacks.compile_cache import load
+
+    path = tmp_path / 'file.bin'
+    path.write_bytes(b'hostile')
+    os.chown(path, 12345, 12345)
+    load(path)
+    assert 'belongs to another user, so it is not read' in caplog.text

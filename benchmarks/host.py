@@ -231,6 +231,7 @@ def training(parts: Parts, folder: str, batches: int) -> Iterator[dict[str, floa
         device='cpu',
         progress_bar=False,
     )
+    dispatch_events(trainer)
     watch(trainer, parts)
     trainer.fit()
     trainer.close()
@@ -249,11 +250,17 @@ def parts_paused(parts: Parts) -> Iterator[None]:
 
 def watch(trainer: Any, parts: Parts) -> None:
     """Time the parts of a Trainer."""
+    from composer.core import Algorithm, Callback, Event
+    from composer.loggers import LoggerDestination
+
     for each in (*trainer.state.algorithms, *trainer.state.callbacks):
-        name = type(each).__name__
-        method = 'apply' if hasattr(each, 'apply') else 'run_event'
-        if name != 'FillGradients':
-            setattr(each, method, parts.timed(getattr(each, method), name))
+        kind = type(each)
+        names = ['apply'] if isinstance(each, Algorithm) else ['run_event', *(event.value for event in Event)]
+        bases = (Callback, LoggerDestination)
+        own = [name for name in names if all(getattr(kind, name) is not getattr(base, name, None) for base in bases)]
+        for name in own[: 1 if 'run_event' in own else None]:
+            if kind.__name__ != 'FillGradients':
+                setattr(each, name, parts.timed(getattr(each, name), kind.__name__))
     for logger in trainer.logger.destinations:
         logger.log_metrics = parts.timed(logger.log_metrics, 'loggers')
     for optimizer in trainer.state.optimizers:
@@ -283,7 +290,9 @@ def sharded_model(mesh: Any, parts: Parts) -> Any:
         denoiser.register_parameter(f'weight{index}', torch.nn.Parameter(shard))
     denoiser.forward = lambda noisy, *rest, **more: (noisy.detach().requires_grad_(),)  # type: ignore[method-assign]
     model.flops_per_batch = lambda batch: 1.0  # type: ignore[method-assign]
-    draws = type(model.draws_of(batch_of(model)) if hasattr(model, 'draws_of') else model._draws(batch_of(model)))
+    first = batch_of(model)
+    draws = type(model.draws_of(first) if callable(getattr(model, 'draws_of', None)) else model._draws(first))  # type: ignore[operator]
+    compile_draws(model)
     for method in ('precompute_draws', 'at_once', 'words', 'normal', 'uniform', 'integers'):
         if hasattr(draws, method):
             setattr(draws, method, parts.timed(getattr(draws, method), 'noise'))
@@ -358,7 +367,7 @@ def dispatch(steps: int = 15) -> None:
     torch.set_num_threads(1)
     unet = narrow_unet(1)
     performance.fuse_attention(unet)
-    latents, text = torch.randn(1, 4, CELLS, CELLS), torch.randn(1, 4, unet.config.cross_attention_dim)  # type: ignore[attr-defined]
+    latents, text = torch.randn(1, 4, CELLS, CELLS), torch.randn(1, 4, unet.config['cross_attention_dim'])
 
     def forward() -> Tensor:
         return unet(latents, torch.zeros(1), text, return_dict=False)[0].square().mean()
@@ -384,6 +393,23 @@ def median_passes(forward: Callable[[], Tensor], steps: int) -> str:
         loss.backward()
         seconds.append((between - started, time.thread_time() - between))
     return ' | '.join(f'{1e3 * statistics.median(column):.1f}' for column in zip(*seconds[3:], strict=True))
+
+
+def compile_draws(model: Any) -> None:
+    """Compile the random numbers of a step as `speed.compile` does."""
+    if hasattr(model, 'random_bits'):
+        from diffusion.models.randomness import fusible_random_bits
+
+        model.random_bits = torch.compile(fusible_random_bits, dynamic=True)
+
+
+def dispatch_events(trainer: Any) -> None:
+    """Change the dispatch of Composer's events as the task `train` does."""
+    try:
+        from diffusion.training.event_dispatch import call_only_handlers
+    except ImportError:  # 3c46e16
+        return
+    call_only_handlers(trainer)
 
 
 if __name__ == '__main__':

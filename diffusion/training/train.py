@@ -54,6 +54,7 @@ from diffusion.loggers.console_lines import ConsoleLines
 from diffusion.loggers.progress_line import ProgressLine, has_terminal
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.training import components
+from diffusion.training.event_dispatch import call_only_handlers
 from diffusion.training.initial_weights import start_from
 from diffusion.training.parallelism import parallelism_config, set_group_timeouts, settle_buckets
 from diffusion.training.performance import apply_speed, keep_layout, set_backends
@@ -228,6 +229,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         **_trainer_keywords(recipe),
     )
     set_group_timeouts(dist_timeout(recipe))
+    call_only_handlers(trainer)
     if checkpointer is None and trainer.state.timestamp.batch.value:
         # Only Composer's own saver knows its checkpoint, and only now.
         try:

@@ -23,9 +23,7 @@ def describe() -> dict[str, Any]:
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         capability = f'sm_{properties.major}{properties.minor}'
-        gpus.append(
-            {'name': properties.name, 'memory_gib': properties.total_memory / 2**30, 'capability': capability}
-        )
+        gpus.append({'name': properties.name, 'memory_gib': properties.total_memory / 2**30, 'capability': capability})
     return {
         'python': platform.python_version(),
         'packages': {name: _version(name) for name in PACKAGES},

@@ -1,6 +1,7 @@
 """Clock of the stages of a training step: CUDA events on a GPU, the host's clock on a CPU."""
 
 import time
+from typing import Any
 
 import torch
 
@@ -14,12 +15,13 @@ class StageClock:
 
     def __init__(self, *, on_gpu: bool) -> None:
         self._on_gpu = on_gpu
-        self._marks: list[tuple[str, float | torch.cuda.Event]] = []
+        # CUDA events on a GPU, else seconds of the host's clock.
+        self._marks: list[tuple[str, Any]] = []
         self.mark('')
 
     def mark(self, stage: str) -> None:
         """End a stage, which began at the mark before; does not wait for the GPU."""
-        moment: float | torch.cuda.Event = time.perf_counter()
+        moment: Any = time.perf_counter()
         if self._on_gpu:
             moment = torch.cuda.Event(enable_timing=True)
             moment.record()
@@ -29,10 +31,6 @@ class StageClock:
         """Return the seconds of each stage; on a GPU, call after `torch.cuda.synchronize()`."""
         found: dict[str, float] = {}
         for (_, before), (stage, after) in zip(self._marks, self._marks[1:], strict=False):
-            if isinstance(before, float) or isinstance(after, float):
-                assert isinstance(before, float) and isinstance(after, float)
-                passed = after - before
-            else:
-                passed = before.elapsed_time(after) / 1e3
+            passed = before.elapsed_time(after) / 1e3 if self._on_gpu else after - before
             found[stage] = found.get(stage, 0.0) + passed
         return found

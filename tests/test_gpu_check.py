@@ -1,12 +1,10 @@
 """The GPU check: slices with a limit each, resumption, its page, and the file to send in."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-import zipfile
 from importlib import import_module
 from pathlib import Path
 from typing import Any

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     """
     folder = args.out.absolute()
     with hold_lock(folder / '.lock', lambda: _in_use(args.out)):
-        redaction = Redaction()
+        redaction = Redaction(folders={str(folder): 'OUT'})
         machine = redaction.clean(describe_machine(args.device))
         gpus = len(machine['gpus'])
         conditions = {'machine': machine, 'version': diffusion.__version__, 'commit': commit()}

@@ -6,6 +6,8 @@ from importlib import metadata
 from typing import Any
 
 import torch
+import torch.cuda.nccl
+import torch.version
 
 PACKAGES = ('torch', 'torchvision', 'mosaicml', 'mosaicml-streaming', 'diffusers', 'transformers', 'numpy')
 

@@ -105,9 +105,9 @@ def _step_section(table: Mapping[str, Any]) -> str:
         'MFU, %',
         'speedup',
         'ms/step',
-        *(f'{each}, ms' for each in STAGES),
+        *(f'{each},<br>ms' for each in STAGES),
     ]
-    head += ['host, ms', 'peak,<br>GiB', 'planned,<br>GiB', 'peak over<br>planned, %']
+    head += ['host,<br>ms', 'peak,<br>GiB', 'planned,<br>GiB', 'peak over<br>planned, %']
     rows = []
     published = published_utilization(pixels) if table['on_gpu'] else None
     if published:
@@ -178,7 +178,7 @@ def _training_section(runs: Sequence[Mapping[str, Any]]) -> str:
         'peak,<br>GiB',
         'save blocks<br>training, s',
         'save<br>takes, s',
-        '<span class="text">stages, % of a step</span>',
+        'stages, % of a step',
     ]
     rows = []
     for run in runs:
@@ -193,10 +193,10 @@ def _training_section(runs: Sequence[Mapping[str, Any]]) -> str:
         cells = [str(run['devices']), _number(found['throughput/device/samples_per_sec'], 1)]
         cells += [_number(None if mfu is None else 100 * mfu, 1), _number(1e3 * found['throughput/step_seconds'], 1)]
         cells += [_number(found.get('memory/peak_gib'), 1), _number(found.get('checkpoint/stall_seconds'), 2)]
-        cells += [_number(found.get('checkpoint/save_seconds'), 1), f'<span class="text">{html.escape(stages)}</span>']
+        cells += [_number(found.get('checkpoint/save_seconds'), 1), html.escape(stages)]
         rows.append(_row(run['strategy'], cells))
     text = '<p>Runs of <code>run.py</code> on drawn images with online encoders, a loader and one checkpoint.</p>\n'
-    return f'<h2>Training runs</h2>\n{text}{_table(head, rows)}'
+    return f'<h2>Training runs</h2>\n{text}{_table(head, rows, style="last-words")}'
 
 
 def _tests_section(results: Sequence[Result]) -> str:
@@ -210,12 +210,12 @@ def _tests_section(results: Sequence[Result]) -> str:
             [
                 _mark(test['outcome'] == PASSED, test['outcome']) if test['outcome'] != 'skipped' else 'skipped',
                 f'{test["seconds"]:.1f}',
-                f'<span class="text">{html.escape(test["reason"][:500])}</span>',
+                html.escape(test['reason'][:500]),
             ],
         )
         for test in sorted(tests, key=lambda test: order[test['outcome']])
     ]
-    return f'<h2>Tests</h2>\n{_table(["", "outcome", "seconds", "reason"], rows)}'
+    return f'<h2>Tests</h2>\n{_table(["", "outcome", "seconds", "reason"], rows, style="words")}'
 
 
 def _slices_section(results: Sequence[Result]) -> str:
@@ -231,7 +231,7 @@ def _slices_section(results: Sequence[Result]) -> str:
         f'<pre tabindex="0">{html.escape(result.output) or "(none)"}</pre></details>\n'
         for number, result in enumerate(failed_slices(results))
     )
-    return f'<h2>Slices</h2>\n{_table(["", "state", "seconds", "reason"], rows)}{outputs}'
+    return f'<h2>Slices</h2>\n{_table(["", "state", "seconds", "reason"], rows, style="words")}{outputs}'
 
 
 def _versions_section(conditions: Mapping[str, Any]) -> str:
@@ -249,14 +249,16 @@ def _versions_section(conditions: Mapping[str, Any]) -> str:
     }
     if machine['gpus']:
         facts['kernels in torch'] = ' '.join(machine['kernels'])
-    rows = [_row(name, [f'<span class="text">{html.escape(value)}</span>']) for name, value in facts.items()]
-    return f'<h2>Versions</h2>\n{_table(["", ""], rows)}'
+    rows = [_row(name, [html.escape(value)]) for name, value in facts.items()]
+    return f'<h2>Versions</h2>\n{_table(["", ""], rows, style="words facts")}'
 
 
-def _table(head: Sequence[str], rows: Iterable[str]) -> str:
+def _table(head: Sequence[str], rows: Iterable[str], *, style: str = 'figures') -> str:
+    """Return a table; the cells of the head are HTML, and `style` is its class in the style sheet."""
     columns = ''.join(f'<th scope="col">{cell}</th>' if cell else '<td></td>' for cell in head)
     header = f'<thead><tr>{columns}</tr></thead>\n' if any(head) else ''
-    return f'<div class="scroll" tabindex="0"><table>{header}<tbody>\n{"".join(rows)}</tbody></table></div>\n'
+    content = f'{header}<tbody>\n{"".join(rows)}</tbody>'
+    return f'<div class="scroll" tabindex="0"><table class="{style}">{content}</table></div>\n'
 
 
 def _row(name: str, cells: Iterable[str], *, reference: bool = False) -> str:

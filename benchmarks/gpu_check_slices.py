@@ -61,7 +61,18 @@ def make_slices(folder: Path, *, gpus: int, limit_seconds: float = LIMIT_SECONDS
 def test_slices(on_gpu: bool) -> list[Entry]:
     """Return one slice per file of tests on a GPU, and one for all of them on a CPU, since each start takes 15 s."""
     # With other versions of PyTorch there are other warnings, which must not fail tests here.
-    pytest = ['-m', 'pytest', '-q', '-p', 'no:cacheprovider', '-rs', '-W', 'default', f'--junitxml={DATA}']
+    pytest = [
+        '-m',
+        'pytest',
+        '-q',
+        '-p',
+        'no:cacheprovider',
+        '-rs',
+        '--timeout=300',
+        '-W',
+        'default',
+        f'--junitxml={DATA}',
+    ]
     if not on_gpu:
         files = [str(ROOT / file) for file in TEST_FILES]
         return [Entry('tests', 'tests in their CPU form', 'tests', [*pytest, '-m', 'cpu_form and not slow', *files])]

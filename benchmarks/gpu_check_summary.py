@@ -11,7 +11,7 @@ from step_settings import MICROBATCH, PARTS
 COMPUTING = ('forward', 'backward', 'encode')
 """Stages of a training step whose FLOPs count towards MFU."""
 ADVICE = {
-    'data_wait': 'waiting for data: more loader.num_workers, faster storage, or `diffusion data bench`',
+    'data_wait': 'waiting for data: more loader.num_workers, faster storage, see diffusion data bench',
     'h2d': 'copies to the GPU: speed.copy_ahead',
     'encode': 'frozen encoders: precompute the latents',
     'optimizer': 'the optimizer step: speed.fused_optimizer, larger batches per GPU, or sharding',

@@ -4,6 +4,7 @@ import getpass
 import os
 import re
 import socket
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,16 @@ class Redaction:
         environ: Environment variables (default: this process's).
         host: Host name (default: this machine's).
         user: User name (default: this process's).
+        folders: Folders with the names to show for them.
     """
 
     def __init__(
-        self, environ: Mapping[str, str] | None = None, *, host: str | None = None, user: str | None = None
+        self,
+        environ: Mapping[str, str] | None = None,
+        *,
+        host: str | None = None,
+        user: str | None = None,
+        folders: Mapping[str, str] | None = None,
     ) -> None:
         environ = os.environ if environ is None else environ
         host = socket.gethostname() if host is None else host
@@ -36,7 +43,7 @@ class Redaction:
         names = {environ.get('HOME', str(Path.home())): '~', host: 'HOST', host.partition('.')[0]: 'HOST', user: 'USER'}
         values = {value: f'${name}' for name, value in environ.items() if _is_replaced(name, value)}
         # In this order: of two names of one text, a traceback is clearer with the later one.
-        replaced = values | names | {str(ROOT): '.'}
+        replaced = values | names | {sys.prefix: 'PYTHON', str(ROOT): '.'} | dict(folders or {})
         kept = {old: new for old, new in replaced.items() if len(old) >= MIN_CHARACTERS and old != '/root'}
         self._replaced = sorted(kept.items(), key=lambda item: -len(item[0]))
 

@@ -32,6 +32,7 @@ def test_snapshot_holds_the_state_at_the_time_of_the_copy(device, caplog):
     assert is_on_gpu(state) == (device == 'cuda')
     expected = tree_map(lambda each: each.cpu() if isinstance(each, torch.Tensor) else each, copy.deepcopy(state))
     assert buffers.reserve(snapshot_bytes(state), pinned=is_on_gpu(state))
+    found: dict[str, Any] = {}
     for _ in range(2):  # the second snapshot uses the memory again
         # Work that is queued before the copy must be in it, and work that is queued after it must not.
         state['model']['large'].add_(1)

@@ -74,9 +74,9 @@ def run(args: argparse.Namespace) -> int:
     with hold_lock(folder / '.lock', lambda: _in_use(args.out)):
         redaction = Redaction(folders={str(folder): 'OUT'})
         machine = redaction.clean(describe_machine(args.device))
-        gpus = len(machine['gpus'])
+        memory_gib = [gpu['memory_gib'] for gpu in machine['gpus']]
         conditions = {'machine': machine, 'version': diffusion.__version__, 'commit': commit()}
-        slices = make_slices(folder, gpus=gpus, limit_seconds=args.limit_seconds)
+        slices = make_slices(folder, memory_gib=memory_gib, limit_seconds=args.limit_seconds)
         chosen = [each for each in slices if not args.only or any(word in each.name for word in args.only)]
         if not chosen:
             words = ' '.join(args.only)

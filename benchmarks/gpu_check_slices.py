@@ -39,19 +39,19 @@ class Entry:
     command: Sequence[str]
 
 
-def make_slices(folder: Path, *, gpus: int, limit_seconds: float = LIMIT_SECONDS) -> list[Slice]:
-    """Return the slices for a machine with this number of GPUs, the most telling ones first.
+def make_slices(folder: Path, *, memory_gib: Sequence[float], limit_seconds: float = LIMIT_SECONDS) -> list[Slice]:
+    """Return the slices for a machine with GPUs of these sizes, the most telling ones first.
 
     Without GPUs they are small, and take 2 minutes on two cores: they show only that everything runs.
 
     Args:
         folder: Folder of the results, where training runs keep their images.
-        gpus: Number of GPUs.
+        memory_gib: Memory of each GPU; empty without GPUs.
         limit_seconds: Time limit of each slice.
     """
-    on_gpu = gpus > 0
-    found = [*test_slices(on_gpu), *step_slices(on_gpu), *training_slices(folder, gpus), *absence_slices(on_gpu)]
-    environment = OFFLINE | {'PYTHONPATH': str(ROOT)} | ({} if gpus else {'CUDA_VISIBLE_DEVICES': ''})
+    on_gpu = bool(memory_gib)
+    found = [*test_slices(on_gpu), *step_slices(on_gpu), *training_slices(folder, memory_gib), *absence_slices(on_gpu)]
+    environment = OFFLINE | {'PYTHONPATH': str(ROOT)} | ({} if on_gpu else {'CUDA_VISIBLE_DEVICES': ''})
     return [
         Slice(each.name, each.title, [sys.executable, *each.command], each.kind, limit_seconds, environment)
         for each in found
@@ -104,11 +104,12 @@ def absence_slices(on_gpu: bool) -> list[Entry]:
     ]
 
 
-def training_slices(folder: Path, gpus: int) -> list[Entry]:
+def training_slices(folder: Path, memory_gib: Sequence[float]) -> list[Entry]:
     """Return one slice per parallelism strategy; on a CPU, that of ddp."""
     script = str(ROOT / 'benchmarks' / 'gpu_check_training.py')
     work = str(folder / 'training')
-    size = ['--gpus', str(gpus), '--full'] if gpus else []
+    gpus = len(memory_gib)
+    size = ['--gpus', str(gpus), '--memory-gib', f'{min(memory_gib):.1f}'] if gpus else []
     return [
         Entry(
             f'training-{strategy}',

@@ -1,8 +1,8 @@
 """Train for some batches with `run.py` on drawn images, and write the breakdown of the step's time as JSON.
 
-    python benchmarks/gpu_check_training.py FOLDER JSON [--strategy ddp|fsdp2|fsdp1] [--gpus N] [--full] [--help]
+    python benchmarks/gpu_check_training.py FOLDER JSON [--strategy NAME] [--gpus N] [--memory-gib N] [--help]
 
-With --full, the model is Stable Diffusion 2 with random weights, with the recipes' speed settings, online encoders and
+With GPUs, the model is Stable Diffusion 2 with random weights, with the recipes' speed settings, online encoders and
 asynchronous checkpoints; else it is a tiny model. Imports no PyTorch itself.
 """
 
@@ -21,11 +21,16 @@ import numpy as np
 import yaml
 from PIL import Image
 
+from diffusion.config.load import load
+from diffusion.config.recipe import ParallelismConfig
+from diffusion.planning.memory import GIB, Setup, memory_of
+from diffusion.planning.workload import phase_of
 from diffusion.storage.mds import write_dataset
 
 ROOT = Path(__file__).parents[1]
 COLUMNS = {'image': 'bytes', 'captions': 'json', 'width': 'int', 'height': 'int', 'key': 'str'}
 TINY = {'side': 64, 'images': 32, 'per_device': 4, 'microbatch': 2, 'batches': 6, 'window': 2, 'save': 4}
+MICROBATCHES = (32, 16, 8, 4)
 FULL = {'side': 256, 'images': 2048, 'per_device': 128, 'microbatch': 32, 'batches': 40, 'window': 10, 'save': 25}
 """Side of the images in pixels, number of images, samples per device and microbatch, batches, and intervals."""
 
@@ -37,9 +42,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument('json', type=Path, help='file to write the figures to')
     parser.add_argument('--strategy', default='ddp', help='parallelism strategy (default: %(default)s)')
     parser.add_argument('--gpus', type=int, default=0, help='number of GPUs; 0 trains on the CPU (default)')
-    parser.add_argument('--full', action='store_true', help="train Stable Diffusion 2's size")
+    parser.add_argument('--memory-gib', type=float, default=79.1, help="each GPU's memory (default: %(default)s)")
     args = parser.parse_args(argv)
-    size = FULL if args.full else TINY
+    size = FULL | {'microbatch': fitting_microbatch(args.memory_gib)} if args.gpus else TINY
     images = args.folder / f'images-{size["side"]}px'
     if not (images / 'index.json').exists():
         write_dataset(images, draw_samples(size['images'], size['side']), COLUMNS)
@@ -52,10 +57,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     # fsdp1 and fsdp2 need a process group, which the launcher's variables create, also for one process.
     launcher = ['-m', 'composer.cli.launcher', '-n', str(max(1, args.gpus))]
     alone = args.strategy == 'ddp' and args.gpus <= 1
-    subprocess.run([sys.executable, *([] if alone else launcher), *command], cwd=ROOT, check=True)
-    figures = read_figures(run / 'metrics.jsonl')
+    try:
+        subprocess.run([sys.executable, *([] if alone else launcher), *command], cwd=ROOT, check=True)
+        figures = read_figures(run / 'metrics.jsonl')
+    except subprocess.CalledProcessError as error:
+        sys.exit(f'the run ended with status {error.returncode}; its output is above')
+    finally:
+        shutil.rmtree(run, ignore_errors=True)  # its checkpoint has 10 GB
     args.json.write_text(json.dumps(figures | {'strategy': args.strategy, 'devices': max(1, args.gpus)}), 'utf-8')
-    shutil.rmtree(run)  # its checkpoint has 10 GB
+
+
+def fitting_microbatch(memory_gib: float) -> int:
+    """Return the largest microbatch, of four, with which Stable Diffusion 2 fits under ddp, by the planner."""
+    # On two GPUs, where ddp has buckets of gradients beside the gradients.
+    overrides = [f'global_batch={2 * FULL["per_device"]}']
+    phase = phase_of(load(ROOT / 'yamls' / 'phase1.yaml', overrides, allow_missing=True))
+    for microbatch in MICROBATCHES:
+        memory = memory_of(phase, Setup(2, microbatch, ParallelismConfig(strategy='ddp')))
+        if memory.reserved <= memory_gib * GIB:
+            return microbatch
+    return MICROBATCHES[-1]
 
 
 def draw_samples(count: int, side: int) -> Iterator[dict[str, Any]]:
@@ -72,7 +93,6 @@ def draw_samples(count: int, side: int) -> Iterator[dict[str, Any]]:
 def make_recipe(folder: Path, images: Path, size: Mapping[str, int], strategy: str, gpus: int) -> dict[str, Any]:
     """Return the recipe of the run."""
     devices = max(1, gpus)
-    full = size is FULL
     model: dict[str, Any] = {'name': 'sd2', 'resolution': size['side'], 'pretrained': None}
     recipe: dict[str, Any] = {
         'name': strategy,
@@ -80,13 +100,14 @@ def make_recipe(folder: Path, images: Path, size: Mapping[str, int], strategy: s
         'seed': 17,
         'global_batch': size['per_device'] * devices,
         'device_train_microbatch_size': size['microbatch'],
-        'model': model if full else {'name': 'tiny', 'resolution': size['side'], 'block_out_channels': [32, 32]},
+        'model': model if gpus else {'name': 'tiny', 'resolution': size['side'], 'block_out_channels': [32, 32]},
         'dataset': {'name': 'image_text'},
         'streams': {'drawn': {'local': str(images), 'resolution': size['side']}},
-        'loader': {'num_workers': 8 if full else 0},
+        'loader': {'num_workers': 8 if gpus else 0},
         'optimizer': {'name': 'adamw', 'lr': 1.0e-4, 'weight_decay': 0.01},
         'callbacks': {'breakdown': {'window': size['window'], 'skip': 2}, 'loss_guard': None},
         'loggers': {'metrics_file': None},
+        'checkpointing': {'keep': {'last': 1}},
         'trainer': {
             'max_duration': f'{size["batches"]}ba',
             'save_interval': f'{size["save"]}ba',

@@ -8,12 +8,17 @@ import subprocess
 import sys
 import time
 import zipfile
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 from browser import browser_context, needs_browser, serious_issues
+
+from diffusion.config.load import load
+from diffusion.config.performance_preset import effective_parts
+from diffusion.config.recipe import SpeedConfig
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / 'benchmarks'
@@ -195,13 +200,94 @@ def test_slices_on_gpus_cover_every_test_and_row():
     slices, settings = import_module('gpu_check_slices'), import_module('step_settings')
     marked = [path for path in (ROOT / 'tests').rglob('test_*.py') if _needs_gpu(path.read_text(encoding='utf-8'))]
     assert sorted(slices.TEST_FILES) == sorted(str(path.relative_to(ROOT)) for path in marked)
-    found = slices.make_slices(Path('out'), gpus=2)
+    found = slices.make_slices(Path('out'), memory_gib=[79.1, 79.1])
     names = [each.name for each in found]
     assert len(names) == len(set(names)) and all(re.fullmatch(r'[\w-]+', name) for name in names)
     assert len([name for name in names if name.startswith('step-')]) == 2 * (len(settings.ROWS) + len(settings.PARTS))
     assert all(each.limit_seconds < 540 for each in found)
     training = next(each for each in found if each.name == 'training-fsdp2')
-    assert list(training.command[-3:]) == ['--gpus', '2', '--full']
+    assert list(training.command[-4:]) == ['--gpus', '2', '--memory-gib', '79.1']
+
+
+@pytest.mark.parametrize('strategy', ['ddp', 'fsdp2', 'fsdp1'])
+def test_recipes_of_training_runs_on_gpus_are_valid(tmp_path, strategy):
+    training = import_module('gpu_check_training')
+    recipe = training.make_recipe(tmp_path, tmp_path / 'images', training.FULL, strategy, 8)
+    path = tmp_path / 'recipe.yaml'
+    path.write_text(json.dumps(recipe))
+    loaded = load(path)
+    assert (loaded.global_batch, loaded.trainer['precision'], loaded.model.name) == (1024, 'amp_bf16', 'sd2')
+    assert [training.fitting_microbatch(memory) for memory in (79.1, 27.0, 22.0)] == [32, 16, 4]
+
+
+def test_figures_of_the_step_benchmark_have_references():
+    references = import_module('step_references')
+    peaks = {
+        'NVIDIA A100-SXM4-80GB': 312e12,
+        'NVIDIA A100 80GB PCIe': 312e12,
+        'NVIDIA H100 80GB HBM3': 989e12,
+        'NVIDIA H100 PCIe': 756e12,
+        'NVIDIA A10G': 70e12,
+        'Some GPU': None,
+    }
+    assert {name: references.peak_flops_of(name) for name in peaks} == peaks
+    plain = asdict(effective_parts(SpeedConfig(preset='none'), on_gpu=True))
+    plans = [references.planned_gib(256, plain, microbatch, 256) for microbatch in (16, 32)]
+    assert 15 < plans[0] < plans[1] < references.planned_gib(512, plain, 32, 64)
+    assert references.planned_gib(768, plain, 16, 64) is None
+    assert references.published_utilization(256) == pytest.approx((137.5, 0.239), abs=1e-3)
+
+
+def test_step_benchmark_runs_the_statements_for_a_gpu(monkeypatch, tmp_path):
+    """On the CPU, with CUDA's events, memory and name replaced."""
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.seconds = time.perf_counter()
+
+        def elapsed_time(self, other: 'Event') -> float:
+            return 1e3 * (other.seconds - self.seconds)
+
+    step = import_module('step')
+    monkeypatch.setattr(step, 'ON_GPU', True)
+    narrow = {'block_out_channels': (32, 64, 64, 64), 'cross_attention_dim': 32, 'attention_head_dim': 1}
+    monkeypatch.setattr(step.sd2_config, 'UNET', step.sd2_config.UNET | narrow)
+    cuda = {'max_memory_allocated': lambda: 2**30, 'get_device_name': lambda: 'NVIDIA H200', 'Event': Event}
+    cuda |= dict.fromkeys(('synchronize', 'reset_peak_memory_stats', 'empty_cache'), lambda: None)
+    for name, replacement in cuda.items():
+        monkeypatch.setattr(f'torch.cuda.{name}', replacement)
+    file = tmp_path / 'step.json'
+    rows = ['--rows', 'plain', 'microbatch', '--absent', 'tf32', '--without', 'compile']
+    step.main(
+        [
+            '--pixels',
+            '256',
+            '--batch',
+            '2',
+            '--microbatch',
+            '1',
+            '--steps',
+            '1',
+            '--warmup',
+            '0',
+            *rows,
+            '--json',
+            str(file),
+        ]
+    )
+    (table,) = json.loads(file.read_text())
+    assert table['on_gpu'] and table['peak_flops'] == 989e12
+    assert [(row['row'], row['microbatch']) for row in table['rows']] == [
+        ('plain', 2),
+        ('microbatch', 1),
+        ('without tf32', 1),
+    ]
+    for row in table['rows']:
+        assert 0 < row['mfu'] < 1 and row['peak_gib'] == 1 and row['planned_gib'] > 10
+        assert 0 < sum(row['stages'].values()) <= row['host_seconds'] + 0.01 <= row['step_seconds'] + 0.01
 
 
 def _needs_gpu(text: str) -> bool:

@@ -2,6 +2,8 @@
 
 import json
 import platform
+import shutil
+import subprocess
 from importlib import metadata
 from typing import Any
 
@@ -30,12 +32,22 @@ def describe() -> dict[str, Any]:
         'python': platform.python_version(),
         'packages': {name: _version(name) for name in PACKAGES},
         'processor': processor(),
+        'driver': _driver(),
         'cuda': torch.version.cuda,
         'cudnn': torch.backends.cudnn.version(),
         'nccl': '.'.join(map(str, torch.cuda.nccl.version())) if gpus else None,
         'kernels': torch.cuda.get_arch_list() if gpus else [],
         'gpus': gpus,
     }
+
+
+def _driver() -> str | None:
+    """Return the version of NVIDIA's driver; None without its program nvidia-smi."""
+    if shutil.which('nvidia-smi') is None:
+        return None
+    command = ['nvidia-smi', '--query-gpu=driver_version', '--format=csv,noheader', '--id=0']
+    ended = subprocess.run(command, capture_output=True, text=True)
+    return ended.stdout.strip() if ended.returncode == 0 else None
 
 
 def _version(name: str) -> str | None:

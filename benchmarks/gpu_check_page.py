@@ -21,6 +21,7 @@ from step_references import PUBLISHED_GPUS, published_utilization
 STYLE = Path(__file__).with_name('gpu_check_page.css')
 NOTHING = '–'
 """Shown in place of a figure that was not measured."""
+LIBRARIES = ('driver', 'cuda', 'cudnn', 'nccl')
 STAGES = ('forward', 'backward', 'optimizer')
 SHOWN_SHARE = 0.005
 """Fraction of a step below which a stage of a training run is not shown."""
@@ -240,7 +241,7 @@ def _versions_section(conditions: Mapping[str, Any]) -> str:
         'diffusion': f'{conditions["version"]}, commit {conditions["commit"] or "unknown"}',
         'Python': machine['python'],
         **{name: version or 'not installed' for name, version in machine['packages'].items()},
-        'CUDA, cuDNN, NCCL': ', '.join(str(machine[name] or NOTHING) for name in ('cuda', 'cudnn', 'nccl')),
+        'driver, CUDA, cuDNN, NCCL': ', '.join(str(machine[name] or NOTHING) for name in LIBRARIES),
         'processor': machine['processor'],
     }
     facts |= {

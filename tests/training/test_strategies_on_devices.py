@@ -1,13 +1,16 @@
 """Parallelism strategies on all GPUs of this machine, by Composer's launcher, against training on one device."""
 
+import functools
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from ranks import ROOT, read_losses
 
 from diffusion.config.load import load
@@ -55,15 +58,29 @@ def device_count(device: str) -> int:
     return 1 if device == 'cpu' else 2 ** min(3, torch.cuda.device_count().bit_length() - 1)
 
 
+@pytest.fixture(scope='module')
+def losses_of_one_device(tiny_recipe, tmp_path_factory) -> Callable[[str], dict[int, float]]:
+    """Function that trains on one device of a type, the first time, and returns the losses by batch."""
+
+    @functools.cache
+    def train_alone(device: str) -> dict[int, float]:
+        folder = tmp_path_factory.mktemp('alone')
+        path = folder / 'recipe.yaml'
+        path.write_text(yaml.safe_dump(tiny_recipe(folder, **sections(device))), encoding='utf-8')
+        train(load(path)).close()
+        return read_losses(folder / 'run')
+
+    return train_alone
+
+
 @pytest.mark.parametrize(('device', 'name'), CASES)
-def test_strategy_has_the_losses_of_one_device(write_recipe, ranks, tmp_path, device, name):
+def test_strategy_has_the_losses_of_one_device(write_recipe, losses_of_one_device, ranks, tmp_path, device, name):
     strategy, devices = STRATEGIES[name], device_count(device)
     if strategy.get('replicas', 1) > devices:
         pytest.skip(f'{name} needs {strategy["replicas"]} GPUs; this machine has {devices}')
-    train(load(write_recipe('alone', **sections(device)))).close()
     together = write_recipe('together', parallelism=strategy, **sections(device))
     ranks.run(1, together) if device == 'cpu' else launch(together, devices)
-    expected, found = (read_losses(tmp_path / 'runs' / run) for run in ('alone', 'together'))
+    expected, found = losses_of_one_device(device), read_losses(tmp_path / 'runs' / 'together')
     assert len(expected) == 6
     # Sums of gradients and bfloat16's roundings differ; a wrong scale or a missing part of a batch changes far more.
     assert found == pytest.approx(expected, rel=1e-3 if device == 'cpu' else 2e-2)

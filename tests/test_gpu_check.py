@@ -64,7 +64,10 @@ def test_finished_slices_are_not_run_again(runner, redaction, tmp_path):
 
 def test_slices_that_fail_or_take_too_long_are_recorded_and_the_next_one_runs(runner, redaction, tmp_path):
     count = tmp_path / 'count'
-    sleeper = 'import subprocess; subprocess.Popen(["sleep", "1234.5"]); print("before", flush=True); time.sleep(60)'
+    duration = f'{os.getpid()}.5'  # by which the process is found
+    sleeper = (
+        f'import subprocess; subprocess.Popen(["sleep", "{duration}"]); print("before", flush=True); time.sleep(60)'
+    )
     slices = [
         make_slice(runner, 'fails', 'print("on node-17"); sys.exit(3)'),
         make_slice(runner, 'dies', 'import os; os.kill(os.getpid(), 9)'),
@@ -82,7 +85,7 @@ def test_slices_that_fail_or_take_too_long_are_recorded_and_the_next_one_runs(ru
     assert found['silent'] == ('failed', 'it wrote no figures')
     assert found['broken'][0] == 'failed' and 'cannot be read' in found['broken'][1]
     assert found['works'] == ('passed', '')
-    assert '1234.5' not in subprocess.run(['ps', '-eo', 'args'], capture_output=True, text=True).stdout
+    assert duration not in subprocess.run(['ps', '-eo', 'args'], capture_output=True, text=True).stdout
 
     # The second run repeats nothing, unless asked to.
     runner.run_slices(slices, tmp_path, CONDITIONS, redaction)
@@ -127,20 +130,21 @@ def test_results_contain_neither_secrets_nor_names_of_the_machine(tmp_path):
         'WANDB_API_KEY': 'abc123def',
         'S3_ENDPOINT_URL': 'https://storage.corp.example:9000',
         'HOME': '/home/someone',
+        'AUTH_HEADER': 'hunter',
         'CUDA_VERSION': '12.8.1.004',
         'MODE': 'training',
     }
     redaction = import_module('redaction').Redaction(environment, host='node-17.corp.example', user='someone')
     token = 'hf_' + 'aBcD' * 9
     text = (
-        f'{ROOT}/run.py\nabc123def at https://storage.corp.example:9000/a\n/home/someone/.cache\nnode-17: someone\n'
+        f'{ROOT}/run.py\nabc123def, hunter at https://storage.corp.example:9000/a\n/home/someone/.cache\nnode-17: someone\n'
         f'10.20.30.40:29500 and 127.0.0.1\ntoken {token}\ntraining with CUDA 12.8.1.004'
     )
     found = redaction.clean({'rows': [{'text': text, 'value': 1.5}]})['rows'][0]
     assert found['value'] == 1.5
     assert found['text'].splitlines() == [
         './run.py',
-        '$WANDB_API_KEY at $S3_ENDPOINT_URL/a',
+        '$WANDB_API_KEY, $AUTH_HEADER at $S3_ENDPOINT_URL/a',
         '~/.cache',
         'HOST: USER',
         'ADDRESS:29500 and 127.0.0.1',

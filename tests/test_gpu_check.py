@@ -137,7 +137,8 @@ def test_results_contain_neither_secrets_nor_names_of_the_machine(tmp_path):
     redaction = import_module('redaction').Redaction(environment, host='node-17.corp.example', user='someone')
     token = 'hf_' + 'aBcD' * 9
     text = (
-        f'{ROOT}/run.py\nabc123def, hunter at https://storage.corp.example:9000/a\n/home/someone/.cache\nnode-17: someone\n'
+        f'{ROOT}/run.py\nabc123def, hunter at https://storage.corp.example:9000/a\n/home/someone/.cache\n'
+        'node-17: someone\n'
         f'10.20.30.40:29500 and 127.0.0.1\ntoken {token}\ntraining with CUDA 12.8.1.004'
     )
     found = redaction.clean({'rows': [{'text': text, 'value': 1.5}]})['rows'][0]

@@ -113,6 +113,11 @@ test-all: .venv/installed .venv-skypilot/installed ## run all tests: 50 minutes 
 	@echo 'running all tests on CPU'
 	@$(PYTEST) $(PYTEST_ARGS)
 
+# After an interruption it continues; GPU_CHECK_ARGS are its arguments. See docs/gpu-check.md.
+.PHONY: gpu-check
+gpu-check: .venv/installed ## check tests and speed on this machine's GPUs; one file to send in; hours, resumable
+	@$(BIN)/python benchmarks/gpu_check.py $(GPU_CHECK_ARGS)
+
 .PHONY: docs
 docs: .venv/installed ## build the documentation into site/: seconds
 	@$(BIN)/mkdocs build --quiet --strict

@@ -1,6 +1,7 @@
 """Benchmark of the U-Net's training step as the settings of the `speed:` preset are turned on one after another.
 
-    python benchmarks/step.py [--pixels 256 512] [--microbatch N] [--try N ...] [--without PART] [--help]
+    python benchmarks/step.py [--pixels 256 512] [--microbatch N] [--try N ...] [--without PART] [--rows NAME ...]
+                              [--absent PART ...] [--json FILE] [--help]
 
 On a GPU, it trains Stable Diffusion 2's U-Net (866 M parameters) in bfloat16 on precomputed latents and text
 embeddings, as in the published measurements; each row adds a setting to the row above, and the last rows try other
@@ -8,24 +9,29 @@ microbatches. On a CPU, it trains a small U-Net in float32, which shows that the
 compiling takes a quarter of an hour there, so it needs --compile.
 
 A step is one batch, split into microbatches, and one optimizer update. MFU is FLOPs of three forward passes over the
-GPU's peak.
+GPU's peak. `--absent compile` adds a row with all settings but compile, which shows what its absence costs.
 """
 
 import argparse
 import gc
+import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch._dynamo
-from composer.callbacks.speed_monitor import GPU_AVAILABLE_FLOPS
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from ema import narrow_unet
 from machine import heading
+from stage_clock import StageClock
+from step_references import peak_flops_of, planned_gib
+from step_settings import MICROBATCH, PARTS, PUBLISHED_MICROBATCH, ROWS
+from step_settings import PLAIN as PLAIN_ROW
 from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModel
 
@@ -41,17 +47,6 @@ from diffusion.training.performance import apply_speed, set_backends
 ON_GPU = torch.cuda.is_available()
 DEVICE = 'cuda' if ON_GPU else 'cpu'
 PLAIN = effective_parts(SpeedConfig(preset='none'), on_gpu=ON_GPU)
-PARTS = (
-    ('tf32',),
-    ('fused_optimizer',),
-    ('flash_attention',),
-    ('conv_benchmark',),
-    ('channels_last',),
-    ('low_precision_norms',),
-    ('compile',),
-)
-"""Settings of `speed` in the order in which they are turned on."""
-PUBLISHED_MICROBATCH = 16
 
 
 @dataclass
@@ -59,18 +54,24 @@ class Variant:
     """One combination of settings to measure.
 
     Attributes:
+        row: Name of the row on the command line.
         name: Name of the table row.
         parts: Settings of `speed`.
         microbatch: Samples per microbatch.
         seconds: Duration of each step.
+        host_seconds: Time in which the host has queued all work of a step, of each step.
+        stages: Seconds of each stage, of each step.
         failed: Reason if there are no durations.
         peak_gib: Peak of allocated memory in GiB.
     """
 
+    row: str
     name: str
     parts: SpeedConfig
     microbatch: int
-    seconds: list[float]
+    seconds: list[float] = field(default_factory=list)
+    host_seconds: list[float] = field(default_factory=list)
+    stages: list[dict[str, float]] = field(default_factory=list)
     failed: str = ''
     peak_gib: float = 0.0
 
@@ -79,17 +80,33 @@ class Variant:
         """Median duration of a step."""
         return statistics.median(self.seconds)
 
+    def stage_seconds(self) -> dict[str, float]:
+        """Return the median duration of each stage of a step."""
+        return {name: statistics.median(each[name] for each in self.stages) for name in self.stages[0]}
+
+
+@dataclass(frozen=True)
+class Step:
+    """Durations within one step, in seconds."""
+
+    host_seconds: float
+    stages: dict[str, float]
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark and print its tables."""
     args = parse_arguments(argv)
     print(f'{heading()}, PyTorch {torch.__version__}, {torch.cuda.get_device_name() if ON_GPU else DEVICE}')
+    tables = []
     for pixels in args.pixels:
         size = pixels // 8 if ON_GPU else max(8, pixels // 32)
         batch = args.batch or (256 if pixels <= 256 else 64) if ON_GPU else args.batch or 4
-        variants = make_variants(batch, args)
+        variants = [each for each in make_variants(batch, args) if each.row in args.rows]
         measure(variants, batch, size, args)
         print_table(variants, batch, size, pixels)
+        tables.append(table_of(variants, batch, size, pixels))
+    if args.json:
+        args.json.write_text(json.dumps(tables, indent=1), encoding='utf-8')
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -114,7 +131,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument('--without', nargs='*', default=[], help='settings of `speed` to leave off')
     parser.add_argument('--compile', action='store_true', help='measure speed.compile on a CPU too')
+    parser.add_argument('--rows', nargs='*', default=[*ROWS], help=f'rows to measure (default: {" ".join(ROWS)})')
+    parser.add_argument(
+        '--absent', nargs='*', default=[], choices=PARTS, help='settings to measure the absence of, with all others on'
+    )
+    parser.add_argument('--json', type=Path, help='file to write the figures to')
     args = parser.parse_args(argv)
+    args.rows += [f'without {part}' for part in args.absent] + [f'try {other}' for other in args.others]
     if not ON_GPU and not args.compile:
         args.without.append('compile')
     return args
@@ -125,15 +148,17 @@ def make_variants(batch: int, args: argparse.Namespace) -> list[Variant]:
     small = min(PUBLISHED_MICROBATCH, batch)
     microbatch = min(batch, args.microbatch or ((64 if batch >= 256 else 32) if ON_GPU else batch))
     parts = PLAIN
-    found = [Variant('plain', parts, small, [])]
-    for added in PARTS:
-        names = [name for name in added if name not in args.without]
-        if names:
-            parts = replace(parts, **dict.fromkeys(names, True))
-            found.append(Variant(f'+ {", ".join(names)}', parts, small, []))
+    found = [Variant(PLAIN_ROW, PLAIN_ROW, parts, small)]
+    for name in PARTS:
+        if name not in args.without:
+            parts = replace(parts, **{name: True})
+            found.append(Variant(name, f'+ {name}', parts, small))
     if microbatch != small:
-        found.append(Variant(f'+ microbatch {microbatch}', parts, microbatch, []))
-    return [*found, *(Variant(f'preset, microbatch {other}', parts, other, []) for other in args.others)]
+        found.append(Variant(MICROBATCH, f'+ microbatch {microbatch}', parts, microbatch))
+    for name in args.absent:
+        absent = replace(parts, **{name: False})
+        found.append(Variant(f'without {name}', f'preset without {name}', absent, microbatch))
+    return [*found, *(Variant(f'try {other}', f'preset, microbatch {other}', parts, other) for other in args.others)]
 
 
 def measure(variants: Sequence[Variant], batch: int, size: int, args: argparse.Namespace) -> None:
@@ -152,26 +177,29 @@ def measure(variants: Sequence[Variant], batch: int, size: int, args: argparse.N
             for each, steps in zip(variants, running, strict=True):
                 run(each, steps, 1)
     for each in variants:
-        each.seconds = each.seconds[args.warmup :]
+        for durations in (each.seconds, each.host_seconds, each.stages):
+            del durations[: args.warmup]
 
 
-def run(variant: Variant, steps: Iterator[None], count: int) -> None:
+def run(variant: Variant, steps: Iterator[Step], count: int) -> None:
     """Run and time this many steps."""
     if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
     try:
         for _ in range(count):
             started = time.perf_counter()
-            next(steps)
+            step = next(steps)
             variant.seconds.append(time.perf_counter() - started)
+            variant.host_seconds.append(step.host_seconds)
+            variant.stages.append(step.stages)
     except torch.OutOfMemoryError:
         variant.failed, variant.seconds = 'does not fit', []
     if ON_GPU:
         variant.peak_gib = torch.cuda.max_memory_allocated() / 2**30
 
 
-def steps_of(variant: Variant, batch: int, size: int, args: argparse.Namespace) -> Iterator[None]:
-    """Yield after each step of a variant; its model lives as long as the generator."""
+def steps_of(variant: Variant, batch: int, size: int, args: argparse.Namespace) -> Iterator[Step]:
+    """Run a step of a variant and yield its durations, again and again; the model lives as long as the generator."""
     parts = variant.parts
     model = make_model(args.millions)
     apply_speed(model, parts, shapes=1)
@@ -181,15 +209,20 @@ def steps_of(variant: Variant, batch: int, size: int, args: argparse.Namespace) 
     optimizer = torch.optim.AdamW(model.denoiser.parameters(), lr=1e-4, weight_decay=0.01, fused=fused)
     microbatches = [batch_of(model, variant.microbatch, size) for _ in range(-(-batch // variant.microbatch))]
     while True:
+        started, clock = time.perf_counter(), StageClock(on_gpu=ON_GPU)
         optimizer.zero_grad(set_to_none=True)
         for microbatch in microbatches:
             with torch.autocast(DEVICE, torch.bfloat16, enabled=ON_GPU):
                 loss = model.loss(model(microbatch), microbatch)
+            clock.mark('forward')
             (loss / len(microbatches)).backward()
+            clock.mark('backward')
         optimizer.step()
+        clock.mark('optimizer')
+        host_seconds = time.perf_counter() - started
         if ON_GPU:
             torch.cuda.synchronize()
-        yield
+        yield Step(host_seconds, clock.seconds())
 
 
 def make_model(millions: int) -> LatentDiffusion:
@@ -225,6 +258,26 @@ def batch_of(model: LatentDiffusion, count: int, size: int) -> dict[str, Tensor]
     return {name: tensor.to(DEVICE) for name, tensor in batch.items()}
 
 
+def table_of(variants: Sequence[Variant], batch: int, size: int, pixels: int) -> dict[str, Any]:
+    """Return the figures of a resolution as plain values for JSON: throughput, MFU, memory and stages of each row."""
+    flops, peak = 3 * sd2_forward_flops(size), peak_flops()
+    rows = []
+    for each in variants:
+        row: dict[str, Any] = {'row': each.row, 'name': each.name, 'microbatch': each.microbatch, 'failed': each.failed}
+        row['settings'] = {name: bool(getattr(each.parts, name)) for name in PARTS}
+        if not each.failed:
+            rate = batch / each.step_seconds
+            row |= {'step_seconds': each.step_seconds, 'seconds': each.seconds, 'images_per_second': rate}
+            row |= {'mfu': rate * flops / peak if peak else None, 'stages': each.stage_seconds()}
+            row |= {'host_seconds': statistics.median(each.host_seconds)}
+            row |= {'peak_gib': each.peak_gib if ON_GPU else None}
+        # Only the small U-Net runs on a CPU, and the plan is for SD2's.
+        row['planned_gib'] = planned_gib(pixels, asdict(each.parts), each.microbatch, batch) if ON_GPU else None
+        rows.append(row)
+    table = {'pixels': pixels, 'batch': batch, 'latent_side': size, 'flops_per_image': flops, 'peak_flops': peak}
+    return table | {'on_gpu': ON_GPU, 'rows': rows}
+
+
 def print_table(variants: Sequence[Variant], batch: int, size: int, pixels: int) -> None:
     """Print throughput, MFU and speedup over the first variant."""
     peak = peak_flops()
@@ -253,14 +306,7 @@ def sd2_forward_flops(size: int) -> int:
 
 def peak_flops() -> float | None:
     """Return the peak FLOP/s of this GPU in bfloat16, or None if it is unknown."""
-    if not ON_GPU:
-        return None
-    name = torch.cuda.get_device_name().lower()
-    for key, rates in GPU_AVAILABLE_FLOPS.items():
-        family = key.partition('-')[0]
-        if family in name and 'amp_bf16' in rates and ('pcie' in key) == ('pcie' in name):
-            return float(rates['amp_bf16'])
-    return None
+    return peak_flops_of(torch.cuda.get_device_name()) if ON_GPU else None
 
 
 if __name__ == '__main__':

@@ -63,6 +63,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason='needs a GPU; torch.cuda.is_available() is False'))
 
 
+@pytest.fixture(
+    params=[pytest.param('cpu', marks=pytest.mark.cpu_form), pytest.param('cuda', marks=pytest.mark.gpu)],
+)
+def device(request: pytest.FixtureRequest) -> str:
+    """Type of the device that a test runs on: the CPU, and a GPU if there is one (benchmarks/gpu_check.py)."""
+    return request.param
+
+
 @pytest.fixture(scope='session')
 def many_datasets() -> None:
     """Release the shared memory of a dataset when the dataset is garbage-collected."""

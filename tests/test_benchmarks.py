@@ -3,6 +3,7 @@
 import json
 import runpy
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib import import_module
@@ -70,6 +71,62 @@ def test_step_benchmark_has_a_row_per_part(rows):
     names = [name for name in table if name.startswith('+ ')]
     assert table['plain'][4] == '1.00'
     assert names == [f'+ {part}' for part in ADDED]
+
+
+def test_step_benchmark_runs_the_statements_for_a_gpu(module, monkeypatch, tmp_path):
+    """On the CPU, with CUDA's events, memory and name replaced."""
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.seconds = time.perf_counter()
+
+        def elapsed_time(self, other: 'Event') -> float:
+            return 1e3 * (other.seconds - self.seconds)
+
+    step = module('step')
+    monkeypatch.setattr(step, 'ON_GPU', True)
+    narrow = {
+        'block_out_channels': (32, 32, 32, 32),
+        'cross_attention_dim': 32,
+        'attention_head_dim': 1,
+        'layers_per_block': 1,
+    }
+    monkeypatch.setattr(step.sd2_config, 'UNET', step.sd2_config.UNET | narrow)
+    cuda = {'max_memory_allocated': lambda: 2**30, 'get_device_name': lambda: 'NVIDIA H200', 'Event': Event}
+    cuda |= dict.fromkeys(('synchronize', 'reset_peak_memory_stats', 'empty_cache'), lambda: None)
+    for name, replacement in cuda.items():
+        monkeypatch.setattr(f'torch.cuda.{name}', replacement)
+    file = tmp_path / 'step.json'
+    rows = ['--rows', 'microbatch', '--absent', 'tf32', '--without', 'compile']
+    step.main(
+        [
+            '--pixels',
+            '256',
+            '--batch',
+            '2',
+            '--microbatch',
+            '1',
+            '--steps',
+            '1',
+            '--warmup',
+            '0',
+            *rows,
+            '--json',
+            str(file),
+        ]
+    )
+    (table,) = json.loads(file.read_text())
+    assert table['on_gpu'] and table['peak_flops'] == 989e12
+    assert [(row['row'], row['microbatch']) for row in table['rows']] == [
+        ('microbatch', 1),
+        ('without tf32', 1),
+    ]
+    for row in table['rows']:
+        assert 0 < row['mfu'] < 1 and row['peak_gib'] == 1 and row['planned_gib'] > 10
+        assert 0 < sum(row['stages'].values()) <= row['host_seconds'] + 0.01 <= row['step_seconds'] + 0.01
 
 
 def test_muon_benchmark_counts_fewer_operations_in_batches(rows):

@@ -6,7 +6,8 @@ Shapes: B batch, C latent channels, H W latent size, E text encoders, L text tok
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from composer.models import ComposerModel
@@ -21,6 +22,7 @@ from diffusion.models.denoisers.condition import Condition
 from diffusion.models.denoisers.families import family_of
 from diffusion.models.flops import (
     FlopCount,
+    empty_copy,
     feature_encoder_flops,
     feature_projector_flops,
     perceptual_flops,
@@ -197,6 +199,9 @@ class LatentDiffusion(ComposerModel):
         self._scale_checked = False
         self._empty_text: TextOutput | None = None
         self._denoiser_flops = FlopCount(denoiser)
+        # A trained text encoder is sharded later too, and FSDP2 refuses to copy a sharded module.
+        counted = empty_copy(text, 'meta', shared=text.tokenizers) if train_text_encoder else text
+        self._text_flops = partial(text_encoder_flops, cast(TextConditioner, counted))
         self._sample_flops: dict[tuple[int | bool, ...], int] = {}
 
         # A plain dict hides the frozen parts from nn.Module: FSDP would shard them, but `vae.encode` bypasses the hooks
@@ -595,7 +600,7 @@ class LatentDiffusion(ComposerModel):
             total += vae_encoder_flops(self.vae, height=height, width=width)
         if encodes_text:
             passes = 3 if self.train_text_encoder else 1
-            total += passes * text_encoder_flops(self.text, length=token_length)
+            total += passes * self._text_flops(length=token_length)
         if self.representation_alignment is not None:
             grid = height // self.denoiser_sizes.patch, width // self.denoiser_sizes.patch
             tokens = grid[0] * grid[1]

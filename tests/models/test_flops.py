@@ -4,9 +4,10 @@ import pytest
 import torch
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
-from diffusion.models import sd2_config
+from diffusion.models import batch_keys, sd2_config
 from diffusion.models.builders import tiny
 from diffusion.models.denoisers.family import DenoiserFamily, DenoiserSizes
 from diffusion.models.flops import FlopCount, empty_copy, text_encoder_flops, vae_encoder_flops
@@ -95,3 +96,17 @@ def test_flops_of_encoders_match_torch(model):
 def test_flops_of_a_half_precision_encoder_are_the_same(model):
     half = vae_encoder_flops(nn.Module.to(model.vae, torch.float16), height=8, width=8)  # type: ignore[arg-type]
     assert half == vae_encoder_flops(model.vae.float(), height=8, width=8)
+
+
+@pytest.mark.usefixtures('alone')
+def test_flops_of_a_batch_are_counted_when_fsdp2_has_sharded_a_trained_text_encoder():
+    """FSDP2 refuses to copy a module that it has sharded."""
+    model = tiny(block_out_channels=[32])
+    tokens = torch.ones(2, 1, 16, dtype=torch.int64)
+    batch = {batch_keys.IMAGE: torch.zeros(2, 3, 32, 32, dtype=torch.uint8), batch_keys.INPUT_IDS: tokens}
+    expected = model.flops_per_batch(batch)
+    model._sample_flops.clear()
+    torch.distributed.init_process_group('gloo')
+    fully_shard(model.text)
+    fully_shard(model)
+    assert model.flops_per_batch(batch) == expected

@@ -211,9 +211,9 @@ def test_seed_out_of_range_is_rejected():
         draws_for([0], seed=-1).normal(Purpose.NOISE, (4,))
 
 
-@pytest.mark.gpu
-def test_gpu_draws_the_same_numbers_as_the_cpu():
+def test_draws_on_every_device_equal_those_on_the_cpu(device):
     cpu = draws_for(range(16), seed=3)
-    gpu = draws_for(range(16), seed=3, device='cuda')
-    assert torch.equal(cpu.words(Purpose.NOISE, 1000), gpu.words(Purpose.NOISE, 1000).cpu())
-    torch.testing.assert_close(cpu.normal(Purpose.NOISE, (1000,)), gpu.normal(Purpose.NOISE, (1000,)).cpu())
+    found = draws_for(range(16), seed=3, device=device)
+    assert torch.equal(cpu.words(Purpose.NOISE, 1000), found.words(Purpose.NOISE, 1000).cpu())
+    assert torch.equal(cpu.integers(Purpose.TIMESTEP, 1000), found.integers(Purpose.TIMESTEP, 1000).cpu())
+    torch.testing.assert_close(cpu.normal(Purpose.NOISE, (1000,)), found.normal(Purpose.NOISE, (1000,)).cpu())

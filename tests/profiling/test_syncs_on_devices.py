@@ -1,0 +1,47 @@
+"""Waits of the host for the device: counted by PyTorch's warnings on a GPU, and by calls on the CPU."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from diffusion.config.load import load
+from diffusion.profiling.device_syncs import find_waits
+from diffusion.training.train import build_trainer
+from tests.training.test_performance import WAITS
+
+pytestmark = pytest.mark.filterwarnings('ignore:Synchronization debug mode is a prototype feature')
+OUR_WAITS = {site for site in WAITS if site.startswith('diffusion/')}
+
+
+def test_reads_of_values_are_found_on_every_device(device):
+    values = torch.arange(3.0, device=device)
+    with find_waits() as nothing:
+        values.add_(1).mul_(2)
+    with find_waits() as found:
+        float(values.sum())
+        values[values > 1].tolist()
+    assert not nothing
+    assert sum(found.values()) >= 3
+    assert {site.function for site in found} == {'test_reads_of_values_are_found_on_every_device'}
+
+
+def test_our_code_waits_for_the_device_in_known_places_only(write_recipe, device):
+    names = ('breakdown', 'lr_monitor', 'runtime_estimator', 'loss_guard')
+    trainer: dict[str, Any] = {'max_duration': '8ba', 'progress_bar': False}
+    trainer |= {'device': 'cpu'} if device == 'cpu' else {'device': 'gpu', 'precision': 'amp_bf16'}
+    recipe = write_recipe(
+        callbacks=dict.fromkeys(names),
+        algorithms={'ema': None},
+        device_train_microbatch_size=4,
+        speed={'compile': False},
+        trainer=trainer,
+    )
+    built = build_trainer(load(recipe))
+    built.fit(duration='2ba')
+    with find_waits() as found:
+        built.fit(duration='2ba')
+    built.close()
+    ours = {f'{site.file} ({site.function})' for site in found if site.file.startswith('diffusion/')}
+    assert ours <= OUR_WAITS, {str(site): count for site, count in found.items()}
+    assert ours, 'the loss guard waits in every batch'

@@ -1,0 +1,402 @@
+"""The GPU check: slices with a limit each, resumption, its page, and the file to send in."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import browser_context, needs_browser, serious_issues
+
+from diffusion.config.load import load
+from diffusion.config.performance_preset import effective_parts
+from diffusion.config.recipe import SpeedConfig
+
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / 'benchmarks'
+CONDITIONS = {'version': '1'}
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks_on_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+@pytest.fixture
+def runner():
+    return import_module('slice_runner')
+
+
+@pytest.fixture
+def redaction():
+    return import_module('redaction').Redaction({}, host='node-17', user='someone')
+
+
+def make_slice(runner, name: str, code: str, *, limit_seconds: float = 60.0, kind: str = 'step') -> Any:
+    """Return a slice that runs Python code; DATA is the path of the file for its figures."""
+    prefix = 'import pathlib, sys, time; DATA = pathlib.Path(sys.argv[1]); '
+    return runner.Slice(name, f'slice {name}', [sys.executable, '-c', prefix + code, runner.DATA], kind, limit_seconds)
+
+
+def counting(path: Path) -> str:
+    """Return code that appends a line to a file and writes figures."""
+    return f'open({str(path)!r}, "a").write("ran\\n"); DATA.write_text("[1]")'
+
+
+def test_finished_slices_are_not_run_again(runner, redaction, tmp_path):
+    count = tmp_path / 'count'
+    slices = [make_slice(runner, 'one', counting(count)), make_slice(runner, 'two', counting(count))]
+    for _ in range(2):
+        results = runner.run_slices(slices, tmp_path, CONDITIONS, redaction)
+        assert [(each.status, each.data) for each in results] == [('passed', [1])] * 2
+        assert count.read_text().count('ran') == 2
+    runner.run_slices(slices, tmp_path, {'version': '2'}, redaction)
+    assert count.read_text().count('ran') == 4, 'results of another version are not kept'
+
+
+def test_slices_that_fail_or_take_too_long_are_recorded_and_the_next_one_runs(runner, redaction, tmp_path):
+    count = tmp_path / 'count'
+    duration = f'{os.getpid()}.5'  # by which the process is found
+    sleeper = (
+        f'import subprocess; subprocess.Popen(["sleep", "{duration}"]); print("before", flush=True); time.sleep(60)'
+    )
+    slices = [
+        make_slice(runner, 'fails', 'print("on node-17"); sys.exit(3)'),
+        make_slice(runner, 'dies', 'import os; os.kill(os.getpid(), 9)'),
+        make_slice(runner, 'hangs', sleeper, limit_seconds=1.0),
+        make_slice(runner, 'silent', 'pass'),
+        make_slice(runner, 'broken', 'DATA.write_text("{")'),
+        make_slice(runner, 'works', counting(count)),
+    ]
+    results = {each.name: each for each in runner.run_slices(slices, tmp_path, CONDITIONS, redaction)}
+    found = {name: (each.status, each.reason) for name, each in results.items()}
+    assert found['fails'] == ('failed', 'it ended with status 3')
+    assert results['fails'].output == 'on HOST\n'
+    assert found['dies'] == ('failed', 'it was ended by SIGKILL')
+    assert found['hangs'] == ('timed out', 'it took more than 1 s') and results['hangs'].output == 'before\n'
+    assert found['silent'] == ('failed', 'it wrote no figures')
+    assert found['broken'][0] == 'failed' and 'cannot be read' in found['broken'][1]
+    assert found['works'] == ('passed', '')
+    assert duration not in subprocess.run(['ps', '-eo', 'args'], capture_output=True, text=True).stdout
+
+    # The second run repeats nothing, unless asked to.
+    runner.run_slices(slices, tmp_path, CONDITIONS, redaction)
+    slices[0] = make_slice(runner, 'fails', counting(count))
+    assert runner.run_slices(slices[:1], tmp_path, CONDITIONS, redaction)[0].status == 'failed'
+    slices[-1] = make_slice(runner, 'works', counting(count))
+    again = runner.run_slices([slices[0], slices[-1]], tmp_path, CONDITIONS, redaction, retry=True)
+    assert [each.status for each in again] == ['passed', 'passed']
+    assert count.read_text().count('ran') == 2
+
+
+def test_check_killed_in_a_slice_continues_with_that_slice(runner, redaction, tmp_path):
+    count, child = tmp_path / 'count', tmp_path / 'child'
+    slow = f'import os; pathlib.Path({str(child)!r}).write_text(str(os.getpid())); time.sleep(100)'
+    program = tmp_path / 'program.py'
+    program.write_text(
+        f'import sys; sys.path[:0] = [{str(BENCHMARKS)!r}, {str(ROOT / "tests")!r}]\n'
+        'from pathlib import Path; import slice_runner, redaction; from test_gpu_check import make_slice\n'
+        f'slices = [make_slice(slice_runner, "one", {counting(count)!r}), make_slice(slice_runner, "two", {slow!r})]\n'
+        f'slice_runner.run_slices(slices, Path({str(tmp_path)!r}), {CONDITIONS!r}, redaction.Redaction())\n'
+    )
+    process = subprocess.Popen([sys.executable, str(program)], env=os.environ | {'PYTHONPATH': str(ROOT)})
+    until = time.monotonic() + 60
+    while not (child.exists() and child.read_text()):
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    orphan, until = Path(f'/proc/{child.read_text()}'), time.monotonic() + 10
+    while orphan.exists() and 'Z' not in (orphan / 'stat').read_text().rpartition(')')[2].split()[0]:
+        assert time.monotonic() < until, 'the slice continues without the check, and would disturb the next one'
+        time.sleep(0.02)
+
+    slices = [make_slice(runner, 'one', counting(count)), make_slice(runner, 'two', counting(count))]
+    results = runner.run_slices(slices, tmp_path, CONDITIONS, redaction)
+    assert [each.status for each in results] == ['passed', 'passed']
+    assert count.read_text().count('ran') == 2, 'the first slice has run once, and the second to its end once'
+
+
+def test_results_contain_neither_secrets_nor_names_of_the_machine(tmp_path):
+    environment = {
+        'WANDB_API_KEY': 'abc123def',
+        'S3_ENDPOINT_URL': 'https://storage.corp.example:9000',
+        'HOME': '/home/someone',
+        'AUTH_HEADER': 'hunter',
+        'CUDA_VERSION': '12.8.1.004',
+        'MODE': 'training',
+    }
+    redaction = import_module('redaction').Redaction(environment, host='node-17.corp.example', user='someone')
+    token = 'hf_' + 'aBcD' * 9
+    text = (
+        f'{ROOT}/run.py\nabc123def, hunter at https://storage.corp.example:9000/a\n/home/someone/.cache\n'
+        'node-17: someone\n'
+        f'10.20.30.40:29500 and 127.0.0.1\ntoken {token}\ntraining with CUDA 12.8.1.004'
+    )
+    found = redaction.clean({'rows': [{'text': text, 'value': 1.5}]})['rows'][0]
+    assert found['value'] == 1.5
+    assert found['text'].splitlines() == [
+        './run.py',
+        '$WANDB_API_KEY, $AUTH_HEADER at $S3_ENDPOINT_URL/a',
+        '~/.cache',
+        'HOST: USER',
+        'ADDRESS:29500 and 127.0.0.1',
+        '(line removed: it contains what looks like a Hugging Face token)',
+        'training with CUDA 12.8.1.004',
+    ]
+
+
+def test_whole_check_runs_on_a_cpu_and_makes_one_file(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv('SOME_TOKEN', 'not-for-others')
+    slices = import_module('gpu_check_slices')
+    # Each other file runs in this test session anyway.
+    monkeypatch.setattr(slices, 'TEST_FILES', ('tests/data/test_copies_on_devices.py',))
+    main = import_module('gpu_check').main
+    assert main(['--device', 'cpu', '--out', str(tmp_path)]) == 0, capsys.readouterr()
+    printed = capsys.readouterr().out
+    assert '3 of 3 slices passed; tests: 1 passed, 0 failed, 0 skipped' in printed
+    assert 'largest losses of time' in printed
+
+    with zipfile.ZipFile(tmp_path / 'gpu-check.zip') as archive:
+        assert archive.namelist() == ['gpu-check.html', 'results.json']
+        page, text = (archive.read(name).decode() for name in archive.namelist())
+    results = {each['name']: each for each in json.loads(text)['results']}
+    assert list(results) == ['tests', 'step', 'training-ddp']
+    assert [row['row'] for row in results['step']['data'][0]['rows']] == [
+        'plain',
+        'fused_optimizer',
+        'without fused_optimizer',
+    ]
+    assert 'throughput/samples_per_sec' in results['training-ddp']['data']['metrics']
+    for part in ('CPU form', 'preset without fused_optimizer', 'test_copies_on_devices::', 'backward', 'ddp'):
+        assert part in page
+    for private in (str(tmp_path), str(ROOT), 'not-for-others'):
+        assert private not in page + text
+
+    assert main(['--device', 'cpu', '--out', str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count(': passed before') == 3
+    assert main(['--device', 'cpu', '--out', str(tmp_path), '--list']) == 0
+    assert capsys.readouterr().out.count('passed') == 3
+
+
+@pytest.mark.parametrize(
+    ('words', 'message'),
+    [
+        (['--only', 'steep'], '--only steep: no slice has such a name'),
+        (['--device', 'cuda'], 'torch.cuda finds no GPU'),
+    ],
+)
+def test_mistakes_end_the_check_with_a_message(monkeypatch, tmp_path, capsys, words, message):
+    gpu_check = import_module('gpu_check')
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')
+    assert gpu_check.main(['--out', str(tmp_path), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_slices_on_gpus_cover_every_test_and_row():
+    slices, settings = import_module('gpu_check_slices'), import_module('step_settings')
+    marked = [path for path in (ROOT / 'tests').rglob('test_*.py') if _needs_gpu(path.read_text(encoding='utf-8'))]
+    assert sorted(slices.TEST_FILES) == sorted(str(path.relative_to(ROOT)) for path in marked)
+    found = slices.make_slices(Path('out'), memory_gib=[79.1, 79.1])
+    names = [each.name for each in found]
+    assert len(names) == len(set(names)) and all(re.fullmatch(r'[\w-]+', name) for name in names)
+    assert len([name for name in names if name.startswith('step-')]) == 2 * (len(settings.ROWS) + len(settings.PARTS))
+    assert all(each.limit_seconds < 540 for each in found)
+    training = next(each for each in found if each.name == 'training-fsdp2')
+    assert list(training.command[-4:]) == ['--gpus', '2', '--memory-gib', '79.1']
+
+
+@pytest.mark.parametrize('strategy', ['ddp', 'fsdp2', 'fsdp1'])
+def test_recipes_of_training_runs_on_gpus_are_valid(tmp_path, strategy):
+    training = import_module('gpu_check_training')
+    recipe = training.make_recipe(tmp_path, tmp_path / 'images', training.FULL, strategy, 8)
+    path = tmp_path / 'recipe.yaml'
+    path.write_text(json.dumps(recipe))
+    loaded = load(path)
+    assert (loaded.global_batch, loaded.trainer['precision'], loaded.model.name) == (1024, 'amp_bf16', 'sd2')
+    assert [training.fitting_microbatch(memory) for memory in (79.1, 27.0, 22.0)] == [32, 16, 4]
+
+
+def test_figures_of_the_step_benchmark_have_references():
+    references = import_module('step_references')
+    peaks = {
+        'NVIDIA A100-SXM4-80GB': 312e12,
+        'NVIDIA A100 80GB PCIe': 312e12,
+        'NVIDIA H100 80GB HBM3': 989e12,
+        'NVIDIA H100 PCIe': 756e12,
+        'NVIDIA A10G': 70e12,
+        'Some GPU': None,
+    }
+    assert {name: references.peak_flops_of(name) for name in peaks} == peaks
+    plain = asdict(effective_parts(SpeedConfig(preset='none'), on_gpu=True))
+    plans = [references.planned_gib(256, plain, microbatch, 256) for microbatch in (16, 32)]
+    assert 15 < plans[0] < plans[1] < references.planned_gib(512, plain, 32, 64)
+    assert references.planned_gib(768, plain, 16, 64) is None
+    assert references.published_utilization(256) == pytest.approx((137.5, 0.239), abs=1e-3)
+
+
+def _needs_gpu(text: str) -> bool:
+    return (
+        bool(re.search(r'pytest\.mark\.gpu\b|^def test_\w+\([^)]*\bdevice\b', text, re.MULTILINE))
+        and 'importorskip' not in text
+    )
+
+
+# -- results as of a GPU, with invented figures --
+
+
+def gpu_row(row: str, name: str, step_seconds: float, **changes: Any) -> dict[str, Any]:
+    stages = {'forward': 0.3 * step_seconds, 'backward': 0.6 * step_seconds, 'optimizer': 0.1 * step_seconds}
+    found = {
+        'row': row,
+        'name': name,
+        'microbatch': 16,
+        'failed': '',
+        'step_seconds': step_seconds,
+        'mfu': 0.12 / step_seconds,
+    }
+    found |= {'images_per_second': 256 / step_seconds, 'stages': stages, 'host_seconds': 0.05}
+    return found | {'peak_gib': 20.0, 'planned_gib': 19.3, 'settings': {}} | changes
+
+
+def gpu_results(runner) -> list[Any]:
+    """Return results as of a GPU."""
+    rows = [
+        gpu_row('plain', 'plain', 0.8),
+        gpu_row('compile', '+ compile', 0.4),
+        gpu_row('microbatch', '+ microbatch 64', 0.3, microbatch=64, host_seconds=0.29),
+        gpu_row('without compile', 'preset without compile', 0.5, microbatch=64),
+        gpu_row('without tf32', 'preset without tf32', 0.29, microbatch=64),
+    ]
+    table = {'batch': 256, 'latent_side': 32, 'flops_per_image': 5e11, 'peak_flops': 1e15, 'on_gpu': True}
+    big = [
+        {
+            'row': 'plain',
+            'name': 'plain',
+            'microbatch': 16,
+            'failed': 'does not fit',
+            'settings': {},
+            'planned_gib': 33.4,
+        }
+    ]
+    metrics = {'throughput/step_seconds': 0.5, 'throughput/samples_per_sec': 512.0, 'throughput/device/mfu': 0.35}
+    metrics |= {'throughput/device/samples_per_sec': 256.0, 'memory/peak_gib': 40.0, 'checkpoint/stall_seconds': 0.7}
+    metrics |= {
+        f'time_share/{stage}': share for stage, share in {'data_wait': 0.2, 'forward': 0.2, 'backward': 0.4}.items()
+    }
+    metrics |= {
+        f'time_share/{stage}': share for stage, share in {'encode': 0.05, 'optimizer': 0.1, 'other': 0.05}.items()
+    }
+    tests = [
+        {'name': 'test_a::test_one[cuda]', 'outcome': 'passed', 'reason': '', 'seconds': 1.0},
+        {'name': 'test_a::test_two[cuda]', 'outcome': 'failed', 'reason': 'assert <1> == 2', 'seconds': 2.0},
+        {'name': 'test_a::test_hsdp[cuda]', 'outcome': 'skipped', 'reason': 'hsdp needs 2 GPUs', 'seconds': 0.0},
+    ]
+    entries = [
+        ('tests-a', 'tests a', 'tests', 'failed', 'it ended with status 1', tests),
+        *(
+            (f'step-256-{row["row"]}', 'step', 'step', 'passed', '', [{**table, 'pixels': 256, 'rows': [row]}])
+            for row in rows
+        ),
+        ('step-512-plain', 'step', 'step', 'passed', '', [{**table, 'pixels': 512, 'batch': 64, 'rows': big}]),
+        (
+            'training-ddp',
+            'training',
+            'training',
+            'passed',
+            '',
+            {'metrics': metrics, 'losses': [1.0], 'strategy': 'ddp', 'devices': 2},
+        ),
+        ('training-fsdp1', 'training', 'training', 'timed out', 'it took more than 530 s', None),
+    ]
+    return [
+        runner.Result(name, title, kind, status, reason, 10.0, 'output & <more>', data, {})
+        for name, title, kind, status, reason, data in entries
+    ]
+
+
+def gpu_conditions() -> dict[str, Any]:
+    gpus = [{'name': 'NVIDIA H100 80GB HBM3', 'memory_gib': 79.1, 'capability': 'sm_90'}] * 2
+    machine = {'python': '3.12.3', 'packages': {'torch': '2.11.0', 'torchvision': None}, 'processor': 'AMD EPYC'}
+    machine |= {
+        'driver': '580.1',
+        'cuda': '13.0',
+        'cudnn': 91200,
+        'nccl': '2.28.9',
+        'kernels': ['sm_90', 'sm_100'],
+        'gpus': gpus,
+    }
+    return {'machine': machine, 'version': '0.1.0', 'commit': 'abcdef123456'}
+
+
+def test_largest_losses_are_named_by_their_share_of_a_step(runner):
+    summary = import_module('gpu_check_summary')
+    losses = summary.largest_losses(gpu_results(runner))
+    # Of 0.65 of the step in forward, backward and encoders, 0.35 would do at the GPU's peak.
+    assert [round(loss.share, 3) for loss in losses] == [0.3, 0.2, 0.1]
+    assert [loss.name.split(':')[0].split(' ')[0] for loss in losses] == ['forward', 'waiting', 'the']
+    assert losses[0].seconds == pytest.approx(0.15)
+
+    without_training = [each for each in gpu_results(runner) if each.kind == 'step']
+    losses = summary.largest_losses(without_training)
+    assert [round(loss.share, 3) for loss in losses] == [0.5, 0.1, 0.033]
+    assert losses[2].name == 'speed.tf32, which slows the step'
+    costs = summary.absences(summary.step_tables(without_training)[0])
+    assert [(part, round(seconds, 3)) for part, seconds in costs] == [('compile', 0.2), ('tf32', -0.01)]
+    assert summary.largest_losses([]) == []
+
+
+def test_page_has_the_figures_beside_the_published_ones(runner):
+    page = import_module('gpu_check_page').gpu_check_page(
+        gpu_results(runner), gpu_conditions(), date='today', missing=2
+    )
+    rows = {
+        re.sub('<.*?>', '', cells[0]): [re.sub('<.*?>', '', cell) for cell in cells[1:]]
+        for line in page.splitlines()
+        if (cells := re.findall(r'<t[hd][^>]*>(.*?)</t[hd]>', line))
+    }
+    text = re.sub('<.*?>', '', page)
+    assert '7 of 9 slices passed; tests: 1 passed, 1 failed, 1 skipped. 2 slices have not run yet' in text
+    assert 'The three largest losses of time' in text and '30.0 % of a step (150.0 ms)' in text
+    assert (
+        page.count('published, on 8 A100') == 2
+        and '137.5' in page
+        and '23.9' in page
+        and '36.2' in page
+        and '28.0' in page
+    )
+    compiled = ['16', '640.0', '30.0', '2.00', '400.0', '120.0', '240.0', '40.0', '50.0', '20.0', '19.3', '+3.6']
+    assert rows['+ compile'] == compiled
+    assert 'does not fit' in page
+    assert 'the GPU waits for the host' in text
+    assert (
+        'The absence of compile costs most. A step without: compile +200.0 ms (+66.7 %), tf32 -10.0 ms (-3.3 %).'
+        in text
+    )
+    assert rows['ddp'][:7] == ['2', '256.0', '35.0', '500.0', '40.0', '0.70', '–']
+    assert rows['test_a::test_two[cuda]'][::2] == ['failed', 'assert &lt;1&gt; == 2']
+    assert 'hsdp needs 2 GPUs' in page and 'it took more than 530 s' in page and 'output &amp; &lt;more&gt;' in page
+    assert '2 × NVIDIA H100 80GB HBM3' in page and 'not installed' in page
+
+
+@needs_browser
+@pytest.mark.parametrize(('scheme', 'width'), [('light', 1280), ('dark', 390)])
+def test_page_is_readable_in_a_browser(runner, tmp_path, scheme, width):
+    page = import_module('gpu_check_page').gpu_check_page(gpu_results(runner), gpu_conditions(), date='today')
+    (tmp_path / 'page.html').write_text(page, encoding='utf-8')
+    with browser_context(color_scheme=scheme, viewport={'width': width, 'height': 800}) as (context, left):
+        opened = context.new_page()
+        errors: list[str] = []
+        opened.on('console', lambda message: errors.append(message.text))
+        opened.goto((tmp_path / 'page.html').as_uri())
+        assert opened.evaluate('document.documentElement.scrollWidth') <= width, 'only tables scroll sideways'
+        assert serious_issues(opened) == []
+        assert not left and not errors

@@ -1,6 +1,7 @@
 """GPU architectures that a build of torch has kernels for, read without importing torch."""
 
 import importlib.util
+import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +15,12 @@ Capability = tuple[int, int]
 UP_TO_HOPPER = ('sm_50', 'sm_60', 'sm_70', 'sm_75', 'sm_80', 'sm_86', 'sm_90')
 TURING_TO_BLACKWELL = ('sm_75', 'sm_80', 'sm_86', 'sm_90', 'sm_100', 'sm_120')
 VOLTA_TO_BLACKWELL = ('sm_70', *TURING_TO_BLACKWELL)
+PACKAGE_INDEX_CUDA: tuple[tuple[tuple[float, int], tuple[int, int]], ...] = (
+    ((2, 7), (12, 6)),
+    ((2, 10), (12, 8)),
+    ((math.inf, 0), (13, 0)),
+)
+"""CUDA version of the package index's wheels, by the newest release of torch that has it."""
 WAY_OUT = 'use torch 2.9 or newer (make TORCH=newest; for an image, see "Blackwell" in docker/README.md)'
 
 
@@ -86,10 +93,10 @@ def architectures_of(version: str) -> tuple[str, ...]:
     if found[3] is not None:
         cuda = int(found[3]), int(found[4])
     else:
-        cuda = (12, 6) if release <= (2, 7) else (12, 8) if release <= (2, 10) else (13, 0)
+        cuda = next(default for newest, default in PACKAGE_INDEX_CUDA if release <= newest)
     if cuda < (12, 8):
         return UP_TO_HOPPER
-    return VOLTA_TO_BLACKWELL if cuda[0] == 12 and release > (2, 7) else TURING_TO_BLACKWELL
+    return VOLTA_TO_BLACKWELL if cuda < (13, 0) and release > (2, 7) else TURING_TO_BLACKWELL
 
 
 def missing_kernels(gpu: GPU, version: str | None = None) -> str | None:

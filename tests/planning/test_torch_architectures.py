@@ -1,5 +1,6 @@
 """Which GPUs a build of torch has kernels for."""
 
+import importlib
 import random
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from diffusion.planning.torch_architectures import (
 )
 
 GPUS = load_gpus()
+CUDA_VERSION: str | None = importlib.import_module('torch.version').cuda
 CAPABILITIES = [(major, minor) for major in range(5, 13) for minor in range(10)]
 BLACKWELL = ('10.0', '10.3', '12.0', '12.1')
 
@@ -79,7 +81,7 @@ def test_blackwell_needs_cuda_12_8(capability, version, runs):
 
 
 def test_table_agrees_with_the_installed_torch():
-    flags = torch._C._cuda_getArchFlags() if torch.version.cuda else None
+    flags = torch._C._cuda_getArchFlags() if CUDA_VERSION else None
     if not flags:
         pytest.skip('this torch is built without CUDA')
     version = installed_torch()
@@ -92,7 +94,7 @@ def test_installed_version_is_read_without_importing_torch():
     code = 'import sys; from diffusion.planning.torch_architectures import installed_torch\n'
     code += 'print(installed_torch(), "torch" in sys.modules)'
     found = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout.split()
-    cuda = torch.version.cuda
+    cuda = CUDA_VERSION
     release = str(torch.__version__).split('+')[0]
     assert found == [f'{release}+cu{cuda.replace(".", "")}' if cuda else release, 'False']
 

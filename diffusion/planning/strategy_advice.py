@@ -83,7 +83,7 @@ def advice(fits: Sequence[Fit], gpu: GPU) -> str | None:
         return f"{text} (the recipe's)"
     changes = [f'parallelism.strategy={settings.strategy}']
     if settings.strategy == 'ddp' and settings.checkpoints == 'sharded':
-        changes.append('parallelism.checkpoints=whole')
+        changes.append('parallelism.checkpoints=whole (written by rank 0 alone, so saves take longer)')
     if settings.strategy != 'ddp':
         changes.append(f'parallelism.reshard_after_forward={str(settings.reshard_after_forward).lower()}')
     if settings.replicas != fits[0].setup.parallelism.replicas:

@@ -18,6 +18,7 @@ from diffusion.launch.backends import NAMES, backend_of
 from diffusion.launch.backends.base import Backend
 from diffusion.launch.job_spec import Job, JobSpec, JobStage, override_words, seconds_of
 from diffusion.planning.gpus import GPU, find_gpu, load_gpus
+from diffusion.planning.torch_architectures import missing_kernels
 
 VARIABLE = re.compile(r'[A-Za-z_][A-Za-z0-9_]*')
 
@@ -179,13 +180,19 @@ def _check_variables(spec: JobSpec, gather: Gatherer) -> None:
 
 
 def _find_gpu(spec: JobSpec) -> tuple[GPU | None, list[Problem]]:
-    """Return the GPU model of a job spec, or None for CPUs, and the mistakes in `gpu` and `gpus_per_node`."""
+    """Return the GPU model of a job spec, or None for CPUs, and the mistakes in `gpu`, `torch` and `gpus_per_node`."""
     if spec.gpu is None:
         return None, []
     try:
         gpu = find_gpu(spec.gpu, load_gpus(), or_file=False)
     except UserError as error:
         return None, [Problem('gpu', str(error).removeprefix('--gpu: '))]
+    try:
+        no_kernels = missing_kernels(gpu, spec.torch)
+    except UserError as error:
+        return gpu, [Problem('torch', str(error))]
+    if no_kernels is not None:
+        return gpu, [Problem('gpu', f'{no_kernels}, and set torch in the job to the version in its image')]
     if spec.gpus_per_node > gpu.gpus_per_node:
         limit = f'the {gpu.gpus_per_node} GPUs of a machine with {gpu.name}'
         return gpu, [Problem('gpus_per_node', f'{spec.gpus_per_node} is more than {limit}; use more nodes')]

@@ -95,6 +95,9 @@ class JobSpec:
     """Price of one GPU per hour in USD; null uses the default price of `diffusion plan`."""
     image: str | None = None
     """Container image; null runs the software that is installed on the machines."""
+    torch: str | None = None
+    """Version of torch in the image or on the machines, such as 2.9 or 2.7.0+cu128, which must have kernels for `gpu`;
+    null assumes the version that is installed where the job is submitted."""
     workdir: str | None = None
     """Folder with run.py on a node; null uses the working directory of the image, or else the folder from which the job
     is submitted."""

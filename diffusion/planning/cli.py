@@ -25,6 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         '--gpu', default='h100-sxm', metavar='NAME', help='GPU model, such as a100-80gb (default: %(default)s)'
     )
     parser.add_argument(
+        '--torch',
+        metavar='VERSION',
+        help='version of torch on the cluster, such as 2.9 or 2.7.0+cu128, which must have kernels for the GPU '
+        '(default: the installed version)',
+    )
+    parser.add_argument(
         '--gpus', type=_positive_integer, default=8, metavar='N', help='number of GPUs (default: %(default)s)'
     )
     speed = parser.add_mutually_exclusive_group()
@@ -100,6 +106,7 @@ def run_plan(args: argparse.Namespace) -> int:
     from diffusion.planning.plan import Assumptions, load_phases, make_plan, read_measured_speed
     from diffusion.planning.plan_json import plan_to_dict
     from diffusion.planning.plan_table import plan_text
+    from diffusion.planning.torch_architectures import missing_kernels
     from diffusion.storage.writable import check_writable
 
     if args.png is not None:
@@ -110,8 +117,15 @@ def run_plan(args: argparse.Namespace) -> int:
     paths = [word for word in words if '=' not in word]
     overrides = [word for word in words if '=' in word]
     gpus = load_gpus(args.gpus_file)
+    gpu = find_gpu(args.gpu, gpus)
+    try:
+        problem = missing_kernels(gpu, args.torch)
+    except UserError as error:
+        raise UserError(f'--torch: {error}') from error
+    if problem is not None:
+        raise UserError(f'--gpu: {problem}, and pass the version of torch on the cluster, such as --torch 2.9')
     given = Assumptions(
-        gpu=find_gpu(args.gpu, gpus),
+        gpu=gpu,
         gpus=args.gpus,
         price=args.price,
         mfu=args.mfu,

@@ -1,6 +1,7 @@
 """Peak FLOP/s, memory and hourly price of GPUs, read from gpus.yaml and optionally from the user's file."""
 
 import datetime
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ class GPU:
     """Memory bandwidth in GB/s."""
     nvlink_gb_per_second: float = 0.0
     """NVLink bandwidth in GB/s, both directions together; 0 if it has no NVLink."""
+    compute_capability: str | None = None
+    """Compute capability, such as '9.0', by which torch selects kernels; null skips the check that torch has them."""
     gpus_per_node: int = 8
     """Number of GPUs per node."""
     name: str = ''
@@ -125,6 +128,11 @@ def _check(gpu: GPU, where: str, gather: Gatherer) -> None:
                 join(where, f'peak_tflops.{precision}'),
                 f'{peak!r} is not a positive number; use the dense peak in TFLOP/s',
             )
+    if gpu.compute_capability is not None and re.fullmatch(r'\d+\.\d', gpu.compute_capability) is None:
+        gather.problem(
+            join(where, 'compute_capability'),
+            f'{gpu.compute_capability!r} is not a compute capability; use the format 9.0',
+        )
     if gpu.date is not None:
         try:
             datetime.date.fromisoformat(gpu.date)

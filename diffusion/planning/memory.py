@@ -180,14 +180,23 @@ def fits_in_memory(memory: Memory, gpu: GPU) -> bool:
     return memory.reserved <= gpu.memory_gib * GIB
 
 
-def strategies(setup: Setup) -> list[Setup]:
-    """Return a setup with each parallelism strategy in turn, without duplicates, starting with the setup itself."""
+def strategies(setup: Setup, *, devices_per_node: int | None = None) -> list[Setup]:
+    """Return a setup with each parallelism strategy in turn, without duplicates, starting with the setup itself.
+
+    Args:
+        setup: The recipe's setup.
+        devices_per_node: Number of devices of a node; with it, the list has sharding within each node, if there are
+            several nodes.
+    """
     current = setup.parallelism
     others = [
         replace(current, strategy='ddp', replicas=1),
         replace(current, strategy='fsdp2', reshard_after_forward=False),
         replace(current, strategy='fsdp2', reshard_after_forward=True),
     ]
+    if devices_per_node and setup.devices > devices_per_node > 1 and setup.devices % devices_per_node == 0:
+        nodes = setup.devices // devices_per_node
+        others.append(replace(current, strategy='fsdp2', reshard_after_forward=False, replicas=nodes))
     by_label = {setup.label: setup}
     for settings in others:
         other = replace(setup, parallelism=settings)

@@ -21,7 +21,6 @@ from diffusion.planning.data_volume import Storage, storage_of
 from diffusion.planning.gpus import GPU
 from diffusion.planning.memory import (
     GIB,
-    Memory,
     Setup,
     fits_in_memory,
     largest_microbatch,
@@ -31,6 +30,7 @@ from diffusion.planning.memory import (
 )
 from diffusion.planning.run_cost import Cost, cost_of_hours, precompute_cost, training_cost
 from diffusion.planning.snapshot_memory import snapshot_bytes_per_node
+from diffusion.planning.strategy_advice import Fit, advice, communication_bytes
 from diffusion.planning.techniques import Technique, techniques_of
 from diffusion.planning.throughput import (
     TRANSFORMER_MFU,
@@ -71,16 +71,6 @@ class Assumptions:
     @property
     def nodes(self) -> int:
         return -(-self.gpus // self.gpu.gpus_per_node)
-
-
-@dataclass(frozen=True)
-class Fit:
-    """Memory per device under one parallelism strategy, and the largest microbatch that fits."""
-
-    setup: Setup
-    memory: Memory
-    fits: bool
-    largest_microbatch: int
 
 
 @dataclass(frozen=True)
@@ -300,10 +290,11 @@ def _fits(phase: Phase, given: Assumptions) -> tuple[Fit, ...]:
     microbatch = phase.recipe.device_train_microbatch_size
     size = microbatch if isinstance(microbatch, int) else share
     fits = []
-    for setup in strategies(Setup(given.gpus, size, phase.recipe.parallelism)):
+    setups = strategies(Setup(given.gpus, size, phase.recipe.parallelism), devices_per_node=given.gpu.gpus_per_node)
+    for setup in setups:
         memory = memory_of(phase, setup)
         largest = largest_microbatch(phase, setup, given.gpu)
-        fits.append(Fit(setup, memory, fits_in_memory(memory, given.gpu), largest))
+        fits.append(Fit(setup, memory, fits_in_memory(memory, given.gpu), largest, communication_bytes(phase, setup)))
     return tuple(fits)
 
 
@@ -363,6 +354,10 @@ def _warnings(plans: Sequence[PhasePlan], given: Assumptions, today: datetime.da
 
 def _notes(plans: Sequence[PhasePlan], given: Assumptions) -> tuple[str, ...]:
     notes = [f'{each.phase.name}: {note}' for each in plans for note in each.phase.notes]
+    for each in plans:
+        found = advice(each.fit, given.gpu)
+        if found is not None:
+            notes.append(f'{each.phase.name}: {found}')
     unknown = [each.phase.name for each in plans if each.phase.samples is None]
     if unknown:
         notes.append(

@@ -123,6 +123,7 @@ def _fit(fit: Fit) -> dict[str, Any]:
         'reserved_bytes': fit.memory.reserved,
         'fits': fit.fits,
         'largest_microbatch': fit.largest_microbatch,
+        'communication_bytes_per_batch': fit.communication_bytes,
     }
 
 

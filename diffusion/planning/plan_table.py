@@ -120,7 +120,8 @@ def _memory(plan: Plan) -> str:
         title = f'Memory per GPU in GiB (of {plan.given.gpu.memory_gib:.1f}), {each.phase.name}'
         used = {name: max(getattr(fit.memory, name) for fit in each.fit) for name in PARTS}
         shown = [name for name in PARTS if used[name] >= 0.005 * GIB]
-        rows = [['strategy', *(PARTS[name] for name in shown), 'peak', 'with allowance', 'largest microbatch']]
+        rows = [['strategy', *(PARTS[name] for name in shown), 'peak', 'with allowance']]
+        rows[0] += ['largest microbatch', 'GB sent per batch']
         for fit in each.fit:
             mark = '' if fit.fits else '  does not fit'
             cells = [_gib(getattr(fit.memory, name)) for name in shown]
@@ -128,6 +129,7 @@ def _memory(plan: Plan) -> str:
             share = each.phase.recipe.global_batch // plan.given.gpus
             largest = f'{fit.largest_microbatch} of {share}' if fit.largest_microbatch else 'none'
             rows.append([label, *cells, _gib(fit.memory.allocated), _gib(fit.memory.reserved), largest + mark])
+            rows[-1].append(f'{fit.communication_bytes / 1e9:,.2f}')
         blocks.append(_section(f'{title}, microbatch {recipe_fit.setup.microbatch}', _transposed(rows)))
     return '\n\n'.join(blocks)
 

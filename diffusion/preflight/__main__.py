@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from diffusion.config.load import Recipe, load
-from diffusion.exit_codes import FAILED, PREEMPTED
+from diffusion.exit_codes import CONFIG_ERROR, FAILED, PREEMPTED
 from diffusion.launch import environment, heartbeat_file
 from diffusion.launch.findings import (
     Finding,
@@ -21,6 +21,7 @@ from diffusion.launch.findings import (
     findings_json,
     findings_table,
 )
+from diffusion.models.gpu_kernels import kernels_problem
 from diffusion.preflight import collective_checks
 from diffusion.preflight.bucket_check import check_same_store
 from diffusion.preflight.collective_checks import CollectiveLimits, check_ranks
@@ -162,6 +163,10 @@ def check_cuda(index: int) -> list[Finding]:
     """Return a finding if CUDA cannot use the GPU of this process, even if NVML lists the GPU; else an empty list."""
     where = f'{environment.machine_name(os.environ)} rank {os.environ["RANK"]}'
     try:
+        # Before the first kernel, whose error would be "no kernel image is available" without a way out.
+        problem = kernels_problem(index)
+        if problem is not None:
+            return [Finding('cuda', False, problem, CONFIG_ERROR, where=where)]
         torch.cuda.set_device(index)
         torch.zeros(1, device='cuda').item()
     except (RuntimeError, AssertionError) as error:  # torch without CUDA raises AssertionError

@@ -28,6 +28,7 @@ from diffusion.data.shard_cache import home
 from diffusion.data.streams import Bucket
 from diffusion.errors import UserError
 from diffusion.models import lora
+from diffusion.models.gpu_kernels import kernels_problem
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.storage.own_files import user_folder
 from diffusion.training.expand_streams import by_shape
@@ -257,10 +258,14 @@ def check_device(recipe: Recipe) -> None:
     """Check that this machine can run a recipe's `trainer.device` and `trainer.precision`, before its model is built.
 
     Raises:
-        UserError: The recipe needs a GPU, and the machine has none or hides it. A GPU whose driver fails is left to
-            Composer, since such a fault of the machine is worth a retry elsewhere.
+        UserError: The recipe needs a GPU, and the machine has none or hides it, or torch has no kernels for
+            it. A GPU whose driver fails is left to Composer, since such a fault is worth a retry elsewhere.
     """
     device, precision = recipe.trainer.get('device'), recipe.trainer.get('precision') or 'fp32'
+    if on_gpu(recipe):
+        problem = kernels_problem(int(os.environ.get('LOCAL_RANK', '0')))
+        if problem is not None:
+            raise UserError(f'trainer.device: {problem}')
     if torch.cuda.is_available() or _gpu_is_broken():
         return
     if device == 'gpu':

@@ -135,6 +135,15 @@ def test_all_mistakes_are_reported_at_once(write_spec):
         assert expected in found
 
 
+def test_gpu_without_kernels_in_torch_is_refused_unless_the_image_has_them(write_spec):
+    found = error_message(write_spec('slurm', gpu='b200', torch='2.7.0'))
+    assert 'gpu: torch 2.7.0 has no kernels for b200 (compute capability 10.0' in found
+    assert 'set torch in the job to the version in its image' in found
+    path = write_spec('slurm', gpu='b200', torch='2.9')
+    assert check_jobs(load_job_spec(path), path, environ={}).gpu is not None
+    assert "torch: 'new' is not a version of torch" in error_message(write_spec('slurm', gpu='b200', torch='new'))
+
+
 def test_invalid_recipe_is_refused(write_spec):
     path = write_spec('slurm', overrides={'global_batch': 40, 'model.resolutoin': 64})
     assert "recipe: yamls/quickstart.yaml: model.resolutoin: unknown key; did you mean 'resolution'?" in error_message(

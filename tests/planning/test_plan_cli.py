@@ -194,13 +194,21 @@ def test_overrides_apply_to_every_recipe_in_any_position(capsys):
 
 
 def test_json_has_finite_numbers_and_all_strategies_and_encodings(capsys):
-    plan = as_json(capsys, *BOTH, '--gpu', 'b200', '--gpus', '8')
+    plan = as_json(capsys, *BOTH, '--gpu', 'b200', '--gpus', '8', '--torch', '2.9')
     assert plan['total']['usd'] is None
     phase = plan['phases'][0]
     assert [fit['strategy'] for fit in phase['memory']] == ['fsdp2 SHARD_GRAD_OP', 'ddp', 'fsdp2 FULL_SHARD']
     assert [data['encoding'] for data in phase['data']] == ['pictures', 'latents', 'latents+text']
     assert phase['checkpoint_bytes']['weights'] == 4 * 865_910_724
     assert 'NaN' not in json.dumps(plan) and 'Infinity' not in json.dumps(plan)
+
+
+def test_gpu_without_kernels_in_torch_is_refused_with_the_way_out(capsys):
+    error = refused(capsys, *BOTH, '--gpu', 'b200', '--torch', '2.7.0+cu126')
+    assert '--gpu: torch 2.7.0+cu126 has no kernels for b200 (compute capability 10.0; it has' in error
+    assert 'use torch 2.9 or newer' in error and '--torch 2.9' in error
+    error = refused(capsys, *BOTH, '--gpu', 'h200', '--torch', 'newest')
+    assert "--torch: 'newest' is not a version of torch" in error
 
 
 def test_old_price_warns_unless_price_is_given(capsys, monkeypatch):

@@ -1,0 +1,96 @@
+"""Communication of each parallelism strategy, and the strategy that suits a recipe on a GPU."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from diffusion.planning.gpus import GPU
+from diffusion.planning.memory import FLOAT32, GIB, HALF, Memory, Setup
+from diffusion.planning.workload import Phase
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Memory and communication per device under one parallelism strategy, and the largest microbatch that fits."""
+
+    setup: Setup
+    memory: Memory
+    fits: bool
+    largest_microbatch: int
+    communication_bytes: int
+    """Bytes that a device sends per batch."""
+
+
+def communication_bytes(phase: Phase, setup: Setup) -> int:
+    """Return the bytes that one device sends per batch for gradients and sharded weights, with ring algorithms.
+
+    In a ring of n devices, a device sends (n - 1) / n of a tensor to gather or to reduce-scatter it, and twice that to
+    all-reduce it.
+    """
+    settings, shards = setup.parallelism, setup.shards
+    trained = phase.trained_parameters
+    if settings.strategy == 'ddp':
+        return round(2 * _ring(setup.devices) * FLOAT32 * trained)
+    width = FLOAT32 if phase.autocast == 'fp32' else HALF
+    gathered_width = FLOAT32 if settings.mixed_precision == 'full' else width
+    reduced_width = width if settings.mixed_precision == 'pure' else FLOAT32
+    share = max(setup.microbatch, phase.recipe.global_batch // setup.devices)
+    microbatches = -(-share // setup.microbatch)
+    reduces_once = bool(phase.speed(settings.strategy).reduce_once)
+    reductions = 1 if reduces_once else microbatches
+    gathers = reductions  # in the forward pass; weights stay gathered between microbatches that are not reduced
+    if settings.reshard_after_forward:
+        gathers += microbatches  # in the backward pass
+    gathered = gathers * gathered_width * (trained + phase.model.frozen_denoiser_parameters)
+    reduced = reductions * reduced_width * trained
+    across = 2 * _ring(settings.replicas) * reductions * reduced_width * trained / shards
+    return round(_ring(shards) * (gathered + reduced) + across)
+
+
+def recommended(fits: Sequence[Fit]) -> Fit | None:
+    """Return the strategy with the least host time that fits in memory, and then the least communication; else None.
+
+    ddp comes first: its parameters are plain tensors, and the optimizer, clipping and averages skip the dispatch of
+    DTensor, which takes host time for each parameter.
+    """
+    fitting = [fit for fit in fits if fit.fits]
+    return min(
+        fitting,
+        key=lambda fit: (fit.setup.parallelism.strategy != 'ddp', fit.communication_bytes),
+        default=None,
+    )
+
+
+def advice(fits: Sequence[Fit], gpu: GPU) -> str | None:
+    """Return which strategy is recommended and why, with the settings to change; None if none fits or one device.
+
+    Args:
+        fits: All strategies, the recipe's own first.
+        gpu: The GPU.
+    """
+    best = recommended(fits)
+    if best is None or best.setup.devices == 1:
+        return None
+    settings = best.setup.parallelism
+    text = (
+        f'recommended strategy: {best.setup.label}, which fits in {best.memory.reserved / GIB:.1f} of '
+        f'{gpu.memory_gib:.1f} GiB and sends {best.communication_bytes / 1e9:.1f} GB per GPU and batch'
+    )
+    if settings.strategy == 'ddp':
+        text += ', and has no DTensor, whose dispatch takes host time in every optimizer step'
+    elif any(fit.setup.parallelism.strategy == 'ddp' and not fit.fits for fit in fits):
+        text += '; ddp does not fit'
+    if best is fits[0]:
+        return f"{text} (the recipe's)"
+    changes = [f'parallelism.strategy={settings.strategy}']
+    if settings.strategy == 'ddp' and settings.checkpoints == 'sharded':
+        changes.append('parallelism.checkpoints=whole (written by rank 0 alone, so saves take longer)')
+    if settings.strategy != 'ddp':
+        changes.append(f'parallelism.reshard_after_forward={str(settings.reshard_after_forward).lower()}')
+    if settings.replicas != fits[0].setup.parallelism.replicas:
+        changes.append(f'parallelism.replicas={settings.replicas}')
+    return f'{text}; set {" ".join(changes)}'
+
+
+def _ring(devices: int) -> float:
+    """Return the fraction of a tensor that each device of a ring sends to gather or to reduce-scatter it."""
+    return (devices - 1) / devices

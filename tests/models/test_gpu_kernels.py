@@ -1,0 +1,46 @@
+"""A GPU that the installed torch has no kernels for is refused before its first kernel."""
+
+import pytest
+import torch
+
+from diffusion.errors import UserError
+from diffusion.exit_codes import CONFIG_ERROR
+from diffusion.models.gpu_kernels import kernels_problem
+from diffusion.preflight import __main__ as preflight
+from diffusion.training.components import check_device
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """An H100 and a B200, as torch.cuda would report them, under a torch that has kernels for the first."""
+    capabilities = [(9, 0), (10, 0)]
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
+    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda index: ['NVIDIA H100', 'NVIDIA B200'][index])
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda index: capabilities[index])
+    monkeypatch.setattr(torch.cuda, 'get_arch_list', lambda: ['sm_50', 'sm_80', 'sm_90'])
+
+
+def test_only_a_gpu_without_kernels_is_a_problem(gpus):
+    assert kernels_problem(0) is None
+    problem = kernels_problem(1)
+    assert problem is not None
+    assert 'has no kernels for NVIDIA B200 (compute capability 10.0; it has kernels for sm_50, sm_80, sm_90)' in problem
+    assert 'use torch 2.9 or newer' in problem
+
+
+def test_preflight_names_the_gpu_and_the_way_out(gpus, monkeypatch):
+    monkeypatch.setenv('RANK', '1')
+    (found,) = preflight.check_cuda(1)
+    assert not found.ok and found.status == CONFIG_ERROR
+    assert 'NVIDIA B200' in found.detail and 'docker/README.md' in found.detail
+
+
+def test_run_stops_before_its_model_is_built(gpus, monkeypatch):
+    from diffusion.config.load import load
+
+    recipe = load('yamls/quickstart.yaml', ['trainer.device=gpu'])
+    check_device(recipe)
+    monkeypatch.setenv('LOCAL_RANK', '1')
+    with pytest.raises(UserError, match=r'has no kernels for NVIDIA B200.*use torch 2\.9 or newer'):
+        check_device(recipe)

@@ -1,0 +1,85 @@
+"""Communication of the parallelism strategies, and which one a plan recommends."""
+
+from dataclasses import replace
+
+import pytest
+
+from diffusion.config.recipe import ParallelismConfig
+from diffusion.planning.gpus import find_gpu
+from diffusion.planning.memory import Setup, strategies
+from diffusion.planning.plan import Assumptions, make_plan
+from diffusion.planning.strategy_advice import advice, communication_bytes, recommended
+from tests.planning.recipes import A100, GPUS, PHASES, phase
+
+SD2 = 865_910_724
+DDP = ParallelismConfig(strategy='ddp')
+SHARDED = ParallelismConfig(strategy='fsdp2', reshard_after_forward=False)
+RESHARDED = ParallelismConfig(strategy='fsdp2', reshard_after_forward=True)
+ONCE, EACH = (phase(PHASES[1], [f'speed.reduce_once={value}']) for value in ('true', 'false'))
+
+
+def ring_bytes(devices, size, *, passes):
+    """Return the bytes that a device sends, by walking around a ring: a chunk per step, devices - 1 steps per pass."""
+    return sum(size / devices for _ in range(passes) for _ in range(devices - 1))
+
+
+def fits_of(gpu, gpus=128, overrides=()):
+    work = phase(PHASES[0], overrides)
+    return make_plan([work], Assumptions(gpu=gpu, gpus=gpus), gpus=GPUS).phases[0].fit
+
+
+@pytest.mark.parametrize(('microbatch', 'batches'), [(16, 1), (8, 2), (4, 4)])
+def test_communication_equals_a_walk_around_the_ring(microbatch, batches):
+    def sent(work, settings):
+        return communication_bytes(work, Setup(128, microbatch, settings))
+
+    gather, reduce = (ring_bytes(128, width * SD2, passes=1) for width in (2, 4))
+    for work in (ONCE, EACH):  # DDP reduces once per batch in any case
+        assert sent(work, DDP) == pytest.approx(ring_bytes(128, 4 * SD2, passes=2))
+    assert sent(ONCE, SHARDED) == pytest.approx(gather + reduce)
+    assert sent(EACH, SHARDED) == pytest.approx(batches * (gather + reduce))
+    assert sent(ONCE, RESHARDED) == pytest.approx((1 + batches) * gather + reduce)
+    assert sent(EACH, RESHARDED) == pytest.approx(batches * (2 * gather + reduce))
+
+
+def test_replicas_gather_within_a_group_and_reduce_shards_across_groups():
+    sent = communication_bytes(ONCE, Setup(128, 16, replace(SHARDED, replicas=16)))
+    within = ring_bytes(8, (2 + 4) * SD2, passes=1)
+    assert sent == pytest.approx(within + ring_bytes(16, 4 * SD2 / 8, passes=2))
+
+
+def test_precision_of_communication_counts():
+    sent = {
+        mode: communication_bytes(ONCE, Setup(128, 16, replace(SHARDED, mixed_precision=mode)))
+        for mode in ('pure', 'default', 'full')
+    }
+    assert sent['default'] == pytest.approx(1.5 * sent['pure'])
+    assert sent['full'] == pytest.approx(2 * sent['pure'])
+
+
+def test_ddp_is_recommended_where_it_fits_with_the_settings_to_change():
+    found = advice(fits_of(A100), A100)
+    assert found is not None
+    assert found.startswith('recommended strategy: ddp, which fits in 20.9 of 79.1 GiB and sends 6.9 GB per GPU')
+    assert 'set parallelism.strategy=ddp parallelism.checkpoints=whole' in found
+
+
+def test_sharding_is_recommended_where_ddp_does_not_fit():
+    gpu = find_gpu('v100-16gb', GPUS)
+    fits = fits_of(gpu, overrides=['trainer.precision=amp_fp16'])
+    assert [fit.fits for fit in fits if fit.setup.parallelism.strategy == 'ddp'] == [False]
+    best, found = recommended(fits), advice(fits, gpu)
+    assert best is fits[0] and found is not None
+    assert 'ddp does not fit' in found and found.endswith("(the recipe's)")
+
+
+def test_no_strategy_is_recommended_on_one_device_or_if_none_fits():
+    assert advice(fits_of(A100, gpus=1, overrides=['device_train_microbatch_size=16']), A100) is None
+    fits = tuple(replace(fit, fits=False) for fit in fits_of(A100))
+    assert recommended(fits) is None and advice(fits, A100) is None
+
+
+@pytest.mark.parametrize(('devices', 'hybrid'), [(8, False), (16, True), (12, False), (128, True)])
+def test_sharding_within_nodes_is_listed_for_several_whole_nodes(devices, hybrid):
+    found = strategies(Setup(devices, 16, SHARDED), devices_per_node=8)
+    assert any(setup.parallelism.replicas == devices // 8 > 1 for setup in found) is hybrid

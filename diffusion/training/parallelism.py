@@ -13,7 +13,8 @@ import torch.distributed
 from composer.utils.parallelism import FSDP2Config
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from diffusion.config.recipe import ParallelismConfig
@@ -42,7 +43,6 @@ def parallelism_config(settings: ParallelismConfig) -> dict[str, Any] | None:
     if settings.strategy == 'ddp':
         return None
     if settings.strategy == 'fsdp2':
-        average_gradients_on_cpu()
         if settings.replicas > 1 and not torch.cuda.is_available():
             # When it reduces over replicas, FSDP2 in torch 2.7 asserts that a CUDA stream event exists.
             raise UserError(f'parallelism.replicas: {settings.replicas} groups need GPUs; use 1 on CPUs')
@@ -135,20 +135,27 @@ class _Touch(nn.Module):
         return functools.reduce(operator.add, (each.sum().float() * 0 for each in self._touched))
 
 
-def average_gradients_on_cpu() -> None:
-    """Patch FSDP2 so that it averages gradients on CPUs, where torch 2.7 sums them; safe to call repeatedly."""
+def average_gradients_on_cpu(model: nn.Module) -> None:
+    """Let FSDP2 average gradients over ranks on CPUs, where it would sum them; call it once, after wrapping the model.
+
+    A model on a GPU, or without modules wrapped by FSDP2, is not changed.
+    """
     # FSDP2 requests ReduceOp.AVG, which gloo silently treats as a sum: on N ranks every gradient is N times too large
-    # (measured with torch 2.7.0). Adam's updates do not depend on that scale and hide it, but gradient clipping does,
-    # and so do moments that are resumed on another number of ranks. The patch returns divide factors for a plain sum
-    # and a division afterwards, as FSDP2 itself does for float16. Remove it when gloo averages.
-    factors = _fsdp_collectives._get_gradient_divide_factors
-    if hasattr(factors, '__wrapped__'):
-        return  # patched already
+    # (measured with torch 2.7.0 and 2.14.1). Adam's updates do not depend on that scale and hide it, but gradient
+    # clipping does, and so do moments that are resumed on another number of ranks. Remove this when gloo averages.
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        mesh = next((each.device_mesh for each in module.parameters() if isinstance(each, DTensor)), None)
+        if mesh is None or mesh.device_type != 'cpu' or mesh.size() == 1:
+            continue
+        if hasattr(module, 'set_force_sum_reduction_for_comms'):  # torch 2.9 or newer
+            module.set_force_sum_reduction_for_comms(True)
+        else:
+            module.set_all_reduce_hook(functools.partial(_divide_sum, ranks=mesh.size()))
 
-    @functools.wraps(factors)
-    def averaging(scatter: Any, replicate: Any, dtype: torch.dtype, device_type: str = '') -> Any:
-        if device_type != 'cpu':
-            return factors(scatter, replicate, dtype, device_type)
-        return 1.0, float(scatter.size() * (1 if replicate is None else replicate.size()))
 
-    _fsdp_collectives._get_gradient_divide_factors = averaging
+def _divide_sum(gradients: Tensor, ranks: int) -> None:
+    """Turn a sum over ranks into an average, in place: a hook of FSDP2 after it reduced gradients, for torch < 2.9."""
+    if gradients.dtype in (torch.float32, torch.bfloat16):  # for float16, FSDP2 requests a sum and divides it itself
+        gradients.div_(ranks)

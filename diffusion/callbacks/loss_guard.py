@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from diffusion.algorithms.average import unwrapped
 from diffusion.callbacks.reduce_once import samples_in
 from diffusion.callbacks.save_now import save_now
+from diffusion.compatibility.private_names import _foreach_norm
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.storage.own_files import append_text
@@ -275,7 +276,7 @@ def summarize_gradients(gradients: Iterable[Tensor | None], *, copies: int) -> G
     # Norms take one fused kernel on GPUs, which only reads. In float32 at least: in half precision the squares of
     # finite gradients overflow.
     wide = torch.promote_types(local[0].dtype, torch.float32)
-    norms = torch.stack(torch._foreach_norm(local, 2, dtype=wide))  # type: ignore[reportPrivateImportUsage]
+    norms = torch.stack(_foreach_norm(local, 2, dtype=wide))
     squares = norms.to(_sum_dtype(norms)).square()
     if len(set(counts)) == 1:
         squared_norm = squares.sum() / counts[0]

@@ -12,11 +12,11 @@ import torch
 import torch.distributed
 from composer.utils.parallelism import FSDP2Config
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from diffusion.compatibility import private_names
 from diffusion.config.recipe import ParallelismConfig
 from diffusion.errors import UserError
 
@@ -75,13 +75,14 @@ def parallelism_config(settings: ParallelismConfig) -> dict[str, Any] | None:
 def set_group_timeouts(seconds: float) -> None:
     """Set the timeout of collectives in all process groups of this process, such as those of FSDP's device mesh."""
     # torch creates the groups of a mesh with replicas with its own default, 10 minutes for NCCL, whatever the timeout
-    # of the default group: a collective in them would end a run that hangs before the watchdog does. Private functions,
-    # since torch 2.7 has no public way, neither in init_device_mesh nor later.
+    # of the default group: a collective in them would end a run that hangs before the watchdog does. torch 2.7 has only
+    # private functions for it, neither init_device_mesh nor a setter; torch 2.14 has set_timeout.
     if not torch.distributed.is_initialized():
         return
-    for group in list(distributed_c10d._world.pg_map):
+    set_timeout = getattr(torch.distributed, 'set_timeout', None) or private_names._set_pg_timeout
+    for group in list(private_names._world.pg_map):
         if torch.distributed.get_backend(group) in ('nccl', 'gloo') and torch.distributed.get_world_size(group) > 0:
-            distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+            set_timeout(datetime.timedelta(seconds=seconds), group)
 
 
 def settle_buckets(model: DistributedDataParallel) -> None:
@@ -149,8 +150,9 @@ def average_gradients_on_cpu(model: nn.Module) -> None:
         mesh = next((each.device_mesh for each in module.parameters() if isinstance(each, DTensor)), None)
         if mesh is None or mesh.device_type != 'cpu' or mesh.size() == 1:
             continue
-        if hasattr(module, 'set_force_sum_reduction_for_comms'):  # torch 2.9 or newer
-            module.set_force_sum_reduction_for_comms(True)
+        request_sum: Any = getattr(module, 'set_force_sum_reduction_for_comms', None)
+        if request_sum is not None:  # torch 2.9 or newer; FSDP2 divides the sum
+            request_sum(True)
         else:
             module.set_all_reduce_hook(functools.partial(_divide_sum, ranks=mesh.size()))
 

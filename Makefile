@@ -5,7 +5,7 @@
 PYTHON ?=
 TORCH ?=
 UV ?= $(shell command -v uv 2>/dev/null)
-PYTHONS := python3.11 python3.12 python3.10 python3
+PYTHONS := python3.11 python3.12 python3.10 python3.13 python3
 EXTRAS := quickstart,dev
 VENV := .venv$(if $(TORCH),-$(TORCH))
 BIN := $(VENV)/bin
@@ -57,12 +57,12 @@ install: $(VENV)/installed ## create .venv, or .venv-newest with TORCH=newest
 $(VENV)/installed: pyproject.toml $(if $(TORCH),overrides-newest.txt constraints-newest.txt,constraints.txt)
 	@python=; \
 	for candidate in $(or $(PYTHON),$(PYTHONS)); do \
-	  if $$candidate -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null; then \
+	  if $$candidate -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null; then \
 	    python=$$candidate; break; \
 	  fi; \
 	done; \
 	if [ -z "$$python" ]; then \
-	  echo 'error: none of $(or $(PYTHON),$(PYTHONS)) is a Python from 3.10 to 3.12; install one or set PYTHON=path' >&2; \
+	  echo 'error: none of $(or $(PYTHON),$(PYTHONS)) is a Python from 3.10 to 3.13; install one or set PYTHON=path' >&2; \
 	  exit 1; \
 	fi; \
 	echo "installing into $(VENV) with $$($$python --version) and $(if $(UV),uv,pip): 6 GB, 1 to 10 minutes"; \

@@ -22,7 +22,7 @@ from packaging.utils import NormalizedName, canonicalize_name
 from diffusion.compatibility.private_names import CHECKED_VERSIONS
 
 ROOT = Path(__file__).parents[1]
-PYTHONS = ('3.10', '3.11', '3.12')
+PYTHONS = ('3.10', '3.11', '3.12', '3.13')
 
 project = tomli.loads((ROOT / 'pyproject.toml').read_text())['project']
 extras: dict[str, list[str]] = project['optional-dependencies']
@@ -132,5 +132,5 @@ def test_make_without_a_usable_python_fails_with_a_message(tmp_path: Path):
         shutil.copy(ROOT / name, tmp_path)
     run = subprocess.run(['make', 'test', 'PYTHON=no-such-python'], cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode != 0
-    assert 'none of no-such-python is a Python from 3.10 to 3.12' in run.stderr
+    assert 'none of no-such-python is a Python from 3.10 to 3.13' in run.stderr
     assert not (tmp_path / '.venv').exists()

@@ -41,7 +41,7 @@ def test_loss_and_gradient_equal_the_papers_formula():
     for i, j in enumerate(own):
         for c, y, x in itertools.product(range(4), range(2), range(3)):
             v, positive, negative = (
-                float(each[c, y, x]) for each in (predicted[i], outputs.target[i], outputs.target[j])
+                float(each[c, y, x]) for each in (predicted.detach()[i], outputs.target[i], outputs.target[j])
             )
             total += ((v - positive) ** 2 - 0.05 * (v - negative) ** 2) / 120
             gradient[i, c, y, x] = (2 * (v - positive) - 0.1 * (v - negative)) / 120

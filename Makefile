@@ -130,8 +130,10 @@ test-all: $(VENV)/installed .venv-skypilot/installed ## run all tests: 50 minute
 	@$(PYTEST) $(PYTEST_ARGS)
 
 # What touches torch most, and a run of 20 batches whose losses must be those of the other environment.
-NEWEST_TESTS := tests/compatibility tests/algorithms tests/models tests/training tests/checkpointing/test_snapshot.py \
-  tests/checkpointing/test_checkpointer.py
+NEWEST_MODELS := activation_memory latent_diffusion lora mmdit objective perceptual_losses prx randomness \
+  representation_alignment sdxl
+NEWEST_TESTS := tests/compatibility tests/algorithms tests/training $(NEWEST_MODELS:%=tests/models/test_%.py) \
+  tests/checkpointing/test_snapshot.py tests/checkpointing/test_checkpointer.py
 
 .PHONY: test-newest
 test-newest: ## run the tests that depend on torch's version with the newest torch, in .venv-newest

@@ -45,7 +45,7 @@ def test_loss_and_gradient_equal_the_papers_formula():
             )
             total += ((v - positive) ** 2 - 0.05 * (v - negative) ** 2) / 120
             gradient[i, c, y, x] = (2 * (v - positive) - 0.1 * (v - negative)) / 120
-    assert float(loss) == pytest.approx(total, rel=1e-5)
+    assert loss.item() == pytest.approx(total, rel=1e-5)
     torch.testing.assert_close(predicted.grad, gradient)
 
 

@@ -1,11 +1,14 @@
 # `make` lists the targets. Each target creates .venv if needed: with uv if it is installed, else with venv and pip.
-# PYTHON=python3.12 selects the interpreter, and UV= uses pip even if uv is installed.
+# PYTHON=python3.12 selects the interpreter, and UV= uses pip even if uv is installed. TORCH=newest uses the versions of
+# constraints-newest.txt, with any target, in an environment of its own: `make install TORCH=newest`.
 
 PYTHON ?=
+TORCH ?=
 UV ?= $(shell command -v uv 2>/dev/null)
-PYTHONS := python3.11 python3.12 python3.10 python3
+PYTHONS := python3.11 python3.12 python3.10 python3.13 python3
 EXTRAS := quickstart,dev
-BIN := .venv/bin
+VENV := .venv$(if $(TORCH),-$(TORCH))
+BIN := $(VENV)/bin
 CODE := $(wildcard diffusion tests benchmarks docs/*.py run.py)
 
 RECIPE := yamls/quickstart.yaml
@@ -37,26 +40,39 @@ else \
 fi
 endef
 
+# The newest torch is outside mosaicml's bounds: uv can override them, pip can only skip them.
+ifeq ($(TORCH),)
+PACKAGES = $(call install,"$$($$python -c 'import sys; print(sys.executable)')",$(VENV),-c constraints.txt -e '.[$(EXTRAS)]')
+else ifeq ($(TORCH),newest)
+NEWEST := $(if $(UV),--override overrides-newest.txt -c constraints-newest.txt -e '.[$(EXTRAS)]',--no-compile --no-deps -r constraints-newest.txt -e .)
+PACKAGES = $(call install,"$$($$python -c 'import sys; print(sys.executable)')",$(VENV),$(NEWEST))
+else
+$(error TORCH=$(TORCH): leave it out for the versions of constraints.txt, or use TORCH=newest)
+endif
+
+.PHONY: install
+install: $(VENV)/installed ## create .venv, or .venv-newest with TORCH=newest
+
 # Run each candidate instead of looking for it on PATH: a pyenv shim can be there without an interpreter behind it.
-.venv/installed: pyproject.toml constraints.txt
+$(VENV)/installed: pyproject.toml $(if $(TORCH),overrides-newest.txt constraints-newest.txt,constraints.txt)
 	@python=; \
 	for candidate in $(or $(PYTHON),$(PYTHONS)); do \
-	  if $$candidate -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null; then \
+	  if $$candidate -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null; then \
 	    python=$$candidate; break; \
 	  fi; \
 	done; \
 	if [ -z "$$python" ]; then \
-	  echo 'error: none of $(or $(PYTHON),$(PYTHONS)) is a Python from 3.10 to 3.12; install one or set PYTHON=path' >&2; \
+	  echo 'error: none of $(or $(PYTHON),$(PYTHONS)) is a Python from 3.10 to 3.13; install one or set PYTHON=path' >&2; \
 	  exit 1; \
 	fi; \
-	echo "installing into .venv with $$($$python --version) and $(if $(UV),uv,pip): 6 GB, 1 to 10 minutes"; \
-	rm -rf .venv; \
-	$(call install,"$$($$python -c 'import sys; print(sys.executable)')",.venv,-c constraints.txt -e '.[$(EXTRAS)]')
+	echo "installing into $(VENV) with $$($$python --version) and $(if $(UV),uv,pip): 6 GB, 1 to 10 minutes"; \
+	rm -rf $(VENV); \
+	$(PACKAGES)
 	@touch $@
 
 # SkyPilot gets an environment of its own, because it needs other versions of packages that Composer pins. Only slow
 # tests use it, to validate rendered jobs.
-.venv-skypilot/installed: tests/launch/skypilot-requirements.txt | .venv/installed
+.venv-skypilot/installed: tests/launch/skypilot-requirements.txt | $(VENV)/installed
 	@echo 'installing SkyPilot, which the tests validate jobs with, into .venv-skypilot: 0.5 GB, 1 minute'
 	@rm -rf .venv-skypilot
 	@$(call install,$(BIN)/python,.venv-skypilot,-r $<)
@@ -77,7 +93,7 @@ quickstart: $(RUN)/evaluation.json $(RUN)/export/model_index.json $(RUN)/report.
 
 # A step runs if its output is missing; each program writes its last file only after everything else succeeded. The
 # order-only prerequisites (|) prevent a new installation or a touched file from training over a finished run.
-$(IMAGES): | .venv/installed
+$(IMAGES): | $(VENV)/installed
 	@echo '[1/6] rendering 200 OpenMoji images (seconds)'
 	@$(OFFLINE) $(BIN)/diffusion prepare openmoji --out data/openmoji --sizes 64 --limit 200
 
@@ -104,38 +120,54 @@ $(RUN)/report.html: | $(RUN)/evaluation.json $(RUN)/export/model_index.json
 	@$(OFFLINE) $(BIN)/diffusion report $(RUN)
 
 .PHONY: test
-test: .venv/installed ## run all tests except slow ones, on CPU, without network: 12 minutes on two cores
+test: $(VENV)/installed ## run all tests except slow ones, on CPU, without network: 12 minutes on two cores
 	@echo 'running the tests on CPU, except slow ones (make test-all runs them too)'
 	@$(PYTEST) -m 'not slow' $(PYTEST_ARGS)
 
 .PHONY: test-all
-test-all: .venv/installed .venv-skypilot/installed ## run all tests: 50 minutes on two cores
+test-all: $(VENV)/installed .venv-skypilot/installed ## run all tests: 50 minutes on two cores
 	@echo 'running all tests on CPU'
 	@$(PYTEST) $(PYTEST_ARGS)
 
 # After an interruption it continues; GPU_CHECK_ARGS are its arguments. See docs/gpu-check.md.
 .PHONY: gpu-check
-gpu-check: .venv/installed ## check tests and speed on this machine's GPUs; one file to send in; hours, resumable
+gpu-check: $(VENV)/installed ## check tests and speed on this machine's GPUs; one file to send in; hours, resumable
 	@$(BIN)/python benchmarks/gpu_check.py $(GPU_CHECK_ARGS)
 
+# What touches torch most, and a run of 20 batches whose losses must be those of the other environment.
+NEWEST_MODELS := activation_memory latent_diffusion lora mmdit objective perceptual_losses prx randomness \
+  representation_alignment sdxl
+NEWEST_TESTS := tests/compatibility tests/algorithms tests/training $(NEWEST_MODELS:%=tests/models/test_%.py) \
+  tests/checkpointing/test_snapshot.py tests/checkpointing/test_checkpointer.py
+
+.PHONY: test-newest
+test-newest: ## run the tests that depend on torch's version with the newest torch, in .venv-newest
+	@$(MAKE) --no-print-directory TORCH= .venv/installed
+	@$(MAKE) --no-print-directory TORCH=newest test-slice
+
+.PHONY: test-slice
+test-slice: $(VENV)/installed
+	@echo 'running $(NEWEST_TESTS)'
+	@REFERENCE_PYTHON=$(CURDIR)/.venv/bin/python $(PYTEST) -m 'not slow' $(NEWEST_TESTS) $(PYTEST_ARGS)
+
 .PHONY: docs
-docs: .venv/installed ## build the documentation into site/: seconds
+docs: $(VENV)/installed ## build the documentation into site/: seconds
 	@$(BIN)/mkdocs build --quiet --strict
 	@echo 'open site/index.html, or run $(BIN)/mkdocs serve'
 
 .PHONY: lint
-lint: .venv/installed ## check style, formatting and types
+lint: $(VENV)/installed ## check style, formatting and types
 	@echo 'ruff check'; $(BIN)/ruff check $(CODE)
 	@echo 'ruff format --check'; $(BIN)/ruff format --check $(CODE)
 	@echo 'hadolint'; $(BIN)/hadolint docker/Dockerfile
 	@echo 'pyright (1 minute)'; $(BIN)/pyright --pythonpath $(BIN)/python
 
 .PHONY: format
-format: .venv/installed ## format the code and apply ruff's automatic fixes
+format: $(VENV)/installed ## format the code and apply ruff's automatic fixes
 	@$(BIN)/ruff format $(CODE)
 	@$(BIN)/ruff check --fix $(CODE)
 
 .PHONY: clean
 clean: ## remove .venv, caches and builds, but not data/ and runs/
-	rm -rf .venv .venv-skypilot build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-newest .venv-skypilot build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +

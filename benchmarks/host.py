@@ -184,7 +184,6 @@ def training(parts: Parts, folder: str, batches: int) -> Iterator[dict[str, floa
     from composer.callbacks import LRMonitor, RuntimeEstimator
     from composer.core import Callback
     from composer.optim.scheduler import ConstantWithWarmupScheduler
-    from torch._C._distributed_c10d import HashStore
     from torch.distributed.device_mesh import init_device_mesh
 
     from diffusion.algorithms.ema import EMA
@@ -194,7 +193,7 @@ def training(parts: Parts, folder: str, batches: int) -> Iterator[dict[str, floa
     from diffusion.loggers.console_lines import ConsoleLines
     from diffusion.loggers.metrics_file import MetricsFile
 
-    store = HashStore()
+    store = torch.distributed.FileStore(f'{folder}/store', 1)
     torch.distributed.init_process_group('gloo', store=store, rank=0, world_size=1)
     model = sharded_model(init_device_mesh('cpu', (1,)), parts)
     steps: list[dict[str, float]] = []
@@ -359,8 +358,8 @@ def adamw() -> type[torch.optim.AdamW]:
 def dispatch(steps: int = 15) -> None:
     """Print the host's time for forward and backward pass, eager and with compiled blocks."""
     from ema import narrow_unet
-    from torch._dynamo.utils import counters
 
+    from diffusion.compatibility.private_names import counters
     from diffusion.models.activation_memory import blocks_of
     from diffusion.training import performance
 

@@ -17,8 +17,8 @@ from unittest import mock
 import torch
 from machine import heading, interleaved_medians
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from diffusion.compatibility.private_names import TorchDispatchMode
 from diffusion.config.load import load
 from diffusion.training.components import build_model
 from diffusion.training.muon import MAX_BATCH_ELEMENTS, RMS_OF_ADAMW, Muon

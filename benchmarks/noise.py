@@ -15,10 +15,9 @@ from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from ema import narrow_unet
 from machine import heading, interleaved_medians
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from diffusion.compatibility.private_names import TorchDispatchMode, tree_leaves
 from diffusion.models.randomness import Draws, Purpose, draws_for
 
 LATENT_SIZES = {'256 px': 32, '512 px': 64}
@@ -159,7 +158,7 @@ class OperationCounts(TorchDispatchMode):
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         # A broadcast tensor has more elements than its storage; only the storage is read.
         self.moved.append(sum(min(each.nbytes, each.untyped_storage().nbytes()) for each in (*written, *read)))
-        if func._schema.name not in MOVES:
+        if func.name().partition('.')[0] not in MOVES:
             self.integer += sum(each.numel() for each in written if each.dtype == torch.int64)
             self.float += sum(each.numel() for each in written if each.dtype != torch.int64)
         return results

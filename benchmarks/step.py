@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from ema import narrow_unet
@@ -168,7 +167,7 @@ def measure(variants: Sequence[Variant], batch: int, size: int, args: argparse.N
     if ON_GPU:
         for each in variants:
             run(each, steps_of(each, batch, size, args), args.warmup + args.steps)
-            torch._dynamo.reset()
+            torch.compiler.reset()
             gc.collect()
             torch.cuda.empty_cache()
     else:

@@ -19,17 +19,19 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import NormalizedName, canonicalize_name
 
+from diffusion.compatibility.private_names import CHECKED_VERSIONS
+
 ROOT = Path(__file__).parents[1]
-PYTHONS = ('3.10', '3.11', '3.12')
+PYTHONS = ('3.10', '3.11', '3.12', '3.13')
 
 project = tomli.loads((ROOT / 'pyproject.toml').read_text())['project']
 extras: dict[str, list[str]] = project['optional-dependencies']
 everything = [Requirement(line) for line in [*project['dependencies'], *(r for rs in extras.values() for r in rs)]]
 
 
-def pins(python: str) -> dict[NormalizedName, str]:
-    """Return the versions that constraints.txt pins under a Python version, by package name."""
-    lines = (ROOT / 'constraints.txt').read_text().splitlines()
+def pins(python: str, file: str = 'constraints.txt') -> dict[NormalizedName, str]:
+    """Return the versions that a file pins under a Python version, by package name."""
+    lines = (ROOT / file).read_text().splitlines()
     found = [Requirement(line) for line in lines if not line.startswith('#')]
     environment = {**default_environment(), 'python_version': python, 'python_full_version': f'{python}.0'}
     applying = [r for r in found if r.marker is None or r.marker.evaluate(environment)]
@@ -61,8 +63,29 @@ def test_every_requirement_has_a_lower_and_an_upper_bound():
     assert [each for each, found in operators.items() if found != {'>=', '<'}] == []
 
 
-def test_constraints_are_plain_pins():
-    lines = [line for line in (ROOT / 'constraints.txt').read_text().splitlines() if not line.startswith('#')]
+@pytest.mark.parametrize('python', PYTHONS)
+def test_newest_pins_differ_only_in_what_torch_needs(python: str):
+    tested, newest = pins(python), pins(python, 'constraints-newest.txt')
+    needs = re.compile(r'torch|torchvision|triton|setuptools|(nvidia|cuda)-.*')
+    others = {name for name in tested.keys() | newest.keys() if not needs.fullmatch(name) or name == 'nvidia-ml-py'}
+    assert {name: tested.get(name) for name in others} == {name: newest.get(name) for name in others}
+    overridden = [
+        Requirement(line) for line in (ROOT / 'overrides-newest.txt').read_text().splitlines() if line[0] != '#'
+    ]
+    assert {each.name for each in overridden} == {'torch', 'torchvision'}
+    for each in overridden:
+        assert newest[canonicalize_name(each.name)] == str(each.specifier).removeprefix('==')
+
+
+def test_newest_torch_is_a_checked_version():
+    assert pins('3.11', 'constraints-newest.txt')[canonicalize_name('torch')] in CHECKED_VERSIONS['torch']
+    for name, versions in CHECKED_VERSIONS.items():
+        assert pins('3.11')[canonicalize_name(name)] in versions
+
+
+@pytest.mark.parametrize('file', ['constraints.txt', 'constraints-newest.txt'])
+def test_constraints_are_plain_pins(file: str):
+    lines = [line for line in (ROOT / file).read_text().splitlines() if not line.startswith('#')]
     pin = r"[a-z0-9-]+==[\w.]+( ; python_full_version (<|>=) '3\.1[0-3]')?"
     assert [line for line in lines if not re.fullmatch(pin, line)] == []
 
@@ -109,5 +132,5 @@ def test_make_without_a_usable_python_fails_with_a_message(tmp_path: Path):
         shutil.copy(ROOT / name, tmp_path)
     run = subprocess.run(['make', 'test', 'PYTHON=no-such-python'], cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode != 0
-    assert 'none of no-such-python is a Python from 3.10 to 3.12' in run.stderr
+    assert 'none of no-such-python is a Python from 3.10 to 3.13' in run.stderr
     assert not (tmp_path / '.venv').exists()

@@ -9,10 +9,11 @@ from composer.utils import dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.fsdp._runtime_utils import _reshard as reshard_fsdp1
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from diffusion.compatibility.private_names import _foreach_lerp_, private_attribute
+from diffusion.compatibility.private_names import _reshard as reshard_fsdp1
 from diffusion.errors import UserError
 
 _WRAPPERS = ('_fsdp_wrapped_module.', '_checkpoint_wrapped_module.', '_orig_mod.')
@@ -54,7 +55,7 @@ class WeightAverage:
         if _is_fsdp1(model):
             reshard(model)
         averages, weights = self.pairs(model)
-        torch._foreach_lerp_(averages, weights, 1 - keep)  # type: ignore[reportPrivateImportUsage]
+        _foreach_lerp_(averages, weights, 1 - keep)
 
     @torch.no_grad()
     def exchange(self, model: nn.Module) -> None:
@@ -248,7 +249,7 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
         elif isinstance(module, FullyShardedDataParallel):
             # Private API: FSDP1 has no public way to free its gathered weights. Goes when support for FSDP1 does.
-            handle = module._handle
+            handle = private_attribute(module, '_handle')
             if handle is not None and handle.uses_sharded_strategy:
                 reshard_fsdp1(module, handle, free_unsharded_flat_param=True)
 

@@ -17,6 +17,7 @@ from diffusion.algorithms.gradient_norms import (
     gradients_of,
     summarize_gradients,
 )
+from diffusion.compatibility.private_names import _foreach_mul_
 from diffusion.config.constraints import GreaterThan, constrained
 from diffusion.errors import UserError
 
@@ -77,7 +78,7 @@ def clip_by_norm(gradients: Gradients, squared_norm: Tensor, threshold: float) -
     whole = not gradients.is_sharded
     norm = torch.linalg.vector_norm(gradients.norms) if whole else squared_norm.sqrt().to(gradients.norms.dtype)
     factor = (threshold / (norm + SMALL)).clamp(max=1.0)
-    torch._foreach_mul_(gradients.local, factor.to(gradients.local[0].dtype))  # type: ignore[reportPrivateImportUsage]
+    _foreach_mul_(gradients.local, factor.to(gradients.local[0].dtype))
 
 
 def _known_gradients(state: State) -> tuple[Gradients, Tensor] | None:

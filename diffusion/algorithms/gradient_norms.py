@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from diffusion.compatibility.private_names import _foreach_norm
+
 
 class Gradients(NamedTuple):
     """Summary of this rank's gradients, on their device; N gradients."""
@@ -65,7 +67,7 @@ def summarize_gradients(gradients: Iterable[Tensor | None], *, copies: int) -> G
     # Norms take one fused kernel on GPUs, which only reads. In float32 at least: in half precision the squares of
     # finite gradients overflow.
     wide = torch.promote_types(local[0].dtype, torch.float32)
-    norms = torch.stack(torch._foreach_norm(local, 2, dtype=wide))  # type: ignore[reportPrivateImportUsage]
+    norms = torch.stack(_foreach_norm(local, 2, dtype=wide))
     squares = norms.to(sum_dtype(norms)).square()
     if len(set(counts)) == 1:
         squared_norm = squares.sum() / counts[0]

@@ -10,8 +10,8 @@ import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
-from torch._dynamo.utils import counters
 
+from diffusion.compatibility.private_names import counters
 from diffusion.storage.atomic import write_atomically
 from diffusion.storage.own_files import open_own_file
 

@@ -6,6 +6,8 @@ from composer.callbacks import CheckpointSaver
 from composer.core import State
 from composer.loggers import Logger
 
+from diffusion.compatibility.private_names import private_attribute
+
 
 @runtime_checkable
 class SavesInTime(Protocol):
@@ -36,7 +38,7 @@ def save_now(state: State, logger: Logger, *, notice_seconds: float | None = Non
         if isinstance(saver, SavesInTime):
             saver.save_in_time(state, logger, notice_seconds)
         else:
-            saver._save_checkpoint(state, logger)
+            private_attribute(saver, '_save_checkpoint')(state, logger)
     if saver.remote_uploader is not None and saver.remote_file_name is not None:
         # Not the local path: it is in a temporary folder.
         return saver.remote_file_name.format(state)

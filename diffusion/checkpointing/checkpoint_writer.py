@@ -13,7 +13,6 @@ from composer.utils import dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.utils._pytree import tree_leaves
 
 from diffusion.checkpointing import checkpoint_store
 from diffusion.checkpointing.checkpoint_store import FileRecord
@@ -25,6 +24,7 @@ from diffusion.checkpointing.snapshot_memory import reserve_on_all_ranks
 from diffusion.checkpointing.storage_faults import SaveFailed, describe_fault, storage_fault
 from diffusion.checkpointing.trainer_state import gather_state
 from diffusion.checkpointing.write_progress import WriteProgress
+from diffusion.compatibility.private_names import tree_leaves
 
 
 class SaveInProgress:

@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
@@ -20,6 +19,7 @@ from diffusion.checkpointing.checkpoint_store import INDEX, FileRecord, HashingW
 from diffusion.checkpointing.sharded_state import quiet
 from diffusion.checkpointing.storage_faults import storage_fault
 from diffusion.checkpointing.write_progress import WriteProgress
+from diffusion.compatibility.private_names import _DistWrapper, _metadata_fn
 
 
 class ShardedWrite:
@@ -155,4 +155,4 @@ class _Writer(filesystem.FileSystemWriter):
             raise OSError(fault.errno, fault.strerror, fault.filename or str(self.path)) from error
 
 
-assert filesystem._metadata_fn == INDEX
+assert _metadata_fn == INDEX

@@ -20,7 +20,8 @@ import torch
 from composer.utils import dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
+
+from diffusion.compatibility.private_names import tree_leaves
 
 log = logging.getLogger(__name__)
 

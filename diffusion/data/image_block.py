@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate, get_worker_info
 
+from diffusion.compatibility.private_names import private_attribute
 from diffusion.models import batch_keys
 
 MAX_FREE = 2
@@ -64,7 +65,8 @@ class ImageBlock:
             # A worker passes its batch through shared memory, into which any other tensor would be copied. PyTorch's
             # default_collate allocates there with this private method too. The memory is not recycled, because a worker
             # cannot know when the main process is done with it.
-            return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size)).view(*shape)
+            new_shared = private_attribute(torch.UntypedStorage, '_new_shared')
+            return torch.empty(0, dtype=torch.uint8).set_(new_shared(size)).view(*shape)
         # Recycle the buffer of a freed batch: its pages are mapped, so the kernel need not zero new ones.
         memory = bytearray()
         with contextlib.suppress(IndexError):

@@ -18,9 +18,13 @@ from composer.utils import dist
 from streaming import StreamingDataLoader
 from streaming.base.world import World
 from torch.utils.data import DataLoader
-from torch.utils.data._utils import signal_handling
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from diffusion.compatibility.private_names import (
+    _MultiProcessingDataLoaderIter,
+    private_attribute,
+    set_private_attribute,
+    signal_handling,
+)
 from diffusion.data.bad_samples import SampleCounts, quarantine
 from diffusion.data.streams import BucketedDataset
 from diffusion.data.verified_dataset import describe_error
@@ -92,7 +96,7 @@ class BucketedLoader(StreamingDataLoader):
         # `_resume` is private to StreamingDataset: it reads the position of a loaded checkpoint, which no public method
         # returns. Call it before the workers start, because they increment `next_epoch`, and the position of an earlier
         # epoch counts as stale.
-        _, sample_in_epoch = self.dataset._resume(world, self.dataset.next_epoch)
+        _, sample_in_epoch = private_attribute(self.dataset, '_resume')(world, self.dataset.next_epoch)
         assert self.batch_size is not None
         first = sample_in_epoch // (self.batch_size * world.num_ranks)
         # StreamingDataLoader.state_dict() reads this count. Its __iter__, which maintains it, is bypassed here: it is a
@@ -135,9 +139,11 @@ class BucketedLoader(StreamingDataLoader):
         # the middle of a forward pass, for example, the other ranks would wait for this one in a collective. So remove
         # our workers from the handler's list; `_next_batch` detects a dead worker within POLL_SECONDS, and all ranks
         # stop at the same batch.
-        if isinstance(worker_batches, _MultiProcessingDataLoaderIter) and worker_batches._worker_pids_set:
-            signal_handling._remove_worker_pids(id(worker_batches))  # type: ignore[reportPrivateImportUsage]
-            worker_batches._worker_pids_set = False
+        if isinstance(worker_batches, _MultiProcessingDataLoaderIter) and private_attribute(
+            worker_batches, '_worker_pids_set'
+        ):
+            private_attribute(signal_handling, '_remove_worker_pids')(id(worker_batches))
+            set_private_attribute(worker_batches, '_worker_pids_set', False)
         return worker_batches
 
     def _next_batch(self, worker_batches: Iterator[Any]) -> Any | None:
@@ -167,7 +173,7 @@ class BucketedLoader(StreamingDataLoader):
         """End this rank's DataLoader workers immediately, after a failure on any rank."""
         # If the iterator is left to the garbage collector, PyTorch waits 5 s for each worker.
         if isinstance(worker_batches, _MultiProcessingDataLoaderIter):
-            worker_batches._shutdown_workers()
+            private_attribute(worker_batches, '_shutdown_workers')()
             self._iterator = None
 
     def _early_end(self, index: int) -> str | None:
@@ -273,16 +279,17 @@ def dead_workers(worker_batches: Iterator[Any] | None, error: Exception) -> str 
     """
     if not isinstance(worker_batches, _MultiProcessingDataLoaderIter):
         return None
+    workers = private_attribute(worker_batches, '_workers')
     # A dying process closes its connections before its parent can reap it. So PyTorch may report a killed worker as a
     # ConnectionResetError, EOFError or BrokenPipeError of this process. Wait for the exit status.
     if isinstance(error, OSError | EOFError) and 'in DataLoader worker process' not in str(error):
-        sentinels = [worker.sentinel for worker in worker_batches._workers]
+        sentinels = [worker.sentinel for worker in workers]
         ending = connection.wait(sentinels, timeout=WORKER_EXIT_SECONDS)
-        for worker in worker_batches._workers:
+        for worker in workers:
             if worker.sentinel in ending:
                 worker.join()
     # A worker that has served all its samples exits with status 0.
-    ended = [(number, worker) for number, worker in enumerate(worker_batches._workers) if worker.exitcode]
+    ended = [(number, worker) for number, worker in enumerate(workers) if worker.exitcode]
     return '; '.join(
         f'DataLoader worker {number} (pid {worker.pid}) {describe_exit(worker.exitcode)}' for number, worker in ended
     )

@@ -12,6 +12,7 @@ from typing import Any
 from composer.utils import dist
 from streaming.base.shared import prefix
 
+from diffusion.compatibility.private_names import private_attribute, set_private_attribute
 from diffusion.storage import locks
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ def one_job_at_a_time() -> Iterator[None]:
 @contextlib.contextmanager
 def _same_name_on_all_ranks() -> Iterator[None]:
     """Let Streaming use, on all ranks of a machine, the largest of the free numbers that they have found."""
-    find, machine = prefix._check_and_find_retrying, os.uname().nodename
+    find, machine = private_attribute(prefix, '_check_and_find_retrying'), os.uname().nodename
 
     def agreed(*arguments: Any, **settings: Any) -> int:
         error: ValueError | None = None
@@ -63,11 +64,11 @@ def _same_name_on_all_ranks() -> Iterator[None]:
             raise error
         return max(each for place, each in found if place == machine)
 
-    prefix._check_and_find_retrying = agreed
+    set_private_attribute(prefix, '_check_and_find_retrying', agreed)
     try:
         yield
     finally:
-        prefix._check_and_find_retrying = find
+        set_private_attribute(prefix, '_check_and_find_retrying', find)
 
 
 def _wait_until_timeout() -> Callable[[], None]:

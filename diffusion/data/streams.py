@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from streaming import Stream
 
+from diffusion.compatibility.private_names import private_attribute
 from diffusion.config import sample_order
 from diffusion.config.image_shapes import Shape, apportion
 from diffusion.data.bad_samples import MAX_ATTEMPTS, BadSample, replacement
@@ -73,7 +74,7 @@ class BucketedDataset(VerifiedDataset):
         self.substitute = substitute
         # Streaming's constructor derives a `proportion` for every stream. Only the private `_proportion` shows whether
         # the recipe set one.
-        given = [bucket.stream for bucket in buckets if bucket.stream._proportion is not None]
+        given = [bucket.stream for bucket in buckets if private_attribute(bucket.stream, '_proportion') is not None]
         self.is_proportional = bool(given) or streaming.get('epoch_size') is not None
         super().__init__({bucket.name: bucket.stream for bucket in buckets}, batch_size=batch_size, **streaming)
         self.buckets = [replace(bucket, stream=stream) for bucket, stream in zip(buckets, self.streams, strict=True)]
@@ -288,7 +289,7 @@ class BucketedDataset(VerifiedDataset):
             ),
         }
         for bucket in self.buckets:
-            given = bucket.stream._choose
+            given = private_attribute(bucket.stream, '_choose')
             problem = None if given is None else sample_order.choose_problem(given, self.global_batch)
             problems[f'streams.{bucket.name}.choose'] = problem
         for where, problem in problems.items():

@@ -13,10 +13,10 @@ from composer.utils import dist
 from filelock import FileLock
 from streaming import Stream, StreamingDataset
 from streaming.base.constant import TICK
-from streaming.base.dataset import _Iterator, _ShardState
 from streaming.base.format import Reader
 from streaming.base.shared import SharedArray
 
+from diffusion.compatibility.private_names import _Iterator, _ShardState
 from diffusion.config.byte_sizes import parse_bytes
 from diffusion.data.shard_cache import CacheBudget
 from diffusion.data.shared_failure import FailureEvent, Failures

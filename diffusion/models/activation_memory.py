@@ -9,13 +9,17 @@ from unittest import mock
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
+from diffusion.compatibility.private_names import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    private_attribute,
+    tree_leaves,
+    tree_map,
+)
 from diffusion.models.flops import empty_copy
 
 Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -27,7 +31,7 @@ FLOAT32_ON_CUDA = frozenset(
     ['group_norm', 'layer_norm', 'softmax', 'log_softmax', 'pow', '__pow__', 'rsqrt', 'exp', 'log', 'softplus']
 )
 """Functions used by denoisers that autocast computes in float32 on CUDA but not on the CPU."""
-_WITH_FLOPS = {*flop_registry, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu}
+_WITH_FLOPS = {*flop_registry, private_attribute(torch.ops.aten, '_scaled_dot_product_flash_attention_for_cpu')}
 
 
 @dataclass(frozen=True)
@@ -151,7 +155,7 @@ class _Recording:
         storage = tensor.untyped_storage()
         # A freed storage's address would be reused, and two storages counted as one.
         self._alive.append(storage)
-        return storage._cdata
+        return private_attribute(storage, '_cdata')
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Record a tensor that autograd saves for the backward pass, and return the tensor unchanged."""
@@ -193,7 +197,7 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.recording.flops_seen += func._overloadpacket in _WITH_FLOPS
+        self.recording.flops_seen += func.overloadpacket in _WITH_FLOPS
         sizes = [leaf.untyped_storage().nbytes() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         # Operations without tensor outputs ask for properties, such as a tensor's device. Caches answer some of them in
         # the second pass, and the outputs of both passes are compared one by one.
@@ -256,7 +260,9 @@ def _to_float32(value: Any) -> Any:
 
 def _record(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], flags: set[str]) -> _Recording:
     """Run a forward pass of a module, and return a record of the tensors that autograd keeps for the backward pass."""
-    recording = _Recording({tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())})
+    recording = _Recording(
+        {private_attribute(tensor.untyped_storage(), '_cdata') for tensor in (*module.parameters(), *module.buffers())}
+    )
     with contextlib.ExitStack() as stack:
         if enable := getattr(module, 'enable_gradient_checkpointing', None):
             enable()

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchmetrics.functional.image.lpips import _LPIPS
 from transformers import PretrainedConfig
 
+from diffusion.compatibility.private_names import _LPIPS
 from diffusion.config.image_shapes import Shape
 from diffusion.models.activation_memory import Activations, Inputs, count_activations
 from diffusion.models.flops import feature_encoder_flops, feature_projector_flops, perceptual_flops

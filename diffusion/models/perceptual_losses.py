@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
-from torchmetrics.functional.image.lpips import _LPIPS
 
+from diffusion.compatibility.private_names import _LPIPS
 from diffusion.config.perceptual_checks import perceptual_problems
 from diffusion.errors import UserError
 from diffusion.models.representation_alignment import FeatureEncoder, load_feature_encoder

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[reportPrivateImportUsage]  # documented as public
 
 from diffusion.config.load import Recipe, load
 from diffusion.exit_codes import CONFIG_ERROR, FAILED, PREEMPTED

@@ -11,9 +11,9 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffusion.callbacks.host_copy import HostCopy
+from diffusion.compatibility.private_names import TorchDispatchMode
 
 VALUES = {
     'aten::_local_scalar_dense',  # item(), float(), bool() and the like
@@ -108,7 +108,7 @@ def _count_calls(found: Counter[Site]) -> Iterator[None]:
     # already, so they are replaced on the Tensor class while the context is active, in this process only.
     class CountOperations(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if (func._schema.name in VALUES or _masks(func, args)) and not _is_on_host():
+            if (_name(func) in VALUES or _masks(func, args)) and not _is_on_host():
                 found[_site()] += 1
             return func(*args, **(kwargs or {}))
 
@@ -131,9 +131,14 @@ def _count_calls(found: Counter[Site]) -> Iterator[None]:
             each.stop()
 
 
+def _name(func: Any) -> str:
+    """Return the name of an operation without its overload, such as aten::index."""
+    return func.name().partition('.')[0]
+
+
 def _masks(func: Any, args: tuple[Any, ...]) -> bool:
     """Return True if an operation indexes a tensor by a boolean mask, which synchronizes to count the True values."""
-    if func._schema.name not in ('aten::index', 'aten::index_put_', 'aten::index_put'):
+    if _name(func) not in ('aten::index', 'aten::index_put_', 'aten::index_put'):
         return False
     return any(index is not None and index.dtype == torch.bool for index in args[1])
 

@@ -16,7 +16,6 @@ import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
 from PIL import Image
-from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from diffusion.config import registry
@@ -217,7 +216,7 @@ def kernels_of(profiler: profile, batches: int, *, on_gpu: bool) -> list[Kernel]
     """Return the GPU kernels in a profiled step, or operators if there is no GPU, in descending order of time."""
     found = []
     for event in profiler.key_averages():
-        is_kernel = event.device_type == DeviceType.CUDA
+        is_kernel = event.device_type.name == 'CUDA'
         # Annotations, and ranges such as `Optimizer.step#AdamW.step`, contain other events and would count them twice.
         if is_kernel != on_gpu or event.is_user_annotation or '#' in event.key:
             continue

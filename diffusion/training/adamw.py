@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from diffusion.compatibility.private_names import _fused_adamw_
 from diffusion.config.constraints import AtLeast, Between, constrained
 
 
@@ -106,7 +107,7 @@ class AdamW(torch.optim.AdamW):
             self._collected[id(group)] = known
         scale, found_inf = getattr(self, 'grad_scale', None), getattr(self, 'found_inf', None)
         known.steps[0].add_(1)
-        torch._fused_adamw_(  # type: ignore[attr-defined]
+        _fused_adamw_(
             known.shards,
             gradients,
             known.exp_avgs,

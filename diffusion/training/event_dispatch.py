@@ -7,6 +7,8 @@ from composer import Trainer
 from composer.core import Callback, Event
 from composer.loggers import LoggerDestination
 
+from diffusion.compatibility.private_names import set_private_attribute
+
 
 def call_only_handlers(trainer: Trainer) -> None:
     """Make a Trainer's engine skip callbacks and loggers that do nothing at an event; the order does not change."""
@@ -23,8 +25,8 @@ def call_only_handlers(trainer: Trainer) -> None:
             if isinstance(callback, LoggerDestination) == to_loggers and handles(callback, event.value):
                 callback.run_event(event, engine.state, engine.logger)
 
-    engine._run_loggers = partial(dispatch, to_loggers=True)
-    engine._run_nonlogger_callbacks = partial(dispatch, to_loggers=False)
+    set_private_attribute(engine, '_run_loggers', partial(dispatch, to_loggers=True))
+    set_private_attribute(engine, '_run_nonlogger_callbacks', partial(dispatch, to_loggers=False))
 
 
 def handles(callback: Callback, event: str) -> bool:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
+from diffusion.compatibility.private_names import _foreach_add_, _foreach_lerp, _foreach_lerp_, _foreach_mul_
 from diffusion.config.constraints import AtLeast, Between, GreaterThan, constrained
 from diffusion.errors import UserError
 from diffusion.models.block_matrices import is_matrix
@@ -182,17 +183,17 @@ class Muon(Optimizer):
         rows, columns = _size(batch[0])
         gradients = [_local(each.grad) for each in batch if each.grad is not None]
         momenta = [_local(self._state(each, 'momentum_buffer')) for each in batch]
-        torch._foreach_lerp_(momenta, gradients, 1 - momentum)  # type: ignore[reportPrivateImportUsage]
-        updates = torch._foreach_lerp(gradients, momenta, momentum) if group['nesterov'] else momenta  # type: ignore[reportPrivateImportUsage]
+        _foreach_lerp_(momenta, gradients, 1 - momentum)
+        updates = _foreach_lerp(gradients, momenta, momentum) if group['nesterov'] else momenta
         dtype = _dtype(group['newton_schulz_dtype'], weights[0])
         stack = torch.stack([each.reshape(-1, columns).to(dtype) for each in updates])
         del updates
         function = functools.partial(_orthogonalize_parts, parts=parts, steps=group['newton_schulz_steps'])
         directions = on_whole_matrices(function, stack, layout_of(batch[0]), rows=rows, first=first)
         directions = directions.to(weights[0].dtype, memory_format=torch.contiguous_format)
-        torch._foreach_mul_(weights, 1 - lr * group['weight_decay'])  # type: ignore[reportPrivateImportUsage]
+        _foreach_mul_(weights, 1 - lr * group['weight_decay'])
         shaped = [direction.reshape(weight.shape) for direction, weight in zip(directions, weights, strict=True)]
-        torch._foreach_add_(weights, shaped, alpha=-lr * RMS_OF_ADAMW * math.sqrt(max(rows // parts, columns)))  # type: ignore[reportPrivateImportUsage]
+        _foreach_add_(weights, shaped, alpha=-lr * RMS_OF_ADAMW * math.sqrt(max(rows // parts, columns)))
 
     def _update_by_adamw(self, group: dict[str, Any], weights: list[Tensor]) -> None:
         """Update the weights of a group as torch.optim.AdamW does."""

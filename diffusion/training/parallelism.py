@@ -12,10 +12,11 @@ import torch
 import torch.distributed
 from composer.utils.parallelism import FSDP2Config
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from diffusion.compatibility import private_names
 from diffusion.config.recipe import ParallelismConfig
 from diffusion.errors import UserError
 
@@ -42,7 +43,6 @@ def parallelism_config(settings: ParallelismConfig) -> dict[str, Any] | None:
     if settings.strategy == 'ddp':
         return None
     if settings.strategy == 'fsdp2':
-        average_gradients_on_cpu()
         if settings.replicas > 1 and not torch.cuda.is_available():
             # When it reduces over replicas, FSDP2 in torch 2.7 asserts that a CUDA stream event exists.
             raise UserError(f'parallelism.replicas: {settings.replicas} groups need GPUs; use 1 on CPUs')
@@ -75,13 +75,14 @@ def parallelism_config(settings: ParallelismConfig) -> dict[str, Any] | None:
 def set_group_timeouts(seconds: float) -> None:
     """Set the timeout of collectives in all process groups of this process, such as those of FSDP's device mesh."""
     # torch creates the groups of a mesh with replicas with its own default, 10 minutes for NCCL, whatever the timeout
-    # of the default group: a collective in them would end a run that hangs before the watchdog does. Private functions,
-    # since torch 2.7 has no public way, neither in init_device_mesh nor later.
+    # of the default group: a collective in them would end a run that hangs before the watchdog does. torch 2.7 has only
+    # private functions for it, neither init_device_mesh nor a setter; torch 2.14 has set_timeout.
     if not torch.distributed.is_initialized():
         return
-    for group in list(distributed_c10d._world.pg_map):
+    set_timeout = getattr(torch.distributed, 'set_timeout', None) or private_names._set_pg_timeout
+    for group in list(private_names._world.pg_map):
         if torch.distributed.get_backend(group) in ('nccl', 'gloo') and torch.distributed.get_world_size(group) > 0:
-            distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+            set_timeout(datetime.timedelta(seconds=seconds), group)
 
 
 def settle_buckets(model: DistributedDataParallel) -> None:
@@ -135,20 +136,28 @@ class _Touch(nn.Module):
         return functools.reduce(operator.add, (each.sum().float() * 0 for each in self._touched))
 
 
-def average_gradients_on_cpu() -> None:
-    """Patch FSDP2 so that it averages gradients on CPUs, where torch 2.7 sums them; safe to call repeatedly."""
+def average_gradients_on_cpu(model: nn.Module) -> None:
+    """Let FSDP2 average gradients over ranks on CPUs, where it would sum them; call it once, after wrapping the model.
+
+    A model on a GPU, or without modules wrapped by FSDP2, is not changed.
+    """
     # FSDP2 requests ReduceOp.AVG, which gloo silently treats as a sum: on N ranks every gradient is N times too large
-    # (measured with torch 2.7.0). Adam's updates do not depend on that scale and hide it, but gradient clipping does,
-    # and so do moments that are resumed on another number of ranks. The patch returns divide factors for a plain sum
-    # and a division afterwards, as FSDP2 itself does for float16. Remove it when gloo averages.
-    factors = _fsdp_collectives._get_gradient_divide_factors
-    if hasattr(factors, '__wrapped__'):
-        return  # patched already
+    # (measured with torch 2.7.0 and 2.14.1). Adam's updates do not depend on that scale and hide it, but gradient
+    # clipping does, and so do moments that are resumed on another number of ranks. Remove this when gloo averages.
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        mesh = next((each.device_mesh for each in module.parameters() if isinstance(each, DTensor)), None)
+        if mesh is None or mesh.device_type != 'cpu' or mesh.size() == 1:
+            continue
+        request_sum: Any = getattr(module, 'set_force_sum_reduction_for_comms', None)
+        if request_sum is not None:  # torch 2.9 or newer; FSDP2 divides the sum
+            request_sum(True)
+        else:
+            module.set_all_reduce_hook(functools.partial(_divide_sum, ranks=mesh.size()))
 
-    @functools.wraps(factors)
-    def averaging(scatter: Any, replicate: Any, dtype: torch.dtype, device_type: str = '') -> Any:
-        if device_type != 'cpu':
-            return factors(scatter, replicate, dtype, device_type)
-        return 1.0, float(scatter.size() * (1 if replicate is None else replicate.size()))
 
-    _fsdp_collectives._get_gradient_divide_factors = averaging
+def _divide_sum(gradients: Tensor, ranks: int) -> None:
+    """Turn a sum over ranks into an average, in place: a hook of FSDP2 after it reduced gradients, for torch < 2.9."""
+    if gradients.dtype in (torch.float32, torch.bfloat16):  # for float16, FSDP2 requests a sum and divides it itself
+        gradients.div_(ranks)

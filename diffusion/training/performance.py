@@ -8,7 +8,6 @@ import logging
 from typing import Any
 
 import torch
-import torch._dynamo
 from composer.models import ComposerModel
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from diffusion.algorithms.low_precision_norms import (
     LowPrecisionLayerNormLayer,
     replace_norms,
 )
+from diffusion.compatibility.private_names import config as dynamo_config
 from diffusion.config.performance_preset import PARTS
 from diffusion.config.recipe import SpeedConfig
 from diffusion.models.activation_memory import blocks_of
@@ -148,7 +148,7 @@ def configure_dynamo(*, graphs: int) -> None:
     """Configure torch.compile for blocks: the number of graphs per function, floats as constants, no graph splits."""
     # All blocks of a class share one `forward`, so they share its limit of 8 recompilations in torch 2.7. Beyond the
     # limit, Dynamo runs them eagerly with no more than a warning.
-    config: Any = torch._dynamo.config
+    config: Any = dynamo_config
     config.recompile_limit = max(config.recompile_limit, graphs)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, graphs)
     # Norms of blocks that share code differ in epsilon. As a variable, epsilon breaks the graph (torch 2.7).

@@ -56,7 +56,12 @@ from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.training import components
 from diffusion.training.event_dispatch import call_only_handlers
 from diffusion.training.initial_weights import start_from
-from diffusion.training.parallelism import parallelism_config, set_group_timeouts, settle_buckets
+from diffusion.training.parallelism import (
+    average_gradients_on_cpu,
+    parallelism_config,
+    set_group_timeouts,
+    settle_buckets,
+)
 from diffusion.training.performance import apply_speed, keep_layout, set_backends
 from diffusion.training.resume import check_saver, compare_with_checkpoint, schedule_of
 
@@ -230,6 +235,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
     )
     set_group_timeouts(dist_timeout(recipe))
     call_only_handlers(trainer)
+    average_gradients_on_cpu(trainer.state.model)
     if checkpointer is None and trainer.state.timestamp.batch.value:
         # Only Composer's own saver knows its checkpoint, and only now.
         try:

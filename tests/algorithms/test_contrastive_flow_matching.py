@@ -41,11 +41,11 @@ def test_loss_and_gradient_equal_the_papers_formula():
     for i, j in enumerate(own):
         for c, y, x in itertools.product(range(4), range(2), range(3)):
             v, positive, negative = (
-                float(each[c, y, x]) for each in (predicted[i], outputs.target[i], outputs.target[j])
+                float(each[c, y, x]) for each in (predicted.detach()[i], outputs.target[i], outputs.target[j])
             )
             total += ((v - positive) ** 2 - 0.05 * (v - negative) ** 2) / 120
             gradient[i, c, y, x] = (2 * (v - positive) - 0.1 * (v - negative)) / 120
-    assert float(loss) == pytest.approx(total, rel=1e-5)
+    assert loss.item() == pytest.approx(total, rel=1e-5)
     torch.testing.assert_close(predicted.grad, gradient)
 
 

@@ -189,12 +189,12 @@ def main(scenario: str, folder: Path) -> int:
     if scenario.endswith('-fsdp2'):
         from composer.utils.parallelism import FSDP2Config
 
-        from diffusion.training.parallelism import average_gradients_on_cpu
-
-        average_gradients_on_cpu()
         settings['parallelism_config'] = {'fsdp': FSDP2Config(state_dict_type='full')}
     trainer = make_trainer(data, callbacks, folder=folder, loggers=[FirstNorm()], **settings)
     if scenario.endswith('-fsdp2'):
+        from diffusion.training.parallelism import average_gradients_on_cpu
+
+        average_gradients_on_cpu(trainer.state.model)
         print(f'autograd is recorded: {recorded_summaries()}', flush=True)
         assert all(hasattr(parameter, 'to_local') for parameter in trainer.state.model.parameters())
     try:

@@ -117,6 +117,37 @@ def test_activation_checkpointing_without_denoiser_is_an_error(write_recipe):
         build_trainer(load(path))
 
 
+GRADIENTS_UNDER_FSDP2 = """
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from diffusion.training.parallelism import average_gradients_on_cpu
+
+torch.distributed.init_process_group('gloo')
+rank = torch.distributed.get_rank()
+torch.manual_seed(0)
+inputs = torch.randn(6, 5)
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    plain = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    sharded = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    sharded.load_state_dict(plain.state_dict())
+    for module in (*sharded, sharded):  # the root holds no parameter of its own
+        fully_shard(module, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
+    average_gradients_on_cpu(sharded)
+    plain(inputs).square().mean().backward()
+    for _ in range(2):  # gradients accumulate over microbatches
+        (sharded(inputs[3 * rank:3 * rank + 3]).square().mean() / 2).backward()
+    for ours, expected in zip(sharded.parameters(), plain.parameters()):
+        error = (ours.grad.full_tensor() - expected.grad).norm() / expected.grad.norm()
+        assert error < (1e-6 if dtype == torch.float32 else 1e-2), (dtype, error)
+print('same')
+"""
+
+
+def test_fsdp2_averages_gradients_over_two_ranks(tmp_path):
+    run_ranks(tmp_path, GRADIENTS_UNDER_FSDP2, 'cpu', 2)
+
+
 EMA_UNDER_FSDP1 = """
 import sys
 import torch
@@ -165,9 +196,9 @@ print('same')
 """
 
 
-def run_fsdp1(tmp_path, device, count):
+def run_ranks(tmp_path, program, device, count):
     script = tmp_path / 'script.py'
-    script.write_text(EMA_UNDER_FSDP1)
+    script.write_text(program)
     common = {'WORLD_SIZE': f'{count}', 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': f'{free_port()}'}
     common |= {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
     outputs = [tmp_path / f'{rank}.log' for rank in range(count)]
@@ -184,12 +215,12 @@ def run_fsdp1(tmp_path, device, count):
 @pytest.mark.slow
 def test_ema_under_fsdp1_on_two_ranks(tmp_path):
     """Only averaging and exchanging run on a CPU; Composer's FSDP1 and torch's gathering of weights need a GPU."""
-    run_fsdp1(tmp_path, 'cpu', 2)
+    run_ranks(tmp_path, EMA_UNDER_FSDP1, 'cpu', 2)
 
 
 @pytest.mark.gpu
 def test_ema_under_fsdp1_is_gathered_and_restored(tmp_path):
-    run_fsdp1(tmp_path, 'cuda', 1)
+    run_ranks(tmp_path, EMA_UNDER_FSDP1, 'cuda', 1)
 
 
 def test_all_process_groups_get_the_timeout_of_the_watchdog(write_recipe, alone, monkeypatch, tmp_path):

@@ -74,7 +74,7 @@ def largest_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
     """
     assert found.keys() == expected.keys()
     floor = 1e-2 * torch.stack([each.norm() for each in expected.values()]).mean()
-    return max(float((found[name] - each).norm() / (each.norm() + floor)) for name, each in expected.items())
+    return max(float(((found[name] - each).norm() / (each.norm() + floor)).detach()) for name, each in expected.items())
 
 
 def overall_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

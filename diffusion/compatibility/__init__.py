@@ -1,0 +1,1 @@
+"""Names of other packages that are not part of their public interface."""

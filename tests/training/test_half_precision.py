@@ -39,6 +39,7 @@ MMDIT = {
     'text_width': 32,
     'text_layers': 1,
 }
+MUON = {'name': 'muon', 'lr': 1.0e-4, 'weight_decay': 0.1}
 SHARDED = {'strategy': 'fsdp2', 'checkpoints': 'sharded', 'reshard_after_forward': False}
 
 
@@ -75,7 +76,7 @@ def assert_float32_checkpoint(folder: Path) -> None:
     ('count', 'sections'),
     [
         pytest.param(2, {}, id='unet, ddp'),
-        pytest.param(1, {'parallelism': SHARDED, 'model': MMDIT}, id='mmdit, fsdp2'),
+        pytest.param(1, {'parallelism': SHARDED, 'model': MMDIT, 'optimizer': MUON}, id='mmdit, fsdp2, muon'),
         pytest.param(2, {'parallelism': SHARDED | {'activation_checkpointing': True}}, id='unet, fsdp2'),
     ],
 )

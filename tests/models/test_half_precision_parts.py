@@ -60,8 +60,11 @@ def test_latents_stored_in_float16_are_normalized_in_float32(make_model):
     with torch.autocast(**BFLOAT16):
         latents = model.latents_of(batch)
         outputs = model(batch)
+        sampled = model.latents_of(batch, model.draws_of(batch))
     mean = batch[batch_keys.LATENT_MOMENTS][:, :4].float()
     assert torch.equal(latents, (mean - model.latent_mean) / model.latent_std)
+    wide = batch | {batch_keys.LATENT_MOMENTS: batch[batch_keys.LATENT_MOMENTS].float()}
+    assert torch.equal(sampled, model.latents_of(wide, model.draws_of(wide))), 'the variance is computed in float32'
     assert outputs.prediction.dtype == torch.bfloat16
     assert outputs.target.dtype == torch.float32
 

@@ -48,6 +48,7 @@ def allow_half_precision(patch: pytest.MonkeyPatch) -> None:
 
     def checked_loss(self: LatentDiffusion, outputs: Any, batch: Any) -> Tensor:
         value = loss(self, outputs, batch)
+        assert self.sample_losses is not None
         for part in (outputs.target, outputs.weight, value, self.sample_losses):
             assert part.dtype == torch.float32, f'a part of the loss is in {part.dtype}'
         return value

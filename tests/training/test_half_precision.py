@@ -1,0 +1,142 @@
+"""Half precision: runs in bfloat16 and float16 autocast on CPUs, through the real Trainer."""
+
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from composer.core import Callback, State
+from composer.loggers import Logger
+from cpu_autocast import allow_half_precision, overflow_at
+from ranks import ROOT, assert_same_weights, largest_difference, read_losses
+
+from diffusion.checkpointing.checkpoint_weights import weights_of
+from diffusion.checkpointing.run_folder import find_checkpoint
+from diffusion.config.load import load
+from diffusion.training.train import build_trainer
+
+PROGRAM = ROOT / 'tests' / 'training' / 'cpu_autocast.py'
+EVERYTHING: dict[str, Any] = {
+    # The published rate. Adam's first updates have this size even where the gradient is mostly rounding error.
+    'optimizer': {'name': 'adamw', 'lr': 1.0e-4},
+    'device_train_microbatch_size': 2,
+    'speed': {'channels_last': True, 'low_precision_norms': True, 'inference_mode': True},
+    'callbacks': {'loss_guard': None},
+    'algorithms': {
+        'ema': {'ema_start': '1ba', 'smoothing': 0.9},
+        'gradient_clipping': {'clipping_type': 'norm', 'clipping_threshold': 1.0},
+    },
+}
+MMDIT = {
+    'name': 'tiny_mmdit',
+    'resolution': 32,
+    'depth': 2,
+    'dual_attention_blocks': 1,
+    'patch_size': 2,
+    'text_width': 32,
+    'text_layers': 1,
+}
+MUON = {'name': 'muon', 'lr': 1.0e-4, 'weight_decay': 0.1}
+SHARDED = {'strategy': 'fsdp2', 'checkpoints': 'sharded', 'reshard_after_forward': False}
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory, tiny_recipe, small_vae, ranks):
+    """Function that trains a recipe with CPU autocast, or resumes it, and returns the run's folder."""
+    root = tmp_path_factory.mktemp('half_precision')
+
+    def train(name: str, count: int, precision: str, *, batches: int = 4, **sections: Any) -> Path:
+        content = tiny_recipe(root / 'runs', name=name, **(EVERYTHING | sections))
+        if 'model' in sections:
+            content['model'] |= {'vae': str(small_vae)}
+        if content.get('parallelism', {}).get('strategy') == 'fsdp2':
+            content['speed'] = content['speed'] | {'reduce_once': True}
+        del content['trainer']['device']
+        content['trainer'] |= {'max_duration': f'{batches}ba', 'save_interval': '2ba', 'precision': precision}
+        path = root / f'{name}.yaml'
+        path.write_text(yaml.safe_dump(content))
+        job = ranks.start_program(count, PROGRAM, path)
+        assert not any(job.wait()), job.output()
+        return root / 'runs' / name
+
+    return train
+
+
+def assert_float32_checkpoint(folder: Path) -> None:
+    """Assert that the newest checkpoint of a run holds training and averaged weights in float32."""
+    for kind in ('training', 'ema'):
+        weights, _ = weights_of(find_checkpoint(str(folder)), kind)
+        assert {value.dtype for value in weights.values() if value.is_floating_point()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ('count', 'sections'),
+    [
+        pytest.param(2, {}, id='unet, ddp'),
+        pytest.param(1, {'parallelism': SHARDED, 'model': MMDIT, 'optimizer': MUON}, id='mmdit, fsdp2, muon'),
+        pytest.param(2, {'parallelism': SHARDED | {'activation_checkpointing': True}}, id='unet, fsdp2'),
+    ],
+)
+def test_bfloat16_run_has_the_losses_of_float32_and_resumes_exactly(run, request, count, sections):
+    name = request.node.callspec.id.replace(', ', '_')
+    whole = run(name, count, 'amp_bf16', **sections)
+    single = run(f'{name}_float32', count, 'fp32', **sections)
+    assert read_losses(whole) != read_losses(single)
+    assert largest_difference(read_losses(whole), read_losses(single)) < 3e-3
+    run(f'{name}_resumed', count, 'amp_bf16', batches=2, **sections)
+    resumed = run(f'{name}_resumed', count, 'amp_bf16', **sections)
+    assert read_losses(resumed) == read_losses(whole)
+    assert_same_weights(resumed, whole)
+    assert_float32_checkpoint(whole)
+
+
+class Recorder(Callback):
+    """Callback that records the weights and the loss scale after each batch."""
+
+    def __init__(self) -> None:
+        self.weights: list[list[torch.Tensor]] = []
+        self.scales: list[float] = []
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        assert state.scaler is not None
+        self.weights.append([weight.detach().clone() for weight in state.model.parameters()])
+        self.scales.append(state.scaler.get_scale())
+
+
+def test_float16_overflow_skips_the_update_halves_the_scale_and_resumes_exactly(write_recipe, tmp_path, monkeypatch):
+    allow_half_precision(monkeypatch)
+    overflow_at(monkeypatch, 1)
+
+    def fit(name: str, batches: int) -> Recorder:
+        path = write_recipe(name, **EVERYTHING)
+        content = yaml.safe_load(path.read_text())
+        del content['trainer']['device']
+        content['trainer'] |= {'max_duration': f'{batches}ba', 'save_interval': '2ba', 'precision': 'amp_fp16'}
+        path.write_text(yaml.safe_dump(content))
+        trainer, recorder = build_trainer(load(path)), Recorder()
+        trainer.state.callbacks.append(recorder)
+        trainer.fit()
+        trainer.close()
+        return recorder
+
+    whole = fit('whole', 4)
+    updated = [
+        any(not torch.equal(*pair) for pair in zip(before, after, strict=True))
+        for before, after in pairwise(whole.weights)
+    ]
+    assert updated == [False, True, True], 'the update of batch 1 alone is skipped'
+    assert whole.scales == [1024, 512, 512, 512]
+    fit('resumed', 2)
+    assert fit('resumed', 4).scales == [512, 512]
+    folders = tmp_path / 'runs' / 'whole', tmp_path / 'runs' / 'resumed'
+    losses, resumed = (read_losses(folder) for folder in folders)
+    assert losses == resumed
+    assert all(math.isfinite(loss) for loss in losses.values())
+    assert_same_weights(*folders)
+    assert_float32_checkpoint(folders[0])
+    averages, _ = weights_of(find_checkpoint(str(folders[0])), 'ema')
+    assert all(value.isfinite().all() for value in averages.values() if value.is_floating_point())
+    assert not (folders[0] / 'bad_batches.jsonl').exists(), 'loss_guard leaves overflows to the scaler'

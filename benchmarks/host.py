@@ -33,8 +33,6 @@ import torch
 from machine import heading
 from torch import Tensor
 
-TENSORS = 686
-"""Trained tensors of the U-Net of Stable Diffusion 2."""
 ELEMENTS = 8
 BATCH = 2
 CELLS = 8
@@ -107,7 +105,7 @@ def main(steps: int = 60, before: str = BEFORE) -> None:
         versions = {'after': folder.parent}
         if before != 'none':
             versions = {'before': Path(temporary) / 'before', 'after': folder.parent}
-            command = ['git', '-C', str(folder), 'archive', before, 'diffusion']
+            command = ['git', '-C', str(folder.parent), 'archive', before, 'diffusion']
             archive = subprocess.run(command, check=True, capture_output=True).stdout
             versions['before'].mkdir()
             subprocess.run(['tar', '-x', '-C', str(versions['before'])], input=archive, check=True)
@@ -193,7 +191,7 @@ def training(parts: Parts, folder: str, batches: int) -> Iterator[dict[str, floa
     from diffusion.loggers.console_lines import ConsoleLines
     from diffusion.loggers.metrics_file import MetricsFile
 
-    store = torch.distributed.FileStore(f'{folder}/store', 1)
+    store = torch.distributed.FileStore(f'{folder}/store', 1)  # type: ignore[reportPrivateImportUsage]
     torch.distributed.init_process_group('gloo', store=store, rank=0, world_size=1)
     model = sharded_model(init_device_mesh('cpu', (1,)), parts)
     steps: list[dict[str, float]] = []
@@ -230,6 +228,7 @@ def training(parts: Parts, folder: str, batches: int) -> Iterator[dict[str, floa
         device='cpu',
         progress_bar=False,
     )
+    mark_as_sharded(model.denoiser)
     dispatch_events(trainer)
     watch(trainer, parts)
     trainer.fit()
@@ -272,21 +271,18 @@ def watch(trainer: Any, parts: Parts) -> None:
 
 
 def sharded_model(mesh: Any, parts: Parts) -> Any:
-    """Return a small LatentDiffusion whose denoiser has the tensors of SD2's, as shards, and computes nothing."""
+    """Return a LatentDiffusion whose denoiser has the modules of SD2's, shards as weights, and computes nothing."""
+    from ema import narrow_unet
     from torch.distributed.tensor import Shard, distribute_tensor
 
     from diffusion.models.builders import tiny
 
     model = tiny(caption_dropout=0.1, train_text_encoder=False)
-    denoiser = model.denoiser
-    for module in list(denoiser.children()):
-        del module
-    names = [name for name, _ in denoiser.named_children()]
-    for name in names:
-        delattr(denoiser, name)
-    for index in range(TENSORS):
-        shard = distribute_tensor(torch.ones(ELEMENTS, 1), mesh, [Shard(0)])
-        denoiser.register_parameter(f'weight{index}', torch.nn.Parameter(shard))
+    denoiser = model.denoiser = narrow_unet(1)
+    for module in denoiser.modules():
+        for name, _ in list(module.named_parameters(recurse=False)):
+            shard = distribute_tensor(torch.ones(ELEMENTS, 1), mesh, [Shard(0)])
+            module.register_parameter(name, torch.nn.Parameter(shard))
     denoiser.forward = lambda noisy, *rest, **more: (noisy.detach().requires_grad_(),)  # type: ignore[method-assign]
     model.flops_per_batch = lambda batch: 1.0  # type: ignore[method-assign]
     first = batch_of(model)
@@ -296,6 +292,13 @@ def sharded_model(mesh: Any, parts: Parts) -> Any:
         if hasattr(draws, method):
             setattr(draws, method, parts.timed(getattr(draws, method), 'noise'))
     return model
+
+
+def mark_as_sharded(denoiser: torch.nn.Module) -> None:
+    """Make a module one of FSDP2, as fully_shard does, without the hooks that gather its weights."""
+    from torch.distributed.fsdp import FSDPModule
+
+    denoiser.__class__ = type('FSDPUNet', (FSDPModule, type(denoiser)), {'reshard': lambda self: None})
 
 
 def batch_of(model: Any) -> dict[str, Tensor]:

@@ -41,6 +41,8 @@ from diffusion.models.builders import tiny
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.profiling.breakdown import Breakdown
 from diffusion.profiling.step_timer import Timeline
+from diffusion.training.adamw import AdamW
+from diffusion.training.event_dispatch import call_only_handlers
 
 WARMUP = 5
 CELLS = 8
@@ -101,9 +103,11 @@ def make_loader(model: LatentDiffusion, batch: int) -> Loader:
     return DataLoader(data, batch_size=batch, shuffle=True, drop_last=True)
 
 
-def make_optimizer(model: LatentDiffusion, *, fused: bool = True) -> torch.optim.Optimizer:
-    """Return AdamW as in the recipes."""
-    return torch.optim.AdamW(model.denoiser.parameters(), lr=1e-4, weight_decay=0.01, fused=fused or None)
+def make_optimizer(
+    model: LatentDiffusion, *, fused: bool = True, kind: type[torch.optim.AdamW] = torch.optim.AdamW
+) -> torch.optim.Optimizer:
+    """Return AdamW with the settings of the recipes."""
+    return kind(model.denoiser.parameters(), lr=1e-4, weight_decay=0.01, fused=fused or None)
 
 
 def make_trainer(
@@ -118,10 +122,10 @@ def make_trainer(
     """Return Composer's Trainer with the callbacks and loggers of the recipes."""
     warnings.simplefilter('ignore')
     logging.getLogger('diffusion').setLevel(logging.WARNING)
-    return Trainer(
+    trainer = Trainer(
         model=model,
         train_dataloader=loader,
-        optimizers=make_optimizer(model),
+        optimizers=make_optimizer(model, kind=AdamW),
         schedulers=ConstantWithWarmupScheduler('10ba'),
         max_duration=f'{batches}ba',
         callbacks=[LRMonitor(), RuntimeEstimator(), LossGuard(folder=folder), breakdown, interleaved],
@@ -129,6 +133,8 @@ def make_trainer(
         device='gpu' if torch.cuda.is_available() else 'cpu',
         progress_bar=False,
     )
+    call_only_handlers(trainer)  # as the task `train` does
+    return trainer
 
 
 def bare_loop(model: LatentDiffusion, loader: Loader, device: str) -> Iterator[None]:

@@ -33,6 +33,7 @@ class WeightAverage:
         self.tensors: dict[str, Tensor] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         self._saved: Mapping[str, Tensor] = {}
+        self._is_flat = False  # kept, because to walk through the modules of a U-Net takes the host milliseconds
 
     @property
     def started(self) -> bool:
@@ -43,7 +44,7 @@ class WeightAverage:
     def start(self, model: nn.Module) -> None:
         """Initialize the average with a copy of the model's current weights."""
         reshard(model)
-        self._parameters = trained_parameters(model)
+        self._parameters, self._is_flat = trained_parameters(model), _is_fsdp1(model)
         self.tensors = {name: _local(weight).clone() for name, weight in self._parameters.items()}
         self._saved = {}
 
@@ -52,7 +53,8 @@ class WeightAverage:
         """Update the average in place with the model's weights: average = keep * average + (1 - keep) * weights."""
         # FSDP1's parameters are views into the gathered weights while these exist, else into the shard. FSDP2's shards
         # are tensors of their own and stay valid, so there is no need to make it gather again.
-        if _is_fsdp1(model):
+        self.place(model)
+        if self._is_flat:
             reshard(model)
         averages, weights = self.pairs(model)
         _foreach_lerp_(averages, weights, 1 - keep)
@@ -124,11 +126,10 @@ class WeightAverage:
         if not self._saved:
             return
         reshard(model)
-        self._parameters = trained_parameters(model)
-        sharded_flat = _is_fsdp1(model)
+        self._parameters, self._is_flat = trained_parameters(model), _is_fsdp1(model)
         # Under FSDP1 a parameter is a flat piece of this device, so its shape cannot be compared.
-        _check_same(self._saved, self._parameters, shapes=not sharded_flat)
-        if sharded_flat:
+        _check_same(self._saved, self._parameters, shapes=not self._is_flat)
+        if self._is_flat:
             self.tensors = _shard_with_fsdp1(self._saved, self._parameters, model)
         else:
             self.tensors = {name: _shard_like(self._saved[name], weight) for name, weight in self._parameters.items()}

@@ -1,8 +1,8 @@
 """Norms of a batch's gradients, computed once for all that need them: the loss guard, its metric, and clipping."""
 
 import math
-from collections.abc import Iterable
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from composer.core import State
@@ -47,20 +47,8 @@ def summarize_gradients(gradients: Iterable[Tensor | None], *, copies: int) -> G
     """
     # Under no_grad: otherwise to_local records autograd for every gradient, since Composer runs this in the optimizer's
     # closure, which enables gradients. With 686 DTensors on 2 gloo ranks this took 8 times as long.
-    local: list[Tensor] = []
-    counts: list[int] = []
-    last: DTensor | None = None
-    shard_copies = 1
-    for gradient in gradients:
-        if isinstance(gradient, DTensor):
-            local.append(gradient.to_local())
-            # Most are sharded like the one before, and finding the count takes 5 microseconds.
-            if last is None or not _is_sharded_like(gradient, last):
-                last, shard_copies = gradient, copies_of_shard(gradient)
-            counts.append(shard_copies)
-        elif gradient is not None:
-            local.append(gradient)
-            counts.append(copies)
+    given = [gradient for gradient in gradients if gradient is not None]
+    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in given]
     if not local:
         nothing = torch.zeros((), dtype=torch.float64)
         return Gradients(torch.tensor(True), nothing, [], torch.zeros(0), is_sharded=False)
@@ -69,16 +57,29 @@ def summarize_gradients(gradients: Iterable[Tensor | None], *, copies: int) -> G
     wide = torch.promote_types(local[0].dtype, torch.float32)
     norms = torch.stack(_foreach_norm(local, 2, dtype=wide))
     squares = norms.to(sum_dtype(norms)).square()
+    counts = _copies_of_each(given, copies)
     if len(set(counts)) == 1:
         squared_norm = squares.sum() / counts[0]
     else:
         squared_norm = (squares / torch.tensor(counts, device=squares.device)).sum()
-    is_sharded = last is not None or copies != dist.get_world_size()
+    is_sharded = copies != dist.get_world_size() or any(isinstance(gradient, DTensor) for gradient in given)
     return Gradients(norms.sum().isfinite(), squared_norm, local, norms, is_sharded)
 
 
-def _is_sharded_like(gradient: DTensor, other: DTensor) -> bool:
-    return gradient.device_mesh is other.device_mesh and gradient.placements == other.placements
+def _copies_of_each(gradients: Sequence[Tensor], copies: int) -> list[int]:
+    """Return the number of ranks that hold the same values of each gradient, or of this rank's shard of it."""
+    # Most DTensors are sharded alike, and finding the count takes 5 microseconds.
+    known: dict[tuple[int, Any], int] = {}
+    counts = []
+    for gradient in gradients:
+        if not isinstance(gradient, DTensor):
+            counts.append(copies)
+            continue
+        key = (id(gradient.device_mesh), gradient.placements)
+        if key not in known:
+            known[key] = copies_of_shard(gradient)
+        counts.append(known[key])
+    return counts
 
 
 def copies_of_shard(gradient: DTensor) -> int:

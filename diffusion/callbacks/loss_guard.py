@@ -135,6 +135,7 @@ class LossGuard(Callback):
         self._samples_left = 0
         self._first_batch = 0
         self._hooked = self._has_closure = False
+        self._copies = 1
 
     def init(self, state: State, logger: Logger) -> None:
         if self.action == 'skip' and state.precision == Precision.AMP_FP16:
@@ -145,6 +146,8 @@ class LossGuard(Callback):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self._first_batch = state.timestamp.batch.value
+        # Once: to walk through the modules of a U-Net takes the host milliseconds.
+        self._copies = copies_of_gradients(state.model)
         for optimizer in () if self._hooked else state.optimizers:
             optimizer.register_step_pre_hook(partial(self._decide_after_closure, state, logger))
         self._hooked = True
@@ -164,7 +167,7 @@ class LossGuard(Callback):
         # clipped: Composer runs algorithms at AFTER_TRAIN_BATCH, before callbacks. state.batch is the microbatch.
         self._samples_left -= samples_in(state.batch)
         if self.check_gradients and self._samples_left <= 0:
-            self._gradients = summarize_gradients(gradients_of(state), copies=copies_of_gradients(state.model))
+            self._gradients = summarize_gradients(gradients_of(state), copies=self._copies)
 
     def gradients_of_batch(self, state: State) -> tuple[Gradients, Tensor] | None:
         """Return the summary of this batch's gradients and their squared norm over all ranks; a collective.

@@ -18,6 +18,11 @@ class ReduceOnce(Callback):
 
     def __init__(self) -> None:
         self._left = 0
+        self._modules: list[FSDPModule] = []
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        # Once: to walk through the modules of a U-Net takes the host milliseconds.
+        self._modules = list(fsdp_modules(state.model))
 
     def before_train_batch(self, state: State, logger: Logger) -> None:
         # Counted here, while state.batch is the whole batch: during the forward passes it is a microbatch.
@@ -28,7 +33,7 @@ class ReduceOnce(Callback):
         last = self._left == 0
         # Set on every module, since FSDP2 reads the flags per module in the backward pass. `recurse=False` because the
         # loop visits all modules already.
-        for module in fsdp_modules(state.model):
+        for module in self._modules:
             module.set_requires_gradient_sync(last, recurse=False)
             module.set_reshard_after_backward(last, recurse=False)
 

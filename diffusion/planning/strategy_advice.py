@@ -49,8 +49,8 @@ def communication_bytes(phase: Phase, setup: Setup) -> int:
 def recommended(fits: Sequence[Fit]) -> Fit | None:
     """Return the strategy with the least host time that fits in memory, and then the least communication; else None.
 
-    ddp comes first: its parameters are plain tensors, and the optimizer, clipping and averages skip the dispatch of
-    DTensor, which takes host time for each parameter.
+    ddp comes first: it starts its collectives without code in Python, while FSDP2 runs hooks before and after each of its
+    modules in every forward and backward pass.
     """
     fitting = [fit for fit in fits if fit.fits]
     return min(
@@ -76,7 +76,7 @@ def advice(fits: Sequence[Fit], gpu: GPU) -> str | None:
         f'{gpu.memory_gib:.1f} GiB and sends {best.communication_bytes / 1e9:.1f} GB per GPU and batch'
     )
     if settings.strategy == 'ddp':
-        text += ', and has no DTensor, whose dispatch takes host time in every optimizer step'
+        text += ', and runs no hooks in Python during forward and backward pass'
     elif any(fit.setup.parallelism.strategy == 'ddp' and not fit.fits for fit in fits):
         text += '; ddp does not fit'
     if best is fits[0]:

@@ -49,8 +49,8 @@ def communication_bytes(phase: Phase, setup: Setup) -> int:
 def recommended(fits: Sequence[Fit]) -> Fit | None:
     """Return the strategy with the least host time that fits in memory, and then the least communication; else None.
 
-    ddp comes first: it starts its collectives without code in Python, while FSDP2 runs hooks before and after each of its
-    modules in every forward and backward pass.
+    ddp comes first: it starts its collectives without code in Python, while FSDP2 runs hooks before and after each of
+    its modules in every forward and backward pass.
     """
     fitting = [fit for fit in fits if fit.fits]
     return min(

@@ -106,7 +106,7 @@ def test_trainer_subtracts_the_term_from_the_loss(make_model):
     batch = torch.utils.data.default_collate(samples(model, 4))
     outputs = model(batch)
     term = contrastive_error(outputs, negatives_of(outputs.target, model.draws_of(batch)))
-    assert with_term == pytest.approx(plain - 0.2 * float(term), rel=1e-5)
+    assert with_term == pytest.approx(plain - 0.2 * float(term.detach()), rel=1e-5)
     assert plain - with_term > 0.1
 
 

@@ -10,6 +10,13 @@ from diffusion.cli import main
 from diffusion.launch import node
 
 
+@pytest.fixture(autouse=True)
+def _no_rank_of_an_earlier_training(monkeypatch):
+    """Composer leaves rank variables in the environment of a process that has trained."""
+    for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK'):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture
 def calls(monkeypatch):
     """Replace the node entry point, and record the arguments of its calls."""

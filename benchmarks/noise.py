@@ -52,6 +52,7 @@ def print_counted(steps: Mapping[str, 'OperationCounts']) -> None:
     print('|---|---|---|---|---|---|')
     draws = draws_for([7], seed=17)
     for name, size in LATENT_SIZES.items():
+        draw(draws, size)  # counters and keys are made once per shape
         drawn = OperationCounts(lambda size=size: draw(draws, size))
         share = 100 * (drawn.integer + drawn.float) / steps[name].flops
         print(f'| {name} | {2 * 4 * size**2} | {drawn.integer} | {drawn.float} ', end='')

@@ -1,7 +1,6 @@
 """Benchmark of the host's time in a training step outside of the forward and backward pass, by part, before and after.
 
     python benchmarks/host.py [steps [revision of git to compare with, or "none"]]
-    python benchmarks/host.py dispatch [steps]
 
 At 128 GPUs a step of Stable Diffusion 2 takes the GPUs 22 to 70 ms, and they are idle while the host prepares or
 finishes a step. A real Trainer with the callbacks and loggers of yamls/phase1.yaml, EMA and gradient clipping trains
@@ -10,8 +9,7 @@ time. Forward and backward pass are replaced by nothing; gradients are there alr
 whatever the GPU is. It is CPU time of one thread, the median over steps. Both versions of the code run in turns. The
 second table lists where the host waits for the device.
 
-`dispatch` measures what is left out: the host's time for forward and backward pass of the same U-Net, so narrow that
-arithmetic takes little time, eager and with compiled blocks, whose compilation takes minutes.
+benchmarks/dispatch.py measures the passes, which are left out here.
 """
 
 import json
@@ -358,45 +356,6 @@ def adamw() -> type[torch.optim.AdamW]:
     return AdamW
 
 
-def dispatch(steps: int = 15) -> None:
-    """Print the host's time for forward and backward pass, eager and with compiled blocks."""
-    from ema import narrow_unet
-
-    from diffusion.compatibility.private_names import counters
-    from diffusion.models.activation_memory import blocks_of
-    from diffusion.training import performance
-
-    torch.set_num_threads(1)
-    unet = narrow_unet(1)
-    performance.fuse_attention(unet)
-    latents, text = torch.randn(1, 4, CELLS, CELLS), torch.randn(1, 4, unet.config['cross_attention_dim'])
-
-    def forward() -> Tensor:
-        return unet(latents, torch.zeros(1), text, return_dict=False)[0].square().mean()
-
-    print(f'{heading()}, PyTorch {torch.__version__}, one thread; U-Net of SD2 in miniature, one sample')
-    print('\n| host, ms | forward | backward |\n|---|---|---|')
-    print(f'| eager | {median_passes(forward, steps)} |')
-    blocks = blocks_of(unet)
-    performance.configure_dynamo(graphs=4 * len(blocks))
-    for block in blocks:
-        performance._compile_forward(block, with_gradients=True)
-    print(f'| {len(blocks)} compiled blocks | {median_passes(forward, steps)} |')
-    print(f'\n{counters["stats"]["unique_graphs"]} graphs were compiled.')
-
-
-def median_passes(forward: Callable[[], Tensor], steps: int) -> str:
-    """Return the median milliseconds of forward and backward pass as two columns of a table."""
-    seconds: list[tuple[float, float]] = []
-    for _ in range(3 + steps):
-        started = time.thread_time()
-        loss = forward()
-        between = time.thread_time()
-        loss.backward()
-        seconds.append((between - started, time.thread_time() - between))
-    return ' | '.join(f'{1e3 * statistics.median(column):.1f}' for column in zip(*seconds[3:], strict=True))
-
-
 def compile_draws(model: Any) -> None:
     """Compile the random numbers of a step as `speed.compile` does."""
     if hasattr(model, 'random_bits'):
@@ -419,7 +378,5 @@ if __name__ == '__main__':
         one(int(sys.argv[2]))
     elif sys.argv[1:2] == ['--waits']:
         waits()
-    elif sys.argv[1:2] == ['dispatch']:
-        dispatch(*(int(word) for word in sys.argv[2:3]))
     else:
         main(*(int(word) if word.isdigit() else word for word in sys.argv[1:3]))  # type: ignore[arg-type]

@@ -54,6 +54,15 @@ def test_ema_allocates_nothing_before_its_start_or_during_updates(rows):
 
 
 @pytest.mark.slow
+def test_host_benchmark_times_every_part_and_finds_no_wait_of_ours(rows):
+    table = rows('host', '3', 'none')
+
+    assert {'optimizer', 'GradientClipping', 'LossGuard', 'EMA', 'noise', 'Composer', 'total'} <= set(table)
+    waits = [place for place in table if '.py (' in place]
+    assert waits and all(place.startswith('composer/') for place in waits)
+
+
+@pytest.mark.slow
 def test_overhead_benchmark_compares_the_trainer_with_plain_loops(rows):
     table = rows('overhead', '25', '2')
 

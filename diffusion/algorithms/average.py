@@ -45,7 +45,7 @@ class WeightAverage:
         """Initialize the average with a copy of the model's current weights."""
         reshard(model)
         self._parameters, self._is_flat = trained_parameters(model), _is_fsdp1(model)
-        self.tensors = {name: _local(weight).clone() for name, weight in self._parameters.items()}
+        self.tensors = {name: local_shard(weight).clone() for name, weight in self._parameters.items()}
         self._saved = {}
 
     @torch.no_grad()
@@ -75,7 +75,7 @@ class WeightAverage:
         To be called without gradients, in which the weights may be changed in place.
         """
         self.place(model)
-        return list(self.tensors.values()), [_local(weight) for weight in self._parameters.values()]
+        return list(self.tensors.values()), [local_shard(weight) for weight in self._parameters.values()]
 
     # -- checkpoints --
 
@@ -195,7 +195,7 @@ def _bare_name(name: str) -> str:
     return name
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """Return this device's shard of a DTensor; return a plain tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

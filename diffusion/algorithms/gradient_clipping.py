@@ -21,7 +21,7 @@ from diffusion.compatibility.private_names import _foreach_mul_
 from diffusion.config.constraints import GreaterThan, constrained
 from diffusion.errors import UserError
 
-SMALL = 1e-6
+EPSILON = 1e-6
 """Added to the norm by which gradients are divided, as in torch.nn.utils.clip_grad_norm_."""
 
 
@@ -77,7 +77,7 @@ def clip_by_norm(gradients: Gradients, squared_norm: Tensor, threshold: float) -
     # Gradients that each rank has as a whole get exactly the factor of torch.nn.utils.clip_grad_norm_.
     whole = not gradients.is_sharded
     norm = torch.linalg.vector_norm(gradients.norms) if whole else squared_norm.sqrt().to(gradients.norms.dtype)
-    factor = (threshold / (norm + SMALL)).clamp(max=1.0)
+    factor = (threshold / (norm + EPSILON)).clamp(max=1.0)
     _foreach_mul_(gradients.local, factor.to(gradients.local[0].dtype))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from diffusion.algorithms.average import local_shard
 from diffusion.compatibility.private_names import _foreach_norm
 
 
@@ -48,7 +49,7 @@ def summarize_gradients(gradients: Iterable[Tensor | None], *, copies: int) -> G
     # Under no_grad: otherwise to_local records autograd for every gradient, since Composer runs this in the optimizer's
     # closure, which enables gradients. With 686 DTensors on 2 gloo ranks this took 8 times as long.
     given = [gradient for gradient in gradients if gradient is not None]
-    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in given]
+    local = [local_shard(gradient) for gradient in given]
     if not local:
         nothing = torch.zeros((), dtype=torch.float64)
         return Gradients(torch.tensor(True), nothing, [], torch.zeros(0), is_sharded=False)

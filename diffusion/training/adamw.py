@@ -5,9 +5,9 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from diffusion.algorithms.average import local_shard
 from diffusion.compatibility.private_names import _fused_adamw_
 from diffusion.config.constraints import AtLeast, Between, constrained
 
@@ -98,7 +98,7 @@ class AdamW(torch.optim.AdamW):
             lists: list[list[Tensor]] = [[] for _ in range(6)]
             # Private, but it is what initializes the state exactly as torch does.
             self._init_group(group, *lists)  # type: ignore[attr-defined]
-            lists = [[_local(each) for each in tensors] for tensors in lists]
+            lists = [[local_shard(each) for each in tensors] for tensors in lists]
             if not self._shares_steps(group, lists):
                 self._update_plainly(group, lists)
                 return
@@ -183,9 +183,9 @@ class Collected(NamedTuple):
         found = []
         for weight, shard in zip(self.weights, self.shards, strict=True):
             gradient = weight.grad
-            if gradient is None or _local(weight) is not shard:
+            if gradient is None or local_shard(weight) is not shard:
                 return None
-            found.append(_local(gradient))
+            found.append(local_shard(gradient))
         return found
 
 
@@ -200,8 +200,3 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a parameter group that all implementations take."""
     keys = ('lr', 'weight_decay', 'eps', 'amsgrad', 'maximize')
     return {key: group[key] for key in keys} | {'beta1': group['betas'][0], 'beta2': group['betas'][1]}
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return this device's shard of a DTensor; return a plain tensor unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

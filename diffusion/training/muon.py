@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
+from diffusion.algorithms.average import local_shard
 from diffusion.compatibility.private_names import _foreach_add_, _foreach_lerp, _foreach_lerp_, _foreach_mul_
 from diffusion.config.constraints import AtLeast, Between, GreaterThan, constrained
 from diffusion.errors import UserError
@@ -179,10 +180,10 @@ class Muon(Optimizer):
     def _update_batch(self, group: dict[str, Any], batch: list[Tensor], first: int, *, parts: int) -> None:
         """Update weights of equal shapes on one device, each of which holds the rows of `parts` matrices."""
         momentum, lr = group['momentum'], float(group['lr'])
-        weights = [_local(each) for each in batch]
+        weights = [local_shard(each) for each in batch]
         rows, columns = _size(batch[0])
-        gradients = [_local(each.grad) for each in batch if each.grad is not None]
-        momenta = [_local(self._state(each, 'momentum_buffer')) for each in batch]
+        gradients = [local_shard(each.grad) for each in batch if each.grad is not None]
+        momenta = [local_shard(self._state(each, 'momentum_buffer')) for each in batch]
         _foreach_lerp_(momenta, gradients, 1 - momentum)
         updates = _foreach_lerp(gradients, momenta, momentum) if group['nesterov'] else momenta
         dtype = _dtype(group['newton_schulz_dtype'], weights[0])
@@ -207,10 +208,10 @@ class Muon(Optimizer):
                 state['step'] = torch.zeros((), dtype=dtype, device=device)
         # On this device's shards: an operation on many DTensors takes the host ten times as long (see AdamW).
         adamw(
-            [_local(each) for each in weights],
-            [_local(each.grad) for each in weights if each.grad is not None],
-            [_local(self._state(each, 'exp_avg')) for each in weights],
-            [_local(self._state(each, 'exp_avg_sq')) for each in weights],
+            [local_shard(each) for each in weights],
+            [local_shard(each.grad) for each in weights if each.grad is not None],
+            [local_shard(self._state(each, 'exp_avg')) for each in weights],
+            [local_shard(self._state(each, 'exp_avg_sq')) for each in weights],
             [],
             [self.state[each]['step'] for each in weights],
             fused=group['fused'],
@@ -258,11 +259,6 @@ def _size(weight: Tensor) -> tuple[int, int]:
 def _shape(item: Tensor | tuple[str, Tensor]) -> tuple[int, ...]:
     """Return the shape of a parameter or of a named parameter."""
     return tuple((item if isinstance(item, Tensor) else item[1]).shape)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, which shares its memory, and a plain tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _dtype(name: str, weight: Tensor) -> torch.dtype:

@@ -88,15 +88,27 @@ def test_state_is_exchanged_with_torch_in_the_middle_of_a_run(settings):
         assert_same(after, whole)
 
 
-def test_weights_that_are_replaced_are_updated():
-    """FSDP2 may give a parameter another shard."""
+def test_shards_that_are_replaced_are_updated(one_rank_mesh):
+    """FSDP2 gives a parameter another shard, for example when its module is moved."""
+    sharded = nn.Parameter(distribute_tensor(torch.ones(4, 2), one_rank_mesh, [Shard(0)]))
+    optimizer = AdamW([sharded], lr=0.1, fused=True)
+    for _ in range(3):
+        before = sharded.full_tensor().clone()  # type: ignore[operator]
+        sharded._local_tensor = sharded.to_local().clone()  # type: ignore[operator]
+        sharded.grad = torch.ones_like(sharded)
+        optimizer.step()
+        assert (sharded.full_tensor() < before).all()  # type: ignore[operator]
+
+
+def test_group_that_is_added_is_updated():
     ours, theirs = make(AdamW, fused=True), make(torch.optim.AdamW, fused=True)
     for optimizer in (ours, theirs):
         train(optimizer, range(2))
-        weight = optimizer.param_groups[0]['params'][0]
-        weight.data = weight.data.clone()
-        train(optimizer, range(2, 4))
-        optimizer.add_param_group({'params': [nn.Parameter(torch.ones(3))]})
+        optimizer.add_param_group({'params': [nn.Parameter(torch.ones(()))]})
+        for group in optimizer.param_groups:
+            for weight in group['params']:
+                weight.grad = torch.ones_like(weight)
+        optimizer.step()
     assert_same(ours, theirs)
 
 

@@ -1,6 +1,6 @@
 """Benchmark of the host's time in a training step outside of the forward and backward pass, by part, before and after.
 
-    python benchmarks/host.py [steps [revision of git to compare with, or "none"]]
+    python benchmarks/host.py [steps [revision of git to compare with, or "none" [rounds]]]
 
 At 128 GPUs a step of Stable Diffusion 2 takes the GPUs 22 to 70 ms, and they are idle while the host prepares or
 finishes a step. A real Trainer with the callbacks and loggers of yamls/phase1.yaml, EMA and gradient clipping trains
@@ -96,7 +96,7 @@ class PartsAfterFirstStep(Parts):
         return super().take()
 
 
-def main(steps: int = 60, before: str = BEFORE) -> None:
+def main(steps: int = 60, before: str = BEFORE, rounds: int = 3) -> None:
     """Run both versions in turns and print the table."""
     folder = Path(__file__).parent
     with tempfile.TemporaryDirectory() as temporary:
@@ -108,11 +108,11 @@ def main(steps: int = 60, before: str = BEFORE) -> None:
             versions['before'].mkdir()
             subprocess.run(['tar', '-x', '-C', str(versions['before'])], input=archive, check=True)
         found: dict[str, list[dict[str, float]]] = {name: [] for name in versions}
-        for _ in range(3):
+        for _ in range(rounds):
             for name, code in versions.items():
                 found[name].append(measured(code, '--one', str(steps)))
         waits = measured(versions['after'], '--waits')
-    print(f'{heading()}, PyTorch {torch.__version__}, one thread; best of 3 medians over {steps} steps')
+    print(f'{heading()}, PyTorch {torch.__version__}, one thread; best of {rounds} medians over {steps} steps')
     print(f'\n| host, ms per step | {" | ".join(versions)} |')
     print(f'|---|{"---|" * len(versions)}')
     best = {name: min(runs, key=lambda run: run['total']) for name, runs in found.items()}
@@ -379,4 +379,4 @@ if __name__ == '__main__':
     elif sys.argv[1:2] == ['--waits']:
         waits()
     else:
-        main(*(int(word) if word.isdigit() else word for word in sys.argv[1:3]))  # type: ignore[arg-type]
+        main(*(int(word) if word.isdigit() else word for word in sys.argv[1:4]))  # type: ignore[arg-type]

@@ -55,7 +55,7 @@ def test_ema_allocates_nothing_before_its_start_or_during_updates(rows):
 
 @pytest.mark.slow
 def test_host_benchmark_times_every_part_and_finds_no_wait_of_ours(rows):
-    table = rows('host', '3', 'none')
+    table = rows('host', '3', 'none', '1')
 
     assert {'optimizer', 'GradientClipping', 'LossGuard', 'EMA', 'noise', 'Composer', 'total'} <= set(table)
     waits = [place for place in table if '.py (' in place]

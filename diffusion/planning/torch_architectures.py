@@ -21,7 +21,7 @@ PACKAGE_INDEX_CUDA: tuple[tuple[tuple[float, int], tuple[int, int]], ...] = (
     ((math.inf, 0), (13, 0)),
 )
 """CUDA version of the package index's wheels, by the newest release of torch that has it."""
-WAY_OUT = 'use torch 2.9 or newer (make TORCH=newest; for an image, see "Blackwell" in docker/README.md)'
+WAY_OUT = 'use torch 2.9 or newer (make install TORCH=newest; for an image, see "Blackwell" in docker/README.md)'
 
 
 def capability_of(text: str) -> Capability:

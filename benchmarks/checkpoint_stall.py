@@ -140,10 +140,10 @@ def main(folder: str = '', millions: str = '100') -> None:
     print(row('median step, s', steps))
     print(row('slowest step, s', [max(turns.quiet), max(turns.saving)]))
     print(f'\nAn asynchronous save blocks training for {stalls[1] / stalls[0]:.1%} of the time of a blocking one.')
-    longest = max(turns.saving) / steps[0] - 1
-    print(
-        f'While it is written, the median step takes {steps[1] / steps[0] - 1:+.1%} longer, the slowest {longest:+.1%}.'
-    )
+    median, slowest = (what(turns.saving) / what(turns.quiet) - 1 for what in (statistics.median, max))
+    longest = [max(each) / steps[0] - 1 for each in (turns.quiet, turns.saving)]
+    print(f'While it is written, the median step takes {median:+.1%} longer, the slowest {slowest:+.1%} longer.')
+    print(f'The slowest step takes {longest[0]:+.1%} of the median without a save, {longest[1]:+.1%} with one.')
 
 
 def row(name: str, values: list[float]) -> str:

@@ -2,8 +2,12 @@
 
 import io
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from streaming import StreamingDataset
 
 CAPTIONS = ['a red square', 'a blue disc', 'green stripes', 'a yellow cross', 'a black dot', 'grey noise']
 
@@ -34,3 +38,14 @@ def write_image_shards(folder: Path, *, count: int, side: int, offset: int = 0) 
             image = draw_image(index, side)
             writer.write({'image': image, 'captions': captions, 'width': side, 'height': side, 'key': f'p{index}'})
     return folder
+
+
+def open_shards(folder: Path, **settings: Any) -> 'StreamingDataset':
+    """Return a dataset of an MDS folder, read by Streaming alone."""
+    from streaming import StreamingDataset
+
+    from diffusion.data.shm_lock import one_job_at_a_time
+
+    # Tests run in parallel, and two processes that open datasets at the same time may choose the same name.
+    with one_job_at_a_time():
+        return StreamingDataset(local=str(folder), batch_size=1, **settings)

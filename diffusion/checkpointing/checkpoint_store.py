@@ -40,6 +40,7 @@ RECIPE = 'recipe.yaml'
 RETRY_PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 60.0, 60.0)
 """Pauses before each retry of a failed read, four minutes in all: a file server that restarts takes minutes."""
 _CHUNK = 8 * 2**20
+_PIECE = 2**20
 _READS_AHEAD = 4
 """Chunks of a file that are read at the same time, since one read at a time does not use a network file system."""
 Result = TypeVar('Result')
@@ -72,12 +73,18 @@ class HashingWriter:
         self._hash = xxhash.xxh3_128()
         self._bytes = 0
 
-    def write(self, data: bytes) -> int:
-        if self._progress is not None:
-            self._progress.add(len(data))
-        self._hash.update(data)
-        self._bytes += len(data)
-        return self._file.write(data)
+    def write(self, data: bytes | memoryview) -> int:
+        # In pieces that stay in a core's cache between the hash and the copy to the operating system: two passes over
+        # memory instead of three, so that a thread that writes takes less of its bandwidth from training.
+        view = memoryview(data).cast('B')
+        for start in range(0, len(view), _PIECE):
+            piece = view[start : start + _PIECE]
+            if self._progress is not None:
+                self._progress.add(len(piece))
+            self._hash.update(piece)
+            self._file.write(piece)
+        self._bytes += len(view)
+        return len(view)
 
     def flush(self) -> None:
         self._file.flush()

@@ -334,7 +334,9 @@ class Checkpointer(CheckpointSaver):
         """Allocate the memory for snapshots before the first one, if there is enough; a collective."""
         assert self._buffers is not None
         content, _ = gather_state(state, sharded_tensors=False)
-        if reserve_on_all_ranks(self._buffers, content if dist.get_global_rank() == 0 else {}):
+        written = content if dist.get_global_rank() == 0 else {}
+        if reserve_on_all_ranks(self._buffers, written):
+            self._buffers.place(written)
             self._buffers.touch()
         else:
             self._buffers = None

@@ -48,6 +48,7 @@ class SnapshotBuffers:
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
         self._pinned = 0
+        self._places: dict[tuple[object, ...], Tensor] = {}
         self._touching: threading.Thread | None = None
 
     @property
@@ -105,11 +106,7 @@ class SnapshotBuffers:
             self._touching.join()
             self._touching = None
         views = _views(state)
-        copies: dict[Key, Tensor] = {}
-        offset = 0
-        for key, view in views.items():
-            copies[key] = self._place(view, offset)
-            offset += _aligned(view.nbytes)
+        copies = self._place_all(views)
         _copy_all([(copies[key], view) for key, view in views.items()])
         memo: dict[int, Any] = {id(tensor): copies[_key(tensor)] for tensor in _tensors(state)}
         return copy.deepcopy(state, memo)
@@ -119,8 +116,27 @@ class SnapshotBuffers:
         if self._pinned:
             _cuda_runtime().cudaHostUnregister(self._pinned)
         self._memory, self._pinned, self._touching = None, 0, None
+        self._places = {}
 
-    def _place(self, view: Tensor, offset: int) -> Tensor:
+    def place(self, state: object) -> None:
+        """Create the tensors that a snapshot of a state fills, so that the first snapshot finds them."""
+        self._place_all(_views(state))
+
+    def _place_all(self, views: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
+        """Return a tensor in the memory for each view."""
+        # Kept for the next snapshot. Thousands of new small objects in the heap, where the gradients are freed and
+        # allocated in each step, would cost the step after a snapshot a quarter of its time in page faults.
+        kept, self._places = self._places, {}
+        copies: dict[Key, Tensor] = {}
+        offset = 0
+        for key, view in views.items():
+            where = (offset, view.dtype, view.shape, view.stride())
+            found = kept.get(where)
+            copies[key] = self._places[where] = self._new_place(view, offset) if found is None else found
+            offset += _aligned(view.nbytes)
+        return copies
+
+    def _new_place(self, view: Tensor, offset: int) -> Tensor:
         """Return an uninitialized tensor like `view` in the memory, from an offset."""
         # In the memory format of the tensor, such as channels_last, as it would be saved.
         strides = torch.empty_like(view, device='meta').stride()

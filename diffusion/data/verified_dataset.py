@@ -2,7 +2,10 @@
 
 import contextlib
 import logging
+import os
+import tempfile
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -12,7 +15,7 @@ import numpy as np
 from composer.utils import dist
 from filelock import FileLock
 from streaming import Stream, StreamingDataset
-from streaming.base.constant import TICK
+from streaming.base.constant import BARRIER_FILELOCK, CACHE_FILELOCK, TICK
 from streaming.base.format import Reader
 from streaming.base.shared import SharedArray
 
@@ -288,11 +291,23 @@ class VerifiedDataset(StreamingDataset):
             failures.clear()
             self._signatures = SharedArray(self.num_shards, np.uint64, name)
             self._signatures.numpy()[:] = 0
+            weakref.finalize(self, _remove_lock_files, prefix, os.getpid())
         # The other ranks attach only after the array exists and is zero, which no signature is.
         dist.barrier()
         if not self._unique_rank_world.is_local_leader:
             self._signatures = SharedArray(self.num_shards, np.uint64, name)
         self.failures = failures
+
+
+def _remove_lock_files(prefix: str, process: int) -> None:
+    """Remove the lock files of a dataset, when it is garbage-collected or its process ends."""
+    # Streaming leaves them, and takes the number of a dataset for used as long as they exist: each run would add two
+    # files to the folder, and each start would look at those of all runs before. Workers are forked, with this call.
+    if os.getpid() != process:
+        return
+    for name in (BARRIER_FILELOCK, CACHE_FILELOCK):
+        with contextlib.suppress(OSError):
+            Path(tempfile.gettempdir(), f'{prefix}_{name}').unlink()
 
 
 def _check_folders_differ(streams: list[VerifiedStream]) -> None:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import random
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from faults import Fault, active, met
 from diffusion.checkpointing import checkpoint_store, checkpoint_weights, verification
 from diffusion.checkpointing.run_folder import find_checkpoint, recipe_of_checkpoint, run_of_checkpoint
 from diffusion.checkpointing.sharded_writer import ShardedWrite
+from diffusion.checkpointing.write_progress import WriteProgress
 from diffusion.errors import UserError
 
 
@@ -162,13 +164,16 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {'ba5', 'latest'}
 
 
-def test_hashing_writer_hashes_the_written_data(tmp_path):
+def test_hashing_writer_writes_and_hashes_all_data_in_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_store, '_PIECE', 1000)
+    data, progress = random.Random(0).randbytes(10_500), WriteProgress()
     with (tmp_path / 'file').open('wb') as file:
-        writer = checkpoint_store.HashingWriter(file)
-        for piece in (b'ab', b'', b'c' * 100_000):
-            writer.write(piece)
+        writer = checkpoint_store.HashingWriter(file, progress)
+        assert [writer.write(each) for each in (b'ab', b'', memoryview(data).cast('H'))] == [2, 0, 10_500]  # type: ignore[arg-type]
         writer.flush()
+    assert (tmp_path / 'file').read_bytes() == b'ab' + data
     assert writer.record() == checkpoint_store.hash_file(tmp_path / 'file')
+    assert progress.written_bytes == writer.tell() == 10_502
 
 
 def test_large_file_is_hashed_in_order(tmp_path, monkeypatch):

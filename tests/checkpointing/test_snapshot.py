@@ -122,6 +122,22 @@ def test_memory_is_used_again_and_grows_with_the_state():
     assert buffers.nbytes == 0 and grown['average'][0] == 7
 
 
+def test_snapshots_fill_the_tensors_of_the_one_before():
+    """New objects in the heap between two steps would slow the next step."""
+    state, buffers = {'weight': torch.ones(40, 2), 'bias': torch.ones(3)}, SnapshotBuffers()
+    buffers.reserve(snapshot_bytes(state))
+    buffers.place(state)
+    first = buffers.copy(state)
+    state['weight'] += 1
+    second = buffers.copy(state)
+    assert all(second[name] is first[name] for name in state)
+    torch.testing.assert_close(second, state, rtol=0, atol=0)
+    state['weight'] = torch.full((2, 40), 7.0)
+    third = buffers.copy(state)
+    assert third['weight'] is not second['weight'] and third['bias'] is second['bias']
+    torch.testing.assert_close(third, state, rtol=0, atol=0)
+
+
 def test_memory_is_freed():
     def resident() -> int:
         with open('/proc/self/statm') as file:

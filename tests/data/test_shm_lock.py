@@ -1,4 +1,11 @@
-"""Names of datasets in shared memory, which all ranks of a machine must choose alike."""
+"""Names of datasets in shared memory, which all ranks of a machine must choose alike and leave free at the end."""
+
+import gc
+import tempfile
+from pathlib import Path
+
+import pytest
+from numbered import expected, loader_over, served, write_samples
 
 PROGRAM = """
 import sys
@@ -24,3 +31,16 @@ def test_ranks_that_find_different_free_names_agree(ranks, tmp_path):
     (tmp_path / 'program.py').write_text(PROGRAM)
     job = ranks.start_program(2, tmp_path / 'program.py', tmp_path)
     assert job.wait() == [0, 0], job.output()
+
+
+@pytest.mark.usefixtures('many_datasets')
+@pytest.mark.parametrize('workers', [0, 1])
+def test_dataset_leaves_no_lock_files(tmp_path, workers):
+    loader = loader_over(None, write_samples(tmp_path), workers=workers)
+    name = f'{loader.dataset._shm_prefix_int:06}_*'
+    assert served(loader) == expected()
+    assert list(Path(tempfile.gettempdir()).glob(name)), 'Streaming creates them'
+    del loader
+    gc.collect()
+    assert not list(Path(tempfile.gettempdir()).glob(name))
+    assert not list(Path('/dev/shm').glob(name))

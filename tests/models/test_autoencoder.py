@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-from streaming import StreamingDataset
+from shards import open_shards
 
 from diffusion.config.image_shapes import square
 from diffusion.config.load import load
@@ -72,7 +72,7 @@ def test_packaged_autoencoder_reconstructs_held_out_images(tmp_path):
     """At least 25 dB on the held-out families of OpenMoji, and latents of mean 0 and standard deviation 1."""
     source = {'kind': 'openmoji', 'select': 'all', 'split': 'heldout'}
     prepare(settings_of({'source': source, 'out': str(tmp_path / 'heldout'), 'sizes': [64]}))
-    data = StreamingDataset(local=str(tmp_path / 'heldout/64px'), batch_size=1)
+    data = open_shards(tmp_path / 'heldout/64px')
     images = [decode_for_model(data[i]['image'], square(64)) for i in range(0, len(data), 4)]
     pixels = torch.stack(images) / 127.5 - 1
     vae = AutoencoderKL.from_pretrained(TINY_VAE, low_cpu_mem_usage=False).float()

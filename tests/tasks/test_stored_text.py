@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from ranks import read_losses
-from streaming import StreamingDataset
+from shards import open_shards
 from transformers import Dinov2Config, Dinov2Model
 
 from diffusion.config.load import check_paths, load
@@ -68,7 +68,7 @@ def test_losses_equal_those_of_encoding_in_training(stored, tiny_recipe, mode):
 def test_only_embeddings_of_tokens_are_stored(stored):
     root, _ = stored
     assert json.loads((root / 'latents' / 'small' / 'manifest.json').read_text())['text_padding'] == 'removed'
-    dataset = StreamingDataset(local=str(root / 'latents' / 'small'), batch_size=1)
+    dataset = open_shards(root / 'latents' / 'small')
     for index in range(len(dataset)):
         sample = dataset[index]
         assert len(sample['text_lengths']) == len(sample['captions'])
@@ -81,7 +81,7 @@ def test_manifest_records_the_image_encoder_and_the_grid_of_its_features(stored)
     manifest = LatentManifest.read(root / 'latents' / 'small', '')
     assert manifest.image_encoder_source == str(root / 'dino')
     assert manifest.features_shape == [2, 2, 32]
-    sample = StreamingDataset(local=str(root / 'latents' / 'small'), batch_size=1)[0]
+    sample = open_shards(root / 'latents' / 'small')[0]
     assert sample['image_features'].shape == (4, 32)
 
 

@@ -15,8 +15,8 @@ import yaml
 from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
 from hub_server import logged_in
 from PIL import Image
+from shards import open_shards
 from stock_pipeline import draw
-from streaming import StreamingDataset
 
 from diffusion.checkpointing.checkpoint_weights import read_checkpoint, weights_of
 from diffusion.checkpointing.run_folder import find_checkpoint
@@ -389,8 +389,8 @@ def test_precomputed_latents_equal_encoder_output(latents, pictures):
     assert isinstance(model, LatentDiffusion)
     for side, folder in pictures.items():
         stored, source = (
-            StreamingDataset(local=str(out / f'px{side}'), batch_size=1),
-            StreamingDataset(local=str(folder), batch_size=1),
+            open_shards(out / f'px{side}'),
+            open_shards(folder),
         )
         assert len(stored) == len(source)
         for index in (0, len(source) - 1):

@@ -33,12 +33,12 @@ EVERYTHING: dict[str, Any] = {
 MMDIT = {
     'name': 'tiny_mmdit',
     'resolution': 32,
-    'depth': 2,
-    'dual_attention_blocks': 1,
+    'depth': 1,
     'patch_size': 2,
     'text_width': 32,
     'text_layers': 1,
 }
+COMPILED = EVERYTHING['speed'] | {'compile': True}
 MUON = {'name': 'muon', 'lr': 1.0e-4, 'weight_decay': 0.1}
 SHARDED = {'strategy': 'fsdp2', 'checkpoints': 'sharded', 'reshard_after_forward': False}
 
@@ -76,7 +76,12 @@ def assert_float32_checkpoint(folder: Path) -> None:
     ('count', 'sections'),
     [
         pytest.param(2, {}, id='unet, ddp'),
-        pytest.param(1, {'parallelism': SHARDED, 'model': MMDIT, 'optimizer': MUON}, id='mmdit, fsdp2, muon'),
+        pytest.param(
+            1,
+            {'parallelism': SHARDED, 'model': MMDIT, 'optimizer': MUON, 'speed': COMPILED},
+            id='mmdit, fsdp2, muon, compiled',
+            marks=pytest.mark.slow,
+        ),
         pytest.param(2, {'parallelism': SHARDED | {'activation_checkpointing': True}}, id='unet, fsdp2'),
     ],
 )

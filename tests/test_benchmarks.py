@@ -15,6 +15,7 @@ import torch
 
 from diffusion.models.builders import tiny
 from diffusion.models.objective import Objective
+from diffusion.training import performance
 
 BENCHMARKS = Path(__file__).parents[1] / 'benchmarks'
 
@@ -60,6 +61,16 @@ def test_host_benchmark_times_every_part_and_finds_no_wait_of_ours(rows):
     assert {'optimizer', 'GradientClipping', 'LossGuard', 'EMA', 'noise', 'Composer', 'total'} <= set(table)
     waits = [place for place in table if '.py (' in place]
     assert waits and all(place.startswith('composer/') for place in waits)
+
+
+@pytest.mark.slow
+def test_dispatch_benchmark_counts_the_graphs_of_sd2(rows, monkeypatch):
+    monkeypatch.setattr(performance, 'BACKEND', 'eager')
+    assert {'eager', '38 compiled blocks'} <= set(rows('dispatch', '1'))
+    dispatch = import_module('dispatch')
+    assert sum(dispatch.count_graphs()) == 28
+    monkeypatch.setattr(performance, 'fuse_attention', lambda denoiser: None)
+    assert sum(dispatch.count_graphs()) > 38, 'with a processor per attention'
 
 
 @pytest.mark.slow

@@ -4,8 +4,8 @@ from dataclasses import fields, replace
 
 from diffusion.config.recipe import SpeedConfig
 
-PARTS = tuple(field.name for field in fields(SpeedConfig) if field.name != 'preset')
-"""Names of the `speed` settings that can be on or off: all fields but the preset."""
+PARTS = tuple(field.name for field in fields(SpeedConfig) if field.name not in ('preset', 'encode_batch_size'))
+"""Names of the `speed` settings that can be on or off."""
 
 
 def effective_parts(settings: SpeedConfig, *, on_gpu: bool, strategy: str = 'ddp') -> SpeedConfig:

@@ -133,7 +133,7 @@ class ParallelismConfig:
 
 @dataclass
 class SpeedConfig:
-    """The `speed` section: optimizations of a training step on a GPU. A part that is null follows the preset."""
+    """The `speed` section: optimizations of a training step on a GPU. A switch that is null follows the preset."""
 
     preset: Literal['full', 'none'] = 'full'
     """The default of all parts: full turns on every part that works on the GPU under the strategy, and no part on a
@@ -170,6 +170,10 @@ class SpeedConfig:
     """True reduces gradients and gathers weights once per batch instead of once per microbatch under fsdp2, at the cost
     of unsharded gradients and weights on each device. Under ddp, Composer always reduces once. Null follows
     `preset`."""
+    encode_batch_size: int | None = None
+    """The number of samples that the frozen encoders encode at a time, if a device's batch has several microbatches:
+    fewer and larger kernels. The encoders' activations are freed before the first microbatch is trained. Null encodes
+    each microbatch by itself."""
 
 
 @dataclass

@@ -407,6 +407,32 @@ class LatentDiffusion(ComposerModel):
             moments = moments_of(vae, pixels)
         return for_autograd(moments)
 
+    def encode_batch(self, batch: Mapping[str, Tensor], batch_size: int) -> dict[str, Tensor]:
+        """Return a batch with the outputs of the frozen encoders, on the model's device, instead of its images.
+
+        Args:
+            batch: Batch on any device. Outputs that it has already are kept.
+            batch_size: Number of samples that are encoded at a time.
+        """
+        encoded, device = dict(batch), self.device
+        images, has_encoder = encoded.pop(batch_keys.IMAGE, None), not isinstance(self.vae, PixelSpace)
+        if images is not None:
+            parts = [part.to(device, non_blocking=True) for part in images.split(batch_size)]
+            if self.image_encoder is not None and batch_keys.IMAGE_FEATURES not in batch:
+                encoded[batch_keys.IMAGE_FEATURES] = torch.cat([self.image_features(part) for part in parts])
+            if not has_encoder:
+                encoded[batch_keys.IMAGE] = images
+            elif batch_keys.LATENT_MOMENTS not in batch:
+                encoded[batch_keys.LATENT_MOMENTS] = torch.cat([self.encode(part) for part in parts])
+        if not self.train_text_encoder and batch_keys.TEXT_EMBEDS not in batch:
+            ids = batch[batch_keys.INPUT_IDS].to(device, non_blocking=True)
+            texts = [self.embed(part) for part in ids.split(batch_size)]
+            encoded[batch_keys.TEXT_EMBEDS] = torch.cat([text.embeds for text in texts])
+            pooled = [text.pooled for text in texts if text.pooled is not None]
+            if pooled:
+                encoded[batch_keys.TEXT_POOLED] = torch.cat(pooled)
+        return encoded
+
     @property
     def token_side(self) -> int:
         """Side in pixels of the square of the image that a token of the denoiser covers."""

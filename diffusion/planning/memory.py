@@ -115,6 +115,7 @@ def memory_of(phase: Phase, setup: Setup) -> Memory:
     trained = phase.trained_parameters
     share = max(setup.microbatch, phase.recipe.global_batch // setup.devices)
     accumulates = share > setup.microbatch
+    together = min(share, phase.recipe.speed.encode_batch_size or 0) if accumulates else 0
     reduces_once = accumulates and shards > 1 and bool(parts.reduce_once)
     unsharded_gradients = reduces_once or (settings.strategy == 'ddp' and setup.devices > 1)
     kept = activations.kept_recomputing if settings.activation_checkpointing else activations.kept
@@ -133,9 +134,9 @@ def memory_of(phase: Phase, setup: Setup) -> Memory:
         activations=kept * setup.microbatch + round(sum(seen * each.kept for each, seen in extra) * setup.microbatch),
         working=max(each.largest for each in (activations, *(each for each, _ in extra))) * setup.microbatch
         + _in_flight(phase, setup),
-        encoding=_encoding_bytes(phase, activations, setup.microbatch) if encodes else 0,
+        encoding=_encoding_bytes(phase, activations, max(setup.microbatch, together)) if encodes else 0,
         step=_step_bytes(phase, setup, fused=bool(parts.fused_optimizer)),
-        batch=share * _sample_bytes(phase),
+        batch=share * (_sample_bytes(phase) + (_encoded_bytes(phase) if together else 0)),
         accumulates=accumulates,
     )
 
@@ -315,11 +316,18 @@ def _auxiliary_activations(phase: Phase) -> list[tuple[ActivationCounts, float]]
     return found
 
 
-def _encoding_bytes(phase: Phase, activations: ActivationCounts, microbatch: int) -> int:
-    """Return the bytes of the VAE encoder's activations, estimated as three tensors of its largest size."""
+def _encoding_bytes(phase: Phase, activations: ActivationCounts, samples: int) -> int:
+    """Return the bytes of the VAE encoder's activations on samples, estimated as three tensors of its largest size."""
     # In a residual block, these are the residual, the normalized and the activated tensor. The frozen encoder runs
     # without autograd, so earlier tensors are freed.
-    return 3 * microbatch * encoder_width(phase) * activations.largest_encoder_elements
+    return 3 * samples * encoder_width(phase) * activations.largest_encoder_elements
+
+
+def _encoded_bytes(phase: Phase) -> int:
+    """Return the bytes of a sample's outputs of the frozen encoders that run before its microbatch, in float32."""
+    latents = 2 * phase.model.latent_elements(phase.largest_shape) if phase.encoding == 'pictures' else 0
+    has_text = phase.encoding == 'latents+text' or phase.model.trains_text
+    return FLOAT32 * (latents + (0 if has_text else phase.model.text_embedding_elements))
 
 
 def _sample_bytes(phase: Phase) -> int:

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from composer import Trainer
-from composer.core import Callback, State, TimeUnit
+from composer.core import Algorithm, Callback, State, TimeUnit
 from composer.loggers import LoggerDestination
 from composer.models import ComposerModel
 from composer.utils import dist, get_device
 from torch.nn.parallel import DistributedDataParallel
 
+from diffusion.algorithms.encode_together import EncodeTogether
 from diffusion.callbacks.compile_cache import CompileCache
 from diffusion.callbacks.evaluation_results import EvaluationResults
 from diffusion.callbacks.heartbeat import Heartbeat
@@ -217,7 +218,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         eval_dataloader=to_data_spec(components.build_loader(recipe, 'eval')) if recipe.eval_streams else None,
         optimizers=optimizer,
         schedulers=registry.build('scheduler', recipe.scheduler) if recipe.scheduler is not None else None,
-        algorithms=components.build_all(recipe, 'algorithm', recipe.algorithms),
+        algorithms=[*_own_algorithms(parts), *components.build_all(recipe, 'algorithm', recipe.algorithms)],
         callbacks=[
             # First, so that the heartbeat before a save precedes callbacks that save themselves and raise.
             Heartbeat(),
@@ -297,6 +298,11 @@ def checkpoint_activations(model: ComposerModel) -> None:
             'parallelism.activation_checkpointing: only models with a denoiser have blocks to recompute; use false'
         )
     model.denoiser.enable_gradient_checkpointing()
+
+
+def _own_algorithms(parts: SpeedConfig) -> list[Algorithm]:
+    """Build the algorithms of the `speed` section."""
+    return [] if parts.encode_batch_size is None else [EncodeTogether(parts.encode_batch_size)]
 
 
 def _own_callbacks(

@@ -117,6 +117,16 @@ def test_smaller_microbatches_accumulate_and_halve_activations():
     assert halved.activations == full.activations / 2
 
 
+def test_encoding_together_keeps_the_outputs_of_the_whole_batch():
+    together = phase(PHASES[0], [*EAGER, 'speed.encode_batch_size=8'])
+    setup = Setup(128, 4, SHARDED)
+    apart, found = memory_of(PHASE1, setup), memory_of(together, setup)
+    assert found.encoding == 2 * apart.encoding
+    assert found.batch - apart.batch == 16 * 4 * (2 * 4 * 32 * 32 + 77 * 1024)
+    one_microbatch = Setup(128, 16, SHARDED)
+    assert memory_of(together, one_microbatch) == memory_of(PHASE1, one_microbatch)
+
+
 # Measured by MemTracker of torch 2.7 in one step of SD2's U-Net: 16 samples of 512 px, autocast to bfloat16 with
 # low-precision norms, AdamW. 27.380e9 bytes at the peak, 27.129e9 of them after the forward pass. The measurement takes
 # a minute and a half, so the figures are constants here.

@@ -1,0 +1,129 @@
+"""Frozen encoders that run on several microbatches at a time."""
+
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from composer.core import Callback, State
+from composer.loggers import Logger
+from ranks import largest_difference, read_losses
+from transformers import Dinov2Config, Dinov2Model
+
+from diffusion.config.load import RecipeError, load
+from diffusion.models import batch_keys
+from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.prx_builders import tiny_prx
+from diffusion.models.representation_alignment import RepresentationAlignment
+from diffusion.models.sdxl_builders import tiny_sdxl
+from diffusion.training.train import build_trainer
+
+SIDE = 64
+
+
+def batch_of(model: LatentDiffusion) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        batch_keys.IMAGE: torch.randint(0, 256, (5, 3, SIDE, SIDE), dtype=torch.uint8, generator=generator),
+        batch_keys.INPUT_IDS: model._tokens([f'image number {i}' for i in range(5)]),
+        batch_keys.SAMPLE_ID: torch.arange(5),
+        batch_keys.IMAGE_SIZES: torch.tensor([[SIDE, SIDE, 0, 0, SIDE, SIDE]]).expand(5, -1),
+    }
+
+
+@pytest.fixture
+def make(make_model, small_vae, tmp_path):
+    """Function that builds a model by name, which drops half of the captions."""
+
+    def build(name: str, **settings: Any) -> LatentDiffusion:
+        torch.manual_seed(0)
+        settings = {'train_text_encoder': False} | settings
+        small: dict[str, Any] = {'vae': str(small_vae), 'text_width': 32, 'text_layers': 1, 'caption_dropout': 0.5}
+        if name == 'sdxl':
+            return tiny_sdxl(**(small | {'block_out_channels': (64, 64), 'text_layers': 2} | settings))
+        if name == 'prx':
+            config = Dinov2Config(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, patch_size=14)
+            Dinov2Model(config).save_pretrained(tmp_path / 'dino')
+            alignment = RepresentationAlignment(str(tmp_path / 'dino'), block=1, hidden_size=32)
+            shape = {'hidden_size': 32, 'num_heads': 2, 'depth': 2, 'representation_alignment': alignment}
+            return tiny_prx(**(small | shape | settings))
+        return make_model(caption_dropout=0.5, **settings)
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ('name', 'settings', 'encoded'),
+    [
+        ('unet', {}, {'latent_moments', 'text_embeds'}),
+        ('unet', {'caption_dropout_mode': 'zeros', 'mask_padding': True}, {'latent_moments', 'text_embeds'}),
+        ('unet', {'train_text_encoder': True}, {'latent_moments'}),
+        ('unet', {'vae': 'pixels'}, {'image', 'text_embeds'}),
+        ('sdxl', {}, {'latent_moments', 'text_embeds', 'text_pooled'}),
+        ('prx', {}, {'latent_moments', 'text_embeds', 'image_features'}),
+    ],
+)
+def test_loss_is_that_of_encoding_each_microbatch(make, name, settings, encoded):
+    model = make(name, **settings)
+    model.encoders_in_inference_mode = True
+    given = batch_of(model)
+    together = model.encode_batch(given, 2)
+    assert together.keys() - (given.keys() - {batch_keys.IMAGE}) == encoded
+    assert batch_keys.IMAGE in given, 'the batch itself is not changed'
+    rows = slice(1, 4)
+    expected, found = (
+        model.loss(model({key: value[rows] for key, value in batch.items()}), batch) for batch in (given, together)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    found.backward()
+
+
+def test_outputs_that_a_batch_has_are_kept(make):
+    model = make('unet')
+    given = batch_of(model)
+    stored = model.encode_batch(given, 8)
+    assert all(stored[key] is value for key, value in model.encode_batch(stored, 2).items())
+
+
+class BatchAtTheEnd(Callback):
+    """Callback that records what a batch has at its end, when SpeedMonitor asks for its FLOPs."""
+
+    keys: set[str]
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        self.keys = set(state.batch)
+
+
+def test_run_calls_the_encoders_less_often_and_has_the_same_losses(write_recipe, tmp_path, monkeypatch):
+    calls: list[int] = []
+    encode = LatentDiffusion.encode
+    monkeypatch.setattr(
+        LatentDiffusion, 'encode', lambda model, images: (calls.append(len(images)), encode(model, images))[1]
+    )
+
+    def fit(name: str, **speed: int) -> dict[int, float]:
+        path = write_recipe(name, device_train_microbatch_size=2, speed=speed)
+        content = yaml.safe_load(path.read_text())
+        content['trainer'] |= {'max_duration': '3ba', 'save_interval': '3ba'}
+        path.write_text(yaml.safe_dump(content))
+        calls.clear()
+        trainer = build_trainer(load(path))
+        trainer.state.callbacks.append(recorder := BatchAtTheEnd())
+        trainer.fit()
+        assert recorder.keys >= {batch_keys.IMAGE} and batch_keys.LATENT_MOMENTS not in recorder.keys
+        trainer.close()
+        return read_losses(tmp_path / 'runs' / name)
+
+    apart = fit('apart')
+    assert calls == [2] * 12
+    together = fit('together', encode_batch_size=6)
+    assert calls == [6, 2] * 3
+    assert largest_difference(apart, together) < 1e-5
+    # A batch that is one microbatch is encoded as always.
+    fit('smaller', encode_batch_size=1)
+    assert calls == [1] * 24
+
+
+def test_size_that_is_not_positive_is_refused(write_recipe):
+    with pytest.raises(RecipeError, match='speed.encode_batch_size: 0 is not positive; use 1 or more, or null'):
+        load(write_recipe(speed={'encode_batch_size': 0}))

@@ -14,16 +14,14 @@ import pyarrow as pa
 import xxhash
 
 from diffusion.prepare.convert_part import read_sample
-from diffusion.prepare.counts_report import Rejected
 from diffusion.prepare.sample_table import read_inputs, read_samples
+from diffusion.prepare.source import NAMES_SHOWN, NamedCount
 from diffusion.storage.atomic import atomic_file
 
 DUPLICATE = 'duplicate'
 """Rejection reason of duplicates."""
 REJECTED, TRAIN, HELD_OUT = -1, 0, 1
 """Values of `Catalog.split`."""
-NAMES_SHOWN = 20
-"""Maximum number of names per reason in the report."""
 NUMBERS = {
     'width': np.uint32,
     'height': np.uint32,
@@ -64,7 +62,7 @@ class Catalog:
     columns: dict[str, np.ndarray]
     """The columns in `NUMBERS`."""
     samples: Samples
-    rejected: dict[str, Rejected]
+    rejected: dict[str, NamedCount]
     """Rejected inputs by reason; includes duplicates after `drop_duplicates`."""
     first_row: np.ndarray
     """Row of the first input of each part, int64, and the number of rows at the end."""
@@ -77,7 +75,7 @@ class Catalog:
             parts: Output folders of the converted parts, in order.
             buckets: Names of the buckets; their index is the bucket number.
         """
-        rejected: dict[str, Rejected] = {}
+        rejected: dict[str, NamedCount] = {}
         split, columns, samples, counts = [], {name: [] for name in NUMBERS}, [], []
         for folder in parts:
             rows = read_inputs(folder, ['key', 'reason', *NUMBERS])
@@ -152,7 +150,7 @@ class Catalog:
         shown = [(int(kept[index]), int(kept[repeats[index]])) for index in dropped[:NAMES_SHOWN]]
         if len(dropped):
             names = [f'{self.key(row)} (duplicate of {self.key(original)})' for row, original in shown]
-            self.rejected[DUPLICATE] = Rejected(len(dropped), names)
+            self.rejected[DUPLICATE] = NamedCount(len(dropped), names)
         return shown
 
     def hold_out(self, count: int) -> None:
@@ -192,7 +190,7 @@ def _read_samples(folder: Path, buckets: Sequence[str], *, first_row: int) -> Sa
     )
 
 
-def _count_rejected(rows: pa.Table, rejected: dict[str, Rejected]) -> np.ndarray:
+def _count_rejected(rows: pa.Table, rejected: dict[str, NamedCount]) -> np.ndarray:
     """Add the inputs that a part's table lists as rejected to `rejected`: per reason, their number and first keys.
 
     Returns:
@@ -205,9 +203,8 @@ def _count_rejected(rows: pa.Table, rejected: dict[str, Rejected]) -> np.ndarray
         if reason:
             found = np.flatnonzero(codes == code)
             split[found] = REJECTED
-            entry = rejected.setdefault(reason, Rejected())
-            entry.count += len(found)
-            entry.names += rows['key'].take(found[: NAMES_SHOWN - len(entry.names)]).to_pylist()
+            names = rows['key'].take(found[:NAMES_SHOWN]).to_pylist()
+            rejected.setdefault(reason, NamedCount()).add(len(found), names)
     return split
 
 

@@ -15,7 +15,7 @@ SETTINGS = (
 )
 """Settings with a command-line option of the same name; the others are set with --set."""
 SOURCE_OPTIONS = (
-    *('location', 'captions', 'image_column', 'caption_column'),
+    *('location', 'captions', 'caption_text', 'image_column', 'caption_column'),
     *('select', 'split', 'limit', 'offset', 'seed'),
 )
 """Options that only some source kinds have."""
@@ -80,6 +80,7 @@ def _add_folder(parser: argparse.ArgumentParser) -> None:
         help='.csv with columns file and caption, or .jsonl with file and caption or captions '
         '(default: a .txt or .json file beside each image)',
     )
+    _add_caption_text(parser)
     _add_shared_options(parser)
 
 
@@ -87,6 +88,7 @@ def _add_webdataset(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         'location', metavar='SRC', help='folder of tar files, local or in an object store: s3://bucket/laion'
     )
+    _add_caption_text(parser)
     _add_shared_options(parser)
 
 
@@ -99,6 +101,15 @@ def _add_parquet(parser: argparse.ArgumentParser) -> None:
         '--caption-column', metavar='NAME', help='name of the caption column (default: detect by common names)'
     )
     _add_shared_options(parser)
+
+
+def _add_caption_text(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        '--caption-text',
+        choices=('whole', 'lines', 'first'),
+        help='what a .txt file holds; whole: one caption; lines: a caption per line, of which training chooses; '
+        'first: the first line alone (default: whole)',
+    )
 
 
 def _add_shared_options(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ import base64
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,7 +18,7 @@ from diffusion.prepare.image_decoding import Unfit, decode_image
 from diffusion.prepare.process_sample import COLUMNS, make_samples, thumbnail
 from diffusion.prepare.sample_table import InputRow, SampleRow, write_tables
 from diffusion.prepare.settings import PrepareSettings
-from diffusion.prepare.source import Entry, Part, Source
+from diffusion.prepare.source import Entry, NamedCount, Part, PassedOver, Source
 from diffusion.prepare.work_dir import read_json
 from diffusion.prepare.worker_pool import Note
 from diffusion.storage import mds
@@ -49,6 +49,12 @@ class PartCounts:
     """Number of rejected inputs by reason."""
     columns: set[str] = field(default_factory=set)
     """Names of the metadata columns."""
+    passed_over: dict[str, NamedCount] = field(default_factory=dict)
+    """Files that are neither images nor belong to one, by suffix; not among the inputs."""
+
+    def pass_over(self, kind: str, count: int, names: Sequence[str]) -> None:
+        """Count files that are passed over, of which the first names are given."""
+        self.passed_over.setdefault(kind, NamedCount()).add(count, names)
 
 
 @dataclass(frozen=True)
@@ -111,8 +117,13 @@ class PartJob:
         thumbnails: list[dict[str, str]] = []
         every = self.settings.fills_every_bucket
         buckets = Buckets(self.settings.sizes, self.settings.aspects, every=every, step=self.settings.step)
-        for number, entry in enumerate(self._entries(note)):
-            row = InputRow(entry.key)
+        for kind, files in self.part.passed_over.items():
+            counts.pass_over(kind, files.count, files.names)
+        for entry in self._entries(note):
+            if isinstance(entry, PassedOver):
+                counts.pass_over(entry.kind, 1, [entry.key])
+                continue
+            number, row = len(inputs), InputRow(entry.key)
             inputs.append(row)
             counts.columns |= entry.metadata.keys()
             try:
@@ -130,12 +141,17 @@ class PartJob:
         shards.flush()
         write_tables(folder, inputs, stored)
         write_atomically(folder / THUMBNAILS_FILE, json.dumps(thumbnails))
-        summary = {'inputs': counts.inputs, 'rejected': counts.rejected, 'columns': sorted(counts.columns)}
+        summary = {
+            'inputs': counts.inputs,
+            'rejected': counts.rejected,
+            'columns': sorted(counts.columns),
+            'passed_over': {kind: vars(files) for kind, files in sorted(counts.passed_over.items())},
+        }
         write_atomically(folder / COUNTS_FILE, json.dumps(summary))
         write_atomically(folder / mds.INDEX, mds.index_text(shards.entries))
         return counts
 
-    def _entries(self, note: Note) -> Iterator[Entry]:
+    def _entries(self, note: Note) -> Iterator[Entry | PassedOver]:
         """Yield the images of the part with their captions, each named in `note` in case the process dies at it.
 
         Raises:
@@ -189,7 +205,9 @@ class _ShardBuffer:
 def read_counts(folder: Path, part: Part) -> PartCounts:
     """Read the counts that were saved when a part of the input was converted."""
     content = read_json(folder / COUNTS_FILE)
-    return PartCounts(part.size, content['inputs'], Counter(content['rejected']), set(content['columns']))
+    # Parts that earlier versions have converted do not count what they passed over.
+    passed_over = {kind: NamedCount(**files) for kind, files in content.get('passed_over', {}).items()}
+    return PartCounts(part.size, content['inputs'], Counter(content['rejected']), set(content['columns']), passed_over)
 
 
 def read_header_size(file: BinaryIO) -> int:

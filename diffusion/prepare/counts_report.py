@@ -7,17 +7,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from diffusion.prepare.source import NamedCount
 from diffusion.storage.atomic import write_atomically
 
 REPORT = 'report.json'
-
-
-@dataclass
-class Rejected:
-    """Inputs rejected for one reason: their number, and the names of the first ones."""
-
-    count: int = 0
-    names: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -38,7 +31,7 @@ class HeldOut:
 class PrepareReport:
     """Report of a preparation: counts, settings and statistics of a dataset, saved as report.json beside its shards.
 
-    `inputs` is the sum of `pictures`, held-out images and rejected inputs.
+    `inputs` is the sum of `pictures`, held-out images, rejected inputs and files that were passed over.
     """
 
     source: str
@@ -57,9 +50,12 @@ class PrepareReport:
     """Size of the shards in bytes, by bucket folder."""
     held_out: HeldOut | None = None
     """Counts of the held-out images; None if there are none."""
-    rejected: dict[str, Rejected] = field(default_factory=dict)
+    rejected: dict[str, NamedCount] = field(default_factory=dict)
+    """Rejected inputs by reason."""
+    passed_over: dict[str, NamedCount] = field(default_factory=dict)
+    """Files of the input that are no images of a known format and belong to none, by suffix."""
     inputs: int | None = None
-    """Number of inputs (images, captions or rows), kept and rejected."""
+    """Number of inputs (images, captions, rows or files): kept, rejected and passed over."""
     notes: list[str] = field(default_factory=list)
     """Further messages, such as a filter for a column that no image has."""
     statistics: dict[str, Any] = field(default_factory=dict)
@@ -95,6 +91,7 @@ class PrepareReport:
             'bytes': self.bytes,
             **({} if self.held_out is None else {'held_out': vars(self.held_out)}),
             'rejected': {reason: vars(rejected) for reason, rejected in sorted(self.rejected.items())},
+            'passed_over': {kind: vars(files) for kind, files in sorted(self.passed_over.items())},
             'rejected_share': self.rejected_share,
             'max_rejected': self.max_rejected,
             'passed': self.passed,
@@ -110,7 +107,8 @@ class PrepareReport:
         """Read a report written by `save`."""
         content = json.loads(path.read_text(encoding='utf-8'))
         content.setdefault('license', content.get('licence'))  # spelling used by earlier versions
-        content['rejected'] = {reason: Rejected(**values) for reason, values in content['rejected'].items()}
+        for name in ('rejected', 'passed_over'):  # reports of earlier versions have no files that were passed over
+            content[name] = {key: NamedCount(**values) for key, values in content.get(name, {}).items()}
         if content.get('held_out'):
             content['held_out'] = HeldOut(**content['held_out'])
         names = {entry.name for entry in fields(cls)}
@@ -123,6 +121,7 @@ class PrepareReport:
             held_out = self.held_out
             lines.append(f'{held_out.out}: {held_out.pictures} held-out images ({_counts(held_out.buckets)})')
         lines += rejection_lines(self.rejected)
+        lines += count_lines('passed over', self.passed_over)
         if self.empty_buckets:
             names = ', '.join(self.empty_buckets[:5]) + (', ...' if len(self.empty_buckets) > 5 else '')
             count = len(self.empty_buckets)
@@ -138,12 +137,17 @@ class PrepareReport:
         return '\n'.join(lines)
 
 
-def rejection_lines(rejections: Mapping[str, Rejected]) -> list[str]:
+def rejection_lines(rejections: Mapping[str, NamedCount]) -> list[str]:
     """Return one line of text per rejection reason, with its count and the names of the first rejected inputs."""
+    return count_lines('rejected', rejections)
+
+
+def count_lines(title: str, counts: Mapping[str, NamedCount]) -> list[str]:
+    """Return one line of text per reason or suffix, with its count and the first names."""
     lines = []
-    for reason, rejected in sorted(rejections.items()):
-        names = ', '.join(rejected.names[:3]) + (', ...' if rejected.count > 3 else '')
-        lines.append(f'rejected, {reason}: {rejected.count} ({names})')
+    for reason, found in sorted(counts.items()):
+        names = ', '.join(found.names[:3]) + (', ...' if found.count > 3 else '')
+        lines.append(f'{title}, {reason}: {found.count} ({names})')
     return lines
 
 

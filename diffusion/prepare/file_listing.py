@@ -6,15 +6,15 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import xxhash
 
 from diffusion.errors import UserError, is_wrong_path
-from diffusion.prepare.source import Part
+from diffusion.prepare.source import Part, PassedOver, count_passed_over
 from diffusion.storage import object_store
 
 MAX_EXPANDED = 1_000_000
@@ -36,7 +36,14 @@ class File:
 
 
 def list_files(location: str, suffixes: Collection[str] | None) -> list[File]:
-    """List files sorted by name, or in the order of the braces in `location`; hidden files and folders are skipped.
+    """List files as `list_input` does, without those that it passes over."""
+    return list_input(location, suffixes)[0]
+
+
+def list_input(location: str, suffixes: Collection[str] | None) -> tuple[list[File], list[PassedOver]]:
+    """List files sorted by name, or in the order of the braces in `location`.
+
+    Hidden files, those in hidden folders, and those with other suffixes are listed apart, as passed over.
 
     Args:
         location: A folder, searched recursively; a single file with any suffix; or a webdataset-style pattern with
@@ -52,17 +59,23 @@ def list_files(location: str, suffixes: Collection[str] | None) -> list[File]:
     # Braces in the name of an existing folder are part of the name.
     wanted = [location] if os.path.exists(location) else expand_braces(location)
     if wanted != [location]:
-        return _list_expanded(wanted, location)
+        return _list_expanded(wanted, location), []
     listed = _list_store(location) if is_remote(location) else _list_folder(location)
     if len(listed) == 1 and listed[0].url in (location, os.path.normpath(location)):
-        return listed
+        return listed, []
     endings = ('',) if suffixes is None else tuple(suffixes)
-    found = [file for file in listed if file.name.lower().endswith(endings) and not _is_hidden(file.name)]
+    found: list[File] = []
+    others: list[PassedOver] = []
+    for file in sorted(listed, key=lambda file: file.name):
+        if file.name.lower().endswith(endings) and not _is_hidden(file.name):
+            found.append(file)
+        else:
+            others.append(PassedOver(file.name))
     if not found and suffixes is not None:
         raise UserError(
             f'{location}: contains no {", ".join(sorted(endings))} files; give the folder that contains them'
         )
-    return sorted(found, key=lambda file: file.name)
+    return found, others
 
 
 @contextmanager
@@ -115,6 +128,12 @@ def single_file_part(file: File, suffix: str) -> Part:
     """Return a part (unit of input that one job converts) that consists of one file, such as a tar."""
     stem = stem_of(file, suffix)
     return Part(part_name(stem), {'url': file.url, 'size': file.size, 'stem': stem}, file.size, file.stamp)
+
+
+def with_passed_over(parts: Sequence[Part], files: Sequence[PassedOver]) -> list[Part]:
+    """Return parts of which the first has the count of the listed files that are in none, for the report."""
+    first, *others = parts
+    return [replace(first, passed_over=count_passed_over(files)), *others]
 
 
 def part_name(text: str) -> str:

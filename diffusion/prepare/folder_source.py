@@ -11,8 +11,8 @@ import xxhash
 from diffusion.errors import UserError
 from diffusion.prepare.caption_files import read_caption_rows
 from diffusion.prepare.extra_columns import json_value, read_columns
-from diffusion.prepare.file_listing import File, as_utf8, is_remote, list_files, local_copy
-from diffusion.prepare.source import IMAGE_SUFFIXES, Entry, Part
+from diffusion.prepare.file_listing import File, as_utf8, is_remote, list_input, local_copy, with_passed_over
+from diffusion.prepare.source import IMAGE_SUFFIXES, CaptionText, Entry, Part, PassedOver, captions_in
 
 SUFFIXES = tuple(f'.{kind}' for kind in IMAGE_SUFFIXES)
 PART_IMAGES = 1000
@@ -26,14 +26,16 @@ class FolderSource:
     """Images in a folder and its subfolders, in parts of 1000; the key of an image is its path relative to the folder.
 
     Without a captions file, the captions of `a.jpg` are read as in img2dataset's `files` format: `captions` in
-    `a.json`, else the lines of `a.txt`, else `caption` in `a.json`; other columns of `a.json` are metadata. A captions
-    file is a CSV with columns `file` and `caption`, or a JSONL with `file` and `caption` or `captions`; other columns
-    are metadata.
+    `a.json`, else those in `a.txt` (`caption_text`), else `caption` in `a.json`; other columns of `a.json` are
+    metadata. A captions file is a CSV with columns `file` and `caption`, or a JSONL with `file` and `caption` or
+    `captions`; other columns are metadata.
     """
 
     location: str
     captions: str | None = None
     """Captions file, local or in an object store."""
+    caption_text: CaptionText = 'whole'
+    """What a .txt file holds."""
 
     def parts(self) -> list[Part]:
         """Split the images into parts, which jobs convert in parallel; the rows of a captions file are stored in them.
@@ -41,14 +43,26 @@ class FolderSource:
         Raises:
             UserError: There are no images, the folder cannot be listed, or the captions file is invalid.
         """
-        files = {file.name: file for file in list_files(self.location, None)}
+        listed, hidden = list_input(self.location, None)
+        files = {file.name: file for file in listed}
         images = [file for file in files.values() if file.name.lower().endswith(SUFFIXES)]
         if not images:
             raise UserError(f'{self.location}: contains no images ({", ".join(SUFFIXES)})')
         found = self._paired(images, files) if self.captions is None else self._listed(self.captions, images, files)
-        listed = list(found)
-        runs = (listed[start : start + PART_IMAGES] for start in range(0, len(listed), PART_IMAGES))
-        return [_part(number, run) for number, run in enumerate(runs)]
+        rows = list(found)
+        runs = (rows[start : start + PART_IMAGES] for start in range(0, len(rows), PART_IMAGES))
+        parts = [_part(number, run) for number, run in enumerate(runs)]
+        return with_passed_over(parts, [*hidden, *self._others(images, listed)])
+
+    def _others(self, images: Sequence[File], files: Sequence[File]) -> Iterator[PassedOver]:
+        """Yield the files that are neither images nor hold the captions of one."""
+        known = {file.url for file in images}
+        stems = set() if self.captions is not None else {file.name.rpartition('.')[0] for file in images}
+        beside = ('txt', 'json')
+        for file in files:
+            stem, _, suffix = file.name.rpartition('.')
+            if file.url not in known and file.url != self.captions and not (suffix in beside and stem in stems):
+                yield PassedOver(file.name)
 
     def read(self, part: Part) -> Iterator[Entry]:
         """Yield the images of a part in order, with their captions and metadata.
@@ -59,12 +73,24 @@ class FolderSource:
         """
         images = [_ImageFile(**values) for values in part.where['pictures']]
         if not is_remote(self.location):
-            yield from map(_entry, images)
+            yield from map(self._entry, images)
             return
         with ThreadPoolExecutor(DOWNLOADS) as threads:
             # In groups, since `map` over all images would download the whole part ahead of the reader.
             for start in range(0, len(images), DOWNLOADS):
-                yield from threads.map(_entry, images[start : start + DOWNLOADS])
+                yield from threads.map(self._entry, images[start : start + DOWNLOADS])
+
+    def _entry(self, image: '_ImageFile') -> Entry:
+        """Read an image and its captions."""
+        entry = Entry(image.key, captions=list(image.captions), metadata=image.metadata, problem=image.problem)
+        if entry.problem is None:
+            try:
+                entry.image = _read(image.url, image.size)
+                if image.beside:
+                    _add_sidecars(entry, image.beside, self.caption_text)
+            except PermissionError:  # concerns only this file; other I/O errors stop the part
+                entry.problem = 'unreadable'
+        return entry
 
     def _paired(self, images: Iterable[File], files: dict[str, File]) -> Iterator['_ImageFile']:
         """Yield each image with the URLs of the .txt and .json files of its stem, which hold its captions.
@@ -124,19 +150,7 @@ def _part(number: int, images: Sequence[_ImageFile]) -> Part:
     return Part(f'pictures-{number:06}', where, max(1, sum(image.size for image in images)), stamp)
 
 
-def _entry(image: _ImageFile) -> Entry:
-    entry = Entry(image.key, captions=list(image.captions), metadata=image.metadata, problem=image.problem)
-    if entry.problem is None:
-        try:
-            entry.image = _read(image.url, image.size)
-            if image.beside:
-                _add_sidecars(entry, image.beside)
-        except PermissionError:  # concerns only this file; other I/O errors stop the part
-            entry.problem = 'unreadable'
-    return entry
-
-
-def _add_sidecars(entry: Entry, beside: dict[str, str]) -> None:
+def _add_sidecars(entry: Entry, beside: dict[str, str], caption_text: CaptionText) -> None:
     """Set the captions and metadata of an entry from its .txt and .json file."""
     entry.metadata = read_columns(_read(beside['json'])) if 'json' in beside else {}
     captions, caption = entry.metadata.pop('captions', None), entry.metadata.pop('caption', None)
@@ -144,7 +158,7 @@ def _add_sidecars(entry: Entry, beside: dict[str, str]) -> None:
         entry.captions = captions
     elif 'txt' in beside:
         try:
-            entry.captions = str(_read(beside['txt']), 'utf-8-sig').splitlines()
+            entry.captions = captions_in(_read(beside['txt']), caption_text)
         except UnicodeDecodeError:
             entry.problem = 'caption_not_utf8'
     else:

@@ -5,24 +5,44 @@ from typing import Any
 import numpy as np
 
 from diffusion.prepare.catalog import Catalog
+from diffusion.prepare.sample_table import read_captions
 
 QUANTILES = (0.0, 0.05, 0.5, 0.95, 1.0)
 SIDES = [0, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096, 8192]
 ASPECTS = [0.0, 0.25, 0.33, 0.4, 0.5, 0.57, 0.67, 0.75, 0.8, 0.9, 1.0, 1.1, 1.25, 1.33, 1.5, 1.78, 2.0, 2.5, 3.0, 4.0]
+NUMBERS = [1, 2, 3, 4, 5, 6, 10, 20, 50, 100]
 LENGTHS = [0, 10, 20, 30, 40, 60, 80, 100, 150, 200, 300, 500, 1000, 2000]
 
 
 def statistics_of(catalog: Catalog, images: np.ndarray) -> dict[str, Any]:
     """Return histograms over the images in these rows, for the report of a preparation.
 
-    One each of shorter side and aspect ratio before resizing, and of the length of an image's longest caption.
+    One each of shorter side and aspect ratio before resizing, of the number of captions of an image, and of the length
+    of its longest caption.
     """
     width, height, length = (catalog.columns[name][images] for name in ('width', 'height', 'caption_length'))
     return {
         'shorter side, pixels': _histogram(np.minimum(width, height), SIDES),
         'aspect, width over height': _histogram(width / height, ASPECTS),
+        'captions per image': _histogram(caption_numbers(catalog, images), NUMBERS),
         'longest caption, characters': _histogram(length, LENGTHS),
     }
+
+
+def caption_numbers(catalog: Catalog, images: np.ndarray) -> np.ndarray:
+    """Return the number of captions of each of the images in these rows, which are sorted."""
+    edges = np.searchsorted(images, catalog.first_row)
+    found = [np.zeros(0, np.int32)]
+    for number, folder in enumerate(catalog.parts):
+        chosen = images[edges[number] : edges[number + 1]]
+        captions = read_captions(folder)
+        if captions is None:  # a part of an earlier version; its captions are only in its samples
+            samples = (catalog.stored_sample(catalog.first_sample(image)) for image in chosen)
+            found.append(np.array([len(sample['captions']) for sample in samples], np.int32))
+        else:
+            lists: Any = captions.combine_chunks()
+            found.append(lists.value_lengths().to_numpy()[chosen - catalog.first_row[number]])
+    return np.concatenate(found)
 
 
 def _histogram(values: np.ndarray, edges: list[Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from diffusion.evaluation.image_sheet import Figure, html_figures, html_page
 from diffusion.prepare.counts_report import HeldOut, PrepareReport
+from diffusion.prepare.source import NamedCount
 
 MAX_CAPTION = 200
 """Maximum length of a caption in the report, in characters."""
@@ -51,6 +52,8 @@ def report_page(
         '<h2>Rejected</h2>',
         _bars({reason: (entry.count, '') for reason, entry in sorted(report.rejected.items())}),
         *(_figures(reason, shown) for reason, shown in sorted(rejected.items())),
+        '<h2>Passed over</h2>',
+        _bars({kind: (files.count, _first_names(files)) for kind, files in sorted(report.passed_over.items())}),
         *(_histogram(name, values) for name, values in report.statistics.items()),
         '<h2>Settings</h2>',
         _table({**report.arguments, **{f'version of {name}': text for name, text in report.versions.items()}}),
@@ -66,6 +69,7 @@ def _summary(report: PrepareReport) -> str:
         'kept': f'{report.pictures:,}',
         **({'held out': f'{report.held_out.pictures:,}'} if report.held_out else {}),
         'rejected': f'{rejected:,} ({report.rejected_share:.2%}; the limit is {report.max_rejected:.2%})',
+        'passed over': f'{sum(files.count for files in report.passed_over.values()):,} files',
         'license': report.license or 'not given',
     }
     failed = '' if report.passed else '<p class="failed">More images were rejected than max_rejected allows.</p>'
@@ -75,6 +79,10 @@ def _summary(report: PrepareReport) -> str:
 def _held_out(held_out: HeldOut | None, shown: Iterable[Figure]) -> list[str]:
     """Return the section of the held-out images; empty without them."""
     return [] if held_out is None else ['<h2>Held out</h2>', _bucket_bars(held_out), _figures(held_out.out, shown)]
+
+
+def _first_names(files: NamedCount) -> str:
+    return ', '.join(files.names[:3]) + (', ...' if files.count > 3 else '')
 
 
 def _table(values: Mapping[str, Any]) -> str:

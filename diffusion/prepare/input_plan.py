@@ -11,7 +11,7 @@ from typing import Any
 
 from diffusion.errors import UserError
 from diffusion.prepare.counts_report import versions_of
-from diffusion.prepare.settings import PrepareSettings
+from diffusion.prepare.settings import FORMER_CAPTION_TEXT, PrepareSettings
 from diffusion.prepare.source import Part, Source
 from diffusion.prepare.work_dir import WorkFolder
 from diffusion.storage.folders import LocalFolder
@@ -49,7 +49,15 @@ class InputPlan:
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the plan, in hexadecimal; a dataset with an equal one in its report need not be prepared again."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(self.content, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The plan as it is stored: without the files that were passed over, on which the dataset does not depend."""
+        content = asdict(self)
+        for part in content['parts']:
+            del part['passed_over']
+        return content
 
     def write_or_check(self, work: WorkFolder) -> None:
         """Write the plan to a new work folder, or check that the plan in the work folder is equal.
@@ -57,7 +65,7 @@ class InputPlan:
         Raises:
             UserError: The work folder has another plan; the message lists the differences.
         """
-        pin_plan(LocalFolder(work.path), asdict(self), where='work', compared=_comparable)
+        pin_plan(LocalFolder(work.path), self.content, where='work', compared=_comparable)
 
 
 def _comparable(plan: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,4 +75,7 @@ def _comparable(plan: Mapping[str, Any]) -> dict[str, Any]:
     missing, new and changed parts. Settings that `content_settings` leaves out have their default values.
     """
     parts = {part['name']: part['stamp'] for part in plan['parts']}
-    return {**plan, 'settings': {'buckets': 'largest', 'hold_out': 0, **plan['settings']}, 'parts': parts}
+    settings = {'buckets': 'largest', 'hold_out': 0, **plan['settings']}
+    if (kind := settings['source']['kind']) in FORMER_CAPTION_TEXT:
+        settings['source'] = {'caption_text': FORMER_CAPTION_TEXT[kind], **settings['source']}
+    return {**plan, 'settings': settings, 'parts': parts}

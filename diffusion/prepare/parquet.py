@@ -10,7 +10,14 @@ import pyarrow.parquet as pq
 
 from diffusion.errors import UserError
 from diffusion.prepare.extra_columns import json_value
-from diffusion.prepare.file_listing import File, is_remote, list_files, local_copy, single_file_part
+from diffusion.prepare.file_listing import (
+    File,
+    is_remote,
+    list_input,
+    local_copy,
+    single_file_part,
+    with_passed_over,
+)
 from diffusion.prepare.source import Entry, Part
 
 SUFFIX = '.parquet'
@@ -42,10 +49,10 @@ class ParquetSource:
         Raises:
             UserError: There is no file, the location cannot be listed, or the first file lacks a column.
         """
-        files = list_files(self.location, (SUFFIX,))
+        files, others = list_input(self.location, (SUFFIX,))
         if not is_remote(files[0].url):  # report a wrong column name before any work is done
             self._check(Path(files[0].url))
-        return [part for file in files for part in _parts_of(file)]
+        return with_passed_over([part for file in files for part in _parts_of(file)], others)
 
     def read(self, part: Part) -> Iterator[Entry]:
         """Yield one image with captions and metadata per row of a part.

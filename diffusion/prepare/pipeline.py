@@ -32,7 +32,7 @@ from diffusion.prepare.input_plan import InputPlan
 from diffusion.prepare.output_folders import output_of, shard_writer
 from diffusion.prepare.pack_shards import ShardJob, plan_shards, write_indexes
 from diffusion.prepare.settings import PrepareSettings, check_settings
-from diffusion.prepare.source import Source
+from diffusion.prepare.source import NamedCount, Source
 from diffusion.prepare.work_dir import Share, WorkFolder
 from diffusion.prepare.worker_pool import WorkerJob, run_jobs
 from diffusion.storage.atomic import write_atomically
@@ -298,8 +298,18 @@ class _Preparation:
         if split == HELD_OUT:
             report.inputs, report.notes = len(images), [f'held out from {self.settings.out}']
         else:
-            report.inputs, report.rejected, report.notes = len(catalog), catalog.rejected, self.notes(plan)
+            report.rejected, report.passed_over = catalog.rejected, self.passed_over(plan)
+            report.inputs = len(catalog) + sum(files.count for files in report.passed_over.values())
+            report.notes = self.notes(plan)
         return report
+
+    def passed_over(self, plan: InputPlan) -> dict[str, NamedCount]:
+        """Return the files of the input that are neither images nor belong to one, by suffix."""
+        total: dict[str, NamedCount] = {}
+        for number, part in enumerate(plan.parts):
+            for kind, files in read_counts(self.work.part(number), part).passed_over.items():
+                total.setdefault(kind, NamedCount()).add(files.count, files.names)
+        return total
 
     def notes(self, plan: InputPlan) -> list[str]:
         """Return messages for the report: copies of held-out images, columns of `filters` that no input has."""

@@ -21,20 +21,22 @@ from diffusion.prepare.file_listing import is_remote
 from diffusion.prepare.filters import Filters
 from diffusion.prepare.image_decoding import MAX_PIXELS
 from diffusion.prepare.image_hashes import MAX_DISTANCE
-from diffusion.prepare.source import Source
+from diffusion.prepare.source import CaptionText, Source
 from diffusion.storage import object_store
 from diffusion.storage.writable import why_not_writable
 
 log = logging.getLogger(__name__)
 
 SETTINGS_OF_SOURCE = {
-    'folder': ('location', 'captions'),
-    'webdataset': ('location',),
+    'folder': ('location', 'captions', 'caption_text'),
+    'webdataset': ('location', 'caption_text'),
     'parquet': ('location', 'image_column', 'caption_column'),
     'openmoji': ('select', 'split', 'limit', 'offset', 'seed'),
 }
 """Setting names that each source kind accepts."""
 
+FORMER_CAPTION_TEXT: dict[str, CaptionText] = {'folder': 'lines'}
+"""`caption_text` of earlier versions, which had no such setting, where it was not `whole`."""
 NAMED_ASPECTS = ('none', 'sdxl')
 
 
@@ -50,6 +52,9 @@ class SourceSettings:
     """Folder, file, or object store folder such as s3://bucket/laion; empty for openmoji."""
     captions: str | None = None
     """folder only: CSV or JSONL file with columns file and caption; null reads a .txt or .json beside each image."""
+    caption_text: CaptionText = 'whole'
+    """folder and webdataset: what a .txt file holds. whole: one caption, of any number of lines; lines: one caption per
+    line, of which training chooses; first: its first line alone."""
     image_column: str | None = None
     """parquet only: image column; null detects it by common names."""
     caption_column: str | None = None
@@ -86,11 +91,11 @@ class SourceSettings:
         if self.kind == 'folder':
             from diffusion.prepare.folder_source import FolderSource
 
-            return FolderSource(self.location, captions=self.captions)
+            return FolderSource(self.location, captions=self.captions, caption_text=self.caption_text)
         if self.kind == 'webdataset':
             from diffusion.prepare.webdataset import WebDatasetSource
 
-            return WebDatasetSource(self.location)
+            return WebDatasetSource(self.location, caption_text=self.caption_text)
         from diffusion.prepare.parquet import ParquetSource
 
         return ParquetSource(self.location, image_column=self.image_column, caption_column=self.caption_column)
@@ -197,6 +202,8 @@ class PrepareSettings:
         if self.source.kind != 'openmoji':
             for name in SETTINGS_OF_SOURCE['openmoji']:
                 del values['source'][name]
+        if values['source']['caption_text'] == FORMER_CAPTION_TEXT.get(self.source.kind, 'whole'):
+            del values['source']['caption_text']
         if not self.fills_every_bucket or len(self.sizes) == 1:
             del values['buckets']
         if not self.hold_out:

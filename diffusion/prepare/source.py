@@ -3,12 +3,70 @@
 A part is the unit of input that one job converts, such as a tar. Implement `Source` to read another format.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-IMAGE_SUFFIXES = ('jpg', 'jpeg', 'png', 'webp', 'gif', 'bmp', 'tif', 'tiff', 'avif')
+NAMES_SHOWN = 20
+"""Maximum number of names that a `NamedCount` keeps."""
+IMAGE_SUFFIXES = ('jpg', 'jpeg', 'jpe', 'jfif', 'png', 'webp', 'gif', 'bmp', 'tif', 'tiff', 'avif')
 """File suffixes of images, in lower case and without a dot."""
+
+
+CaptionText = Literal['whole', 'lines', 'first']
+"""What the text file of an image holds; see `SourceSettings.caption_text`."""
+
+
+def captions_in(text: bytes, kind: CaptionText) -> list[str]:
+    """Return the captions in the content of a text file.
+
+    Raises:
+        UnicodeDecodeError: The text is not UTF-8.
+    """
+    decoded = str(text, 'utf-8-sig')
+    if kind == 'whole':
+        return [decoded]
+    lines = [line for line in decoded.splitlines() if line.strip()]
+    return lines[:1] if kind == 'first' else lines
+
+
+@dataclass
+class NamedCount:
+    """Number of inputs that were rejected for one reason, or passed over for one suffix, and some of their names."""
+
+    count: int = 0
+    names: list[str] = field(default_factory=list)
+    """Names of the first ones, at most `NAMES_SHOWN`."""
+
+    def add(self, count: int, names: Sequence[str]) -> None:
+        """Add inputs, of which the names of the first ones are given."""
+        self.count += count
+        self.names += names[: NAMES_SHOWN - len(self.names)]
+
+
+@dataclass(frozen=True)
+class PassedOver:
+    """File of the input that is neither an image nor belongs to one, such as `cat.svg`."""
+
+    key: str
+    """Its name, for the report."""
+
+    @property
+    def kind(self) -> str:
+        """What it is counted as: its suffix in lower case such as `.svg`, `hidden`, or `without suffix`."""
+        last = self.key.rpartition('/')[2]
+        stem, dot, suffix = last.rpartition('.')
+        if any(piece.startswith('.') for piece in self.key.split('/')):
+            return 'hidden'
+        return f'.{suffix.lower()}' if dot and stem and suffix else 'without suffix'
+
+
+def count_passed_over(files: Sequence[PassedOver]) -> dict[str, NamedCount]:
+    """Return the number and the first names of files by their kind."""
+    counts: dict[str, NamedCount] = {}
+    for file in files:
+        counts.setdefault(file.kind, NamedCount()).add(1, [file.key])
+    return counts
 
 
 @dataclass(frozen=True)
@@ -23,6 +81,9 @@ class Part:
     """Size in bytes, or the number of images if bytes are unknown; unit of the progress bar."""
     stamp: str
     """Text that changes when the content changes: size and modification time of a file, or the ETag of an object."""
+    passed_over: Mapping[str, NamedCount] = field(default_factory=dict)
+    """Files that were listed and are in no part, by kind, for the report; no part of the plan. The first part has
+    them."""
 
 
 @dataclass
@@ -52,8 +113,10 @@ class Source(Protocol):
         """
         ...
 
-    def read(self, part: Part) -> Iterator[Entry]:
+    def read(self, part: Part) -> Iterator[Entry | PassedOver]:
         """Yield the images of a part in order with captions; each image, caption or row of the input gives one entry.
+
+        Files in the part that it does not read, such as other members of a tar, are yielded as passed over.
 
         Raises:
             OSError: The part cannot be read at the moment; a retry may succeed.

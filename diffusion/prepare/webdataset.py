@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diffusion.prepare.extra_columns import read_columns
-from diffusion.prepare.file_listing import as_utf8, list_files, local_copy, single_file_part
-from diffusion.prepare.source import IMAGE_SUFFIXES, Entry, Part
+from diffusion.prepare.file_listing import as_utf8, list_input, local_copy, single_file_part, with_passed_over
+from diffusion.prepare.source import IMAGE_SUFFIXES, CaptionText, Entry, Part, PassedOver, captions_in
 from diffusion.prepare.tar_reading import DamagedTar, Member, members
 
 SUFFIXES = ('.tar', '.tar.gz', '.tgz')
@@ -19,11 +19,18 @@ class WebDatasetSource:
 
     A sample is a run of adjacent members with the same stem: the image `000000012.jpg`, the caption `000000012.txt` and
     the metadata `000000012.json`. Its key is the stem of the tar plus its own, `00000/000000012`. Captions come from
-    `captions` in the JSON, else from the .txt, else from `caption` in the JSON; other JSON columns are metadata. Other
-    files are ignored, such as the `00000.parquet` and `00000_stats.json` that img2dataset writes beside its tars.
+    `captions` in the JSON, else from the .txt, else from `caption` in the JSON; other JSON columns are metadata.
+
+    A stem ends at the first dot, as in webdataset, but that of a name with more dots such as `photo.v2.jpg` is
+    `photo.v2`. Next to an image `photo.jpg` it is a sample of its own only if it has a caption or metadata too.
+
+    Other files are passed over, such as the `00000.parquet` and `00000_stats.json` that img2dataset writes beside its
+    tars.
     """
 
     location: str
+    caption_text: CaptionText = 'whole'
+    """What a .txt member holds."""
 
     def parts(self) -> list[Part]:
         """Return one part (unit of input that one job converts) per tar.
@@ -31,9 +38,10 @@ class WebDatasetSource:
         Raises:
             ValueError: There is no tar, or the location cannot be listed.
         """
-        return [single_file_part(file, SUFFIXES[0]) for file in list_files(self.location, SUFFIXES)]
+        files, others = list_input(self.location, SUFFIXES)
+        return with_passed_over([single_file_part(file, SUFFIXES[0]) for file in files], others)
 
-    def read(self, part: Part) -> Iterator[Entry]:
+    def read(self, part: Part) -> Iterator[Entry | PassedOver]:
         """Yield the samples in tar order; for a damaged tar, those before the damage, then an entry that reports it.
 
         Raises:
@@ -42,7 +50,7 @@ class WebDatasetSource:
         """
         stem, size = part.where['stem'], part.where['size']
         with local_copy(part.where['url'], size=size) as path:
-            yield from _entries(path, stem)
+            yield from _entries(path, stem, self.caption_text)
 
 
 @dataclass
@@ -58,15 +66,18 @@ class _Sample:
         return next((self.members[suffix] for suffix in IMAGE_SUFFIXES if suffix in self.members), None)
 
 
-def _entries(path: Path, stem: str) -> Iterator[Entry]:
+def _entries(path: Path, stem: str, caption_text: CaptionText) -> Iterator[Entry | PassedOver]:
     # A key that appears a second time would become two samples with one key. If both have an image it is a duplicate;
     # otherwise the members of one sample were not adjacent, so that image and caption were read as two samples.
     had_image: dict[str, bool] = {}
     try:
         for sample in _samples(path):
+            if isinstance(sample, Member):
+                yield PassedOver(f'{stem}/{as_utf8(sample.name)}')
+                continue
             has_image = sample.image is not None
             if sample.key not in had_image:
-                yield _entry(sample, stem)
+                yield _entry(sample, stem, caption_text)
             else:
                 both = has_image and had_image[sample.key]
                 yield Entry(_key(sample, stem), problem='duplicate_key' if both else 'sample_scattered')
@@ -75,41 +86,84 @@ def _entries(path: Path, stem: str) -> Iterator[Entry]:
         yield Entry(f'{stem} at byte {damage.byte}', problem=f'part_{damage}')
 
 
-def _samples(path: Path) -> Iterator[_Sample]:
-    """Group adjacent members of a tar with the same stem into samples; a repeated suffix starts a new sample."""
-    sample = None
+def _samples(path: Path) -> Iterator[_Sample | Member]:
+    """Group adjacent members of a tar with the same stem into samples; yield other members one by one.
+
+    A repeated suffix starts a new sample.
+    """
+    group = _Group('')
     try:
         for member in members(path):
             key, suffix = _split(member.name)
-            if suffix not in KNOWN:
+            if _split_suffix(suffix)[1] not in KNOWN:
+                if member.is_file:
+                    yield member
                 continue
-            if sample is None or sample.key != key or suffix in sample.members:
-                if sample is not None:
-                    yield sample
-                sample = _Sample(key)
-            sample.members[suffix] = member
+            if key != group.key or group.has(suffix):
+                yield from group.samples()
+                group = _Group(key)
+            group.add(suffix, member)
     except DamagedTar as damage:
         # If the damaged member belongs to another sample, the last sample is complete. Otherwise, or if the name of the
         # damaged member is unknown, members of the last sample may be missing.
-        if sample is not None and damage.name is not None and _split(damage.name)[0] != sample.key:
-            yield sample
+        if damage.name is not None and _split(damage.name)[0] != group.key:
+            yield from group.samples()
         raise
-    if sample is not None:
-        yield sample
+    yield from group.samples()
+
+
+class _Group:
+    """Adjacent members of a tar whose names are the same up to the first dot.
+
+    Args:
+        key: The name up to the first dot, with folders.
+    """
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self._samples: dict[str, _Sample] = {}
+        """Samples by the rest of their stem: nothing, or `v2` of `photo.v2.jpg`."""
+
+    def has(self, suffix: str) -> bool:
+        """Return True if there is a member with this suffix, which may have dots, such as `v2.jpg`."""
+        middle, last = _split_suffix(suffix)
+        return middle in self._samples and last in self._samples[middle].members
+
+    def add(self, suffix: str, member: Member) -> None:
+        """Add a member with this suffix."""
+        middle, last = _split_suffix(suffix)
+        sample = self._samples.setdefault(middle, _Sample(f'{self.key}.{middle}' if middle else self.key))
+        sample.members[last] = member
+
+    def samples(self) -> Iterator[_Sample | Member]:
+        """Yield the samples, and the members of what is none: masks such as `photo.mask.png` beside `photo.jpg`."""
+        plain = self._samples.get('')
+        has_image = plain is not None and plain.image is not None
+        for middle, sample in self._samples.items():
+            if middle and has_image and (sample.image is None or len(sample.members) == 1):
+                yield from sample.members.values()
+            else:
+                yield sample
 
 
 def _split(name: str) -> tuple[str, str]:
     """Return (key, suffix) of a member, split at the first dot of the file name as webdataset does."""
     folder, slash, last = name.removeprefix('./').rpartition('/')
     stem, _, suffix = last.partition('.')
-    return folder + slash + stem, suffix.lower() if stem else ''
+    return folder + slash + stem, suffix if stem else ''
+
+
+def _split_suffix(suffix: str) -> tuple[str, str]:
+    """Return the parts of a suffix such as `v2.jpg` before and after its last dot, the latter in lower case."""
+    middle, _, last = suffix.rpartition('.')
+    return middle, last.lower()
 
 
 def _key(sample: _Sample, stem: str) -> str:
     return f'{stem}/{as_utf8(sample.key)}'
 
 
-def _entry(sample: _Sample, stem: str) -> Entry:
+def _entry(sample: _Sample, stem: str, caption_text: CaptionText) -> Entry:
     metadata = read_columns(sample.members['json'].content or b'') if 'json' in sample.members else {}
     captions, caption = metadata.pop('captions', None), metadata.pop('caption', None)
     entry = Entry(_key(sample, stem), metadata=metadata)
@@ -123,7 +177,7 @@ def _entry(sample: _Sample, stem: str) -> Entry:
         entry.captions = captions
     elif 'txt' in sample.members:
         try:
-            entry.captions = [str(sample.members['txt'].content or b'', 'utf-8-sig')]
+            entry.captions = captions_in(sample.members['txt'].content or b'', caption_text)
         except UnicodeDecodeError:
             entry.problem = entry.problem or 'caption_not_utf8'
     elif caption is not None:

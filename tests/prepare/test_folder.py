@@ -68,7 +68,7 @@ def test_images_go_to_their_buckets(source: Path, out: Path) -> None:
     assert (report.pictures, report.buckets) == (4, {'16px': 4, '32px': 2})
     assert [sample['key'] for sample in small] == ['a.jpg', 'c.webp', 'd.BMP', 'sub/b.png']
     assert [sample['key'] for sample in large] == ['a.jpg', 'sub/b.png']
-    assert [sample['captions'] for sample in large] == [['a gradient'], ['one', 'two']]
+    assert [sample['captions'] for sample in large] == [['a gradient'], ['one two']]
     formats = [stored_image(sample).format for sample in [*small, *large]]
     assert formats == ['JPEG', 'JPEG', 'JPEG', 'PNG', 'JPEG', 'PNG']
     for sample in [*small, *large]:

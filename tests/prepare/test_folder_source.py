@@ -34,7 +34,7 @@ def test_images_are_sorted_by_name_with_captions_from_txt_files(tmp_path: Path) 
     found = entries(FolderSource(str(tmp_path)))
     assert [(entry.key, entry.image, entry.captions) for entry in found] == [
         ('a/c.png', b'c', ['marked']),
-        ('b.JPG', b'b', ['one', '', 'two']),
+        ('b.JPG', b'b', ['one\n\ntwo\n']),
     ]
 
 

@@ -16,10 +16,10 @@ from PIL import Image
 
 from diffusion.evaluation.image_sheet import Figure
 from diffusion.prepare import report_thumbnails
-from diffusion.prepare.counts_report import PrepareReport, Rejected
+from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.html_report import report_page
 from diffusion.prepare.pipeline import prepare
-from diffusion.prepare.source import Entry
+from diffusion.prepare.source import Entry, NamedCount
 
 HOSTILE = '<script>alert("x")</script> & "quotes" \'too\''
 
@@ -105,8 +105,9 @@ def test_report_accounts_for_every_input(prepared: tuple[Path, PrepareReport]) -
 
 def test_statistics_are_of_kept_images(prepared: tuple[Path, PrepareReport]) -> None:
     report = prepared[1]
-    assert [sum(each['counts']) for each in report.statistics.values()] == [report.pictures] * 3
-    sides, aspects, lengths = report.statistics.values()
+    assert [sum(each['counts']) for each in report.statistics.values()] == [report.pictures] * 4
+    sides, aspects, numbers, lengths = report.statistics.values()
+    assert (numbers['quantiles']['0%'], numbers['quantiles']['100%']) == (1.0, 2.0)
     assert set(sides['quantiles'].values()) == {48.0}
     assert set(aspects['quantiles'].values()) == {round(64 / 48, 3)}
     assert (lengths['quantiles']['0%'], lengths['quantiles']['100%']) == (5.0, float(len(HOSTILE)))
@@ -147,7 +148,7 @@ def test_page_of_three_resolutions_with_all_shapes_is_small() -> None:
     noise = Figure([file.getvalue()], 'x' * 10_000)
     buckets = {f'bucket {number}': [noise] * (report_thumbnails.MAX_BUCKET_THUMBNAILS // 123) for number in range(123)}
     report = PrepareReport(source='s', arguments={}, inputs=1)
-    report.rejected = {f'reason {number}': Rejected(1, ['x']) for number in range(report_thumbnails.MAX_REASONS)}
+    report.rejected = {f'reason {number}': NamedCount(1, ['x']) for number in range(report_thumbnails.MAX_REASONS)}
     text = report_page(
         report,
         'out',

@@ -5,7 +5,7 @@ import io
 import json
 import pickle
 import tarfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from object_store import Store
 
-from diffusion.prepare.source import Entry
+from diffusion.prepare.source import Entry, PassedOver
 from diffusion.prepare.tar_reading import BLOCK, DamagedTar, members
 from diffusion.prepare.webdataset import WebDatasetSource
 
@@ -51,11 +51,15 @@ def read(folder: Path, content: bytes | Members, name: str = '00000.tar') -> lis
 
 
 def entries(source: WebDatasetSource) -> list[Entry]:
+    return [entry for entry in everything(source) if isinstance(entry, Entry)]
+
+
+def everything(source: WebDatasetSource) -> list[Entry | PassedOver]:
     return [entry for part in source.parts() for entry in source.read(part)]
 
 
-def problems(found: list[Entry]) -> list[tuple[str, str | None]]:
-    return [(entry.key, entry.problem) for entry in found]
+def problems(found: Sequence[Entry | PassedOver]) -> list[tuple[str, str | None]]:
+    return [(entry.key, entry.problem) for entry in found if isinstance(entry, Entry)]
 
 
 @pytest.mark.parametrize('form', [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
@@ -194,6 +198,27 @@ def test_folders_and_unusual_names_in_a_tar_are_read(tmp_path: Path) -> None:
         read_back = read(tmp_path, tar_of(found, form=form))
         assert problems(read_back) == [(f'00000/{key}', None) for key in ('a/1', 'b/1', deep, '\\xe9')]
         assert [entry.captions for entry in read_back] == [['y'], [], ['y'], []]
+        passed = [file for file in everything(WebDatasetSource(str(tmp_path))) if isinstance(file, PassedOver)]
+        names = {'b/1.npy': '.npy', 'b/._1.jpg': 'hidden', 'readme': 'without suffix', 'b/1.seg.png': '.png'}
+        assert {file.key.removeprefix('00000/'): file.kind for file in passed} == names
+
+
+@pytest.mark.parametrize(
+    ('members', 'samples', 'passed'),
+    [
+        (['photo.v2.jpg', 'photo.v2.txt'], ['photo.v2'], []),
+        (['DSC_0001.final.JPG', 'DSC_0001.final.json', 'DSC_0001.other.jpg'], ['DSC_0001.final', 'DSC_0001.other'], []),
+        (['a.jpg', 'a.txt', 'a.v2.jpg', 'a.v2.txt'], ['a', 'a.v2'], []),
+        (['a.jpg', 'a.mask.png', 'a.txt', 'b.jpg'], ['a', 'b'], ['a.mask.png']),
+        (['a.json', 'a.left.jpg', 'a.left.txt'], ['a', 'a.left'], []),
+        (['a.jpg', 'x.cls', 'a.txt', '1.5.jpg'], ['a', '1.5'], ['x.cls']),
+    ],
+)
+def test_names_with_dots_are_read(tmp_path: Path, members: list[str], samples: list[str], passed: list[str]) -> None:
+    (tmp_path / '0.tar').write_bytes(tar_of([(name, b'{}') for name in members]))
+    found = everything(WebDatasetSource(str(tmp_path)))
+    assert [entry.key for entry in found if isinstance(entry, Entry)] == [f'0/{key}' for key in samples]
+    assert [file.key for file in found if isinstance(file, PassedOver)] == [f'0/{name}' for name in passed]
 
 
 @pytest.mark.parametrize('name', ['00000.tar.gz', '00000.tgz', '00000.tar'])

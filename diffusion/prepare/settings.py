@@ -51,7 +51,8 @@ class SourceSettings:
     location: str = ''
     """Folder, file, or object store folder such as s3://bucket/laion; empty for openmoji."""
     captions: str | None = None
-    """folder only: CSV or JSONL file with columns file and caption; null reads a .txt or .json beside each image."""
+    """folder only: CSV or JSONL file with columns file and caption; null uses metadata.jsonl or metadata.csv in the
+    folder if there is one, and else reads a .txt or .json beside each image."""
     caption_text: CaptionText = 'whole'
     """folder and webdataset: what a .txt file holds. whole: one caption, of any number of lines; lines: one caption per
     line, of which training chooses; first: its first line alone."""

@@ -182,9 +182,7 @@ def test_folders_that_were_prepared_line_by_line_have_the_same_plan(tmp_path: Pa
     assert settings('folder', tmp_path).content_settings()['source']['caption_text'] == 'whole'
 
 
-def test_unfinished_work_of_an_earlier_version_names_the_rule(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unfinished_work_of_an_earlier_version_names_the_rule(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from diffusion.prepare import pipeline
 
     def stop(*arguments: object) -> None:

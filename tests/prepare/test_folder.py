@@ -167,7 +167,7 @@ def test_jsonl_with_several_captions_is_read(source: Path, out: Path, tmp_path: 
     ('name', 'content', 'message'),
     [
         ('c.csv', b'path,caption\na.jpg,x\n', r"c\.csv line 1: has no column 'file'"),
-        ('c.csv', b'file,text\na.jpg,x\n', r"c\.csv line 1: has no column 'caption'"),
+        ('c.csv', b'file,description\na.jpg,x\n', r"c\.csv line 1: has no column 'caption'"),
         ('c.csv', b'', r"c\.csv line 1: has no column 'file'"),
         ('c.csv', b'file,caption\na.jpg\n', r'c\.csv line 2: the caption is None; it must be text'),
         ('c.csv', b'file,caption\na.jpg,"x\n', r'c\.csv line 2: is not valid CSV'),

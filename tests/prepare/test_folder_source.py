@@ -84,6 +84,21 @@ def test_captions_file_gives_order_and_columns(tmp_path: Path, suffix: str) -> N
     assert found[0].metadata == {'score': '5.5' if suffix == 'csv' else 5.5}
 
 
+@pytest.mark.parametrize('name', ['metadata.jsonl', 'metadata.csv'])
+def test_imagefolder_of_hugging_face_is_read(tmp_path: Path, name: str) -> None:
+    rows = {
+        'metadata.jsonl': '{"file_name": "train/b.png", "text": "a dog", "score": 2}\n'
+        '{"file_name": "a.jpg", "text": "a cat", "score": 1}\n',
+        'metadata.csv': 'file_name,text,score\ntrain/b.png,a dog,2\na.jpg,a cat,1\n',
+    }
+    put(tmp_path, **{'a.jpg': b'a', 'train/b.png': b'b', 'a.txt': 'not this one', name: rows[name]})
+    found = entries(FolderSource(str(tmp_path)))
+    assert [(entry.key, entry.captions) for entry in found] == [('train/b.png', ['a dog']), ('a.jpg', ['a cat'])]
+    assert [str(entry.metadata['score']) for entry in found] == ['2', '1']
+    part = FolderSource(str(tmp_path)).parts()[0]
+    assert {kind: files.names for kind, files in part.passed_over.items()} == {'.txt': ['a.txt']}
+
+
 def test_parts_are_ranges_with_stamps_of_their_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_source, 'PART_IMAGES', 3)
     for number in range(7):

@@ -36,11 +36,11 @@ def read_caption_rows(file: Path) -> Iterator[CaptionRow]:
         UserError: The file does not exist or cannot be parsed, or a row has a missing or invalid column.
     """
     for where, row in _rows(file):
-        file, caption = (_column(row, names) for names in (FILE_COLUMNS, CAPTION_COLUMNS))
+        image, caption = (_column(row, names) for names in (FILE_COLUMNS, CAPTION_COLUMNS))
         # A row may have both `caption` and `captions`; the one that is not read is no metadata.
-        used = {None, file, caption, 'caption', 'captions'}
+        used = {None, image, caption, 'caption', 'captions'}
         others = {name: value for name, value in row.items() if name not in used}
-        yield CaptionRow(where, _file_of(row, file, where), _captions_of(row, caption, where), others)
+        yield CaptionRow(where, _file_of(row, image, where), _captions_of(row, caption, where), others)
 
 
 def _column(row: Container[str], names: Sequence[str]) -> str | None:

@@ -34,6 +34,7 @@ MMDIT = {
     'name': 'tiny_mmdit',
     'resolution': 32,
     'depth': 1,
+    'dual_attention_blocks': 0,
     'patch_size': 2,
     'text_width': 32,
     'text_layers': 1,

@@ -99,7 +99,9 @@ def test_single_part_changes_neither_loss_nor_gradients(make_model, part, frozen
     loss, found = gradients(model, batch)
     expected_loss, expected = gradients(plain, batch)
     assert loss == pytest.approx(float(expected_loss), rel=1e-6)
-    assert largest_error(found, expected) < 1e-4
+    assert overall_error(found, expected) < 2e-5
+    # Biases before a GroupNorm, whose gradients are zero but for rounding, reach 1.05e-4 under torch 2.14.
+    assert largest_error(found, expected) < 2e-4
 
 
 def test_low_precision_norms_are_as_accurate_as_autocast(make_model):

@@ -15,7 +15,7 @@ import xxhash
 
 from diffusion.prepare.convert_part import read_sample
 from diffusion.prepare.sample_table import read_inputs, read_samples
-from diffusion.prepare.source import NAMES_SHOWN, NamedCount
+from diffusion.prepare.source import NAMES_SHOWN, NamedCount, count_named
 from diffusion.storage.atomic import atomic_file
 
 DUPLICATE = 'duplicate'
@@ -204,7 +204,7 @@ def _count_rejected(rows: pa.Table, rejected: dict[str, NamedCount]) -> np.ndarr
             found = np.flatnonzero(codes == code)
             split[found] = REJECTED
             names = rows['key'].take(found[:NAMES_SHOWN]).to_pylist()
-            rejected.setdefault(reason, NamedCount()).add(len(found), names)
+            count_named(rejected, reason, len(found), names)
     return split
 
 

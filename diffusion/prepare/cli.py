@@ -77,8 +77,9 @@ def _add_folder(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--captions',
         metavar='FILE',
-        help='.csv with columns file and caption, or .jsonl with file and caption or captions '
-        '(default: metadata.jsonl or metadata.csv in the folder, else a .txt or .json file beside each image)',
+        help='.csv with columns file and caption, or .jsonl with file and caption or captions; also named file_name '
+        'and text (default: a .txt or .json file beside each image, or if there are none, metadata.jsonl or '
+        'metadata.csv in the folder)',
     )
     _add_caption_text(parser)
     _add_shared_options(parser)

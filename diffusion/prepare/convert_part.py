@@ -7,7 +7,7 @@ import base64
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,7 +18,7 @@ from diffusion.prepare.image_decoding import Unfit, decode_image
 from diffusion.prepare.process_sample import COLUMNS, make_samples, thumbnail
 from diffusion.prepare.sample_table import InputRow, SampleRow, write_tables
 from diffusion.prepare.settings import PrepareSettings
-from diffusion.prepare.source import Entry, NamedCount, Part, PassedOver, Source
+from diffusion.prepare.source import Entry, NamedCount, Part, PassedOver, Source, count_named
 from diffusion.prepare.work_dir import read_json
 from diffusion.prepare.worker_pool import Note
 from diffusion.storage import mds
@@ -51,10 +51,6 @@ class PartCounts:
     """Names of the metadata columns."""
     passed_over: dict[str, NamedCount] = field(default_factory=dict)
     """Files that are neither images nor belong to one, by suffix; not among the inputs."""
-
-    def pass_over(self, kind: str, count: int, names: Sequence[str]) -> None:
-        """Count files that are passed over, of which the first names are given."""
-        self.passed_over.setdefault(kind, NamedCount()).add(count, names)
 
 
 @dataclass(frozen=True)
@@ -118,10 +114,10 @@ class PartJob:
         every = self.settings.fills_every_bucket
         buckets = Buckets(self.settings.sizes, self.settings.aspects, every=every, step=self.settings.step)
         for kind, files in self.part.passed_over.items():
-            counts.pass_over(kind, files.count, files.names)
+            count_named(counts.passed_over, kind, files.count, files.names)
         for entry in self._entries(note):
             if isinstance(entry, PassedOver):
-                counts.pass_over(entry.kind, 1, [entry.key])
+                count_named(counts.passed_over, entry.kind, 1, [entry.key])
                 continue
             number, row = len(inputs), InputRow(entry.key)
             inputs.append(row)

@@ -144,11 +144,7 @@ def rejection_lines(rejections: Mapping[str, NamedCount]) -> list[str]:
 
 def count_lines(title: str, counts: Mapping[str, NamedCount]) -> list[str]:
     """Return one line of text per reason or suffix, with its count and the first names."""
-    lines = []
-    for reason, found in sorted(counts.items()):
-        names = ', '.join(found.names[:3]) + (', ...' if found.count > 3 else '')
-        lines.append(f'{title}, {reason}: {found.count} ({names})')
-    return lines
+    return [f'{title}, {kind}: {found.count} ({found.shown})' for kind, found in sorted(counts.items())]
 
 
 def versions_of(*distributions: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import xxhash
 
 from diffusion.errors import UserError, is_wrong_path
-from diffusion.prepare.source import Part, PassedOver, count_passed_over
+from diffusion.prepare.source import NamedCount, Part, PassedOver, count_named, is_hidden
 from diffusion.storage import object_store
 
 MAX_EXPANDED = 1_000_000
@@ -35,15 +35,10 @@ class File:
     """Path relative to the listed location, with forward slashes."""
 
 
-def list_files(location: str, suffixes: Collection[str] | None) -> list[File]:
-    """List files as `list_input` does, without those that it passes over."""
-    return list_input(location, suffixes)[0]
+def list_files(location: str, suffixes: Collection[str] | None) -> tuple[list[File], list[PassedOver]]:
+    """List files sorted by name, or in the order of the braces in `location`; and those that are passed over.
 
-
-def list_input(location: str, suffixes: Collection[str] | None) -> tuple[list[File], list[PassedOver]]:
-    """List files sorted by name, or in the order of the braces in `location`.
-
-    Hidden files, those in hidden folders, and those with other suffixes are listed apart, as passed over.
+    Hidden files, those in hidden folders, and those with other suffixes are passed over.
 
     Args:
         location: A folder, searched recursively; a single file with any suffix; or a webdataset-style pattern with
@@ -67,7 +62,7 @@ def list_input(location: str, suffixes: Collection[str] | None) -> tuple[list[Fi
     found: list[File] = []
     others: list[PassedOver] = []
     for file in sorted(listed, key=lambda file: file.name):
-        if file.name.lower().endswith(endings) and not _is_hidden(file.name):
+        if file.name.lower().endswith(endings) and not is_hidden(file.name):
             found.append(file)
         else:
             others.append(PassedOver(file.name))
@@ -132,8 +127,10 @@ def single_file_part(file: File, suffix: str) -> Part:
 
 def with_passed_over(parts: Sequence[Part], files: Sequence[PassedOver]) -> list[Part]:
     """Return parts of which the first has the count of the listed files that are in none, for the report."""
-    first, *others = parts
-    return [replace(first, passed_over=count_passed_over(files)), *others]
+    counts: dict[str, NamedCount] = {}
+    for file in files:
+        count_named(counts, file.kind, 1, [file.key])
+    return [replace(parts[0], passed_over=counts), *parts[1:]]
 
 
 def part_name(text: str) -> str:
@@ -182,10 +179,6 @@ def _list_expanded(wanted: list[str], location: str) -> list[File]:
     if missing:
         raise UserError(f'{location}: {len(missing)} of {len(wanted)} files are missing, the first one is {missing[0]}')
     return [by_url[url] for url in wanted]
-
-
-def _is_hidden(name: str) -> bool:
-    return any(piece.startswith('.') for piece in name.split('/'))
 
 
 def _list_folder(location: str) -> list[File]:

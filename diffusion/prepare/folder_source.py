@@ -11,12 +11,14 @@ import xxhash
 from diffusion.errors import UserError
 from diffusion.prepare.caption_files import read_caption_rows
 from diffusion.prepare.extra_columns import json_value, read_columns
-from diffusion.prepare.file_listing import File, as_utf8, is_remote, list_input, local_copy, with_passed_over
+from diffusion.prepare.file_listing import File, as_utf8, is_remote, list_files, local_copy, with_passed_over
 from diffusion.prepare.source import IMAGE_SUFFIXES, CaptionText, Entry, Part, PassedOver, captions_in
 
 SUFFIXES = tuple(f'.{kind}' for kind in IMAGE_SUFFIXES)
 METADATA_FILES = ('metadata.jsonl', 'metadata.csv')
-"""Captions files of Hugging Face's imagefolder, which are used if the folder has one."""
+"""Captions files of Hugging Face's imagefolder, in order of precedence."""
+BESIDE = ('txt', 'json')
+"""Suffixes of the files beside an image that hold its captions."""
 PART_IMAGES = 1000
 """Images per part."""
 DOWNLOADS = 16
@@ -30,8 +32,8 @@ class FolderSource:
     Without a captions file, the captions of `a.jpg` are read as in img2dataset's `files` format: `captions` in
     `a.json`, else those in `a.txt` (`caption_text`), else `caption` in `a.json`; other columns of `a.json` are
     metadata. A captions file is a CSV with columns `file` and `caption`, or a JSONL with `file` and `caption` or
-    `captions`; other columns are metadata. A `metadata.jsonl` or `metadata.csv` in the folder is one, as in Hugging
-    Face's imagefolder, unless another is given.
+    `captions`; other columns are metadata. If no image has such a file beside it, a `metadata.jsonl` or `metadata.csv`
+    in the folder is the captions file, as in Hugging Face's imagefolder.
     """
 
     location: str
@@ -46,12 +48,12 @@ class FolderSource:
         Raises:
             UserError: There are no images, the folder cannot be listed, or the captions file is invalid.
         """
-        listed, hidden = list_input(self.location, None)
+        listed, hidden = list_files(self.location, None)
         files = {file.name: file for file in listed}
         images = [file for file in files.values() if file.name.lower().endswith(SUFFIXES)]
         if not images:
             raise UserError(f'{self.location}: contains no images ({", ".join(SUFFIXES)})')
-        captions = self.captions or _metadata_file(files)
+        captions = self.captions or _metadata_file(images, files)
         found = self._paired(images, files) if captions is None else self._listed(captions, images, files)
         rows = list(found)
         runs = (rows[start : start + PART_IMAGES] for start in range(0, len(rows), PART_IMAGES))
@@ -92,8 +94,7 @@ class FolderSource:
         Used without a captions file. No file is read yet; an image with neither file gets the problem `no_caption`.
         """
         for file in images:
-            stem = file.name.rpartition('.')[0]
-            beside = {kind: files.get(f'{stem}.{kind}') for kind in ('txt', 'json')}
+            beside = {kind: files.get(f'{_stem(file)}.{kind}') for kind in BESIDE}
             found = {kind: other for kind, other in beside.items() if other is not None}
             stamp = ' '.join([file.stamp, *(other.stamp for other in found.values())])
             image = _ImageFile(file.name, stamp, file.url, file.size, beside={k: v.url for k, v in found.items()})
@@ -137,19 +138,24 @@ class _ImageFile:
     problem: str | None = None
 
 
-def _metadata_file(files: Mapping[str, File]) -> str | None:
-    """Return the captions file of Hugging Face's imagefolder in a folder with these files, or None."""
-    return next((files[name].url for name in METADATA_FILES if name in files), None)
+def _metadata_file(images: Iterable[File], files: Mapping[str, File]) -> str | None:
+    """Return the captions file of an imagefolder; None if there is none, or if an image has captions beside it."""
+    found = next((files[name].url for name in METADATA_FILES if name in files), None)
+    if found is None or any(f'{_stem(file)}.{suffix}' in files for file in images for suffix in BESIDE):
+        return None
+    return found
+
+
+def _stem(file: File) -> str:
+    return file.name.rpartition('.')[0]
 
 
 def _others(images: Sequence[File], files: Sequence[File], captions: str | None) -> Iterator[PassedOver]:
     """Yield the files that are neither images nor hold the captions of one."""
-    known = {file.url for file in images}
-    stems = set() if captions is not None else {file.name.rpartition('.')[0] for file in images}
-    for file in files:
-        stem, _, suffix = file.name.rpartition('.')
-        if file.url not in known and file.url != captions and not (suffix in ('txt', 'json') and stem in stems):
-            yield PassedOver(file.name)
+    used = {file.name for file in images}
+    if captions is None:
+        used |= {f'{_stem(file)}.{suffix}' for file in images for suffix in BESIDE}
+    yield from (PassedOver(file.name) for file in files if file.name not in used and file.url != captions)
 
 
 def _part(number: int, images: Sequence[_ImageFile]) -> Part:

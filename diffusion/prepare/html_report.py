@@ -8,7 +8,6 @@ from typing import Any
 
 from diffusion.evaluation.image_sheet import Figure, html_figures, html_page
 from diffusion.prepare.counts_report import HeldOut, PrepareReport
-from diffusion.prepare.source import NamedCount
 
 MAX_CAPTION = 200
 """Maximum length of a caption in the report, in characters."""
@@ -53,7 +52,7 @@ def report_page(
         _bars({reason: (entry.count, '') for reason, entry in sorted(report.rejected.items())}),
         *(_figures(reason, shown) for reason, shown in sorted(rejected.items())),
         '<h2>Passed over</h2>',
-        _bars({kind: (files.count, _first_names(files)) for kind, files in sorted(report.passed_over.items())}),
+        _bars({kind: (files.count, files.shown) for kind, files in sorted(report.passed_over.items())}),
         *(_histogram(name, values) for name, values in report.statistics.items()),
         '<h2>Settings</h2>',
         _table({**report.arguments, **{f'version of {name}': text for name, text in report.versions.items()}}),
@@ -79,10 +78,6 @@ def _summary(report: PrepareReport) -> str:
 def _held_out(held_out: HeldOut | None, shown: Iterable[Figure]) -> list[str]:
     """Return the section of the held-out images; empty without them."""
     return [] if held_out is None else ['<h2>Held out</h2>', _bucket_bars(held_out), _figures(held_out.out, shown)]
-
-
-def _first_names(files: NamedCount) -> str:
-    return ', '.join(files.names[:3]) + (', ...' if files.count > 3 else '')
 
 
 def _table(values: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from diffusion.prepare.extra_columns import json_value
 from diffusion.prepare.file_listing import (
     File,
     is_remote,
-    list_input,
+    list_files,
     local_copy,
     single_file_part,
     with_passed_over,
@@ -49,7 +49,7 @@ class ParquetSource:
         Raises:
             UserError: There is no file, the location cannot be listed, or the first file lacks a column.
         """
-        files, others = list_input(self.location, (SUFFIX,))
+        files, others = list_files(self.location, (SUFFIX,))
         if not is_remote(files[0].url):  # report a wrong column name before any work is done
             self._check(Path(files[0].url))
         return with_passed_over([part for file in files for part in _parts_of(file)], others)

@@ -32,7 +32,7 @@ from diffusion.prepare.input_plan import InputPlan
 from diffusion.prepare.output_folders import output_of, shard_writer
 from diffusion.prepare.pack_shards import ShardJob, plan_shards, write_indexes
 from diffusion.prepare.settings import PrepareSettings, check_settings
-from diffusion.prepare.source import NamedCount, Source
+from diffusion.prepare.source import NamedCount, Source, count_named
 from diffusion.prepare.work_dir import Share, WorkFolder
 from diffusion.prepare.worker_pool import WorkerJob, run_jobs
 from diffusion.storage.atomic import write_atomically
@@ -308,7 +308,7 @@ class _Preparation:
         total: dict[str, NamedCount] = {}
         for number, part in enumerate(plan.parts):
             for kind, files in read_counts(self.work.part(number), part).passed_over.items():
-                total.setdefault(kind, NamedCount()).add(files.count, files.names)
+                count_named(total, kind, files.count, files.names)
         return total
 
     def notes(self, plan: InputPlan) -> list[str]:

@@ -51,8 +51,8 @@ class SourceSettings:
     location: str = ''
     """Folder, file, or object store folder such as s3://bucket/laion; empty for openmoji."""
     captions: str | None = None
-    """folder only: CSV or JSONL file with columns file and caption; null uses metadata.jsonl or metadata.csv in the
-    folder if there is one, and else reads a .txt or .json beside each image."""
+    """folder only: CSV or JSONL file with columns file and caption; null reads a .txt or .json beside each
+    image, or if there are none, metadata.jsonl or metadata.csv in the folder."""
     caption_text: CaptionText = 'whole'
     """folder and webdataset: what a .txt file holds. whole: one caption, of any number of lines; lines: one caption per
     line, of which training chooses; first: its first line alone."""
@@ -203,7 +203,8 @@ class PrepareSettings:
         if self.source.kind != 'openmoji':
             for name in SETTINGS_OF_SOURCE['openmoji']:
                 del values['source'][name]
-        if values['source']['caption_text'] == FORMER_CAPTION_TEXT.get(self.source.kind, 'whole'):
+        former = FORMER_CAPTION_TEXT.get(self.source.kind, 'whole')
+        if self.source.captions is not None or self.source.caption_text == former:
             del values['source']['caption_text']
         if not self.fills_every_bucket or len(self.sizes) == 1:
             del values['buckets']

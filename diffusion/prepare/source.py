@@ -38,10 +38,17 @@ class NamedCount:
     names: list[str] = field(default_factory=list)
     """Names of the first ones, at most `NAMES_SHOWN`."""
 
-    def add(self, count: int, names: Sequence[str]) -> None:
-        """Add inputs, of which the names of the first ones are given."""
-        self.count += count
-        self.names += names[: NAMES_SHOWN - len(self.names)]
+    @property
+    def shown(self) -> str:
+        """The first three names as text, such as `a.svg, b.svg, c.svg, ...`."""
+        return ', '.join(self.names[:3]) + (', ...' if self.count > 3 else '')
+
+
+def count_named(counts: dict[str, NamedCount], kind: str, count: int, names: Sequence[str]) -> None:
+    """Add inputs of a kind to counts by kind, given their number and the names of the first ones."""
+    total = counts.setdefault(kind, NamedCount())
+    total.count += count
+    total.names += names[: NAMES_SHOWN - len(total.names)]
 
 
 @dataclass(frozen=True)
@@ -54,19 +61,15 @@ class PassedOver:
     @property
     def kind(self) -> str:
         """What it is counted as: its suffix in lower case such as `.svg`, `hidden`, or `without suffix`."""
-        last = self.key.rpartition('/')[2]
-        stem, dot, suffix = last.rpartition('.')
-        if any(piece.startswith('.') for piece in self.key.split('/')):
+        if is_hidden(self.key):
             return 'hidden'
-        return f'.{suffix.lower()}' if dot and stem and suffix else 'without suffix'
+        stem, _, suffix = self.key.rpartition('/')[2].rpartition('.')
+        return f'.{suffix.lower()}' if stem and suffix else 'without suffix'
 
 
-def count_passed_over(files: Sequence[PassedOver]) -> dict[str, NamedCount]:
-    """Return the number and the first names of files by their kind."""
-    counts: dict[str, NamedCount] = {}
-    for file in files:
-        counts.setdefault(file.kind, NamedCount()).add(1, [file.key])
-    return counts
+def is_hidden(name: str) -> bool:
+    """Return True if a file, or a folder of its path, begins with a dot."""
+    return any(piece.startswith('.') for piece in name.split('/'))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diffusion.prepare.extra_columns import read_columns
-from diffusion.prepare.file_listing import as_utf8, list_input, local_copy, single_file_part, with_passed_over
+from diffusion.prepare.file_listing import as_utf8, list_files, local_copy, single_file_part, with_passed_over
 from diffusion.prepare.source import IMAGE_SUFFIXES, CaptionText, Entry, Part, PassedOver, captions_in
 from diffusion.prepare.tar_reading import DamagedTar, Member, members
 
@@ -38,7 +38,7 @@ class WebDatasetSource:
         Raises:
             ValueError: There is no tar, or the location cannot be listed.
         """
-        files, others = list_input(self.location, SUFFIXES)
+        files, others = list_files(self.location, SUFFIXES)
         return with_passed_over([single_file_part(file, SUFFIXES[0]) for file in files], others)
 
     def read(self, part: Part) -> Iterator[Entry | PassedOver]:

@@ -6,8 +6,9 @@ import json
 import os
 import re
 import signal
+import tarfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from PIL import Image
 from diffusion.prepare.settings import PrepareSettings, settings_of
 from diffusion.prepare.source import Entry, Part
 
+Members = Iterable[tuple[str, bytes | None]]
 FORMATS = ('JPEG', 'PNG', 'WEBP', 'GIF', 'BMP', 'TIFF')
 
 
@@ -38,6 +40,18 @@ def encoded_image(number: int) -> bytes:
 def encode(image: Image.Image, kind: str = 'JPEG') -> bytes:
     file = io.BytesIO()
     image.save(file, kind)
+    return file.getvalue()
+
+
+def tar_of(found: Members, *, form: int = tarfile.GNU_FORMAT) -> bytes:
+    """Return a tar with these members; a member with content None is a folder."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode='w', format=form) as tar:
+        for name, content in found:
+            info = tarfile.TarInfo(name)
+            info.size = len(content or b'')
+            info.type = tarfile.DIRTYPE if content is None else tarfile.REGTYPE
+            tar.addfile(info, io.BytesIO(content or b''))
     return file.getvalue()
 
 

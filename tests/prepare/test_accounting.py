@@ -1,16 +1,15 @@
 """Every file of the input is in the report, and captions in text files follow one rule in all sources."""
 
-import io
 import json
-import tarfile
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from prepare.drawn import draw, encode, samples
+from prepare.drawn import draw, encode, samples, tar_of
 
 from diffusion.errors import UserError
+from diffusion.prepare import pipeline
 from diffusion.prepare.convert_part import COUNTS_FILE
 from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.pipeline import prepare
@@ -58,6 +57,18 @@ def settings(kind: str, folder: Path, **others: str) -> PrepareSettings:
     return settings_of(values)
 
 
+def convert_parts(chosen: PrepareSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prepare, and stop before the shards are packed."""
+
+    def stop(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline._Preparation, 'finish_dataset', stop)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(chosen)
+
+
 def prepared(kind: str, folder: Path, **others: str) -> PrepareReport:
     report = prepare(settings(kind, folder, **others))
     assert report is not None
@@ -98,11 +109,7 @@ def test_captions_file_leaves_text_files_unread(folder: Path) -> None:
 
 def test_tars_and_files_beside_them(folder: Path) -> None:
     for name in ('a.tar', 'b.tar'):
-        with tarfile.open(folder / name, 'w') as tar:
-            for member, content in sorted(FILES.items()):
-                entry = tarfile.TarInfo(member)
-                entry.size = len(content)
-                tar.addfile(entry, io.BytesIO(content))
+        (folder / name).write_bytes(tar_of(sorted(FILES.items())))
     report = prepared('webdataset', folder)
     assert report.pictures == 8
     # In a tar the caption of a format that is not read is a sample without image, and hidden folders are read.
@@ -127,15 +134,7 @@ def test_files_beside_parquet(folder: Path) -> None:
 
 def test_plan_and_parts_of_an_earlier_version_are_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part that was converted before files were counted has no such count."""
-    from diffusion.prepare import pipeline
-
-    def stop(*arguments: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(pipeline._Preparation, 'finish_dataset', stop)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(settings('folder', folder))
+    convert_parts(settings('folder', folder), monkeypatch)
     work = settings('folder', folder).work_folder
     plan = json.loads((work / 'plan.json').read_text())
     assert all(part.keys() == {'name', 'where', 'size', 'stamp'} for part in plan['parts'])
@@ -164,11 +163,7 @@ def test_text_files_hold_captions_by_one_rule(tmp_path: Path, kind: str, rule: s
         for name, content in files.items():
             (tmp_path / 'in' / name).write_bytes(content)
     else:
-        with tarfile.open(tmp_path / 'in/0.tar', 'w') as tar:
-            for name, content in files.items():
-                entry = tarfile.TarInfo(name)
-                entry.size = len(content)
-                tar.addfile(entry, io.BytesIO(content))
+        (tmp_path / 'in/0.tar').write_bytes(tar_of(files.items()))
     report = prepared(kind, tmp_path / 'in', **({} if rule is None else {'caption_text': rule}))
     assert [sample['captions'] for sample in samples(tmp_path / 'out/32px')] == CAPTIONS[rule or 'whole']
     quantiles = report.statistics['captions per image']['quantiles']
@@ -180,18 +175,12 @@ def test_folders_that_were_prepared_line_by_line_have_the_same_plan(tmp_path: Pa
     tars = settings('webdataset', tmp_path).content_settings()
     assert 'caption_text' not in folder['source'] | tars['source']
     assert settings('folder', tmp_path).content_settings()['source']['caption_text'] == 'whole'
+    listed = settings('folder', tmp_path, captions=str(tmp_path / 'captions.csv')).content_settings()
+    assert 'caption_text' not in listed['source'], 'text files are not read'
 
 
 def test_unfinished_work_of_an_earlier_version_names_the_rule(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from diffusion.prepare import pipeline
-
-    def stop(*arguments: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(pipeline._Preparation, 'finish_dataset', stop)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(settings('folder', folder, caption_text='lines'))
+    convert_parts(settings('folder', folder, caption_text='lines'), monkeypatch)
     with pytest.raises(UserError, match=r'settings.source.caption_text: lines at the start, whole now'):
         prepare(settings('folder', folder))
     assert prepared('folder', folder, caption_text='lines').pictures == 4

@@ -6,13 +6,19 @@ from pathlib import Path
 import pytest
 from object_store import Store
 
-from diffusion.prepare.file_listing import expand_braces, list_files, local_copy, part_name, single_file_part
+from diffusion.prepare import file_listing
+from diffusion.prepare.file_listing import File, expand_braces, local_copy, part_name, single_file_part
 
 
 def touch(path: Path, content: bytes = b'x') -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     return path
+
+
+def list_files(location: str, suffixes: list[str]) -> list[File]:
+    """Return the files without those that are passed over."""
+    return file_listing.list_files(location, suffixes)[0]
 
 
 def test_folder_is_listed_recursively_and_sorted(tmp_path: Path) -> None:

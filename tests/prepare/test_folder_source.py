@@ -91,12 +91,16 @@ def test_imagefolder_of_hugging_face_is_read(tmp_path: Path, name: str) -> None:
         '{"file_name": "a.jpg", "text": "a cat", "score": 1}\n',
         'metadata.csv': 'file_name,text,score\ntrain/b.png,a dog,2\na.jpg,a cat,1\n',
     }
-    put(tmp_path, **{'a.jpg': b'a', 'train/b.png': b'b', 'a.txt': 'not this one', name: rows[name]})
+    put(tmp_path, **{'a.jpg': b'a', 'train/b.png': b'b', 'readme.txt': 'no caption', name: rows[name]})
     found = entries(FolderSource(str(tmp_path)))
     assert [(entry.key, entry.captions) for entry in found] == [('train/b.png', ['a dog']), ('a.jpg', ['a cat'])]
     assert [str(entry.metadata['score']) for entry in found] == ['2', '1']
     part = FolderSource(str(tmp_path)).parts()[0]
-    assert {kind: files.names for kind, files in part.passed_over.items()} == {'.txt': ['a.txt']}
+    assert {kind: files.names for kind, files in part.passed_over.items()} == {'.txt': ['readme.txt']}
+    # Where an image has captions beside it, another file of that name is no captions file.
+    put(tmp_path, **{'a.txt': 'the caption', name: '?'})
+    captions = {entry.key: entry.captions for entry in entries(FolderSource(str(tmp_path)))}
+    assert captions == {'a.jpg': ['the caption'], 'train/b.png': []}
 
 
 def test_parts_are_ranges_with_stamps_of_their_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,10 @@
 """Tars written by img2dataset, and damaged ones."""
 
 import gzip
-import io
 import json
 import pickle
 import tarfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from object_store import Store
+from prepare.drawn import Members, tar_of
 
 from diffusion.prepare.source import Entry, PassedOver
 from diffusion.prepare.tar_reading import BLOCK, DamagedTar, members
 from diffusion.prepare.webdataset import WebDatasetSource
-
-Members = Iterable[tuple[str, bytes | None]]
-
-
-def tar_of(found: Members, *, form: int = tarfile.GNU_FORMAT) -> bytes:
-    """Return a tar with these members; a member with content None is a folder."""
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode='w', format=form) as tar:
-        for name, content in found:
-            info = tarfile.TarInfo(name)
-            info.size = len(content or b'')
-            info.type = tarfile.DIRTYPE if content is None else tarfile.REGTYPE
-            tar.addfile(info, io.BytesIO(content or b''))
-    return file.getvalue()
 
 
 def sample(key: str, caption: str = 'a cat', **columns: Any) -> list[tuple[str, bytes]]:

@@ -106,7 +106,10 @@ def _bars(counts: Mapping[str, tuple[int, str]]) -> str:
 
 def _histogram(name: str, values: Mapping[str, Any]) -> str:
     edges = values['edges']
-    names = [f'{low} to {high}' for low, high in pairwise(edges)] + [f'{edges[-1]} or more']
+    names = [
+        str(low) if isinstance(low, int) and high == low + 1 else f'{low} to {high}' for low, high in pairwise(edges)
+    ]
+    names.append(f'{edges[-1]} or more')
     counts = {label: (count, '') for label, count in zip(names, values['counts'], strict=True) if count}
     quantiles = ', '.join(f'{share} {value:g}' for share, value in values['quantiles'].items())
     return f'<h2>{html.escape(name.capitalize())}</h2>{_bars(counts)}<p>Quantiles: {html.escape(quantiles)}</p>'

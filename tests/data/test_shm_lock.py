@@ -8,6 +8,7 @@ import pytest
 from numbered import expected, loader_over, served, write_samples
 
 PROGRAM = """
+import os
 import sys
 from composer.utils import dist
 from streaming.base.shared import prefix
@@ -16,8 +17,9 @@ from diffusion.data.shm_lock import one_job_at_a_time
 
 dist.initialize_dist('cpu')
 find = prefix._check_and_find
-# As if the names of a killed job had vanished after rank 0 has looked.
-prefix._check_and_find = lambda *arguments: find(*arguments) + 3 * (1 - dist.get_global_rank())
+# As if the names of a killed job had vanished after rank 0 has looked. No other test has a number as high.
+number_of_rank_0 = 100_000 + os.getpid()
+prefix._check_and_find = lambda *arguments: find(*arguments) if dist.get_global_rank() else number_of_rank_0
 with one_job_at_a_time():
     number, memory = prefix.get_shm_prefix([sys.argv[1]], [None], World.detect())
 assert len(set(dist.all_gather_object(number))) == 1

@@ -71,6 +71,11 @@ def lock_text(run: Run) -> str | None:
     return run_lock.read_lock(lock_path(run))
 
 
+def wait_until_held(run: Run) -> None:
+    """Wait until the lock was refreshed: only then has its owner seen that it holds the lock."""
+    wait_for(lambda: (text := lock_text(run)) and '"count": 0,' not in text)
+
+
 def write_text(run: Run, text: str) -> None:
     """Write the content of a lock unconditionally."""
     if isinstance(run, Path):
@@ -240,7 +245,7 @@ def test_waiting_stops_on_request(run, refreshed_lock):
 
 def test_owner_that_lost_lock_exits_without_writing(run):
     first = Forked(lambda: hold_forever(run))
-    wait_for(lambda: lock_owner(run))
+    wait_until_held(run)
     # Suspended, like a machine during migration, and taken for dead.
     os.kill(first.pid, signal.SIGSTOP)
     other = other_owner(run)
@@ -251,7 +256,7 @@ def test_owner_that_lost_lock_exits_without_writing(run):
 
 def test_owner_whose_lock_was_taken_and_released_meanwhile_exits(bucket_run):
     first = Forked(lambda: hold_forever(bucket_run))
-    wait_for(lambda: lock_owner(bucket_run))
+    wait_until_held(bucket_run)
     os.kill(first.pid, signal.SIGSTOP)
     write_text(bucket_run, RELEASED)
     os.kill(first.pid, signal.SIGCONT)

@@ -21,6 +21,9 @@ Modules, in the order of the data flow:
 | parts | `convert_part` | converts one input part into one folder of shards |
 | | `process_sample` | converts an entry into a sample per bucket, or rejects it with a reason |
 | | `image_decoding` | decodes an image file into upright sRGB pixels; `color_profiles` applies ICC profiles |
+| | `optional_formats` | HEIC, JPEG XL and SVG, which need extra packages |
+| | `svg_rendering` | renders SVG in a process of its own, `svg_process` |
+| | `rejection` | the exception that rejects an input with a reason |
 | | `caption_cleaning` | cleans captions |
 | | `filters` | limits on size, aspect ratio, caption length and metadata columns |
 | | `bucket_choice` | selects the buckets of an image |

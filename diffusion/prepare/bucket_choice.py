@@ -31,6 +31,11 @@ class Buckets:
         """Names of all buckets, sorted by resolution, then by aspect ratio from tall to wide."""
         return [self.name(size, shape) for size, shapes in self.shapes.items() for shape in shapes]
 
+    @property
+    def largest_side(self) -> int:
+        """Longest side of all buckets in pixels; an image fits in each bucket if its shorter side has as many."""
+        return max(max(shape.width, shape.height) for shapes in self.shapes.values() for shape in shapes)
+
     def name(self, size: int, shape: Shape) -> str:
         return f'{size}px' if self.squares else f'{size}px/{shape}'
 

@@ -6,7 +6,7 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
-from diffusion.prepare.image_decoding import Unfit
+from diffusion.prepare.rejection import Unfit
 
 MIN_LENGTH = 1
 """Default minimum length of a caption in characters."""

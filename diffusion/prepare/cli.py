@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 SETTINGS = (
     *('out', 'sizes', 'buckets', 'aspects', 'step', 'overwrite', 'workers', 'jpeg_quality', 'duplicates', 'hold_out'),
-    'max_rejected',
+    *('max_rejected', 'formats'),
 )
 """Settings with a command-line option of the same name; the others are set with --set."""
 SOURCE_OPTIONS = (
@@ -156,6 +156,12 @@ def _add_shared_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar='FRACTION',
         help='exit with status 3 if a larger fraction of inputs is rejected (default: 0.01)',
+    )
+    parser.add_argument(
+        '--formats',
+        nargs='+',
+        choices=('heic', 'jxl', 'svg'),
+        help='image formats to read besides JPEG, PNG, WebP, GIF, BMP, TIFF and AVIF; they need the extra `formats`',
     )
     parser.add_argument('--jpeg-quality', type=int, metavar='Q', help='quality of stored JPEGs, 1 to 100 (default: 95)')
     parser.add_argument(

@@ -14,8 +14,9 @@ from typing import Any, BinaryIO
 
 from diffusion.errors import DataError, UserError
 from diffusion.prepare.bucket_choice import Buckets
-from diffusion.prepare.image_decoding import Unfit, decode_image
-from diffusion.prepare.process_sample import COLUMNS, make_samples, thumbnail
+from diffusion.prepare.image_decoding import decode_image
+from diffusion.prepare.process_sample import COLUMNS, THUMBNAIL_SIDE, make_samples, thumbnail
+from diffusion.prepare.rejection import Unfit
 from diffusion.prepare.sample_table import InputRow, SampleRow, write_tables
 from diffusion.prepare.settings import PrepareSettings
 from diffusion.prepare.source import Entry, NamedCount, Part, PassedOver, Source, count_named
@@ -221,7 +222,13 @@ def read_sample(folder: Path, shard: int, offset: int, size: int) -> dict[str, A
 def _thumbnails(entry: Entry, unfit: Unfit, settings: PrepareSettings) -> list[dict[str, str]]:
     """Return a list of one thumbnail of a rejected image, for the report; an empty list if it cannot be decoded."""
     try:
-        image = decode_image(entry.image or b'', background=settings.background, max_pixels=settings.max_pixels).image
+        image = decode_image(
+            entry.image or b'',
+            background=settings.background,
+            max_pixels=settings.max_pixels,
+            formats=settings.formats,
+            svg_side=THUMBNAIL_SIDE,
+        ).image
     except Unfit:
         return []
     encoded = base64.b64encode(thumbnail(image)).decode()

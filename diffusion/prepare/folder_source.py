@@ -14,7 +14,6 @@ from diffusion.prepare.extra_columns import json_value, read_columns
 from diffusion.prepare.file_listing import File, as_utf8, is_remote, list_files, local_copy, with_passed_over
 from diffusion.prepare.source import IMAGE_SUFFIXES, CaptionText, Entry, Part, PassedOver, captions_in
 
-SUFFIXES = tuple(f'.{kind}' for kind in IMAGE_SUFFIXES)
 METADATA_FILES = ('metadata.jsonl', 'metadata.csv')
 """Captions files of Hugging Face's imagefolder, in order of precedence."""
 BESIDE = ('txt', 'json')
@@ -41,6 +40,8 @@ class FolderSource:
     """Captions file, local or in an object store."""
     caption_text: CaptionText = 'whole'
     """What a .txt file holds."""
+    image_suffixes: tuple[str, ...] = IMAGE_SUFFIXES
+    """Suffixes of the images, in lower case and without a dot."""
 
     def parts(self) -> list[Part]:
         """Split the images into parts, which jobs convert in parallel; the rows of a captions file are stored in them.
@@ -50,9 +51,10 @@ class FolderSource:
         """
         listed, hidden = list_files(self.location, None)
         files = {file.name: file for file in listed}
-        images = [file for file in files.values() if file.name.lower().endswith(SUFFIXES)]
+        suffixes = tuple(f'.{suffix}' for suffix in self.image_suffixes)
+        images = [file for file in files.values() if file.name.lower().endswith(suffixes)]
         if not images:
-            raise UserError(f'{self.location}: contains no images ({", ".join(SUFFIXES)})')
+            raise UserError(f'{self.location}: contains no images ({", ".join(suffixes)})')
         captions = self.captions or _metadata_file(images, files)
         found = self._paired(images, files) if captions is None else self._listed(captions, images, files)
         rows = list(found)

@@ -4,9 +4,9 @@ import io
 import re
 import struct
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -15,9 +15,12 @@ from PIL import ExifTags, Image, ImageColor, ImageFile, ImageOps, UnidentifiedIm
 
 from diffusion.config.image_shapes import Shape
 from diffusion.prepare.color_profiles import is_srgb, to_srgb
+from diffusion.prepare.optional_formats import pillow_formats, read_jxl_header
+from diffusion.prepare.rejection import Unfit
+from diffusion.prepare.svg_rendering import looks_like_svg, render_svg
 
 FORMATS = ('JPEG', 'PNG', 'WEBP', 'GIF', 'BMP', 'TIFF', *(['AVIF'] if 'avif' in features.get_supported() else []))
-"""Supported formats, by Pillow's names."""
+"""Formats that need no extra package, by Pillow's names."""
 MAX_PIXELS = 100_000_000
 """Default maximum of width times height; a decoded RGB image of this size takes 300 MB."""
 FULL_CHROMA_QUALITY = 95
@@ -26,15 +29,6 @@ PNG_END = b'IEND\xaeB`\x82'
 """Name and checksum of the last chunk of a PNG, which has no content."""
 HARMLESS_WARNINGS = re.compile('Invalid SOS parameters|Unknown Adobe color transform')
 """libjpeg warnings that do not affect any pixel; some cameras write such files."""
-
-
-class Unfit(Exception):
-    """Raised to reject an input; the message is the reason in snake case, such as `too_small`."""
-
-    def __init__(self, reason: str, detail: str = '') -> None:
-        super().__init__(reason)
-        self.detail = detail
-        """Explanation of the reason with the values found."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +40,7 @@ class DecodedImage:
     format: str
     """Format of the file by Pillow's name, such as JPEG or PNG."""
     lossless: bool
-    """True for PNG files, mostly drawings and screenshots, which are stored losslessly again."""
+    """True for PNG files, mostly drawings and screenshots, and for SVG: they are stored losslessly."""
     is_unmodified: bool
     """True for a JPEG, PNG or WebP file that needed no correction, so that any decoder returns these pixels."""
 
@@ -59,24 +53,37 @@ class DecodedImage:
         return self.image.height
 
 
-def decode_image(encoded: bytes, *, background: str = 'white', max_pixels: int = MAX_PIXELS) -> DecodedImage:
+def decode_image(
+    encoded: bytes,
+    *,
+    background: str = 'white',
+    max_pixels: int = MAX_PIXELS,
+    formats: Sequence[str] = (),
+    svg_side: int = 0,
+) -> DecodedImage:
     """Decode an image completely, apply its orientation, convert it to sRGB, and fill transparent areas.
 
     Args:
         encoded: The file; may be damaged or not an image at all.
         background: Color of transparent areas, in any notation that Pillow accepts.
         max_pixels: Maximum width times height, compared with the header of the file before it is decoded.
+        formats: Names of optional formats to decode: heic, jxl and svg (`optional_formats`).
+        svg_side: Minimum of the shorter side of an SVG drawing, in pixels.
 
     Raises:
         Unfit: The image is rejected: empty, unknown_format, too_many_pixels, animated, truncated, float_pixels,
-            deep_pixels (32-bit integers) or undecodable. No other exception is raised for any input.
+            deep_pixels (32-bit integers), undecodable, or for SVG also svg_text, svg_other_file or svg_too_complex. No
+            other exception is raised for any input.
     """
     rgb = ImageColor.getrgb(background)[:3]
     if not encoded:
         raise Unfit('empty', 'the file has no bytes')
     with _strict_pillow(max_pixels):
         try:
-            return _decode_checked(encoded, rgb, max_pixels)
+            is_svg = 'svg' in formats and looks_like_svg(encoded)
+            file = render_svg(encoded, side=svg_side, max_pixels=max_pixels) if is_svg else encoded
+            decoded = _decode_checked(file, rgb, max_pixels, formats)
+            return replace(decoded, format='SVG', is_unmodified=False) if is_svg else decoded
         except Unfit:
             raise
         except Exception as error:  # for damaged files Pillow's decoders raise exceptions of many types
@@ -109,13 +116,19 @@ def shrink_to_cover(image: Image.Image, shape: Shape) -> Image.Image:
     return image.resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)
 
 
-def _decode_checked(encoded: bytes, background: tuple[int, ...], max_pixels: int) -> DecodedImage:
-    image = _open(encoded)
+def _decode_checked(
+    encoded: bytes, background: tuple[int, ...], max_pixels: int, formats: Sequence[str]
+) -> DecodedImage:
+    if 'jxl' in formats and (header := read_jxl_header(encoded)) is not None:
+        _check_pixels(header.width, header.height, max_pixels)
+        if header.is_animated:
+            raise Unfit('animated', 'the file has several frames')
+    image = _open(encoded, (*FORMATS, *pillow_formats(formats)))
     name = 'JPEG' if image.format == 'MPO' else cast(str, image.format)  # JPEG from a phone, with a preview appended
-    if image.width * image.height > max_pixels:
-        raise Unfit('too_many_pixels', f'{image.width} x {image.height} pixels exceed the limit of {max_pixels}')
-    # The second frame of a phone's MPO is a preview, so a JPEG is never an animation.
-    if name != 'JPEG' and getattr(image, 'n_frames', 1) > 1:
+    _check_pixels(image.width, image.height, max_pixels)
+    # The second frame of a phone's MPO is a preview, so a JPEG is never an animation. The images of a HEIC file are
+    # photographs, of which Pillow opens the primary one.
+    if name not in ('JPEG', 'HEIF') and getattr(image, 'n_frames', 1) > 1:
         raise Unfit('animated', 'the file has several frames or pages')
     pixels = _decode_jpeg(encoded, image) if name == 'JPEG' else _decode_other(image)
     opaque, is_unchanged = _to_opaque_srgb(pixels, image.info.get('icc_profile'), background)
@@ -127,7 +140,12 @@ def _decode_checked(encoded: bytes, background: tuple[int, ...], max_pixels: int
     return DecodedImage(upright, name, lossless=name == 'PNG', is_unmodified=is_unmodified)
 
 
-def _open(encoded: bytes) -> Image.Image:
+def _check_pixels(width: int, height: int, max_pixels: int) -> None:
+    if width * height > max_pixels:
+        raise Unfit('too_many_pixels', f'{width} x {height} pixels exceed the limit of {max_pixels}')
+
+
+def _open(encoded: bytes, formats: Sequence[str]) -> Image.Image:
     """Open an image, and check that the file is complete where its format allows this."""
     expected = _signature(encoded)
     try:
@@ -135,13 +153,13 @@ def _open(encoded: bytes) -> Image.Image:
             _check_png(encoded)
         elif expected == 'WEBP':
             _check_webp(encoded)
-        return Image.open(io.BytesIO(encoded), formats=FORMATS)
+        return Image.open(io.BytesIO(encoded), formats=tuple(formats))
     except UnidentifiedImageError as error:
-        if expected in FORMATS:
+        if expected in formats:
             raise Unfit(
                 'undecodable', 'the first bytes are those of an image, but the header cannot be read'
             ) from error
-        raise Unfit('unknown_format', f'the format is none of {", ".join(FORMATS)}') from error
+        raise Unfit('unknown_format', f'the format is none of {", ".join(formats)}') from error
     except Image.DecompressionBombError as error:
         raise Unfit('too_many_pixels', str(error)) from error
 
@@ -231,6 +249,10 @@ def _to_opaque_srgb(
 
 def _apply_orientation(image: Image.Image, source: Image.Image) -> Image.Image:
     """Apply the EXIF orientation of `source` to `image`; return the same object if it is upright already."""
+    # libjxl has applied the orientation that a JPEG XL file states itself, and its EXIF does not count (ISO/IEC
+    # 18181-2); but one that stores a JPEG was decoded as that JPEG.
+    if source.format == 'JXL' and not getattr(source, 'jpeg', False):
+        return image
     try:
         orientation = source.getexif().get(ExifTags.Base.Orientation, 1)
     except Exception:  # a damaged EXIF block; treat the image as one without EXIF

@@ -11,6 +11,7 @@ from typing import Any
 
 from diffusion.errors import UserError
 from diffusion.prepare.counts_report import versions_of
+from diffusion.prepare.optional_formats import packages_of
 from diffusion.prepare.settings import FORMER_CAPTION_TEXT, PrepareSettings
 from diffusion.prepare.source import Part, Source
 from diffusion.prepare.work_dir import WorkFolder
@@ -43,7 +44,7 @@ class InputPlan:
         if len(set(names)) != len(names):
             repeated = next(name for name in names if names.count(name) > 1)
             raise UserError(f'{settings.source.title}: several parts are named {repeated}; rename one')
-        packages = PACKAGES + PACKAGES_OF_KIND.get(settings.source.kind, ())
+        packages = (*PACKAGES, *PACKAGES_OF_KIND.get(settings.source.kind, ()), *packages_of(settings.formats))
         return cls(settings.content_settings(), versions_of(*packages), parts)
 
     @property
@@ -75,7 +76,7 @@ def _comparable(plan: Mapping[str, Any]) -> dict[str, Any]:
     missing, new and changed parts. Settings that `content_settings` leaves out have their default values.
     """
     parts = {part['name']: part['stamp'] for part in plan['parts']}
-    settings = {'buckets': 'largest', 'hold_out': 0, **plan['settings']}
+    settings = {'buckets': 'largest', 'hold_out': 0, 'formats': [], **plan['settings']}
     if (kind := settings['source']['kind']) in FORMER_CAPTION_TEXT:
         settings['source'] = {'caption_text': FORMER_CAPTION_TEXT[kind], **settings['source']}
     return {**plan, 'settings': settings, 'parts': parts}

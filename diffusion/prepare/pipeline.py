@@ -29,6 +29,7 @@ from diffusion.prepare.counts_report import REPORT, HeldOut, PrepareReport, reje
 from diffusion.prepare.histograms import statistics_of
 from diffusion.prepare.html_report import report_page
 from diffusion.prepare.input_plan import InputPlan
+from diffusion.prepare.optional_formats import format_of_suffix
 from diffusion.prepare.output_folders import output_of, shard_writer
 from diffusion.prepare.pack_shards import ShardJob, plan_shards, write_indexes
 from diffusion.prepare.settings import PrepareSettings, check_settings
@@ -71,7 +72,7 @@ def prepare(
     run = run or partial(run_jobs, workers=settings.worker_count)
     try:
         with work.locked(share):
-            source = source or settings.source.open(sizes=settings.sizes)
+            source = source or settings.source.open(sizes=settings.sizes, formats=settings.formats)
             return _Preparation(settings, source, run, work).execute(share)
     except OSError as error:
         raise OSError(
@@ -312,8 +313,14 @@ class _Preparation:
         return total
 
     def notes(self, plan: InputPlan) -> list[str]:
-        """Return messages for the report: copies of held-out images, columns of `filters` that no input has."""
-        notes = []
+        """Return messages for the report: images of formats that were not named, copies of held-out images, columns of
+        `filters` that no input has.
+        """
+        found = sorted(name for kind in self.passed_over(plan) if (name := format_of_suffix(kind)) is not None)
+        notes = [
+            f'images of other formats were passed over; read them with --formats {name}'
+            for name in dict.fromkeys(found)
+        ]
         if self.settings.hold_out and self.settings.duplicates == 'none':
             notes.append('hold_out: duplicates were not searched, so copies of held-out images may be in training')
         filters = self.settings.filters

@@ -10,8 +10,9 @@ from diffusion.config.image_shapes import Shape
 from diffusion.prepare.bucket_choice import Buckets
 from diffusion.prepare.caption_cleaning import clean_captions
 from diffusion.prepare.extra_columns import json_value
-from diffusion.prepare.image_decoding import DecodedImage, Unfit, decode_image, encode, shrink_to_cover
+from diffusion.prepare.image_decoding import DecodedImage, decode_image, encode, shrink_to_cover
 from diffusion.prepare.image_hashes import exact_hash, is_flat, perceptual_hash
+from diffusion.prepare.rejection import Unfit
 from diffusion.prepare.sample_table import InputRow
 from diffusion.prepare.settings import PrepareSettings
 from diffusion.prepare.source import Entry
@@ -50,7 +51,13 @@ def make_samples(
     row.captions, row.caption_length = captions, max(map(len, captions))
     if entry.image is None:
         raise Unfit('no_image')
-    decoded = decode_image(entry.image, background=settings.background, max_pixels=settings.max_pixels)
+    decoded = decode_image(
+        entry.image,
+        background=settings.background,
+        max_pixels=settings.max_pixels,
+        formats=settings.formats,
+        svg_side=buckets.largest_side,
+    )
     row.width, row.height = decoded.width, decoded.height
     problem = filters.problem(decoded.width, decoded.height, captions, entry.metadata)
     if problem is not None:

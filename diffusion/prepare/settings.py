@@ -21,6 +21,7 @@ from diffusion.prepare.file_listing import is_remote
 from diffusion.prepare.filters import Filters
 from diffusion.prepare.image_decoding import MAX_PIXELS
 from diffusion.prepare.image_hashes import MAX_DISTANCE
+from diffusion.prepare.optional_formats import OptionalFormat, image_suffixes, require_packages
 from diffusion.prepare.source import CaptionText, Source
 from diffusion.storage import object_store
 from diffusion.storage.writable import why_not_writable
@@ -79,11 +80,12 @@ class SourceSettings:
         """Name of the source in messages and reports."""
         return 'OpenMoji' if self.kind == 'openmoji' else self.location
 
-    def open(self, *, sizes: Sequence[int]) -> Source:
+    def open(self, *, sizes: Sequence[int], formats: Sequence[str] = ()) -> Source:
         """Return the source object for these settings.
 
         Args:
             sizes: Side lengths in pixels at which openmoji renders; other sources ignore it.
+            formats: Names of the optional formats whose files are images too (`optional_formats`).
         """
         if self.kind == 'openmoji':
             from diffusion.prepare.openmoji import OpenMojiSource
@@ -92,11 +94,17 @@ class SourceSettings:
         if self.kind == 'folder':
             from diffusion.prepare.folder_source import FolderSource
 
-            return FolderSource(self.location, captions=self.captions, caption_text=self.caption_text)
+            return FolderSource(
+                self.location,
+                captions=self.captions,
+                caption_text=self.caption_text,
+                image_suffixes=image_suffixes(formats),
+            )
         if self.kind == 'webdataset':
             from diffusion.prepare.webdataset import WebDatasetSource
 
-            return WebDatasetSource(self.location, caption_text=self.caption_text)
+            suffixes = image_suffixes(formats)
+            return WebDatasetSource(self.location, caption_text=self.caption_text, image_suffixes=suffixes)
         from diffusion.prepare.parquet import ParquetSource
 
         return ParquetSource(self.location, image_column=self.image_column, caption_column=self.caption_column)
@@ -131,6 +139,10 @@ class PrepareSettings:
     """Replace an existing dataset."""
     workers: int | None = None
     """Number of worker processes; null uses one per core."""
+    formats: list[OptionalFormat] = field(default_factory=list)
+    """Formats to read besides JPEG, PNG, WebP, GIF, BMP, TIFF and AVIF: heic, jxl (JPEG XL) and svg, which need the
+    packages of the extra `formats`. SVG drawings fill every bucket. Files of formats that are not named are passed
+    over, and counted in the report."""
     background: str = 'white'
     """Background color for transparent images."""
     max_pixels: int = MAX_PIXELS
@@ -208,8 +220,9 @@ class PrepareSettings:
             del values['source']['caption_text']
         if not self.fills_every_bucket or len(self.sizes) == 1:
             del values['buckets']
-        if not self.hold_out:
-            del values['hold_out']
+        for name in ('hold_out', 'formats'):
+            if not values[name]:
+                del values[name]
         return values
 
 
@@ -270,6 +283,10 @@ def check_settings(settings: PrepareSettings) -> list[Problem]:
         gather.problem('', str(error))
     _check_folders(settings, gather)
     _check_hold_out(settings, gather)
+    try:
+        require_packages(settings.formats)
+    except UserError as error:
+        gather.problem('', str(error))
     return gather.problems
 
 

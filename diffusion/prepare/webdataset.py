@@ -1,6 +1,6 @@
 """Source for tar files of images and captions in webdataset format, as written by img2dataset."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,7 +10,8 @@ from diffusion.prepare.source import IMAGE_SUFFIXES, CaptionText, Entry, Part, P
 from diffusion.prepare.tar_reading import DamagedTar, Member, members
 
 SUFFIXES = ('.tar', '.tar.gz', '.tgz')
-KNOWN = frozenset({*IMAGE_SUFFIXES, 'txt', 'json'})
+BESIDE = ('txt', 'json')
+"""Suffixes of the members beside an image that hold its caption and metadata."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class WebDatasetSource:
     location: str
     caption_text: CaptionText = 'whole'
     """What a .txt member holds."""
+    image_suffixes: tuple[str, ...] = IMAGE_SUFFIXES
+    """Suffixes of the images, in lower case and without a dot."""
 
     def parts(self) -> list[Part]:
         """Return one part (unit of input that one job converts) per tar.
@@ -50,7 +53,7 @@ class WebDatasetSource:
         """
         stem, size = part.where['stem'], part.where['size']
         with local_copy(part.where['url'], size=size) as path:
-            yield from _entries(path, stem, self.caption_text)
+            yield from _entries(path, stem, self.caption_text, self.image_suffixes)
 
 
 @dataclass
@@ -58,20 +61,23 @@ class _Sample:
     """One image with its caption and metadata files: adjacent members of a tar with the same stem."""
 
     key: str
+    image_suffixes: Sequence[str]
     members: dict[str, Member] = field(default_factory=dict)
     """Members by suffix."""
 
     @property
     def image(self) -> Member | None:
-        return next((self.members[suffix] for suffix in IMAGE_SUFFIXES if suffix in self.members), None)
+        return next((self.members[suffix] for suffix in self.image_suffixes if suffix in self.members), None)
 
 
-def _entries(path: Path, stem: str, caption_text: CaptionText) -> Iterator[Entry | PassedOver]:
+def _entries(
+    path: Path, stem: str, caption_text: CaptionText, image_suffixes: Sequence[str]
+) -> Iterator[Entry | PassedOver]:
     # A key that appears a second time would become two samples with one key. If both have an image it is a duplicate;
     # otherwise the members of one sample were not adjacent, so that image and caption were read as two samples.
     had_image: dict[str, bool] = {}
     try:
-        for sample in _samples(path):
+        for sample in _samples(path, image_suffixes):
             if isinstance(sample, Member):
                 yield PassedOver(f'{stem}/{as_utf8(sample.name)}')
                 continue
@@ -86,22 +92,23 @@ def _entries(path: Path, stem: str, caption_text: CaptionText) -> Iterator[Entry
         yield Entry(f'{stem} at byte {damage.byte}', problem=f'part_{damage}')
 
 
-def _samples(path: Path) -> Iterator[_Sample | Member]:
+def _samples(path: Path, image_suffixes: Sequence[str]) -> Iterator[_Sample | Member]:
     """Group adjacent members of a tar with the same stem into samples; yield other members one by one.
 
     A repeated suffix starts a new sample.
     """
-    group = _Group('')
+    known = {*image_suffixes, *BESIDE}
+    group = _Group('', image_suffixes)
     try:
         for member in members(path):
             key, suffix = _split(member.name)
-            if _split_suffix(suffix)[1] not in KNOWN:
+            if _split_suffix(suffix)[1] not in known:
                 if member.is_file:
                     yield member
                 continue
             if key != group.key or group.has(suffix):
                 yield from group.samples()
-                group = _Group(key)
+                group = _Group(key, image_suffixes)
             group.add(suffix, member)
     except DamagedTar as damage:
         # If the damaged member belongs to another sample, the last sample is complete. Otherwise, or if the name of the
@@ -117,10 +124,12 @@ class _Group:
 
     Args:
         key: The name up to the first dot, with folders.
+        image_suffixes: Suffixes of images, in order of precedence.
     """
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, key: str, image_suffixes: Sequence[str]) -> None:
         self.key = key
+        self._image_suffixes = image_suffixes
         self._samples: dict[str, _Sample] = {}
         """Samples by the rest of their stem: nothing, or `v2` of `photo.v2.jpg`."""
 
@@ -132,7 +141,8 @@ class _Group:
     def add(self, suffix: str, member: Member) -> None:
         """Add a member with this suffix."""
         middle, last = _split_suffix(suffix)
-        sample = self._samples.setdefault(middle, _Sample(f'{self.key}.{middle}' if middle else self.key))
+        key = f'{self.key}.{middle}' if middle else self.key
+        sample = self._samples.setdefault(middle, _Sample(key, self._image_suffixes))
         sample.members[last] = member
 
     def samples(self) -> Iterator[_Sample | Member]:

@@ -1,0 +1,145 @@
+"""Image formats that need extra packages, HEIC, JPEG XL and SVG; they are read only if `formats` names them."""
+
+import importlib.util
+from collections.abc import Collection, Sequence
+from fractions import Fraction
+from typing import Literal, NamedTuple
+
+from diffusion.errors import UserError
+from diffusion.prepare.source import IMAGE_SUFFIXES
+
+OptionalFormat = Literal['heic', 'jxl', 'svg']
+"""Value of the setting `formats`."""
+
+
+class _Requirement(NamedTuple):
+    suffixes: tuple[str, ...]
+    module: str
+    package: str
+    pillow_name: str
+    """Pillow's name of the format; empty if Pillow does not read it."""
+
+
+REQUIREMENTS: dict[str, _Requirement] = {
+    'heic': _Requirement(('heic', 'heif', 'hif'), 'pillow_heif', 'pillow-heif', 'HEIF'),
+    'jxl': _Requirement(('jxl',), 'pillow_jxl', 'pillow-jxl-plugin', 'JXL'),
+    'svg': _Requirement(('svg',), 'resvg_py', 'resvg-py', ''),
+}
+_RATIOS = (0, 1, Fraction(12, 10), Fraction(4, 3), Fraction(3, 2), Fraction(16, 9), Fraction(5, 4), 2)
+"""Ratios of width to height that a JPEG XL header names by their number; 0 is followed by the width itself."""
+
+
+def image_suffixes(formats: Collection[str]) -> tuple[str, ...]:
+    """Return the suffixes of all image files that are read, in lower case and without a dot."""
+    return (*IMAGE_SUFFIXES, *(suffix for name in formats for suffix in REQUIREMENTS[name].suffixes))
+
+
+def packages_of(formats: Collection[str]) -> list[str]:
+    """Return the pip packages that read these formats, whose versions affect the pixels."""
+    return [REQUIREMENTS[name].package for name in formats]
+
+
+def require_packages(formats: Collection[str]) -> None:
+    """Raise UserError if the package that reads one of these formats is not installed."""
+    missing = [name for name in formats if importlib.util.find_spec(REQUIREMENTS[name].module) is None]
+    if missing:
+        raise UserError(
+            f'formats: {", ".join(missing)} needs {" and ".join(packages_of(missing))}; '
+            "install them with `pip install 'diffusion-recipes[formats]'`"
+        )
+
+
+def format_of_suffix(kind: str) -> str | None:
+    """Return the value of `formats` that reads files of a suffix such as `.heif`, or None if there is none."""
+    suffix = kind.removeprefix('.')
+    return next((name for name, needed in REQUIREMENTS.items() if suffix in needed.suffixes), None)
+
+
+def pillow_formats(formats: Sequence[str]) -> tuple[str, ...]:
+    """Let Pillow read these formats, and return its names for them."""
+    if 'heic' in formats:
+        import pillow_heif  # type: ignore[import-not-found]  # an extra
+
+        pillow_heif.register_heif_opener(thumbnails=False)
+    if 'jxl' in formats:
+        import pillow_jxl  # type: ignore[import-not-found]  # an extra; registers itself
+
+        assert pillow_jxl
+    return tuple(REQUIREMENTS[name].pillow_name for name in formats if REQUIREMENTS[name].pillow_name)
+
+
+class JxlHeader(NamedTuple):
+    """Properties of a JPEG XL file that its header states."""
+
+    width: int
+    height: int
+    is_animated: bool
+
+
+def read_jxl_header(encoded: bytes) -> JxlHeader | None:
+    """Return the header of a JPEG XL file (ISO/IEC 18181-1, annexes A and D), or None if the file is none.
+
+    Raises:
+        ValueError: The header is incomplete.
+    """
+    # pillow-jxl-plugin decodes an image when it opens it, before its size could be compared with the limit, and shows
+    # the first frame of an animation without a word.
+    codestream = _jxl_codestream(encoded)
+    if codestream is None:
+        return None
+    bits = _Bits(codestream[2:64])
+    is_small = bits.read(1)
+
+    def side() -> int:
+        return 8 * (bits.read(5) + 1) if is_small else bits.read((9, 13, 18, 30)[bits.read(2)]) + 1
+
+    def size() -> tuple[int, int]:
+        height = side()
+        ratio = _RATIOS[bits.read(3)]
+        return (int(height * ratio) if ratio else side()), height
+
+    width, height = size()
+    is_animated = False
+    if not bits.read(1) and bits.read(1):  # not all values are the defaults, and there are extra fields
+        bits.read(3)  # the orientation
+        if bits.read(1):  # another size that is recommended for display
+            is_small = bits.read(1)
+            size()
+        # A preview's header is not parsed; libjxl writes none.
+        is_animated = not bits.read(1) and bool(bits.read(1))
+    return JxlHeader(width, height, is_animated)
+
+
+def _jxl_codestream(encoded: bytes) -> bytes | None:
+    """Return the beginning of the codestream of a JPEG XL file; None if the file is not JPEG XL."""
+    if encoded.startswith(b'\xff\x0a'):
+        return encoded
+    if not encoded.startswith(b'\0\0\0\x0cJXL \r\n\x87\n'):
+        return None
+    start = 0
+    while start + 8 <= len(encoded):
+        size, kind, header = int.from_bytes(encoded[start : start + 4], 'big'), encoded[start + 4 : start + 8], 8
+        if size == 1:
+            size, header = int.from_bytes(encoded[start + 8 : start + 16], 'big'), 16
+        if kind in (b'jxlc', b'jxlp'):
+            return encoded[start + header + (4 if kind == b'jxlp' else 0) :]  # jxlp: after the number of the piece
+        if size < header:  # 0: the last box
+            break
+        start += size
+    raise ValueError('the file has no codestream')
+
+
+class _Bits:
+    """Reader of numbers of any number of bits, the lowest bit of a byte first."""
+
+    def __init__(self, content: bytes) -> None:
+        self._value = int.from_bytes(content, 'little')
+        self._left = 8 * len(content)
+
+    def read(self, count: int) -> int:
+        if count > self._left:
+            raise ValueError('the header is incomplete')
+        value = self._value & ((1 << count) - 1)
+        self._value >>= count
+        self._left -= count
+        return value

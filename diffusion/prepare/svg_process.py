@@ -1,0 +1,91 @@
+"""Program that renders SVG drawings, run by `svg_rendering` as a process of its own: a drawing can crash or hang it.
+
+It reads requests from standard input and writes answers to standard output, until the input ends. It is run by its path
+and imports no other module of this package, so that it starts within a tenth of a second.
+"""
+
+import resource
+import signal
+import struct
+import sys
+from xml.etree import ElementTree
+
+REQUEST = struct.Struct('<IQQ')
+"""Minimum of the shorter side in pixels, maximum of width times height, and number of bytes of the drawing."""
+ANSWER = struct.Struct('<?Q')
+"""True for a PNG, False for the reason of a rejection, and the number of bytes that follow."""
+TIMEOUT_SECONDS = 20
+MEMORY_BYTES = 4 * 2**30
+FIRST_SIDE = 64
+"""Longer side of a first small rendering, which shows the aspect ratio."""
+
+
+def main() -> None:
+    """Answer requests until standard input ends."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    while header := source.read(REQUEST.size):
+        side, max_pixels, size = REQUEST.unpack(header)
+        svg = source.read(size)
+        signal.alarm(TIMEOUT_SECONDS)  # its default action ends this process, even within native code
+        try:
+            succeeded, content = True, render(svg, side, max_pixels)
+        except Rejected as reason:
+            succeeded, content = False, str(reason).encode()
+        except Exception as error:
+            succeeded, content = False, f'undecodable\0{type(error).__name__}: {error}'.encode()
+        signal.alarm(0)
+        sink.write(ANSWER.pack(succeeded, len(content)) + content)
+        sink.flush()
+
+
+class Rejected(Exception):
+    """Raised to reject a drawing; the message is the reason, a zero character, and an explanation."""
+
+
+def render(svg: bytes, side: int, max_pixels: int) -> bytes:
+    """Return a drawing as a PNG with transparency whose shorter side has at least `side` pixels.
+
+    Raises:
+        Rejected: The drawing has text or an image of another file, or is too large.
+        Exception: It is no valid SVG.
+    """
+    check(svg)
+    text = svg.decode('utf-8-sig')
+    # resvg allocates the size that a drawing claims, unless it is told the size of a frame to fit in.
+    width, height = png_size(rendered(text, FIRST_SIDE))
+    # One less, since the small rendering is rounded: an image must not be smaller than its bucket.
+    frame = -(-side * max(width, height) // max(1, min(width, height) - 1))
+    if frame * (-(-frame * min(width, height) // max(width, height))) > max_pixels:
+        raise Rejected(f'too_many_pixels\0a drawing of {width} to {height} with a side of {side} exceeds {max_pixels}')
+    return rendered(text, frame)
+
+
+def check(svg: bytes) -> None:
+    """Raise Rejected if a drawing needs files or fonts of this machine."""
+    for element in ElementTree.fromstring(svg).iter():
+        name = str(element.tag).rpartition('}')[2]
+        # resvg reads images by their path, also by an absolute one.
+        links = [value for key, value in element.items() if key.rpartition('}')[2] == 'href']
+        if name in ('image', 'feImage') and not all(link.strip().startswith(('data:', '#')) for link in links):
+            raise Rejected(f'svg_other_file\0the drawing shows the file {links[0]}')
+        if name == 'text' and ''.join(element.itertext()).strip():
+            raise Rejected('svg_text\0text depends on the fonts of a machine; convert it to paths')
+
+
+def rendered(svg: str, side: int) -> bytes:
+    """Return a drawing as a PNG whose longer side has `side` pixels."""
+    import resvg_py  # an extra, and `svg_rendering` imports this module without it
+
+    png = resvg_py.svg_to_bytes(svg_string=svg, width=side, height=side, skip_system_fonts=True)
+    return bytes(png)
+
+
+def png_size(png: bytes) -> tuple[int, int]:
+    """Return the width and height of a PNG in pixels."""
+    return struct.unpack_from('>II', png, 16)
+
+
+if __name__ == '__main__':
+    main()

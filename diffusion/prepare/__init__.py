@@ -11,7 +11,11 @@ Modules, in the order of the data flow:
 | source | `source` | the source interface: a source has parts, a part yields entries (image, captions, metadata) |
 | | `folder_source` | image files in a folder; `caption_files` reads captions from a CSV or JSONL file |
 | | `webdataset` | tar files written by img2dataset; `tar_reading` reads a damaged tar up to the damage |
-| | `parquet` | Parquet files with an image column |
+| | `parquet` | Parquet files with an image column; `image_table` finds the columns and reads the rows |
+| | `huggingface_source` | a split of a Hugging Face dataset, read by the readers above or by `arrow_dataset` |
+| | `dataset_splits` | splits by the names of folders and files |
+| | `dataset_card` | license, configurations and splits in the card of a dataset |
+| | `hub_repository` | lists and downloads the files of a dataset on the Hub at one commit |
 | | `openmoji` | emoji from an installed package, rendered at each size |
 | | `file_listing` | lists files in a local folder or an object store |
 | | `extra_columns` | converts metadata to JSON types |

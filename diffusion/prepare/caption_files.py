@@ -50,9 +50,9 @@ def _column(row: Container[str], names: Sequence[str]) -> str | None:
 
 def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (position, columns) of each row; a position is text such as 'captions.csv line 7'."""
-    readers = {'.csv': _csv_rows, '.jsonl': _jsonl_rows}
+    readers = {'.csv': _csv_rows, '.jsonl': _jsonl_rows, '.parquet': _parquet_rows}
     if file.suffix.lower() not in readers:
-        raise UserError(f'--captions: {file} is neither .csv nor .jsonl')
+        raise UserError(f'--captions: {file} is neither .csv nor .jsonl nor .parquet')
     if not file.is_file():
         raise UserError(f'--captions: {file} does not exist')
     try:
@@ -92,6 +92,21 @@ def _jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             if not isinstance(row, dict):
                 raise UserError(f'{where}: is {type(row).__name__}, not an object with `file` and `caption`')
             yield where, row
+
+
+def _parquet_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.ParquetFile(file)
+        number = 0
+        for batch in table.iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield f'{file.name} row {number}', row
+    except pa.ArrowException as error:
+        raise UserError(f'{file}: is not valid Parquet ({" ".join(str(error).split())}); write it again') from error
 
 
 def _file_of(row: dict[str, Any], column: str | None, where: str) -> Path:

@@ -16,7 +16,7 @@ SETTINGS = (
 """Settings with a command-line option of the same name; the others are set with --set."""
 SOURCE_OPTIONS = (
     *('location', 'captions', 'caption_text', 'image_column', 'caption_column'),
-    *('select', 'split', 'limit', 'offset', 'seed'),
+    *('config', 'token', 'select', 'split', 'limit', 'offset', 'seed'),
 )
 """Options that only some source kinds have."""
 
@@ -30,6 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         sources.add_parser('webdataset', help='prepare tar files of images and captions written by img2dataset')
     )
     _add_parquet(sources.add_parser('parquet', help='prepare Parquet files with an image column'))
+    _add_huggingface(
+        sources.add_parser('huggingface', help='prepare a split of a Hugging Face dataset, from the Hub or a folder')
+    )
     _add_openmoji(sources.add_parser('openmoji', help='prepare emoji rendered at any size, captioned with their names'))
 
 
@@ -94,14 +97,44 @@ def _add_webdataset(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_parquet(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('location', metavar='SRC', help='folder of .parquet files, local or in an object store')
+    parser.add_argument(
+        'location', metavar='SRC', help='folder or pattern of .parquet files, local or in an object store'
+    )
+    _add_column_options(parser)
+    _add_shared_options(parser)
+
+
+def _add_huggingface(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        'location',
+        metavar='DATASET',
+        help='ORG/NAME or ORG/NAME@REVISION on the Hub; files of it, such as '
+        'hf://datasets/ORG/NAME@REVISION/data/train-*.parquet; or a folder that `hf download` or `save_to_disk` wrote',
+    )
+    parser.add_argument(
+        '--split', metavar='NAME', help='split to read; others are never mixed in (default: train, or the only one)'
+    )
+    parser.add_argument(
+        '--config', metavar='NAME', help='configuration to read (default: the default one, or the only one)'
+    )
+    parser.add_argument(
+        '--token',
+        metavar='VARIABLE',
+        help='name of the environment variable with a token for gated and private datasets (default: HF_TOKEN, or the '
+        'login of `hf auth login`)',
+    )
+    _add_column_options(parser)
+    _add_caption_text(parser)
+    _add_shared_options(parser)
+
+
+def _add_column_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--image-column', metavar='NAME', help='name of the image column (default: detect by common names)'
     )
     parser.add_argument(
         '--caption-column', metavar='NAME', help='name of the caption column (default: detect by common names)'
     )
-    _add_shared_options(parser)
 
 
 def _add_caption_text(parser: argparse.ArgumentParser) -> None:

@@ -41,8 +41,9 @@ def list_files(location: str, suffixes: Collection[str] | None) -> tuple[list[Fi
     Hidden files, those in hidden folders, and those with other suffixes are passed over.
 
     Args:
-        location: A folder, searched recursively; a single file with any suffix; or a webdataset-style pattern with
-            braces, such as s3://bucket/laion/{00000..00099}.tar.
+        location: A folder, searched recursively; a single file with any suffix; a webdataset-style pattern with braces,
+            such as s3://bucket/laion/{00000..00099}.tar; or a pattern with `*`, `?` or `**`, such as
+            s3://bucket/data/train-*.parquet.
         suffixes: Suffixes to keep, in lower case, such as `.tar`; compared without regard to case. None keeps all
             files and allows an empty result.
 
@@ -55,6 +56,8 @@ def list_files(location: str, suffixes: Collection[str] | None) -> tuple[list[Fi
     wanted = [location] if os.path.exists(location) else expand_braces(location)
     if wanted != [location]:
         return _list_expanded(wanted, location), []
+    if is_pattern(location) and not os.path.exists(location):
+        return _list_matching(location, suffixes)
     listed = _list_store(location) if is_remote(location) else _list_folder(location)
     if len(listed) == 1 and listed[0].url in (location, os.path.normpath(location)):
         return listed, []
@@ -151,6 +154,45 @@ def expand_braces(location: str) -> list[str]:
     if math.prod(map(len, choices)) > MAX_EXPANDED:
         raise UserError(f'{location}: the braces expand to more than {MAX_EXPANDED} files; give the folder instead')
     return [''.join(choice) for choice in itertools.product(*choices)]
+
+
+def is_pattern(location: str) -> bool:
+    """Return True if a location has wildcards: `*` or `?`."""
+    return '*' in location or '?' in location
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Return True if a path matches a pattern of `*` and `?`, which match no slash, `**` for any number of folders, and
+    sets such as `[0-4]`.
+    """
+    expression = ''
+    for piece in re.split(r'(\*\*/|\*\*|\*|\?|\[[^\]]+\])', pattern):
+        if piece.startswith('[') and piece.endswith(']'):
+            inside = piece[1:-1].replace('\\', '\\\\')
+            expression += f'[^{inside[1:]}]' if inside.startswith('!') else f'[{inside}]'
+        else:
+            wildcards = {'**/': '(?:[^/]+/)*', '**': '.*', '*': '[^/]*', '?': '[^/]'}
+            expression += wildcards.get(piece, re.escape(piece))
+    try:
+        return re.fullmatch(expression, name) is not None
+    except re.error as error:
+        raise UserError(f'{pattern}: is not a valid pattern ({error}); use * and ?') from error
+
+
+def _list_matching(location: str, suffixes: Collection[str] | None) -> tuple[list[File], list[PassedOver]]:
+    """List the files that match a pattern, sorted; names are relative to the folder before the first wildcard."""
+    start = re.split(r'[*?\[]', location, maxsplit=1)[0]
+    base, pattern = start[: start.rfind('/') + 1], location[start.rfind('/') + 1 :]
+    listed = _list_store(base) if is_remote(location) else _list_folder(base or '.')
+    found = sorted((file for file in listed if matches(file.name, pattern)), key=lambda file: file.name)
+    if not found:
+        raise UserError(f'{location}: no file matches; list {base or "."} and correct the pattern')
+    endings = ('',) if suffixes is None else tuple(suffixes)
+    others = [PassedOver(file.name) for file in found if not file.name.lower().endswith(endings)]
+    found = [file for file in found if file.name.lower().endswith(endings)]
+    if not found:
+        raise UserError(f'{location}: matches no {", ".join(sorted(endings))} files, only {others[0].key}')
+    return found, others
 
 
 def _alternatives(inside: str, location: str) -> list[str]:

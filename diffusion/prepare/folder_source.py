@@ -1,20 +1,31 @@
 """Source for image files in a local or object store folder, with captions beside them or in one CSV or JSONL."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from diffusion.errors import UserError
 from diffusion.prepare.caption_files import read_caption_rows
+from diffusion.prepare.dataset_splits import refuse_mixed_splits
 from diffusion.prepare.extra_columns import json_value, read_columns
-from diffusion.prepare.file_listing import File, as_utf8, is_remote, list_files, local_copy, with_passed_over
+from diffusion.prepare.file_listing import (
+    File,
+    as_utf8,
+    is_pattern,
+    is_remote,
+    list_files,
+    local_copy,
+    with_passed_over,
+)
 from diffusion.prepare.source import IMAGE_SUFFIXES, CaptionText, Entry, Part, PassedOver, captions_in
 
-METADATA_FILES = ('metadata.jsonl', 'metadata.csv')
+METADATA_FILES = ('metadata.jsonl', 'metadata.csv', 'metadata.parquet')
 """Captions files of Hugging Face's imagefolder, in order of precedence."""
 BESIDE = ('txt', 'json')
 """Suffixes of the files beside an image that hold its captions."""
@@ -50,17 +61,50 @@ class FolderSource:
             UserError: There are no images, the folder cannot be listed, or the captions file is invalid.
         """
         listed, hidden = list_files(self.location, None)
+        if not is_pattern(self.location):
+            refuse_mixed_splits(self.location, [file.name for file in listed], 'folder')
+        return self.parts_of(listed, hidden)
+
+    def parts_of(
+        self,
+        listed: Sequence[File],
+        others: Sequence[PassedOver],
+        *,
+        metadata: Sequence[File] | None = None,
+        elsewhere: Collection[str] = (),
+        copy: Callable[[str], AbstractContextManager[Path]] = local_copy,
+    ) -> list[Part]:
+        """Split the images among some files into parts, as `parts` does with all files of the folder.
+
+        Args:
+            listed: Files, with the captions of the images.
+            others: Files to count as passed over.
+            metadata: Captions files of an imagefolder, each for the images in its folder and below; None finds one in
+                the folder itself.
+            elsewhere: Names of images that are not listed on purpose; rows about them are skipped.
+            copy: Yields a local copy of a captions file, given its URL.
+
+        Raises:
+            UserError: There are no images, or a captions file is invalid.
+        """
         files = {file.name: file for file in listed}
         suffixes = tuple(f'.{suffix}' for suffix in self.image_suffixes)
         images = [file for file in files.values() if file.name.lower().endswith(suffixes)]
         if not images:
             raise UserError(f'{self.location}: contains no images ({", ".join(suffixes)})')
-        captions = self.captions or _metadata_file(images, files)
-        found = self._paired(images, files) if captions is None else self._listed(captions, images, files)
+        if self.captions is not None:
+            tables = [File(self.captions, 0, '', '')]
+        elif any(f'{_stem(file)}.{suffix}' in files for file in images for suffix in BESIDE):
+            tables = []
+        elif metadata is not None:
+            tables = list(metadata)
+        else:
+            tables = [files[name] for name in METADATA_FILES if name in files][:1]
+        found = self._listed(tables, images, files, elsewhere, copy) if tables else self._paired(images, files)
         rows = list(found)
         runs = (rows[start : start + PART_IMAGES] for start in range(0, len(rows), PART_IMAGES))
         parts = [_part(number, run) for number, run in enumerate(runs)]
-        return with_passed_over(parts, [*hidden, *_others(images, listed, captions)])
+        return with_passed_over(parts, [*others, *_others(images, listed, {table.url for table in tables})])
 
     def read(self, part: Part) -> Iterator[Entry]:
         """Yield the images of a part in order, with their captions and metadata.
@@ -103,23 +147,34 @@ class FolderSource:
             image.problem = None if found else 'no_caption'
             yield image
 
-    def _listed(self, captions: str, images: Iterable[File], files: dict[str, File]) -> Iterator['_ImageFile']:
-        """Yield the images in the order of the captions file, then those that it does not list, which are rejected.
+    def _listed(
+        self,
+        tables: Sequence[File],
+        images: Iterable[File],
+        files: Mapping[str, File],
+        elsewhere: Collection[str],
+        copy: Callable[[str], AbstractContextManager[Path]],
+    ) -> Iterator['_ImageFile']:
+        """Yield the images in the order of the captions files, then those that none lists, which are rejected.
 
         A row of a missing or repeated image is yielded as a rejected image too.
         """
         seen: set[str] = set()
-        with local_copy(captions) as path:
-            for row in read_caption_rows(path):
-                name = as_utf8(row.path.as_posix())
-                file = files.get(name)
-                if name in seen or file is None:
-                    problem = 'missing_file' if file is None else 'duplicate_row'
-                    yield _ImageFile(f'{name} ({row.where})', problem=problem)
-                else:
-                    metadata = json_value(row.metadata)
-                    yield _ImageFile(name, file.stamp, file.url, file.size, row.captions, metadata=metadata)
-                seen.add(name)
+        for table in tables:
+            folder = table.name.rpartition('/')[0]
+            with copy(table.url) as path:
+                for row in read_caption_rows(path):
+                    name = as_utf8((folder / row.path).as_posix())
+                    if name in elsewhere:
+                        continue
+                    file = files.get(name)
+                    if name in seen or file is None:
+                        problem = 'missing_file' if file is None else 'duplicate_row'
+                        yield _ImageFile(f'{name} ({row.where})', problem=problem)
+                    else:
+                        metadata = json_value(row.metadata)
+                        yield _ImageFile(name, file.stamp, file.url, file.size, row.captions, metadata=metadata)
+                    seen.add(name)
         for file in images:
             if file.name not in seen:
                 yield _ImageFile(file.name, problem='no_caption')
@@ -140,24 +195,16 @@ class _ImageFile:
     problem: str | None = None
 
 
-def _metadata_file(images: Iterable[File], files: Mapping[str, File]) -> str | None:
-    """Return the captions file of an imagefolder; None if there is none, or if an image has captions beside it."""
-    found = next((files[name].url for name in METADATA_FILES if name in files), None)
-    if found is None or any(f'{_stem(file)}.{suffix}' in files for file in images for suffix in BESIDE):
-        return None
-    return found
-
-
 def _stem(file: File) -> str:
     return file.name.rpartition('.')[0]
 
 
-def _others(images: Sequence[File], files: Sequence[File], captions: str | None) -> Iterator[PassedOver]:
-    """Yield the files that are neither images nor hold the captions of one."""
+def _others(images: Sequence[File], files: Sequence[File], tables: Collection[str]) -> Iterator[PassedOver]:
+    """Yield the files that are neither images nor hold the captions of one; `tables` are URLs of captions files."""
     used = {file.name for file in images}
-    if captions is None:
+    if not tables:
         used |= {f'{_stem(file)}.{suffix}' for file in images for suffix in BESIDE}
-    yield from (PassedOver(file.name) for file in files if file.name not in used and file.url != captions)
+    yield from (PassedOver(file.name) for file in files if file.name not in used and file.url not in tables)
 
 
 def _part(number: int, images: Sequence[_ImageFile]) -> Part:

@@ -4,6 +4,7 @@ A stopped preparation can only be resumed with an equal plan, so that the datase
 """
 
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -54,10 +55,10 @@ class InputPlan:
 
     @property
     def content(self) -> dict[str, Any]:
-        """The plan as it is stored: without the files that were passed over, on which the dataset does not depend."""
+        """The plan as it is stored, without what the parts have for the report: the dataset does not depend on it."""
         content = asdict(self)
-        for part in content['parts']:
-            del part['passed_over']
+        for part, name in itertools.product(content['parts'], ('passed_over', 'notes', 'license')):
+            del part[name]
         return content
 
     def write_or_check(self, work: WorkFolder) -> None:

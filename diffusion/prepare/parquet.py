@@ -1,29 +1,36 @@
 """Source for Parquet files with an image column, as written by img2dataset and Hugging Face."""
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from diffusion.errors import UserError
-from diffusion.prepare.extra_columns import json_value
+from diffusion.prepare.dataset_splits import refuse_mixed_splits
 from diffusion.prepare.file_listing import (
     File,
+    is_pattern,
     is_remote,
     list_files,
     local_copy,
     single_file_part,
     with_passed_over,
 )
+from diffusion.prepare.image_table import (
+    ColumnNames,
+    Columns,
+    LocalImages,
+    ReadImage,
+    entry_of,
+    find_columns,
+    raise_if_io_error,
+    times_to_text,
+)
 from diffusion.prepare.source import Entry, Part
 
 SUFFIX = '.parquet'
-IMAGE_COLUMNS = ('image', 'jpg', 'jpeg', 'png', 'webp', 'image_bytes', 'img')
-CAPTION_COLUMNS = ('captions', 'caption', 'txt', 'text')
-KEY_COLUMN = 'key'
 BATCH_ROWS = 64
 """Rows decoded at a time, which bounds memory: a row holds a whole image file."""
 PART_BYTES = 512 * 2**20
@@ -34,7 +41,8 @@ PART_BYTES = 512 * 2**20
 class ParquetSource:
     """Parquet files in a folder, a single file, or a pattern with braces; each file is one part, or several if large.
 
-    The image column holds bytes, or Hugging Face's struct of bytes and path. Columns that are not named are detected by
+    The image column holds bytes, Hugging Face's struct of bytes and path, or paths. An image that a row has only the
+    path of is read if it is a file in the same local folder. Columns that are not named are detected by
     common names, ignoring case. The key of a row is the stem of the file plus its `key` column or its row number.
     """
 
@@ -50,9 +58,11 @@ class ParquetSource:
             UserError: There is no file, the location cannot be listed, or the first file lacks a column.
         """
         files, others = list_files(self.location, (SUFFIX,))
+        if not is_pattern(self.location):
+            refuse_mixed_splits(self.location, [file.name for file in files], 'parquet')
         if not is_remote(files[0].url):  # report a wrong column name before any work is done
             self._check(Path(files[0].url))
-        return with_passed_over([part for file in files for part in _parts_of(file)], others)
+        return with_passed_over([part for file in files for part in parquet_parts(file)], others)
 
     def read(self, part: Part) -> Iterator[Entry]:
         """Yield one image with captions and metadata per row of a part.
@@ -63,71 +73,55 @@ class ParquetSource:
             UserError: The file lacks a column, or the store denies access.
             OSError: The file cannot be read at the moment.
         """
-        where = part.where
-        with local_copy(where['url'], size=where['size']) as path, path.open('rb') as opened:
-            try:
-                file = pq.ParquetFile(opened, memory_map=False, pre_buffer=False)
-            except (pa.ArrowException, OSError) as error:
-                _raise_if_io_error(error)
-                yield Entry(where['stem'], problem='part_unreadable')
-                return
-            columns = self._columns(file.schema_arrow, where['url'])
-            groups = range(*where.get('groups', (0, file.num_row_groups)))
-            yield from _rows(file, groups, columns, where['stem'])
+        names, url = ColumnNames(self.image_column, self.caption_column), part.where['url']
+        with local_copy(url, size=part.where['size']) as path:
+            yield from parquet_entries(path, part, names, images=self._images(url))
+
+    def _images(self, url: str) -> LocalImages | None:
+        """Return the reader of images that the rows of a file name by path; None in an object store."""
+        if is_remote(url):
+            return None
+        location = self.location.removeprefix('file://')
+        folder = os.path.dirname(url) or '.'
+        root = location if os.path.isdir(location) else folder
+        inside = os.path.relpath(folder, root)
+        return LocalImages(root, '' if inside == '.' else inside)
 
     def _check(self, path: Path) -> None:
         try:
             schema = pq.read_schema(path)
         except (pa.ArrowException, OSError):
             return  # `read` will report the damaged file as a rejected input
-        self._columns(schema, str(path))
-
-    def _columns(self, schema: pa.Schema, where: str) -> '_Columns':
-        image = _resolve_column(schema, self.image_column, IMAGE_COLUMNS, where, 'image_column')
-        kind = schema.field(image).type
-        if not _is_bytes(kind) and not (pa.types.is_struct(kind) and kind.get_field_index('bytes') >= 0):
-            raise UserError(
-                f'{where}: column {image!r} has type {kind}; set image_column to a column of encoded images'
-            )
-        caption = _resolve_column(schema, self.caption_column, CAPTION_COLUMNS, where, 'caption_column')
-        key = _find_column(schema, (KEY_COLUMN,))
-        taken = {image, caption, key, *(name for name in schema.names if name.lower() in CAPTION_COLUMNS)}
-        others = [field.name for field in schema if field.name not in taken and not _is_bytes(field.type)]
-        return _Columns(image, caption, key, others)
+        find_columns(schema, ColumnNames(self.image_column, self.caption_column), str(path))
 
 
-@dataclass(frozen=True)
-class _Columns:
-    image: str
-    caption: str
-    key: str | None
-    others: list[str]
-    """Names of the metadata columns."""
+def parquet_entries(path: Path, part: Part, names: ColumnNames, *, images: ReadImage | None) -> Iterator[Entry]:
+    """Yield the rows of a part of a Parquet file; for a damaged file, those before the damage and an entry about it.
 
-    @property
-    def all(self) -> list[str]:
-        return [self.image, self.caption, *([self.key] if self.key else []), *self.others]
+    Args:
+        path: Local file.
+        part: The part, whose `where` has the URL of the file, its stem, and the row groups if it is not the whole file.
+        names: Columns that the user named.
+        images: Reader of images that the rows only have the paths of.
 
-
-def _resolve_column(schema: pa.Schema, given: str | None, common_names: Sequence[str], where: str, option: str) -> str:
-    found = _find_column(schema, common_names) if given is None else given if given in schema.names else None
-    if found is None:
-        tried = ', '.join(common_names) if given is None else repr(given)
-        raise UserError(f'{where}: has no column {tried}, only {schema.names}; set {option}')
-    return found
-
-
-def _find_column(schema: pa.Schema, common_names: Sequence[str]) -> str | None:
-    """Return the schema's column that has the first matching common name, ignoring case, or None if none matches."""
-    spelled = {name.lower(): name for name in reversed(schema.names)}
-    return next((spelled[name] for name in common_names if name in spelled), None)
-
-
-def _is_bytes(kind: pa.DataType) -> bool:
-    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind)
+    Raises:
+        UserError: The file lacks a column.
+        OSError: The file cannot be read at the moment.
+    """
+    where = part.where
+    with path.open('rb') as opened:
+        try:
+            file = pq.ParquetFile(opened, memory_map=False, pre_buffer=False)
+        except (pa.ArrowException, OSError) as error:
+            raise_if_io_error(error)
+            yield Entry(where['stem'], problem='part_unreadable')
+            return
+        columns = find_columns(file.schema_arrow, names, where['url'])
+        groups = range(*where.get('groups', (0, file.num_row_groups)))
+        yield from _rows(file, groups, columns, where['stem'], images)
 
 
-def _parts_of(file: File) -> list[Part]:
+def parquet_parts(file: File) -> list[Part]:
     """Return the parts of a file: the whole file, or several ranges of row groups if it is local and large."""
     # A remote file stays one part: each part would download the whole file.
     whole = single_file_part(file, SUFFIX)
@@ -147,46 +141,21 @@ def _parts_of(file: File) -> list[Part]:
     return parts or [whole]
 
 
-def _rows(file: pq.ParquetFile, groups: range, columns: _Columns, stem: str) -> Iterator[Entry]:
+def _rows(
+    file: pq.ParquetFile, groups: range, columns: Columns, stem: str, images: ReadImage | None
+) -> Iterator[Entry]:
     row = sum(file.metadata.row_group(group).num_rows for group in range(groups.start))
     seen: set[str] = set()
-    try:
-        for batch in file.iter_batches(BATCH_ROWS, list(groups), columns.all, use_threads=False):
-            for values in _times_to_text(batch).to_pylist():
-                yield _entry(values, columns, stem, row, seen)
-                row += 1
-    except (pa.ArrowException, OSError) as error:
-        _raise_if_io_error(error)
-        yield Entry(f'{stem} at row {row}', problem='part_damaged')
-
-
-def _times_to_text(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Convert the date and time columns of a batch to strings, because Python's datetime cannot hold nanoseconds."""
-    # Parquet has nanoseconds and Python's datetime does not, so `to_pylist` cannot convert every value.
-    arrays = [
-        array.cast(pa.string()) if pa.types.is_temporal(array.type) and not pa.types.is_duration(array.type) else array
-        for array in batch.columns
-    ]
-    return pa.RecordBatch.from_arrays(arrays, names=batch.schema.names)
-
-
-def _entry(values: dict[str, Any], columns: _Columns, stem: str, row: int, seen: set[str]) -> Entry:
-    key = values[columns.key] if columns.key else None
-    entry = Entry(f'{stem}/row-{row}' if key is None else f'{stem}/{json_value(key)}')
-    image, caption = values[columns.image], values[columns.caption]
-    entry.image = image['bytes'] if isinstance(image, dict) else image
-    entry.captions = caption if isinstance(caption, list) else [caption]
-    entry.metadata = {name: json_value(values[name]) for name in columns.others}
-    if entry.key in seen:
-        entry.problem = 'duplicate_key'
-    elif entry.image is None:
-        entry.problem = 'no_image'
-    seen.add(entry.key)
-    return entry
-
-
-def _raise_if_io_error(error: BaseException) -> None:
-    # pyarrow raises OSError for damaged files as well, but without an errno. A real I/O error must propagate, since it
-    # is retried, while damage is reported.
-    if isinstance(error, OSError) and error.errno is not None:
-        raise error
+    batches = file.iter_batches(BATCH_ROWS, list(groups), columns.all, use_threads=False)
+    while True:
+        try:
+            rows = times_to_text(next(batches)).to_pylist()
+        except StopIteration:
+            return
+        except (pa.ArrowException, OSError) as error:
+            raise_if_io_error(error)
+            yield Entry(f'{stem} at row {row}', problem='part_damaged')
+            return
+        for values in rows:
+            yield entry_of(values, columns, stem, row, seen, images)
+            row += 1

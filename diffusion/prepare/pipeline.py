@@ -289,7 +289,7 @@ class _Preparation:
             arguments={'out': self.settings.out} | plan.settings,
             max_rejected=self.settings.max_rejected,
             versions=plan.versions,
-            license=self.settings.license,
+            license=self.settings.license or next((part.license for part in plan.parts if part.license), None),
             pictures=len(images),
             buckets={name: count for name, count in counts.items() if count},
             empty_buckets=[name for name, count in counts.items() if not count],
@@ -313,11 +313,17 @@ class _Preparation:
         return total
 
     def notes(self, plan: InputPlan) -> list[str]:
-        """Return messages for the report: images of formats that were not named, copies of held-out images, columns of
-        `filters` that no input has.
+        """Return messages for the report: of the source, images of formats that were not named, copies of held-out
+        images, columns of `filters` that no input has.
         """
         found = sorted(name for kind in self.passed_over(plan) if (name := format_of_suffix(kind)) is not None)
-        notes = [
+        notes = [note for part in plan.parts for note in part.notes]
+        if not self.settings.license and any(part.license == '' for part in plan.parts):
+            notes.append(
+                f'{self.settings.source.title}: its dataset card states no license; find it out before training, and '
+                'record it with --set license=NAME'
+            )
+        notes += [
             f'images of other formats were passed over; read them with --formats {name}'
             for name in dict.fromkeys(found)
         ]

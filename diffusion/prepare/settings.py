@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import logging
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,10 +33,12 @@ SETTINGS_OF_SOURCE = {
     'folder': ('location', 'captions', 'caption_text'),
     'webdataset': ('location', 'caption_text'),
     'parquet': ('location', 'image_column', 'caption_column'),
+    'huggingface': ('location', 'split', 'config', 'token', 'image_column', 'caption_column', 'caption_text'),
     'openmoji': ('select', 'split', 'limit', 'offset', 'seed'),
 }
 """Setting names that each source kind accepts."""
 
+OPENMOJI_SPLITS = ('all', 'train', 'heldout')
 FORMER_CAPTION_TEXT: dict[str, CaptionText] = {'folder': 'lines'}
 """`caption_text` of earlier versions, which had no such setting, where it was not `whole`."""
 NAMED_ASPECTS = ('none', 'sdxl')
@@ -45,29 +48,38 @@ NAMED_ASPECTS = ('none', 'sdxl')
 class SourceSettings:
     """Settings of the source of the images: its kind and location, and options of each kind."""
 
-    kind: Literal['folder', 'webdataset', 'parquet', 'openmoji']
+    kind: Literal['folder', 'webdataset', 'parquet', 'huggingface', 'openmoji']
     """folder: image files; webdataset: tar files written by img2dataset; parquet: Parquet files with an image column;
-    openmoji: emoji from an installed package, rendered at each of the sizes.
+    huggingface: a split of a Hugging Face dataset, on the Hub or in a folder; openmoji: emoji from an installed
+    package, rendered at each of the sizes.
     """
     location: str = ''
-    """Folder, file, or object store folder such as s3://bucket/laion; empty for openmoji."""
+    """Folder, file, pattern, or object store folder such as s3://bucket/laion; empty for openmoji. For huggingface:
+    org/dataset[@revision], hf://datasets/org/dataset[@revision]/path, or a folder that `hf download` or `save_to_disk`
+    wrote."""
     captions: str | None = None
     """folder only: CSV or JSONL file with columns file and caption; null reads a .txt or .json beside each
     image, or if there are none, metadata.jsonl or metadata.csv in the folder."""
     caption_text: CaptionText = 'whole'
-    """folder and webdataset: what a .txt file holds. whole: one caption, of any number of lines; lines: one caption per
-    line, of which training chooses; first: its first line alone."""
+    """folder, webdataset, huggingface: what a .txt file holds. whole: one caption, of any number of lines; lines: one
+    caption per line, of which training chooses; first: its first line alone."""
     image_column: str | None = None
-    """parquet only: image column; null detects it by common names."""
+    """parquet and huggingface: image column; null detects it by common names."""
     caption_column: str | None = None
-    """parquet only: caption column; null detects it by common names."""
+    """parquet and huggingface: caption column; null detects it by common names."""
+    config: str | None = None
+    """huggingface only: configuration of the dataset; null reads the default one, or the only one."""
+    token: str | None = None
+    """huggingface only: name of the environment variable with a token for the Hub; null uses HF_TOKEN, or the login of
+    `hf auth login`."""
 
     select: Literal['distinct', 'named', 'all'] = 'distinct'
     """openmoji only. distinct: named emoji, one per family, without flags, letters and near-duplicates; named: all with
     a name, except skin tones; all: everything, with the caption 'emoji' for unnamed ones.
     """
-    split: Literal['all', 'train', 'heldout'] = 'all'
-    """openmoji only. heldout: 1 of 16 families of variants; train: the others."""
+    split: str | None = None
+    """huggingface: split to read; null reads train, or the only one. openmoji: heldout is 1 of 16 families of variants,
+    train the others; null is all."""
     limit: int | None = None
     """openmoji only: maximum number of emoji; null uses the whole selection."""
     offset: int = 0
@@ -90,7 +102,21 @@ class SourceSettings:
         if self.kind == 'openmoji':
             from diffusion.prepare.openmoji import OpenMojiSource
 
-            return OpenMojiSource(tuple(sizes), self.select, self.split, self.limit, self.offset, self.seed)
+            split: Any = self.split or 'all'  # `check_settings` accepts only OpenMoji's splits
+            return OpenMojiSource(tuple(sizes), self.select, split, self.limit, self.offset, self.seed)
+        if self.kind == 'huggingface':
+            from diffusion.prepare.huggingface_source import HuggingFaceSource
+
+            return HuggingFaceSource(
+                self.location,
+                split=self.split,
+                config=self.config,
+                token=self.token,
+                image_column=self.image_column,
+                caption_column=self.caption_column,
+                caption_text=self.caption_text,
+                image_suffixes=image_suffixes(formats),
+            )
         if self.kind == 'folder':
             from diffusion.prepare.folder_source import FolderSource
 
@@ -212,9 +238,13 @@ class PrepareSettings:
             del values[name]
         # Leave out settings that earlier versions did not have where they make no difference, so that plans and
         # fingerprints written by those versions still match.
-        if self.source.kind != 'openmoji':
-            for name in SETTINGS_OF_SOURCE['openmoji']:
+        accepted = SETTINGS_OF_SOURCE[self.source.kind]
+        for name in (*SETTINGS_OF_SOURCE['openmoji'], 'config'):
+            if name not in accepted:
                 del values['source'][name]
+        del values['source']['token']  # who reads the input does not change it
+        if self.source.kind == 'openmoji':
+            values['source']['split'] = self.source.split or 'all'
         former = FORMER_CAPTION_TEXT.get(self.source.kind, 'whole')
         if self.source.captions is not None or self.source.caption_text == former:
             del values['source']['caption_text']
@@ -300,6 +330,11 @@ def _check_source(source: SourceSettings, gather: Gatherer) -> None:
             )
     if 'location' in accepted and not source.location:
         gather.problem('source.location', 'is missing; give a folder, a file, or an object store folder')
+    if source.kind == 'openmoji' and source.split not in (None, *OPENMOJI_SPLITS):
+        near = did_you_mean(source.split, OPENMOJI_SPLITS)
+        gather.problem('source.split', f'{source.split!r} is not one of {", ".join(OPENMOJI_SPLITS)}; {near}')
+    if source.token is not None and not re.fullmatch(r'[A-Za-z_][A-Za-z0-9_]*', source.token):
+        gather.problem('source.token', 'is not the name of an environment variable; use a name such as HF_TOKEN')
 
 
 def _check_sizes(settings: PrepareSettings, gather: Gatherer) -> None:

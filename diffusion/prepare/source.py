@@ -57,10 +57,14 @@ class PassedOver:
 
     key: str
     """Its name, for the report."""
+    reason: str | None = None
+    """Why it is passed over if not for its suffix, such as `split test`."""
 
     @property
     def kind(self) -> str:
-        """What it is counted as: its suffix in lower case such as `.svg`, `hidden`, or `without suffix`."""
+        """What it is counted as: its reason, or its suffix in lower case such as `.svg`, `hidden`, `without suffix`."""
+        if self.reason is not None:
+            return self.reason
         if is_hidden(self.key):
             return 'hidden'
         stem, _, suffix = self.key.rpartition('/')[2].rpartition('.')
@@ -87,6 +91,12 @@ class Part:
     passed_over: Mapping[str, NamedCount] = field(default_factory=dict)
     """Files that were listed and are in no part, by kind, for the report; no part of the plan. The first part has
     them."""
+    notes: tuple[str, ...] = ()
+    """Messages about the whole input for the report, such as its revision; no part of the plan. The first part has
+    them."""
+    license: str | None = None
+    """License of the whole input for the report; no part of the plan. None if the source cannot know it, empty if the
+    input states none. The first part has it."""
 
 
 @dataclass

@@ -4,8 +4,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from diffusion.prepare.dataset_splits import refuse_mixed_splits
 from diffusion.prepare.extra_columns import read_columns
-from diffusion.prepare.file_listing import as_utf8, list_files, local_copy, single_file_part, with_passed_over
+from diffusion.prepare.file_listing import (
+    as_utf8,
+    is_pattern,
+    list_files,
+    local_copy,
+    single_file_part,
+    with_passed_over,
+)
 from diffusion.prepare.source import IMAGE_SUFFIXES, CaptionText, Entry, Part, PassedOver, captions_in
 from diffusion.prepare.tar_reading import DamagedTar, Member, members
 
@@ -42,6 +50,8 @@ class WebDatasetSource:
             ValueError: There is no tar, or the location cannot be listed.
         """
         files, others = list_files(self.location, SUFFIXES)
+        if not is_pattern(self.location):
+            refuse_mixed_splits(self.location, [file.name for file in files], 'webdataset')
         return with_passed_over([single_file_part(file, SUFFIXES[0]) for file in files], others)
 
     def read(self, part: Part) -> Iterator[Entry | PassedOver]:
@@ -51,9 +61,12 @@ class WebDatasetSource:
             ValueError: The store denies access to the tar.
             OSError: The tar cannot be read at the moment.
         """
-        stem, size = part.where['stem'], part.where['size']
-        with local_copy(part.where['url'], size=size) as path:
-            yield from _entries(path, stem, self.caption_text, self.image_suffixes)
+        with local_copy(part.where['url'], size=part.where['size']) as path:
+            yield from self.read_tar(path, part.where['stem'])
+
+    def read_tar(self, path: Path, stem: str) -> Iterator[Entry | PassedOver]:
+        """Yield the samples of a local tar, whose keys begin with this stem; see `read`."""
+        yield from _entries(path, stem, self.caption_text, self.image_suffixes)
 
 
 @dataclass

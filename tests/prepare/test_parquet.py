@@ -70,7 +70,7 @@ def test_hugging_face_structs_are_read(tmp_path: Path) -> None:
     found = read(tmp_path / 'a.parquet', {'image': images, 'text': ['x', 'y', 'z']})
     assert [(entry.key, entry.image, entry.problem) for entry in found] == [
         ('a/row-0', b'a', None),
-        ('a/row-1', None, 'no_image'),
+        ('a/row-1', None, 'missing_file'),
         ('a/row-2', None, 'no_image'),
     ]
 
@@ -142,17 +142,22 @@ def test_repeated_keys_are_reported(tmp_path: Path) -> None:
     ('columns', 'options', 'message'),
     [
         (
-            {'url': ['u'], 'caption': ['c']},
+            {'title': ['u'], 'caption': ['c']},
             {},
-            r"has no column image, jpg, .*, only \['url', 'caption'\]; set image_column",
+            r"has no column image, jpg, .*, only \['title', 'caption'\]; set --image-column",
         ),
         (
             {'jpg': [b'x'], 'title': ['c']},
             {},
-            r"has no column captions, .*, only \['jpg', 'title'\]; set caption_column",
+            r"has no column captions, .*, only \['jpg', 'title'\]; set --caption-column",
         ),
-        ({'jpg': [b'x'], 'text': ['c']}, {'image_column': 'jpgs'}, r"has no column 'jpgs', only \['jpg', 'text'\]"),
-        ({'jpg': ['x'], 'text': ['c']}, {}, "column 'jpg' has type string"),
+        ({'jpg': [b'x'], 'text': ['c']}, {'image_column': 'jpgs'}, r"correct --image-column: did you mean 'jpg'"),
+        ({'jpg': [1], 'text': ['c']}, {}, "column 'jpg' has type int64; set --image-column to a column of encoded"),
+        (
+            {'url': ['u'], 'caption': ['c']},
+            {},
+            r'img2dataset --url_list .*a\.parquet .*--url_col url --caption_col caption',
+        ),
     ],
 )
 def test_missing_column_is_reported_before_anything_is_read(

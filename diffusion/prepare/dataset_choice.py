@@ -1,0 +1,214 @@
+"""Choice of what to read of a Hugging Face dataset: the configuration, the layout of its files, and the split."""
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from diffusion.config.schema import did_you_mean
+from diffusion.errors import UserError
+from diffusion.prepare import arrow_dataset, parquet, webdataset
+from diffusion.prepare.arrow_dataset import saved_files
+from diffusion.prepare.dataset_card import DataFiles, choose_config
+from diffusion.prepare.dataset_listing import DatasetListing
+from diffusion.prepare.dataset_splits import KEYWORDS, TRAIN, choose_split, group_by_split, split_in
+from diffusion.prepare.file_listing import File, is_pattern, is_remote, matches
+from diffusion.prepare.folder_source import METADATA_FILES
+from diffusion.prepare.image_table import CAPTION_COLUMNS, URL_COLUMNS, download_first
+from diffusion.prepare.source import PassedOver
+
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    'parquet': (parquet.SUFFIX,),
+    'webdataset': webdataset.SUFFIXES,
+    'arrow': (arrow_dataset.SUFFIX,),
+    'folder': (),
+}
+"""Layouts, with the suffixes of their files; those of images depend on the settings."""
+TABLE_SUFFIXES = ('.csv', '.tsv', '.jsonl', '.json')
+"""Suffixes of tables that hold no images, at most their addresses."""
+ARCHIVE_SUFFIXES = ('.zip', '.7z', '.rar')
+MAX_TABLE_BYTES = 2**26
+"""Size of a table up to which its columns are looked up for a message."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is read of a dataset."""
+
+    layout: str
+    """A key of LAYOUTS."""
+    split: str
+    files: list[File]
+    """Data files of the split."""
+    others: list[PassedOver]
+    """Files that are not read, each with the reason."""
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """Chooses the files of one split of one configuration of a dataset."""
+
+    dataset: DatasetListing
+    location: str
+    """The dataset in messages."""
+    split: str | None
+    config: str | None
+    image_suffixes: tuple[str, ...]
+
+    def choose(self) -> Choice:
+        """Return the files to read.
+
+        Raises:
+            UserError: There is no such split or configuration, several to choose from, or no images.
+        """
+        dataset = self.dataset
+        files = [file for file in dataset.files if _is_inside(file.name, dataset.path)]
+        if not files:
+            raise UserError(f'{self.location}: no file matches; see the files of {dataset.title}')
+        found = self._saved(files) or self._by_names(files)
+        names = {file.name for file in files}
+        found.others.extend(PassedOver(file.name, 'other path') for file in dataset.files if file.name not in names)
+        return found
+
+    def _saved(self, files: list[File]) -> Choice | None:
+        """Return the files to read if `save_to_disk` wrote the dataset, otherwise None."""
+        dataset = self.dataset
+        by_name = {file.name: file for file in files}
+        states = [name for name in by_name if name.rpartition('/')[2] == arrow_dataset.STATE and name.count('/') < 2]
+        if arrow_dataset.SPLITS not in by_name and arrow_dataset.STATE not in by_name:
+            return None
+        splits: dict[str, list[File]] = {}
+        for name in sorted(states):
+            folder = name.removesuffix(arrow_dataset.STATE)
+            listed, split = saved_files(dataset.read(by_name[name]), f'{dataset.title}: {name}')
+            missing = [each for each in listed if folder + each not in by_name]
+            if missing:
+                raise UserError(f'{dataset.title}: lacks {folder}{missing[0]}, which {name} lists; copy it again')
+            splits[folder.rstrip('/') or split or TRAIN] = [by_name[folder + each] for each in listed]
+        split = choose_split(splits, self.split, self.location)
+        if not splits[split]:
+            raise UserError(f'{self.location}: the split {split} has no rows')
+        return Choice('arrow', split, splits[split], _others(files, splits[split], splits))
+
+    def _by_names(self, files: list[File]) -> Choice:
+        """Return the files to read by the card of the dataset and by the names of its files."""
+        dataset = self.dataset
+        chosen = DataFiles()
+        if not dataset.path or self.config is not None:
+            chosen = choose_config(dataset.card, self.config, self.location)
+        if chosen.config is None:
+            chosen = self._folder_config(files)
+        prefix = f'{chosen.folder}/' if chosen.folder else ''
+        candidates = [file for file in files if file.name.startswith(prefix)]
+        if chosen.patterns:
+            splits = {
+                split: [file for file in candidates if _matches_any(file.name.removeprefix(prefix), patterns)]
+                for split, patterns in chosen.patterns.items()
+            }
+            everything = [file for group in splits.values() for file in group]
+            if not everything:
+                raise UserError(f'{self.location}: no file matches the patterns of its card for {chosen.config}')
+            layout = self._layout(everything)
+            splits = {split: self.data_files(layout, group) for split, group in splits.items()}
+        else:
+            layout = self._layout(candidates)
+            data = self.data_files(layout, candidates)
+            splits, _ = group_by_split(data, lambda file: file.name.removeprefix(prefix), by_file=layout != 'folder')
+        splits = {split: group for split, group in splits.items() if group}
+        split = choose_split(splits, self.split, self.location)
+        others = _others(files, splits[split], splits, of_config=self.data_files(layout, files))
+        return Choice(layout, split, splits[split], others)
+
+    def _folder_config(self, files: Sequence[File]) -> DataFiles:
+        """Return the configuration to read of a dataset whose card has none: folders CONFIG/SPLIT, as in the Hub's own
+        Parquet copies.
+        """
+        names = {
+            file.name.split('/')[0]
+            for file in files
+            if file.name.count('/') == 2
+            and file.name.endswith(parquet.SUFFIX)
+            and file.name.split('/')[1].removeprefix('partial-') in KEYWORDS
+            and split_in(file.name.split('/')[0]) is None
+        }
+        if self.config is None and len(names) > 1:
+            listed = ', '.join(sorted(names))
+            raise UserError(f'{self.location}: has the configurations {listed}; choose one with --config')
+        if self.config is not None and self.config not in names:
+            raise UserError(
+                f'{self.location}: has no configuration {self.config!r}; {did_you_mean(self.config, names)}'
+            )
+        return DataFiles(self.config, self.config or '')
+
+    def _layout(self, files: Sequence[File]) -> str:
+        """Return the layout of some files: the one with the most bytes, since a dataset of Parquet files may have a few
+        images for its card.
+
+        Raises:
+            UserError: There are no images.
+        """
+        sizes = {layout: sum(file.size for file in self.data_files(layout, files)) for layout in LAYOUTS}
+        present = [layout for layout in LAYOUTS if self.data_files(layout, files)]
+        if present:
+            return max(present, key=lambda layout: sizes[layout])
+        for file in files:
+            if file.name.lower().endswith(TABLE_SUFFIXES):
+                self._refuse_table(file)
+        archive = next((file.name for file in files if file.name.lower().endswith(ARCHIVE_SUFFIXES)), None)
+        if archive is not None:
+            raise UserError(
+                f'{self.location}: has its images in {archive}; download it with `hf download`, unpack it, and give '
+                'the folder to `diffusion prepare huggingface` or `diffusion prepare folder`'
+            )
+        raise UserError(f'{self.location}: has no Parquet files, tars, Arrow files or images')
+
+    def _refuse_table(self, file: File) -> None:
+        """Refuse a table of addresses; return if it has none."""
+        if file.size > MAX_TABLE_BYTES:
+            return
+        line = self.dataset.read(file).decode('utf-8-sig', 'replace').partition('\n')[0]
+        try:
+            columns = list(json.loads(line)) if line.startswith('{') else next(csv.reader([line]), [])
+        except (ValueError, csv.Error):
+            return
+        address = next((name for name in columns if name.lower() in URL_COLUMNS), None)
+        if address is not None:
+            path = file.url if not is_remote(file.url) else file.name
+            caption = next((name for name in columns if name.lower() in CAPTION_COLUMNS), None)
+            raise UserError(download_first(path, address, caption, suffix=Path(file.name).suffix))
+
+    def data_files(self, layout: str, files: Sequence[File]) -> list[File]:
+        """Return those of some files that hold the data of a layout; for images, the images alone."""
+        if layout == 'folder':
+            suffixes = tuple(f'.{suffix}' for suffix in self.image_suffixes)
+            return [file for file in files if file.name.lower().endswith(suffixes)]
+        suffixes = LAYOUTS[layout]
+        return [
+            file
+            for file in files
+            if file.name.lower().endswith(suffixes) and file.name.rpartition('/')[2] not in METADATA_FILES
+        ]
+
+
+def _is_inside(name: str, path: str) -> bool:
+    """Return True if a file is the one at a path, below it, or matches it as a pattern."""
+    return not path or name == path or name.startswith(f'{path}/') or (is_pattern(path) and matches(name, path))
+
+
+def _matches_any(name: str, patterns: Sequence[str]) -> bool:
+    return any(_is_inside(name, pattern.removeprefix('./').rstrip('/')) for pattern in patterns)
+
+
+def _others(
+    files: Sequence[File],
+    chosen: Sequence[File],
+    splits: Mapping[str, list[File]],
+    *,
+    of_config: Sequence[File] = (),
+) -> list[PassedOver]:
+    """Return the files that are not read, each with the split or the reason for which it is not."""
+    used = {file.name for file in chosen}
+    reasons = {file.name: 'other configuration or no split' for file in of_config}
+    reasons |= {file.name: f'split {split}' for split, group in splits.items() for file in group}
+    return [PassedOver(file.name, reasons.get(file.name)) for file in files if file.name not in used]

@@ -1,0 +1,297 @@
+"""Datasets on the Hugging Face Hub: names, listings at one commit, and downloads that are checked against them."""
+
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import quote, unquote, urlsplit
+
+from diffusion.errors import UserError
+from diffusion.prepare.file_listing import File
+from diffusion.prepare.rejection import Unfit
+from diffusion.storage.retry import DamagedDownload, RetryPolicy, error_text
+
+PREFIX = 'hf://datasets/'
+ENDPOINT = 'https://huggingface.co'
+POLICY = RetryPolicy()
+DOWNLOADS = 8
+"""Number of files to download at the same time per process; the Hub limits the requests per user."""
+HASHED_BYTES = 2**20
+Answer = TypeVar('Answer')
+
+
+@dataclass(frozen=True)
+class HubName:
+    """Name of a dataset on the Hub, with a revision and a path or a pattern in it if they are given."""
+
+    repository: str
+    revision: str | None = None
+    path: str = ''
+
+
+def parse_name(location: str) -> HubName | None:
+    """Return the parts of `org/dataset[@revision]` or `hf://datasets/org/dataset[@revision][/path]`; None for others.
+
+    Raises:
+        UserError: The URL is of something else on the Hub, such as a model.
+    """
+    if not location.startswith('hf://'):
+        found = re.fullmatch(r'([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w./-]+))?', location)
+        return None if found is None else HubName(found[1], found[2])
+    # A revision such as refs/convert/parquet has slashes, which a URL may also have as %2F.
+    found = re.fullmatch(
+        r'hf://datasets/([\w-][\w.-]*/[\w-][\w.-]*)(?:@(refs/(?:convert|pr)/[\w.-]+|[^/]+))?(?:/(.*))?',
+        location,
+        re.DOTALL,
+    )
+    if found is None:
+        raise UserError(f'{location}: is not the URL of a dataset; use hf://datasets/ORG/NAME, or ORG/NAME')
+    return HubName(found[1], None if found[2] is None else unquote(found[2]), (found[3] or '').strip('/'))
+
+
+@dataclass(frozen=True)
+class HubRepository:
+    """A dataset repository on the Hub at one commit, whose files do not change."""
+
+    name: str
+    commit: str
+    token: str | None = None
+    """Name of the environment variable with the token; None uses HF_TOKEN or the login of `hf auth login`."""
+    files: tuple[File, ...] = ()
+    """All files, if they were listed."""
+
+    @property
+    def url(self) -> str:
+        return f'{PREFIX}{self.name}@{self.commit}'
+
+    @classmethod
+    def list(cls, name: str, revision: str | None, token: str | None) -> 'HubRepository':
+        """Return a repository with its files at the commit that a revision has now; None is the main branch.
+
+        The stamp of a file is `sha256:` and its hash if it is stored as a large file, otherwise `git:` and its blob.
+
+        Raises:
+            UserError: There is no such repository or revision, it is not accessible, or offline mode is on.
+            GaveUp: The Hub did not answer.
+        """
+        _refuse_offline(name)
+        api, url = f'{endpoint()}/api/datasets/{name}', f'{PREFIX}{name}'
+        where = '' if revision is None else f'/revision/{quote(revision, safe="")}'
+        info = _ask(lambda: _get_json(f'{api}{where}', token)[0], url, name, revision)
+        commit = info.get('sha') if isinstance(info, dict) else None
+        if not isinstance(commit, str) or not re.fullmatch(r'[0-9a-f]{40}', commit):
+            raise ConnectionError(f'{url}: the answer of {api} has no commit; check HF_ENDPOINT')
+        found: list[File] = []
+        query: str | None = 'recursive=true&expand=false'
+        while query is not None:
+            entries, query = _ask(partial(_get_json, f'{api}/tree/{commit}?{query}', token), url, name, revision)
+            found += [_file(name, commit, entry) for entry in entries if entry['type'] == 'file']
+        return cls(name, commit, token, tuple(sorted(found, key=lambda file: file.name)))
+
+    @contextmanager
+    def local_copies(self, files: Sequence[File]) -> Iterator[dict[str, Path]]:
+        """Yield local paths of files by name; they are downloaded to TMPDIR, checked, and removed after the block.
+
+        Raises:
+            UserError: A file does not exist, or may not be read.
+            GaveUp: The Hub did not answer, or a file had another size or hash every time.
+            OSError: The local disk is full.
+        """
+        folder = Path(tempfile.mkdtemp(prefix='diffusion-prepare-'))
+        try:
+            with ThreadPoolExecutor(min(DOWNLOADS, max(1, len(files)))) as threads:
+                paths = threads.map(lambda file: self._download(file, folder), files)
+                yield dict(zip((file.name for file in files), paths, strict=True))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def read(self, file: File) -> bytes:
+        """Return the content of a small file; errors as by `local_copies`."""
+        with self.local_copies([file]) as paths:
+            return paths[file.name].read_bytes()
+
+    def read_path(self, path: str) -> bytes:
+        """Return the content of a file of the commit that was not listed, without a check of its hash.
+
+        Raises:
+            Unfit: There is no such file.
+            UserError: It may not be read.
+            GaveUp: The Hub did not answer.
+        """
+        try:
+            return self.read(File(f'{self.url}/{path}', -1, '', path))
+        except UserError as error:
+            if type(error.__cause__).__name__ not in ('EntryNotFoundError', 'RemoteEntryNotFoundError'):
+                raise
+            raise Unfit('missing_file', f'{self.url} has no file {path!r}') from error
+
+    def _download(self, file: File, folder: Path) -> Path:
+        from huggingface_hub import hf_hub_download
+
+        def attempt() -> Path:
+            # The client's folder of each file is its own: it writes lock files and metadata beside the copies.
+            own = Path(tempfile.mkdtemp(dir=folder))
+            path = hf_hub_download(
+                self.name,
+                file.name,
+                repo_type='dataset',
+                revision=self.commit,
+                local_dir=own,
+                endpoint=endpoint(),
+                token=token_of(self.token),
+                etag_timeout=POLICY.timeout_seconds,
+            )
+            try:
+                _check(Path(path), file)
+            except DamagedDownload:
+                shutil.rmtree(own, ignore_errors=True)
+                raise
+            return Path(path)
+
+        _turn_off_progress_bars()
+        return _ask(attempt, f'{self.url}/{file.name}', self.name, self.commit)
+
+
+def endpoint() -> str:
+    """Return the address of the Hub, from HF_ENDPOINT if it is set."""
+    return (os.environ.get('HF_ENDPOINT') or ENDPOINT).rstrip('/')
+
+
+def token_of(variable: str | None) -> str | None:
+    """Return the token in an environment variable; without one, that of HF_TOKEN or of `hf auth login`, or None.
+
+    Raises:
+        UserError: The variable is not set.
+    """
+    if variable is None:
+        from huggingface_hub import get_token
+
+        return get_token()
+    value = os.environ.get(variable, '').strip()
+    if not value:
+        raise UserError(f'source.token: the environment variable {variable} is not set; export it, or leave token out')
+    return value
+
+
+def _refuse_offline(name: str) -> None:
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        raise UserError(
+            f'{name}: there is no such folder, and HF_HUB_OFFLINE is set; unset it, or give a folder that '
+            f'`hf download {name} --repo-type dataset --local-dir FOLDER` wrote'
+        )
+
+
+def _get_json(url: str, token: str | None) -> tuple[Any, str | None]:
+    """Return the answer to an API request, and the query of its next page; errors are those of huggingface_hub."""
+    # Documented as `huggingface_hub.utils`, which lists no names that it exports.
+    from huggingface_hub.utils import (
+        build_hf_headers,  # pyright: ignore[reportPrivateImportUsage]
+        get_session,  # pyright: ignore[reportPrivateImportUsage]
+        hf_raise_for_status,  # pyright: ignore[reportPrivateImportUsage]
+    )
+
+    # Not by HfApi, whose listing has no timeout.
+    headers = build_hf_headers(token=token_of(token) or False, library_name='diffusion-recipes')
+    response = get_session().get(url, headers=headers, timeout=POLICY.timeout_seconds)
+    hf_raise_for_status(response)
+    # Only the query: the token must not go to another host.
+    following = response.links.get('next', {}).get('url')
+    return response.json(), None if following is None else urlsplit(following).query
+
+
+def _file(name: str, commit: str, entry: dict[str, Any]) -> File:
+    path = entry['path']
+    if path.startswith('/') or '..' in path.split('/') or '\\' in path or '\0' in path:
+        raise UserError(f'{PREFIX}{name}: lists a file {path!r} outside the repository; do not use it')
+    large = entry.get('lfs') or {}
+    stamp = f'sha256:{large["oid"]}' if large.get('oid') else f'git:{entry["oid"]}'
+    return File(f'{PREFIX}{name}@{commit}/{path}', large.get('size', entry['size']), stamp, path)
+
+
+def _check(path: Path, file: File) -> None:
+    """Raise DamagedDownload unless a downloaded file has the size and the hash of its listing."""
+    size = path.stat().st_size
+    if file.size >= 0 and size != file.size:
+        raise DamagedDownload(f'received {size} of {file.size} bytes')
+    kind, _, wanted = file.stamp.partition(':')
+    if not wanted:
+        return
+    # Git's hash of a file begins with its type and size.
+    digest = hashlib.sha256() if kind == 'sha256' else hashlib.sha1(f'blob {size}\0'.encode(), usedforsecurity=False)
+    with path.open('rb') as content:
+        while block := content.read(HASHED_BYTES):
+            digest.update(block)
+    if digest.hexdigest() != wanted:
+        raise DamagedDownload(f'has the hash {digest.hexdigest()} instead of {wanted}')
+
+
+def _ask(request: Callable[[], Answer], url: str, name: str, revision: str | None) -> Answer:
+    """Return the Hub's answer to a request, which is retried while the Hub does not answer."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def attempt() -> Answer:
+        try:
+            try:
+                return request()
+            except LocalEntryNotFoundError as error:
+                # Raised for each failed request of a file's metadata; it looks like a missing file.
+                raise error.__cause__ or ConnectionError(str(error)) from None
+            except RuntimeError as error:
+                # hf_xet, which transfers large files, raises no other class.
+                raise ConnectionError(str(error)) from error
+        except Exception as error:
+            reason = _refusal(error, name, revision)
+            if reason is None:
+                raise
+            raise UserError(f'{url}: {reason}') from error
+
+    return POLICY.run(attempt, url)
+
+
+def _refusal(error: Exception, name: str, revision: str | None) -> str | None:
+    """Return the reason why the Hub refuses a request, with the way out; None for other errors."""
+    from huggingface_hub import errors
+
+    page = f'{endpoint()}/datasets/{name}'
+    status = getattr(getattr(error, 'response', None), 'status_code', None)
+    if isinstance(error, errors.GatedRepoError):
+        return (
+            f'access is restricted: accept the terms at {page}, and set HF_TOKEN (or another variable that --token '
+            'names) to a token of that account, or log in with `hf auth login`'
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f'there is no revision {revision}; see {page}/commits/main'
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f'there is no such dataset on the Hub, or it is private ({status}): check the name at {page}, and set '
+            'HF_TOKEN if it is private'
+        )
+    if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
+        return f'there is no such file; see {page}/tree/{revision or "main"}'
+    if isinstance(error, errors.HFValidationError):
+        return f'is not the name of a dataset ({error_text(error)}); use ORG/NAME'
+    if status in (401, 403):
+        return f'the Hub refuses access ({status}): check HF_TOKEN, and that its account may read {page}'
+    return None
+
+
+@cache
+def _turn_off_progress_bars() -> None:
+    """Turn off the progress bars of huggingface_hub, of which each file would have one."""
+    from huggingface_hub.utils import disable_progress_bars  # pyright: ignore[reportPrivateImportUsage]  # as above
+    from tqdm import tqdm
+
+    disable_progress_bars()
+    # Without this, even a bar that is off creates a semaphore of the system, of which Python warns when a worker ends.
+    tqdm.set_lock(threading.RLock())

@@ -1,0 +1,210 @@
+"""Source for Hugging Face datasets, on the Hub or in a local folder: one split of one configuration, in any layout.
+
+The files of the split are read by the readers of the other sources: Parquet, webdataset tars, image files with their
+captions, or Arrow files that `save_to_disk` wrote. Files on the Hub are read at one commit, a part at a time.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from diffusion.prepare.arrow_dataset import arrow_entries
+from diffusion.prepare.dataset_card import license_of
+from diffusion.prepare.dataset_choice import LAYOUTS, Choice, Chooser
+from diffusion.prepare.dataset_listing import DatasetListing
+from diffusion.prepare.file_listing import File, is_remote, local_copy, single_file_part, with_passed_over
+from diffusion.prepare.folder_source import BESIDE, METADATA_FILES, FolderSource
+from diffusion.prepare.hub_repository import HubRepository, parse_name
+from diffusion.prepare.image_table import ColumnNames, LocalImages, ReadImage, find_columns, path_inside
+from diffusion.prepare.parquet import parquet_entries, parquet_parts
+from diffusion.prepare.source import IMAGE_SUFFIXES, CaptionText, Entry, Part, PassedOver
+from diffusion.prepare.webdataset import WebDatasetSource
+
+IMAGES_AT_ONCE = 64
+"""Number of image files to download before they are read."""
+
+
+@dataclass(frozen=True)
+class HuggingFaceSource:
+    """One split of a Hugging Face dataset: `org/dataset[@revision]`, a `hf://datasets/` path or pattern, or a folder.
+
+    A folder is a snapshot of a repository (what `hf download` wrote) or what `save_to_disk` wrote. Files of other
+    splits and configurations are passed over and counted. The key of an image is that of the reader of its layout.
+    """
+
+    location: str
+    split: str | None = None
+    """Split to read; None reads `train`, or the only split."""
+    config: str | None = None
+    """Configuration to read; None reads the default one, or the only one."""
+    token: str | None = None
+    """Name of the environment variable with the token for the Hub."""
+    image_column: str | None = None
+    caption_column: str | None = None
+    caption_text: CaptionText = 'whole'
+    image_suffixes: tuple[str, ...] = IMAGE_SUFFIXES
+
+    def parts(self) -> list[Part]:
+        """List the dataset, choose the configuration and the split, and split its files into parts.
+
+        Raises:
+            UserError: There is no such dataset, split or configuration, access is denied, or the dataset has no images.
+            OSError: The Hub does not respond.
+        """
+        dataset = DatasetListing.open(self.location, self.token)
+        chooser = Chooser(dataset, self.location, self.split, self.config, self.image_suffixes)
+        choice = chooser.choose()
+        if choice.layout == 'folder':
+            parts = self._image_parts(choice, dataset, chooser)
+        else:
+            suffix = LAYOUTS[choice.layout][0]
+            for_file = parquet_parts if choice.layout == 'parquet' else lambda file: [single_file_part(file, suffix)]
+            parts = [part for file in choice.files for part in for_file(file)]
+            parts = with_passed_over(parts, [*dataset.hidden, *choice.others])
+        if choice.layout == 'parquet':
+            self._check_columns(choice.files[0])
+        notes = (f'{dataset.title}, split {choice.split}',)
+        license_ = license_of(dataset.card)
+        first = replace(parts[0], notes=notes, license=license_ or ('' if dataset.is_repository else None))
+        parts = [first, *parts[1:]]
+        return [replace(part, where={'layout': choice.layout, **part.where}) for part in parts]
+
+    def read(self, part: Part) -> Iterator[Entry | PassedOver]:
+        """Yield the images of a part with captions and metadata, as the reader of its layout does.
+
+        Raises:
+            UserError: A file lacks a column, or the Hub denies access.
+            OSError: A file cannot be read at the moment.
+        """
+        where = part.where
+        if where['layout'] == 'folder':
+            yield from self._read_images(part)
+            return
+        names = ColumnNames(self.image_column, self.caption_column)
+        with self._copy(File(where['url'], where['size'], part.stamp, where['stem'])) as path:
+            if where['layout'] == 'parquet':
+                yield from parquet_entries(path, part, names, images=self._images(where))
+            elif where['layout'] == 'arrow':
+                yield from arrow_entries(path, part, names, images=self._images(where))
+            else:
+                tars = WebDatasetSource('', caption_text=self.caption_text, image_suffixes=self.image_suffixes)
+                yield from tars.read_tar(path, where['stem'])
+
+    def _image_parts(self, choice: Choice, dataset: DatasetListing, chooser: Chooser) -> list[Part]:
+        """Return the parts of the images of a split, with the captions beside them or in metadata files."""
+        images, others = choice.files, [*dataset.hidden, *choice.others]
+        stems = {file.name.rpartition('.')[0] for file in images}
+        beside = [
+            file
+            for file in dataset.files
+            if file.name.rpartition('.')[0] in stems and file.name.rpartition('.')[2] in BESIDE
+        ]
+        metadata = _metadata_of(images, dataset.files)
+        used = {file.name for file in [*images, *beside, *metadata]}
+        elsewhere = {file.name for file in chooser.data_files('folder', dataset.files)} - used
+        folder = FolderSource(self.location, caption_text=self.caption_text, image_suffixes=self.image_suffixes)
+        return folder.parts_of(
+            [*images, *beside, *metadata],
+            [other for other in others if other.key not in used],
+            metadata=metadata,
+            elsewhere=elsewhere,
+            copy=dataset.copy,
+        )
+
+    def _read_images(self, part: Part) -> Iterator[Entry]:
+        """Yield the images of a part; those on the Hub are downloaded in groups."""
+        images = part.where['pictures']
+        for start in range(0, len(images), IMAGES_AT_ONCE):
+            group = images[start : start + IMAGES_AT_ONCE]
+            wanted = [file for image in group for file in _files_of(image)]
+            with self._copies(wanted) as paths:
+                local = [
+                    {
+                        **image,
+                        'url': paths.get(image['url'], image['url']),
+                        'beside': {kind: paths.get(url, url) for kind, url in image['beside'].items()},
+                    }
+                    for image in group
+                ]
+                location = '' if wanted and wanted[0].url.startswith('hf://') else self.location
+                folder = FolderSource(location, caption_text=self.caption_text, image_suffixes=self.image_suffixes)
+                yield from folder.read(replace(part, where={'pictures': local}))
+
+    @contextmanager
+    def _copy(self, file: File) -> Iterator[Path]:
+        """Yield a local copy of a file, which is checked if it is on the Hub."""
+        if not file.url.startswith('hf://'):
+            with local_copy(file.url, size=file.size) as path:
+                yield path
+            return
+        with self._copies([file]) as paths:
+            yield Path(paths[file.url])
+
+    @contextmanager
+    def _copies(self, files: Sequence[File]) -> Iterator[dict[str, str]]:
+        """Yield the local paths of those files that are on the Hub, by URL."""
+        remote = [file for file in files if file.url.startswith('hf://')]
+        if not remote:
+            yield {}
+            return
+        repository, _ = self._repository(remote[0].url)
+        named = [replace(file, name=self._repository(file.url)[1]) for file in remote]
+        with repository.local_copies(named) as paths:
+            yield {file.url: str(paths[file.name]) for file in named}
+
+    def _repository(self, url: str) -> tuple[HubRepository, str]:
+        """Return the repository of a file on the Hub, and its path there."""
+        name = parse_name(url)
+        assert name is not None and name.revision is not None
+        return HubRepository(name.repository, name.revision, self.token), name.path
+
+    def _images(self, where: dict[str, Any]) -> ReadImage | None:
+        """Return the reader of the images that the rows of a table only have the paths of."""
+        url, stem = where['url'], where['stem']
+        folder = stem.rpartition('/')[0]
+        if not is_remote(url):
+            root = self.location.removeprefix('file://')
+            return LocalImages(root if os.path.isdir(root) else os.path.dirname(url) or '.', folder)
+        if not url.startswith('hf://'):
+            return None
+        repository, _ = self._repository(url)
+        return lambda path: repository.read_path(path_inside(path, folder))
+
+    def _check_columns(self, file: File) -> None:
+        """Report a wrong column name before any work is done, if the file is local."""
+        if is_remote(file.url):
+            return
+        try:
+            schema = pq.read_schema(file.url)
+        except (pa.ArrowException, OSError):
+            return  # `read` will report the damaged file as a rejected input
+        find_columns(schema, ColumnNames(self.image_column, self.caption_column), file.url)
+
+
+def _metadata_of(images: Sequence[File], files: Sequence[File]) -> list[File]:
+    """Return the captions files of an imagefolder that concern some images: in a folder of theirs, one per folder."""
+    folders = {''}
+    for image in images:
+        pieces = image.name.split('/')[:-1]
+        folders |= {'/'.join(pieces[:depth]) for depth in range(1, len(pieces) + 1)}
+    by_name = {file.name: file for file in files}
+    found = []
+    for folder in sorted(folders):
+        names = [f'{folder}/{name}' if folder else name for name in METADATA_FILES]
+        found += [by_name[name] for name in names if name in by_name][:1]
+    return found
+
+
+def _files_of(image: dict[str, Any]) -> list[File]:
+    """Return the files of an image in a plan, with the text beside it; its stamp has that of each."""
+    if not image['url']:
+        return []
+    urls, stamps = [image['url'], *image['beside'].values()], image['stamp'].split(' ')
+    sizes = [image['size'], *[-1] * len(image['beside'])]
+    return [File(url, size, stamp, '') for url, size, stamp in zip(urls, sizes, stamps, strict=True)]

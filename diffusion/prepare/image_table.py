@@ -1,0 +1,232 @@
+"""Rows of a table with images and captions (Parquet or Arrow) as entries: its columns are named, or found by names."""
+
+import errno
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from diffusion.config.schema import did_you_mean
+from diffusion.errors import UserError
+from diffusion.prepare.extra_columns import json_value
+from diffusion.prepare.rejection import Unfit
+from diffusion.prepare.source import Entry
+
+IMAGE_COLUMNS = ('image', 'jpg', 'jpeg', 'png', 'webp', 'image_bytes', 'img')
+CAPTION_COLUMNS = ('captions', 'caption', 'txt', 'text')
+KEY_COLUMN = 'key'
+URL_COLUMNS = ('url', 'image_url', 'img_url', 'imageurl', 'image_link', 'urls', 'image_urls')
+"""Names of columns with the addresses of images, in lower case."""
+URL = re.compile(r'(https?|ftp)://', re.IGNORECASE)
+
+ReadImage = Callable[[str], bytes]
+"""Function that returns the image file at a path of a row, or raises `Unfit` with the reason why it cannot."""
+
+
+@dataclass(frozen=True)
+class ColumnNames:
+    """Names of the columns as the user gave them; None to find a column by its common names."""
+
+    image: str | None = None
+    caption: str | None = None
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns of a table that are read."""
+
+    image: str
+    caption: str
+    key: str | None
+    others: list[str]
+    """Names of the metadata columns."""
+
+    @property
+    def all(self) -> list[str]:
+        return [self.image, self.caption, *([self.key] if self.key else []), *self.others]
+
+
+def find_columns(schema: pa.Schema, names: ColumnNames, where: str, *, suffix: str = '.parquet') -> Columns:
+    """Return the columns of a table, ignoring case where they are found by common names.
+
+    Args:
+        schema: Schema of the table.
+        names: Columns that the user named.
+        where: File of the table, for messages.
+        suffix: Suffix of the file, which tells how img2dataset could read it.
+
+    Raises:
+        UserError: A column is missing or of a wrong type, or the table has addresses instead of images.
+    """
+    if names.image is None and _find_column(schema, IMAGE_COLUMNS) is None:
+        address = _find_column(schema, URL_COLUMNS)
+        if address is not None and _is_text(schema.field(address).type):
+            caption = names.caption or _find_column(schema, CAPTION_COLUMNS)
+            raise UserError(download_first(where, address, caption, suffix=suffix))
+    image = _resolve_column(schema, names.image, IMAGE_COLUMNS, where, '--image-column')
+    kind = schema.field(image).type
+    fields = [kind.field(index).name for index in range(kind.num_fields)] if pa.types.is_struct(kind) else []
+    if not _is_bytes(kind) and not _is_text(kind) and 'bytes' not in fields and 'path' not in fields:
+        raise UserError(
+            f'{where}: column {image!r} has type {kind}; set --image-column to a column of encoded images, or of paths '
+            'of image files in the dataset'
+        )
+    caption = _resolve_column(schema, names.caption, CAPTION_COLUMNS, where, '--caption-column')
+    key = _find_column(schema, (KEY_COLUMN,))
+    taken = {image, caption, key, *(name for name in schema.names if name.lower() in CAPTION_COLUMNS)}
+    others = [field.name for field in schema if field.name not in taken and not _is_bytes(field.type)]
+    return Columns(image, caption, key, others)
+
+
+def download_first(where: str, url_column: str, caption_column: str | None, *, suffix: str = '.parquet') -> str:
+    """Return the message for a table of addresses: the commands that download the images and prepare them."""
+    caption = caption_column or 'CAPTION'
+    return (
+        f'{where}: column {url_column!r} has addresses of images, not images; download them first, with the politeness '
+        'and the retries of img2dataset, then prepare what it wrote:\n'
+        f'  img2dataset --url_list {where} --input_format {suffix.lstrip(".")} --url_col {url_column} '
+        f'--caption_col {caption} --output_format webdataset --output_folder images --image_size 1024 '
+        '--resize_only_if_bigger True --resize_mode keep_ratio\n'
+        '  diffusion prepare webdataset images --out OUT --sizes 256'
+    )
+
+
+def entry_of(
+    values: dict[str, Any], columns: Columns, stem: str, row: int, seen: set[str], read_image: ReadImage | None
+) -> Entry:
+    """Return a row as an entry, whose key is the stem of the file plus the `key` column or the number of the row.
+
+    Args:
+        values: The row's values by column.
+        columns: Columns of the table.
+        stem: Name of the file without its suffix.
+        row: Number of the row in the file.
+        seen: Keys of the rows before; the row's key is added.
+        read_image: Reads images that the table only has the paths of; None rejects them.
+
+    Raises:
+        UserError: The image column has addresses.
+        OSError: The image at a path cannot be read at the moment.
+    """
+    key = values[columns.key] if columns.key else None
+    entry = Entry(f'{stem}/row-{row}' if key is None else f'{stem}/{json_value(key)}')
+    image, caption = values[columns.image], values[columns.caption]
+    path = image.get('path') if isinstance(image, dict) else image if isinstance(image, str) else None
+    encoded = image.get('bytes') if isinstance(image, dict) else image
+    entry.captions = caption if isinstance(caption, list) else [caption]
+    entry.metadata = {name: json_value(values[name]) for name in columns.others}
+    if entry.key in seen:
+        entry.problem = 'duplicate_key'
+    elif isinstance(encoded, bytes):
+        entry.image = encoded
+    elif not path or not isinstance(path, str):
+        entry.problem = 'no_image'
+    elif URL.match(path):
+        if isinstance(image, str):
+            raise UserError(download_first(stem, columns.image, columns.caption))
+        entry.problem = 'image_is_an_address'
+    else:
+        try:
+            entry.image = None if read_image is None else read_image(path)
+        except Unfit as unfit:
+            entry.problem = str(unfit)
+        if entry.image is None and entry.problem is None:
+            entry.problem = 'no_image'
+    seen.add(entry.key)
+    return entry
+
+
+def times_to_text(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Convert the date and time columns of a batch to strings, because Python's datetime cannot hold nanoseconds."""
+    # Parquet has nanoseconds and Python's datetime does not, so `to_pylist` cannot convert every value.
+    arrays = [
+        array.cast(pa.string()) if pa.types.is_temporal(array.type) and not pa.types.is_duration(array.type) else array
+        for array in batch.columns
+    ]
+    return pa.RecordBatch.from_arrays(arrays, names=batch.schema.names)
+
+
+def raise_if_io_error(error: BaseException) -> None:
+    """Raise an error of reading again if it is a fault of the disk or the network, not damage in the file."""
+    # pyarrow raises OSError for damaged files as well, but without an errno. A real I/O error must propagate, since it
+    # is retried, while damage is reported.
+    if isinstance(error, OSError) and error.errno is not None:
+        raise error
+
+
+def path_inside(path: str, folder: str) -> str:
+    """Return a row's path relative to the root of the dataset, given the folder of its table relative to that root.
+
+    Raises:
+        Unfit: The path is absolute or leaves the dataset.
+    """
+    joined = os.path.normpath(f'{folder}/{path}' if folder else path).replace(os.sep, '/')
+    if os.path.isabs(path) or joined == '..' or joined.startswith('../') or '\0' in path:
+        raise Unfit('image_outside_dataset', f'the image {path!r} is outside the dataset')
+    return joined
+
+
+@dataclass(frozen=True)
+class LocalImages:
+    """Reader of the image files that the rows of a table name by path: relative to the table, or to the dataset."""
+
+    root: str
+    """Folder of the dataset; files outside are not read."""
+    folder: str
+    """Folder of the table, relative to the root; empty if it is the root."""
+
+    def __call__(self, path: str) -> bytes:
+        """Return the image file at a path.
+
+        Raises:
+            Unfit: It is outside the dataset, missing, or must not be read.
+            OSError: It cannot be read at the moment.
+        """
+        # Compared as text: the files of a snapshot in the Hub's cache are links to files beside the snapshot.
+        root = os.path.abspath(self.root)
+        if os.path.isabs(path) and os.path.normpath(path).startswith(root.rstrip('/') + '/'):
+            path, folders = os.path.relpath(os.path.normpath(path), root), ['']
+        else:
+            folders = list(dict.fromkeys([self.folder, '']))
+        inside = [path_inside(path, folder) for folder in folders]
+        for name in inside:
+            try:
+                return Path(root, name).read_bytes()
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                continue
+            except PermissionError as error:
+                raise Unfit('unreadable') from error
+            except OSError as error:
+                if error.errno == errno.ENAMETOOLONG:  # a text that is no path
+                    continue
+                raise
+        raise Unfit('missing_file', f'the dataset has no file {path!r}')
+
+
+def _resolve_column(schema: pa.Schema, given: str | None, common_names: Sequence[str], where: str, option: str) -> str:
+    found = _find_column(schema, common_names) if given is None else given if given in schema.names else None
+    if found is not None:
+        return found
+    if given is None:
+        raise UserError(f'{where}: has no column {", ".join(common_names)}, only {schema.names}; set {option}')
+    raise UserError(
+        f'{where}: has no column {given!r}, only {schema.names}; correct {option}: {did_you_mean(given, schema.names)}'
+    )
+
+
+def _find_column(schema: pa.Schema, common_names: Sequence[str]) -> str | None:
+    """Return the schema's column that has the first matching common name, ignoring case, or None if none matches."""
+    spelled = {name.lower(): name for name in reversed(schema.names)}
+    return next((spelled[name] for name in common_names if name in spelled), None)
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)

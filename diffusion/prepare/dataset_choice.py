@@ -14,7 +14,7 @@ from diffusion.prepare.dataset_card import DataFiles, choose_config
 from diffusion.prepare.dataset_listing import DatasetListing
 from diffusion.prepare.dataset_splits import KEYWORDS, TRAIN, choose_split, group_by_split, split_in
 from diffusion.prepare.file_listing import File, is_pattern, is_remote, matches
-from diffusion.prepare.folder_source import METADATA_FILES
+from diffusion.prepare.folder_source import BESIDE, METADATA_FILES
 from diffusion.prepare.image_table import CAPTION_COLUMNS, URL_COLUMNS, download_first
 from diffusion.prepare.source import PassedOver
 
@@ -143,13 +143,15 @@ class Chooser:
 
     def _layout(self, files: Sequence[File]) -> str:
         """Return the layout of some files: the one with the most bytes, since a dataset of Parquet files may have a few
-        images for its card.
+        images for its card. Images without captions do not count beside tables, which may name them by path.
 
         Raises:
             UserError: There are no images.
         """
         sizes = {layout: sum(file.size for file in self.data_files(layout, files)) for layout in LAYOUTS}
         present = [layout for layout in LAYOUTS if self.data_files(layout, files)]
+        if len(present) > 1 and not self._has_captions(files):
+            present.remove('folder')
         if present:
             return max(present, key=lambda layout: sizes[layout])
         for file in files:
@@ -162,6 +164,13 @@ class Chooser:
                 'the folder to `diffusion prepare huggingface` or `diffusion prepare folder`'
             )
         raise UserError(f'{self.location}: has no Parquet files, tars, Arrow files or images')
+
+    def _has_captions(self, files: Sequence[File]) -> bool:
+        """Return True if there are no images, or captions for them: in a metadata file, or beside one."""
+        stems = {file.name.rpartition('.')[0] for file in self.data_files('folder', files)}
+        names = [file.name.rpartition('.') for file in files]
+        beside = any(stem in stems and suffix in BESIDE for stem, _, suffix in names)
+        return not stems or beside or any(file.name.rpartition('/')[2] in METADATA_FILES for file in files)
 
     def _refuse_table(self, file: File) -> None:
         """Refuse a table of addresses; return if it has none."""

@@ -128,8 +128,8 @@ def refuse_mixed_splits(location: str, names: Sequence[str], kind: str) -> None:
 
 
 def _pattern(name: str) -> str:
-    """Return a pattern for the files of the same split and folder: `data/train-*.parquet`."""
+    """Return a pattern for the files of the same split and folder, such as `data/train-*.parquet`."""
     folder, slash, last = name.rpartition('/')
-    word, suffix = _WORD.search(last), last[last.index('.') :]
-    assert word is not None
-    return f'{folder}{slash}{last[: word.end(1)]}*{suffix}'
+    found = re.fullmatch(r'([A-Za-z]+[-_ ]?)([^.]*)(\..*)', last)
+    assert found is not None, name
+    return f'{folder}{slash}{found[1]}{"*" if found[2] else ""}{found[3]}'

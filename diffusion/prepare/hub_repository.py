@@ -6,7 +6,7 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -119,20 +119,38 @@ class HubRepository:
         with self.local_copies([file]) as paths:
             return paths[file.name].read_bytes()
 
-    def read_path(self, path: str) -> bytes:
-        """Return the content of a file of the commit that was not listed, without a check of its hash.
+    def read_path(self, paths: Sequence[str]) -> bytes:
+        """Return the content of the first of some paths that the commit has as a file, without a check of its hash.
 
         Raises:
-            Unfit: There is no such file.
-            UserError: It may not be read.
+            Unfit: It has none of them.
+            UserError: The file may not be read.
             GaveUp: The Hub did not answer.
         """
-        try:
-            return self.read(File(f'{self.url}/{path}', -1, '', path))
-        except UserError as error:
-            if type(error.__cause__).__name__ not in ('EntryNotFoundError', 'RemoteEntryNotFoundError'):
-                raise
-            raise Unfit('missing_file', f'{self.url} has no file {path!r}') from error
+        from huggingface_hub.errors import EntryNotFoundError
+
+        for path in paths:
+            try:
+                return self.read(File(f'{self.url}/{path}', -1, '', path))
+            except UserError as error:
+                if not isinstance(error.__cause__, EntryNotFoundError):
+                    raise
+        raise Unfit('missing_file', f'{self.url} has no file {paths[0]!r}')
+
+    def read_end(self, file: File, size: int) -> bytes:
+        """Return the last bytes of a file, at most `size`; without a check, since they are only looked at.
+
+        Raises:
+            UserError: The file may not be read.
+            GaveUp: The Hub did not answer.
+        """
+        from huggingface_hub import hf_hub_url
+
+        address = hf_hub_url(self.name, file.name, repo_type='dataset', revision=self.commit, endpoint=endpoint())
+        start = max(0, file.size - size)
+        request = partial(_get, address, self.token, {'Range': f'bytes={start}-'})
+        # A server that does not know ranges answers with the whole file.
+        return _ask(lambda: request().content[-size:], f'{self.url}/{file.name}', self.name, self.commit)
 
     def _download(self, file: File, folder: Path) -> Path:
         from huggingface_hub import hf_hub_download
@@ -192,8 +210,8 @@ def _refuse_offline(name: str) -> None:
         )
 
 
-def _get_json(url: str, token: str | None) -> tuple[Any, str | None]:
-    """Return the answer to an API request, and the query of its next page; errors are those of huggingface_hub."""
+def _get(url: str, token: str | None, headers: Mapping[str, str]) -> Any:
+    """Return the answer to a request of the Hub; errors are those of huggingface_hub."""
     # Documented as `huggingface_hub.utils`, which lists no names that it exports.
     from huggingface_hub.utils import (
         build_hf_headers,  # pyright: ignore[reportPrivateImportUsage]
@@ -202,9 +220,15 @@ def _get_json(url: str, token: str | None) -> tuple[Any, str | None]:
     )
 
     # Not by HfApi, whose listing has no timeout.
-    headers = build_hf_headers(token=token_of(token) or False, library_name='diffusion-recipes')
-    response = get_session().get(url, headers=headers, timeout=POLICY.timeout_seconds)
+    own = build_hf_headers(token=token_of(token) or False, library_name='diffusion-recipes')
+    response = get_session().get(url, headers={**own, **headers}, timeout=POLICY.timeout_seconds)
     hf_raise_for_status(response)
+    return response
+
+
+def _get_json(url: str, token: str | None) -> tuple[Any, str | None]:
+    """Return the answer to an API request, and the query of its next page; errors are those of huggingface_hub."""
+    response = _get(url, token, {})
     # Only the query: the token must not go to another host.
     following = response.links.get('next', {}).get('url')
     return response.json(), None if following is None else urlsplit(following).query

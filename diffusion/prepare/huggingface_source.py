@@ -21,11 +21,13 @@ from diffusion.prepare.dataset_listing import DatasetListing
 from diffusion.prepare.file_listing import File, is_remote, local_copy, single_file_part, with_passed_over
 from diffusion.prepare.folder_source import BESIDE, METADATA_FILES, FolderSource
 from diffusion.prepare.hub_repository import HubRepository, parse_name
-from diffusion.prepare.image_table import ColumnNames, LocalImages, ReadImage, find_columns, path_inside
+from diffusion.prepare.image_table import ColumnNames, LocalImages, ReadImage, find_columns, paths_inside
 from diffusion.prepare.parquet import parquet_entries, parquet_parts
 from diffusion.prepare.source import IMAGE_SUFFIXES, CaptionText, Entry, Part, PassedOver
 from diffusion.prepare.webdataset import WebDatasetSource
 
+FOOTER_BYTES = 2**18
+"""Bytes at the end of a Parquet file on the Hub that are read for its columns; few files have a larger footer."""
 IMAGES_AT_ONCE = 64
 """Number of image files to download before they are read."""
 
@@ -68,7 +70,7 @@ class HuggingFaceSource:
             parts = [part for file in choice.files for part in for_file(file)]
             parts = with_passed_over(parts, [*dataset.hidden, *choice.others])
         if choice.layout == 'parquet':
-            self._check_columns(choice.files[0])
+            self._check_columns(choice.files[0], dataset)
         notes = (f'{dataset.title}, split {choice.split}',)
         license_ = license_of(dataset.card)
         first = replace(parts[0], notes=notes, license=license_ or ('' if dataset.is_repository else None))
@@ -174,14 +176,18 @@ class HuggingFaceSource:
         if not url.startswith('hf://'):
             return None
         repository, _ = self._repository(url)
-        return lambda path: repository.read_path(path_inside(path, folder))
+        return lambda path: repository.read_path(paths_inside(path, folder))
 
-    def _check_columns(self, file: File) -> None:
-        """Report a wrong column name before any work is done, if the file is local."""
-        if is_remote(file.url):
+    def _check_columns(self, file: File, dataset: DatasetListing) -> None:
+        """Report a wrong column name before any work is done."""
+        if dataset.repository is not None:
+            footer: Any = pa.BufferReader(dataset.repository.read_end(file, FOOTER_BYTES))
+        elif is_remote(file.url):
             return
+        else:
+            footer = file.url
         try:
-            schema = pq.read_schema(file.url)
+            schema = pq.read_schema(footer)
         except (pa.ArrowException, OSError):
             return  # `read` will report the damaged file as a rejected input
         find_columns(schema, ColumnNames(self.image_column, self.caption_column), file.url)

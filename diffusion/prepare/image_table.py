@@ -86,8 +86,8 @@ def download_first(where: str, url_column: str, caption_column: str | None, *, s
     """Return the message for a table of addresses: the commands that download the images and prepare them."""
     caption = caption_column or 'CAPTION'
     return (
-        f'{where}: column {url_column!r} has addresses of images, not images; download them first, with the politeness '
-        'and the retries of img2dataset, then prepare what it wrote:\n'
+        f'{where}: column {url_column!r} has addresses of images, not images; download them first, each file of the '
+        'split by img2dataset, which retries and spares the servers, then prepare what it wrote:\n'
         f'  img2dataset --url_list {where} --input_format {suffix.lstrip(".")} --url_col {url_column} '
         f'--caption_col {caption} --output_format webdataset --output_folder images --image_size 1024 '
         '--resize_only_if_bigger True --resize_mode keep_ratio\n'
@@ -158,16 +158,21 @@ def raise_if_io_error(error: BaseException) -> None:
         raise error
 
 
-def path_inside(path: str, folder: str) -> str:
-    """Return a row's path relative to the root of the dataset, given the folder of its table relative to that root.
+def paths_inside(path: str, folder: str) -> list[str]:
+    """Return what the path of a row may mean, relative to the dataset's root: from the table's folder, or the root.
+
+    Args:
+        path: Path in a row.
+        folder: Folder of the table, relative to the root; empty if it is the root.
 
     Raises:
         Unfit: The path is absolute or leaves the dataset.
     """
-    joined = os.path.normpath(f'{folder}/{path}' if folder else path).replace(os.sep, '/')
-    if os.path.isabs(path) or joined == '..' or joined.startswith('../') or '\0' in path:
+    joined = [os.path.normpath(f'{base}/{path}' if base else path) for base in dict.fromkeys([folder, ''])]
+    inside = [name for name in joined if name != '..' and not name.startswith('../')]
+    if os.path.isabs(path) or not inside or '\0' in path:
         raise Unfit('image_outside_dataset', f'the image {path!r} is outside the dataset')
-    return joined
+    return inside
 
 
 @dataclass(frozen=True)
@@ -189,11 +194,10 @@ class LocalImages:
         # Compared as text: the files of a snapshot in the Hub's cache are links to files beside the snapshot.
         root = os.path.abspath(self.root)
         if os.path.isabs(path) and os.path.normpath(path).startswith(root.rstrip('/') + '/'):
-            path, folders = os.path.relpath(os.path.normpath(path), root), ['']
+            names = [os.path.relpath(os.path.normpath(path), root)]
         else:
-            folders = list(dict.fromkeys([self.folder, '']))
-        inside = [path_inside(path, folder) for folder in folders]
-        for name in inside:
+            names = paths_inside(path, self.folder)
+        for name in names:
             try:
                 return Path(root, name).read_bytes()
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):

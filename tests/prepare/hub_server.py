@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -139,6 +140,10 @@ class HubServer:
             headers |= {'X-Linked-Etag': f'"{etag}"', 'X-Linked-Size': str(len(body))}
         if fault == 'wrong':
             body = bytes(len(body))
+        if found := re.fullmatch(r'bytes=(\d+)-', request.headers.get('Range', '')):
+            start = int(found[1])
+            headers['Content-Range'] = f'bytes {start}-{len(body) - 1}/{len(body)}'
+            return self.send(request, 206, body[start:], headers)
         self.send(request, 200, body, headers, cut=fault == 'cut')
 
     def send(

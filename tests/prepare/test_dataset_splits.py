@@ -1,0 +1,130 @@
+"""Splits by names, as in Hugging Face's `datasets`, and sources that refuse to mix them."""
+
+from pathlib import Path
+
+import pytest
+from prepare.drawn import tar_of
+from prepare.hub_datasets import image, parquet_of, rows, write_files
+
+from diffusion import cli as command
+from diffusion.errors import UserError
+from diffusion.prepare.dataset_splits import choose_split, group_by_split, split_in
+from diffusion.prepare.parquet import ParquetSource
+from diffusion.prepare.settings import SourceSettings
+
+
+def grouped(*names: str, by_file: bool = True) -> tuple[dict[str, list[str]], list[str]]:
+    return group_by_split(names, lambda name: name, by_file=by_file)
+
+
+@pytest.mark.parametrize(
+    ('name', 'split'),
+    [
+        ('train', 'train'),
+        ('Training-set', 'train'),
+        ('test-0001.tar', 'test'),
+        ('imagenet_val_07.tar', 'validation'),
+        ('my dev.parquet', 'validation'),
+        ('eval1.parquet', 'test'),
+        ('trains.parquet', None),
+        ('latest.parquet', None),
+        ('contest-1.tar', None),
+        ('value.parquet', None),
+        ('evaluations.parquet', None),
+    ],
+)
+def test_words_are_recognized_between_separators(name: str, split: str | None) -> None:
+    assert split_in(name) == split
+
+
+def test_sharded_names_take_precedence_over_folders_and_folders_over_files() -> None:
+    sharded = ['data/train_sft-00000-of-00001.parquet', 'data/gen-00000-of-00001-ab12.parquet']
+    assert grouped(*sharded, 'test/x.parquet') == (
+        {'train_sft': sharded[:1], 'gen': sharded[1:]},
+        ['test/x.parquet'],
+    )
+    assert grouped('a/train/val.parquet', 'a/test/train.parquet', 'c.parquet') == (
+        {'train': ['a/train/val.parquet'], 'test': ['a/test/train.parquet']},
+        ['c.parquet'],
+    )
+    assert grouped('a/val.parquet', 'train.parquet', 'b.parquet') == (
+        {'validation': ['a/val.parquet'], 'train': ['train.parquet']},
+        ['b.parquet'],
+    )
+    assert grouped('a.parquet', 'b.parquet') == ({'train': ['a.parquet', 'b.parquet']}, [])
+
+
+def test_names_of_images_are_words_unless_all_name_a_split() -> None:
+    assert grouped('train-station.jpg', 'test-pattern.jpg', 'cat.jpg', by_file=False)[0].keys() == {'train'}
+    assert grouped('train_1.jpg', 'test_1.jpg', by_file=False)[0].keys() == {'train', 'test'}
+
+
+def test_split_is_train_or_the_only_one() -> None:
+    assert choose_split(['test', 'train'], None, 'x') == 'train'
+    assert choose_split(['test'], None, 'x') == 'test'
+    assert choose_split(['test', 'train'], 'test', 'x') == 'test'
+    with pytest.raises(UserError, match='x: has the splits dev, test; choose one with --split'):
+        choose_split(['dev', 'test'], None, 'x')
+
+
+def parts(kind: str, location: Path) -> int:
+    source = SourceSettings(kind=kind, location=str(location)).open(sizes=[32])  # pyright: ignore[reportArgumentType]
+    return len(source.parts())
+
+
+@pytest.mark.parametrize(
+    ('kind', 'names', 'narrower'),
+    [
+        ('parquet', ['data/train-00000-of-00001.parquet', 'data/test-00000-of-00001.parquet'], 'data/train-*.parquet'),
+        ('parquet', ['train.parquet', 'validation.parquet'], 'train.parquet'),
+        ('parquet', ['train/0000.parquet', 'test/0000.parquet'], 'train'),
+        ('webdataset', ['train_0000.tar', 'val_0000.tar'], 'train_*.tar'),
+        ('webdataset', ['train/0000.tar', 'test/0000.tar'], 'train'),
+        ('folder', ['train/a.png', 'test/a.png'], 'train'),
+        ('folder', ['val/a.png', 'test/a.png'], 'test'),
+    ],
+)
+def test_folder_of_several_splits_is_refused(tmp_path: Path, kind: str, names: list[str], narrower: str) -> None:
+    contents = {'parquet': parquet_of(rows('train')), 'tar': tar_of([('1.png', image(1))]), 'png': image(1)}
+    folder = write_files(tmp_path / 'in', {name: contents[name.rpartition('.')[2]] for name in names})
+    message = rf'several splits.*prepare huggingface {folder} --split \w+`, or give {folder}/'
+    with pytest.raises(UserError, match=message) as raised:
+        parts(kind, folder)
+    assert f'give {folder}/{narrower} as the location' in str(raised.value)
+    assert parts(kind, folder / narrower) == 1
+
+
+@pytest.mark.parametrize(
+    ('kind', 'names'),
+    [
+        ('folder', ['train-station.png', 'test-pattern.png', 'val.png']),
+        ('folder', ['vehicles/train/a.png', 'vehicles/test/a.png']),
+        ('folder', ['train/a.png', 'training/a.png', 'plane/a.png']),
+        ('folder', ['test/a.png', 'b.png']),
+        ('webdataset', ['00000.tar', '00001.tar']),
+        ('webdataset', ['train-0.tar', 'train-1.tar', 'extra.tar']),
+        ('parquet', ['test-drive-photos.parquet', 'train-photos.parquet', 'latest.parquet']),
+        ('parquet', ['test-0.parquet']),
+    ],
+)
+def test_ordinary_names_are_not_refused(tmp_path: Path, kind: str, names: list[str]) -> None:
+    contents = {'parquet': parquet_of(rows('train')), 'tar': tar_of([('1.png', image(1))]), 'png': image(1)}
+    folder = write_files(tmp_path / 'in', {name: contents[name.rpartition('.')[2]] for name in names})
+    assert parts(kind, folder) >= 1
+
+
+def test_command_refuses_to_mix_and_reads_the_pattern(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {f'data/{split}-00000-of-00001.parquet': parquet_of(rows(split)) for split in ('train', 'test')}
+    folder = write_files(tmp_path / 'in', files)
+    arguments = ['--out', str(tmp_path / 'out'), '--sizes', '32', '--workers', '1']
+    assert command.main(['prepare', 'parquet', str(folder), *arguments]) == 2
+    assert 'test (data/test-00000-of-00001.parquet), train (data/train-' in capsys.readouterr().err
+    assert command.main(['prepare', 'parquet', str(folder / 'data' / 'train-*.parquet'), *arguments]) == 0
+    assert (tmp_path / 'out' / 'captions.txt').read_text().splitlines() == [f'train {number}' for number in range(6)]
+
+
+def test_keys_of_a_pattern_do_not_depend_on_the_other_splits(tmp_path: Path) -> None:
+    files = {f'data/{split}-0.parquet': parquet_of(rows(split)) for split in ('train', 'test')}
+    folder = write_files(tmp_path / 'in', files)
+    source = ParquetSource(f'{folder}/data/train-?.parquet')
+    assert [part.name for part in source.parts()] == ['train-0']

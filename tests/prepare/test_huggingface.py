@@ -1,0 +1,435 @@
+"""Datasets of the Hugging Face Hub, served on localhost, and snapshots of them in folders: one split, never mixed."""
+
+import json
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prepare.drawn import samples
+from prepare.hub_datasets import (
+    CARD,
+    LAYOUTS,
+    NUMBERS,
+    arrow_of,
+    image,
+    image_dataset,
+    parquet_dataset,
+    parquet_of,
+    rows,
+    tar_dataset,
+    write_files,
+)
+from prepare.hub_server import TOKEN, HubDataset, HubServer, serving
+
+from diffusion import cli as command
+from diffusion.errors import UserError
+from diffusion.prepare.counts_report import PrepareReport
+from diffusion.prepare.huggingface_source import HuggingFaceSource
+from diffusion.prepare.source import Entry
+from diffusion.storage.retry import GaveUp
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """Hub with a dataset per layout, such as `org/parquet`."""
+    with serving({f'org/{name}': HubDataset(files()) for name, files in LAYOUTS.items()}, monkeypatch) as server:
+        yield server
+
+
+def add(hub: HubServer, files: dict[str, bytes], name: str = 'org/other', **options: Any) -> str:
+    hub.datasets[name] = HubDataset(files, **options)
+    return name
+
+
+def entries(location: str | Path, **options: Any) -> list[Entry]:
+    source = pickle.loads(pickle.dumps(HuggingFaceSource(str(location), **options)))
+    found = [entry for part in source.parts() for entry in source.read(part)]
+    return [entry for entry in found if isinstance(entry, Entry)]
+
+
+def captions(location: str | Path, **options: Any) -> list[str]:
+    """Return the captions of the images that are read; none may be rejected."""
+    found = entries(location, **options)
+    assert [entry.problem for entry in found if entry.problem] == []
+    assert all(entry.image == image(int(entry.captions[0].split()[1])) for entry in found)
+    return [entry.captions[0] for entry in found]
+
+
+def expected(split: str) -> list[str]:
+    return [f'{split} {number}' for number in NUMBERS[split]]
+
+
+def passed_over(location: str | Path, **options: Any) -> dict[str, int]:
+    return {
+        kind: files.count for kind, files in HuggingFaceSource(str(location), **options).parts()[0].passed_over.items()
+    }
+
+
+@pytest.mark.parametrize('layout', LAYOUTS)
+@pytest.mark.parametrize('place', ['hub', 'folder'])
+def test_splits_never_mix(hub: HubServer, tmp_path: Path, layout: str, place: str) -> None:
+    location = f'org/{layout}' if place == 'hub' else str(write_files(tmp_path / 'snapshot', LAYOUTS[layout]()))
+    assert sorted(captions(location)) == sorted(expected('train'))
+    for split in NUMBERS:
+        assert sorted(captions(location, split=split)) == sorted(expected(split))
+
+
+@pytest.mark.parametrize('layout', LAYOUTS)
+def test_command_prepares_the_training_split(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv('HF_HUB_OFFLINE', '0')  # for the worker, which is a new process
+    out = tmp_path / 'out'
+    arguments = ['prepare', 'huggingface', f'org/{layout}', '--out', str(out), '--sizes', '32', '--workers', '1']
+    assert command.main(arguments) == 0
+    assert sorted(
+        json.loads(sample['captions'])[0] if isinstance(sample['captions'], str) else sample['captions'][0]
+        for sample in samples(out / '32px')
+    ) == sorted(expected('train'))
+    report = PrepareReport.read(out / 'report.json')
+    files = hub.datasets[f'org/{layout}'].files
+    assert report.license == 'cc-by-4.0'
+    assert report.notes[0].startswith(f'org/{layout} at commit ') and report.notes[0].endswith(', split train')
+    # Every file is an input, holds some, or is counted.
+    kinds = {kind: count.count for kind, count in report.passed_over.items()}
+    read = {'parquet': 2, 'images': 7, 'tars': 1, 'saved': 1}[layout]
+    assert sum(kinds.values()) + read == len(files)
+    assert kinds['split test'] == {'images': 3}.get(layout, 1)
+    capsys.readouterr()
+    assert command.main(arguments) == 0
+    assert 'already prepared from the same input' in capsys.readouterr().out
+
+
+def test_files_of_other_splits_are_counted(hub: HubServer) -> None:
+    assert passed_over('org/parquet') == {'.md': 1, 'hidden': 1, 'split test': 1, 'split validation': 1}
+    assert passed_over('org/parquet', split='test') == {'.md': 1, 'hidden': 1, 'split train': 2, 'split validation': 1}
+    assert passed_over('org/images', split='test')['split train'] == 6
+
+
+@pytest.mark.parametrize(
+    ('pattern', 'split', 'numbers'),
+    [
+        ('', 'train', range(6)),
+        ('@main/data', 'train', range(6)),
+        ('@main/data/train-*.parquet', 'train', range(6)),
+        ('/data/train-00001-of-00002.parquet', 'train', range(4, 6)),
+        ('/**/test-*', 'test', range(20, 23)),
+    ],
+)
+def test_paths_and_patterns_on_the_hub(hub: HubServer, pattern: str, split: str, numbers: range) -> None:
+    assert captions(f'hf://datasets/org/parquet{pattern}') == [f'{split} {number}' for number in numbers]
+
+
+def test_revision_is_read(hub: HubServer) -> None:
+    hub.datasets['org/parquet'].revisions['v2'] = {'train.parquet': parquet_of(rows('train', [7]))}
+    assert captions('org/parquet@v2') == ['train 7'] == captions('hf://datasets/org/parquet@v2')
+    with pytest.raises(UserError, match=r'there is no revision v3; see .*/datasets/org/parquet/commits/main'):
+        captions('org/parquet@v3')
+
+
+def test_files_are_read_at_the_commit_of_the_plan(hub: HubServer) -> None:
+    dataset, source = hub.datasets['org/parquet'], HuggingFaceSource('org/parquet')
+    parts = source.parts()
+    dataset.revisions['earlier'], dataset.files = dataset.files, {'train.parquet': parquet_of(rows('test'))}
+    found = [entry for part in parts for entry in source.read(part)]
+    assert [entry.captions[0] for entry in found if isinstance(entry, Entry)] == expected('train')
+    assert [part.stamp for part in source.parts()] != [part.stamp for part in parts]
+
+
+def test_hub_copies_as_parquet_have_configurations(hub: HubServer) -> None:
+    files = {f'{config}/{split}/0000.parquet': parquet_of(rows(split)) for config in 'ab' for split in NUMBERS}
+    hub.datasets['org/parquet'].revisions['refs/convert/parquet'] = files
+    location = 'hf://datasets/org/parquet@refs/convert/parquet'
+    with pytest.raises(UserError, match='has the configurations a, b; choose one with --config'):
+        captions(location)
+    assert captions(location, config='b', split='test') == expected('test')
+    assert captions(f'{location}/a') == expected('train')
+
+
+@pytest.mark.parametrize('faults', [[500], ['cut'], ['wrong'], [503, 429, 'wrong']])
+@pytest.mark.parametrize('layout', ['parquet', 'images'])
+def test_failing_downloads_are_retried(hub: HubServer, faults: list[int | str], layout: str) -> None:
+    source = HuggingFaceSource(f'org/{layout}')
+    parts = source.parts()
+    hub.faults[:] = faults
+    found = [entry for part in parts for entry in source.read(part)]
+    assert [entry.captions[0] for entry in found if isinstance(entry, Entry)] == expected('train')
+    assert not hub.faults
+
+
+def test_failure_of_the_hub_is_not_the_users_mistake(hub: HubServer) -> None:
+    hub.api_faults[:] = [500] * 4
+    with pytest.raises(GaveUp, match='hf://datasets/org/parquet: cannot be read, tried 4 times'):
+        HuggingFaceSource('org/parquet').parts()
+    parts = HuggingFaceSource('org/parquet').parts()
+    hub.faults[:] = ['wrong'] * 4
+    with pytest.raises(GaveUp, match=r'data/train-00000-of-00002\.parquet: cannot be read.* hash '):
+        list(HuggingFaceSource('org/parquet').read(parts[0]))
+
+
+def test_gated_dataset_needs_a_token(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    gated = add(hub, parquet_dataset(), 'org/gated', gated=True)
+    with pytest.raises(UserError, match=rf'accept the terms at {hub.url}/datasets/org/gated, and set HF_TOKEN'):
+        captions(gated)
+    monkeypatch.setenv('READER_TOKEN', 'hf_of_nobody')
+    with pytest.raises(UserError, match='accept the terms'):
+        captions(gated, token='READER_TOKEN')
+    monkeypatch.setenv('READER_TOKEN', TOKEN)
+    assert captions(gated, token='READER_TOKEN') == expected('train')
+    with pytest.raises(UserError, match=r'source\.token: the environment variable ABSENT is not set'):
+        captions(gated, token='ABSENT')
+    monkeypatch.setenv('HF_TOKEN', TOKEN)
+    assert captions(gated) == expected('train')
+
+
+def test_token_is_written_nowhere(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = add(hub, parquet_dataset(), private=True)
+    monkeypatch.setenv('READER_TOKEN', TOKEN)
+    monkeypatch.setenv('HF_HUB_OFFLINE', '0')
+    out = tmp_path / 'out'
+    arguments = ['prepare', 'huggingface', name, '--out', str(out), '--sizes', '32', '--workers', '1', '--token']
+    assert command.main([*arguments, 'READER_TOKEN']) == 0
+    assert not [path for path in out.rglob('*') if path.is_file() and TOKEN.encode() in path.read_bytes()]
+
+
+def test_token_itself_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ['prepare', 'huggingface', 'org/a', '--out', str(tmp_path / 'out'), '--sizes', '32', '--token']
+    for secret in ('hf_AbCdEfGhIjKlMnOpQrStUvWxYz0123456789', 'my secret'):
+        assert command.main([*arguments, secret]) == 2
+        errors = capsys.readouterr().err
+        assert 'source.token' in errors and secret not in errors
+
+
+@pytest.mark.parametrize(
+    ('location', 'message'),
+    [
+        ('org/nothing', r'there is no such dataset on the Hub, or it is private \(401\): check the name'),
+        ('nothing', 'is neither a folder nor the name of a dataset on the Hub; use ORG/NAME'),
+        ('./nothing/here', 'is neither a folder nor the name of a dataset'),
+        ('hf://org/model', 'is not the URL of a dataset; use hf://datasets/ORG/NAME'),
+        ('hf://datasets/org/parquet/data/dev-*', 'no file matches; see the files of org/parquet at commit'),
+    ],
+)
+def test_wrong_name_has_a_way_out(hub: HubServer, location: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        HuggingFaceSource(location).parts()
+
+
+def test_offline_mode_is_named(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
+    with pytest.raises(UserError, match=r'HF_HUB_OFFLINE is set; unset it, or give a folder that `hf download'):
+        HuggingFaceSource('org/parquet').parts()
+
+
+def test_wrong_column_is_found_before_a_download(hub: HubServer) -> None:
+    tables = {f'train-{n}.parquet': parquet_of({'url': ['https://a/1.jpg'], 'text': ['x']}) for n in range(2)}
+    with pytest.raises(UserError, match=r'--url_list hf://datasets/org/other@\w+/train-0\.parquet .*--url_col url'):
+        HuggingFaceSource(add(hub, tables)).parts()
+    with pytest.raises(UserError, match=r"has no column 'txt', only .*; correct --caption-column: did you mean 'text'"):
+        HuggingFaceSource('org/parquet', caption_column='txt').parts()
+    assert not [request for request in hub.requests if request.startswith('HEAD') and request.endswith('.parquet')]
+
+
+@pytest.mark.parametrize('place', ['hub', 'folder'])
+def test_images_by_path_are_read_inside_the_dataset_only(hub: HubServer, tmp_path: Path, place: str) -> None:
+    (tmp_path / 'secret.png').write_bytes(image(99))
+    paths = ['a.png', '../images/b.png', 'data/c.png', '../../secret.png', str(tmp_path / 'secret.png'), 'gone.png']
+    paths += [None, '', 'https://host/a.png']
+    columns = {'image': [{'bytes': None, 'path': path} for path in paths], 'text': [f'train {n}' for n in range(9)]}
+    files = {
+        'data/train.parquet': parquet_of(columns),
+        'data/a.png': image(0),
+        'images/b.png': image(1),
+        'data/c.png': image(2),
+    }
+    location = add(hub, files) if place == 'hub' else str(write_files(tmp_path / 'snapshot', files))
+    found = entries(location)
+    assert [entry.problem for entry in found] == [
+        *(None, None, None),
+        *('image_outside_dataset', 'image_outside_dataset', 'missing_file', 'no_image', 'no_image'),
+        'image_is_an_address',
+    ]
+    assert [entry.image for entry in found[:3]] == [image(0), image(1), image(2)]
+
+
+def test_column_of_paths_as_text_is_read(tmp_path: Path) -> None:
+    files = {f'{number}.png': image(number) for number in range(3)}
+    columns = {'image': [*files], 'text': [f'train {n}' for n in range(3)]}
+    folder = write_files(tmp_path / 'snapshot', files | {'train.parquet': parquet_of(columns)})
+    assert captions(folder) == ['train 0', 'train 1', 'train 2']
+
+
+@pytest.mark.parametrize(
+    ('name', 'content'),
+    [
+        ('train.parquet', parquet_of({'url': ['https://a/1.jpg'], 'caption': ['x']})),
+        ('train.parquet', parquet_of({'image': ['https://a/1.jpg'], 'caption': ['x']})),
+        ('train.csv', b'url,caption\nhttps://a/1.jpg,x\n'),
+        ('train.jsonl', b'{"url": "https://a/1.jpg", "caption": "x"}\n'),
+    ],
+)
+def test_addresses_are_refused_with_the_commands_to_run(tmp_path: Path, name: str, content: bytes) -> None:
+    folder = write_files(tmp_path / 'snapshot', {name: content})
+    kind = name.partition('.')[2]
+    with pytest.raises(
+        UserError, match=rf'img2dataset --url_list .*--input_format {kind} .*--caption_col caption'
+    ) as raised:
+        entries(folder)
+    assert 'diffusion prepare webdataset images' in str(raised.value)
+
+
+def test_root_metadata_of_all_splits_concerns_the_chosen_one(tmp_path: Path) -> None:
+    files = {f'{split}/{number}.png': image(number) for split in NUMBERS for number in NUMBERS[split]}
+    table = [{'file_name': name, 'text': f'{name.partition("/")[0]} {Path(name).stem}'} for name in files]
+    table.append({'file_name': 'train/gone.png', 'text': 'train 0'})
+    files['metadata.jsonl'] = '\n'.join(map(json.dumps, table)).encode()
+    found = entries(write_files(tmp_path / 'snapshot', files))
+    assert [entry.captions[0] for entry in found if entry.problem is None] == expected('train')
+    assert [entry.key for entry in found if entry.problem] == ['train/gone.png (metadata.jsonl line 12)']
+
+
+def test_captions_beside_images_are_downloaded(hub: HubServer) -> None:
+    files = {}
+    for split, number in (('train', 1), ('train', 2), ('test', 3)):
+        files |= {f'{split}/{number}.png': image(number), f'{split}/{number}.txt': f'{split} {number}'.encode()}
+    assert captions(add(hub, files)) == ['train 1', 'train 2']
+
+
+@pytest.mark.parametrize(
+    ('files', 'split', 'message'),
+    [
+        ({'dev.parquet': b'', 'test.parquet': b''}, None, 'has the splits validation, test; choose one with --split'),
+        ({'train.parquet': b'', 'test.parquet': b''}, 'tset', r"has no split 'tset'; did you mean 'test'\?"),
+        ({'a.parquet': b''}, 'test', r"has no split 'test'; known: train"),
+        ({'images.zip': b''}, None, r'has its images in images\.zip; download it'),
+        ({'notes.txt': b''}, None, 'has no Parquet files, tars, Arrow files or images'),
+    ],
+)
+def test_wrong_split_has_a_way_out(tmp_path: Path, files: dict[str, bytes], split: str | None, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        HuggingFaceSource(str(write_files(tmp_path / 'snapshot', files)), split=split).parts()
+
+
+def test_saved_dataset_without_splits_is_read(tmp_path: Path) -> None:
+    state = {'_data_files': [{'filename': 'data-1.arrow'}, {'filename': 'data-0.arrow'}], '_split': 'train[:50%]'}
+    files = {'state.json': json.dumps(state).encode(), 'dataset_info.json': b'{}'}
+    files |= {f'data-{number}.arrow': arrow_of(rows('train', [number])) for number in range(2)}
+    assert captions(write_files(tmp_path / 'saved', files)) == ['train 1', 'train 0']
+    (tmp_path / 'saved' / 'data-0.arrow').unlink()
+    with pytest.raises(UserError, match=r'lacks data-0\.arrow, which state\.json lists'):
+        captions(tmp_path / 'saved')
+    for damaged in ({'_indices_data_files': [{'filename': 'i.arrow'}], **state}, {}, []):
+        (tmp_path / 'saved' / 'state.json').write_text(json.dumps(damaged))
+        with pytest.raises(UserError, match=r'flatten_indices|is not the state of a dataset'):
+            captions(tmp_path / 'saved')
+
+
+def test_damaged_arrow_file_gives_the_rows_before_the_damage(tmp_path: Path) -> None:
+    content = arrow_of(rows('train'))
+    for name, size in (('a.arrow', len(content) // 2), ('b.arrow', 3), ('c.arrow', 0)):
+        write_files(tmp_path / 'in', {name: content[:size]})
+    found = entries(tmp_path / 'in')
+    assert [entry.problem for entry in found][-3:] == ['part_damaged', 'part_unreadable', 'part_unreadable']
+    assert [entry.captions[0] for entry in found[:-3]] == expected('train')[: len(found) - 3] != []
+
+
+def test_card_without_license_is_noted(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv('HF_HUB_OFFLINE', '0')
+    files = parquet_dataset() | {'README.md': b'# No header\n'}
+    arguments = ['prepare', 'huggingface', add(hub, files), '--sizes', '32', '--workers', '1']
+    assert command.main([*arguments, '--out', str(tmp_path / 'a')]) == 0
+    report = PrepareReport.read(tmp_path / 'a' / 'report.json')
+    assert report.license is None and any('its dataset card states no license' in note for note in report.notes)
+    assert command.main([*arguments, '--out', str(tmp_path / 'b'), '--set', 'license=CC0']) == 0
+    report = PrepareReport.read(tmp_path / 'b' / 'report.json')
+    assert report.license == 'CC0' and not any('license' in note for note in report.notes)
+
+
+def test_rows_of_mixed_types_are_rejected_one_by_one(tmp_path: Path) -> None:
+    files = {
+        'train-0.parquet': parquet_of(rows('train', [0]) | {'score': ['high']}),
+        'train-1.parquet': parquet_of(rows('train', [1]) | {'text': [5]}),
+        'train-2.parquet': parquet_of(rows('train', [2]) | {'text': [None]}),
+        'train-3.parquet': parquet_of(rows('train', [3]) | {'text': [['a', None]]}),
+        'train-4.parquet': parquet_of(rows('train', [4]) | {'text': [{'en': 'a'}]}),
+    }
+    out = tmp_path / 'out'
+    arguments = ['prepare', 'huggingface', str(write_files(tmp_path / 'snapshot', files)), '--out', str(out)]
+    assert command.main([*arguments, '--sizes', '32', '--workers', '1']) == 3
+    report = PrepareReport.read(out / 'report.json')
+    assert report.pictures == 2
+    assert {reason: count.count for reason, count in report.rejected.items()} == {
+        'caption_not_text': 2,
+        'no_caption': 1,
+    }
+
+
+def test_cache_of_a_repository_is_refused(tmp_path: Path) -> None:
+    cache = write_files(tmp_path / 'datasets--org--name', {'blobs/1': b'', 'snapshots/abc/data/train.parquet': b''})
+    with pytest.raises(UserError, match=r'is the cache of a repository.*snapshots/abc'):
+        HuggingFaceSource(str(cache)).parts()
+
+
+def test_snapshot_of_links_is_read(tmp_path: Path) -> None:
+    write_files(tmp_path / 'blobs', {str(number): content for number, content in enumerate(tar_dataset().values())})
+    snapshot = tmp_path / 'snapshots' / 'abc'
+    snapshot.mkdir(parents=True)
+    for number, name in enumerate(tar_dataset()):
+        (snapshot / name).symlink_to(tmp_path / 'blobs' / str(number))
+    assert captions(snapshot) == expected('train')
+
+
+def test_listing_outside_the_repository_is_refused(hub: HubServer) -> None:
+    with pytest.raises(UserError, match=r"lists a file '\.\./\.\./evil\.png' outside the repository"):
+        HuggingFaceSource(add(hub, {'../../evil.png': image(1), **image_dataset()})).parts()
+
+
+def test_card_chooses_configuration_and_files(hub: HubServer) -> None:
+    card = b"""---
+license: other
+license_name: mine
+configs:
+- config_name: small
+  data_files: [{split: train, path: "s/a-*.parquet"}, {split: test, path: s/b.parquet}]
+- config_name: large
+  data_dir: l
+---
+"""
+    files = {
+        'README.md': card,
+        's/a-0.parquet': parquet_of(rows('train', [1])),
+        's/b.parquet': parquet_of(rows('test', [21])),
+        'l/train.parquet': parquet_of(rows('train', [2])),
+        'l/val.parquet': parquet_of(rows('validation', [31])),
+    }
+    name = add(hub, files)
+    with pytest.raises(UserError, match='has the configurations small, large; choose one with --config'):
+        captions(name)
+    with pytest.raises(UserError, match=r"has no configuration 'smal'; did you mean 'small'\?"):
+        captions(name, config='smal')
+    assert captions(name, config='small') == ['train 1']
+    assert captions(name, config='small', split='test') == ['test 21']
+    assert captions(name, config='large', split='validation') == ['validation 31']
+    assert HuggingFaceSource(name, config='small').parts()[0].license == 'other, mine'
+    assert passed_over(name, config='small') == {'.md': 1, 'split test': 1, 'other configuration or no split': 2}
+    hub.datasets[name].files['README.md'] = card.replace(b'- config_name: large', b'- config_name: default')
+    assert captions(name) == ['train 2']
+
+
+@pytest.mark.parametrize(
+    ('header', 'message'),
+    [
+        ('license: [', 'its YAML header is not valid'),
+        ('a: &a [1]\nb: *a', 'its YAML header has aliases'),
+        ('configs: 5', '`configs` of its card is no list'),
+        ('configs: [{config_name: a, data_files: [{split: train}]}]', '`data_files` of its card is invalid'),
+        ('configs: [{config_name: a, data_files: x/*}]', 'no file matches the patterns of its card for a'),
+    ],
+)
+def test_invalid_card_has_a_way_out(tmp_path: Path, header: str, message: str) -> None:
+    files = {'README.md': f'---\n{header}\n---\n'.encode(), 'train.parquet': parquet_of(rows('train'))}
+    with pytest.raises(UserError, match=message):
+        HuggingFaceSource(str(write_files(tmp_path / 'snapshot', files))).parts()
+    assert CARD.startswith(b'---\n')

@@ -17,6 +17,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import yaml
 from docs_shell import RUN, Reader, blocks_of, offline
+from prepare import hub_datasets
 
 from diffusion.config import registry
 from diffusion.config.load import load
@@ -125,6 +126,12 @@ def test_data_page(checkout):
     for number in range(2):
         write_tar(checkout.folder / 'laion' / f'{number:05}.tar', number)
     write_parquet(checkout.folder / 'parquet' / '0.parquet', checkout.folder / 'photos')
+    pictures = {
+        f'data/{split}-0000{n}-of-00002.parquet': hub_datasets.parquet_of(hub_datasets.rows(split, [n, n + 1]))
+        for split in ('train', 'test')
+        for n in range(2)
+    }
+    hub_datasets.write_files(checkout.folder / 'snapshots' / 'pictures', pictures)
     said = checkout.read(DOCS / 'data.md')
     (loss,) = re.findall(r'loss (\d+\.\d{3})$', said, flags=re.MULTILINE)
     assert 0 < float(loss) < 10

@@ -16,7 +16,7 @@ SETTINGS = (
 """Settings with a command-line option of the same name; the others are set with --set."""
 SOURCE_OPTIONS = (
     *('location', 'captions', 'caption_text', 'image_column', 'caption_column'),
-    *('config', 'token', 'select', 'split', 'limit', 'offset', 'seed'),
+    *('config', 'token_variable', 'select', 'split', 'limit', 'offset', 'seed'),
 )
 """Options that only some source kinds have."""
 
@@ -118,8 +118,8 @@ def _add_huggingface(parser: argparse.ArgumentParser) -> None:
         '--config', metavar='NAME', help='configuration to read (default: the default one, or the only one)'
     )
     parser.add_argument(
-        '--token',
-        metavar='VARIABLE',
+        '--token-variable',
+        metavar='NAME',
         help='name of the environment variable with a token for gated and private datasets (default: HF_TOKEN, or the '
         'login of `hf auth login`)',
     )

@@ -136,9 +136,8 @@ class Chooser:
             listed = ', '.join(sorted(names))
             raise UserError(f'{self.location}: has the configurations {listed}; choose one with --config')
         if self.config is not None and self.config not in names:
-            raise UserError(
-                f'{self.location}: has no configuration {self.config!r}; {did_you_mean(self.config, names)}'
-            )
+            near = did_you_mean(self.config, names) if names else 'it has none; leave --config out'
+            raise UserError(f'{self.location}: has no configuration {self.config!r}; {near}')
         return DataFiles(self.config, self.config or '')
 
     def _layout(self, files: Sequence[File]) -> str:

@@ -29,27 +29,27 @@ class DatasetListing:
     repository: HubRepository | None
 
     @classmethod
-    def open(cls, location: str, token: str | None) -> 'DatasetListing':
+    def open(cls, location: str, token_variable: str | None) -> 'DatasetListing':
         """List the files of a dataset, and read its card.
 
         Args:
             location: A folder, or the name of a dataset on the Hub; a folder takes precedence.
-            token: Name of the environment variable with the token for the Hub.
+            token_variable: Name of the environment variable with the token for the Hub.
 
         Raises:
             UserError: There is no such dataset, access is denied, or the card is invalid.
             OSError: The Hub does not respond.
         """
         location = location.removeprefix('file://')
-        if os.path.exists(location) or (is_remote(location) and not location.startswith('hf://')):
+        name = None if os.path.exists(location) else parse_name(location)
+        if name is None and (os.path.exists(location) or (is_remote(location) and not location.startswith('http'))):
             return _local_dataset(location)
-        name = parse_name(location)
         if name is None:
             raise UserError(
                 f'{location}: is neither a folder nor the name of a dataset on the Hub; use ORG/NAME, '
                 'ORG/NAME@REVISION, hf://datasets/ORG/NAME/PATH or a folder'
             )
-        repository = HubRepository.list(name.repository, name.revision, token)
+        repository = HubRepository.list(name.repository, name.revision, token_variable)
         title = f'{name.repository} at commit {repository.commit}'
         return cls.make(title, repository.files, path=name.path, repository=repository)
 

@@ -41,9 +41,15 @@ class HubName:
 def parse_name(location: str) -> HubName | None:
     """Return the parts of `org/dataset[@revision]` or `hf://datasets/org/dataset[@revision][/path]`; None for others.
 
+    The address of the dataset's page, or of a folder or file in it, is accepted too.
+
     Raises:
         UserError: The URL is of something else on the Hub, such as a model.
     """
+    for host in (ENDPOINT, endpoint()):
+        if location.startswith(f'{host}/datasets/'):
+            page = re.sub(r'/(?:tree|blob|resolve)/([^/]+)', r'@\1', location.partition('?')[0].rstrip('/'), count=1)
+            location = PREFIX + page.removeprefix(f'{host}/datasets/')
     if not location.startswith('hf://'):
         found = re.fullmatch(r'([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w./-]+))?', location)
         return None if found is None else HubName(found[1], found[2])
@@ -64,7 +70,7 @@ class HubRepository:
 
     name: str
     commit: str
-    token: str | None = None
+    token_variable: str | None = None
     """Name of the environment variable with the token; None uses HF_TOKEN or the login of `hf auth login`."""
     files: tuple[File, ...] = ()
     """All files, if they were listed."""
@@ -74,7 +80,7 @@ class HubRepository:
         return f'{PREFIX}{self.name}@{self.commit}'
 
     @classmethod
-    def list(cls, name: str, revision: str | None, token: str | None) -> 'HubRepository':
+    def list(cls, name: str, revision: str | None, token_variable: str | None) -> 'HubRepository':
         """Return a repository with its files at the commit that a revision has now; None is the main branch.
 
         The stamp of a file is `sha256:` and its hash if it is stored as a large file, otherwise `git:` and its blob.
@@ -86,16 +92,18 @@ class HubRepository:
         _refuse_offline(name)
         api, url = f'{endpoint()}/api/datasets/{name}', f'{PREFIX}{name}'
         where = '' if revision is None else f'/revision/{quote(revision, safe="")}'
-        info = _ask(lambda: _get_json(f'{api}{where}', token)[0], url, name, revision)
+        info = _ask(lambda: _get_json(f'{api}{where}', token_variable)[0], url, name, revision)
         commit = info.get('sha') if isinstance(info, dict) else None
         if not isinstance(commit, str) or not re.fullmatch(r'[0-9a-f]{40}', commit):
             raise ConnectionError(f'{url}: the answer of {api} has no commit; check HF_ENDPOINT')
         found: list[File] = []
         query: str | None = 'recursive=true&expand=false'
         while query is not None:
-            entries, query = _ask(partial(_get_json, f'{api}/tree/{commit}?{query}', token), url, name, revision)
+            entries, query = _ask(
+                partial(_get_json, f'{api}/tree/{commit}?{query}', token_variable), url, name, revision
+            )
             found += [_file(name, commit, entry) for entry in entries if entry['type'] == 'file']
-        return cls(name, commit, token, tuple(sorted(found, key=lambda file: file.name)))
+        return cls(name, commit, token_variable, tuple(sorted(found, key=lambda file: file.name)))
 
     @contextmanager
     def local_copies(self, files: Sequence[File]) -> Iterator[dict[str, Path]]:
@@ -148,7 +156,7 @@ class HubRepository:
 
         address = hf_hub_url(self.name, file.name, repo_type='dataset', revision=self.commit, endpoint=endpoint())
         start = max(0, file.size - size)
-        request = partial(_get, address, self.token, {'Range': f'bytes={start}-'})
+        request = partial(_get, address, self.token_variable, {'Range': f'bytes={start}-'})
         # A server that does not know ranges answers with the whole file.
         return _ask(lambda: request().content[-size:], f'{self.url}/{file.name}', self.name, self.commit)
 
@@ -165,7 +173,7 @@ class HubRepository:
                 revision=self.commit,
                 local_dir=own,
                 endpoint=endpoint(),
-                token=token_of(self.token),
+                token=token_of(self.token_variable),
                 etag_timeout=POLICY.timeout_seconds,
             )
             try:
@@ -196,7 +204,9 @@ def token_of(variable: str | None) -> str | None:
         return get_token()
     value = os.environ.get(variable, '').strip()
     if not value:
-        raise UserError(f'source.token: the environment variable {variable} is not set; export it, or leave token out')
+        raise UserError(
+            f'source.token_variable: the environment variable {variable} is not set; export it, or leave this out'
+        )
     return value
 
 
@@ -210,7 +220,7 @@ def _refuse_offline(name: str) -> None:
         )
 
 
-def _get(url: str, token: str | None, headers: Mapping[str, str]) -> Any:
+def _get(url: str, token_variable: str | None, headers: Mapping[str, str]) -> Any:
     """Return the answer to a request of the Hub; errors are those of huggingface_hub."""
     # Documented as `huggingface_hub.utils`, which lists no names that it exports.
     from huggingface_hub.utils import (
@@ -220,15 +230,15 @@ def _get(url: str, token: str | None, headers: Mapping[str, str]) -> Any:
     )
 
     # Not by HfApi, whose listing has no timeout.
-    own = build_hf_headers(token=token_of(token) or False, library_name='diffusion-recipes')
+    own = build_hf_headers(token=token_of(token_variable) or False, library_name='diffusion-recipes')
     response = get_session().get(url, headers={**own, **headers}, timeout=POLICY.timeout_seconds)
     hf_raise_for_status(response)
     return response
 
 
-def _get_json(url: str, token: str | None) -> tuple[Any, str | None]:
+def _get_json(url: str, token_variable: str | None) -> tuple[Any, str | None]:
     """Return the answer to an API request, and the query of its next page; errors are those of huggingface_hub."""
-    response = _get(url, token, {})
+    response = _get(url, token_variable, {})
     # Only the query: the token must not go to another host.
     following = response.links.get('next', {}).get('url')
     return response.json(), None if following is None else urlsplit(following).query
@@ -291,8 +301,8 @@ def _refusal(error: Exception, name: str, revision: str | None) -> str | None:
     status = getattr(getattr(error, 'response', None), 'status_code', None)
     if isinstance(error, errors.GatedRepoError):
         return (
-            f'access is restricted: accept the terms at {page}, and set HF_TOKEN (or another variable that --token '
-            'names) to a token of that account, or log in with `hf auth login`'
+            f'access is restricted: accept the terms at {page}, and set HF_TOKEN (or the variable that '
+            '--token-variable names) to a token of that account, or log in with `hf auth login`'
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return f'there is no revision {revision}; see {page}/commits/main'

@@ -14,17 +14,19 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from diffusion.errors import DataError, UserError
 from diffusion.prepare.arrow_dataset import arrow_entries
 from diffusion.prepare.dataset_card import license_of
 from diffusion.prepare.dataset_choice import LAYOUTS, Choice, Chooser
 from diffusion.prepare.dataset_listing import DatasetListing
 from diffusion.prepare.file_listing import File, is_remote, local_copy, single_file_part, with_passed_over
 from diffusion.prepare.folder_source import BESIDE, METADATA_FILES, FolderSource
-from diffusion.prepare.hub_repository import HubRepository, parse_name
+from diffusion.prepare.hub_repository import HubRepository, endpoint, parse_name
 from diffusion.prepare.image_table import ColumnNames, LocalImages, ReadImage, find_columns, paths_inside
 from diffusion.prepare.parquet import parquet_entries, parquet_parts
 from diffusion.prepare.source import IMAGE_SUFFIXES, CaptionText, Entry, Part, PassedOver
 from diffusion.prepare.webdataset import WebDatasetSource
+from diffusion.storage.retry import GaveUp, error_text
 
 FOOTER_BYTES = 2**18
 """Bytes at the end of a Parquet file on the Hub that are read for its columns; few files have a larger footer."""
@@ -45,7 +47,7 @@ class HuggingFaceSource:
     """Split to read; None reads `train`, or the only split."""
     config: str | None = None
     """Configuration to read; None reads the default one, or the only one."""
-    token: str | None = None
+    token_variable: str | None = None
     """Name of the environment variable with the token for the Hub."""
     image_column: str | None = None
     caption_column: str | None = None
@@ -57,9 +59,9 @@ class HuggingFaceSource:
 
         Raises:
             UserError: There is no such dataset, split or configuration, access is denied, or the dataset has no images.
-            OSError: The Hub does not respond.
+            DataError: The Hub does not answer.
         """
-        dataset = DatasetListing.open(self.location, self.token)
+        dataset = self._listing()
         chooser = Chooser(dataset, self.location, self.split, self.config, self.image_suffixes)
         choice = chooser.choose()
         if choice.layout == 'folder':
@@ -98,6 +100,16 @@ class HuggingFaceSource:
                 tars = WebDatasetSource('', caption_text=self.caption_text, image_suffixes=self.image_suffixes)
                 yield from tars.read_tar(path, where['stem'])
 
+    def _listing(self) -> DatasetListing:
+        try:
+            return DatasetListing.open(self.location, self.token_variable)
+        except GaveUp as error:
+            reason = error_text(error.__cause__ or error)[:200]
+            raise DataError(
+                f'{self.location}: the Hub at {endpoint()} does not answer ({reason}); start '
+                'again later, or give a folder that `hf download` wrote'
+            ) from error
+
     def _image_parts(self, choice: Choice, dataset: DatasetListing, chooser: Chooser) -> list[Part]:
         """Return the parts of the images of a split, with the captions beside them or in metadata files."""
         images, others = choice.files, [*dataset.hidden, *choice.others]
@@ -108,6 +120,11 @@ class HuggingFaceSource:
             if file.name.rpartition('.')[0] in stems and file.name.rpartition('.')[2] in BESIDE
         ]
         metadata = _metadata_of(images, dataset.files)
+        if not beside and not metadata:
+            raise UserError(
+                f'{self.location}: has images without captions; they need a metadata.jsonl or metadata.csv with '
+                'file_name and text, or a .txt or .json beside each image'
+            )
         used = {file.name for file in [*images, *beside, *metadata]}
         elsewhere = {file.name for file in chooser.data_files('folder', dataset.files)} - used
         folder = FolderSource(self.location, caption_text=self.caption_text, image_suffixes=self.image_suffixes)
@@ -164,7 +181,7 @@ class HuggingFaceSource:
         """Return the repository of a file on the Hub, and its path there."""
         name = parse_name(url)
         assert name is not None and name.revision is not None
-        return HubRepository(name.repository, name.revision, self.token), name.path
+        return HubRepository(name.repository, name.revision, self.token_variable), name.path
 
     def _images(self, where: dict[str, Any]) -> ReadImage | None:
         """Return the reader of the images that the rows of a table only have the paths of."""

@@ -33,7 +33,7 @@ SETTINGS_OF_SOURCE = {
     'folder': ('location', 'captions', 'caption_text'),
     'webdataset': ('location', 'caption_text'),
     'parquet': ('location', 'image_column', 'caption_column'),
-    'huggingface': ('location', 'split', 'config', 'token', 'image_column', 'caption_column', 'caption_text'),
+    'huggingface': ('location', 'split', 'config', 'token_variable', 'image_column', 'caption_column', 'caption_text'),
     'openmoji': ('select', 'split', 'limit', 'offset', 'seed'),
 }
 """Setting names that each source kind accepts."""
@@ -69,7 +69,7 @@ class SourceSettings:
     """parquet and huggingface: caption column; null detects it by common names."""
     config: str | None = None
     """huggingface only: configuration of the dataset; null reads the default one, or the only one."""
-    token: str | None = None
+    token_variable: str | None = None
     """huggingface only: name of the environment variable with a token for the Hub; null uses HF_TOKEN, or the login of
     `hf auth login`."""
 
@@ -111,7 +111,7 @@ class SourceSettings:
                 self.location,
                 split=self.split,
                 config=self.config,
-                token=self.token,
+                token_variable=self.token_variable,
                 image_column=self.image_column,
                 caption_column=self.caption_column,
                 caption_text=self.caption_text,
@@ -242,7 +242,7 @@ class PrepareSettings:
         for name in (*SETTINGS_OF_SOURCE['openmoji'], 'config'):
             if name not in accepted:
                 del values['source'][name]
-        del values['source']['token']  # who reads the input does not change it
+        del values['source']['token_variable']  # who reads the input does not change it
         if self.source.kind == 'openmoji':
             values['source']['split'] = self.source.split or 'all'
         former = FORMER_CAPTION_TEXT.get(self.source.kind, 'whole')
@@ -333,8 +333,10 @@ def _check_source(source: SourceSettings, gather: Gatherer) -> None:
     if source.kind == 'openmoji' and source.split not in (None, *OPENMOJI_SPLITS):
         near = did_you_mean(source.split, OPENMOJI_SPLITS)
         gather.problem('source.split', f'{source.split!r} is not one of {", ".join(OPENMOJI_SPLITS)}; {near}')
-    if source.token is not None and not re.fullmatch(r'[A-Za-z_][A-Za-z0-9_]*', source.token):
-        gather.problem('source.token', 'is not the name of an environment variable; use a name such as HF_TOKEN')
+    if source.token_variable is not None and not re.fullmatch(r'[A-Za-z_][A-Za-z0-9_]{0,63}', source.token_variable):
+        gather.problem(
+            'source.token_variable', 'is not the name of an environment variable; use a name such as HF_TOKEN'
+        )
 
 
 def _check_sizes(settings: PrepareSettings, gather: Gatherer) -> None:

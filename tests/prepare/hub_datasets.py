@@ -16,7 +16,7 @@ CARD = b'---\nlicense: cc-by-4.0\ntask_categories: [text-to-image]\n---\n# Pictu
 
 
 def image(number: int) -> bytes:
-    return encode(draw(number, width=40, height=40), 'PNG')
+    return encode(draw(number, width=64, height=64), 'PNG')
 
 
 def rows(split: str, numbers: Sequence[int] | None = None) -> dict[str, list[Any]]:

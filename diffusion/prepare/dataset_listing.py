@@ -9,7 +9,7 @@ from typing import Any
 
 from diffusion.errors import UserError
 from diffusion.prepare.dataset_card import CARD, read_card
-from diffusion.prepare.file_listing import File, is_remote, list_files, local_copy
+from diffusion.prepare.file_listing import File, is_pattern, is_remote, list_files, local_copy
 from diffusion.prepare.hub_repository import HubRepository, parse_name
 from diffusion.prepare.source import PassedOver, is_hidden
 
@@ -42,7 +42,8 @@ class DatasetListing:
         """
         location = location.removeprefix('file://')
         name = None if os.path.exists(location) else parse_name(location)
-        if name is None and (os.path.exists(location) or (is_remote(location) and not location.startswith('http'))):
+        is_folder = os.path.exists(location) or is_pattern(location) or is_remote(location)
+        if name is None and is_folder and not location.startswith(('http://', 'https://')):
             return _local_dataset(location)
         if name is None:
             raise UserError(

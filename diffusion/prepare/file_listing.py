@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,6 +54,8 @@ def list_files(location: str, suffixes: Collection[str] | None) -> tuple[list[Fi
     location = location.removeprefix('file://')
     # Braces in the name of an existing folder are part of the name.
     wanted = [location] if os.path.exists(location) else expand_braces(location)
+    if wanted != [location] and is_pattern(location):
+        raise UserError(f'{location}: has braces and wildcards; use one of them')
     if wanted != [location]:
         return _list_expanded(wanted, location), []
     if is_pattern(location) and not os.path.exists(location):
@@ -61,17 +63,10 @@ def list_files(location: str, suffixes: Collection[str] | None) -> tuple[list[Fi
     listed = _list_store(location) if is_remote(location) else _list_folder(location)
     if len(listed) == 1 and listed[0].url in (location, os.path.normpath(location)):
         return listed, []
-    endings = ('',) if suffixes is None else tuple(suffixes)
-    found: list[File] = []
-    others: list[PassedOver] = []
-    for file in sorted(listed, key=lambda file: file.name):
-        if file.name.lower().endswith(endings) and not is_hidden(file.name):
-            found.append(file)
-        else:
-            others.append(PassedOver(file.name))
+    found, others = _split_by_suffix(sorted(listed, key=lambda file: file.name), suffixes)
     if not found and suffixes is not None:
         raise UserError(
-            f'{location}: contains no {", ".join(sorted(endings))} files; give the folder that contains them'
+            f'{location}: contains no {", ".join(sorted(suffixes))} files; give the folder that contains them'
         )
     return found, others
 
@@ -187,11 +182,23 @@ def _list_matching(location: str, suffixes: Collection[str] | None) -> tuple[lis
     found = sorted((file for file in listed if matches(file.name, pattern)), key=lambda file: file.name)
     if not found:
         raise UserError(f'{location}: no file matches; list {base or "."} and correct the pattern')
+    kept, others = _split_by_suffix(found, suffixes)
+    if not kept:
+        wanted = 'visible' if suffixes is None else ', '.join(sorted(suffixes))
+        raise UserError(f'{location}: matches no {wanted} files, only {others[0].key}')
+    return kept, others
+
+
+def _split_by_suffix(files: Iterable[File], suffixes: Collection[str] | None) -> tuple[list[File], list[PassedOver]]:
+    """Return the files with one of some suffixes, and the others, among them hidden ones; None keeps all suffixes."""
     endings = ('',) if suffixes is None else tuple(suffixes)
-    others = [PassedOver(file.name) for file in found if not file.name.lower().endswith(endings)]
-    found = [file for file in found if file.name.lower().endswith(endings)]
-    if not found:
-        raise UserError(f'{location}: matches no {", ".join(sorted(endings))} files, only {others[0].key}')
+    found: list[File] = []
+    others: list[PassedOver] = []
+    for file in files:
+        if file.name.lower().endswith(endings) and not is_hidden(file.name):
+            found.append(file)
+        else:
+            others.append(PassedOver(file.name))
     return found, others
 
 

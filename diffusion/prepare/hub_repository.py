@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
-from diffusion.errors import UserError
+from diffusion.errors import DataError, UserError
 from diffusion.prepare.file_listing import File
 from diffusion.prepare.rejection import Unfit
 from diffusion.storage.retry import DamagedDownload, RetryPolicy, error_text
@@ -88,6 +88,7 @@ class HubRepository:
         Raises:
             UserError: There is no such repository or revision, it is not accessible, or offline mode is on.
             GaveUp: The Hub did not answer.
+            DataError: Something else answered.
         """
         _refuse_offline(name)
         api, url = f'{endpoint()}/api/datasets/{name}', f'{PREFIX}{name}'
@@ -95,7 +96,7 @@ class HubRepository:
         info = _ask(lambda: _get_json(f'{api}{where}', token_variable)[0], url, name, revision)
         commit = info.get('sha') if isinstance(info, dict) else None
         if not isinstance(commit, str) or not re.fullmatch(r'[0-9a-f]{40}', commit):
-            raise ConnectionError(f'{url}: the answer of {api} has no commit; check HF_ENDPOINT')
+            raise DataError(f'{url}: the answer of {api} has no commit; is HF_ENDPOINT a Hub, or a proxy in between?')
         found: list[File] = []
         query: str | None = 'recursive=true&expand=false'
         while query is not None:

@@ -265,3 +265,15 @@ def test_pattern_without_a_match_is_an_error(tmp_path: Path) -> None:
         list_files(f'{tmp_path}/*.parquet', ['.parquet'])
     with pytest.raises(ValueError, match=r'matches no \.parquet files, only a\.tar'):
         list_files(f'{tmp_path}/*', ['.parquet'])
+    with pytest.raises(ValueError, match='has braces and wildcards; use one of them'):
+        list_files(f'{tmp_path}/{{a,b}}-*.tar', ['.tar'])
+
+
+def test_pattern_passes_hidden_files_over(tmp_path: Path) -> None:
+    for name in ('a/b.tar', '.cache/c.tar', 'a/.d.tar', 'a/e.txt'):
+        touch(tmp_path / name)
+    found, others = file_listing.list_files(f'{tmp_path}/**', ['.tar'])
+    assert [file.name for file in found] == ['a/b.tar']
+    assert [(file.key, file.kind) for file in others] == [
+        *(('.cache/c.tar', 'hidden'), ('a/.d.tar', 'hidden'), ('a/e.txt', '.txt')),
+    ]

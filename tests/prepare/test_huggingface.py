@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from object_store import Store
 from prepare.drawn import samples
 from prepare.hub_datasets import (
     CARD,
@@ -120,6 +121,16 @@ def test_files_of_other_splits_are_counted(hub: HubServer) -> None:
 )
 def test_paths_and_patterns_on_the_hub(hub: HubServer, pattern: str, split: str, numbers: range) -> None:
     assert captions(f'hf://datasets/org/parquet{pattern}') == [f'{split} {number}' for number in numbers]
+
+
+@pytest.mark.parametrize('place', ['folder', 'store'])
+def test_patterns_outside_the_hub(store: Store, tmp_path: Path, place: str) -> None:
+    files = parquet_dataset()
+    base = str(write_files(tmp_path, files)) if place == 'folder' else store.bucket('pictures', **files)
+    assert captions(base) == expected('train')
+    assert captions(base, split='test') == expected('test')
+    assert captions(f'{base}/data/val*.parquet') == expected('validation')
+    assert captions(f'{base}/**') == expected('train')
 
 
 def test_address_of_the_page_is_a_name(hub: HubServer) -> None:

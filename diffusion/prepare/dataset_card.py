@@ -1,6 +1,6 @@
 """Dataset card of a Hugging Face dataset: the YAML header of its README.md, with its license and configurations."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +9,7 @@ import yaml
 from diffusion.config.schema import did_you_mean
 from diffusion.errors import UserError
 from diffusion.prepare.dataset_splits import TRAIN
+from diffusion.prepare.file_listing import File, is_inside
 
 CARD = 'README.md'
 MAX_HEADER_BYTES = 2**20
@@ -25,6 +26,18 @@ class DataFiles:
     """Folder of the files, relative to the dataset."""
     patterns: Mapping[str, list[str]] = field(default_factory=dict)
     """Patterns of the files by split; empty if the names of the files decide."""
+
+    def splits_of(self, files: Sequence[File]) -> dict[str, list[File]]:
+        """Return the files that the patterns name, by split, without splits that have none."""
+        prefix = f'{self.folder}/' if self.folder else ''
+        inside = [file for file in files if file.name.startswith(prefix)]
+        splits: dict[str, list[File]] = {}
+        for split, patterns in self.patterns.items():
+            wanted = [pattern.removeprefix('./').rstrip('/') for pattern in patterns]
+            found = [file for file in inside if any(is_inside(file.name.removeprefix(prefix), each) for each in wanted)]
+            if found:
+                splits[split] = found
+        return splits
 
 
 def read_card(text: bytes | None, where: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from diffusion.prepare.arrow_dataset import saved_files
 from diffusion.prepare.dataset_card import DataFiles, choose_config
 from diffusion.prepare.dataset_listing import DatasetListing
 from diffusion.prepare.dataset_splits import KEYWORDS, TRAIN, choose_split, group_by_split, split_in
-from diffusion.prepare.file_listing import File, is_pattern, is_remote, matches
+from diffusion.prepare.file_listing import File, is_inside
 from diffusion.prepare.folder_source import BESIDE, METADATA_FILES
 from diffusion.prepare.image_table import CAPTION_COLUMNS, URL_COLUMNS, download_first
 from diffusion.prepare.source import PassedOver
@@ -63,7 +63,7 @@ class Chooser:
             UserError: There is no such split or configuration, several to choose from, or no images.
         """
         dataset = self.dataset
-        files = [file for file in dataset.files if _is_inside(file.name, dataset.path)]
+        files = [file for file in dataset.files if is_inside(file.name, dataset.path)]
         if not files:
             raise UserError(f'{self.location}: no file matches; see the files of {dataset.title}')
         found = self._saved(files) or self._by_names(files)
@@ -93,23 +93,18 @@ class Chooser:
 
     def _by_names(self, files: list[File]) -> Choice:
         """Return the files to read by the card of the dataset and by the names of its files."""
-        dataset = self.dataset
-        chosen = DataFiles()
-        if not dataset.path or self.config is not None:
-            chosen = choose_config(dataset.card, self.config, self.location)
+        chosen = self._config()
+        splits = chosen.splits_of(files)
+        if not splits and self.dataset.path and self.config is None:
+            chosen, splits = DataFiles(), {}  # the user named files that the card does not
         if chosen.config is None:
             chosen = self._folder_config(files)
         prefix = f'{chosen.folder}/' if chosen.folder else ''
         candidates = [file for file in files if file.name.startswith(prefix)]
         if chosen.patterns:
-            splits = {
-                split: [file for file in candidates if _matches_any(file.name.removeprefix(prefix), patterns)]
-                for split, patterns in chosen.patterns.items()
-            }
-            everything = [file for group in splits.values() for file in group]
-            if not everything:
+            if not splits:
                 raise UserError(f'{self.location}: no file matches the patterns of its card for {chosen.config}')
-            layout = self._layout(everything)
+            layout = self._layout([file for group in splits.values() for file in group])
             splits = {split: self.data_files(layout, group) for split, group in splits.items()}
         else:
             layout = self._layout(candidates)
@@ -117,8 +112,27 @@ class Chooser:
             splits, _ = group_by_split(data, lambda file: file.name.removeprefix(prefix), by_file=layout != 'folder')
         splits = {split: group for split, group in splits.items() if group}
         split = choose_split(splits, self.split, self.location)
+        self._refuse_overlap(splits, split)
         others = _others(files, splits[split], splits, of_config=self.data_files(layout, files))
         return Choice(layout, split, splits[split], others)
+
+    def _config(self) -> DataFiles:
+        """Return the configuration to read by the card of the dataset."""
+        listed = self.dataset.card.get('configs')
+        if self.dataset.path and self.config is None and isinstance(listed, list) and len(listed) > 1:
+            return DataFiles()  # the user named the files
+        return choose_config(self.dataset.card, self.config, self.location)
+
+    def _refuse_overlap(self, splits: Mapping[str, list[File]], chosen: str) -> None:
+        """Refuse a split that shares a file with one for testing, as the patterns of a card may say."""
+        names = {file.name for file in splits[chosen]}
+        for split, group in splits.items():
+            shared = next((file.name for file in group if file.name in names), None)
+            if shared is not None and split_in(split) not in (None, TRAIN, split_in(chosen)):
+                raise UserError(
+                    f'{self.location}: {shared} is in the splits {chosen} and {split} by the dataset card, so training '
+                    'would see images of a test; name the files to read by a pattern, such as data/train-*'
+                )
 
     def _folder_config(self, files: Sequence[File]) -> DataFiles:
         """Return the configuration to read of a dataset whose card has none: folders CONFIG/SPLIT, as in the Hub's own
@@ -182,9 +196,8 @@ class Chooser:
             return
         address = next((name for name in columns if name.lower() in URL_COLUMNS), None)
         if address is not None:
-            path = file.url if not is_remote(file.url) else file.name
             caption = next((name for name in columns if name.lower() in CAPTION_COLUMNS), None)
-            raise UserError(download_first(path, address, caption, suffix=Path(file.name).suffix))
+            raise UserError(download_first(file.url, address, caption, suffix=Path(file.name).suffix))
 
     def data_files(self, layout: str, files: Sequence[File]) -> list[File]:
         """Return those of some files that hold the data of a layout; for images, the images alone."""
@@ -197,15 +210,6 @@ class Chooser:
             for file in files
             if file.name.lower().endswith(suffixes) and file.name.rpartition('/')[2] not in METADATA_FILES
         ]
-
-
-def _is_inside(name: str, path: str) -> bool:
-    """Return True if a file is the one at a path, below it, or matches it as a pattern."""
-    return not path or name == path or name.startswith(f'{path}/') or (is_pattern(path) and matches(name, path))
-
-
-def _matches_any(name: str, patterns: Sequence[str]) -> bool:
-    return any(_is_inside(name, pattern.removeprefix('./').rstrip('/')) for pattern in patterns)
 
 
 def _others(

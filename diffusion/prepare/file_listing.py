@@ -174,6 +174,11 @@ def matches(name: str, pattern: str) -> bool:
         raise UserError(f'{pattern}: is not a valid pattern ({error}); use * and ?') from error
 
 
+def is_inside(name: str, path: str) -> bool:
+    """Return True if a file is the one at a path, below it, or matches it as a pattern; an empty path has all files."""
+    return not path or name == path or name.startswith(f'{path}/') or (is_pattern(path) and matches(name, path))
+
+
 def _list_matching(location: str, suffixes: Collection[str] | None) -> tuple[list[File], list[PassedOver]]:
     """List the files that match a pattern, sorted; names are relative to the folder before the first wildcard."""
     start = re.split(r'[*?\[]', location, maxsplit=1)[0]

@@ -197,6 +197,8 @@ class HuggingFaceSource:
 
     def _check_columns(self, file: File, dataset: DatasetListing) -> None:
         """Report a wrong column name before any work is done."""
+        if not file.size:
+            return
         if dataset.repository is not None:
             footer: Any = pa.BufferReader(dataset.repository.read_end(file, FOOTER_BYTES))
         elif is_remote(file.url):
@@ -211,14 +213,14 @@ class HuggingFaceSource:
 
 
 def _metadata_of(images: Sequence[File], files: Sequence[File]) -> list[File]:
-    """Return the captions files of an imagefolder that concern some images: in a folder of theirs, one per folder."""
+    """Return the captions files of the folders that have some images, one per folder, inner folders first."""
     folders = {''}
     for image in images:
         pieces = image.name.split('/')[:-1]
         folders |= {'/'.join(pieces[:depth]) for depth in range(1, len(pieces) + 1)}
     by_name = {file.name: file for file in files}
     found = []
-    for folder in sorted(folders):
+    for folder in sorted(folders, reverse=True):
         names = [f'{folder}/{name}' if folder else name for name in METADATA_FILES]
         found += [by_name[name] for name in names if name in by_name][:1]
     return found

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,8 @@ class Columns:
     key: str | None
     others: list[str]
     """Names of the metadata columns."""
+    where: str
+    """File of the table, for messages."""
 
     @property
     def all(self) -> list[str]:
@@ -79,18 +82,21 @@ def find_columns(schema: pa.Schema, names: ColumnNames, where: str, *, suffix: s
     key = _find_column(schema, (KEY_COLUMN,))
     taken = {image, caption, key, *(name for name in schema.names if name.lower() in CAPTION_COLUMNS)}
     others = [field.name for field in schema if field.name not in taken and not _is_bytes(field.type)]
-    return Columns(image, caption, key, others)
+    return Columns(image, caption, key, others, where)
 
 
 def download_first(where: str, url_column: str, caption_column: str | None, *, suffix: str = '.parquet') -> str:
     """Return the message for a table of addresses: the commands that download the images and prepare them."""
     caption = caption_column or 'CAPTION'
+    table, first = where, ''
+    if suffix == '.arrow':  # a format that img2dataset does not read
+        table, suffix, first = 'urls.parquet', '.parquet', 'save it as urls.parquet with to_parquet() of `datasets`, '
     return (
-        f'{where}: column {url_column!r} has addresses of images, not images; download them first, each file of the '
+        f'{where}: column {url_column!r} has addresses of images, not images; {first}download them, each file of the '
         'split by img2dataset, which retries and spares the servers, then prepare what it wrote:\n'
-        f'  img2dataset --url_list {where} --input_format {suffix.lstrip(".")} --url_col {url_column} '
-        f'--caption_col {caption} --output_format webdataset --output_folder images --image_size 1024 '
-        '--resize_only_if_bigger True --resize_mode keep_ratio\n'
+        f'  img2dataset --url_list {shlex.quote(table)} --input_format {suffix.lstrip(".")} '
+        f'--url_col {shlex.quote(url_column)} --caption_col {shlex.quote(caption)} --output_format webdataset '
+        '--output_folder images --image_size 1024 --resize_only_if_bigger True --resize_mode keep_ratio\n'
         '  diffusion prepare webdataset images --out OUT --sizes 256'
     )
 
@@ -127,7 +133,8 @@ def entry_of(
         entry.problem = 'no_image'
     elif URL.match(path):
         if isinstance(image, str):
-            raise UserError(download_first(stem, columns.image, columns.caption))
+            suffix = os.path.splitext(columns.where)[1]
+            raise UserError(download_first(columns.where, columns.image, columns.caption, suffix=suffix))
         entry.problem = 'image_is_an_address'
     else:
         try:

@@ -298,18 +298,20 @@ def test_column_of_paths_as_text_is_read(tmp_path: Path) -> None:
     [
         ('train.parquet', parquet_of({'url': ['https://a/1.jpg'], 'caption': ['x']})),
         ('train.parquet', parquet_of({'image': ['https://a/1.jpg'], 'caption': ['x']})),
+        ('train.arrow', arrow_of({'image': ['https://a/1.jpg'], 'caption': ['x']})),
         ('train.csv', b'url,caption\nhttps://a/1.jpg,x\n'),
         ('train.jsonl', b'{"url": "https://a/1.jpg", "caption": "x"}\n'),
     ],
 )
 def test_addresses_are_refused_with_the_commands_to_run(tmp_path: Path, name: str, content: bytes) -> None:
     folder = write_files(tmp_path / 'snapshot', {name: content})
-    kind = name.partition('.')[2]
+    kind = name.partition('.')[2].replace('arrow', 'parquet')
     with pytest.raises(
         UserError, match=rf'img2dataset --url_list .*--input_format {kind} .*--caption_col caption'
     ) as raised:
         entries(folder)
     assert 'diffusion prepare webdataset images' in str(raised.value)
+    assert f'--url_list {folder}/{name} ' in str(raised.value) or '--url_list urls.parquet ' in str(raised.value)
 
 
 def test_root_metadata_of_all_splits_concerns_the_chosen_one(tmp_path: Path) -> None:
@@ -447,8 +449,22 @@ configs:
     assert captions(name, config='large', split='validation') == ['validation 31']
     assert HuggingFaceSource(name, config='small').parts()[0].license == 'other, mine'
     assert passed_over(name, config='small') == {'.md': 1, 'split test': 1, 'other configuration or no split': 2}
+    assert captions(f'hf://datasets/{name}/s/b.parquet') == ['test 21']
     hub.datasets[name].files['README.md'] = card.replace(b'- config_name: large', b'- config_name: default')
     assert captions(name) == ['train 2']
+
+
+def test_card_decides_on_splits_where_names_do_not(hub: HubServer) -> None:
+    data = '[{split: train, path: a.parquet}, {split: eval, path: b.parquet}]'
+    files = {name: parquet_of(rows('train', [n])) for n, name in enumerate(('a.parquet', 'b.parquet', 'c.parquet'))}
+    files['README.md'] = f'---\nconfigs: [{{config_name: x, data_files: {data}}}]\n---\n'.encode()
+    name = add(hub, files)
+    assert captions(name) == captions(f'hf://datasets/{name}/**') == ['train 0']
+    assert captions(name, split='eval') == ['train 1']
+    assert captions(f'hf://datasets/{name}/c.parquet') == ['train 2']
+    hub.datasets[name].files['README.md'] = files['README.md'].replace(b'a.parquet', b'"*"')
+    with pytest.raises(UserError, match=r'b\.parquet is in the splits train and eval by the dataset card'):
+        captions(name)
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_constraints_are_plain_pins(file: str):
 
 def test_every_imported_package_is_declared():
     declared = {canonicalize_name(Requirement(r).name) for r in project['dependencies'] + extras['quickstart']}
-    optional = [line for name in ('eval', 'kubernetes', 'mcli', 'ray') for line in extras[name]]
+    optional = [line for name in ('eval', 'formats', 'kubernetes', 'mcli', 'ray') for line in extras[name]]
     declared |= {canonicalize_name(Requirement(line).name) for line in optional}
     providers = packages_distributions()
     ours = set(sys.stdlib_module_names) | {'diffusion'}

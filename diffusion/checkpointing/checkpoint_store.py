@@ -87,7 +87,7 @@ class HashingWriter:
         return len(view)
 
     def flush(self) -> None:
-        self._file.flush()
+        """Do nothing: torch calls this after each tensor, and the caller flushes the file once at the end."""
 
     def tell(self) -> int:
         return self._bytes

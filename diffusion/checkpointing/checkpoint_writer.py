@@ -26,6 +26,7 @@ from diffusion.checkpointing.storage_faults import SaveFailed, describe_fault, s
 from diffusion.checkpointing.trainer_state import gather_state
 from diffusion.checkpointing.write_progress import WriteProgress
 from diffusion.compatibility.private_names import tree_leaves
+from diffusion.storage.direct_file import open_for_writing
 
 PICKLED_AT_ONCE = 20
 """Objects, most of them tensors, that a save in the background pickles between two pauses."""
@@ -215,7 +216,7 @@ def _write_state(content: Mapping[str, Any], path: Path, progress: WriteProgress
         progress: Progress of the save.
         yields: Pause while pickling, since another thread of this process trains.
     """
-    with path.open('wb') as file:
+    with open_for_writing(path) as file:
         writer = checkpoint_store.HashingWriter(file, progress)
         torch.save(dict(content), writer, pickle_module=_YieldingPickle if yields else pickle)  # type: ignore[arg-type]
         checkpoint_store.flush(file)

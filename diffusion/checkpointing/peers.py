@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from diffusion.checkpointing.checkpoint_store import FileRecord, HashingWriter, flush
+from diffusion.storage.direct_file import open_for_writing
 
 CHUNK_BYTES = 16 * 2**20
 TIMEOUT = timedelta(minutes=10)
@@ -262,7 +263,7 @@ class _Incoming:
         """Create the next file, and complete it at once if it is empty."""
         while self._left and not self._remaining:
             name, record = self._left[0]
-            self._file = (self._folder / name).open('wb')
+            self._file = open_for_writing(self._folder / name)
             self._writer, self._remaining = HashingWriter(self._file), record.bytes
             if not record.bytes:
                 self._complete()

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from diffusion.checkpointing.sharded_state import quiet
 from diffusion.checkpointing.storage_faults import storage_fault
 from diffusion.checkpointing.write_progress import WriteProgress
 from diffusion.compatibility.private_names import _DistWrapper, _metadata_fn
+from diffusion.storage.direct_file import open_for_writing
 
 
 class ShardedWrite:
@@ -122,11 +123,12 @@ class _HashingFiles(filesystem.FileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:  # type: ignore[override]
-        with Path(path).open(mode) as file:
-            if mode != 'wb':
-                yield file
-                return
-            stream = _Stream(cast(Any, file), self._progress)
+        if mode != 'wb':
+            with Path(path).open(mode) as other:
+                yield other
+            return
+        with open_for_writing(Path(path)) as file:
+            stream = _Stream(file, self._progress)
             yield stream
             # Here instead of by torch, whose flush of the index precedes that of Python's buffer.
             flush(file)

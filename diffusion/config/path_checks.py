@@ -7,13 +7,16 @@ from pathlib import Path
 from diffusion.config.alignment_checks import KEY as ALIGNMENT
 from diffusion.config.alignment_checks import no_features_problem
 from diffusion.config.checks import stream_sections
-from diffusion.config.image_shapes import BUCKETS, read_buckets, resolution_problem
+from diffusion.config.image_shapes import BUCKETS, STEP, Shape, read_buckets, resolution_problem
 from diffusion.config.recipe import Recipe, StreamConfig
 from diffusion.config.run_storage_checks import credentials_problem
 from diffusion.config.schema import Gatherer, Problem
 from diffusion.config.weight_sources import path_problem
 from diffusion.errors import UserError
 from diffusion.storage.writable import why_not_writable
+
+SAMPLES_LOOKED_AT = 16
+"""Images whose sizes are compared with a stream's shape."""
 
 
 def check_paths(recipe: Recipe) -> list[Problem]:
@@ -47,7 +50,11 @@ def check_stream_folders(section: str, streams: Mapping[str, StreamConfig]) -> l
             where = f'{section}.{name}'
             try:
                 if not stream.aspects:
-                    _check_index(f'{where}.{source}', Path(folder), gather)
+                    if not _check_index(f'{where}.{source}', Path(folder), gather) or stream.enlarge:
+                        continue
+                    what = _enlargement_problem(Path(folder), stream.image_shape)
+                    if what is not None:
+                        gather.problem(f'{where}.{"resolution" if stream.shape is None else "shape"}', what)
                 elif _check_buckets(f'{where}.{source}', Path(folder), gather):
                     what = resolution_problem(Path(folder), stream.resolution)
                     if what is not None:
@@ -109,15 +116,15 @@ def _check_buckets(where: str, folder: Path, gather: Gatherer) -> bool:
     return True
 
 
-def _check_index(where: str, folder: Path, gather: Gatherer) -> None:
-    """Report a folder without a valid index of MDS shards, or without samples."""
+def _check_index(where: str, folder: Path, gather: Gatherer) -> bool:
+    """Report a folder without a valid index of MDS shards, or without samples; return True if it has both."""
     index = folder / 'index.json'
     if not index.is_file():
         way_out = 'create it with `diffusion prepare`, or latents with task=precompute'
         if (folder / BUCKETS).is_file():
             way_out = f'it has {BUCKETS}; set aspects: true'
         gather.problem(where, f'{folder} has no index.json; is it an MDS folder? {way_out}')
-        return
+        return False
     try:
         shards = json.loads(index.read_text(encoding='utf-8'))['shards']
         counts = [shard['samples'] for shard in shards]
@@ -128,9 +135,37 @@ def _check_index(where: str, folder: Path, gather: Gatherer) -> None:
         gather.problem(
             where, f'{index} is not an index of MDS shards ({type(error).__name__}: {error}); prepare it again'
         )
-        return
+        return False
     if samples == 0:
         gather.problem(where, f'{folder} has no samples; prepare it again, or remove the stream')
+    return samples > 0
+
+
+def _enlargement_problem(folder: Path, shape: Shape) -> str | None:
+    """Return an error message if the images of a folder of MDS shards are smaller than the images that a model sees.
+
+    The first images of the folder are looked at, if it has their sizes, as those that `diffusion prepare` writes; a
+    folder where some of them are large enough has no problem.
+
+    Args:
+        folder: Local folder with a valid index.json.
+        shape: Shape of the images that the model sees.
+    """
+    from diffusion.storage import mds  # imports NumPy, which the other checks do not need
+
+    try:
+        samples = mds.first_samples(folder, SAMPLES_LOOKED_AT)
+    except ValueError:  # damage is reported when the shard is read
+        return None
+    sizes = [(sample.get('width'), sample.get('height')) for sample in samples]
+    scales = [max(shape.width / w, shape.height / h) for w, h in sizes if isinstance(w, int) and isinstance(h, int)]
+    if not scales or min(scales) <= 1:
+        return None
+    largest = max(min(w, h) for w, h in sizes if isinstance(w, int) and isinstance(h, int))
+    return (
+        f'{shape}, but the images in {folder} have shorter sides of at most {largest} px and would be enlarged; use '
+        f'larger images or a resolution of at most {largest // STEP * STEP}, or allow it with enlarge: true'
+    )
 
 
 def _check_checkpoint(where: str, path: str, gather: Gatherer) -> None:

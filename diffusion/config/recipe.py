@@ -38,6 +38,8 @@ class StreamConfig:
     aspects: bool = False
     """True if the folder holds one subfolder of shards per image shape, as `diffusion prepare` writes aspect buckets.
     Each shape becomes a stream of its own."""
+    enlarge: bool = False
+    """True accepts images that are smaller than those that the model sees, which are then enlarged and so blurred."""
     remote: str | None = None
     """The object store folder that holds index.json, such as s3://bucket/mds. Null for data in `local`."""
     local: str | None = None

@@ -94,9 +94,11 @@ class BucketedDataset(VerifiedDataset):
     def __getitem__(self, at: int) -> dict[str, Any]:  # type: ignore[override]
         """Return a sample with its id and epoch; with `substitute`, replace its content if it cannot be decoded.
 
+        Before a sample is given up, its shard is hashed again, and downloaded again if it is damaged.
+
         Raises:
             BadSample: The sample cannot be decoded, nor can `MAX_ATTEMPTS` replacements if `substitute` is set.
-            DataError: The shard cannot be read; such errors are never substituted.
+            DataError: The shard cannot be read, or is damaged and has no remote; such errors are never substituted.
         """
         errors: list[str] = []
         index = int(at)
@@ -105,6 +107,9 @@ class BucketedDataset(VerifiedDataset):
                 item = self.item(index)
                 break
             except BadSample as error:
+                # A damaged shard would lose its samples one by one; it is downloaded anew, or named in an error.
+                if self.check_again(int(self.spanner[index][0])):
+                    continue
                 errors.append(str(error))
                 if not self.substitute:
                     raise

@@ -75,6 +75,7 @@ class VerifiedDataset(StreamingDataset):
         # Streaming's own `cache_limit` is never set: its eviction sees only the shards of one job, and with a limit
         # below the shuffled working set it hangs without an error.
         self._touched: dict[int, float] = {}
+        self._checked_again: set[int] = set()
         self._create_shared_state()
 
     def get_item(self, sample_id: int, retry: int = 7) -> Any:
@@ -110,6 +111,22 @@ class VerifiedDataset(StreamingDataset):
             f'{self._address(shard_id)}: it changed or disappeared {1 + retry} times while being read. Way out: raise '
             'loader.cache_limit, or stop programs that change the folder'
         )
+
+    def check_again(self, shard_id: int) -> bool:
+        """Compare a shard with the hash in its index again, once per process; return True if its file was replaced.
+
+        Call this for a sample that cannot be decoded: bits of a disk can change without a new modification time.
+
+        Raises:
+            DataError: The shard is damaged, and cannot be downloaded.
+        """
+        if shard_id in self._checked_again:
+            return False
+        self._checked_again.add(shard_id)
+        before = int(self._signatures[shard_id])
+        self._invalidate(shard_id)
+        self.prepare_shard(shard_id)
+        return int(self._signatures[shard_id]) != before
 
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
         """Check a shard, and download it if it is missing or damaged; only one process per machine does so at a time.

@@ -1,12 +1,9 @@
 """Loading of pretrained models and tokenizers of diffusers and transformers, from a folder or the Hugging Face Hub."""
 
-import functools
-import gzip
 import json
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +16,7 @@ from diffusion.config.byte_sizes import bytes_text
 from diffusion.config.weight_sources import revision_problem
 from diffusion.errors import UserError
 from diffusion.models import hub_files
+from diffusion.models.clip_vocabulary import vocabulary_files
 from diffusion.models.hub_errors import WAY_OUT, check_config, loading_error
 
 Loadable = TypeVar('Loadable')
@@ -173,31 +171,6 @@ def clip_tokenizer(*, max_length: int = 77, pad_token: str = '!') -> CLIPTokeniz
     # CLIPTokenizer reads its vocabulary from files only.
     with tempfile.TemporaryDirectory() as folder:
         vocabulary, rules = Path(folder, 'vocab.json'), Path(folder, 'merges.txt')
-        for path, text in zip((vocabulary, rules), _clip_vocabulary(), strict=True):
+        for path, text in zip((vocabulary, rules), vocabulary_files(), strict=True):
             path.write_text(text, encoding='utf-8')
         return CLIPTokenizer(str(vocabulary), str(rules), model_max_length=max_length, pad_token=pad_token)
-
-
-@functools.cache
-def _clip_vocabulary() -> tuple[str, str]:
-    """Return the texts of CLIP's vocab.json and merges.txt, made from the vocabulary in the open_clip package."""
-    package = find_spec('open_clip')
-    assert package is not None and package.origin is not None, 'open-clip-torch is a core dependency'
-    source = Path(package.origin).parent / 'bpe_simple_vocab_16e6.txt.gz'
-    # A header line, then 49152 - 256 - 2 merges: the same slice as in transformers' tokenizer.
-    merges = gzip.decompress(source.read_bytes()).decode('utf-8').split('\n')[1 : 49152 - 256 - 2 + 1]
-    letters = _byte_letters()
-    tokens = letters + [letter + '</w>' for letter in letters] + [merge.replace(' ', '') for merge in merges]
-    # open_clip names these <start_of_text> and <end_of_text>; under those names transformers would add new ids.
-    tokens += ['<|startoftext|>', '<|endoftext|>']
-    return json.dumps({token: index for index, token in enumerate(tokens)}), '\n'.join(['#version: 0.2', *merges, ''])
-
-
-def _byte_letters() -> list[str]:
-    """Return a printable character for each byte, in the order of their token ids in GPT-2's and CLIP's vocabularies.
-
-    Printable characters come first and stand for themselves.
-    """
-    printable = [*range(ord('!'), ord('~') + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-    others = 256 - len(printable)
-    return [chr(byte) for byte in printable] + [chr(256 + index) for index in range(others)]

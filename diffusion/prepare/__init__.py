@@ -38,6 +38,7 @@ Modules, in the order of the data flow:
 | | `output_folders` | the output datasets: local folders or object store folders |
 | report | `counts_report` | counts as JSON and text |
 | | `histograms` | statistics of the images |
+| | `caption_tokens` | lengths of captions in CLIP tokens |
 | | `caption_list` | captions of the training images |
 | | `html_report` | the report as an HTML page; `report_thumbnails` selects its images |
 """

@@ -26,7 +26,7 @@ from diffusion.prepare.caption_list import CAPTIONS, caption_list
 from diffusion.prepare.catalog import HELD_OUT, REJECTED, TRAIN, Catalog
 from diffusion.prepare.convert_part import PartJob, read_counts
 from diffusion.prepare.counts_report import REPORT, HeldOut, PrepareReport, rejection_lines
-from diffusion.prepare.histograms import statistics_of
+from diffusion.prepare.histograms import long_captions_note, statistics_of
 from diffusion.prepare.html_report import report_page
 from diffusion.prepare.input_plan import InputPlan
 from diffusion.prepare.optional_formats import format_of_suffix
@@ -302,6 +302,8 @@ class _Preparation:
             report.rejected, report.passed_over = catalog.rejected, self.passed_over(plan)
             report.inputs = len(catalog) + sum(files.count for files in report.passed_over.values())
             report.notes = self.notes(plan)
+            long_captions = long_captions_note(report.statistics)
+            report.notes += [] if long_captions is None else [long_captions]
         return report
 
     def passed_over(self, plan: InputPlan) -> dict[str, NamedCount]:

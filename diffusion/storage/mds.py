@@ -14,7 +14,7 @@ import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +156,31 @@ def shard_name(number: int) -> str:
 def index_text(shards: Sequence[Mapping[str, Any]]) -> str:
     """Return the content of a dataset's index.json for these entries, one per shard."""
     return json.dumps({'version': 2, 'shards': list(shards)}, sort_keys=True)
+
+
+def first_samples(folder: Path, count: int) -> list[dict[str, Any]]:
+    """Return the first samples of a dataset's first shard, at most `count`.
+
+    Empty if the shard is not there, is compressed, or has columns that `ShardFormat.decode` does not support.
+
+    Raises:
+        ValueError: The index or the shard is damaged.
+    """
+    try:
+        entry = next(each for each in json.loads((folder / INDEX).read_bytes())['shards'] if each['samples'])
+        columns = dict(zip(entry['column_names'], entry['column_encodings'], strict=True))
+        if entry['zip_data'] is not None or not set(columns.values()) <= _DECODE.keys():
+            return []
+        with (folder / entry['raw_data']['basename']).open('rb') as file:
+            count = min(count, *struct.unpack('<I', file.read(4)))
+            offsets = struct.unpack(f'<{count + 1}I', file.read(4 * (count + 1)))
+            file.seek(offsets[0])
+            shards = ShardFormat(columns)
+            return [shards.decode(file.read(stop - start)) for start, stop in pairwise(offsets)]
+    except OSError:
+        return []
+    except (KeyError, TypeError, struct.error, StopIteration) as error:
+        raise ValueError(f'{folder}: {type(error).__name__}: {error}') from error
 
 
 def write_dataset(folder: Path, samples: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> None:

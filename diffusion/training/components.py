@@ -301,7 +301,7 @@ def _with_local(config: StreamConfig, cache: Path) -> StreamConfig:
 def _stream(config: StreamConfig) -> Stream:
     """Build StreamingDataset's Stream object from a recipe's stream settings."""
     values = asdict(config)
-    for name in ('resolution', 'shape', 'aspects', 'remote'):
+    for name in ('resolution', 'shape', 'aspects', 'enlarge', 'remote'):
         del values[name]
     if config.remote is not None and config.local is not None:
         Path(config.local).mkdir(parents=True, exist_ok=True)

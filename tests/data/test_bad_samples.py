@@ -1,6 +1,7 @@
 """Replacement of samples that cannot be decoded, and the limit on their number."""
 
 import json
+import os
 
 import pytest
 from hypothesis import given
@@ -69,6 +70,37 @@ def test_shard_with_only_bad_samples_raises(tmp_path):
     dataset = loader_over(None, local, substitute=True).dataset
     with pytest.raises(BadSample, match=rf'sample 3 .*: bad; {MAX_ATTEMPTS} other samples of its shard cannot'):
         dataset[3]
+
+
+def damage(shard, index: int) -> None:
+    """Overwrite the beginning of a sample's payload, so that it cannot be decoded, and keep the modification time."""
+    content, times = bytearray(shard.read_bytes()), shard.stat()
+    at = content.index(payload(index))
+    content[at : at + 3] = b'bad'
+    shard.write_bytes(content)
+    os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+@pytest.mark.parametrize('substitute', [True, False])
+def test_shard_that_was_damaged_after_its_check_is_downloaded_again(tmp_path, substitute):
+    remote, local = write_samples(tmp_path / 'remote', bad=frozenset({3})), tmp_path / 'local'
+    dataset = loader_over(remote, local, substitute=substitute).dataset
+    assert dataset[4]['number'] == expected()[4]
+    for index in (4, 5):
+        damage(local / 'shard.00000.mds', index)
+    assert dataset[4]['number'] == expected()[4] and dataset[5]['number'] == expected()[5]
+    if substitute:
+        assert dataset[3][batch_keys.REPLACED], 'a sample that was written so is replaced as before'
+
+
+def test_local_shard_that_was_damaged_after_its_check_is_named(tmp_path):
+    local = write_samples(tmp_path / 'local')
+    dataset = loader_over(None, local, substitute=True).dataset
+    assert dataset[4]['number'] == expected()[4]
+    damage(local / 'shard.00000.mds', 4)
+    with pytest.raises(DataError, match=r'shard.00000.mds: .*xxh64.*restore it, or prepare the data again') as raised:
+        dataset[4]
+    assert not isinstance(raised.value, BadSample)
 
 
 def test_missing_shard_is_not_substituted(tmp_path):

@@ -405,7 +405,7 @@ from pathlib import Path
 from drawn import DrawnSource
 from diffusion.cli import main
 from diffusion.prepare import settings
-settings.SourceSettings.open = lambda self, sizes: DrawnSource(4, 10, seconds=0.1)
+settings.SourceSettings.open = lambda self, sizes, formats: DrawnSource(4, 10, seconds=0.1)
 if __name__ == '__main__':
     sys.exit(main(['prepare', 'folder', 'drawn', '--out', sys.argv[2], '--sizes', '16', '--workers', '2']))
 """

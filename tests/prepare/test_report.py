@@ -105,8 +105,10 @@ def test_report_accounts_for_every_input(prepared: tuple[Path, PrepareReport]) -
 
 def test_statistics_are_of_kept_images(prepared: tuple[Path, PrepareReport]) -> None:
     report = prepared[1]
-    assert [sum(each['counts']) for each in report.statistics.values()] == [report.pictures] * 4
-    sides, aspects, numbers, lengths = report.statistics.values()
+    *of_images, tokens = report.statistics.values()
+    assert [sum(each['counts']) for each in of_images] == [report.pictures] * 4
+    assert sum(tokens['counts']) > report.pictures, 'one for each caption'
+    sides, aspects, numbers, lengths = of_images
     assert (numbers['quantiles']['0%'], numbers['quantiles']['100%']) == (1.0, 2.0)
     assert set(sides['quantiles'].values()) == {48.0}
     assert set(aspects['quantiles'].values()) == {round(64 / 48, 3)}

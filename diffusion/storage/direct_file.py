@@ -1,0 +1,124 @@
+"""File that is written past the page cache of the operating system, where a local file system allows it."""
+
+import errno
+import fcntl
+import io
+import mmap
+import os
+from functools import cache
+from pathlib import Path
+from typing import BinaryIO, cast
+
+# A checkpoint is not read again soon. Through the page cache, the kernel copies it, evicts the training data from the
+# cache for it, and writes it later with threads of its own. On a virtual machine, whose host provides each page of the
+# cache only when it is first used, 1.7 GB took 4.8 to 7.4 s through the page cache and 1.4 to 1.5 s past it.
+FILE_SYSTEMS = ('ext3', 'ext4', 'f2fs', 'xfs')
+"""Types of file systems that are written directly. Not network file systems: their clients would wait for the server
+after each chunk."""
+CHUNK_BYTES = 8 * 2**20
+"""Size of a direct write, a multiple of any block size."""
+
+
+def open_for_writing(path: Path) -> BinaryIO:
+    """Create or truncate a file, to be written in order past the page cache if its file system is in FILE_SYSTEMS.
+
+    `flush` hands all data to the operating system, as with any file; the data are on the disk after `os.fsync`.
+    """
+    file = path.open('wb', buffering=0)
+    is_direct = _file_system(os.fstat(file.fileno()).st_dev) in FILE_SYSTEMS
+    return cast(BinaryIO, DirectFile(file)) if is_direct else io.BufferedWriter(file)
+
+
+class DirectFile(io.RawIOBase):
+    """Binary file that collects the data in a buffer, and writes each full buffer with O_DIRECT.
+
+    Args:
+        file: The file, open for writing, without a buffer, and empty.
+    """
+
+    def __init__(self, file: io.FileIO) -> None:
+        self._file = file
+        # O_DIRECT needs memory at the beginning of a page, which a bytearray is not.
+        self._buffer = memoryview(mmap.mmap(-1, CHUNK_BYTES))
+        self._filled = 0
+        self._is_direct = False
+        self._may_be_direct = True
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:  # type: ignore[override]
+        """Write all of the data; raises OSError as for any file."""
+        view = memoryview(data).cast('B')
+        written = 0
+        while written < len(view):
+            count = min(len(view) - written, CHUNK_BYTES - self._filled)
+            self._buffer[self._filled : self._filled + count] = view[written : written + count]
+            self._filled += count
+            written += count
+            if self._filled == CHUNK_BYTES:
+                self._set_direct(self._may_be_direct)
+                self._write_buffer()
+        return len(view)
+
+    def flush(self) -> None:
+        """Write what is left in the buffer, of any size, through the page cache."""
+        if not self._file.closed and self._filled:
+            # Direct writes must be of whole blocks, and those after this one would not begin with a block.
+            self._may_be_direct = False
+            self._set_direct(False)
+            self._write_buffer()
+
+    def close(self) -> None:
+        """Flush and close the file."""
+        if not self.closed:
+            try:
+                super().close()  # calls flush
+            finally:
+                self._file.close()
+
+    @property
+    def name(self) -> str:
+        """Path of the file, as it was opened."""
+        return str(self._file.name)
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+    def _write_buffer(self) -> None:
+        written = 0
+        while written < self._filled:
+            try:
+                written += self._file.write(self._buffer[written : self._filled])
+            except OSError as error:
+                # A device with larger blocks, or a short write that ended within one.
+                if error.errno != errno.EINVAL or not self._is_direct:
+                    raise
+                self._may_be_direct = False
+                self._set_direct(False)
+        self._filled = 0
+
+    def _set_direct(self, direct: bool) -> None:
+        if direct == self._is_direct:
+            return
+        flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
+            self._is_direct = direct
+        except OSError:
+            if not direct:
+                raise
+            self._may_be_direct = False  # the file system cannot
+
+
+@cache
+def _file_system(device: int) -> str:
+    """Return the type of the file system with a device number; empty if unknown."""
+    number = f'{os.major(device)}:{os.minor(device)}'
+    try:
+        lines = Path('/proc/self/mountinfo').read_text(encoding='utf-8', errors='replace').splitlines()
+    except OSError:
+        return ''
+    # Fields of a line: man 5 proc. The number of fields before ` - ` varies.
+    mounts = (line.split(' - ', 1) for line in lines if line.split()[2] == number)
+    return next((mount[1].split()[0] for mount in mounts if len(mount) == 2), '')

@@ -403,7 +403,8 @@ def environment_page() -> str:
             'DIFFUSION_FAILURE_DOMAIN',
             'What fails together with this node, such as its rack, for `checkpointing.tiers`.',
         ),
-        ('HF_HOME, HF_HUB_OFFLINE, HF_TOKEN', "Hugging Face's cache, offline mode and token for gated weights."),
+        ('HF_HOME, HF_HUB_OFFLINE, HF_TOKEN', "Hugging Face's cache, offline mode, token for gated repositories."),
+        ('HF_ENDPOINT', 'Address of another Hugging Face Hub.'),
         ('S3_ENDPOINT_URL', 'Endpoint of an S3-compatible object store.'),
     ]
     return _joined(

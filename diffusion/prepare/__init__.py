@@ -13,6 +13,8 @@ Modules, in the order of the data flow:
 | | `webdataset` | tar files written by img2dataset; `tar_reading` reads a damaged tar up to the damage |
 | | `parquet` | Parquet files with an image column; `image_table` finds the columns and reads the rows |
 | | `huggingface_source` | a split of a Hugging Face dataset, read by the readers above or by `arrow_dataset` |
+| | `dataset_listing` | the files of a dataset, on the Hub or in a folder |
+| | `dataset_choice` | what to read of a dataset: configuration, layout and split |
 | | `dataset_splits` | splits by the names of folders and files |
 | | `dataset_card` | license, configurations and splits in the card of a dataset |
 | | `hub_repository` | lists and downloads the files of a dataset on the Hub at one commit |

@@ -4,7 +4,7 @@ They combine the tables of all parts; a part is the unit of input that one job c
 34 bytes of memory and a sample 22, so 100 million images in three buckets take 10 GB; keys and captions stay on disk.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,7 +127,7 @@ class Catalog:
         part = int(self.part[row])
         return read_inputs(self.parts[part], ['key'])['key'][int(row - self.first_row[part])].as_py()
 
-    def drop_duplicates(self, mode: str, *, max_distance: int, saved: Path) -> list[tuple[int, int]]:
+    def drop_duplicates(self, mode: str, *, max_distance: int, saved: Path) -> list[tuple[int, str]]:
         """Mark images that are duplicates of an earlier one as rejected.
 
         Args:
@@ -136,7 +136,7 @@ class Catalog:
             saved: File that caches the result of the search for a resumed preparation, since the search may be slow.
 
         Returns:
-            (duplicate, original) row numbers of the first `NAMES_SHOWN` duplicates, for the report.
+            (row number, key of the original) of the first `NAMES_SHOWN` duplicates, for the report.
         """
         if mode == 'none':
             return []
@@ -146,12 +146,28 @@ class Catalog:
             with atomic_file(saved) as unfinished, unfinished.open('xb') as file:
                 np.save(file, repeats)
         dropped = np.flatnonzero(repeats >= 0)
-        self.split[kept[dropped]] = REJECTED
-        shown = [(int(kept[index]), int(kept[repeats[index]])) for index in dropped[:NAMES_SHOWN]]
-        if len(dropped):
-            names = [f'{self.key(row)} (duplicate of {self.key(original)})' for row, original in shown]
-            self.rejected[DUPLICATE] = NamedCount(len(dropped), names)
+        return self.reject_duplicates(kept[dropped], lambda index: self.key(int(kept[repeats[dropped[index]]])))
+
+    def reject_duplicates(self, rows: np.ndarray, original: Callable[[int], str]) -> list[tuple[int, str]]:
+        """Mark images as rejected duplicates.
+
+        Args:
+            rows: Row numbers of the duplicates.
+            original: Returns the key of the original of the i-th of them.
+
+        Returns:
+            (row number, key of the original) of the first `NAMES_SHOWN`, for the report.
+        """
+        shown = [(int(row), original(index)) for index, row in enumerate(rows[:NAMES_SHOWN])]
+        self.reject(rows, DUPLICATE, [f'{self.key(row)} (duplicate of {name})' for row, name in shown])
         return shown
+
+    def reject(self, rows: np.ndarray, reason: str, names: Sequence[str] | None = None) -> None:
+        """Mark images as rejected for a reason; `names` replaces the keys of the first `NAMES_SHOWN` in the report."""
+        self.split[rows] = REJECTED
+        if len(rows):
+            keys = [self.key(int(row)) for row in rows[:NAMES_SHOWN]] if names is None else names
+            count_named(self.rejected, reason, len(rows), keys)
 
     def hold_out(self, count: int) -> None:
         """Hold out the `count` kept images with the smallest hashes of their keys (XXH3, 64 bits).
@@ -162,10 +178,14 @@ class Catalog:
         if not count:
             return
         kept = self.kept
-        keys = np.concatenate([_key_hashes(folder) for folder in self.parts])[kept]
+        keys = self.key_hashes()[kept]
         # By pixels if several images have the same key, so that the order of the input never decides.
         order = np.lexsort((self.columns['exact_hash'][kept], keys))
         self.split[kept[order[:count]]] = HELD_OUT
+
+    def key_hashes(self) -> np.ndarray:
+        """Return the hash of the key of each input, uint64."""
+        return np.concatenate([_key_hashes(folder) for folder in self.parts])
 
     def _search(self, kept: np.ndarray, mode: str, max_distance: int) -> np.ndarray:
         """Search the kept images for duplicates; return the result of `image_hashes.duplicates`."""

@@ -2,9 +2,10 @@
 
 import argparse
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from diffusion.errors import printable
+from diffusion.errors import UserError, printable
 
 if TYPE_CHECKING:
     from diffusion.prepare.settings import PrepareSettings
@@ -45,6 +46,7 @@ def run_prepare(args: argparse.Namespace) -> int:
     Raises:
         UserError: An argument or the input is invalid.
     """
+    from diffusion.prepare.append import append
     from diffusion.prepare.engines import run_on
     from diffusion.prepare.pipeline import prepare
     from diffusion.prepare.work_dir import Share
@@ -54,7 +56,7 @@ def run_prepare(args: argparse.Namespace) -> int:
     if not sys.stderr.isatty():  # progress bars are shown only on a terminal
         print(f'preparing {settings.out}', file=sys.stderr)
     try:
-        report = prepare(settings, run=run_on(args.engine, settings), share=share)
+        report = (append if args.append else prepare)(settings, run=run_on(args.engine, settings), share=share)
     except KeyboardInterrupt:
         print(
             f'interrupted; run the same command to resume, finished work is in {settings.work_folder}', file=sys.stderr
@@ -153,9 +155,8 @@ def _add_shared_options(parser: argparse.ArgumentParser) -> None:
         '--sizes',
         type=int,
         nargs='+',
-        required=True,
         metavar='PX',
-        help='side lengths of the resolution buckets, in pixels',
+        help='side lengths of the resolution buckets, in pixels; required except with --append',
     )
     parser.add_argument(
         '--buckets',
@@ -209,6 +210,11 @@ def _add_shared_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_execution_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
+        '--append',
+        action='store_true',
+        help='add the images to the finished dataset at --out; settings that are left out are those of the dataset',
+    )
+    parser.add_argument(
         '--share',
         metavar='I/N',
         help='process only share I of N, counted from 0, when N machines share the work folder: 3/16',
@@ -243,7 +249,7 @@ def _settings(args: argparse.Namespace) -> 'PrepareSettings':
     from diffusion.prepare.settings import load_settings, settings_of
 
     if args.source == 'recipe':
-        return load_settings(args.recipe, args.overrides)
+        return load_settings(args.recipe, args.overrides, inherit=_inherit if args.append else None)
     values: dict[str, Any] = {name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None}
     if values.get('aspects') in (['none'], ['sdxl']):
         values['aspects'] = values['aspects'][0]
@@ -253,4 +259,17 @@ def _settings(args: argparse.Namespace) -> 'PrepareSettings':
         from diffusion.prepare import openmoji
 
         values |= openmoji.SETTINGS
+    if args.append:
+        return settings_of(_inherit(values), values, overrides=args.set)
+    if args.sizes is None:
+        raise UserError(
+            '--sizes: is missing; give the side lengths of the resolution buckets in pixels, such as 256 512'
+        )
     return settings_of(values, overrides=args.set)
+
+
+def _inherit(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the dataset that is added to, for those that are left out."""
+    from diffusion.prepare.append import inherited_settings
+
+    return inherited_settings(str(values['out'])) if values.get('out') else {}

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,14 @@ class PrepareReport:
     """Histograms of the dataset's images by quantity: edges, counts and quantiles."""
     fingerprint: str | None = None
     """Hash of the settings, the input and the package versions."""
+    date: str | None = None
+    """Time at which the dataset was finished or last changed, in UTC; reports of earlier versions have none."""
     seconds: float = 0.0
     """Elapsed time of the last start in seconds."""
+    deliveries: list[dict[str, Any]] = field(default_factory=list)
+    """Date, source and counts of each delivery of a dataset that was added to; empty for a dataset of one."""
+    removed: int = 0
+    """Number of images that were removed after their delivery."""
 
     @property
     def rejected_share(self) -> float:
@@ -98,6 +105,9 @@ class PrepareReport:
             'notes': self.notes,
             'statistics': self.statistics,
             'fingerprint': self.fingerprint,
+            **({'deliveries': self.deliveries} if self.deliveries else {}),
+            **({'removed': self.removed} if self.removed else {}),
+            'date': self.date,
             'seconds': round(self.seconds, 1),
         }
         write_atomically(path, json.dumps(content, indent=2) + '\n')
@@ -150,6 +160,11 @@ def count_lines(title: str, counts: Mapping[str, NamedCount]) -> list[str]:
 def versions_of(*distributions: str) -> dict[str, str]:
     """Return the installed version of each of these pip packages, by name."""
     return {name: version(name) for name in distributions}
+
+
+def utc_now() -> str:
+    """Return the present time in UTC, such as 2026-11-25T20:04:13Z."""
+    return datetime.now(timezone.utc).strftime('%Y-%m-%dT%H:%M:%SZ')
 
 
 def _counts(buckets: Mapping[str, int]) -> str:

@@ -84,6 +84,8 @@ def caption_numbers(catalog: Catalog, images: np.ndarray) -> np.ndarray:
 def _histogram(values: np.ndarray, edges: list[Any]) -> dict[str, Any]:
     """Return bin edges, counts and quantiles; the last bin has no upper edge."""
     counts, _ = np.histogram(values, [*edges, np.inf])
+    if not len(values):  # an added delivery of which no image was kept
+        return {'edges': edges, 'counts': counts.tolist(), 'quantiles': {}}
     quantiles = np.quantile(values, QUANTILES)
     return {
         'edges': edges,

@@ -9,6 +9,7 @@ from typing import Any
 from diffusion.evaluation.image_sheet import Figure, html_figures, html_page
 from diffusion.prepare.counts_report import HeldOut, PrepareReport
 
+HTML_REPORT = 'report.html'
 MAX_CAPTION = 200
 """Maximum length of a caption in the report, in characters."""
 STYLE = """
@@ -41,6 +42,7 @@ def report_page(
     sections = [
         f'<h1>{html.escape(out)}</h1>',
         _summary(report),
+        *_deliveries(report),
         '<h2>Buckets</h2>',
         _bucket_bars(report),
         f'<p>Buckets without images: {html.escape(", ".join(report.empty_buckets))}.</p>'
@@ -69,10 +71,21 @@ def _summary(report: PrepareReport) -> str:
         **({'held out': f'{report.held_out.pictures:,}'} if report.held_out else {}),
         'rejected': f'{rejected:,} ({report.rejected_share:.2%}; the limit is {report.max_rejected:.2%})',
         'passed over': f'{sum(files.count for files in report.passed_over.values()):,} files',
+        **({'removed later': f'{report.removed:,}'} if report.removed else {}),
         'license': report.license or 'not given',
     }
     failed = '' if report.passed else '<p class="failed">More images were rejected than max_rejected allows.</p>'
     return _table(lines) + ''.join(f'<p>{html.escape(note)}</p>' for note in report.notes) + failed
+
+
+def _deliveries(report: PrepareReport) -> list[str]:
+    """Return the section of the deliveries of a dataset that was added to; empty for a dataset of one."""
+    if len(report.deliveries) < 2:
+        return []
+    names = list(report.deliveries[0])
+    head = ''.join(f'<th>{name.replace("_", " ")}</th>' for name in names)
+    rows = [''.join(f'<td>{html.escape(str(delivery[name]))}</td>' for name in names) for delivery in report.deliveries]
+    return ['<h2>Deliveries</h2>', f'<table><tr>{head}</tr>{"".join(f"<tr>{row}</tr>" for row in rows)}</table>']
 
 
 def _held_out(held_out: HeldOut | None, shown: Iterable[Figure]) -> list[str]:

@@ -61,10 +61,17 @@ def output_of(out: str, staging: Staging, work: WorkFolder, *, overwrite: bool) 
     return FolderOutput(Path(out).resolve(), staging, work, overwrite=overwrite)
 
 
-def shard_writer(output: Output, bucket: str, *, size_limit: int) -> ShardWriter:
-    """Return the writer of a bucket's final shards, which also records the shards that are done."""
+def shard_writer(output: Output, bucket: str, *, size_limit: int, token: str = '') -> ShardWriter:
+    """Return the writer of a bucket's final shards, which also records the shards that are done.
+
+    Args:
+        output: Destination of the dataset.
+        bucket: Name of the bucket.
+        size_limit: Maximum size of a shard in bytes.
+        token: Part of the names of the shards if they are added to a dataset.
+    """
     entries = LocalFolder(output.staging.packed / bucket)
-    return ShardWriter(output.bucket(bucket), entries, ShardFormat(COLUMNS, size_limit))
+    return ShardWriter(output.bucket(bucket), entries, ShardFormat(COLUMNS, size_limit), token)
 
 
 class FolderOutput:
@@ -120,7 +127,10 @@ class FolderOutput:
         if not out.is_dir() or not any(out.iterdir()):
             return
         if not self.overwrite:
-            raise UserError(f'{out}: exists and is not empty; remove it, give another --out or add --overwrite')
+            raise UserError(
+                f'{out}: exists and is not empty; remove it, give another --out, '
+                'or add --overwrite to replace the dataset or --append to add the images to it'
+            )
         if not (out / REPORT).is_file():
             raise UserError(f'{out}: has no {REPORT}, so it is not a prepared dataset; give another --out')
 
@@ -139,7 +149,9 @@ class StoreOutput:
     def check(self) -> None:
         # With a plan, the objects are shards that an earlier start uploaded.
         if not self.work.plan.exists() and self.folder.sizes():
-            raise UserError(f'{self.folder}: is not empty; remove its objects or give another out')
+            raise UserError(
+                f'{self.folder}: is not empty; remove its objects, give another out, or add --append to add to it'
+            )
 
     def bucket(self, name: str) -> Folder:
         return StoreFolder(f'{self.folder.url}/{name}', self.folder.scratch / name)

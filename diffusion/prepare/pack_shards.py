@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from diffusion.config.image_shapes import parse_shape, write_buckets
+from diffusion.config.image_shapes import BUCKETS, Shape, buckets_text, parse_shape
 from diffusion.errors import DataError
 from diffusion.prepare.catalog import Catalog
 from diffusion.prepare.convert_part import read_header_size
@@ -45,7 +45,7 @@ class ShardJob:
 
     @property
     def name(self) -> str:
-        return f'shard {self.bucket}/{mds.shard_name(self.number)}'
+        return f'shard {self.bucket}/{self.shards.name(self.number)}'
 
     def __call__(self, note: Note) -> int:
         """Write the final shard; return the total size of its samples in bytes, for the progress bar."""
@@ -78,7 +78,7 @@ class ShardJob:
 
 
 def plan_shards(
-    catalog: Catalog, numbers: np.ndarray, bucket: str, *, work: WorkFolder, shards: ShardWriter
+    catalog: Catalog, numbers: np.ndarray, bucket: str, *, work: WorkFolder, shards: ShardWriter, first: int = 0
 ) -> Iterator[ShardJob]:
     """Yield the jobs that write a bucket's final shards: the given samples in order, as many per shard as fit.
 
@@ -88,9 +88,10 @@ def plan_shards(
         bucket: Unique name of the bucket for messages.
         work: Work folder with the parts.
         shards: Writer of the shards.
+        first: Number of the first shard.
     """
     samples = catalog.samples
-    for number, span in enumerate(shards.format.cut(samples.size[numbers])):
+    for number, span in enumerate(shards.format.cut(samples.size[numbers]), first):
         chosen = numbers[span.start : span.stop]
         places = (samples.shard[chosen], samples.offset[chosen], samples.size[chosen])
         yield ShardJob(work, bucket, shards, number, catalog.part[samples.image[chosen]], *places)
@@ -103,9 +104,15 @@ def write_indexes(entries: Mapping[str, list[dict[str, Any]]], dataset: Path) ->
         entries: Index entries of the shards, by bucket.
         dataset: The dataset folder.
     """
-    by_size: dict[str, dict[Any, dict[str, int]]] = {}
+    for name, content in index_files(entries).items():
+        write_atomically(dataset / name, content)
+
+
+def index_files(entries: Mapping[str, list[dict[str, Any]]]) -> dict[str, str]:
+    """Return the contents of the files that `write_indexes` writes, by name."""
+    files = {f'{bucket}/{mds.INDEX}': mds.index_text(shards) for bucket, shards in entries.items()}
+    by_size: dict[str, dict[Shape, dict[str, int]]] = {}
     for bucket, shards in entries.items():
-        write_atomically(dataset / bucket / mds.INDEX, mds.index_text(shards))
         size, _, shape = bucket.partition('/')
         if shape:
             counts = {
@@ -114,4 +121,5 @@ def write_indexes(entries: Mapping[str, list[dict[str, Any]]], dataset: Path) ->
             }
             by_size.setdefault(size, {})[parse_shape(shape)] = counts
     for size, shapes in by_size.items():
-        write_buckets(dataset / size, int(size.removesuffix('px')), shapes)
+        files[f'{size}/{BUCKETS}'] = buckets_text(int(size.removesuffix('px')), shapes)
+    return files

@@ -5,7 +5,7 @@ the samples of each bucket (images of one resolution or shape) are packed into f
 
 A preparation can be stopped at any point, and the next start resumes it. Each step renames its result to the final name
 only when it is complete. The dataset depends only on the input and the settings, not on the number of processes, the
-order in which they finish, or interruptions; only `seconds` in the report varies.
+order in which they finish, or interruptions; only `date` and `seconds` in the report vary.
 """
 
 import time
@@ -25,9 +25,17 @@ from diffusion.prepare.bucket_choice import Buckets
 from diffusion.prepare.caption_list import CAPTIONS, caption_list
 from diffusion.prepare.catalog import HELD_OUT, REJECTED, TRAIN, Catalog
 from diffusion.prepare.convert_part import PartJob, read_counts
-from diffusion.prepare.counts_report import REPORT, HeldOut, PrepareReport, rejection_lines
+from diffusion.prepare.counts_report import REPORT, HeldOut, PrepareReport, rejection_lines, utc_now
+from diffusion.prepare.dataset_record import (
+    RECORD,
+    DatasetRecord,
+    comparable_settings,
+    with_indexes,
+    write_delivery,
+)
 from diffusion.prepare.histograms import long_captions_note, statistics_of
-from diffusion.prepare.html_report import report_page
+from diffusion.prepare.html_report import HTML_REPORT, report_page
+from diffusion.prepare.image_record import write_images
 from diffusion.prepare.input_plan import InputPlan
 from diffusion.prepare.optional_formats import format_of_suffix
 from diffusion.prepare.output_folders import output_of, shard_writer
@@ -39,7 +47,6 @@ from diffusion.prepare.worker_pool import WorkerJob, run_jobs
 from diffusion.storage.atomic import write_atomically
 from diffusion.storage.shard_writer import ShardWriter
 
-HTML_REPORT = 'report.html'
 Run = Callable[[Iterable[WorkerJob]], Iterator[Any]]
 """Function that runs jobs in any order and yields their results."""
 
@@ -73,14 +80,14 @@ def prepare(
     try:
         with work.locked(share):
             source = source or settings.source.open(sizes=settings.sizes, formats=settings.formats)
-            return _Preparation(settings, source, run, work).execute(share)
+            return Preparation(settings, source, run, work).execute(share)
     except OSError as error:
         raise OSError(
             f'{work.path}: {error}; fix the cause and run the same command again; finished work is kept'
         ) from error
 
 
-class _Preparation:
+class Preparation:
     """The steps of one call of `prepare`, which holds the lock of the work folder."""
 
     def __init__(self, settings: PrepareSettings, source: Source, run: Run, work: WorkFolder) -> None:
@@ -90,6 +97,8 @@ class _Preparation:
         self.work = work
         self.buckets = Buckets(settings.sizes, settings.aspects, step=settings.step).names
         self.splits = (TRAIN, HELD_OUT) if settings.hold_out else (TRAIN,)
+        self.token = ''
+        """Part of the names of the shards, if they are added to a dataset."""
         self.outputs = {
             TRAIN: output_of(settings.out, work.train, work, overwrite=settings.overwrite),
             HELD_OUT: output_of(settings.held_out, work.held_out, work, overwrite=settings.overwrite),
@@ -192,7 +201,16 @@ class _Preparation:
         self.check_accepted(catalog)
         catalog.hold_out(self.settings.hold_out)
         counts = self.pack_shards(catalog)
-        reports = {split: self.write_dataset(catalog, plan, split, counts) for split in self.splits}
+        shards = self.shards_of_samples(catalog)
+        reports, deliveries = {}, {}
+        for split in self.splits:
+            reports[split], entries = self.report_and_entries(catalog, plan, split, counts)
+            dataset = self.outputs[split].staging.dataset
+            write_indexes(entries, dataset)
+            deliveries[split] = write_delivery(dataset, 0, plan.fingerprint[:8], plan, entries)
+            write_images(dataset / deliveries[split].images, catalog, shards, self.buckets, split=split)
+            record = DatasetRecord(comparable_settings(plan.settings), [deliveries[split]])
+            write_atomically(dataset / RECORD, with_indexes(record, entries).content())
         report = reports[TRAIN]
         if HELD_OUT in reports:
             held_out = reports[HELD_OUT]
@@ -207,8 +225,9 @@ class _Preparation:
         write_atomically(self.work.train.dataset / HTML_REPORT, html)
         write_atomically(self.work.train.dataset / CAPTIONS, caption_list(catalog))
         for split, each in reports.items():
-            each.seconds = time.monotonic() - start
-            each.save(self.outputs[split].staging.dataset / REPORT)
+            each.seconds, each.date = time.monotonic() - start, utc_now()
+            for name in (REPORT, deliveries[split].report):
+                each.save(self.outputs[split].staging.dataset / name)
         # After the reports and every shard: this file marks the datasets as complete.
         write_atomically(self.work.complete, (self.work.train.dataset / REPORT).read_text(encoding='utf-8'))
 
@@ -231,29 +250,46 @@ class _Preparation:
             )
         raise UserError('\n'.join([problem, *rejection_lines(catalog.rejected)]))
 
-    def write_dataset(
+    def report_and_entries(
         self, catalog: Catalog, plan: InputPlan, split: int, counts: Mapping[tuple[int, str], int]
-    ) -> PrepareReport:
-        """Write the indexes of a split whose shards are done; return its report without `held_out` and `seconds`.
+    ) -> tuple[PrepareReport, dict[str, list[dict[str, Any]]]]:
+        """Return the report of a split whose shards are done, without `held_out`, `date` and `seconds`, and the index
+        entries of its shards by bucket.
 
         Args:
             catalog: Tables of all inputs and samples.
             plan: Plan of the preparation.
             split: TRAIN or HELD_OUT.
-            counts: Number of shards per split and bucket.
+            counts: Number after that of the last shard per split and bucket.
         """
         report = self.make_report(catalog, plan, split)
-        entries = {name: self.writer(split, name).read_entries(range(counts[split, name])) for name in report.buckets}
-        write_indexes(entries, self.outputs[split].staging.dataset)
+        entries = {
+            name: self.writer(split, name).read_entries(range(self.first_shard(name), counts[split, name]))
+            for name in report.buckets
+        }
         report.bytes = {name: sum(shard['raw_data']['bytes'] for shard in entries[name]) for name in entries}
-        return report
+        return report, entries
+
+    def first_shard(self, bucket: str) -> int:
+        """Return the number of the first shard of a bucket that is written."""
+        return 0
+
+    def shards_of_samples(self, catalog: Catalog) -> np.ndarray:
+        """Return the number of the final shard of each sample, uint32; meaningless for samples that are not kept."""
+        found = np.zeros(len(catalog.samples.image), np.uint32)
+        for split, (code, bucket) in product(self.splits, enumerate(self.buckets)):
+            samples = catalog.samples_in(code, split)
+            spans = self.writer(split, bucket).format.cut(catalog.samples.size[samples])
+            for number, span in enumerate(spans, self.first_shard(bucket)):
+                found[samples[span.start : span.stop]] = number
+        return found
 
     def writer(self, split: int, bucket: str) -> ShardWriter:
         """Return the writer of a bucket's final shards."""
-        return shard_writer(self.outputs[split], bucket, size_limit=self.settings.shard_bytes)
+        return shard_writer(self.outputs[split], bucket, size_limit=self.settings.shard_bytes, token=self.token)
 
     def pack_shards(self, catalog: Catalog) -> dict[tuple[int, str], int]:
-        """Write the final shards that are not done yet; return the number of shards per split and bucket."""
+        """Write the final shards that are not done yet; return the number after the last one per split and bucket."""
         counts: dict[tuple[int, str], int] = {}
         kept = catalog.split[catalog.samples.image] != REJECTED
         total = int(catalog.samples.size[kept].sum())
@@ -265,7 +301,8 @@ class _Preparation:
                     done = writer.done()
                     samples = catalog.samples_in(code, split)
                     name = f'held-out/{bucket}' if split == HELD_OUT else bucket
-                    for job in plan_shards(catalog, samples, name, work=self.work, shards=writer):
+                    first = self.first_shard(bucket)
+                    for job in plan_shards(catalog, samples, name, work=self.work, shards=writer, first=first):
                         counts[split, bucket] = job.number + 1
                         if job.number in done:
                             bar.update(int(job.size.sum()))

@@ -34,14 +34,14 @@ def of_held_out(catalog: Catalog) -> list[Figure]:
     return [_figure(catalog, catalog.first_sample(image)) for image in images]
 
 
-def of_reasons(catalog: Catalog, repeats: Sequence[tuple[int, int]]) -> dict[str, list[Figure]]:
+def of_reasons(catalog: Catalog, repeats: Sequence[tuple[int, str]]) -> dict[str, list[Figure]]:
     """Return thumbnails for the report by rejection reason: the first rejected images, each with its key.
 
     Images that cannot be decoded are skipped. A duplicate also names the image that it duplicates.
 
     Args:
         catalog: Table of all inputs.
-        repeats: (duplicate, original) row numbers of duplicates.
+        repeats: (row number, key of the original) of duplicates.
     """
     missing = set(catalog.rejected) - {DUPLICATE}
     shown: dict[str, list[Figure]] = {}
@@ -60,14 +60,14 @@ def of_reasons(catalog: Catalog, repeats: Sequence[tuple[int, int]]) -> dict[str
     return shown
 
 
-def _figure(catalog: Catalog, number: int | np.integer, original: int | None = None) -> Figure:
+def _figure(catalog: Catalog, number: int | np.integer, original: str | None = None) -> Figure:
     """Return a thumbnail of a stored sample with its first caption or, for a duplicate, the key of its original image.
 
     Args:
         catalog: Tables of all inputs and samples.
         number: Number of the sample.
-        original: Row of the image that it duplicates, if any.
+        original: Key of the image that it duplicates, if any.
     """
     sample = catalog.stored_sample(number)
-    text = sample['captions'][0] if original is None else f'{sample["key"]} (duplicate of {catalog.key(original)})'
+    text = sample['captions'][0] if original is None else f'{sample["key"]} (duplicate of {original})'
     return Figure([thumbnail(Image.open(io.BytesIO(sample['image'])))], text)

@@ -5,7 +5,8 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -256,8 +257,18 @@ class PrepareSettings:
         return values
 
 
-def load_settings(path: str | Path, overrides: Sequence[str] = ()) -> PrepareSettings:
+def load_settings(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    inherit: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
+) -> PrepareSettings:
     """Load settings from a YAML file, the files that it extends, and `key=value` overrides.
+
+    Args:
+        path: The YAML file.
+        overrides: Settings that replace those of the file.
+        inherit: Called with the settings; returns those to use where the file and the overrides give none.
 
     Raises:
         RecipeError: The settings are invalid; lists all mistakes.
@@ -266,6 +277,9 @@ def load_settings(path: str | Path, overrides: Sequence[str] = ()) -> PrepareSet
         contents = read_chain(Path(path))
     except UnreadableYAML as error:
         raise RecipeError([Problem('', str(error))], path) from error
+    if inherit is not None:
+        with suppress(UnreadableYAML):  # `settings_of` reports it
+            contents = [inherit(merge_and_resolve(contents, overrides).values), *contents]
     return settings_of(*contents, overrides=overrides, path=path)
 
 

@@ -157,6 +157,12 @@ class WorkFolder:
             if share.includes(int(path.name.partition('.')[0])):
                 remove(path)
 
+    def clear(self) -> None:
+        """Remove everything in the folder except its locks, to start over; the caller must hold the lock."""
+        for path in sorted(self.path.iterdir(), key=lambda path: path == self.plan):
+            if not path.name.startswith(LOCK):
+                remove(path)
+
     def remove(self) -> None:
         """Remove the folder and everything in it."""
         # `complete` and the lock go last: if this is killed, the next start finds `complete` and continues removing,

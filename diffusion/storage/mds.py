@@ -148,9 +148,9 @@ class ShardFormat:
         }
 
 
-def shard_name(number: int) -> str:
-    """Return the file name of the shard with this number, such as shard.00007.mds."""
-    return f'shard.{number:05}.mds'
+def shard_name(number: int, token: str = '') -> str:
+    """Return the file name of the shard with this number, such as shard.00007.mds, or shard.00007.1f0c8a6e.mds."""
+    return f'shard.{number:05}.{token}.mds' if token else f'shard.{number:05}.mds'
 
 
 def index_text(shards: Sequence[Mapping[str, Any]]) -> str:

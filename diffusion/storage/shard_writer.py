@@ -30,11 +30,17 @@ class ShardWriter:
         data: Folder of the shards.
         entries: Folder of the index entries, one file per shard; `data` itself or another folder.
         format: Columns and size limit of the shards.
+        token: Part of the names of the shards that tells those of one change to a dataset from others.
     """
 
     data: Folder
     entries: Folder
     format: ShardFormat
+    token: str = ''
+
+    def name(self, number: int) -> str:
+        """Return the file name of a shard."""
+        return shard_name(number, self.token)
 
     def done(self) -> set[int]:
         """Return the numbers of the complete shards: those with both a file and an index entry."""
@@ -53,7 +59,7 @@ class ShardWriter:
             samples: The encoded samples in order; may be a generator.
             sizes: Sizes of the samples in bytes.
         """
-        name = shard_name(number)
+        name = self.name(number)
         with self.data.writing(name) as path:
             entry = self.format.write_shard(path, samples, sizes, name=name)
         # Only now, when the shard is complete: the entry marks it as done.
@@ -63,7 +69,7 @@ class ShardWriter:
         """Return the index entries of complete shards, in the order of `numbers`."""
 
         def read_entry(number: int) -> dict[str, Any]:
-            return json.loads(self.entries.fetch(f'{shard_name(number)}.json').read_text(encoding='utf-8'))
+            return json.loads(self.entries.fetch(f'{self.name(number)}.json').read_text(encoding='utf-8'))
 
         with ThreadPoolExecutor(FETCHES) as threads:
             return list(threads.map(read_entry, numbers))

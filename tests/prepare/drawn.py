@@ -136,9 +136,10 @@ def keys(out: Path) -> dict[str, list[str]]:
 
 
 def snapshot(out: Path) -> dict[str, bytes]:
-    """Return the content of every file of a dataset, without its own path and the elapsed seconds, which may differ."""
+    """Return the content of every file of a dataset, without its own path, the date and the elapsed seconds."""
     files = (path for path in sorted(out.rglob('*')) if path.is_file())
     train = str(out).removesuffix('-held-out').encode()
     found = {path.relative_to(out).as_posix(): path.read_bytes().replace(train, b'OUT') for path in files}
-    found['report.json'] = re.sub(rb'"seconds": [0-9.]+', b'"seconds": 0', found['report.json'])
+    for name in [name for name in found if name.endswith('report.json')]:
+        found[name] = re.sub(rb'"(seconds|date)": [^,\n]+', rb'"\1": 0', found[name])
     return found

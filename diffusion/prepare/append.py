@@ -1,0 +1,351 @@
+"""Add a delivery of images to a finished dataset: new shards and new indexes; the bytes of old shards stay the same.
+
+The delivery is converted in a work folder as in a first preparation, and compared with the images of the dataset. Its
+shards and tables are then put into the dataset, where nothing refers to them until the record is replaced
+(`dataset_record`); the indexes follow. Killed at any moment, the dataset is the old one or the grown one, and the next
+start of the same command finishes it. If another process changes the dataset meanwhile, the comparison is repeated.
+"""
+
+import json
+import logging
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from diffusion.config.load import RecipeError
+from diffusion.errors import UserError
+from diffusion.prepare import report_thumbnails
+from diffusion.prepare.caption_list import MAX_CAPTIONS, caption_list
+from diffusion.prepare.catalog import TRAIN, Catalog
+from diffusion.prepare.counts_report import PrepareReport, utc_now
+from diffusion.prepare.dataset_record import (
+    RecordedDataset,
+    comparable_settings,
+    delivery_folder,
+    with_indexes,
+    write_delivery,
+)
+from diffusion.prepare.dataset_reports import caption_lines, finish_change, report_of, write_report_files
+from diffusion.prepare.html_report import report_page
+from diffusion.prepare.image_hashes import duplicates
+from diffusion.prepare.image_record import EarlierImages, write_images
+from diffusion.prepare.input_plan import InputPlan
+from diffusion.prepare.pipeline import Preparation, Run
+from diffusion.prepare.settings import PrepareSettings, check_settings
+from diffusion.prepare.source import NamedCount, Source, count_named
+from diffusion.prepare.work_dir import Share, WorkFolder, read_json
+from diffusion.prepare.worker_pool import run_jobs
+from diffusion.storage.atomic import remove, write_atomically
+from diffusion.storage.changing_folder import changing_folder
+from diffusion.storage.differences import differences
+from diffusion.storage.retry import PreconditionFailed
+
+log = logging.getLogger(__name__)
+
+DUPLICATE_KEY = 'duplicate_key'
+"""Rejection reason of an image whose key another image of the dataset has."""
+REMOVED = 'removed'
+"""Rejection reason of an image that was removed from the dataset earlier."""
+PRESENT = 'already in the dataset'
+"""What images are counted as that the dataset has under the same key; they are passed over and not rejected."""
+BASE = 'base'
+"""File of the work folder that names the version of the dataset with which the delivery was compared."""
+
+
+def append(
+    settings: PrepareSettings, *, source: Source | None = None, run: Run | None = None, share: Share | None = None
+) -> PrepareReport | None:
+    """Add the images of a source to the dataset at `settings.out`, or resume an addition that was stopped.
+
+    All added images are for training; `hold_out` must be that of the dataset, whose held-out images stay the same.
+
+    Args:
+        settings: Settings of the preparation; those that affect samples must be those of the dataset.
+        source: Source to read instead of `settings.source`.
+        run: Function that runs the jobs (default: processes on this machine).
+        share: Convert only this share of the input, then return; see `pipeline.prepare`.
+
+    Returns:
+        The report of this delivery, or None if `share` is given.
+
+    Raises:
+        UserError: A setting is invalid or differs from the dataset's, there is no dataset, or an input does not exist.
+        DataError: A part cannot be read at the moment, or the processes that read it died.
+        OSError: The disk is full or fails. Finished work is kept for the next start.
+    """
+    problems = check_settings(settings)
+    if problems:
+        raise RecipeError(problems, 'diffusion prepare')
+    if settings.overwrite:
+        raise UserError('overwrite: cannot be combined with --append; give one of them')
+    work = WorkFolder(settings.work_folder)
+    run = run or partial(run_jobs, workers=settings.worker_count)
+    dataset = RecordedDataset(changing_folder(settings.out), work.path / 'fetched')
+    check_same_settings(settings, dataset)
+    try:
+        with work.locked(share):
+            source = source or settings.source.open(sizes=settings.sizes, formats=settings.formats)
+            return _Addition(settings, source, run, work, dataset).execute(share)
+    except OSError as error:
+        raise OSError(
+            f'{work.path}: {error}; fix the cause and run the same command again; finished work is kept'
+        ) from error
+
+
+def inherited_settings(out: str) -> dict[str, Any]:
+    """Return the settings of the dataset at `out` that its deliveries share, as the content of a YAML file.
+
+    Raises:
+        UserError: There is no dataset, or an earlier version wrote it.
+    """
+    return dict(RecordedDataset(changing_folder(out), Path()).record.settings)
+
+
+def check_same_settings(settings: PrepareSettings, dataset: RecordedDataset) -> None:
+    """Check that a delivery is prepared as the dataset was.
+
+    Raises:
+        UserError: Settings that affect samples differ; lists each of them.
+    """
+    lines = differences(dataset.record.settings, comparable_settings(settings.content_settings()), saved_in='there')
+    if lines:
+        raise UserError(
+            f'out: {dataset.folder} was prepared with other settings:\n  ' + '\n  '.join(lines) + '\n'
+            'leave them out to use those of the dataset, or prepare a dataset of its own with another out'
+        )
+
+
+class _Addition(Preparation):
+    """The steps of one call of `append`, which holds the lock of the work folder."""
+
+    def __init__(
+        self, settings: PrepareSettings, source: Source, run: Run, work: WorkFolder, dataset: RecordedDataset
+    ) -> None:
+        super().__init__(replace(settings, hold_out=0), source, run, work)
+        self.dataset = dataset
+        self.first: dict[str, int] = {}
+        self.present = NamedCount()
+
+    def execute(self, share: Share | None) -> PrepareReport | None:
+        """Run all steps that are not done yet; return the report, or None after converting one machine's share."""
+        start = time.monotonic()
+        # An earlier start, of this command or another, may have been killed before the indexes were replaced.
+        finish_change(self.dataset)
+        plan = self.remaining_plan()
+        if share is None:
+            self.forget_other_plan(plan)
+        if not plan.parts:
+            return self.nothing_to_do()
+        plan.write_or_check(self.work)
+        self.work.clear_unfinished(share)
+        try:
+            self.convert_parts(plan, share)
+            if share is not None:
+                return None
+            report = self.add(plan, start)
+        except BaseException:
+            # The next start would remove these files too, but the disk may be full now.
+            self.work.clear_unfinished(share)
+            raise
+        self.work.remove()
+        return report
+
+    def remaining_plan(self) -> InputPlan:
+        """Return the plan of the parts that no earlier delivery of the same source has had."""
+        plan = InputPlan.make(self.settings, self.source)
+        known = self.dataset.known_parts(plan.content['settings']['source'])
+        return replace(plan, parts=[part for part in plan.parts if part.stamp not in known.get(part.name, ())])
+
+    def forget_other_plan(self, plan: InputPlan) -> None:
+        """Remove the work of an earlier start that is in the dataset by now, or whose input has changed since.
+
+        Work on another source, or with other settings, is kept for `write_or_check` to refuse.
+        """
+        if not self.work.plan.exists():
+            return
+        saved = read_json(self.work.plan)
+        now = json.loads(json.dumps(plan.content))
+        if saved['settings'] != now['settings'] or saved == now:
+            return
+        self.discard_other_version()
+        # From cron, the folder may have grown after a start that was killed; nothing of it is in the dataset yet.
+        if plan.parts:
+            log.warning('%s: the input has changed since an earlier start, which is started over', self.work.path)
+        self.work.clear()
+
+    def nothing_to_do(self) -> PrepareReport:
+        """Return a report without images, and remove the work folder."""
+        self.work.remove()
+        return PrepareReport(
+            source=self.settings.source.title,
+            arguments={'out': self.settings.out},
+            max_rejected=self.settings.max_rejected,
+            inputs=0,
+            notes=['all parts of the input are in the dataset already; nothing to do'],
+        )
+
+    def add(self, plan: InputPlan, start: float) -> PrepareReport:
+        """Compare the converted delivery with the dataset and put it in; repeat if another process was faster."""
+        while True:
+            try:
+                return self.add_to_version(plan, start)
+            except PreconditionFailed as error:
+                log.warning('%s; comparing the delivery with the new version', error)
+                self.dataset.refresh()
+                if not self.remaining_plan().parts:  # another process has added the same delivery
+                    self.discard_other_version()
+                    return self.nothing_to_do()
+
+    def add_to_version(self, plan: InputPlan, start: float) -> PrepareReport:
+        """Add the converted delivery to the version of the dataset that was read last.
+
+        Raises:
+            PreconditionFailed: Another process has changed the dataset meanwhile.
+        """
+        self.start_on_version(plan)
+        catalog = Catalog.read([self.work.part(number) for number in range(len(plan.parts))], self.buckets)
+        earlier = self.dataset.earlier_images()
+        self.present = reject_known(catalog, earlier)
+        repeats = self.drop_duplicates(catalog, earlier)
+        counts = self.pack_shards(catalog)
+        report, entries = self.report_and_entries(catalog, plan, TRAIN, counts)
+        staging = self.outputs[TRAIN].staging.dataset
+        delivery = write_delivery(staging, len(self.dataset.record.deliveries), self.token, plan, entries)
+        write_images(staging / delivery.images, catalog, self.shards_of_samples(catalog), self.buckets, split=TRAIN)
+        self.add_notes(report, plan)
+        report.seconds, report.date = time.monotonic() - start, utc_now()
+        report.save(staging / delivery.report)
+        # Everything of the delivery is in the dataset before the record names it.
+        for path in sorted(path for path in staging.rglob('*') if path.is_file()):
+            self.dataset.folder.put(path.relative_to(staging).as_posix(), path)
+        grown = replace(self.dataset.record, deliveries=[*self.dataset.record.deliveries, delivery])
+        self.dataset.commit(with_indexes(grown, self.dataset.entries(grown.deliveries)))
+        self.dataset.update_indexes()
+        total = self.write_reports(catalog, repeats)
+        report.notes.append(
+            f'added to {self.settings.out}, which has {total.pictures} images of {len(total.deliveries)} deliveries now'
+        )
+        return report
+
+    def start_on_version(self, plan: InputPlan) -> None:
+        """Remove what an earlier start has derived from another version of the dataset."""
+        self.token = self.dataset.token(plan.fingerprint)
+        folder = delivery_folder(len(self.dataset.record.deliveries), self.token)
+        base = self.work.path / BASE
+        if not base.exists() or base.read_text(encoding='utf-8') != folder:
+            self.discard_other_version()
+            write_atomically(base, folder)
+        self.first = {bucket: self.dataset.next_shard(bucket) for bucket in self.buckets}
+
+    def discard_other_version(self) -> None:
+        """Remove the results of comparing the delivery with another version of the dataset, which does not use them."""
+        staging, base = self.outputs[TRAIN].staging, self.work.path / BASE
+        packed = (path.relative_to(staging.packed).as_posix() for path in staging.packed.rglob('*.mds.json'))
+        # Shards and tables may be in the dataset already. Another process that has added the same delivery to the same
+        # version has put the same files there, and uses them.
+        used = self.dataset.shard_names()
+        self.dataset.folder.delete(sorted({name.removesuffix('.json') for name in packed} - used))
+        folder = base.read_text(encoding='utf-8') if base.exists() else None
+        if folder and not any(delivery.images.startswith(f'{folder}/') for delivery in self.dataset.record.deliveries):
+            self.dataset.folder.remove_folder(folder)
+        for path in (self.work.duplicates, staging.packed, staging.dataset):
+            remove(path)
+
+    def first_shard(self, bucket: str) -> int:
+        """Return the number of the first new shard of a bucket, above those of all old shards."""
+        return self.first[bucket]
+
+    def drop_duplicates(self, catalog: Catalog, earlier: EarlierImages) -> list[tuple[int, str]]:
+        """Reject the images that duplicate one of the dataset, of the delivery, or one that was removed.
+
+        Returns:
+            (row number, key of the original) of the first duplicates, for the report.
+        """
+        kept = catalog.kept
+        mode = self.settings.duplicates
+        # The same search as for all images at once: those of the dataset come first, and all of them are kept. Without
+        # one, removed images are still found by their pixels.
+        first = 0 if mode != 'none' else len(earlier) - earlier.removed_count
+        known = {name: values[first:] for name, values in earlier.hashes.items()}
+        exact = np.concatenate([known['exact_hash'], catalog.columns['exact_hash'][kept]])
+        perceptual = np.concatenate([known['perceptual_hash'], catalog.columns['perceptual_hash'][kept]])
+        is_flat = np.concatenate([known['is_flat'], catalog.columns['is_flat'][kept]])
+        count = len(known['exact_hash'])
+        if mode == 'none':
+            found = np.isin(exact[count:], exact[:count])
+            catalog.reject(kept[found], REMOVED)
+            return []
+        meaningful = ~is_flat if mode == 'near' else np.zeros(len(exact), bool)
+        repeats = duplicates(exact, perceptual, meaningful, max_distance=self.settings.max_distance)[count:]
+        of_removed = earlier.is_removed(repeats) & (repeats >= 0) & (repeats < count)
+        catalog.reject(kept[of_removed], REMOVED)
+        rows = np.flatnonzero((repeats >= 0) & ~of_removed)
+
+        def original(index: int) -> str:
+            at = int(repeats[rows[index]])
+            return earlier.name(at) if at < count else catalog.key(kept[at - count])
+
+        return catalog.reject_duplicates(kept[rows], original)
+
+    def make_report(self, catalog: Catalog, plan: InputPlan, split: int) -> PrepareReport:
+        """Return the report of the delivery; images that the dataset has already are passed over."""
+        report = super().make_report(catalog, plan, split)
+        if self.present.count:
+            report.passed_over = dict(report.passed_over)
+            count_named(report.passed_over, PRESENT, self.present.count, self.present.names)
+        return report
+
+    def add_notes(self, report: PrepareReport, plan: InputPlan) -> None:
+        """Add messages to the report of the delivery: rejected keys, other versions of packages, the new size."""
+        repeated = report.rejected.get(DUPLICATE_KEY)
+        if repeated is not None:
+            report.notes.append(
+                f'{repeated.count} images have the key of another image of the dataset, with other pixels; give them '
+                'other names, such as a folder per delivery, or remove the old ones first (diffusion data remove)'
+            )
+        former = self.dataset.json(self.dataset.record.deliveries[-1].report)['versions']
+        pairs = {name: (former.get(name, now), now) for name, now in plan.versions.items()}
+        changed = [f'{name} {before} -> {now}' for name, (before, now) in pairs.items() if before != now]
+        if changed:
+            report.notes.append(
+                f'prepared with other packages than the delivery before ({", ".join(changed)}): pixels may differ in '
+                'rounding, so that copies of its images may not be found by their pixels'
+            )
+
+    def write_reports(self, catalog: Catalog, repeats: list[tuple[int, str]]) -> PrepareReport:
+        """Write and return the report of the whole dataset; its page has thumbnails of the new delivery."""
+        report = report_of(self.dataset)
+        page = report_page(
+            report,
+            self.settings.out,
+            buckets=report_thumbnails.of_buckets(catalog, self.buckets),
+            held_out=[],
+            rejected=report_thumbnails.of_reasons(catalog, repeats),
+        )
+        lines = set(caption_lines(self.dataset))
+        new = [caption for caption in caption_list(catalog).splitlines() if caption not in lines]
+        lines.update(new[: max(0, MAX_CAPTIONS - len(lines))])
+        write_report_files(self.dataset, report, page, sorted(lines))
+        return report
+
+
+def reject_known(catalog: Catalog, earlier: EarlierImages) -> NamedCount:
+    """Reject the images of a delivery whose keys an image of the dataset has or had.
+
+    Returns:
+        The images that the dataset has already, with the same pixels, which do not count as rejected.
+    """
+    kept = catalog.kept
+    same_key = earlier.find_keys(catalog.key_hashes()[kept])
+    known = same_key >= 0
+    is_removed = known & earlier.is_removed(same_key)
+    is_equal = np.zeros(len(kept), bool)
+    is_equal[known] = earlier.hashes['exact_hash'][same_key[known]] == catalog.columns['exact_hash'][kept[known]]
+    catalog.reject(kept[is_removed], REMOVED)
+    catalog.reject(kept[known & ~is_removed & ~is_equal], DUPLICATE_KEY)
+    catalog.reject(kept[known & ~is_removed & is_equal], PRESENT)
+    return catalog.rejected.pop(PRESENT, NamedCount())

@@ -1,0 +1,267 @@
+"""Record of a prepared dataset that can grow and shrink: its settings, deliveries and shards.
+
+    dataset.json                        the record; replacing it adds a delivery or removes images, all at once
+    deliveries/00000-1f0c8a6e/          one folder per delivery: the input of one preparation or append
+        images.parquet                  keys and hashes of its images, and the shards that hold them (image_record)
+        shards.json                     index entries of its shards by bucket
+        parts.json                      names and stamps of the parts of its input
+        report.json                     its report
+    removed-9d3c1e44.parquet            hashes of the keys and the pixels of removed images
+
+All files but `dataset.json` are written once, under new names. The files that training reads, `index.json` and
+`buckets.json`, and the report of the whole dataset follow from the record; `update_indexes` brings them up to date.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from diffusion.config.image_shapes import BUCKETS
+from diffusion.errors import UserError
+from diffusion.prepare.counts_report import REPORT
+from diffusion.prepare.image_record import EarlierImages
+from diffusion.prepare.input_plan import InputPlan
+from diffusion.prepare.pack_shards import index_files
+from diffusion.storage import mds
+from diffusion.storage.atomic import write_atomically
+from diffusion.storage.changing_folder import ChangingFolder
+from diffusion.storage.retry import PreconditionFailed
+
+RECORD = 'dataset.json'
+VERSION = 1
+IMAGES = 'images.parquet'
+SHARDS = 'shards.json'
+PARTS = 'parts.json'
+Entries = Mapping[str, list[dict[str, Any]]]
+"""Index entries of shards by bucket."""
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """One input that was added to a dataset; the values are paths relative to the dataset's folder."""
+
+    source: dict[str, Any]
+    """Settings of the source."""
+    fingerprint: str
+    """Fingerprint of its plan."""
+    images: str
+    """Table of its images."""
+    shards: str
+    """Index entries of its shards by bucket, as JSON."""
+    parts: str
+    """Stamps of the parts of its input by name, as JSON."""
+    report: str
+    """Its report."""
+
+
+@dataclass(frozen=True)
+class DatasetRecord:
+    """Content of dataset.json."""
+
+    settings: dict[str, Any]
+    """Settings that all deliveries share (`comparable_settings`)."""
+    deliveries: list[Delivery] = field(default_factory=list)
+    removed: str | None = None
+    """Path of the table of removed images; None if no image was removed."""
+    removed_count: int = 0
+    """Number of removed images."""
+    indexes: dict[str, list[str]] = field(default_factory=dict)
+    """SHA-256 of every index.json that a bucket has had, oldest first. Latents name the index they were made from."""
+    kept: list[str] = field(default_factory=list)
+    """Shards of earlier versions of the dataset, which running jobs may still read."""
+    obsolete: list[str] = field(default_factory=list)
+    """Files that are to be deleted when the indexes are up to date."""
+
+    def content(self) -> bytes:
+        """Return the content of dataset.json."""
+        return (json.dumps({'version': VERSION, **asdict(self)}, indent=1) + '\n').encode()
+
+    @classmethod
+    def parse(cls, content: bytes, where: object) -> 'DatasetRecord':
+        """Return the record from the content of dataset.json.
+
+        Raises:
+            UserError: It is damaged, or was written by a later version.
+        """
+        try:
+            values = json.loads(content)
+            if values.pop('version') != VERSION:
+                raise UserError(f'{where}/{RECORD}: was written by another version of diffusion; use that one')
+            return cls(**values | {'deliveries': [Delivery(**each) for each in values['deliveries']]})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f'{where}/{RECORD}: is damaged ({error}); restore it, or prepare the data again') from error
+
+
+def comparable_settings(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that all deliveries of a dataset must share, given `PrepareSettings.content_settings`.
+
+    Those that are left out there have the value that they amount to.
+    """
+    settings = {'buckets': 'largest', 'hold_out': 0, 'formats': [], **content}
+    del settings['source']
+    return dict(sorted(json.loads(json.dumps(settings)).items()))
+
+
+class RecordedDataset:
+    """A prepared dataset and the record that was read from it; `scratch` is a folder for downloaded files."""
+
+    def __init__(self, folder: ChangingFolder, scratch: Path) -> None:
+        self.folder = folder
+        self.scratch = scratch
+        self.version: str | None = None
+        self.record = DatasetRecord({})
+        self._read: dict[str, Any] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the record again.
+
+        Raises:
+            UserError: The folder has no record, or it is damaged.
+        """
+        found = self.folder.read(RECORD)
+        if found is None:
+            raise UserError(
+                f'{self.folder}: has no {RECORD}, so it is no dataset that `diffusion prepare` wrote, or an earlier '
+                'version did, which kept no hashes of the images; prepare the data again with this version'
+            )
+        self.version, self.record = found.version, DatasetRecord.parse(found.content, self.folder)
+
+    def token(self, *purpose: str) -> str:
+        """Return 8 hex digits that name the files of one change to this version of the dataset.
+
+        The same change to the same version has the same names and writes the same content, so that it can be resumed;
+        any other has other names, so that no two processes write the same file.
+        """
+        return hashlib.sha256('\0'.join([self.record.content().decode(), *purpose]).encode()).hexdigest()[:8]
+
+    def commit(self, record: DatasetRecord) -> None:
+        """Replace the record; this is the moment at which a change takes place.
+
+        Raises:
+            PreconditionFailed: Another process has changed the dataset since `refresh`.
+        """
+        self.folder.replace(RECORD, record.content(), self.version)
+        self.refresh()
+
+    def json(self, name: str) -> Any:
+        """Return the content of a JSON file of the record; the caller must not change it."""
+        # Files of the record never change under their names, so each is read once.
+        if name not in self._read:
+            self._read[name] = json.loads(self.path(name).read_text(encoding='utf-8'))
+        return self._read[name]
+
+    def path(self, name: str) -> Path:
+        """Return a local path of a file of the record, which is downloaded if necessary."""
+        return self.folder.fetch(name, self.scratch)
+
+    def entries(self, deliveries: list[Delivery] | None = None) -> dict[str, list[dict[str, Any]]]:
+        """Return the index entries of all shards by bucket, in the order of the deliveries."""
+        found: dict[str, list[dict[str, Any]]] = {}
+        for delivery in self.record.deliveries if deliveries is None else deliveries:
+            for bucket, entries in self.json(delivery.shards).items():
+                found.setdefault(bucket, []).extend(entries)
+        return found
+
+    def shard_names(self) -> set[str]:
+        """Return the paths of all shards of the dataset, and of those of earlier versions that are kept."""
+        used = (
+            f'{bucket}/{shard["raw_data"]["basename"]}' for bucket, shards in self.entries().items() for shard in shards
+        )
+        return {*used, *self.record.kept}
+
+    def earlier_images(self) -> EarlierImages:
+        """Return the hashes of all images, held-out and removed ones included."""
+        removed = None if self.record.removed is None else self.path(self.record.removed)
+        return EarlierImages.read([self.path(delivery.images) for delivery in self.record.deliveries], removed)
+
+    def known_parts(self, source: Mapping[str, Any]) -> dict[str, set[str]]:
+        """Return the stamps of the parts, by name, that earlier deliveries from a source have had."""
+        known: dict[str, set[str]] = {}
+        for delivery in self.record.deliveries:
+            if delivery.source == source:
+                for name, stamp in self.json(delivery.parts).items():
+                    known.setdefault(name, set()).add(stamp)
+        return known
+
+    def next_shard(self, bucket: str) -> int:
+        """Return the number of the next new shard of a bucket: higher than that of any shard it has or has had."""
+        names = (name.rpartition('/') for name in self.shard_names())
+        return max((int(file.split('.')[1]) + 1 for folder, _, file in names if folder == bucket), default=0)
+
+    def update_indexes(self) -> None:
+        """Bring index.json and buckets.json of all buckets up to date with the record, each atomically.
+
+        Several processes may do this at once, and none brings back an older version.
+        """
+        for name in [f'{bucket}/{mds.INDEX}' for bucket in self.record.indexes]:
+            self._update(name)
+        for size in dict.fromkeys(bucket.partition('/')[0] for bucket in self.record.indexes if '/' in bucket):
+            self._update(f'{size}/{BUCKETS}')
+
+    def _update(self, name: str) -> None:
+        while True:
+            # The file before the record: if it is still the same file when it is replaced, then no process that knew
+            # a newer record has written it.
+            found = self.folder.read(name)
+            self.refresh()
+            content = index_files(self.entries())[name].encode()
+            if found is not None and found.content == content:
+                return
+            try:
+                self.folder.replace(name, content, None if found is None else found.version)
+                return
+            except PreconditionFailed:
+                continue
+
+    def delete_obsolete(self) -> None:
+        """Delete the files that a change has replaced; call it when the indexes are up to date."""
+        while self.record.obsolete:
+            self.folder.delete(self.record.obsolete)
+            try:
+                self.commit(replace(self.record, obsolete=[]))
+            except PreconditionFailed:
+                self.refresh()
+
+
+def index_hashes(entries: Entries) -> Iterator[tuple[str, str]]:
+    """Yield each bucket and the SHA-256 of its index.json."""
+    for bucket, shards in entries.items():
+        yield bucket, hashlib.sha256(mds.index_text(shards).encode()).hexdigest()
+
+
+def with_indexes(record: DatasetRecord, entries: Entries) -> DatasetRecord:
+    """Return the record with the hashes of the buckets' present indexes at the end of their lists."""
+    indexes = {bucket: list(hashes) for bucket, hashes in record.indexes.items()}
+    for bucket, digest in index_hashes(entries):
+        if indexes.setdefault(bucket, [])[-1:] != [digest]:
+            indexes[bucket].append(digest)
+    return replace(record, indexes=indexes)
+
+
+def delivery_folder(number: int, token: str) -> str:
+    """Return the path of the folder of a delivery; see `write_delivery`."""
+    return f'deliveries/{number:05}-{token}'
+
+
+def write_delivery(dataset: Path, number: int, token: str, plan: InputPlan, entries: Entries) -> Delivery:
+    """Write the files of a delivery into a local dataset folder, except the table of its images and its report.
+
+    Args:
+        dataset: The dataset folder, or the folder in which the delivery is prepared.
+        number: Number of earlier deliveries.
+        token: Rest of the folder's name.
+        plan: Plan of the delivery.
+        entries: Index entries of its shards by bucket.
+    """
+    folder = delivery_folder(number, token)
+    files = (f'{folder}/{name}' for name in (IMAGES, SHARDS, PARTS, REPORT))
+    delivery = Delivery(plan.settings['source'], plan.fingerprint, *files)
+    write_atomically(dataset / delivery.shards, json.dumps(entries, sort_keys=True))
+    write_atomically(dataset / delivery.parts, json.dumps({part.name: part.stamp for part in plan.parts}))
+    return delivery

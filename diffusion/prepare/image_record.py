@@ -1,0 +1,158 @@
+"""Table of the images of one delivery: their keys and hashes, and the shards that hold their samples.
+
+A prepared dataset keeps one such table per delivery, so that a later delivery can be compared with its images, and
+images can be found by key. The keys and hashes of removed images are in a table without the keys themselves.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import xxhash
+
+from diffusion.prepare.catalog import HELD_OUT, REJECTED, Catalog
+from diffusion.prepare.sample_table import read_inputs
+from diffusion.storage.atomic import atomic_file
+
+HASHES = {
+    'key_hash': pa.uint64(),
+    'exact_hash': pa.uint64(),
+    'perceptual_hash': pa.uint64(),
+    'is_flat': pa.bool_(),
+}
+"""Columns by which images are compared. `key_hash` is the XXH3 of the key; see `image_hashes` for the others."""
+REMOVED_SCHEMA = pa.schema(HASHES)
+IMAGE_SCHEMA = pa.schema(
+    {
+        'key': pa.string(),
+        **HASHES,
+        'held_out': pa.bool_(),
+        'buckets': pa.list_(pa.string()),
+        'shards': pa.list_(pa.uint32()),
+    }
+)
+"""`held_out` marks images in the held-out dataset, which have no samples here. `buckets` and `shards` are parallel: the
+bucket and the shard number of each sample of the image."""
+
+
+def key_hash(key: str) -> int:
+    """Return the hash by which keys are compared: XXH3 of its UTF-8 bytes, 64 bits."""
+    return xxhash.xxh3_64_intdigest(key.encode())
+
+
+def write_images(
+    path: Path, catalog: Catalog, shard_of_sample: np.ndarray, buckets: Sequence[str], *, split: int
+) -> None:
+    """Write the table of a dataset's images.
+
+    Args:
+        path: Path of the Parquet file.
+        catalog: Tables of all inputs and samples of the delivery.
+        shard_of_sample: Number of the final shard of each sample.
+        buckets: Names of the buckets.
+        split: TRAIN for a training set, whose table also has the held-out images; HELD_OUT for the held-out dataset.
+    """
+    names = pa.array(list(buckets), pa.string())
+    with atomic_file(path) as unfinished, pq.ParquetWriter(unfinished, IMAGE_SCHEMA, compression='zstd') as writer:
+        for number, folder in enumerate(catalog.parts):
+            first = int(catalog.first_row[number])
+            rows = np.arange(first, int(catalog.first_row[number + 1]))
+            of_rows = catalog.split[rows]
+            rows = rows[of_rows == HELD_OUT if split == HELD_OUT else of_rows != REJECTED]
+            if not len(rows):
+                continue
+            keys = read_inputs(folder, ['key'])['key'].take(rows - first).combine_chunks()
+            starts, stops = (np.searchsorted(catalog.samples.image, rows, side=side) for side in ('left', 'right'))
+            counts = np.where(catalog.split[rows] == split, stops - starts, 0)
+            ends = np.concatenate([[0], np.cumsum(counts)])
+            samples = np.repeat(starts - ends[:-1], counts) + np.arange(ends[-1])
+            offsets = pa.array(ends, pa.int32())
+            columns = {name: catalog.columns[name][rows] for name in ('exact_hash', 'perceptual_hash', 'is_flat')}
+            columns |= {
+                'key': keys,
+                'key_hash': np.array([key_hash(key) for key in keys.to_pylist()], np.uint64),
+                'held_out': (catalog.split[rows] == HELD_OUT) & (split != HELD_OUT),
+                'buckets': pa.ListArray.from_arrays(offsets, names.take(catalog.samples.bucket[samples])),
+                'shards': pa.ListArray.from_arrays(offsets, pa.array(shard_of_sample[samples], pa.uint32())),
+            }
+            writer.write_table(pa.table(columns).select(IMAGE_SCHEMA.names).cast(IMAGE_SCHEMA))
+
+
+def read_images(path: Path, columns: Sequence[str] = tuple(IMAGE_SCHEMA.names)) -> pa.Table:
+    """Read some columns of the table of a delivery's images."""
+    return pq.read_table(path, columns=list(columns))
+
+
+def write_table(path: Path, table: pa.Table, schema: pa.Schema) -> None:
+    """Write a table of images or of removed images with its schema."""
+    with atomic_file(path) as unfinished:
+        pq.write_table(table.select(schema.names).cast(schema), unfinished, compression='zstd')
+
+
+@dataclass(frozen=True)
+class EarlierImages:
+    """Hashes of the images that a dataset has or had before a delivery, in order; those that were removed come last.
+
+    An image takes 25 bytes of memory.
+    """
+
+    hashes: Mapping[str, np.ndarray]
+    """The columns in `HASHES`."""
+    tables: Sequence[tuple[int, Path]]
+    """Number of images and path of the table of each delivery."""
+    removed_count: int
+    """Number of removed images at the end."""
+
+    @classmethod
+    def read(cls, images: Sequence[Path], removed: Path | None) -> 'EarlierImages':
+        """Read the tables of all deliveries, and that of the removed images if there is one."""
+        tables = [read_images(path, list(HASHES)) for path in images]
+        gone = [] if removed is None else [pq.read_table(removed)]
+        joined = pa.concat_tables([*tables, *gone, REMOVED_SCHEMA.empty_table()])
+        hashes = {name: joined[name].to_numpy() for name in HASHES}
+        counts = [(len(table), path) for table, path in zip(tables, images, strict=True)]
+        return cls(hashes, counts, sum(map(len, gone)))
+
+    def __len__(self) -> int:
+        return len(self.hashes['key_hash'])
+
+    def is_removed(self, index: int | np.ndarray) -> np.ndarray:
+        """Return True for the index of a removed image."""
+        return np.asarray(index) >= len(self) - self.removed_count
+
+    def name(self, index: int) -> str:
+        """Return the key of an image, for the report; a removed one has none."""
+        for count, path in self.tables:
+            if index < count:
+                return read_images(path, ['key'])['key'][index].as_py()
+            index -= count
+        return 'a removed image'
+
+    def find_keys(self, hashes: np.ndarray) -> np.ndarray:
+        """Return the index of the last image with each of these hashes of keys, int64; -1 if there is none."""
+        known = self.hashes['key_hash']
+        order = np.argsort(known, kind='stable')
+        at = np.searchsorted(known[order], hashes, side='right') - 1
+        found = order[np.maximum(at, 0)] if len(order) else np.zeros(len(hashes), np.int64)
+        matches = (at >= 0) & (known[found] == hashes) if len(order) else np.zeros(len(hashes), bool)
+        return np.where(matches, found, -1)
+
+
+def rows_with(table: pa.Table, column: str, values: Sequence[int] | Sequence[str]) -> np.ndarray:
+    """Return the numbers of the rows of a table whose value in a column is one of `values`."""
+    wanted = pa.array(values, table.schema.field(column).type)
+    found = pc.is_in(table[column], value_set=wanted)  # type: ignore[attr-defined]  # pyarrow defines it at run time
+    return np.flatnonzero(found.to_numpy())
+
+
+def placements(table: pa.Table, rows: np.ndarray) -> Iterator[tuple[int, str, int]]:
+    """Yield (row, bucket, shard number) of each sample of the images in some rows."""
+    chosen = table.take(pa.array(rows, pa.int64()))
+    for row, buckets, shards in zip(
+        rows.tolist(), chosen['buckets'].to_pylist(), chosen['shards'].to_pylist(), strict=True
+    ):
+        yield from ((row, bucket, shard) for bucket, shard in zip(buckets, shards, strict=True))

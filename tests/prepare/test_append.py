@@ -1,0 +1,270 @@
+"""A dataset grows by deliveries: the samples are those of preparing everything at once, and old shards stay equal."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drawn import DrawnSource, draw, encode, keys, samples, settings
+from object_store import Store
+
+from diffusion.errors import UserError
+from diffusion.prepare import append as append_module
+from diffusion.prepare.append import append
+from diffusion.prepare.counts_report import PrepareReport
+from diffusion.prepare.engines import run_job
+from diffusion.prepare.pipeline import prepare
+from diffusion.prepare.source import Entry, Part
+from diffusion.storage.retry import PreconditionFailed
+
+CHOICES: dict[str, Any] = {'aspects': ['32x32', '32x24'], 'duplicates': 'near', 'shard_mb': 0.01}
+
+
+@dataclass(frozen=True)
+class Slice(DrawnSource):
+    """Images from the number `first` on; every sixth is drawn as the one before it.
+
+    Attributes:
+        first: Number of the first image.
+        prefix: Text before the key of each image.
+        shift: Images with numbers below `shifted_below` are drawn as those with this much larger ones.
+        also: A source whose parts follow.
+    """
+
+    first: int = 0
+    prefix: str = ''
+    shift: int = 0
+    shifted_below: int = 0
+    also: 'Slice | None' = None
+
+    def parts(self) -> list[Part]:
+        names = f'{self.prefix}{self.first}-{self.each}'
+        firsts = range(self.first, self.first + self.parts_count * self.each, self.each)
+        where = {'prefix': self.prefix, 'each': self.each}
+        own = [Part(f'{names}-{first}', where | {'first': first}, self.each, self.stamp) for first in firsts]
+        return own + ([] if self.also is None else self.also.parts())
+
+    def read(self, part: Part) -> Iterator[Entry]:
+        first = part.where['first']
+        for number in range(first, first + part.where['each']):
+            yield self.entry(f'{part.where["prefix"]}image-{number}', number)
+
+    def entry(self, key: str, number: int) -> Entry:
+        drawn = number - (number % 6 == 5) + (self.shift if number < self.shifted_below else 0)
+        return Entry(key, encode(draw(drawn), 'PNG'), [f'caption of {number}', 'another caption'])
+
+
+def sliced(first: int, stop: int, *, each: int = 5, **values: Any) -> Slice:
+    return Slice((stop - first) // each, each, first=first, **values)
+
+
+def here(jobs: Any) -> Iterator[Any]:
+    return map(run_job, jobs)
+
+
+def start(out: Path | str, source: Any, **values: Any) -> PrepareReport:
+    report = prepare(settings(out, **CHOICES | values), source=source, run=here)
+    assert report is not None
+    return report
+
+
+def add(out: Path | str, source: Any, **values: Any) -> PrepareReport:
+    report = append(settings(out, **CHOICES | values), source=source, run=here)
+    assert report is not None
+    return report
+
+
+def contents(out: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the samples of each bucket by key; no key may occur twice in a bucket."""
+    found = {name: {sample['key']: sample for sample in samples(out / name)} for name in keys(out)}
+    assert {name: len(of) for name, of in found.items()} == {name: len(of) for name, of in keys(out).items()}
+    return found
+
+
+def hashes(out: Path, pattern: str = '*.mds') -> dict[str, str]:
+    files = (path for path in out.rglob(pattern) if path.is_file())
+    return {str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_three_deliveries_give_the_samples_of_preparing_everything_at_once(tmp_path: Path) -> None:
+    # The third delivery repeats images of the other two under other keys.
+    first, second, third = sliced(0, 15), sliced(15, 35), sliced(12, 22, prefix='copy-')
+    start(tmp_path / 'all', replace(first, also=replace(second, also=third)))
+    start(tmp_path / 'out', first)
+    for source in (second, third):
+        before = hashes(tmp_path / 'out')
+        add(tmp_path / 'out', source)
+        after = hashes(tmp_path / 'out')
+        assert before.items() <= after.items(), 'the bytes of old shards have changed'
+    assert contents(tmp_path / 'out') == contents(tmp_path / 'all')
+    whole, grown = (PrepareReport.read(tmp_path / name / 'report.json') for name in ('all', 'out'))
+    assert grown.rejected['duplicate'].count == whole.rejected['duplicate'].count > 10
+    assert (grown.inputs, grown.pictures, grown.buckets) == (whole.inputs, whole.pictures, whole.buckets)
+    assert [each['source'] for each in grown.deliveries] == ['drawn'] * 3
+    assert grown.deliveries[2]['kept'] == 0 and grown.deliveries[2]['duplicates'] == 10
+    assert grown.statistics['captions per image'] == whole.statistics['captions per image'] | {
+        'quantiles': {'0%': 2.0, '100%': 2.0}
+    }
+    buckets = json.loads((tmp_path / 'out/32px/buckets.json').read_text())
+    assert buckets == json.loads((tmp_path / 'all/32px/buckets.json').read_text()) | {'buckets': buckets['buckets']}
+    page = (tmp_path / 'out/report.html').read_text()
+    assert '<h2>Deliveries</h2>' in page and '<h2>Deliveries</h2>' not in (tmp_path / 'all/report.html').read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['all', 'out']
+
+
+def test_same_delivery_twice_is_nothing_to_do(tmp_path: Path) -> None:
+    start(tmp_path / 'out', sliced(0, 10))
+    add(tmp_path / 'out', sliced(10, 20))
+    before = hashes(tmp_path / 'out', '*')
+    report = add(tmp_path / 'out', sliced(10, 20))
+    assert report.notes == ['all parts of the input are in the dataset already; nothing to do']
+    assert (report.inputs, report.passed, hashes(tmp_path / 'out', '*')) == (0, True, before)
+
+
+def test_images_that_are_there_under_the_same_key_are_passed_over(tmp_path: Path) -> None:
+    """A folder that grows: its files come in other parts each time, and only the new ones are added."""
+    start(tmp_path / 'out', sliced(0, 10), duplicates='none')
+    report = add(tmp_path / 'out', sliced(0, 15, each=15), duplicates='none', max_rejected=0.0)
+    assert (report.pictures, report.passed, report.rejected) == (5, True, {})
+    assert report.passed_over['already in the dataset'].count == 10
+    assert report.inputs == 15
+    assert PrepareReport.read(tmp_path / 'out' / 'report.json').pictures == 15
+
+
+def test_equal_key_of_another_image_is_rejected_and_counted(tmp_path: Path) -> None:
+    start(tmp_path / 'out', sliced(0, 10))
+    report = add(tmp_path / 'out', sliced(8, 18, shift=1000, shifted_below=13))
+    assert report.rejected['duplicate_key'].names == ['image-8', 'image-9']
+    assert any('diffusion data remove' in note for note in report.notes)
+    kept = {key for of in contents(tmp_path / 'out').values() for key in of}
+    assert {'image-8', 'image-9', 'image-10', 'image-16'} <= kept
+
+
+def test_append_with_other_settings_lists_each_difference_and_changes_nothing(tmp_path: Path) -> None:
+    start(tmp_path / 'out', sliced(0, 10))
+    before = hashes(tmp_path / 'out', '*')
+    message = (
+        r'(?s)duplicates: near there, exact now.*filters.min_side: 1 there, 9 now.*sizes: \[16, 32\] there, \[16\] now'
+    )
+    with pytest.raises(UserError, match=message):
+        add(tmp_path / 'out', sliced(10, 20), sizes=[16], duplicates='exact', filters={'min_side': 9})
+    assert hashes(tmp_path / 'out', '*') == before
+    assert not (tmp_path / 'out.work').exists()
+
+
+def test_append_needs_a_dataset_with_a_record(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r'out: has no dataset.json, so it is no dataset'):
+        add(tmp_path / 'out', sliced(0, 10))
+    start(tmp_path / 'out', sliced(0, 10))
+    (tmp_path / 'out/dataset.json').write_text('{"version": 1, "deliveries": 3}')
+    with pytest.raises(UserError, match=r'dataset.json: is damaged .*; restore it'):
+        add(tmp_path / 'out', sliced(10, 20))
+    with pytest.raises(UserError, match='overwrite: cannot be combined with --append'):
+        add(tmp_path / 'out', sliced(0, 10), overwrite=True)
+
+
+def test_held_out_images_stay_held_out_and_their_copies_are_not_trained_on(tmp_path: Path) -> None:
+    start(tmp_path / 'out', sliced(0, 20), hold_out=4)
+    held = {key for of in contents(tmp_path / 'out-held-out').values() for key in of}
+    numbers = sorted(int(key.removeprefix('image-')) for key in held)
+    before = hashes(tmp_path / 'out-held-out', '*')
+
+    class Copies(Slice):
+        def read(self, part: Part) -> Iterator[Entry]:
+            yield from (self.entry(f'new-{number}', number) for number in [*numbers, 40])
+
+    report = add(tmp_path / 'out', Copies(1, 5, prefix='new-'), hold_out=4)
+    assert report.rejected['duplicate'].names == [f'new-{n} (duplicate of image-{n})' for n in numbers]
+    assert report.pictures == 1
+    assert hashes(tmp_path / 'out-held-out', '*') == before
+    with pytest.raises(UserError, match='hold_out: 4 there, 5 now'):
+        add(tmp_path / 'out', Copies(1, 5), hold_out=5)
+
+
+def test_another_process_may_append_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one compares its images with those of the first, so that none is in the dataset twice."""
+    start(tmp_path / 'out', sliced(0, 10))
+    commit = append_module.RecordedDataset.commit
+    other = threading.Event()
+
+    def interrupted(self: Any, record: Any) -> None:
+        if not other.is_set():
+            other.set()
+            add(tmp_path / 'out', sliced(10, 30), work=str(tmp_path / 'other.work'))
+        commit(self, record)
+
+    monkeypatch.setattr(append_module.RecordedDataset, 'commit', interrupted)
+    # Its first ten images are those of the other process, under other keys.
+    report = add(tmp_path / 'out', sliced(20, 40, prefix='second-'))
+    assert report.rejected['duplicate'].count >= 10 and report.pictures <= 10
+    found = contents(tmp_path / 'out')
+    all_keys = {key for of in found.values() for key in of}
+    assert 'image-28' in all_keys and 'second-image-30' in all_keys and 'second-image-28' not in all_keys
+    assert len(PrepareReport.read(tmp_path / 'out/report.json').deliveries) == 3
+    files = {f'{folder}/{shard["raw_data"]["basename"]}' for folder, shard in indexed(tmp_path / 'out')}
+    assert files == set(hashes(tmp_path / 'out')), 'no shards of the first comparison are left'
+
+
+def indexed(out: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the folder and the index entry of each shard of a dataset."""
+    for index in sorted(out.rglob('index.json')):
+        for shard in json.loads(index.read_text())['shards']:
+            yield index.parent.relative_to(out).as_posix(), shard
+
+
+def test_store_gets_the_same_dataset_as_a_folder_and_old_objects_stay(tmp_path: Path, store: Store) -> None:
+    store.bucket('mds')
+    work = {'work': str(tmp_path / 'work')}
+    start('s3://mds/out', sliced(0, 10), **work)
+    start(tmp_path / 'out', sliced(0, 10))
+    before = {name: body for name, body in store.objects('mds').items() if name.endswith('.mds')}
+    store.requests.clear()
+    add('s3://mds/out', sliced(10, 20), **work)
+    add(tmp_path / 'out', sliced(10, 20))
+    found = store.objects('mds')
+    assert before.items() <= found.items()
+    assert not {request.split()[1].partition('?')[0] for request in store.requests if request.startswith('PUT')} & {
+        f'/mds/{name}' for name in before
+    }
+    for name in hashes(tmp_path / 'out', '*'):
+        if 'report' not in name:
+            assert found[f'out/{name}'] == (tmp_path / 'out' / name).read_bytes(), name
+    assert not (tmp_path / 'work').exists()
+
+
+def test_two_appends_to_a_store_at_once_do_not_lose_one_another(tmp_path: Path, store: Store) -> None:
+    store.bucket('mds')
+    start('s3://mds/out', sliced(0, 10), work=str(tmp_path / 'work'))
+    failed: list[BaseException] = []
+
+    def one(number: int) -> None:
+        try:
+            first = 10 * number
+            add('s3://mds/out', sliced(first, first + 10), work=str(tmp_path / f'work-{number}'))
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    for name, body in store.objects('mds').items():
+        path = tmp_path / 'copy' / name.removeprefix('out/')
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(body)
+    start(tmp_path / 'all', sliced(0, 40))
+    assert contents(tmp_path / 'copy') == contents(tmp_path / 'all')
+
+
+def test_conflict_is_reported_as_such(tmp_path: Path) -> None:
+    start(tmp_path / 'out', sliced(0, 10))
+    dataset = append_module.RecordedDataset(append_module.changing_folder(str(tmp_path / 'out')), tmp_path / 'scratch')
+    dataset.folder.replace('dataset.json', dataset.record.content() + b' ', dataset.version)
+    with pytest.raises(PreconditionFailed, match='another process has changed it'):
+        dataset.commit(dataset.record)

@@ -51,6 +51,7 @@ FILE_ARGUMENTS = {
     *('recipe', 'recipes', 'spec', 'specs', 'checkpoint', 'source', 'location', 'runs'),
     *('out', 'captions', 'from_run', 'gpus_file', 'png', 'lora', 'prompts', 'reference', 'run_place', 'launch'),
     *('a', 'b', 'serve', 'analyze', 'key'),
+    *('dataset', 'keys', 'image', 'latents', 'runs_dir', 'work'),
 }
 """Arguments that are paths, for which a shell completes file names."""
 
@@ -123,7 +124,7 @@ def make_parser() -> CommandParser:
         commands.add_parser('profile', help='measure where the time of a few batches goes, and suggest changes')
     )
     _add_prepare(commands.add_parser('prepare', help='convert images and captions to bucketed MDS shards'))
-    _add_data(commands.add_parser('data', help='verify shards, preview samples, and benchmark the loader'))
+    _add_data(commands.add_parser('data', help='verify shards, preview samples, benchmark the loader, remove images'))
     _add_generate(commands.add_parser('generate', help='generate images with a checkpoint or an export'))
     _add_evaluate(commands.add_parser('evaluate', help='measure FID, CLIP score and other metrics of a checkpoint'))
     _add_watch(commands.add_parser('watch', help='evaluate the checkpoints of a run as they appear'))

@@ -123,7 +123,7 @@ def test_quiet_prints_one_line(write, capsys):
             "prepare: error: there is no source 'foldr'; did you mean 'folder'?",
         ),
         (['data', 'lok', 'a.yaml'], "diffusion data: error: there is no command 'lok'; did you mean 'look'?"),
-        (['data', 'train'], "there is no command 'train'; known: bench, look, measure-latents, verify"),
+        (['data', 'train'], "there is no command 'train'; known: bench, look, measure-latents, remove, verify"),
         (['check', 'a.yaml', '--strickt'], 'unrecognized arguments: --strickt'),
         ([], 'the following arguments are required: COMMAND'),
     ],

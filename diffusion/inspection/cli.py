@@ -16,12 +16,13 @@ LOOK_NEEDS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommands `verify`, `look`, `bench` and `measure-latents` to a parser."""
+    """Add the subcommands `verify`, `look`, `bench`, `measure-latents` and `remove` to a parser."""
     commands: Any = parser.add_subparsers(dest='command', required=True, metavar='COMMAND')
     _add_verify(commands.add_parser('verify', help='check shards: sizes, hashes, every image, caption and latent'))
     _add_look(commands.add_parser('look', help='draw samples of each bucket as the model sees them'))
     _add_bench(commands.add_parser('bench', help='measure loading speed and compare it with the demand of a GPU'))
     _add_measure(commands.add_parser('measure-latents', help="measure mean and deviation of an autoencoder's latents"))
+    _add_remove(commands.add_parser('remove', help='remove images from a dataset, by key or by their pixels'))
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
@@ -137,6 +138,12 @@ def _measure(args: argparse.Namespace) -> int:
     settings = {'resolution': args.resolution, 'samples': args.samples, 'seed': args.seed}
     measure_latents(args.vae, args.dataset, batch_size=args.batch_size, **settings)
     return 0
+
+
+def _add_remove(parser: argparse.ArgumentParser) -> None:
+    from diffusion.prepare import remove_cli
+
+    remove_cli.add_arguments(parser)
 
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:

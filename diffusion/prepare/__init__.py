@@ -38,9 +38,17 @@ Modules, in the order of the data flow:
 | shards | `catalog` | the tables of all parts combined; removes duplicates, holds images out |
 | | `pack_shards` | copies samples from the parts into final shards; writes their indexes |
 | | `output_folders` | the output datasets: local folders or object store folders |
+| changes | `append` | adds a delivery to a finished dataset |
+| | `remove` | removes images from it; `remove_by_scan` from shards without a record, such as latents |
+| | `remove_cli` | options of `diffusion data remove` |
+| | `shard_rewriting` | copies a shard without some of its samples |
+| | `affected_copies` | latents and runs that were made from a dataset |
+| | `dataset_record` | the record of a dataset: its settings, deliveries and shards |
+| | `image_record` | keys, hashes and shards of the images of a delivery |
 | report | `counts_report` | counts as JSON and text |
 | | `histograms` | statistics of the images |
 | | `caption_tokens` | lengths of captions in CLIP tokens |
 | | `caption_list` | captions of the training images |
+| | `merged_report` | the report of several deliveries together; `dataset_reports` writes it |
 | | `html_report` | the report as an HTML page; `report_thumbnails` selects its images |
 """

@@ -129,6 +129,7 @@ class _Addition(Preparation):
         self.dataset = dataset
         self.first: dict[str, int] = {}
         self.present = NamedCount()
+        self.repeated_keys = 0
 
     def execute(self, share: Share | None) -> PrepareReport | None:
         """Run all steps that are not done yet; return the report, or None after converting one machine's share."""
@@ -209,7 +210,7 @@ class _Addition(Preparation):
         self.start_on_version(plan)
         catalog = Catalog.read([self.work.part(number) for number in range(len(plan.parts))], self.buckets)
         earlier = self.dataset.earlier_images()
-        self.present = reject_known(catalog, earlier)
+        self.present, self.repeated_keys = reject_known(catalog, earlier)
         repeats = self.drop_duplicates(catalog, earlier)
         counts = self.pack_shards(catalog)
         report, entries = self.report_and_entries(catalog, plan, TRAIN, counts)
@@ -252,7 +253,7 @@ class _Addition(Preparation):
         folder = base.read_text(encoding='utf-8') if base.exists() else None
         if folder and not any(delivery.images.startswith(f'{folder}/') for delivery in self.dataset.record.deliveries):
             self.dataset.folder.remove_folder(folder)
-        for path in (self.work.duplicates, staging.packed, staging.dataset):
+        for path in (staging.packed, staging.dataset):
             remove(path)
 
     def first_shard(self, bucket: str) -> int:
@@ -301,11 +302,11 @@ class _Addition(Preparation):
 
     def add_notes(self, report: PrepareReport, plan: InputPlan) -> None:
         """Add messages to the report of the delivery: rejected keys, other versions of packages, the new size."""
-        repeated = report.rejected.get(DUPLICATE_KEY)
-        if repeated is not None:
+        if self.repeated_keys:
             report.notes.append(
-                f'{repeated.count} images have the key of another image of the dataset, with other pixels; give them '
-                'other names, such as a folder per delivery, or remove the old ones first (diffusion data remove)'
+                f'{self.repeated_keys} images have the key of another image of the dataset, with other pixels; put a '
+                'prefix before the keys of this delivery (--set key_prefix=monday/), or remove the old images first '
+                '(diffusion data remove)'
             )
         former = self.dataset.json(self.dataset.record.deliveries[-1].report)['versions']
         pairs = {name: (former.get(name, now), now) for name, now in plan.versions.items()}
@@ -333,11 +334,12 @@ class _Addition(Preparation):
         return report
 
 
-def reject_known(catalog: Catalog, earlier: EarlierImages) -> NamedCount:
+def reject_known(catalog: Catalog, earlier: EarlierImages) -> tuple[NamedCount, int]:
     """Reject the images of a delivery whose keys an image of the dataset has or had.
 
     Returns:
-        The images that the dataset has already, with the same pixels, which do not count as rejected.
+        The images that the dataset has already, with the same pixels, which do not count as rejected; and the number of
+        those that were rejected because an image with other pixels has their key.
     """
     kept = catalog.kept
     same_key = earlier.find_keys(catalog.key_hashes()[kept])
@@ -346,6 +348,7 @@ def reject_known(catalog: Catalog, earlier: EarlierImages) -> NamedCount:
     is_equal = np.zeros(len(kept), bool)
     is_equal[known] = earlier.hashes['exact_hash'][same_key[known]] == catalog.columns['exact_hash'][kept[known]]
     catalog.reject(kept[is_removed], REMOVED)
-    catalog.reject(kept[known & ~is_removed & ~is_equal], DUPLICATE_KEY)
+    repeated = kept[known & ~is_removed & ~is_equal]
+    catalog.reject(repeated, DUPLICATE_KEY)
     catalog.reject(kept[known & ~is_removed & is_equal], PRESENT)
-    return catalog.rejected.pop(PRESENT, NamedCount())
+    return catalog.rejected.pop(PRESENT, NamedCount()), len(repeated)

@@ -120,7 +120,7 @@ class PartJob:
             if isinstance(entry, PassedOver):
                 count_named(counts.passed_over, entry.kind, 1, [entry.key])
                 continue
-            number, row = len(inputs), InputRow(entry.key)
+            number, row = len(inputs), InputRow(self.settings.key_prefix + entry.key)
             inputs.append(row)
             counts.columns |= entry.metadata.keys()
             try:

@@ -67,7 +67,9 @@ class DatasetRecord:
     removed: str | None = None
     """Path of the table of removed images; None if no image was removed."""
     removed_count: int = 0
-    """Number of removed images."""
+    """Number of removed images, without held-out ones."""
+    removed_held_out: int = 0
+    """Number of removed images of the held-out dataset, if this is the training set beside it."""
     indexes: dict[str, list[str]] = field(default_factory=dict)
     """SHA-256 of every index.json that a bucket has had, oldest first. Latents name the index they were made from."""
     kept: list[str] = field(default_factory=list)
@@ -103,7 +105,8 @@ def comparable_settings(content: Mapping[str, Any]) -> dict[str, Any]:
     Those that are left out there have the value that they amount to.
     """
     settings = {'buckets': 'largest', 'hold_out': 0, 'formats': [], **content}
-    del settings['source']
+    for name in ('source', 'key_prefix'):
+        settings.pop(name, None)
     return dict(sorted(json.loads(json.dumps(settings)).items()))
 
 

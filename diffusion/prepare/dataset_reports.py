@@ -16,6 +16,7 @@ def finish_change(dataset: RecordedDataset) -> None:
 
     Do nothing if they are up to date. The page then has no thumbnails of the images.
     """
+    dataset.folder.clean()
     dataset.update_indexes()
     report = report_of(dataset)
     if not _is_current(dataset, report):
@@ -27,17 +28,26 @@ def finish_change(dataset: RecordedDataset) -> None:
 def report_of(dataset: RecordedDataset) -> PrepareReport:
     """Return the report of a whole dataset from those of its deliveries."""
     reports = [PrepareReport.read(dataset.path(delivery.report)) for delivery in dataset.record.deliveries]
-    return merged_report(reports, dataset.entries(), removed=dataset.record.removed_count)
+    record = dataset.record
+    removed = (record.removed_count, record.removed_held_out)
+    return merged_report(reports, dataset.entries(), removed=removed[0], removed_held_out=removed[1])
 
 
 def write_report_files(dataset: RecordedDataset, report: PrepareReport, page: str, captions: Sequence[str]) -> None:
     """Write report.json, report.html and captions.txt of a dataset; report.json last, as `finish_change` expects."""
     folder = dataset.scratch
     write_atomically(folder / HTML_REPORT, page)
-    write_atomically(folder / CAPTIONS, ''.join(f'{caption}\n' for caption in captions))
+    write_captions(dataset, captions)
     report.save(folder / REPORT)
-    for name in (HTML_REPORT, CAPTIONS, REPORT):
+    for name in (HTML_REPORT, REPORT):
         dataset.folder.put(name, folder / name)
+
+
+def write_captions(dataset: RecordedDataset, captions: Sequence[str]) -> None:
+    """Write captions.txt of a dataset."""
+    path = dataset.scratch / CAPTIONS
+    write_atomically(path, ''.join(f'{caption}\n' for caption in captions))
+    dataset.folder.put(CAPTIONS, path)
 
 
 def caption_lines(dataset: RecordedDataset) -> list[str]:
@@ -48,7 +58,7 @@ def caption_lines(dataset: RecordedDataset) -> list[str]:
 
 def _is_current(dataset: RecordedDataset, report: PrepareReport) -> bool:
     """Return True if the dataset's report.json counts the same deliveries and images as `report`."""
-    if len(report.deliveries) == 1 and not report.removed:
+    if len(report.deliveries) == 1 and dataset.record.removed is None:
         return True  # the report of the preparation itself
     found = dataset.folder.read(REPORT)
     path = dataset.scratch / f'found-{REPORT}'
@@ -56,9 +66,8 @@ def _is_current(dataset: RecordedDataset, report: PrepareReport) -> bool:
         if found is not None:
             write_atomically(path, found.content)
             former = PrepareReport.read(path)
-            return (former.deliveries, former.removed, former.buckets) == (
-                report.deliveries,
-                report.removed,
-                report.buckets,
+            return all(
+                getattr(former, name) == getattr(report, name)
+                for name in ('deliveries', 'removed', 'buckets', 'held_out')
             )
     return False

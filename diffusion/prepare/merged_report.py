@@ -1,6 +1,7 @@
 """Report of a whole dataset that was prepared in several deliveries, from the reports of the deliveries."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from diffusion.prepare.catalog import DUPLICATE
@@ -9,17 +10,23 @@ from diffusion.prepare.dataset_record import Entries
 from diffusion.prepare.source import NamedCount, count_named
 
 
-def merged_report(reports: Sequence[PrepareReport], entries: Entries, *, removed: int) -> PrepareReport:
+def merged_report(
+    reports: Sequence[PrepareReport], entries: Entries, *, removed: int, removed_held_out: int = 0
+) -> PrepareReport:
     """Return the report of a dataset: sums of counts and histograms, and one line per delivery.
 
     Args:
         reports: Reports of the deliveries, in order.
         entries: Index entries of the dataset's shards by bucket, which count the samples that are left.
         removed: Number of images that were removed after their delivery.
+        removed_held_out: Number of images that were removed from the held-out dataset.
     """
     first, last = reports[0], reports[-1]
     samples = {bucket: sum(shard['samples'] for shard in shards) for bucket, shards in entries.items()}
     empty = [bucket for report in reports for bucket in report.empty_buckets if not samples.get(bucket)]
+    held_out = first.held_out
+    if held_out is not None and removed_held_out:
+        held_out = replace(held_out, pictures=held_out.pictures - removed_held_out)
     licenses = list(dict.fromkeys(report.license for report in reports if report.license))
     return PrepareReport(
         source=', '.join(dict.fromkeys(report.source for report in reports)),
@@ -33,7 +40,7 @@ def merged_report(reports: Sequence[PrepareReport], entries: Entries, *, removed
         bytes={
             bucket: sum(shard['raw_data']['bytes'] for shard in shards) for bucket, shards in entries.items() if shards
         },
-        held_out=first.held_out,
+        held_out=held_out,
         rejected=_sum([report.rejected for report in reports]),
         passed_over=_sum([report.passed_over for report in reports]),
         inputs=sum(report.inputs or 0 for report in reports),

@@ -160,6 +160,8 @@ class PrepareSettings:
     step: int = STEP
     """Divisor of the sides of all buckets, in pixels: 8 for U-Nets; 16 for a transformer such as PRX, whose patches are
     2x2 latent cells; 32 or 64 for one with an autoencoder that downsamples by 32."""
+    key_prefix: str = ''
+    """Text before the key of each image, such as monday/, so that deliveries whose files have equal names differ."""
     work: str | None = None
     """Work folder; null appends .work to the name of the output. It needs as much disk space as the dataset."""
     overwrite: bool = False
@@ -251,7 +253,7 @@ class PrepareSettings:
             del values['source']['caption_text']
         if not self.fills_every_bucket or len(self.sizes) == 1:
             del values['buckets']
-        for name in ('hold_out', 'formats'):
+        for name in ('hold_out', 'formats', 'key_prefix'):
             if not values[name]:
                 del values[name]
         return values

@@ -7,14 +7,15 @@ content under a lock on a local file system.
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from diffusion.errors import UserError
 from diffusion.storage import locks, object_store
-from diffusion.storage.atomic import atomic_file, remove, write_atomically
+from diffusion.storage.atomic import atomic_file, remove, remove_unfinished, sync_folder, write_atomically
 from diffusion.storage.object_store import split
 from diffusion.storage.retry import PreconditionFailed
 
@@ -58,6 +59,10 @@ class ChangingFolder(Protocol):
         """Delete a subfolder with all of its files, in which no other process works."""
         ...
 
+    def clean(self) -> None:
+        """Remove the unfinished files that killed processes have left."""
+        ...
+
 
 def changing_folder(place: str) -> ChangingFolder:
     """Return the folder at a path or URL."""
@@ -82,11 +87,9 @@ class LockedFolder(ChangingFolder):
         return Versioned(content, hashlib.sha256(content).hexdigest())
 
     def replace(self, name: str, content: bytes, expected: str | None) -> None:
-        """Write a small file atomically if it still has the expected version, under a lock next to it."""
+        """Write a small file atomically if it still has the expected version, under the lock of the folder."""
         path = self.path / name
-        with locks.hold_path_lock(path, lambda: None) as is_held:
-            if not is_held:
-                raise UserError(f'{path}: the file system has no locks (flock); keep the dataset on another one')
+        with self._locked():
             found = self.read(name)
             if (None if found is None else found.version) != expected:
                 raise PreconditionFailed(f'{path}: another process has changed it')
@@ -98,8 +101,9 @@ class LockedFolder(ChangingFolder):
         final.parent.mkdir(parents=True, exist_ok=True)
         if path.stat().st_dev == final.parent.stat().st_dev:
             os.replace(path, final)
+            sync_folder(final.parent)
             return
-        with atomic_file(final) as unfinished:
+        with self._locked(), atomic_file(final) as unfinished:
             shutil.copyfile(path, unfinished)
         path.unlink()
 
@@ -114,7 +118,21 @@ class LockedFolder(ChangingFolder):
 
     def remove_folder(self, name: str) -> None:
         """Delete a subfolder with all of its files, if it exists."""
-        remove(self.path / name)
+        with self._locked():
+            remove(self.path / name)
+
+    def clean(self) -> None:
+        """Remove the unfinished files that killed processes have left."""
+        with self._locked():  # every unfinished file is written under the lock
+            remove_unfinished(self.path, below=True)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock of the folder inside the block."""
+        with locks.hold_path_lock(self.path / 'dataset', lambda: None) as is_held:
+            if not is_held:
+                raise UserError(f'{self.path}: the file system has no locks (flock); keep the dataset on another one')
+            yield
 
 
 @dataclass(frozen=True)
@@ -161,3 +179,6 @@ class EtagFolder(ChangingFolder):
         """Delete all objects in a subfolder."""
         prefix = f'{split(self.url)[1]}/'
         self.delete([found.key.removeprefix(prefix) for found in object_store.list_objects(f'{self.url}/{name}/')])
+
+    def clean(self) -> None:
+        """Do nothing: an object is whole or absent."""

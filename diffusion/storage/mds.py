@@ -117,7 +117,7 @@ class ShardFormat:
             'samples': len(sizes),
             'raw_data': {'basename': name, 'bytes': written, 'hashes': digests},
             'zip_data': None,
-            **self._config(),
+            **self.config(),
         }
 
     def header_bytes(self, samples: int) -> int:
@@ -131,9 +131,9 @@ class ShardFormat:
 
     def _config_bytes(self) -> bytes:
         """Return the description of the shard format as the JSON bytes that end a shard's header."""
-        return json.dumps(self._config(), sort_keys=True).encode()
+        return json.dumps(self.config(), sort_keys=True).encode()
 
-    def _config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, Any]:
         """Return the description of the shard format that headers and index entries contain, with Streaming's keys."""
         names = sorted(self.columns)
         return {

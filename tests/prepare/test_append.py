@@ -85,6 +85,10 @@ def contents(out: Path) -> dict[str, dict[str, dict[str, Any]]]:
     return found
 
 
+def all_keys(out: Path) -> set[str]:
+    return {key for of in keys(out).values() for key in of}
+
+
 def hashes(out: Path, pattern: str = '*.mds') -> dict[str, str]:
     files = (path for path in out.rglob(pattern) if path.is_file())
     return {str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
@@ -140,8 +144,9 @@ def test_equal_key_of_another_image_is_rejected_and_counted(tmp_path: Path) -> N
     report = add(tmp_path / 'out', sliced(8, 18, shift=1000, shifted_below=13))
     assert report.rejected['duplicate_key'].names == ['image-8', 'image-9']
     assert any('diffusion data remove' in note for note in report.notes)
-    kept = {key for of in contents(tmp_path / 'out').values() for key in of}
-    assert {'image-8', 'image-9', 'image-10', 'image-16'} <= kept
+    assert {'image-8', 'image-9', 'image-10', 'image-16'} <= all_keys(tmp_path / 'out')
+    prefixed = add(tmp_path / 'out', sliced(8, 18, each=10, shift=1000, shifted_below=13), key_prefix='late/')
+    assert 'duplicate_key' not in prefixed.rejected and {'late/image-8', 'late/image-9'} <= all_keys(tmp_path / 'out')
 
 
 def test_append_with_other_settings_lists_each_difference_and_changes_nothing(tmp_path: Path) -> None:
@@ -201,9 +206,8 @@ def test_another_process_may_append_at_the_same_time(tmp_path: Path, monkeypatch
     # Its first ten images are those of the other process, under other keys.
     report = add(tmp_path / 'out', sliced(20, 40, prefix='second-'))
     assert report.rejected['duplicate'].count >= 10 and report.pictures <= 10
-    found = contents(tmp_path / 'out')
-    all_keys = {key for of in found.values() for key in of}
-    assert 'image-28' in all_keys and 'second-image-30' in all_keys and 'second-image-28' not in all_keys
+    found = all_keys(tmp_path / 'out')
+    assert 'image-28' in found and 'second-image-30' in found and 'second-image-28' not in found
     assert len(PrepareReport.read(tmp_path / 'out/report.json').deliveries) == 3
     files = {f'{folder}/{shard["raw_data"]["basename"]}' for folder, shard in indexed(tmp_path / 'out')}
     assert files == set(hashes(tmp_path / 'out')), 'no shards of the first comparison are left'

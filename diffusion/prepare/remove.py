@@ -1,0 +1,322 @@
+"""Remove images from a prepared dataset: only the shards that hold them are rewritten, under new names.
+
+The new shards and tables are put beside the old ones. Replacing the record (`dataset_record`) removes the images; the
+indexes follow, and last the old files are deleted. Killed at any moment, the dataset is whole, and the next start of
+the same command finishes the rest. The record keeps hashes of the keys and pixels, so that a later delivery does not
+bring the images back.
+"""
+
+import difflib
+import json
+import logging
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from diffusion.errors import UserError
+from diffusion.prepare.counts_report import PrepareReport
+from diffusion.prepare.dataset_record import (
+    Delivery,
+    RecordedDataset,
+    index_hashes,
+    with_indexes,
+)
+from diffusion.prepare.dataset_reports import caption_lines, finish_change, write_captions
+from diffusion.prepare.image_record import (
+    HASHES,
+    IMAGE_SCHEMA,
+    REMOVED_SCHEMA,
+    key_hash,
+    placements,
+    read_images,
+    rows_with,
+    write_table,
+)
+from diffusion.prepare.merged_report import without_names
+from diffusion.prepare.shard_rewriting import check_shard, rewrite_shard
+from diffusion.storage import mds
+from diffusion.storage.atomic import write_atomically
+from diffusion.storage.retry import PreconditionFailed
+
+log = logging.getLogger(__name__)
+
+MAX_COMPARED_KEYS = 20_000
+"""Maximum number of keys among which the nearest to one that does not exist is searched."""
+
+
+@dataclass
+class Selection:
+    """Images of a dataset that are to be removed, found by key or hash."""
+
+    rows: list[np.ndarray]
+    """Row numbers in the table of each delivery."""
+    keys: frozenset[str]
+    """Their keys."""
+    shards: dict[str, set[int]]
+    """Numbers of the shards that hold their samples, by bucket."""
+    samples: Counter[str]
+    """Number of their samples by bucket."""
+    missing: list[str]
+    """Keys and hashes that no image of the dataset has or had."""
+    gone: list[str]
+    """Keys and hashes of images that were removed before."""
+    copies: list[str]
+    """Keys of other images with the same pixels, which stay."""
+
+    held_out: int
+    """Number of the images that are in the held-out dataset, and have no samples here."""
+
+    @property
+    def images(self) -> int:
+        """Number of images."""
+        return sum(map(len, self.rows))
+
+
+@dataclass
+class Removal:
+    """What a removal has done to a dataset."""
+
+    selection: Selection
+    rewritten: list[str] = field(default_factory=list)
+    """Paths of the old shards that were rewritten or, if no sample was left, dropped."""
+    old_indexes: list[str] = field(default_factory=list)
+    """SHA-256 of the indexes that listed the removed samples."""
+
+
+def select(dataset: RecordedDataset, keys: Collection[str], hashes: Collection[str]) -> Selection:
+    """Find the images of a dataset by their keys, or by the hashes of their pixels (16 hexadecimal digits)."""
+    wanted = {hash_: int(hash_, 16) for hash_ in hashes}
+    tables = [read_images(dataset.path(delivery.images)) for delivery in dataset.record.deliveries]
+    found_keys: set[str] = set()
+    found_hashes: set[int] = set()
+    for table in tables:
+        of_hash = table.take(pa.array(rows_with(table, 'exact_hash', list(wanted.values()))))
+        found_keys |= set(of_hash['key'].to_pylist())
+        found_hashes |= set(of_hash['exact_hash'].to_pylist())
+        found_keys |= set(table.take(pa.array(rows_with(table, 'key', list(keys))))['key'].to_pylist())
+    rows = [rows_with(table, 'key', sorted(found_keys)) for table in tables]
+    shards: dict[str, set[int]] = {}
+    samples: Counter[str] = Counter()
+    pixels: set[int] = set()
+    held_out = 0
+    for table, chosen in zip(tables, rows, strict=True):
+        held_out += int(table['held_out'].to_numpy()[chosen].sum())
+        pixels |= set(table['exact_hash'].take(pa.array(chosen)).to_pylist())
+        for _, bucket, shard in placements(table, chosen):
+            shards.setdefault(bucket, set()).add(shard)
+            samples[bucket] += 1
+    copies = [
+        key
+        for table in tables
+        for key in table['key'].take(pa.array(rows_with(table, 'exact_hash', sorted(pixels)))).to_pylist()
+        if key not in found_keys
+    ]
+    removed = _removed_table(dataset)
+    removed_keys, removed_pixels = (set(removed[name].to_pylist()) for name in ('key_hash', 'exact_hash'))
+    absent = [key for key in keys if key not in found_keys]
+    absent_hashes = [hash_ for hash_, value in wanted.items() if value not in found_hashes]
+    gone = [key for key in absent if key_hash(key) in removed_keys]
+    gone += [hash_ for hash_ in absent_hashes if wanted[hash_] in removed_pixels]
+    missing = [each for each in [*absent, *absent_hashes] if each not in gone]
+    return Selection(rows, frozenset(found_keys), shards, samples, missing, gone, copies, held_out)
+
+
+def missing_problem(dataset: RecordedDataset, missing: Sequence[str]) -> str:
+    """Return the message about keys or hashes that do not exist, each with the nearest key of the dataset."""
+    lines = []
+    for name in missing[:20]:
+        near = difflib.get_close_matches(name, _similar_keys(dataset, name), n=1)
+        lines.append(f'  {name!r}' + (f': did you mean {near[0]!r}?' if near else ''))
+    more = [f'  and {len(missing) - 20} more'] if len(missing) > 20 else []
+    return (
+        f'{dataset.folder}: no image has these keys or hashes, so nothing was removed:\n'
+        + '\n'.join([*lines, *more])
+        + '\ncorrect them, or add --missing-ok to remove the others'
+    )
+
+
+def remove(
+    dataset: RecordedDataset, keys: Collection[str], hashes: Collection[str] = (), *, keep_old_shards: bool = False
+) -> Removal:
+    """Remove images by key or by the hash of their pixels; those that do not exist are skipped.
+
+    Args:
+        dataset: The dataset.
+        keys: Keys of images.
+        hashes: Hashes of the pixels of images, 16 hexadecimal digits each.
+        keep_old_shards: Keep the old shards for jobs that are running, until `purge`.
+
+    Raises:
+        UserError: No image would be left, or a shard cannot be rewritten.
+        DataError: A shard is damaged.
+    """
+    finish_change(dataset)
+    while True:
+        selection = select(dataset, keys, hashes)
+        if not selection.images:
+            return Removal(selection)
+        try:
+            removal = _remove_selected(dataset, selection, keep_old_shards=keep_old_shards)
+        except PreconditionFailed as error:
+            log.warning('%s; searching the new version', error)
+            dataset.refresh()
+            continue
+        finish_change(dataset)
+        return removal
+
+
+def purge(dataset: RecordedDataset) -> list[str]:
+    """Delete the shards of earlier versions that were kept for running jobs; return their paths."""
+    finish_change(dataset)
+    while dataset.record.kept:
+        kept = dataset.record.kept
+        try:
+            dataset.commit(replace(dataset.record, kept=[], obsolete=[*dataset.record.obsolete, *kept]))
+        except PreconditionFailed:
+            dataset.refresh()
+            continue
+        dataset.delete_obsolete()
+        return kept
+    return []
+
+
+def _remove_selected(dataset: RecordedDataset, selection: Selection, *, keep_old_shards: bool) -> Removal:
+    """Remove images from the version of the dataset in which they were found.
+
+    Raises:
+        PreconditionFailed: Another process has changed the dataset since.
+    """
+    record = dataset.record
+    before = dataset.entries()
+    if sum(selection.samples.values()) >= sum(shard['samples'] for shards in before.values() for shard in shards):
+        raise UserError(f'{dataset.folder}: no image would be left; delete the folder instead')
+    token = dataset.token('remove', *sorted(selection.keys))
+    removal = Removal(selection)
+    captions: set[str] = set()
+    deliveries, obsolete = [], []
+    for delivery, rows in zip(record.deliveries, selection.rows, strict=True):
+        new = delivery
+        if len(rows):
+            new = _without_rows(dataset, delivery, rows, selection.keys, token)
+            entries, old, of_removed = _without_samples(dataset, delivery, selection, token)
+            captions |= of_removed
+            removal.rewritten += old
+            _put_json(dataset, new.shards, entries)
+            obsolete += [delivery.images, delivery.shards, delivery.report]
+        deliveries.append(new)
+    removed = f'removed-{token}.parquet'
+    _put_removed(dataset, selection, removed)
+    obsolete += [] if record.removed is None else [record.removed]
+    changed = replace(
+        record,
+        deliveries=deliveries,
+        removed=removed,
+        removed_count=record.removed_count + selection.images - selection.held_out,
+        removed_held_out=record.removed_held_out + selection.held_out,
+        kept=[*record.kept, *(removal.rewritten if keep_old_shards else ())],
+        obsolete=[*record.obsolete, *obsolete, *(() if keep_old_shards else removal.rewritten)],
+    )
+    changed = with_indexes(changed, dataset.entries(deliveries))
+    # Before the record: a caption may identify an image, and captions.txt is only a sample of them.
+    write_captions(dataset, [caption for caption in caption_lines(dataset) if caption not in captions])
+    removal.old_indexes = [digest for bucket, digest in index_hashes(before) if bucket in selection.samples]
+    dataset.commit(changed)
+    return removal
+
+
+def _without_rows(
+    dataset: RecordedDataset, delivery: Delivery, rows: np.ndarray, keys: frozenset[str], token: str
+) -> Delivery:
+    """Write the tables of a delivery without some images; return the delivery with their names."""
+    folder = delivery.images.rpartition('/')[0]
+    new = replace(
+        delivery,
+        images=f'{folder}/images-{token}.parquet',
+        shards=f'{folder}/shards-{token}.json',
+        report=f'{folder}/report-{token}.json',
+    )
+    table = read_images(dataset.path(delivery.images))
+    is_kept = np.ones(len(table), bool)
+    is_kept[rows] = False
+    path = dataset.scratch / 'new' / 'images.parquet'
+    write_table(path, table.filter(pa.array(is_kept)), IMAGE_SCHEMA)
+    dataset.folder.put(new.images, path)
+    report = PrepareReport.read(dataset.path(delivery.report))
+    path = dataset.scratch / 'new' / 'report.json'
+    without_names(report, keys).save(path)
+    dataset.folder.put(new.report, path)
+    return new
+
+
+def _without_samples(
+    dataset: RecordedDataset, delivery: Delivery, selection: Selection, token: str
+) -> tuple[dict[str, list[dict[str, Any]]], list[str], set[str]]:
+    """Rewrite the shards of a delivery that hold removed images.
+
+    Returns:
+        The new index entries by bucket, the paths of the old shards, and the captions of the removed samples.
+    """
+    new: dict[str, list[dict[str, Any]]] = {}
+    old: list[str] = []
+    captions: set[str] = set()
+    for bucket, entries in dataset.json(delivery.shards).items():
+        new[bucket] = []
+        for entry in entries:
+            basename = entry['raw_data']['basename']
+            number = int(basename.split('.')[1])
+            if number not in selection.shards.get(bucket, ()):
+                new[bucket].append(entry)
+                continue
+            name = f'{bucket}/{basename}'
+            path = dataset.path(name)
+            check_shard(path, entry, f'{dataset.folder}/{name}')
+            target = dataset.scratch / 'new' / mds.shard_name(number, token)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.unlink(missing_ok=True)
+            done = rewrite_shard(path, entry, selection.keys, target, name=target.name)
+            if done.entry is not None:
+                dataset.folder.put(f'{bucket}/{target.name}', target)
+                new[bucket].append(done.entry)
+            old.append(name)
+            captions |= done.captions
+    return new, old, captions
+
+
+def _put_removed(dataset: RecordedDataset, selection: Selection, name: str) -> None:
+    """Write the table of removed images with those of a selection, without their keys."""
+    tables = [_removed_table(dataset)]
+    for delivery, rows in zip(dataset.record.deliveries, selection.rows, strict=True):
+        tables.append(read_images(dataset.path(delivery.images), list(HASHES)).take(pa.array(rows)))
+    path = dataset.scratch / 'new' / 'removed.parquet'
+    write_table(path, pa.concat_tables(tables), REMOVED_SCHEMA)
+    dataset.folder.put(name, path)
+
+
+def _put_json(dataset: RecordedDataset, name: str, content: Any) -> None:
+    path = dataset.scratch / 'new' / 'content.json'
+    write_atomically(path, json.dumps(content, sort_keys=True))
+    dataset.folder.put(name, path)
+
+
+def _removed_table(dataset: RecordedDataset) -> pa.Table:
+    """Return the table of removed images; empty if there is none."""
+    name = dataset.record.removed
+    return REMOVED_SCHEMA.empty_table() if name is None else pq.read_table(dataset.path(name))
+
+
+def _similar_keys(dataset: RecordedDataset, key: str) -> list[str]:
+    """Return keys of the dataset that may be meant by one that does not exist."""
+    found: list[str] = []
+    for delivery in dataset.record.deliveries:
+        keys: Any = read_images(dataset.path(delivery.images), ['key'])['key']
+        if len(keys) > MAX_COMPARED_KEYS:  # comparing with each of 100 million keys would take hours
+            arrow: Any = pc
+            keys = keys.filter(arrow.or_(arrow.starts_with(keys, key[:6]), arrow.ends_with(keys, key[-6:])))
+        found += keys.slice(0, MAX_COMPARED_KEYS - len(found)).to_pylist()
+    return found

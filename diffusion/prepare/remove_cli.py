@@ -1,0 +1,262 @@
+"""Command line of `diffusion data remove`."""
+
+import argparse
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diffusion.errors import UserError, printable
+
+if TYPE_CHECKING:
+    from diffusion.prepare.dataset_record import RecordedDataset
+    from diffusion.prepare.remove import Selection
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `diffusion data remove` to its parser."""
+    parser.add_argument(
+        'dataset', metavar='DATASET', help='folder or URL of a dataset that `diffusion prepare` wrote, or of latents'
+    )
+    parser.add_argument('--keys', type=Path, metavar='FILE', help='text file with the keys of images, one per line')
+    parser.add_argument('--key', nargs='+', default=[], metavar='KEY', help='keys of images')
+    parser.add_argument(
+        '--hash', nargs='+', default=[], metavar='HEX', help='hashes of pixels (exact_hash in images.parquet)'
+    )
+    parser.add_argument(
+        '--image',
+        nargs='+',
+        default=[],
+        type=Path,
+        metavar='FILE',
+        help='image files, to remove those with equal pixels',
+    )
+    parser.add_argument('--dry-run', action='store_true', help='show the shards and counts, and change nothing')
+    parser.add_argument(
+        '--missing-ok', action='store_true', help='skip keys and hashes that no image has (default: refuse them)'
+    )
+    parser.add_argument(
+        '--keep-old-shards',
+        action='store_true',
+        help='keep the old shards for jobs that are running; delete them later with --purge',
+    )
+    parser.add_argument('--purge', action='store_true', help='delete the old shards that were kept')
+    parser.add_argument(
+        '--latents',
+        nargs='+',
+        default=[],
+        metavar='DIR_OR_URL',
+        help='latents to check if they were made from it',
+    )
+    parser.add_argument('--runs-dir', type=Path, metavar='DIR', help='folder of runs: list those that read the dataset')
+    parser.add_argument(
+        '--work',
+        type=Path,
+        metavar='DIR',
+        help='folder for temporary copies of a few shards (default: the temporary folder)',
+    )
+    parser.set_defaults(run=run_remove)
+
+
+def run_remove(args: argparse.Namespace) -> int:
+    """Run `diffusion data remove`, and return the exit status.
+
+    Raises:
+        UserError: A key does not exist, no image would be left, or an argument is invalid.
+        DataError: A shard is damaged.
+    """
+    from diffusion.prepare.dataset_record import RECORD, RecordedDataset
+    from diffusion.storage.changing_folder import changing_folder
+
+    keys = _keys(args)
+    if '://' not in args.dataset and not Path(args.dataset).is_dir():
+        raise UserError(f'DATASET: {args.dataset} is not a folder; give a folder that `diffusion prepare` has written')
+    if args.work is not None and not args.work.is_dir():
+        raise UserError(f'--work: {args.work} is not a folder; create it, or leave it out')
+    with tempfile.TemporaryDirectory(dir=args.work) as temporary:
+        folder = changing_folder(args.dataset)
+        if folder.read(RECORD) is None:
+            return _remove_by_scan(args, keys, Path(temporary))
+        place = args.dataset.rstrip('/')
+        datasets = [RecordedDataset(folder, Path(temporary, 'data'))]
+        whole_bucket = '://' in place and '/' not in place.partition('://')[2]
+        held_out = changing_folder(f'{place}-held-out')
+        if not whole_bucket and held_out.read(RECORD) is not None:
+            # First the held-out images, so that a killed removal never leaves one that the training set does not know.
+            datasets.insert(0, RecordedDataset(held_out, Path(temporary, 'held-out')))
+        return _remove(args, keys, datasets)
+
+
+def _remove(args: argparse.Namespace, keys: list[str], datasets: 'Sequence[RecordedDataset]') -> int:
+    """Remove images from datasets with records, of which the last is the one that was named."""
+    from diffusion.prepare.dataset_reports import finish_change
+    from diffusion.prepare.remove import missing_problem, purge, remove, select
+
+    hashes = [_checked_hash(text) for text in args.hash] + [_hash_of(path, datasets[-1]) for path in args.image]
+    if not args.dry_run:
+        for dataset in datasets:
+            finish_change(dataset)
+    selections = [select(dataset, keys, hashes) for dataset in datasets]
+    missing = [name for name in selections[-1].missing if all(name in each.missing for each in selections)]
+    if missing and not args.missing_ok:
+        raise UserError(missing_problem(datasets[-1], missing))
+    if missing:
+        print(f'skipped {len(missing)} keys and hashes that no image has')
+    for dataset, selection in zip(datasets, selections, strict=True):
+        _print_selection(dataset, selection, dry_run=args.dry_run)
+    affected = any(selection.images for selection in selections)
+    if affected:
+        _print_affected(args, datasets)
+    if args.dry_run:
+        return 0
+    for dataset, selection in zip(datasets, selections, strict=True):
+        if selection.images:
+            removal = remove(dataset, keys, hashes, keep_old_shards=args.keep_old_shards)
+            _print_effect(dataset, removal.rewritten, removal.old_indexes, kept=args.keep_old_shards)
+    if args.purge:
+        for dataset in datasets:
+            print(f'{dataset.folder}: deleted {len(purge(dataset))} old shards that were kept')
+    return 0
+
+
+def _print_selection(dataset: 'RecordedDataset', selection: 'Selection', *, dry_run: bool) -> None:
+    """Print which images and shards a removal concerns."""
+    if selection.gone:
+        print(printable(f'{dataset.folder}: removed before: {_some(selection.gone)}'))
+    if not selection.images:
+        return
+    samples = ', '.join(f'{bucket} {count}' for bucket, count in sorted(selection.samples.items()))
+    shards = sum(map(len, selection.shards.values()))
+    verb = 'would remove' if dry_run else 'removing'
+    print(f'{dataset.folder}: {verb} {selection.images} images ({samples or "no samples"}) from {shards} shards')
+    if dry_run:
+        for bucket, numbers in sorted(selection.shards.items()):
+            print(f'  {bucket}: shards {", ".join(map(str, sorted(numbers)))}')
+    if selection.copies:
+        print(printable(f'  other images have the same pixels and stay: {_some(selection.copies)}'))
+
+
+def _print_affected(args: argparse.Namespace, datasets: 'Sequence[RecordedDataset]') -> None:
+    """Print the latents that were made from the datasets, and the runs that read them."""
+    from diffusion.prepare.affected_copies import latents_of, runs_with
+
+    stale = []
+    for dataset in datasets:
+        for latents, bucket in latents_of(dataset.record.indexes, args.latents) if args.latents else ():
+            stale.append(latents)
+            print(f'stale: {latents} was made from {bucket}; remove the images there too:')
+            print(f'  diffusion data remove {latents} --keys FILE --missing-ok')
+    if args.latents and not stale:
+        print('no latents of these folders were made from the dataset')
+    if args.runs_dir is not None:
+        places = [*(str(dataset.folder) for dataset in datasets), *stale]
+        runs = list(runs_with(places, args.runs_dir))
+        for name, streams in runs:
+            print(printable(f'run {name} reads the dataset ({", ".join(streams)}) and may have trained on the images'))
+        if not runs:
+            print(f'no run in {args.runs_dir} reads the dataset')
+
+
+def _print_effect(dataset: 'RecordedDataset', rewritten: list[str], old_indexes: list[str], *, kept: bool) -> None:
+    """Print what a removal means for running jobs, caches and the order of samples."""
+    print(f'{dataset.folder}: rewrote {len(rewritten)} shards')
+    if not rewritten:
+        return
+    if kept:
+        print('  the old shards are kept, and running jobs go on with them; delete them later with --purge')
+    else:
+        print('  a running job goes on until it needs an old shard that it has not cached, then stops with an error')
+    print('  the order of samples changes: a run resumes on this version only with allow_data_change: true')
+    versions = ', '.join(sorted({digest[:16] for digest in old_indexes}))
+    print(f'  cached copies of old shards are in these folders of loader.cache_folder on each machine: {versions}')
+
+
+def _remove_by_scan(args: argparse.Namespace, keys: list[str], scratch: Path) -> int:
+    """Remove samples from shards without a record by reading all of them."""
+    from diffusion.prepare.remove_by_scan import found_keys, remove_scanned, scan, superseded
+    from diffusion.storage.changing_folder import changing_folder
+
+    if args.hash or args.image or args.purge or args.latents or args.keep_old_shards:
+        raise UserError(
+            f'DATASET: {args.dataset} has no record of its images, so that only --keys, --key, --dry-run, --missing-ok '
+            'and --runs-dir apply; leave out the other options'
+        )
+    folder = changing_folder(args.dataset)
+    if not args.dry_run:
+        folder.delete(superseded(folder, args.dataset))
+    scanned = scan(folder, args.dataset, set(keys), scratch)
+    missing = sorted(set(keys) - found_keys(folder, scanned, keys, scratch))
+    if missing and not args.missing_ok:
+        raise UserError(
+            printable(f'{args.dataset}: no sample has these keys, so nothing was removed: {_some(missing)}; ')
+            + 'correct them, or add --missing-ok to remove the others'
+        )
+    for each in scanned:
+        if each.holding:
+            samples = sum(each.holding.values())
+            verb = 'would remove' if args.dry_run else 'removing'
+            print(f'{args.dataset}/{each.name}: {verb} {samples} samples from {len(each.holding)} shards')
+    if args.runs_dir is not None and any(each.holding for each in scanned):
+        from diffusion.prepare.affected_copies import runs_with
+
+        for name, streams in runs_with([args.dataset], args.runs_dir):
+            print(printable(f'run {name} reads the dataset ({", ".join(streams)}) and may have trained on the images'))
+    if not args.dry_run:
+        old = remove_scanned(folder, scanned, set(keys), scratch)
+        folder.delete(old)
+        print(f'{args.dataset}: rewrote {len(old)} shards; running jobs stop when they need an old one')
+    return 0
+
+
+def _keys(args: argparse.Namespace) -> list[str]:
+    """Return the keys given as arguments and in the file, without repetitions.
+
+    Raises:
+        UserError: The file cannot be read, or there is nothing to do.
+    """
+    keys = list(args.key)
+    if args.keys is not None:
+        try:
+            lines = args.keys.read_text(encoding='utf-8-sig').splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f'--keys: {args.keys} cannot be read ({error}); give a text file in UTF-8') from error
+        keys += [line for line in lines if line]
+    if not (keys or args.hash or args.image or args.purge):
+        raise UserError('no image is named; give --keys FILE, --key KEY, --hash HEX or --image FILE')
+    return list(dict.fromkeys(keys))
+
+
+def _checked_hash(text: str) -> str:
+    if not re.fullmatch(r'[0-9a-fA-F]{16}', text):
+        raise UserError(
+            f'--hash: {text!r} is not a hash of pixels (16 hexadecimal digits); correct it, or give --image FILE'
+        )
+    return text.lower()
+
+
+def _hash_of(path: Path, dataset: 'RecordedDataset') -> str:
+    """Return the hash of the pixels of an image file, decoded as the dataset's images were."""
+    from diffusion.prepare.image_decoding import decode_image
+    from diffusion.prepare.image_hashes import exact_hash
+    from diffusion.prepare.rejection import Unfit
+
+    settings = dataset.record.settings
+    try:
+        decoded = decode_image(
+            path.read_bytes(),
+            background=settings['background'],
+            max_pixels=settings['max_pixels'],
+            formats=settings['formats'],
+            svg_side=max(settings['sizes']),
+        )
+    except OSError as error:
+        raise UserError(f'--image: {path} cannot be read ({error}); give an image file') from error
+    except Unfit as unfit:
+        raise UserError(f'--image: {path} cannot be decoded ({unfit}); give an image file') from unfit
+    return f'{exact_hash(decoded.image):016x}'
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first names as text."""
+    return ', '.join(names[:10]) + (f' and {len(names) - 10} more' if len(names) > 10 else '')

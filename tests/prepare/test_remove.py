@@ -1,0 +1,290 @@
+"""Images are removed from a dataset by key or hash; only the shards that hold them change, and they stay removed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from drawn import keys, samples, snapshot
+from object_store import Store
+from test_append import add, contents, hashes, indexed, sliced, start
+
+from diffusion.cli import main
+from diffusion.prepare.counts_report import PrepareReport
+from diffusion.prepare.dataset_record import RecordedDataset
+from diffusion.prepare.image_record import read_images
+from diffusion.prepare.remove import remove
+from diffusion.storage.changing_folder import changing_folder
+
+
+def run(capsys: Any, *arguments: object) -> tuple[int, str]:
+    """Run `diffusion data remove`; return its exit status and everything it has printed."""
+    status = main(['data', 'remove', *map(str, arguments)])
+    captured = capsys.readouterr()
+    return status, captured.out + captured.err
+
+
+def opened(out: Path | str, scratch: Path) -> RecordedDataset:
+    return RecordedDataset(changing_folder(str(out)), scratch)
+
+
+def holding(out: Path, key: str) -> set[str]:
+    """Return the paths of the shards that hold a sample with this key."""
+    found = set()
+    for bucket in keys(out):
+        names = [shard['raw_data']['basename'] for folder, shard in indexed(out) if folder == bucket]
+        counts = [shard['samples'] for folder, shard in indexed(out) if folder == bucket]
+        of_shard = [name for name, count in zip(names, counts, strict=True) for _ in range(count)]
+        found |= {
+            f'{bucket}/{name}'
+            for name, sample in zip(of_shard, samples(out / bucket), strict=True)
+            if sample['key'] == key
+        }
+    return found
+
+
+def check_bucket_list(out: Path) -> None:
+    """Check the number of samples per shape in buckets.json."""
+    counted = json.loads((out / '32px/buckets.json').read_text())['buckets']
+    expected = {name.partition('/')[2]: len(of) for name, of in keys(out).items() if name.startswith('32px/')}
+    assert {shape: each['samples'] for shape, each in counted.items()} == expected
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """A dataset of two deliveries."""
+    start(tmp_path / 'out', sliced(0, 20))
+    add(tmp_path / 'out', sliced(20, 40))
+    return tmp_path / 'out'
+
+
+def test_removal_rewrites_only_the_shards_with_the_images_and_keeps_all_other_samples(out: Path, capsys: Any) -> None:
+    before, content = hashes(out), contents(out)
+    (out.parent / 'keys.txt').write_text('image-3\nimage-26\n')
+    touched = holding(out, 'image-3') | holding(out, 'image-26')
+    assert 0 < len(touched) < len(before)
+    order = keys(out)
+    status, printed = run(capsys, out, '--keys', out.parent / 'keys.txt')
+    assert status == 0, printed
+    after = hashes(out)
+    assert set(before) - set(after) == touched
+    assert {name: after[name] for name in set(before) - touched} == {
+        name: before[name] for name in set(before) - touched
+    }
+    gone = ('image-3', 'image-26')
+    assert contents(out) == {
+        bucket: {key: sample for key, sample in of.items() if key not in gone} for bucket, of in content.items()
+    }
+    assert keys(out) == {bucket: [key for key in of if key not in gone] for bucket, of in order.items()}
+    assert 'allow_data_change: true' in printed and f'rewrote {len(touched)} shards' in printed
+    report = PrepareReport.read(out / 'report.json')
+    assert report.removed == 2
+    assert report.buckets == {bucket: len(of) for bucket, of in keys(out).items()}
+    counted = json.loads((out / '32px/buckets.json').read_text())['buckets']
+    assert sum(each['samples'] for each in counted.values()) == sum(
+        len(of) for name, of in keys(out).items() if '32px/' in name
+    )
+    assert not [path for path in out.parent.iterdir() if path.name not in ('out', 'keys.txt')]
+
+
+def test_removed_keys_are_nowhere_in_the_dataset(out: Path, capsys: Any) -> None:
+    # Key, caption, the name in a report as the original of a duplicate: the bytes are in no file any more.
+    assert run(capsys, out, '--key', 'image-4')[0] == 0
+    files = {path: path.read_bytes() for path in out.rglob('*') if path.is_file()}
+    assert not [path for path, body in files.items() if b'image-4"' in body or b'image-4)' in body or b'of 4\n' in body]
+    for path in out.rglob('images*.parquet'):
+        assert 'image-4' not in read_images(path)['key'].to_pylist()
+
+
+def test_removed_images_do_not_come_back_with_a_later_delivery(out: Path, capsys: Any) -> None:
+    assert run(capsys, out, '--key', 'image-3', 'image-26')[0] == 0
+    # The same keys again, and the same pixels under other keys.
+    again = add(out, sliced(0, 30, each=10))
+    assert again.rejected['removed'].names == ['image-3', 'image-26']
+    copies = add(out, sliced(0, 30, each=10, prefix='copy-'))
+    assert 'copy-image-3' in copies.rejected['removed'].names
+    assert not {key for of in contents(out).values() for key in of} & {'image-3', 'image-26', 'copy-image-3'}
+
+
+def test_without_a_search_for_duplicates_removed_pixels_are_found_too(tmp_path: Path, capsys: Any) -> None:
+    start(tmp_path / 'out', sliced(0, 10), duplicates='none')
+    assert run(capsys, tmp_path / 'out', '--key', 'image-3')[0] == 0
+    report = add(tmp_path / 'out', sliced(0, 10, prefix='copy-'), duplicates='none')
+    assert report.rejected['removed'].names == ['copy-image-3']
+    assert report.pictures == 9
+
+
+def test_unknown_key_is_refused_with_the_nearest_one_and_nothing_is_removed(out: Path, capsys: Any) -> None:
+    before = snapshot(out)
+    status, printed = run(capsys, out, '--key', 'image-3', 'imag-26')
+    assert status == 2
+    assert "'imag-26': did you mean 'image-26'?" in printed and '--missing-ok' in printed
+    assert snapshot(out) == before
+    assert run(capsys, out, '--key', 'image-3', 'nothing', '--missing-ok')[0] == 0
+    assert not holding(out, 'image-3')
+
+
+def test_removal_again_says_that_it_was_done_before(out: Path, capsys: Any) -> None:
+    run(capsys, out, '--key', 'image-3')
+    before = snapshot(out)
+    status, printed = run(capsys, out, '--key', 'image-3')
+    assert (status, 'removed before: image-3' in printed) == (0, True)
+    assert snapshot(out) == before
+
+
+def test_dry_run_shows_shards_and_counts_and_changes_nothing(out: Path, capsys: Any) -> None:
+    before = snapshot(out)
+    status, printed = run(capsys, out, '--key', 'image-3', '--dry-run')
+    assert (status, snapshot(out)) == (0, before)
+    assert 'would remove 1 images' in printed
+    bucket, _, file = min(holding(out, 'image-3')).rpartition('/')
+    assert f'{bucket}: shards {int(file.split(".")[1])}' in printed
+
+
+def test_removal_by_hash_and_by_image(out: Path, tmp_path: Path, capsys: Any) -> None:
+    from drawn import draw, encode
+
+    table = read_images(next(out.glob('deliveries/00001-*/images.parquet')))
+    hash_of = dict(zip(table['key'].to_pylist(), table['exact_hash'].to_pylist(), strict=True))
+    (tmp_path / 'notice.png').write_bytes(encode(draw(32), 'PNG'))
+    assert run(capsys, out, '--hash', f'{hash_of["image-27"]:016x}', '--image', tmp_path / 'notice.png')[0] == 0
+    assert not holding(out, 'image-27') | holding(out, 'image-32') and holding(out, 'image-28')
+    status, printed = run(capsys, out, '--hash', '12')
+    assert status == 2 and "'12' is not a hash of pixels" in printed
+    status, printed = run(capsys, out, '--hash', '0' * 16)
+    assert status == 2 and "'0000000000000000'" in printed
+
+
+def test_old_shards_can_be_kept_for_running_jobs_until_purge(out: Path, capsys: Any) -> None:
+    before = hashes(out)
+    status, printed = run(capsys, out, '--key', 'image-3', '--keep-old-shards')
+    assert status == 0 and 'running jobs go on' in printed
+    assert before.items() <= hashes(out).items()
+    status, printed = run(capsys, out, '--purge')
+    assert status == 0
+    assert {f'{folder}/{shard["raw_data"]["basename"]}' for folder, shard in indexed(out)} == set(hashes(out))
+
+
+def test_held_out_image_is_removed_from_both_datasets(tmp_path: Path, capsys: Any) -> None:
+    start(tmp_path / 'out', sliced(0, 20), hold_out=4)
+    held_out = tmp_path / 'out-held-out'
+    key = next(key for of in keys(held_out).values() for key in of)
+    before = hashes(tmp_path / 'out')
+    status, printed = run(capsys, tmp_path / 'out', '--key', key)
+    assert status == 0, printed
+    assert not holding(held_out, key)
+    assert hashes(tmp_path / 'out') == before
+    report = PrepareReport.read(tmp_path / 'out/report.json')
+    assert report.held_out is not None and (report.held_out.pictures, report.removed) == (3, 0)
+    assert PrepareReport.read(held_out / 'report.json').pictures == 3
+
+
+def test_all_images_cannot_be_removed(tmp_path: Path, capsys: Any) -> None:
+    start(tmp_path / 'out', sliced(0, 5))
+    status, printed = run(capsys, tmp_path / 'out', '--key', *(f'image-{n}' for n in range(5)))
+    assert status == 2 and 'no image would be left; delete the folder instead' in printed
+
+
+def test_damaged_shard_is_not_copied_under_a_new_hash(out: Path, capsys: Any) -> None:
+    name = min(holding(out, 'image-3'))
+    body = bytearray((out / name).read_bytes())
+    body[-1] ^= 1
+    (out / name).write_bytes(body)
+    status, printed = run(capsys, out, '--key', 'image-3')
+    assert status == 1 and f'{name}: xxh64' in printed and 'restore the shard' in printed
+    assert holding(out, 'image-3')
+
+
+def test_bad_arguments_are_refused(out: Path, tmp_path: Path, capsys: Any) -> None:
+    for arguments, message in {
+        (out,): 'no image is named; give --keys FILE',
+        (tmp_path / 'nowhere', '--key', 'a'): 'nowhere is not a folder',
+        (tmp_path, '--keys', tmp_path / 'none.txt'): '--keys:',
+        (out, '--image', tmp_path / 'none.png'): '--image:',
+        (out, '--key', 'image-3', '--runs-dir', tmp_path / 'runs'): '--runs-dir:',
+        (out, '--key', 'image-3', '--latents', out): '--latents:',
+        (out, '--key', 'image-3', '--work', tmp_path / 'none'): '--work:',
+    }.items():
+        before = snapshot(out)
+        status, printed = run(capsys, *arguments)
+        assert (status, message in printed) == (2, True), printed
+        assert snapshot(out) == before
+
+
+def test_latents_and_runs_of_the_dataset_are_named(out: Path, tmp_path: Path, capsys: Any) -> None:
+    source = RecordedDataset(changing_folder(str(out)), tmp_path / 'scratch').record.indexes['32px/32x32'][0]
+    for name, digest in {'latents/photos': source, 'latents/other': 'f' * 64}.items():
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / 'index.json').write_text('{"version": 2, "shards": []}')
+        (tmp_path / name / 'manifest.json').write_text(json.dumps({'source': digest}))
+    recipes = {
+        'images': {'streams': {'a': {'local': str(out / '32px')}}},
+        'latents': {'eval_streams': {'b': {'remote': None, 'local': str(tmp_path / 'latents/photos')}}},
+        'others': {'streams': {'a': {'local': f'{out}2/32px'}, 'c': {'remote': 's3://bucket/out'}}},
+    }
+    for name, recipe in recipes.items():
+        (tmp_path / 'runs' / name).mkdir(parents=True)
+        (tmp_path / 'runs' / name / 'recipe.yaml').write_text(yaml.safe_dump(recipe))
+    found = run(capsys, out, '--key', 'image-3', '--latents', tmp_path / 'latents', '--runs-dir', tmp_path / 'runs')
+    assert found[0] == 0
+    assert f'stale: {tmp_path}/latents/photos was made from 32px/32x32' in found[1] and 'latents/other' not in found[1]
+    assert 'run images reads the dataset (streams.a)' in found[1]
+    assert 'run latents reads the dataset (eval_streams.b)' in found[1] and 'run others' not in found[1]
+
+
+def test_shards_without_a_record_are_searched_for_the_keys(out: Path, capsys: Any) -> None:
+    (out / 'dataset.json').unlink()  # as of an earlier version, or latents
+    content = contents(out)
+    before = hashes(out)
+    touched = holding(out, 'image-3')
+    status, printed = run(capsys, out, '--key', 'image-3', 'image-x')
+    assert status == 2 and 'image-x' in printed and hashes(out) == before
+    assert run(capsys, out, '--key', 'image-3', '--dry-run')[0] == 0
+    assert hashes(out) == before
+    status, printed = run(capsys, out, '--key', 'image-3')
+    assert status == 0, printed
+    assert contents(out) == {b: {k: s for k, s in of.items() if k != 'image-3'} for b, of in content.items()}
+    assert set(before) - set(hashes(out)) == touched
+    counted = json.loads((out / '32px/buckets.json').read_text())['buckets']
+    assert sum(each['samples'] for each in counted.values()) == sum(
+        len(of) for name, of in keys(out).items() if '32px/' in name
+    )
+    status, printed = run(capsys, out, '--key', 'image-4', '--purge')
+    assert status == 2 and 'has no record of its images' in printed
+
+
+def test_removal_in_a_store_gives_the_same_dataset(tmp_path: Path, store: Store, capsys: Any) -> None:
+    store.bucket('mds')
+    start('s3://mds/out', sliced(0, 20), work=str(tmp_path / 'work'))
+    start(tmp_path / 'out', sliced(0, 20))
+    for place in ('s3://mds/out', tmp_path / 'out'):
+        status, printed = run(capsys, place, '--key', 'image-3', 'image-9')
+        assert status == 0, printed
+    found = store.objects('mds')
+    expected = {f'out/{name}': (tmp_path / 'out' / name).read_bytes() for name in hashes(tmp_path / 'out', '*')}
+    assert found.keys() == expected.keys()
+    for name, body in expected.items():
+        assert 'report' in name or found[name] == body, name
+
+
+def test_removal_and_append_at_the_same_time_do_not_lose_one_another(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = RecordedDataset.commit
+    waiting = [True]
+
+    def interrupted(self: Any, record: Any) -> None:
+        if waiting.pop():
+            waiting.append(False)
+            add(out, sliced(40, 50), work=str(out.parent / 'other.work'))
+        else:
+            waiting.append(False)
+        commit(self, record)
+
+    monkeypatch.setattr(RecordedDataset, 'commit', interrupted)
+    removal = remove(opened(out, out.parent / 'scratch'), ['image-3'])
+    assert removal.selection.images == 1
+    found = {key for of in contents(out).values() for key in of}
+    assert 'image-3' not in found and {'image-44', 'image-28'} <= found
+    assert len(PrepareReport.read(out / 'report.json').deliveries) == 3

@@ -86,6 +86,7 @@ def append(
     run = run or partial(run_jobs, workers=settings.worker_count)
     dataset = RecordedDataset(changing_folder(settings.out), work.path / 'fetched')
     check_same_settings(settings, dataset)
+    dataset.folder.check_conditions()
     try:
         with work.locked(share):
             source = source or settings.source.open(sizes=settings.sizes, formats=settings.formats)
@@ -111,7 +112,10 @@ def check_same_settings(settings: PrepareSettings, dataset: RecordedDataset) -> 
     Raises:
         UserError: Settings that affect samples differ; lists each of them.
     """
-    lines = differences(dataset.record.settings, comparable_settings(settings.content_settings()), saved_in='there')
+    there, now = dataset.record.settings, comparable_settings(settings.content_settings())
+    if there['sizes'] != now['sizes']:  # of a single size, `buckets` makes no difference and is left out
+        now['buckets'] = there['buckets']
+    lines = differences(there, now, saved_in='there')
     if lines:
         raise UserError(
             f'out: {dataset.folder} was prepared with other settings:\n  ' + '\n  '.join(lines) + '\n'
@@ -126,6 +130,7 @@ class _Addition(Preparation):
         self, settings: PrepareSettings, source: Source, run: Run, work: WorkFolder, dataset: RecordedDataset
     ) -> None:
         super().__init__(replace(settings, hold_out=0), source, run, work)
+        self.given = settings
         self.dataset = dataset
         self.first: dict[str, int] = {}
         self.present = NamedCount()
@@ -186,7 +191,7 @@ class _Addition(Preparation):
             arguments={'out': self.settings.out},
             max_rejected=self.settings.max_rejected,
             inputs=0,
-            notes=['all parts of the input are in the dataset already; nothing to do'],
+            notes=[f'{self.settings.out}: has all parts of the input already; nothing to do'],
         )
 
     def add(self, plan: InputPlan, start: float) -> PrepareReport:
@@ -197,6 +202,7 @@ class _Addition(Preparation):
             except PreconditionFailed as error:
                 log.warning('%s; comparing the delivery with the new version', error)
                 self.dataset.refresh()
+                check_same_settings(self.given, self.dataset)  # it may have been prepared again
                 if not self.remaining_plan().parts:  # another process has added the same delivery
                     self.discard_other_version()
                     return self.nothing_to_do()

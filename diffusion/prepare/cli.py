@@ -65,7 +65,8 @@ def run_prepare(args: argparse.Namespace) -> int:
     if report is None:
         print(f'{settings.work_folder}: share {share} is done; after the last share, run the command without --share')
         return 0
-    print(printable(report.text(settings.out)))
+    nothing_to_do = args.append and not report.inputs
+    print(printable('\n'.join(report.notes) if nothing_to_do else report.text(settings.out)))
     return 0 if report.passed else 3
 
 

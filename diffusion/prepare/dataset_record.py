@@ -128,10 +128,12 @@ class RecordedDataset:
             UserError: The folder has no record, or it is damaged.
         """
         found = self.folder.read(RECORD)
+        if found is None and self.folder.read(REPORT) is None:
+            raise UserError(f'{self.folder}: there is no prepared dataset; prepare the first delivery without --append')
         if found is None:
             raise UserError(
-                f'{self.folder}: has no {RECORD}, so it is no dataset that `diffusion prepare` wrote, or an earlier '
-                'version did, which kept no hashes of the images; prepare the data again with this version'
+                f'{self.folder}: has no {RECORD}: an earlier version prepared it, which kept no hashes of the images; '
+                'prepare the data again with this version'
             )
         self.version, self.record = found.version, DatasetRecord.parse(found.content, self.folder)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 
@@ -87,10 +86,44 @@ def read_images(path: Path, columns: Sequence[str] = tuple(IMAGE_SCHEMA.names)) 
     return pq.read_table(path, columns=list(columns))
 
 
-def write_table(path: Path, table: pa.Table, schema: pa.Schema) -> None:
-    """Write a table of images or of removed images with its schema."""
+def read_rows(path: Path, rows: np.ndarray) -> pa.Table:
+    """Read some rows, given by their sorted numbers, of the table of a delivery's images, without loading all of it."""
+    with pq.ParquetFile(path) as file:
+        found = [IMAGE_SCHEMA.empty_table()]
+        for group, first, stop in _row_groups(file):
+            chosen = rows[(rows >= first) & (rows < stop)]
+            if len(chosen):
+                found.append(file.read_row_group(group).take(pa.array(chosen - first)))
+    return pa.concat_tables(found)
+
+
+def copy_without_rows(path: Path, rows: np.ndarray, target: Path) -> None:
+    """Write a copy of the table of a delivery's images without some rows."""
+    with (
+        pq.ParquetFile(path) as file,
+        atomic_file(target) as unfinished,
+        pq.ParquetWriter(unfinished, IMAGE_SCHEMA, compression='zstd') as writer,
+    ):
+        for group, first, stop in _row_groups(file):
+            kept = np.ones(stop - first, bool)
+            kept[rows[(rows >= first) & (rows < stop)] - first] = False
+            if kept.any():
+                writer.write_table(file.read_row_group(group).filter(pa.array(kept)).cast(IMAGE_SCHEMA))
+
+
+def _row_groups(file: pq.ParquetFile) -> Iterator[tuple[int, int, int]]:
+    """Yield number, first row and row after the last of each row group, the unit in which a Parquet file is read."""
+    first = 0
+    for group in range(file.num_row_groups):
+        stop = first + file.metadata.row_group(group).num_rows
+        yield group, first, stop
+        first = stop
+
+
+def write_removed(path: Path, table: pa.Table) -> None:
+    """Write the table of removed images."""
     with atomic_file(path) as unfinished:
-        pq.write_table(table.select(schema.names).cast(schema), unfinished, compression='zstd')
+        pq.write_table(table.select(REMOVED_SCHEMA.names).cast(REMOVED_SCHEMA), unfinished, compression='zstd')
 
 
 @dataclass(frozen=True)
@@ -140,19 +173,3 @@ class EarlierImages:
         found = order[np.maximum(at, 0)] if len(order) else np.zeros(len(hashes), np.int64)
         matches = (at >= 0) & (known[found] == hashes) if len(order) else np.zeros(len(hashes), bool)
         return np.where(matches, found, -1)
-
-
-def rows_with(table: pa.Table, column: str, values: Sequence[int] | Sequence[str]) -> np.ndarray:
-    """Return the numbers of the rows of a table whose value in a column is one of `values`."""
-    wanted = pa.array(values, table.schema.field(column).type)
-    found = pc.is_in(table[column], value_set=wanted)  # type: ignore[attr-defined]  # pyarrow defines it at run time
-    return np.flatnonzero(found.to_numpy())
-
-
-def placements(table: pa.Table, rows: np.ndarray) -> Iterator[tuple[int, str, int]]:
-    """Yield (row, bucket, shard number) of each sample of the images in some rows."""
-    chosen = table.take(pa.array(rows, pa.int64()))
-    for row, buckets, shards in zip(
-        rows.tolist(), chosen['buckets'].to_pylist(), chosen['shards'].to_pylist(), strict=True
-    ):
-        yield from ((row, bucket, shard) for bucket, shard in zip(buckets, shards, strict=True))

@@ -32,11 +32,11 @@ from diffusion.prepare.image_record import (
     HASHES,
     IMAGE_SCHEMA,
     REMOVED_SCHEMA,
+    copy_without_rows,
     key_hash,
-    placements,
     read_images,
-    rows_with,
-    write_table,
+    read_rows,
+    write_removed,
 )
 from diffusion.prepare.merged_report import without_names
 from diffusion.prepare.shard_rewriting import check_shard, rewrite_shard
@@ -91,47 +91,47 @@ class Removal:
 
 def select(dataset: RecordedDataset, keys: Collection[str], hashes: Collection[str]) -> Selection:
     """Find the images of a dataset by their keys, or by the hashes of their pixels (16 hexadecimal digits)."""
-    wanted = {hash_: int(hash_, 16) for hash_ in hashes}
-    tables = [read_images(dataset.path(delivery.images)) for delivery in dataset.record.deliveries]
-    found_keys: set[str] = set()
-    found_hashes: set[int] = set()
-    for table in tables:
-        of_hash = table.take(pa.array(rows_with(table, 'exact_hash', list(wanted.values()))))
-        found_keys |= set(of_hash['key'].to_pylist())
-        found_hashes |= set(of_hash['exact_hash'].to_pylist())
-        found_keys |= set(table.take(pa.array(rows_with(table, 'key', list(keys))))['key'].to_pylist())
-    rows = [rows_with(table, 'key', sorted(found_keys)) for table in tables]
+    pixels = {hash_: int(hash_, 16) for hash_ in hashes}
+    paths = [dataset.path(delivery.images) for delivery in dataset.record.deliveries]
+    # Only the hashes of all images, 16 bytes each, are held in memory.
+    columns = [read_images(path, ['key_hash', 'exact_hash']) for path in paths]
+    named = {key_hash(key) for key in keys}
+    for table, path in zip(columns, paths, strict=True):
+        of_pixels = read_rows(path, _rows_with(table, 'exact_hash', pixels.values()))
+        named |= set(of_pixels['key_hash'].to_pylist())
+    # All images with the same key: the samples in the shards are found by their keys.
+    rows = [_rows_with(table, 'key_hash', named) for table in columns]
+    tables = [read_rows(path, chosen) for path, chosen in zip(paths, rows, strict=True)]
+    found = pa.concat_tables([IMAGE_SCHEMA.empty_table(), *tables])
+    found_keys, found_pixels = (set(found[name].to_pylist()) for name in ('key', 'exact_hash'))
     shards: dict[str, set[int]] = {}
     samples: Counter[str] = Counter()
-    pixels: set[int] = set()
-    held_out = 0
-    for table, chosen in zip(tables, rows, strict=True):
-        held_out += int(table['held_out'].to_numpy()[chosen].sum())
-        pixels |= set(table['exact_hash'].take(pa.array(chosen)).to_pylist())
-        for _, bucket, shard in placements(table, chosen):
+    for of_image in zip(found['buckets'].to_pylist(), found['shards'].to_pylist(), strict=True):
+        for bucket, shard in zip(*of_image, strict=True):
             shards.setdefault(bucket, set()).add(shard)
             samples[bucket] += 1
     copies = [
         key
-        for table in tables
-        for key in table['key'].take(pa.array(rows_with(table, 'exact_hash', sorted(pixels)))).to_pylist()
+        for table, path in zip(columns, paths, strict=True)
+        for key in read_rows(path, _rows_with(table, 'exact_hash', found_pixels))['key'].to_pylist()
         if key not in found_keys
     ]
     removed = _removed_table(dataset)
     removed_keys, removed_pixels = (set(removed[name].to_pylist()) for name in ('key_hash', 'exact_hash'))
-    absent = [key for key in keys if key not in found_keys]
-    absent_hashes = [hash_ for hash_, value in wanted.items() if value not in found_hashes]
-    gone = [key for key in absent if key_hash(key) in removed_keys]
-    gone += [hash_ for hash_ in absent_hashes if wanted[hash_] in removed_pixels]
-    missing = [each for each in [*absent, *absent_hashes] if each not in gone]
+    gone = [key for key in keys if key not in found_keys and key_hash(key) in removed_keys]
+    gone += [text for text, value in pixels.items() if value not in found_pixels and value in removed_pixels]
+    missing = [key for key in keys if key not in found_keys]
+    missing += [text for text, value in pixels.items() if value not in found_pixels]
+    missing = [name for name in missing if name not in gone]
+    held_out = int(np.count_nonzero(found['held_out'].to_numpy()))
     return Selection(rows, frozenset(found_keys), shards, samples, missing, gone, copies, held_out)
 
 
 def missing_problem(dataset: RecordedDataset, missing: Sequence[str]) -> str:
     """Return the message about keys or hashes that do not exist, each with the nearest key of the dataset."""
     lines = []
-    for name in missing[:20]:
-        near = difflib.get_close_matches(name, _similar_keys(dataset, name), n=1)
+    for name, similar in _similar_keys(dataset, missing[:20]).items():
+        near = difflib.get_close_matches(name, similar, n=1)
         lines.append(f'  {name!r}' + (f': did you mean {near[0]!r}?' if near else ''))
     more = [f'  and {len(missing) - 20} more'] if len(missing) > 20 else []
     return (
@@ -241,11 +241,8 @@ def _without_rows(
         shards=f'{folder}/shards-{token}.json',
         report=f'{folder}/report-{token}.json',
     )
-    table = read_images(dataset.path(delivery.images))
-    is_kept = np.ones(len(table), bool)
-    is_kept[rows] = False
     path = dataset.scratch / 'new' / 'images.parquet'
-    write_table(path, table.filter(pa.array(is_kept)), IMAGE_SCHEMA)
+    copy_without_rows(dataset.path(delivery.images), rows, path)
     dataset.folder.put(new.images, path)
     report = PrepareReport.read(dataset.path(delivery.report))
     path = dataset.scratch / 'new' / 'report.json'
@@ -283,6 +280,8 @@ def _without_samples(
             if done.entry is not None:
                 dataset.folder.put(f'{bucket}/{target.name}', target)
                 new[bucket].append(done.entry)
+            if path.is_relative_to(dataset.scratch):  # a downloaded copy
+                path.unlink()
             old.append(name)
             captions |= done.captions
     return new, old, captions
@@ -292,9 +291,9 @@ def _put_removed(dataset: RecordedDataset, selection: Selection, name: str) -> N
     """Write the table of removed images with those of a selection, without their keys."""
     tables = [_removed_table(dataset)]
     for delivery, rows in zip(dataset.record.deliveries, selection.rows, strict=True):
-        tables.append(read_images(dataset.path(delivery.images), list(HASHES)).take(pa.array(rows)))
+        tables.append(read_rows(dataset.path(delivery.images), rows).select(list(HASHES)))
     path = dataset.scratch / 'new' / 'removed.parquet'
-    write_table(path, pa.concat_tables(tables), REMOVED_SCHEMA)
+    write_removed(path, pa.concat_tables(tables))
     dataset.folder.put(name, path)
 
 
@@ -310,13 +309,20 @@ def _removed_table(dataset: RecordedDataset) -> pa.Table:
     return REMOVED_SCHEMA.empty_table() if name is None else pq.read_table(dataset.path(name))
 
 
-def _similar_keys(dataset: RecordedDataset, key: str) -> list[str]:
-    """Return keys of the dataset that may be meant by one that does not exist."""
-    found: list[str] = []
+def _similar_keys(dataset: RecordedDataset, names: Sequence[str]) -> dict[str, list[str]]:
+    """Return keys of the dataset that may be meant by each of some that do not exist."""
+    found: dict[str, list[str]] = {name: [] for name in names}
     for delivery in dataset.record.deliveries:
         keys: Any = read_images(dataset.path(delivery.images), ['key'])['key']
-        if len(keys) > MAX_COMPARED_KEYS:  # comparing with each of 100 million keys would take hours
-            arrow: Any = pc
-            keys = keys.filter(arrow.or_(arrow.starts_with(keys, key[:6]), arrow.ends_with(keys, key[-6:])))
-        found += keys.slice(0, MAX_COMPARED_KEYS - len(found)).to_pylist()
+        for name, similar in found.items():
+            chosen = keys
+            if len(keys) > MAX_COMPARED_KEYS:  # comparing with each of 100 million keys would take hours
+                arrow: Any = pc
+                chosen = keys.filter(arrow.or_(arrow.starts_with(keys, name[:6]), arrow.ends_with(keys, name[-6:])))
+            similar += chosen.slice(0, max(0, MAX_COMPARED_KEYS - len(similar))).to_pylist()
     return found
+
+
+def _rows_with(table: pa.Table, column: str, values: Collection[int]) -> np.ndarray:
+    """Return the sorted numbers of the rows of a table whose value in a column is one of `values`."""
+    return np.flatnonzero(np.isin(table[column].to_numpy(), np.array(list(values), np.uint64)))

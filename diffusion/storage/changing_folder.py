@@ -8,7 +8,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -18,6 +18,9 @@ from diffusion.storage import locks, object_store
 from diffusion.storage.atomic import atomic_file, remove, remove_unfinished, sync_folder, write_atomically
 from diffusion.storage.object_store import split
 from diffusion.storage.retry import PreconditionFailed
+
+PROBE = 'conditional-write-check'
+"""Object that `check_conditions` writes and deletes."""
 
 
 class Versioned(NamedTuple):
@@ -61,6 +64,14 @@ class ChangingFolder(Protocol):
 
     def clean(self) -> None:
         """Remove the unfinished files that killed processes have left."""
+        ...
+
+    def check_conditions(self) -> None:
+        """Check that files can be replaced on a condition, before work begins that ends with that.
+
+        Raises:
+            UserError: The file system has no locks, or the store has no conditional writes.
+        """
         ...
 
 
@@ -126,6 +137,11 @@ class LockedFolder(ChangingFolder):
         with self._locked():  # every unfinished file is written under the lock
             remove_unfinished(self.path, below=True)
 
+    def check_conditions(self) -> None:
+        """Check that the file system has locks."""
+        with self._locked():
+            pass
+
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Hold the lock of the folder inside the block."""
@@ -182,3 +198,9 @@ class EtagFolder(ChangingFolder):
 
     def clean(self) -> None:
         """Do nothing: an object is whole or absent."""
+
+    def check_conditions(self) -> None:
+        """Check that the store has conditional writes, by one of an empty object that is deleted again."""
+        with suppress(PreconditionFailed):  # another process checks at the same time
+            self.replace(PROBE, b'', None)
+        self.delete([PROBE])

@@ -125,7 +125,7 @@ def test_same_delivery_twice_is_nothing_to_do(tmp_path: Path) -> None:
     add(tmp_path / 'out', sliced(10, 20))
     before = hashes(tmp_path / 'out', '*')
     report = add(tmp_path / 'out', sliced(10, 20))
-    assert report.notes == ['all parts of the input are in the dataset already; nothing to do']
+    assert [note.partition(': ')[2] for note in report.notes] == ['has all parts of the input already; nothing to do']
     assert (report.inputs, report.passed, hashes(tmp_path / 'out', '*')) == (0, True, before)
 
 
@@ -162,9 +162,12 @@ def test_append_with_other_settings_lists_each_difference_and_changes_nothing(tm
 
 
 def test_append_needs_a_dataset_with_a_record(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r'out: has no dataset.json, so it is no dataset'):
+    with pytest.raises(UserError, match=r'out: there is no prepared dataset; prepare the first delivery without'):
         add(tmp_path / 'out', sliced(0, 10))
     start(tmp_path / 'out', sliced(0, 10))
+    (tmp_path / 'out/dataset.json').unlink()
+    with pytest.raises(UserError, match=r'out: has no dataset.json: an earlier version prepared it'):
+        add(tmp_path / 'out', sliced(0, 10))
     (tmp_path / 'out/dataset.json').write_text('{"version": 1, "deliveries": 3}')
     with pytest.raises(UserError, match=r'dataset.json: is damaged .*; restore it'):
         add(tmp_path / 'out', sliced(10, 20))

@@ -1,6 +1,7 @@
 """Images are removed from a dataset by key or hash; only the shards that hold them change, and they stay removed."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,19 @@ def check_bucket_list(out: Path) -> None:
     assert {shape: each['samples'] for shape, each in counted.items()} == expected
 
 
+@pytest.fixture(scope='module')
+def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset of two deliveries, which no test changes."""
+    path = tmp_path_factory.mktemp('grown') / 'out'
+    start(path, sliced(0, 20))
+    add(path, sliced(20, 40))
+    return path
+
+
 @pytest.fixture
-def out(tmp_path: Path) -> Path:
+def out(tmp_path: Path, grown: Path) -> Path:
     """A dataset of two deliveries."""
-    start(tmp_path / 'out', sliced(0, 20))
-    add(tmp_path / 'out', sliced(20, 40))
+    shutil.copytree(grown, tmp_path / 'out')
     return tmp_path / 'out'
 
 

@@ -66,10 +66,11 @@ def grow(tmp_path: Path, write_recipe: Callable[..., Path]) -> Callable[[str], P
     return prepared
 
 
-def test_resume_on_a_grown_dataset_names_the_difference_and_needs_allow_data_change(
-    grow: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_resume_on_a_grown_dataset_needs_allow_data_change_and_is_the_same_on_two_ranks(
+    grow: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, ranks: Ranks
 ) -> None:
-    path = grow('run')
+    path, of_ranks = grow('run'), grow('ranks')
+    job = ranks.start(2, of_ranks, 'allow_data_change=true')
     with pytest.raises(ValueError, match='set allow_data_change: true to resume with other data') as refused:
         build_trainer(load(path))
     for line in ('choose: 24 in the checkpoint, 40 now', 'samples: 24 in the checkpoint, 40 now', 'index_sha256'):
@@ -84,18 +85,10 @@ def test_resume_on_a_grown_dataset_names_the_difference_and_needs_allow_data_cha
     trainer.fit()
     trainer.close()
     assert max(seen.ids) >= 24, 'images of the second delivery are trained on'
+    assert job.wait() == [0, 0], job.output()
+    losses = [read_losses(tmp_path / 'runs' / name) for name in ('run', 'ranks')]
+    assert len(losses[0]) == 8
+    assert largest_difference(*losses) < 1e-3
     remove(RecordedDataset(changing_folder(str(tmp_path / 'run')), tmp_path / 'scratch'), ['p3.png'])
     with pytest.raises(ValueError, match='streams.photos.samples: 40 in the checkpoint, 39 now'):
         build_trainer(load(path, ['trainer.max_duration=10ba']))
-
-
-def test_grown_dataset_gives_the_same_losses_on_one_rank_and_on_two(
-    grow: Callable[[str], Path], tmp_path: Path, ranks: Ranks
-) -> None:
-    one, two = grow('one'), grow('two')
-    train(load(one, ['allow_data_change=true'])).close()
-    job = ranks.start(2, two, 'allow_data_change=true')
-    assert job.wait() == [0, 0], job.output()
-    losses = [read_losses(tmp_path / 'runs' / name) for name in ('one', 'two')]
-    assert len(losses[0]) == 8
-    assert largest_difference(*losses) < 1e-3

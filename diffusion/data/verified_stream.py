@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -184,6 +184,8 @@ class VerifiedStream(Stream):
         with locks.hold_path_lock(path, self.wait):
             if find_damage(path, raw, self.validate_hash) is None:
                 return  # another job downloaded it while this one waited for the lock
+            if zipped is None and self._link_from_other_version(path, raw):
+                return
             try:
                 self.source.persist(lambda: self._download_and_unpack(path, files, compression), files[0].basename)
             except (GaveUp, UserError) as error:
@@ -198,6 +200,23 @@ class VerifiedStream(Stream):
                     f'streams.{self.name}: {url}: no space left on the disk: {error}. '
                     f'Way out: free space in {path.parent}, or set loader.cache_limit to less than its disk holds'
                 ) from error
+
+    def _link_from_other_version(self, path: Path, raw: FileInfo) -> bool:
+        """Link a shard that another version of the dataset in the cache has too; return False if none has it.
+
+        A dataset that grew by `diffusion prepare --append` has the shards of the version before, unchanged.
+        """
+        if self.home is None or not raw.hashes:
+            return False
+        for other in self.home.glob(f'*/{self.split}/{raw.basename}' if self.split else f'*/{raw.basename}'):
+            if find_damage(other, raw, self.validate_hash) is not None:
+                continue
+            # The cache counts both names, so that its limit is kept: evicting one of them may free nothing.
+            with suppress(OSError):  # evicted meanwhile, or no hard links on this file system
+                path.unlink(missing_ok=True)
+                os.link(other, path)
+                return True
+        return False
 
     def _download_and_unpack(self, path: Path, files: Sequence[FileInfo], compression: str | None) -> None:
         """Download a shard to a temporary folder, unpack it if it is compressed, check it, and rename it to `path`.

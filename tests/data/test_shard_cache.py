@@ -105,6 +105,16 @@ def test_jobs_on_old_and_new_version_do_not_interfere(store, bucket, tmp_path):
     assert dict(pairs) == expected()
 
 
+def test_of_a_dataset_that_grew_only_the_new_shards_are_downloaded(store, bucket, tmp_path):
+    assert_correct(cached_loader(bucket, tmp_path / 'cache'))
+    store.requests.clear()
+    for path in write_samples(tmp_path / 'more', count=90).iterdir():
+        store.put(bucket, path.name, path.read_bytes())
+    # The first shards have the same samples as before; the last of them, which was not full, has more now.
+    assert served(cached_loader(bucket, tmp_path / 'cache')) == expected(count=90)
+    assert set(shards_of(store.shard_reads())) == {f'shard.0000{n}.mds' for n in range(SHARDS - 1, SHARDS + 3)}
+
+
 def test_job_continues_when_downloading_job_is_killed(store, bucket, tmp_path):
     """The lock ends with its process, and the incomplete files of that process are removed."""
     cache = tmp_path / 'cache'

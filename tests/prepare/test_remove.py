@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from drawn import keys, samples, snapshot
@@ -17,6 +18,7 @@ from diffusion.prepare.dataset_record import RecordedDataset
 from diffusion.prepare.image_record import read_images
 from diffusion.prepare.remove import remove
 from diffusion.storage.changing_folder import changing_folder
+from diffusion.storage.mds import write_dataset
 
 
 def run(capsys: Any, *arguments: object) -> tuple[int, str]:
@@ -261,6 +263,28 @@ def test_shards_without_a_record_are_searched_for_the_keys(out: Path, capsys: An
     )
     status, printed = run(capsys, out, '--key', 'image-4', '--purge')
     assert status == 2 and 'has no record of its images' in printed
+
+
+def test_samples_are_removed_from_latents_of_arrays(tmp_path: Path, capsys: Any) -> None:
+    rng = np.random.default_rng(0)
+    columns = {'key': 'str', 'moments': 'ndarray:float16:8,4,4', 'features': 'ndarray:float32', 'captions': 'json'}
+    rows = [
+        {
+            'key': f'k{n}',
+            'moments': rng.normal(size=(8, 4, 4)).astype(np.float16),
+            'features': rng.normal(size=(n + 1, 3)).astype(np.float32),
+            'captions': [f'caption {n}'],
+        }
+        for n in range(6)
+    ]
+    folder = tmp_path / 'latents' / 'photos'
+    write_dataset(folder, rows, columns)
+    status, printed = run(capsys, tmp_path / 'latents', '--key', 'k2', 'k5')
+    assert status == 0, printed
+    left = [row for row in rows if row['key'] not in ('k2', 'k5')]
+    for found, row in zip(samples(folder), left, strict=True):
+        assert all(np.array_equal(found[name], row[name]) for name in columns)
+    assert len(list(folder.glob('*.mds'))) == 1
 
 
 def test_removal_in_a_store_gives_the_same_dataset(tmp_path: Path, store: Store, capsys: Any) -> None:

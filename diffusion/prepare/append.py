@@ -90,6 +90,7 @@ def append(
     try:
         with work.locked(share):
             source = source or settings.source.open(sizes=settings.sizes, formats=settings.formats)
+            work.check_kind(is_append=True)
             return _Addition(settings, source, run, work, dataset).execute(share)
     except OSError as error:
         raise OSError(
@@ -146,6 +147,7 @@ class _Addition(Preparation):
             self.forget_other_plan(plan)
         if not plan.parts:
             return self.nothing_to_do()
+        self.work.begin_append()
         plan.write_or_check(self.work)
         self.work.clear_unfinished(share)
         try:
@@ -184,8 +186,7 @@ class _Addition(Preparation):
         self.work.clear()
 
     def nothing_to_do(self) -> PrepareReport:
-        """Return a report without images, and remove the work folder."""
-        self.work.remove()
+        """Return a report without images."""
         return PrepareReport(
             source=self.settings.source.title,
             arguments={'out': self.settings.out},

@@ -79,6 +79,7 @@ def prepare(
     run = run or partial(run_jobs, workers=settings.worker_count)
     try:
         with work.locked(share):
+            work.check_kind(is_append=False)
             source = source or settings.source.open(sizes=settings.sizes, formats=settings.formats)
             return Preparation(settings, source, run, work).execute(share)
     except OSError as error:

@@ -12,7 +12,7 @@ from typing import Any
 
 from diffusion.errors import UserError
 from diffusion.storage import locks
-from diffusion.storage.atomic import UNFINISHED, remove, remove_unfinished
+from diffusion.storage.atomic import UNFINISHED, remove, remove_unfinished, write_atomically
 
 LOCK = 'lock'
 
@@ -102,6 +102,27 @@ class WorkFolder:
         """Path of a copy of the report; exists when the datasets are complete and only have to be moved to outputs."""
         return self.path / 'complete'
 
+    @property
+    def append(self) -> Path:
+        """Path of an empty file; exists if the work is an addition to a dataset (`prepare --append`)."""
+        return self.path / 'append'
+
+    def begin_append(self) -> None:
+        """Mark the work as an addition to a dataset; call it before the plan is written."""
+        write_atomically(self.append, '')
+
+    def check_kind(self, *, is_append: bool) -> None:
+        """Check that unfinished work in the folder is an addition to a dataset, or that it is a preparation.
+
+        Raises:
+            UserError: It is the other one.
+        """
+        if self.plan.exists() and self.append.exists() != is_append:
+            raise UserError(
+                f'{self.path}: has an unfinished {"preparation" if is_append else "addition to a dataset"}; finish it '
+                f'{"without" if is_append else "with"} --append, or remove the folder'
+            )
+
     def part(self, number: int) -> Path:
         return self.parts / f'{number:06}'
 
@@ -159,8 +180,9 @@ class WorkFolder:
 
     def clear(self) -> None:
         """Remove everything in the folder except its locks, to start over; the caller must hold the lock."""
+        # The plan last, since it tells the next start that there is something to clear.
         for path in sorted(self.path.iterdir(), key=lambda path: path == self.plan):
-            if not path.name.startswith(LOCK):
+            if path != self.append and not path.name.startswith(LOCK):
                 remove(path)
 
     def remove(self) -> None:

@@ -216,6 +216,59 @@ def test_another_process_may_append_at_the_same_time(tmp_path: Path, monkeypatch
     assert files == set(hashes(tmp_path / 'out')), 'no shards of the first comparison are left'
 
 
+def test_two_processes_with_the_same_delivery_add_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A queue may hand out a message twice; both processes write the same files for the same version."""
+    start(tmp_path / 'out', sliced(0, 10))
+    commit = append_module.RecordedDataset.commit
+    others = [sliced(10, 20)]
+
+    def interrupted(self: Any, record: Any) -> None:
+        if others:
+            add(tmp_path / 'out', others.pop(), work=str(tmp_path / 'other.work'))
+        commit(self, record)
+
+    monkeypatch.setattr(append_module.RecordedDataset, 'commit', interrupted)
+    report = add(tmp_path / 'out', sliced(10, 20))
+    assert report.notes[0].endswith('nothing to do')
+    start(tmp_path / 'all', sliced(0, 20))
+    assert contents(tmp_path / 'out') == contents(tmp_path / 'all')
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['all', 'out']
+
+
+def one_part(jobs: Any) -> Iterator[Any]:
+    """Run the first job, then stop as by Ctrl-C."""
+    yield run_job(next(iter(jobs)))
+    raise KeyboardInterrupt
+
+
+def test_input_that_changes_after_a_killed_start_is_started_over(tmp_path: Path) -> None:
+    start(tmp_path / 'out', sliced(0, 10))
+    with pytest.raises(KeyboardInterrupt):
+        append(settings(tmp_path / 'out', **CHOICES), source=sliced(10, 20), run=one_part)
+    assert (tmp_path / 'out.work/plan.json').exists()
+    with pytest.raises(UserError, match=r'out.work: has an unfinished addition to a dataset; finish it with --append'):
+        start(tmp_path / 'out', sliced(0, 10), overwrite=True)
+    add(tmp_path / 'out', sliced(10, 25))
+    start(tmp_path / 'all', sliced(0, 25))
+    assert contents(tmp_path / 'out') == contents(tmp_path / 'all')
+    # Work on another source is not thrown away, even if there is nothing to add from this one.
+    with pytest.raises(KeyboardInterrupt):
+        append(settings(tmp_path / 'out', **CHOICES), source=sliced(25, 35), run=one_part)
+    another = settings(tmp_path / 'out', source={'kind': 'folder', 'location': 'another'}, **CHOICES)
+    with pytest.raises(UserError, match=r'settings.source.location: drawn at the start, another now'):
+        append(another, source=sliced(0, 15, prefix='b-'), run=here)
+    assert add(tmp_path / 'out', sliced(25, 35)).inputs == 10
+    assert not (tmp_path / 'out.work').exists()
+
+
+def test_append_does_not_touch_an_unfinished_preparation(tmp_path: Path) -> None:
+    start(tmp_path / 'out', sliced(0, 10))
+    with pytest.raises(KeyboardInterrupt):
+        prepare(settings(tmp_path / 'out', overwrite=True, **CHOICES), source=sliced(0, 20), run=one_part)
+    with pytest.raises(UserError, match=r'out.work: has an unfinished preparation; finish it without --append'):
+        add(tmp_path / 'out', sliced(10, 20))
+
+
 def indexed(out: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the folder and the index entry of each shard of a dataset."""
     for index in sorted(out.rglob('index.json')):

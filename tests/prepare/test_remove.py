@@ -115,6 +115,8 @@ def test_removed_images_do_not_come_back_with_a_later_delivery(out: Path, capsys
     assert again.rejected['removed'].names == ['image-3', 'image-26']
     copies = add(out, sliced(0, 30, each=10, prefix='copy-'))
     assert 'copy-image-3' in copies.rejected['removed'].names
+    others = add(out, sliced(0, 30, each=15, shift=1000, shifted_below=30))
+    assert others.rejected['removed'].names == ['image-3', 'image-26'], 'other pixels under a removed key'
     assert not {key for of in contents(out).values() for key in of} & {'image-3', 'image-26', 'copy-image-3'}
 
 

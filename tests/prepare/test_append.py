@@ -314,12 +314,39 @@ def test_two_appends_to_a_store_at_once_do_not_lose_one_another(tmp_path: Path, 
     for thread in threads:
         thread.join()
     assert not failed
+    start(tmp_path / 'all', sliced(0, 40))
+    assert contents(downloaded(store, tmp_path / 'copy')) == contents(tmp_path / 'all')
+
+
+def test_append_that_a_store_refuses_before_or_after_the_commit_is_finished_by_the_next_start(
+    tmp_path: Path, store: Store
+) -> None:
+    store.bucket('mds')
+    work = {'work': str(tmp_path / 'work')}
+    start('s3://mds/out', sliced(0, 10), **work)
+    before = store.objects('mds')
+    fault = store.fail('PUT /mds/out/dataset.json', 403)
+    with pytest.raises(UserError, match=r's3://mds/out/dataset.json: the store refuses access \(403\)'):
+        add('s3://mds/out', sliced(10, 20), **work)
+    assert {name: body for name, body in store.objects('mds').items() if name in before} == before
+    store.faults.remove(fault)
+    fault = store.fail('PUT /mds/out/32px/32x32/index.json', 403)
+    with pytest.raises(UserError, match='32px/32x32/index.json: the store refuses access'):
+        add('s3://mds/out', sliced(10, 20), **work)
+    store.faults.remove(fault)
+    assert add('s3://mds/out', sliced(10, 20), **work).notes[0].endswith('nothing to do')
+    start(tmp_path / 'all', sliced(0, 20))
+    assert contents(downloaded(store, tmp_path / 'copy')) == contents(tmp_path / 'all')
+    assert json.loads(store.objects('mds')['out/report.json'])['pictures'] == len(all_keys(tmp_path / 'all'))
+
+
+def downloaded(store: Store, folder: Path) -> Path:
+    """Download the dataset in the store, and return its folder."""
     for name, body in store.objects('mds').items():
-        path = tmp_path / 'copy' / name.removeprefix('out/')
+        path = folder / name.removeprefix('out/')
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(body)
-    start(tmp_path / 'all', sliced(0, 40))
-    assert contents(tmp_path / 'copy') == contents(tmp_path / 'all')
+    return folder
 
 
 def test_conflict_is_reported_as_such(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from prepare.hub_datasets import (
     parquet_dataset,
     parquet_of,
     rows,
+    saved_dataset,
     tar_dataset,
     write_files,
 )
@@ -361,6 +363,37 @@ def test_saved_dataset_without_splits_is_read(tmp_path: Path) -> None:
             captions(tmp_path / 'saved')
 
 
+def test_saved_dataset_in_a_folder_is_read_without_its_caches(tmp_path: Path) -> None:
+    saved = saved_dataset()
+    files = {f'sets/a/{name}': content for name, content in saved.items()} | {'state.json': b'{"step": 5}'}
+    folder = write_files(tmp_path / 'in', files)
+    assert captions(folder) == captions(folder / 'sets') == captions(folder / 'sets' / 'a') == expected('train')
+    assert captions(folder, split='test') == captions(folder / 'sets' / 'a' / 'test') == expected('test')
+    write_files(folder, {f'sets/b/{name}': content for name, content in saved.items()})
+    with pytest.raises(UserError, match='has several saved datasets: sets/a, sets/b; give the folder of one'):
+        captions(folder)
+
+
+def test_saved_dataset_beside_larger_parquet_files_is_not_read(tmp_path: Path) -> None:
+    files = {f'sets/{name}': content for name, content in saved_dataset().items()}
+    large = parquet_of(rows('train', [9]) | {'noise': [random.Random(0).randbytes(120_000)]})
+    assert len(large) > sum(len(content) for name, content in files.items() if name.endswith('.arrow'))
+    assert captions(write_files(tmp_path / 'in', files | {'train.parquet': large})) == ['train 9']
+
+
+@pytest.mark.parametrize('kind', ['parquet', 'png'])
+def test_only_split_for_testing_is_not_taken_for_the_training_data(tmp_path: Path, kind: str) -> None:
+    if kind == 'parquet':
+        files = {'data/a.parquet': parquet_of(rows('train')), 'test/b.parquet': parquet_of(rows('test'))}
+    else:
+        files = {f'{name}.png': image(number) for name, number in (('cats/1', 1), ('test/20', 20))}
+        files |= {'cats/1.txt': b'train 1', 'test/20.txt': b'test 20'}
+    folder = write_files(tmp_path / 'in', files)
+    with pytest.raises(UserError, match=r'has the split test, and 1 files of no split, such as \w+/.*--split'):
+        captions(folder)
+    assert captions(folder, split='test')[0] == 'test 20'
+
+
 def test_damaged_arrow_file_gives_the_rows_before_the_damage(tmp_path: Path) -> None:
     content = arrow_of(rows('train'))
     for name, size in (('a.arrow', len(content) // 2), ('b.arrow', 3), ('c.arrow', 0)):
@@ -427,7 +460,7 @@ license: other
 license_name: mine
 configs:
 - config_name: small
-  data_files: [{split: train, path: "s/a-*.parquet"}, {split: test, path: s/b.parquet}]
+  data_files: [{split: train, path: "s/a-[0-9].parquet"}, {split: test, path: s/b.parquet}]
 - config_name: large
   data_dir: l
 ---

@@ -157,6 +157,32 @@ def test_files_are_read_at_the_commit_of_the_plan(hub: HubServer) -> None:
     assert [part.stamp for part in source.parts()] != [part.stamp for part in parts]
 
 
+@pytest.mark.parametrize('layout', ['parquet', 'images'])
+def test_stopped_preparation_resumes_at_its_commit(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    monkeypatch.setenv('HF_HUB_OFFLINE', '0')
+    dataset, out = hub.datasets[f'org/{layout}'], tmp_path / 'out'
+    arguments = ['prepare', 'huggingface', f'org/{layout}', '--out', str(out), '--sizes', '32', '--workers', '1']
+    assert command.main([*arguments, '--share', '0/2']) == 0
+    commit = dataset.commit('main')
+    dataset.revisions['earlier'], dataset.files = dataset.files, {'train.parquet': parquet_of(rows('test'))}
+    assert command.main(arguments) == 0
+    assert (out / 'captions.txt').read_text().splitlines() == expected('train')
+    assert PrepareReport.read(out / 'report.json').notes == [f'org/{layout} at commit {commit}, split train']
+
+
+def test_plan_of_another_dataset_is_refused(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ['--out', str(tmp_path / 'out'), '--sizes', '32', '--workers', '1', '--share', '0/2']
+    other = add(hub, {'train.parquet': parquet_of(rows('train'))})
+    monkeypatch.setenv('HF_HUB_OFFLINE', '0')
+    assert command.main(['prepare', 'huggingface', other, *arguments]) == 0
+    assert command.main(['prepare', 'huggingface', 'org/parquet', *arguments]) == 2
+    assert 'settings.source.location: org/other at the start, org/parquet now' in capsys.readouterr().err
+
+
 def test_hub_copies_as_parquet_have_configurations(hub: HubServer) -> None:
     files = {f'{config}/{split}/0000.parquet': parquet_of(rows(split)) for config in 'ab' for split in NUMBERS}
     hub.datasets['org/parquet'].revisions['refs/convert/parquet'] = files

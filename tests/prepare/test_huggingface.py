@@ -314,6 +314,14 @@ def test_images_by_path_are_read_inside_the_dataset_only(hub: HubServer, tmp_pat
     assert [entry.image for entry in found[:3]] == [image(0), image(1), image(2)]
 
 
+@pytest.mark.parametrize('place', ['hub', 'folder'])
+def test_text_that_is_no_path_rejects_its_row(hub: HubServer, tmp_path: Path, place: str) -> None:
+    columns = {'image': ['A' * 70_000, 'a%2f..%2fb\n?#.png', '0.png'], 'text': [f'train {n}' for n in range(3)]}
+    files = {'train.parquet': parquet_of(columns), '0.png': image(0)}
+    location = add(hub, files) if place == 'hub' else str(write_files(tmp_path / 'snapshot', files))
+    assert [entry.problem for entry in entries(location)] == ['missing_file', 'missing_file', None]
+
+
 def test_column_of_paths_as_text_is_read(tmp_path: Path) -> None:
     files = {f'{number}.png': image(number) for number in range(3)}
     columns = {'image': [*files], 'text': [f'train {n}' for n in range(3)]}

@@ -65,7 +65,8 @@ class Chooser:
         dataset = self.dataset
         files = [file for file in dataset.files if is_inside(file.name, dataset.path)]
         if not files:
-            raise UserError(f'{self.location}: no file matches; see the files of {dataset.title}')
+            what = 'no file matches' if dataset.path else 'is empty'
+            raise UserError(f'{self.location}: {what}; see the files of {dataset.title}')
         found = self._saved(files) or self._by_names(files)
         names = {file.name for file in files}
         found.others.extend(PassedOver(file.name, 'other path') for file in dataset.files if file.name not in names)

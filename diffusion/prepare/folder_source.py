@@ -23,6 +23,7 @@ from diffusion.prepare.file_listing import (
     local_copy,
     with_passed_over,
 )
+from diffusion.prepare.optional_formats import format_of_suffix
 from diffusion.prepare.source import IMAGE_SUFFIXES, CaptionText, Entry, Part, PassedOver, captions_in
 
 METADATA_FILES = ('metadata.jsonl', 'metadata.csv', 'metadata.parquet')
@@ -91,7 +92,9 @@ class FolderSource:
         images = self._images(files.values())
         if not images:
             suffixes = ', '.join(f'.{suffix}' for suffix in self.image_suffixes)
-            raise UserError(f'{self.location}: contains no images ({suffixes})')
+            others = {format_of_suffix(file.name.rpartition('.')[2].lower()) for file in files.values()} - {None}
+            hint = f'; read others with --formats {" ".join(sorted(map(str, others)))}' if others else ''
+            raise UserError(f'{self.location}: contains no images ({suffixes}){hint}')
         if self.captions is not None:
             tables = [File(self.captions, 0, '', '')]
         elif any(f'{_stem(file)}.{suffix}' in files for file in images for suffix in BESIDE):

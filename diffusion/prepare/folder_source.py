@@ -92,8 +92,8 @@ class FolderSource:
         images = self._images(files.values())
         if not images:
             suffixes = ', '.join(f'.{suffix}' for suffix in self.image_suffixes)
-            others = {format_of_suffix(file.name.rpartition('.')[2].lower()) for file in files.values()} - {None}
-            hint = f'; read others with --formats {" ".join(sorted(map(str, others)))}' if others else ''
+            formats = {format_of_suffix(file.name.rpartition('.')[2].lower()) for file in files.values()} - {None}
+            hint = f'; read others with --formats {" ".join(sorted(map(str, formats)))}' if formats else ''
             raise UserError(f'{self.location}: contains no images ({suffixes}){hint}')
         if self.captions is not None:
             tables = [File(self.captions, 0, '', '')]

@@ -210,7 +210,7 @@ LATE_RUN: dict[str, tuple[Words, str]] = {
     ),
     'images that the VAE cannot divide': (
         lambda site: [
-            *(with_autoencoder(site), 'name=new', 'streams.small.resolution=40'),
+            *(with_autoencoder(site), 'name=new', 'streams.small.resolution=40', 'streams.small.enlarge=true'),
             'model.block_out_channels=[8,8,8,8,8]',
         ],
         'streams: images of 40x40 px, but the VAE downsamples by 16; use multiples of 16 px',

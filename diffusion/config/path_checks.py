@@ -23,7 +23,7 @@ def check_paths(recipe: Recipe) -> list[Problem]:
     """Return a problem for each local stream or checkpoint that a recipe's task needs and that cannot be read."""
     gather = Gatherer()
     for section, streams in stream_sections(recipe):
-        gather.problems += check_stream_folders(section, streams)
+        gather.problems += check_stream_folders(section, streams, for_training=True)
     _check_features(recipe, gather)
     start = recipe.initial_weights
     if start is not None and reads_initial_weights(recipe) and (what := path_problem(start)) is not None:
@@ -40,8 +40,16 @@ def reads_initial_weights(recipe: Recipe) -> bool:
     return recipe.task == 'train' and recipe.run_url is None and not (recipe.run_dir / 'latest').exists()
 
 
-def check_stream_folders(section: str, streams: Mapping[str, StreamConfig]) -> list[Problem]:
-    """Return a problem for each local folder of streams that cannot be read or has no samples."""
+def check_stream_folders(
+    section: str, streams: Mapping[str, StreamConfig], *, for_training: bool = False
+) -> list[Problem]:
+    """Return a problem for each local folder of streams that cannot be read or has no samples.
+
+    Args:
+        section: The section of the streams in the recipe, such as `streams`.
+        streams: The streams by name.
+        for_training: Report images that a model would see enlarged, too.
+    """
     gather = Gatherer()
     for name, stream in streams.items():
         source = 'local' if stream.remote is None else 'remote'
@@ -50,7 +58,9 @@ def check_stream_folders(section: str, streams: Mapping[str, StreamConfig]) -> l
             where = f'{section}.{name}'
             try:
                 if not stream.aspects:
-                    if not _check_index(f'{where}.{source}', Path(folder), gather) or stream.enlarge:
+                    if not _check_index(f'{where}.{source}', Path(folder), gather):
+                        continue
+                    if stream.enlarge or not for_training:
                         continue
                     what = _enlargement_problem(Path(folder), stream.image_shape)
                     if what is not None:

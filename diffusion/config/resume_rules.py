@@ -171,6 +171,7 @@ RULES = (
         'loader.shuffle_block_size loader.epoch_size loader.num_canonical_nodes loader.batching_method',
     ),
     _rule(Effect.APPLIED, 'permits changes of the data', 'allow_data_change'),
+    _rule(Effect.APPLIED, 'permits small images; has no effect on any', 'streams.*.enlarge'),
     _rule(
         Effect.APPLIED,
         'the place and the transport of the data, not its content, which the fingerprint compares',

@@ -33,7 +33,7 @@ from diffusion.prepare.dataset_reports import caption_lines, finish_change, repo
 from diffusion.prepare.html_report import report_page
 from diffusion.prepare.image_hashes import duplicates
 from diffusion.prepare.image_record import EarlierImages, write_images
-from diffusion.prepare.input_plan import InputPlan
+from diffusion.prepare.input_plan import InputPlan, at_planned_version
 from diffusion.prepare.pipeline import Preparation, Run
 from diffusion.prepare.settings import PrepareSettings, check_settings
 from diffusion.prepare.source import NamedCount, Source, count_named
@@ -142,6 +142,7 @@ class _Addition(Preparation):
         start = time.monotonic()
         # An earlier start, of this command or another, may have been killed before the indexes were replaced.
         finish_change(self.dataset)
+        self.source = at_planned_version(self.source, self.work)
         plan = self.remaining_plan()
         if share is None:
             self.forget_other_plan(plan)

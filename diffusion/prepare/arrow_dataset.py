@@ -22,6 +22,8 @@ from diffusion.prepare.source import Entry, Part
 SUFFIX = '.arrow'
 STATE = 'state.json'
 """File of a saved dataset, with the names of its Arrow files and of its split."""
+INFO = 'dataset_info.json'
+"""File beside it, with the features."""
 SPLITS = 'dataset_dict.json'
 """File of several saved datasets, one folder per split."""
 BATCH_ROWS = 64

@@ -65,7 +65,8 @@ class Chooser:
         dataset = self.dataset
         files = [file for file in dataset.files if is_inside(file.name, dataset.path)]
         if not files:
-            raise UserError(f'{self.location}: no file matches; see the files of {dataset.title}')
+            what = 'no file matches' if dataset.path else 'is empty'
+            raise UserError(f'{self.location}: {what}; see the files of {dataset.title}')
         found = self._saved(files) or self._by_names(files)
         names = {file.name for file in files}
         found.others.extend(PassedOver(file.name, 'other path') for file in dataset.files if file.name not in names)
@@ -73,23 +74,43 @@ class Chooser:
 
     def _saved(self, files: list[File]) -> Choice | None:
         """Return the files to read if `save_to_disk` wrote the dataset, otherwise None."""
-        dataset = self.dataset
-        by_name = {file.name: file for file in files}
-        states = [name for name in by_name if name.rpartition('/')[2] == arrow_dataset.STATE and name.count('/') < 2]
-        if arrow_dataset.SPLITS not in by_name and arrow_dataset.STATE not in by_name:
+        dataset, by_name = self.dataset, {file.name: file for file in files}
+        roots: dict[str, dict[str, str]] = {}
+        for folder in self._saved_folders(files):
+            # A folder with a dictionary of datasets has one folder per split.
+            parent, _, name = folder.rstrip('/').rpartition('/')
+            root = f'{parent}/' if parent else ''
+            is_split = folder and any(file.name == root + arrow_dataset.SPLITS for file in dataset.files)
+            roots.setdefault(root if is_split else folder, {})[folder] = name if is_split else ''
+        if not roots or ('' not in roots and self._layout(files) != 'arrow'):
             return None
+        if len(roots) > 1:
+            listed = ', '.join(sorted(root.rstrip('/') or '.' for root in roots))
+            raise UserError(f'{self.location}: has several saved datasets: {listed}; give the folder of one of them')
         splits: dict[str, list[File]] = {}
-        for name in sorted(states):
-            folder = name.removesuffix(arrow_dataset.STATE)
-            listed, split = saved_files(dataset.read(by_name[name]), f'{dataset.title}: {name}')
+        for folder, split_name in next(iter(roots.values())).items():
+            state = folder + arrow_dataset.STATE
+            listed, split = saved_files(dataset.read(by_name[state]), f'{dataset.title}: {state}')
             missing = [each for each in listed if folder + each not in by_name]
             if missing:
-                raise UserError(f'{dataset.title}: lacks {folder}{missing[0]}, which {name} lists; copy it again')
-            splits[folder.rstrip('/') or split or TRAIN] = [by_name[folder + each] for each in listed]
+                raise UserError(f'{dataset.title}: lacks {folder}{missing[0]}, which {state} lists; copy it again')
+            splits[split_name or split or TRAIN] = [by_name[folder + each] for each in listed]
         split = choose_split(splits, self.split, self.location)
         if not splits[split]:
             raise UserError(f'{self.location}: the split {split} has no rows')
         return Choice('arrow', split, splits[split], _others(files, splits[split], splits))
+
+    def _saved_folders(self, files: list[File]) -> list[str]:
+        """Return the folders that `save_to_disk` wrote, each with a slash at its end, sorted."""
+        names = {file.name for file in files}
+        with_arrow = {file.name.rpartition('/')[0] for file in self.data_files('arrow', files)}
+        found = []
+        for name in sorted(names):
+            folder, slash, last = name.rpartition('/')
+            is_saved = folder in with_arrow or f'{folder}{slash}{arrow_dataset.INFO}' in names
+            if last == arrow_dataset.STATE and is_saved:  # other programs write a state.json too
+                found.append(folder + slash)
+        return found
 
     def _by_names(self, files: list[File]) -> Choice:
         """Return the files to read by the card of the dataset and by the names of its files."""
@@ -109,12 +130,21 @@ class Chooser:
         else:
             layout = self._layout(candidates)
             data = self.data_files(layout, candidates)
-            splits, _ = group_by_split(data, lambda file: file.name.removeprefix(prefix), by_file=layout != 'folder')
+            splits, none = group_by_split(data, lambda file: file.name.removeprefix(prefix), by_file=layout != 'folder')
+            self._refuse_unnamed(splits, none)
         splits = {split: group for split, group in splits.items() if group}
         split = choose_split(splits, self.split, self.location)
         self._refuse_overlap(splits, split)
         others = _others(files, splits[split], splits, of_config=self.data_files(layout, files))
         return Choice(layout, split, splits[split], others)
+
+    def _refuse_unnamed(self, splits: Mapping[str, list[File]], none: Sequence[File]) -> None:
+        """Refuse to take a split such as `test`, the only one that files are named after, for the training data."""
+        if none and self.split is None and all(split_in(split) != TRAIN for split in splits):
+            raise UserError(
+                f'{self.location}: has the split {", ".join(splits)}, and {len(none)} files of no split, such as '
+                f'{none[0].name}; choose the split with --split, or the other files by a folder or a pattern'
+            )
 
     def _config(self) -> DataFiles:
         """Return the configuration to read by the card of the dataset."""

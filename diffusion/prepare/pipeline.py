@@ -36,7 +36,7 @@ from diffusion.prepare.dataset_record import (
 from diffusion.prepare.histograms import long_captions_note, statistics_of
 from diffusion.prepare.html_report import HTML_REPORT, report_page
 from diffusion.prepare.image_record import write_images
-from diffusion.prepare.input_plan import InputPlan
+from diffusion.prepare.input_plan import InputPlan, at_planned_version
 from diffusion.prepare.optional_formats import format_of_suffix
 from diffusion.prepare.output_folders import output_of, shard_writer
 from diffusion.prepare.pack_shards import ShardJob, plan_shards, write_indexes
@@ -111,6 +111,7 @@ class Preparation:
         # `complete` is written last. If it exists, an earlier start was killed while it moved the datasets into place,
         # and the input need not be listed again.
         if not self.work.complete.exists():
+            self.source = at_planned_version(self.source, self.work)
             plan = InputPlan.make(self.settings, self.source)
             # A plan means that a preparation was stopped here: resume it, even if an earlier dataset is in the output.
             finished = None if self.work.plan.exists() else self.finished_report(plan.fingerprint)

@@ -5,7 +5,7 @@ A part is the unit of input that one job converts, such as a tar. Implement `Sou
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 NAMES_SHOWN = 20
 """Maximum number of names that a `NamedCount` keeps."""
@@ -133,5 +133,18 @@ class Source(Protocol):
 
         Raises:
             OSError: The part cannot be read at the moment; a retry may succeed.
+        """
+        ...
+
+
+@runtime_checkable
+class VersionedSource(Source, Protocol):
+    """Source of an input whose versions stay readable, such as a branch on the Hugging Face Hub with its commits."""
+
+    def pinned_to(self, parts: Sequence[Mapping[str, Any]]) -> Source:
+        """Return the source at the version that an earlier start of the preparation listed.
+
+        Args:
+            parts: Parts of the plan of that start, as JSON objects with the fields of `Part`.
         """
         ...

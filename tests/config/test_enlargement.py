@@ -23,7 +23,7 @@ def write(folder: Path, sizes: list[tuple[int, int]], columns: dict[str, str] = 
 
 
 def problems(folder: Path, **settings: Any) -> list[str]:
-    found = check_stream_folders('streams', {'a': StreamConfig(local=str(folder), **settings)})
+    found = check_stream_folders('streams', {'a': StreamConfig(local=str(folder), **settings)}, for_training=True)
     return [str(problem) for problem in found]
 
 

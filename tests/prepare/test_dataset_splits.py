@@ -1,5 +1,6 @@
 """Splits by names, as in Hugging Face's `datasets`, and sources that refuse to mix them."""
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -82,23 +83,31 @@ def parts(kind: str, location: Path) -> int:
         ('webdataset', ['train/0000.tar', 'test/0000.tar'], 'train'),
         ('folder', ['train/a.png', 'test/a.png'], 'train'),
         ('folder', ['val/a.png', 'test/a.png'], 'test'),
+        # The Parquet copies of the Hub, splits of fine-tuning data, img2dataset's tars with a prefix, YOLO's, COCO's.
+        ('parquet', ['default/train/0000.parquet', 'default/test/0000.parquet'], 'default/train'),
+        ('parquet', [f'data/{name}_sft-00000-of-00001.parquet' for name in ('train', 'test')], 'data/train_*.parquet'),
+        ('parquet', ['pictures.train.parquet', 'pictures.test.parquet'], 'pictures.train.parquet'),
+        ('webdataset', ['pictures-train-0000.tar', 'pictures-test-0000.tar'], 'pictures-train-*.tar'),
+        ('folder', ['images/train/a.png', 'images/val/a.png'], 'images/train'),
+        ('folder', ['train2017/a.png', 'val2017/a.png'], 'train2017'),
     ],
 )
 def test_folder_of_several_splits_is_refused(tmp_path: Path, kind: str, names: list[str], narrower: str) -> None:
     contents = {'parquet': parquet_of(rows('train')), 'tar': tar_of([('1.png', image(1))]), 'png': image(1)}
     folder = write_files(tmp_path / 'in', {name: contents[name.rpartition('.')[2]] for name in names})
-    message = rf'several splits.*prepare huggingface {folder} --split \w+`, or give {folder}/'
+    message = rf"several splits.*prepare huggingface {folder} --split \w+`, or give .* give '{folder}/\*\*' to read all"
     with pytest.raises(UserError, match=message) as raised:
         parts(kind, folder)
-    assert f'give {folder}/{narrower} as the location' in str(raised.value)
+    assert f'give {shlex.quote(f"{folder}/{narrower}")} as the location' in str(raised.value)
     assert parts(kind, folder / narrower) == 1
+    assert parts(kind, folder / '**') == (1 if kind == 'folder' else 2)
 
 
 @pytest.mark.parametrize(
     ('kind', 'names'),
     [
         ('folder', ['train-station.png', 'test-pattern.png', 'val.png']),
-        ('folder', ['vehicles/train/a.png', 'vehicles/test/a.png']),
+        ('folder', ['vehicles/train/a.png', 'vehicles/test/a.png', 'vehicles/plane/a.png']),
         ('folder', ['train/a.png', 'training/a.png', 'plane/a.png']),
         ('folder', ['test/a.png', 'b.png']),
         ('webdataset', ['00000.tar', '00001.tar']),

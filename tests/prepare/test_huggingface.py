@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from prepare.hub_datasets import (
     parquet_dataset,
     parquet_of,
     rows,
+    saved_dataset,
     tar_dataset,
     write_files,
 )
@@ -155,6 +157,32 @@ def test_files_are_read_at_the_commit_of_the_plan(hub: HubServer) -> None:
     assert [part.stamp for part in source.parts()] != [part.stamp for part in parts]
 
 
+@pytest.mark.parametrize('layout', ['parquet', 'images'])
+def test_stopped_preparation_resumes_at_its_commit(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    monkeypatch.setenv('HF_HUB_OFFLINE', '0')
+    dataset, out = hub.datasets[f'org/{layout}'], tmp_path / 'out'
+    arguments = ['prepare', 'huggingface', f'org/{layout}', '--out', str(out), '--sizes', '32', '--workers', '1']
+    assert command.main([*arguments, '--share', '0/2']) == 0
+    commit = dataset.commit('main')
+    dataset.revisions['earlier'], dataset.files = dataset.files, {'train.parquet': parquet_of(rows('test'))}
+    assert command.main(arguments) == 0
+    assert (out / 'captions.txt').read_text().splitlines() == expected('train')
+    assert PrepareReport.read(out / 'report.json').notes == [f'org/{layout} at commit {commit}, split train']
+
+
+def test_plan_of_another_dataset_is_refused(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ['--out', str(tmp_path / 'out'), '--sizes', '32', '--workers', '1', '--share', '0/2']
+    other = add(hub, {'train.parquet': parquet_of(rows('train'))})
+    monkeypatch.setenv('HF_HUB_OFFLINE', '0')
+    assert command.main(['prepare', 'huggingface', other, *arguments]) == 0
+    assert command.main(['prepare', 'huggingface', 'org/parquet', *arguments]) == 2
+    assert 'settings.source.location: org/other at the start, org/parquet now' in capsys.readouterr().err
+
+
 def test_hub_copies_as_parquet_have_configurations(hub: HubServer) -> None:
     files = {f'{config}/{split}/0000.parquet': parquet_of(rows(split)) for config in 'ab' for split in NUMBERS}
     hub.datasets['org/parquet'].revisions['refs/convert/parquet'] = files
@@ -286,6 +314,14 @@ def test_images_by_path_are_read_inside_the_dataset_only(hub: HubServer, tmp_pat
     assert [entry.image for entry in found[:3]] == [image(0), image(1), image(2)]
 
 
+@pytest.mark.parametrize('place', ['hub', 'folder'])
+def test_text_that_is_no_path_rejects_its_row(hub: HubServer, tmp_path: Path, place: str) -> None:
+    columns = {'image': ['A' * 70_000, 'a%2f..%2fb\n?#.png', '0.png'], 'text': [f'train {n}' for n in range(3)]}
+    files = {'train.parquet': parquet_of(columns), '0.png': image(0)}
+    location = add(hub, files) if place == 'hub' else str(write_files(tmp_path / 'snapshot', files))
+    assert [entry.problem for entry in entries(location)] == ['missing_file', 'missing_file', None]
+
+
 def test_column_of_paths_as_text_is_read(tmp_path: Path) -> None:
     files = {f'{number}.png': image(number) for number in range(3)}
     columns = {'image': [*files], 'text': [f'train {n}' for n in range(3)]}
@@ -361,6 +397,37 @@ def test_saved_dataset_without_splits_is_read(tmp_path: Path) -> None:
             captions(tmp_path / 'saved')
 
 
+def test_saved_dataset_in_a_folder_is_read_without_its_caches(tmp_path: Path) -> None:
+    saved = saved_dataset()
+    files = {f'sets/a/{name}': content for name, content in saved.items()} | {'state.json': b'{"step": 5}'}
+    folder = write_files(tmp_path / 'in', files)
+    assert captions(folder) == captions(folder / 'sets') == captions(folder / 'sets' / 'a') == expected('train')
+    assert captions(folder, split='test') == captions(folder / 'sets' / 'a' / 'test') == expected('test')
+    write_files(folder, {f'sets/b/{name}': content for name, content in saved.items()})
+    with pytest.raises(UserError, match='has several saved datasets: sets/a, sets/b; give the folder of one'):
+        captions(folder)
+
+
+def test_saved_dataset_beside_larger_parquet_files_is_not_read(tmp_path: Path) -> None:
+    files = {f'sets/{name}': content for name, content in saved_dataset().items()}
+    large = parquet_of(rows('train', [9]) | {'noise': [random.Random(0).randbytes(120_000)]})
+    assert len(large) > sum(len(content) for name, content in files.items() if name.endswith('.arrow'))
+    assert captions(write_files(tmp_path / 'in', files | {'train.parquet': large})) == ['train 9']
+
+
+@pytest.mark.parametrize('kind', ['parquet', 'png'])
+def test_only_split_for_testing_is_not_taken_for_the_training_data(tmp_path: Path, kind: str) -> None:
+    if kind == 'parquet':
+        files = {'data/a.parquet': parquet_of(rows('train')), 'test/b.parquet': parquet_of(rows('test'))}
+    else:
+        files = {f'{name}.png': image(number) for name, number in (('cats/1', 1), ('test/20', 20))}
+        files |= {'cats/1.txt': b'train 1', 'test/20.txt': b'test 20'}
+    folder = write_files(tmp_path / 'in', files)
+    with pytest.raises(UserError, match=r'has the split test, and 1 files of no split, such as \w+/.*--split'):
+        captions(folder)
+    assert captions(folder, split='test')[0] == 'test 20'
+
+
 def test_damaged_arrow_file_gives_the_rows_before_the_damage(tmp_path: Path) -> None:
     content = arrow_of(rows('train'))
     for name, size in (('a.arrow', len(content) // 2), ('b.arrow', 3), ('c.arrow', 0)):
@@ -427,7 +494,7 @@ license: other
 license_name: mine
 configs:
 - config_name: small
-  data_files: [{split: train, path: "s/a-*.parquet"}, {split: test, path: s/b.parquet}]
+  data_files: [{split: train, path: "s/a-[0-9].parquet"}, {split: test, path: s/b.parquet}]
 - config_name: large
   data_dir: l
 ---

@@ -256,6 +256,18 @@ def test_sources_read_the_named_formats(tmp_path: Path, kind: str) -> None:
     assert report.versions.keys() >= {'pillow-heif', 'pillow-jxl-plugin', 'resvg-py'}
 
 
+def test_folder_of_other_formats_names_the_option(tmp_path: Path) -> None:
+    (tmp_path / 'in').mkdir()
+    (tmp_path / 'in' / 'a.SVG').write_bytes(svg(''))
+    values = {
+        'source': {'kind': 'folder', 'location': str(tmp_path / 'in')},
+        'sizes': [32],
+        'out': str(tmp_path / 'out'),
+    }
+    with pytest.raises(UserError, match=r'contains no images .*; read others with --formats svg$'):
+        prepare(settings_of(values))
+
+
 def test_format_without_its_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
     values = {'source': {'kind': 'folder', 'location': str(tmp_path)}, 'sizes': [32], 'out': str(tmp_path / 'out')}

@@ -2,7 +2,7 @@
 
 The delivery is converted in a work folder as in a first preparation, and compared with the images of the dataset. Its
 shards and tables are then put into the dataset, where nothing refers to them until the record is replaced
-(`dataset_record`); the indexes follow. Killed at any moment, the dataset is the old one or the grown one, and the next
+(`dataset_record`); the indexes follow. Killed at any moment, each bucket is the old one or the grown one, and the next
 start of the same command finishes it. If another process changes the dataset meanwhile, the comparison is repeated.
 """
 

@@ -14,7 +14,8 @@ All files but `dataset.json` are written once, under new names. The files that t
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ VERSION = 1
 IMAGES = 'images.parquet'
 SHARDS = 'shards.json'
 PARTS = 'parts.json'
+FETCHES = 16
+"""Number of files that are downloaded in parallel."""
 Entries = Mapping[str, list[dict[str, Any]]]
 """Index entries of shards by bucket."""
 
@@ -162,13 +165,27 @@ class RecordedDataset:
         return self._read[name]
 
     def path(self, name: str) -> Path:
-        """Return a local path of a file of the record, which is downloaded if necessary."""
-        return self.folder.fetch(name, self.scratch)
+        """Return a local path of a file of the record, which is downloaded if necessary.
+
+        Raises:
+            UserError: The file does not exist.
+        """
+        path = self.folder.fetch(name, self.scratch)
+        if not path.exists():
+            raise UserError(f'{self.folder}/{name}: is missing; restore it, or prepare the data again')
+        return path
+
+    def paths(self, names: Iterable[str]) -> list[Path]:
+        """Return local paths of files of the record, downloaded in parallel."""
+        with ThreadPoolExecutor(FETCHES) as threads:
+            return list(threads.map(self.path, names))
 
     def entries(self, deliveries: list[Delivery] | None = None) -> dict[str, list[dict[str, Any]]]:
         """Return the index entries of all shards by bucket, in the order of the deliveries."""
         found: dict[str, list[dict[str, Any]]] = {}
-        for delivery in self.record.deliveries if deliveries is None else deliveries:
+        deliveries = self.record.deliveries if deliveries is None else deliveries
+        self.paths(delivery.shards for delivery in deliveries if delivery.shards not in self._read)
+        for delivery in deliveries:
             for bucket, entries in self.json(delivery.shards).items():
                 found.setdefault(bucket, []).extend(entries)
         return found
@@ -183,7 +200,7 @@ class RecordedDataset:
     def earlier_images(self) -> EarlierImages:
         """Return the hashes of all images, held-out and removed ones included."""
         removed = None if self.record.removed is None else self.path(self.record.removed)
-        return EarlierImages.read([self.path(delivery.images) for delivery in self.record.deliveries], removed)
+        return EarlierImages.read(self.paths(delivery.images for delivery in self.record.deliveries), removed)
 
     def known_parts(self, source: Mapping[str, Any]) -> dict[str, set[str]]:
         """Return the stamps of the parts, by name, that earlier deliveries from a source have had."""

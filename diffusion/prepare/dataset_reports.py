@@ -27,7 +27,8 @@ def finish_change(dataset: RecordedDataset) -> None:
 
 def report_of(dataset: RecordedDataset) -> PrepareReport:
     """Return the report of a whole dataset from those of its deliveries."""
-    reports = [PrepareReport.read(dataset.path(delivery.report)) for delivery in dataset.record.deliveries]
+    paths = dataset.paths(delivery.report for delivery in dataset.record.deliveries)
+    reports = [PrepareReport.read(path) for path in paths]
     record = dataset.record
     removed = (record.removed_count, record.removed_held_out)
     return merged_report(reports, dataset.entries(), removed=removed[0], removed_held_out=removed[1])

@@ -92,7 +92,7 @@ class Removal:
 def select(dataset: RecordedDataset, keys: Collection[str], hashes: Collection[str]) -> Selection:
     """Find the images of a dataset by their keys, or by the hashes of their pixels (16 hexadecimal digits)."""
     pixels = {hash_: int(hash_, 16) for hash_ in hashes}
-    paths = [dataset.path(delivery.images) for delivery in dataset.record.deliveries]
+    paths = dataset.paths(delivery.images for delivery in dataset.record.deliveries)
     # Only the hashes of all images, 16 bytes each, are held in memory.
     columns = [read_images(path, ['key_hash', 'exact_hash']) for path in paths]
     named = {key_hash(key) for key in keys}
@@ -271,7 +271,7 @@ def _without_samples(
                 new[bucket].append(entry)
                 continue
             name = f'{bucket}/{basename}'
-            path = dataset.path(name)
+            path = dataset.folder.fetch(name, dataset.scratch)
             check_shard(path, entry, f'{dataset.folder}/{name}')
             target = dataset.scratch / 'new' / mds.shard_name(number, token)
             target.parent.mkdir(parents=True, exist_ok=True)

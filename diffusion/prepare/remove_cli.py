@@ -72,6 +72,8 @@ def run_remove(args: argparse.Namespace) -> int:
     keys = _keys(args)
     if '://' not in args.dataset and not Path(args.dataset).is_dir():
         raise UserError(f'DATASET: {args.dataset} is not a folder; give a folder that `diffusion prepare` has written')
+    if args.purge and args.keep_old_shards:
+        raise UserError('--purge: deletes what --keep-old-shards keeps; give one of them')
     if args.work is not None and not args.work.is_dir():
         raise UserError(f'--work: {args.work} is not a folder; create it, or leave it out')
     with tempfile.TemporaryDirectory(dir=args.work) as temporary:

@@ -64,7 +64,7 @@ def convert_parts(chosen: PrepareSettings, monkeypatch: pytest.MonkeyPatch) -> N
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline._Preparation, 'finish_dataset', stop)
+        patch.setattr(pipeline.Preparation, 'finish_dataset', stop)
         with pytest.raises(KeyboardInterrupt):
             prepare(chosen)
 

@@ -209,12 +209,26 @@ def test_damaged_shard_is_not_copied_under_a_new_hash(out: Path, capsys: Any) ->
     assert holding(out, 'image-3')
 
 
+def test_missing_files_of_the_dataset_are_named(out: Path, capsys: Any) -> None:
+    (table,) = out.glob('deliveries/00001-*/images.parquet')
+    content = table.read_bytes()
+    table.unlink()
+    status, printed = run(capsys, out, '--key', 'image-3')
+    assert status == 2 and f'{table.relative_to(out)}: is missing; restore it' in printed
+    table.write_bytes(content)
+    shard = min(holding(out, 'image-3'))
+    (out / shard).unlink()
+    status, printed = run(capsys, out, '--key', 'image-3')
+    assert status == 1 and f'{shard}: the file does not exist; restore the shard' in printed
+
+
 def test_bad_arguments_are_refused(out: Path, tmp_path: Path, capsys: Any) -> None:
     for arguments, message in {
         (out,): 'no image is named; give --keys FILE',
         (tmp_path / 'nowhere', '--key', 'a'): 'nowhere is not a folder',
         (tmp_path, '--keys', tmp_path / 'none.txt'): '--keys:',
         (out, '--image', tmp_path / 'none.png'): '--image:',
+        (out, '--key', 'image-3', '--purge', '--keep-old-shards'): '--purge:',
         (out, '--key', 'image-3', '--runs-dir', tmp_path / 'runs'): '--runs-dir:',
         (out, '--key', 'image-3', '--latents', out): '--latents:',
         (out, '--key', 'image-3', '--work', tmp_path / 'none'): '--work:',

@@ -5,15 +5,15 @@ import contextlib
 import hashlib
 import json
 import re
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
+from local_server import LocalServer
 
 COMMIT = 'c0ffee' + '0' * 34
 ERROR_CODES = {
@@ -34,7 +34,7 @@ class Repository:
     files: dict[str, bytes] = field(default_factory=dict)
 
 
-class Hub:
+class Hub(LocalServer):
     """Server of the files in a folder as the repository `someone/model`, with a script of misbehavior.
 
     Args:
@@ -42,38 +42,16 @@ class Hub:
     """
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.folder = folder
         self.faults: list[str | int] = []
         """Answers to the next requests: an HTTP status, a key of ERROR_CODES, `hang` or `cut` (of a file's body)."""
         self.always: str | int | None = None
         """Answer to every request once `faults` is empty; None serves the files."""
-        self.requests: list[str] = []
-        """Method and path of every request so far."""
         self.uploaded: dict[str, Repository] = {}
         """Repositories that were created, by name."""
         self.large: dict[str, bytes] = {}
         """Content of large files by its SHA-256."""
-        hub = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_HEAD(self) -> None:
-                hub.answer(self)
-
-            def do_GET(self) -> None:
-                hub.answer(self)
-
-            def do_POST(self) -> None:
-                hub.answer(self)
-
-            def do_PUT(self) -> None:
-                hub.answer(self)
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(('127.0.0.1', 0), Handler)
-        self.url = f'http://127.0.0.1:{self.server.server_port}'
-        threading.Thread(target=self.server.serve_forever, kwargs={'poll_interval': 0.02}, daemon=True).start()
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         path = request.path.partition('?')[0]
@@ -152,22 +130,6 @@ class Hub:
             content = {'id': path, 'sha': COMMIT, 'private': repository.private, 'siblings': siblings}
         self.send(request, 200, json.dumps(content).encode())
 
-    def send(
-        self,
-        request: BaseHTTPRequestHandler,
-        status: int,
-        body: bytes,
-        headers: dict[str, str] | None = None,
-        *,
-        cut: bool = False,
-    ) -> None:
-        request.send_response(status)
-        for name, value in {'Content-Length': str(len(body)), **(headers or {})}.items():
-            request.send_header(name, value)
-        request.end_headers()
-        if request.command != 'HEAD':
-            request.wfile.write(body[: len(body) // 2] if cut else body)
-
 
 @contextlib.contextmanager
 def serve(folder: Path) -> Iterator[Hub]:
@@ -176,8 +138,7 @@ def serve(folder: Path) -> Iterator[Hub]:
     try:
         yield hub
     finally:
-        hub.server.shutdown()
-        hub.server.server_close()
+        hub.close()
 
 
 @contextlib.contextmanager

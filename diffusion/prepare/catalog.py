@@ -4,7 +4,7 @@ They combine the tables of all parts; a part is the unit of input that one job c
 34 bytes of memory and a sample 22, so 100 million images in three buckets take 10 GB; keys and captions stay on disk.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pyarrow as pa
 import xxhash
 
 from diffusion.prepare.convert_part import read_sample
-from diffusion.prepare.sample_table import read_inputs, read_samples
+from diffusion.prepare.sample_table import read_captions, read_inputs, read_samples
 from diffusion.prepare.source import NAMES_SHOWN, NamedCount, count_named
 from diffusion.storage.atomic import atomic_file
 
@@ -126,6 +126,18 @@ class Catalog:
         """Return the key (ID within the source, such as a path) of the input in a row; read from disk."""
         part = int(self.part[row])
         return read_inputs(self.parts[part], ['key'])['key'][int(row - self.first_row[part])].as_py()
+
+    def captions(self, images: np.ndarray) -> Iterator[pa.ListArray]:
+        """Yield the captions of the images in these rows, which are sorted: for each part, a list per image."""
+        edges = np.searchsorted(images, self.first_row)
+        for number, folder in enumerate(self.parts):
+            rows = images[edges[number] : edges[number + 1]]
+            found = read_captions(folder)
+            if found is None:  # a part of an earlier version; its captions are only in its samples
+                samples = (self.stored_sample(self.first_sample(image)) for image in rows)
+                yield pa.array([sample['captions'] for sample in samples], pa.list_(pa.string()))
+            else:
+                yield found.take(rows - self.first_row[number]).combine_chunks()
 
     def drop_duplicates(self, mode: str, *, max_distance: int, saved: Path) -> list[tuple[int, str]]:
         """Mark images that are duplicates of an earlier one as rejected.

@@ -7,7 +7,6 @@ import numpy as np
 
 from diffusion.prepare.caption_tokens import CLIP_TOKENS, clip_token_counts
 from diffusion.prepare.catalog import Catalog
-from diffusion.prepare.sample_table import read_captions
 
 QUANTILES = (0.0, 0.05, 0.5, 0.95, 1.0)
 SIDES = [0, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096, 8192]
@@ -51,34 +50,20 @@ def long_captions_note(statistics: Mapping[str, Any]) -> str | None:
 
 def some_captions(catalog: Catalog, images: np.ndarray) -> list[str]:
     """Return at most COUNTED_CAPTIONS captions of the images in these rows, from images at equal distances."""
-    chosen = images[:: -(-len(images) // COUNTED_CAPTIONS)] if len(images) else images
-    edges = np.searchsorted(chosen, catalog.first_row)
-    found: list[str] = []
-    for number, folder in enumerate(catalog.parts):
-        rows = chosen[edges[number] : edges[number + 1]]
-        captions = read_captions(folder)
-        if captions is None:  # a part of an earlier version; its captions are only in its samples
-            for image in rows:
-                found += catalog.stored_sample(catalog.first_sample(image))['captions']
-        else:
-            found += captions.take(rows - catalog.first_row[number]).combine_chunks().flatten().to_pylist()
-    return found[:: -(-len(found) // COUNTED_CAPTIONS)] if found else []
+    chosen = _at_equal_distances(images)
+    found = [caption for part in catalog.captions(chosen) for caption in part.flatten().to_pylist()]
+    return list(_at_equal_distances(found))
 
 
 def caption_numbers(catalog: Catalog, images: np.ndarray) -> np.ndarray:
     """Return the number of captions of each of the images in these rows, which are sorted."""
-    edges = np.searchsorted(images, catalog.first_row)
-    found = [np.zeros(0, np.int32)]
-    for number, folder in enumerate(catalog.parts):
-        chosen = images[edges[number] : edges[number + 1]]
-        captions = read_captions(folder)
-        if captions is None:  # a part of an earlier version; its captions are only in its samples
-            samples = (catalog.stored_sample(catalog.first_sample(image)) for image in chosen)
-            found.append(np.array([len(sample['captions']) for sample in samples], np.int32))
-        else:
-            lists: Any = captions.combine_chunks()
-            found.append(lists.value_lengths().to_numpy()[chosen - catalog.first_row[number]])
-    return np.concatenate(found)
+    found = [part.value_lengths().to_numpy() for part in catalog.captions(images)]
+    return np.concatenate([np.zeros(0, np.int32), *found])
+
+
+def _at_equal_distances(values: Any) -> Any:
+    """Return at most COUNTED_CAPTIONS of some values."""
+    return values[:: max(1, -(-len(values) // COUNTED_CAPTIONS))]
 
 
 def _histogram(values: np.ndarray, edges: list[Any]) -> dict[str, Any]:

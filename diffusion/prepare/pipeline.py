@@ -340,7 +340,7 @@ class Preparation:
         else:
             report.rejected, report.passed_over = catalog.rejected, self.passed_over(plan)
             report.inputs = len(catalog) + sum(files.count for files in report.passed_over.values())
-            report.notes = self.notes(plan)
+            report.notes = self.notes(plan, report.passed_over)
             long_captions = long_captions_note(report.statistics)
             report.notes += [] if long_captions is None else [long_captions]
         return report
@@ -353,11 +353,15 @@ class Preparation:
                 count_named(total, kind, files.count, files.names)
         return total
 
-    def notes(self, plan: InputPlan) -> list[str]:
+    def notes(self, plan: InputPlan, passed_over: Iterable[str]) -> list[str]:
         """Return messages for the report: of the source, images of formats that were not named, copies of held-out
         images, columns of `filters` that no input has.
+
+        Args:
+            plan: Plan of the preparation.
+            passed_over: Suffixes of the files that were passed over.
         """
-        found = sorted(name for kind in self.passed_over(plan) if (name := format_of_suffix(kind)) is not None)
+        found = sorted(name for kind in passed_over if (name := format_of_suffix(kind)) is not None)
         notes = [note for part in plan.parts for note in part.notes]
         if not self.settings.license and any(part.license == '' for part in plan.parts):
             notes.append(

@@ -114,8 +114,7 @@ def test_hub_that_does_not_answer_is_an_external_error_after_all_tries(hub, faul
 
 
 def test_unreachable_hub_is_an_external_error(hub):
-    hub.server.shutdown()
-    hub.server.server_close()
+    hub.close()
     with pytest.raises(ExternalError, match='could not be loaded from the Hugging Face Hub .*tried 3 times'):
         load('vae')
 

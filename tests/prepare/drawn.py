@@ -37,9 +37,17 @@ def encoded_image(number: int) -> bytes:
     return encode(draw(number), FORMATS[number % len(FORMATS)])
 
 
-def encode(image: Image.Image, kind: str = 'JPEG') -> bytes:
+def smooth(width: int = 48, height: int = 32) -> Image.Image:
+    """Return a color gradient with a dark corner, which looks different in each orientation."""
+    y, x = np.mgrid[0:height, 0:width]
+    pixels = np.stack([x * 255 / width, y * 255 / height, 255 - x * 128 / width - y * 127 / height], axis=2)
+    pixels[: height // 4, : width // 4] = 20
+    return Image.fromarray(pixels.astype(np.uint8))
+
+
+def encode(image: Image.Image, kind: str = 'JPEG', **options: Any) -> bytes:
     file = io.BytesIO()
-    image.save(file, kind)
+    image.save(file, kind, **options)
     return file.getvalue()
 
 

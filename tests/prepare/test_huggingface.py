@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from object_store import Store
+from prepare.dataset_hub import TOKEN, HubDataset, HubServer, serving
 from prepare.drawn import samples
 from prepare.hub_datasets import (
     CARD,
@@ -24,7 +25,6 @@ from prepare.hub_datasets import (
     tar_dataset,
     write_files,
 )
-from prepare.hub_server import TOKEN, HubDataset, HubServer, serving
 
 from diffusion import cli as command
 from diffusion.errors import DataError, UserError

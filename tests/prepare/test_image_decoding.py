@@ -12,26 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageCms, ImageFile, PngImagePlugin
+from prepare.drawn import encode as file_of
+from prepare.drawn import smooth
 
 from diffusion.config.image_shapes import Shape
 from diffusion.prepare.image_decoding import FORMATS, DecodedImage, Unfit, decode_image, encode, shrink_to_cover
 
 LOSSY = 12
 """Maximum error of JPEG in a smooth image, in levels of 255."""
-
-
-def smooth(width: int = 48, height: int = 32) -> Image.Image:
-    """Return a color gradient with a dark corner, which looks different in each orientation."""
-    y, x = np.mgrid[0:height, 0:width]
-    pixels = np.stack([x * 255 / width, y * 255 / height, 255 - x * 128 / width - y * 127 / height], axis=2)
-    pixels[: height // 4, : width // 4] = 20
-    return Image.fromarray(pixels.astype(np.uint8))
-
-
-def file_of(image: Image.Image, kind: str = 'JPEG', **options: Any) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
 
 
 def difference(image: Image.Image, other: Image.Image) -> int:

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import ExifTags, Image, ImageOps
-from prepare.drawn import tar_of
+from prepare.drawn import encode as file_of
+from prepare.drawn import smooth, tar_of
 
 from diffusion.errors import UserError
 from diffusion.prepare import svg_process, svg_rendering
@@ -27,20 +28,6 @@ from diffusion.prepare.settings import settings_of
 EVERY = ('heic', 'jxl', 'svg')
 XMLNS = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
 pillow_formats(EVERY)
-
-
-def smooth(width: int = 48, height: int = 32) -> Image.Image:
-    """Return a color gradient with a dark corner, which looks different in each orientation."""
-    y, x = np.mgrid[0:height, 0:width]
-    pixels = np.stack([x * 255 / width, y * 255 / height, 255 - x * 255 / width], axis=2)
-    pixels[: height // 4, : width // 4] = 20
-    return Image.fromarray(pixels.astype(np.uint8))
-
-
-def file_of(image: Image.Image, kind: str, **options: object) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
 
 
 def svg(content: str, size: str = 'width="40" height="40"') -> bytes:

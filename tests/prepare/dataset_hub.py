@@ -4,14 +4,14 @@ import contextlib
 import hashlib
 import json
 import re
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
+from local_server import LocalServer
 
 TOKEN = 'hf_of_a_reader'
 LARGE_BYTES = 1000
@@ -48,34 +48,18 @@ def commit_of(files: dict[str, bytes]) -> str:
     return hashlib.sha1(text.encode()).hexdigest()
 
 
-class HubServer:
+class HubServer(LocalServer):
     """Server of datasets by name, with a script of misbehavior."""
 
     def __init__(self, datasets: dict[str, HubDataset]) -> None:
+        super().__init__()
         self.datasets = datasets
         self.faults: list[int | str] = []
         """Answers to the next requests of files: an HTTP status, `cut` (half a body) or `wrong` (another body)."""
         self.api_faults: list[int] = []
         """HTTP statuses of the next requests of the API."""
-        self.requests: list[str] = []
-        """Method and path of every request so far."""
         self.tokens: set[str | None] = set()
         """Tokens that were sent."""
-        hub = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_HEAD(self) -> None:
-                hub.answer(self)
-
-            def do_GET(self) -> None:
-                hub.answer(self)
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(('127.0.0.1', 0), Handler)
-        self.url = f'http://127.0.0.1:{self.server.server_port}'
-        threading.Thread(target=self.server.serve_forever, kwargs={'poll_interval': 0.02}, daemon=True).start()
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         """Answer a request of the API or of a file."""
@@ -146,23 +130,6 @@ class HubServer:
             return self.send(request, 206, body[start:], headers)
         self.send(request, 200, body, headers, cut=fault == 'cut')
 
-    def send(
-        self,
-        request: BaseHTTPRequestHandler,
-        status: int,
-        body: bytes,
-        headers: dict[str, str] | None = None,
-        *,
-        cut: bool = False,
-    ) -> None:
-        """Send an answer; `cut` closes the connection after half of the body."""
-        request.send_response(status)
-        for name, value in {'Content-Length': str(len(body)), **(headers or {})}.items():
-            request.send_header(name, value)
-        request.end_headers()
-        if request.command != 'HEAD':
-            request.wfile.write(body[: len(body) // 2] if cut else body)
-
 
 def entry_of(file: tuple[str, bytes]) -> dict[str, Any]:
     """Return a file's entry in a listing: with Git's hash, and the SHA-256 of a large file."""
@@ -193,5 +160,4 @@ def serving(datasets: dict[str, HubDataset], monkeypatch: pytest.MonkeyPatch) ->
         yield hub
     finally:
         _http.reset_sessions()
-        hub.server.shutdown()
-        hub.server.server_close()
+        hub.close()

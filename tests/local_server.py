@@ -1,0 +1,56 @@
+"""Base of small HTTP servers on localhost, whose answers a subclass decides."""
+
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+class LocalServer:
+    """Server in a thread that calls `answer` for each request; as a context it closes itself.
+
+    Attributes:
+        url: Its address.
+        requests: Method and path of every request so far, as `answer` records them.
+    """
+
+    def __init__(self) -> None:
+        self.requests: list[str] = []
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_HEAD(self) -> None:
+                server.answer(self)
+
+            do_GET = do_POST = do_PUT = do_HEAD
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(('127.0.0.1', 0), Handler)
+        self.url = f'http://127.0.0.1:{self._server.server_port}'
+        threading.Thread(target=self._server.serve_forever, kwargs={'poll_interval': 0.02}, daemon=True).start()
+
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        """Answer a request with `send`."""
+        raise NotImplementedError
+
+    def send(
+        self,
+        request: BaseHTTPRequestHandler,
+        status: int,
+        body: bytes,
+        headers: dict[str, str] | None = None,
+        *,
+        cut: bool = False,
+    ) -> None:
+        """Send an answer; `cut` closes the connection after half of the body."""
+        request.send_response(status)
+        for name, value in {'Content-Length': str(len(body)), **(headers or {})}.items():
+            request.send_header(name, value)
+        request.end_headers()
+        if request.command != 'HEAD':
+            request.wfile.write(body[: len(body) // 2] if cut else body)
+
+    def close(self) -> None:
+        """Stop the server."""
+        self._server.shutdown()
+        self._server.server_close()

@@ -1,10 +1,17 @@
-"""Choice of one of an image's captions: the first, the longest, or a random one."""
+"""Choice of one of an image's captions: the first, the longest, or a random one, evenly or by weights."""
 
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Literal
 
 from diffusion.data.bad_samples import BadSample
+from diffusion.errors import UserError
 
 CaptionChoice = Literal['first', 'random', 'longest']
+CAPTION_COLUMNS = 'caption_columns'
+"""Column of a dataset whose captions are from several columns of the source: a list with the column of each caption."""
 
 
 def captions_of(sample: dict[str, Any], where: str) -> list[str]:
@@ -27,13 +34,66 @@ def captions_of(sample: dict[str, Any], where: str) -> list[str]:
     return captions
 
 
-def choose_caption(captions: list[str], rule: CaptionChoice, draw: float) -> str:
-    """Return one caption by `rule` (first, longest or random); `random` uses `draw`, a uniform number in [0, 1)."""
-    return captions[choose_caption_index(captions, rule, draw)]
+def choose_caption(captions: list[str], rule: CaptionChoice, draw: float, chances: Sequence[float] = ()) -> str:
+    """Return one caption; arguments as for `choose_caption_index`."""
+    return captions[choose_caption_index(captions, rule, draw, chances)]
 
 
-def choose_caption_index(captions: list[str], rule: CaptionChoice, draw: float) -> int:
-    """Return the index of the caption chosen by `rule`, to select data stored per caption, such as text embeddings."""
-    if rule == 'random':
+def choose_caption_index(captions: list[str], rule: CaptionChoice, draw: float, chances: Sequence[float] = ()) -> int:
+    """Return the index of the chosen caption, to select data stored per caption, such as text embeddings.
+
+    Args:
+        captions: The captions.
+        rule: first, longest or random.
+        draw: Uniform random number in [0, 1), which `random` uses.
+        chances: Chance of each caption under `random`, from `caption_chances`; empty for equal chances.
+    """
+    if rule == 'longest':
+        return max(range(len(captions)), key=lambda index: len(captions[index]))
+    if rule == 'first':
+        return 0
+    if not chances:
         return int(draw * len(captions))
-    return max(range(len(captions)), key=lambda index: len(captions[index])) if rule == 'longest' else 0
+    # The last caption with a chance also takes what rounding leaves below 1.
+    last = max(index for index, chance in enumerate(chances) if chance > 0)
+    return next((index for index, end in enumerate(accumulate(chances)) if draw < end), last)
+
+
+def caption_chances(sample: Mapping[str, Any], weights: Mapping[str, float]) -> list[float]:
+    """Return the chance of each caption of a sample, given the weights of the columns that captions are from.
+
+    The weights are those of the columns that the sample has captions of; captions of one column share its weight. Empty
+    for a sample of a dataset that does not name the columns.
+
+    Raises:
+        BadSample: None of its columns has a weight.
+    """
+    columns = sample.get(CAPTION_COLUMNS)
+    if not columns:
+        return []
+    counts = Counter(columns)
+    total = sum(weights.get(name, 0.0) for name in counts)
+    if total <= 0:
+        raise BadSample(
+            f'its captions are from {", ".join(counts)}, but dataset.caption_weights has {", ".join(weights)}; '
+            'give one of its columns a weight'
+        )
+    return [weights.get(name, 0.0) / (total * counts[name]) for name in columns]
+
+
+def check_caption_weights(weights: Mapping[str, float] | None, rule: CaptionChoice) -> None:
+    """Check the setting `dataset.caption_weights`.
+
+    Raises:
+        UserError: A weight is not a positive number, or captions are not chosen at random.
+    """
+    if weights is None:
+        return
+    if rule != 'random':
+        raise UserError(f'dataset.caption_weights: has no effect with caption_choice: {rule}; use random, or remove it')
+    wrong = [name for name, value in weights.items() if not (isinstance(value, int | float) and 0 < value < math.inf)]
+    if wrong or not weights:
+        raise UserError(
+            f'dataset.caption_weights: {dict(weights)} must give columns positive weights, such as '
+            '{original: 0.3, recaptioned: 0.7}; leave out columns that are not to be used'
+        )

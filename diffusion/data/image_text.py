@@ -6,7 +6,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from diffusion.data.bad_samples import BadSample
-from diffusion.data.caption_choice import CaptionChoice, choose_caption
+from diffusion.data.caption_choice import CaptionChoice, check_caption_weights, choose_caption
 from diffusion.data.image_sizes import image_sizes, original_size
 from diffusion.data.streams import Bucket, BucketedDataset
 from diffusion.data.transforms import Crop, Undecodable, decode_crop, resize_and_flip, to_planar
@@ -28,6 +28,8 @@ class ImageTextDataset(BucketedDataset):
         min_crop_scale: Smallest side of a random crop, as a fraction of the largest crop that fits.
         flip: Mirror half of the images at random. Captions that mention left or right become wrong.
         caption_choice: Caption to use if there are several: the first, the longest, or a random one in each epoch.
+        caption_weights: Weights of the columns from which `diffusion prepare` took the captions, such as {original:
+            0.3, recaptioned: 0.7}, for the random choice; None chooses evenly.
         seed: Seed of crops, flips and caption choice.
         streaming: Keyword arguments for StreamingDataset.
     """
@@ -43,11 +45,14 @@ class ImageTextDataset(BucketedDataset):
         min_crop_scale: float = 1.0,
         flip: bool = False,
         caption_choice: CaptionChoice = 'random',
+        caption_weights: dict[str, float] | None = None,
         seed: int = 17,
         **streaming: Any,
     ) -> None:
         columns = [('image',), *([('captions', 'caption')] if tokenizers else [])]
+        check_caption_weights(caption_weights, caption_choice)
         super().__init__(buckets, batch_size=batch_size, columns=columns, seed=seed, **streaming)
+        self.use_caption_weights(caption_weights)
         self.tokenizers = list(tokenizers)
         self.image_sizes = image_sizes
         self.crop: Literal['center', 'random'] = crop
@@ -65,7 +70,8 @@ class ImageTextDataset(BucketedDataset):
         item = self._image(sample, index)
         if self.tokenizers:
             draw = self.draws(index, Purpose.CAPTION_CHOICE)[0]
-            caption = choose_caption(self.captions(sample, index), self.caption_choice, draw)
+            captions, chances = self.captions(sample, index), self.caption_chances(sample, index)
+            caption = choose_caption(captions, self.caption_choice, draw, chances)
             item[batch_keys.INPUT_IDS] = tokenize(self.tokenizers, [caption])[0]
         return item
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from diffusion.config.alignment_checks import no_features_problem
 from diffusion.config.image_shapes import Shape
 from diffusion.data.bad_samples import BadSample
-from diffusion.data.caption_choice import CaptionChoice, choose_caption_index
+from diffusion.data.caption_choice import CaptionChoice, check_caption_weights, choose_caption_index
 from diffusion.data.streams import Bucket, BucketedDataset
 from diffusion.data.verified_stream import VerifiedStream
 from diffusion.errors import UserError
@@ -181,6 +181,8 @@ class LatentsDataset(BucketedDataset):
         image_sizes: Add the stored sizes of each image, int64 [6], for a model that takes them.
         image_features: Add the stored features of an image encoder, for training with representation alignment.
         caption_choice: Caption to use if there are several: the first, the longest, or a random one in each epoch.
+        caption_weights: Weights of the columns from which `diffusion prepare` took the captions, such as {original:
+            0.3, recaptioned: 0.7}, for the random choice; None chooses evenly.
         seed: Seed of the caption choice.
         streaming: Keyword arguments for StreamingDataset.
     """
@@ -194,11 +196,14 @@ class LatentsDataset(BucketedDataset):
         image_sizes: bool = False,
         image_features: bool = False,
         caption_choice: CaptionChoice = 'random',
+        caption_weights: dict[str, float] | None = None,
         seed: int = 17,
         **streaming: Any,
     ) -> None:
         columns = [(batch_keys.LATENT_MOMENTS,), ('captions', 'caption')]
+        check_caption_weights(caption_weights, caption_choice)
         super().__init__(buckets, batch_size=batch_size, columns=columns, seed=seed, **streaming)
+        self.use_caption_weights(caption_weights)
         self.tokenizers = list(tokenizers)
         self.image_sizes = image_sizes
         self.image_features = image_features
@@ -229,9 +234,8 @@ class LatentsDataset(BucketedDataset):
         """
         sample = self.get_item(index)
         captions = self.captions(sample, index)
-        caption_index = choose_caption_index(
-            captions, self.caption_choice, self.draws(index, Purpose.CAPTION_CHOICE)[0]
-        )
+        draw, chances = self.draws(index, Purpose.CAPTION_CHOICE)[0], self.caption_chances(sample, index)
+        caption_index = choose_caption_index(captions, self.caption_choice, draw, chances)
         item: dict[str, Any] = {
             batch_keys.LATENT_MOMENTS: self._finite(sample, batch_keys.LATENT_MOMENTS, index).float(),
             batch_keys.INPUT_IDS: tokenize(self.tokenizers, [captions[caption_index]])[0],

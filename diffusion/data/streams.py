@@ -15,7 +15,7 @@ from diffusion.compatibility.private_names import private_attribute
 from diffusion.config import sample_order
 from diffusion.config.image_shapes import Shape, apportion
 from diffusion.data.bad_samples import MAX_ATTEMPTS, BadSample, replacement
-from diffusion.data.caption_choice import captions_of
+from diffusion.data.caption_choice import CAPTION_COLUMNS, caption_chances, captions_of
 from diffusion.data.evaluation_order import EvaluationOrder, evaluation_order
 from diffusion.data.image_block import ImageBlock
 from diffusion.data.verified_dataset import VerifiedDataset
@@ -72,6 +72,7 @@ class BucketedDataset(VerifiedDataset):
         self.seed = seed
         self.elastic = elastic
         self.substitute = substitute
+        self.caption_weights: Mapping[str, float] | None = None
         # Streaming's constructor derives a `proportion` for every stream. Only the private `_proportion` shows whether
         # the recipe set one.
         given = [bucket.stream for bucket in buckets if private_attribute(bucket.stream, '_proportion') is not None]
@@ -141,6 +142,38 @@ class BucketedDataset(VerifiedDataset):
             return captions_of(sample, '')
         except BadSample as error:
             raise BadSample(f'{self.where(index)}{error}') from error
+
+    def use_caption_weights(self, weights: Mapping[str, float] | None) -> None:
+        """Choose random captions by the weights of their columns; None chooses evenly.
+
+        Raises:
+            UserError: No stream has the columns of its captions.
+        """
+        self.caption_weights = weights
+        if weights is not None and not any(CAPTION_COLUMNS in self.columns_of(bucket) for bucket in self.buckets):
+            raise UserError(
+                'dataset.caption_weights: no stream names the columns of its captions; prepare the data with '
+                f'--caption-column {" ".join(weights)}, or remove the setting'
+            )
+
+    def columns_of(self, bucket: Bucket) -> set[str]:
+        """Return the columns of a bucket's samples; those of a grown dataset may differ between its shards."""
+        index = self.buckets.index(bucket)
+        shards = [shard for shard, stream in zip(self.shards, self.stream_per_shard, strict=True) if stream == index]
+        return set().union(*(shard.column_names for shard in shards))  # type: ignore[attr-defined]
+
+    def caption_chances(self, sample: Mapping[str, Any], index: int) -> list[float]:
+        """Return the chance of each caption of a sample; empty for equal chances.
+
+        Raises:
+            BadSample: None of the columns of its captions has a weight.
+        """
+        if self.caption_weights is None:
+            return []
+        try:
+            return caption_chances(sample, self.caption_weights)
+        except BadSample as error:
+            raise BadSample(f'{self.where(index)}: {error}') from error
 
     def bucket_of(self, index: int) -> Bucket:
         """Return the bucket (stream and image shape) of the sample with this index."""

@@ -22,7 +22,14 @@ _JOINERS = '\u200c\u200d'
 
 
 def clean_captions(raw: Sequence[Any], *, min_length: int = MIN_LENGTH, max_length: int = MAX_LENGTH) -> list[str]:
-    """Return an image's cleaned captions in their order, without unusable and repeated ones.
+    """Return an image's cleaned captions in their order, without unusable and repeated ones; see `usable_captions`."""
+    return list(usable_captions(raw, min_length=min_length, max_length=max_length))
+
+
+def usable_captions(
+    raw: Sequence[Any], *, min_length: int = MIN_LENGTH, max_length: int = MAX_LENGTH
+) -> dict[str, int]:
+    """Return an image's cleaned captions in their order, each with the number of the first raw one that it is from.
 
     Args:
         raw: Raw values, which may include None, numbers and NaN.
@@ -33,17 +40,17 @@ def clean_captions(raw: Sequence[Any], *, min_length: int = MIN_LENGTH, max_leng
         Unfit: No caption is usable: no_caption, caption_not_text, caption_too_short or caption_too_long; for several
             captions, the first reason other than no_caption.
     """
-    kept: dict[str, None] = {}
+    kept: dict[str, int] = {}
     rejections: list[Unfit] = []
-    for caption in raw:
+    for number, caption in enumerate(raw):
         try:
-            kept[_clean_caption(caption, min_length, max_length)] = None
+            kept.setdefault(_clean_caption(caption, min_length, max_length), number)
         except Unfit as reason:
             rejections.append(reason)
     if not kept:
         specific = (reason for reason in rejections if str(reason) != 'no_caption')
         raise next(specific, Unfit('no_caption', 'the image has no caption'))
-    return list(kept)
+    return kept
 
 
 def clean_text(text: str) -> str:

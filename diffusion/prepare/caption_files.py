@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from diffusion.errors import UserError
+from diffusion.prepare.source import captions_of_columns
 
 FILE_COLUMNS = ('file', 'file_name')
 """Names of the column with the path of an image; the second is that of Hugging Face's imagefolder."""
@@ -23,24 +24,34 @@ class CaptionRow:
     where: str
     """Position for messages, such as `captions.csv line 7`."""
     path: Path
-    captions: list[str]
+    captions: list[Any]
     metadata: dict[str, Any]
+    caption_columns: list[str]
+    """The column of each caption, if they are from several; otherwise empty."""
 
 
-def read_caption_rows(file: Path) -> Iterator[CaptionRow]:
+def read_caption_rows(file: Path, caption_columns: Sequence[str] = ()) -> Iterator[CaptionRow]:
     """Yield the rows of a CSV with columns `file` and `caption`, or of a JSONL with `file` and `caption` or `captions`.
 
     The `file_name` and `text` of Hugging Face's imagefolder are accepted too.
 
+    Args:
+        file: The file.
+        caption_columns: Columns with captions, of which a row of a JSONL may lack some; empty for the common names.
+
     Raises:
         UserError: The file does not exist or cannot be parsed, or a row has a missing or invalid column.
     """
-    for where, row in _rows(file):
+    for where, row in _rows(file, caption_columns):
         image, caption = (_column(row, names) for names in (FILE_COLUMNS, CAPTION_COLUMNS))
         # A row may have both `caption` and `captions`; the one that is not read is no metadata.
-        used = {None, image, caption, 'caption', 'captions'}
+        used = {None, image, 'caption', 'captions', *(caption_columns or [caption])}
         others = {name: value for name, value in row.items() if name not in used}
-        yield CaptionRow(where, _file_of(row, image, where), _captions_of(row, caption, where), others)
+        if caption_columns:
+            captions, names = _named_captions(row, caption_columns, where)
+        else:
+            captions, names = _captions_of(row, caption, where), []
+        yield CaptionRow(where, _file_of(row, image, where), captions, others, names)
 
 
 def _column(row: Container[str], names: Sequence[str]) -> str | None:
@@ -48,7 +59,7 @@ def _column(row: Container[str], names: Sequence[str]) -> str | None:
     return next((name for name in names if name in row), None)
 
 
-def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _rows(file: Path, caption_columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (position, columns) of each row; a position is text such as 'captions.csv line 7'."""
     readers = {'.csv': _csv_rows, '.jsonl': _jsonl_rows, '.parquet': _parquet_rows}
     if file.suffix.lower() not in readers:
@@ -56,17 +67,18 @@ def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if not file.is_file():
         raise UserError(f'--captions: {file} does not exist')
     try:
-        yield from readers[file.suffix.lower()](file)
+        yield from readers[file.suffix.lower()](file, caption_columns)
     except UnicodeDecodeError as error:
         raise UserError(f'--captions: {file} is not UTF-8 ({error}); save it as UTF-8') from error
 
 
-def _csv_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _csv_rows(file: Path, caption_columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     with file.open(encoding='utf-8-sig', newline='') as lines:
         reader = csv.DictReader(lines, strict=True)
         try:
             columns = list(reader.fieldnames or [])
-            for names, wanted in ((FILE_COLUMNS, 'file'), (CAPTION_COLUMNS[1:], 'caption')):
+            named = [((name,), name) for name in caption_columns] or [(CAPTION_COLUMNS[1:], 'caption')]
+            for names, wanted in ((FILE_COLUMNS, 'file'), *named):
                 if _column(columns, names) is None:
                     raise UserError(
                         f'{file.name} line 1: has no column {wanted!r}, only {columns}; rename the matching column'
@@ -79,7 +91,7 @@ def _csv_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             ) from error
 
 
-def _jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _jsonl_rows(file: Path, _: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     with file.open(encoding='utf-8-sig') as lines:
         for number, line in enumerate(lines, start=1):
             where = f'{file.name} line {number}'
@@ -94,12 +106,15 @@ def _jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield where, row
 
 
-def _parquet_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parquet_rows(file: Path, caption_columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         table = pq.ParquetFile(file)
+        missing = [name for name in caption_columns if name not in table.schema_arrow.names]
+        if missing:
+            raise UserError(f'{file}: has no column {missing[0]!r}, only {table.schema_arrow.names}; correct it')
         number = 0
         for batch in table.iter_batches():
             for row in batch.to_pylist():
@@ -129,3 +144,14 @@ def _captions_of(row: dict[str, Any], column: str | None, where: str) -> list[st
     if not isinstance(captions, list) or not all(isinstance(caption, str) for caption in captions):
         raise UserError(f'{where}: the caption is {row[column]!r}; it must be text')
     return captions
+
+
+def _named_captions(row: dict[str, Any], columns: Sequence[str], where: str) -> tuple[list[Any], list[str]]:
+    """Return the captions in the columns that the user named, and the column of each if they are several."""
+    if not any(column in row for column in columns):
+        raise UserError(f'{where}: has no column {" or ".join(columns)}, only {sorted(row)}; correct --caption-column')
+    captions, names = captions_of_columns(row, columns)
+    for caption, name in zip(captions, names, strict=True):
+        if not isinstance(caption, str | None):
+            raise UserError(f'{where}: the caption in {name} is {caption!r}; it must be text')
+    return captions, names if len(columns) > 1 else []

@@ -4,6 +4,7 @@ They combine the tables of all parts; a part is the unit of input that one job c
 34 bytes of memory and a sample 22, so 100 million images in three buckets take 10 GB; keys and captions stay on disk.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,6 +139,18 @@ class Catalog:
                 yield pa.array([sample['captions'] for sample in samples], pa.list_(pa.string()))
             else:
                 yield found.take(rows - self.first_row[number]).combine_chunks()
+
+    def caption_columns(self, images: np.ndarray) -> Counter[str]:
+        """Return the number of captions of the images in these rows by the column that they are from, if named."""
+        total: Counter[str] = Counter()
+        edges = np.searchsorted(images, self.first_row)
+        for number, folder in enumerate(self.parts):
+            found = read_captions(folder, 'caption_columns')
+            if found is not None:
+                rows = images[edges[number] : edges[number + 1]] - self.first_row[number]
+                counts = found.take(rows).combine_chunks().flatten().value_counts()
+                total.update({each['values']: each['counts'] for each in counts.to_pylist()})
+        return total
 
     def drop_duplicates(self, mode: str, *, max_distance: int, saved: Path) -> list[tuple[int, str]]:
         """Mark images that are duplicates of an earlier one as rejected.

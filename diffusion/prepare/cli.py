@@ -87,6 +87,7 @@ def _add_folder(parser: argparse.ArgumentParser) -> None:
         'and text (default: a .txt or .json file beside each image, or if there are none, metadata.jsonl or '
         'metadata.csv in the folder)',
     )
+    _add_caption_column(parser)
     _add_caption_text(parser)
     _add_shared_options(parser)
 
@@ -95,6 +96,7 @@ def _add_webdataset(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         'location', metavar='SRC', help='folder of tar files, local or in an object store: s3://bucket/laion'
     )
+    _add_caption_column(parser)
     _add_caption_text(parser)
     _add_shared_options(parser)
 
@@ -135,8 +137,16 @@ def _add_column_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--image-column', metavar='NAME', help='name of the image column (default: detect by common names)'
     )
+    _add_caption_column(parser)
+
+
+def _add_caption_column(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        '--caption-column', metavar='NAME', help='name of the caption column (default: detect by common names)'
+        '--caption-column',
+        nargs='+',
+        metavar='NAME',
+        help='name of the caption column, or of several that dataset.caption_weights chooses from; of a .json beside '
+        'an image, its key, and txt for the .txt beside it (default: detect by common names)',
     )
 
 
@@ -255,6 +265,8 @@ def _settings(args: argparse.Namespace) -> 'PrepareSettings':
     if values.get('aspects') in (['none'], ['sdxl']):
         values['aspects'] = values['aspects'][0]
     options = {name: getattr(args, name, None) for name in SOURCE_OPTIONS}
+    if options['caption_column'] is not None and len(options['caption_column']) == 1:
+        options['caption_column'] = options['caption_column'][0]
     values['source'] = {'kind': args.source} | {name: value for name, value in options.items() if value is not None}
     if args.source == 'openmoji':
         from diffusion.prepare import openmoji

@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from diffusion.errors import DataError, UserError
 from diffusion.prepare.bucket_choice import Buckets
 from diffusion.prepare.image_decoding import decode_image
-from diffusion.prepare.process_sample import COLUMNS, THUMBNAIL_SIDE, make_samples, thumbnail
+from diffusion.prepare.process_sample import THUMBNAIL_SIDE, make_samples, sample_columns, thumbnail
 from diffusion.prepare.rejection import Unfit
 from diffusion.prepare.sample_table import InputRow, SampleRow, write_tables
 from diffusion.prepare.settings import PrepareSettings
@@ -27,7 +27,6 @@ from diffusion.storage.atomic import atomic_folder, write_atomically
 
 SHARD_BYTES = 64 * 10**6
 """Maximum size of a shard of a part; each one is held in memory until it is full."""
-FORMAT = mds.ShardFormat(COLUMNS, SHARD_BYTES)
 THUMBNAILS_FILE = 'thumbnails.json'
 """File of a part with thumbnails of rejected images."""
 COUNTS_FILE = 'part.json'
@@ -108,7 +107,10 @@ class PartJob:
             return read_counts(self.folder, self.part)
 
     def _write(self, folder: Path, note: Note) -> PartCounts:
-        counts, shards = PartCounts(self.part.size), _ShardBuffer(folder)
+        counts, shards = (
+            PartCounts(self.part.size),
+            _ShardBuffer(folder, mds.ShardFormat(sample_columns(self.settings), SHARD_BYTES)),
+        )
         inputs: list[InputRow] = []
         stored: list[SampleRow] = []
         thumbnails: list[dict[str, str]] = []
@@ -133,7 +135,9 @@ class PartJob:
                 continue
             except Exception as error:  # a bug, not a bad image; name the image that triggers it
                 raise RuntimeError(f'{self.name}, image {entry.key!r}: {error!r}') from error
-            stored += (SampleRow(number, bucket, *shards.add(FORMAT.encode(sample))) for bucket, sample in samples)
+            stored += (
+                SampleRow(number, bucket, *shards.add(shards.format.encode(sample))) for bucket, sample in samples
+            )
         counts.inputs = len(inputs)
         shards.flush()
         write_tables(folder, inputs, stored)
@@ -172,8 +176,9 @@ class _Unreadable(Exception):
 class _ShardBuffer:
     """Writer of a part's shards; it buffers one shard in memory, and writes the shard when full."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, format_: mds.ShardFormat) -> None:
         self.folder = folder
+        self.format = format_
         self.entries: list[dict[str, Any]] = []
         self._samples: list[bytes] = []
         self._bytes = 0
@@ -195,7 +200,7 @@ class _ShardBuffer:
         if self._samples:
             name = mds.shard_name(len(self.entries))
             sizes = [len(sample) for sample in self._samples]
-            self.entries.append(FORMAT.write_shard(self.folder / name, self._samples, sizes, name=name))
+            self.entries.append(self.format.write_shard(self.folder / name, self._samples, sizes, name=name))
         self._samples, self._bytes = [], 0
 
 
@@ -207,16 +212,12 @@ def read_counts(folder: Path, part: Part) -> PartCounts:
     return PartCounts(part.size, content['inputs'], Counter(content['rejected']), set(content['columns']), passed_over)
 
 
-def read_header_size(file: BinaryIO) -> int:
-    """Return the header size in bytes of an opened shard of a part, which is the offset of its first sample."""
-    return FORMAT.header_bytes(int.from_bytes(file.read(4), 'little'))  # a shard begins with its number of samples
-
-
 def read_sample(folder: Path, shard: int, offset: int, size: int) -> dict[str, Any]:
     """Return a stored sample of a converted part, given its shard, offset and size as in its `SampleRow`."""
     with (folder / mds.shard_name(shard)).open('rb') as file:
-        file.seek(read_header_size(file) + offset)
-        return FORMAT.decode(file.read(size))
+        header = mds.read_header(file)
+        file.seek(header.size + offset)
+        return header.format.decode(file.read(size))
 
 
 def _thumbnails(entry: Entry, unfit: Unfit, settings: PrepareSettings) -> list[dict[str, str]]:

@@ -13,7 +13,7 @@ import xxhash
 from diffusion.errors import UserError
 from diffusion.prepare.caption_files import read_caption_rows
 from diffusion.prepare.dataset_splits import refuse_mixed_splits
-from diffusion.prepare.extra_columns import json_value, read_columns
+from diffusion.prepare.extra_columns import json_value
 from diffusion.prepare.file_listing import (
     File,
     as_utf8,
@@ -24,7 +24,8 @@ from diffusion.prepare.file_listing import (
     with_passed_over,
 )
 from diffusion.prepare.optional_formats import format_of_suffix
-from diffusion.prepare.source import IMAGE_SUFFIXES, CaptionText, Entry, Part, PassedOver, captions_in
+from diffusion.prepare.sidecars import read_sidecars
+from diffusion.prepare.source import IMAGE_SUFFIXES, CaptionText, Entry, Part, PassedOver, column_list
 
 METADATA_FILES = ('metadata.jsonl', 'metadata.csv', 'metadata.parquet')
 """Captions files of Hugging Face's imagefolder, in order of precedence."""
@@ -52,6 +53,8 @@ class FolderSource:
     """Captions file, local or in an object store."""
     caption_text: CaptionText = 'whole'
     """What a .txt file holds."""
+    caption_column: str | Sequence[str] | None = None
+    """Columns of the captions file, or keys of the .json and `txt` for the .txt; None for the rule above."""
     image_suffixes: tuple[str, ...] = IMAGE_SUFFIXES
     """Suffixes of the images, in lower case and without a dot."""
 
@@ -131,12 +134,15 @@ class FolderSource:
 
     def _entry(self, image: '_ImageFile') -> Entry:
         """Read an image and its captions."""
-        entry = Entry(image.key, captions=list(image.captions), metadata=image.metadata, problem=image.problem)
+        entry = Entry(image.key, metadata=image.metadata, problem=image.problem)
+        entry.captions, entry.caption_columns = list(image.captions), list(image.caption_columns)
         if entry.problem is None:
             try:
                 entry.image = _read(image.url, image.size)
                 if image.beside:
-                    _add_sidecars(entry, image.beside, self.caption_text)
+                    text, columns = (_read(image.beside[kind]) if kind in image.beside else None for kind in BESIDE)
+                    named = column_list(self.caption_column)
+                    read_sidecars(entry, text, columns, rule=self.caption_text, caption_columns=named)
             except PermissionError:  # concerns only this file; other I/O errors stop the part
                 entry.problem = 'unreadable'
         return entry
@@ -170,7 +176,7 @@ class FolderSource:
         for table in tables:
             folder = table.name.rpartition('/')[0]
             with copy(table.url) as path:
-                for row in read_caption_rows(path):
+                for row in read_caption_rows(path, column_list(self.caption_column)):
                     name = as_utf8((folder / row.path).as_posix())
                     if name in elsewhere:
                         continue
@@ -179,8 +185,9 @@ class FolderSource:
                         problem = 'missing_file' if file is None else 'duplicate_row'
                         yield _ImageFile(f'{name} ({row.where})', problem=problem)
                     else:
-                        metadata = json_value(row.metadata)
-                        yield _ImageFile(name, file.stamp, file.url, file.size, row.captions, metadata=metadata)
+                        image = _ImageFile(name, file.stamp, file.url, file.size, row.captions)
+                        image.metadata, image.caption_columns = json_value(row.metadata), row.caption_columns
+                        yield image
                     seen.add(name)
         for file in images:
             if file.name not in seen:
@@ -200,6 +207,13 @@ class _ImageFile:
     """URLs of its .txt and .json file, by suffix."""
     metadata: dict[str, Any] = field(default_factory=dict)
     problem: str | None = None
+    caption_columns: list[str] = field(default_factory=list)
+    """The column of each caption, if they are from several."""
+
+    def content(self) -> dict[str, Any]:
+        """Return the values to store in the plan."""
+        # Without a field that earlier versions did not have: it would change the fingerprint of every prepared dataset.
+        return {name: value for name, value in asdict(self).items() if value or name != 'caption_columns'}
 
 
 def _stem(file: File) -> str:
@@ -216,24 +230,9 @@ def _others(images: Sequence[File], files: Sequence[File], tables: Collection[st
 
 def _part(number: int, images: Sequence[_ImageFile]) -> Part:
     # The key and the name are part of the plan: renaming them would change the fingerprint of every prepared dataset.
-    where = {'pictures': [asdict(image) for image in images]}
+    where = {'pictures': [image.content() for image in images]}
     stamp = xxhash.xxh3_128_hexdigest(json.dumps(where))
     return Part(f'pictures-{number:06}', where, max(1, sum(image.size for image in images)), stamp)
-
-
-def _add_sidecars(entry: Entry, beside: dict[str, str], caption_text: CaptionText) -> None:
-    """Set the captions and metadata of an entry from its .txt and .json file."""
-    entry.metadata = read_columns(_read(beside['json'])) if 'json' in beside else {}
-    captions, caption = entry.metadata.pop('captions', None), entry.metadata.pop('caption', None)
-    if isinstance(captions, list):
-        entry.captions = captions
-    elif 'txt' in beside:
-        try:
-            entry.captions = captions_in(_read(beside['txt']), caption_text)
-        except UnicodeDecodeError:
-            entry.problem = 'caption_not_utf8'
-    else:
-        entry.captions = [caption]
 
 
 def _read(url: str, size: int | None = None) -> bytes:

@@ -50,11 +50,16 @@ class HuggingFaceSource:
     token_variable: str | None = None
     """Name of the environment variable with the token for the Hub."""
     image_column: str | None = None
-    caption_column: str | None = None
+    caption_column: str | Sequence[str] | None = None
     caption_text: CaptionText = 'whole'
     image_suffixes: tuple[str, ...] = IMAGE_SUFFIXES
     commit: str | None = None
     """Commit to read on the Hub instead of the revision in the location."""
+
+    @property
+    def _captions(self) -> dict[str, Any]:
+        """Keywords of the readers of captions in files beside the images."""
+        return {'caption_text': self.caption_text, 'caption_column': self.caption_column}
 
     def pinned_to(self, parts: Sequence[Mapping[str, Any]]) -> 'HuggingFaceSource':
         """Return the source at the commit that an earlier start listed, given the parts of its plan."""
@@ -108,7 +113,7 @@ class HuggingFaceSource:
             elif where['layout'] == 'arrow':
                 yield from arrow_entries(path, part, names, images=self._images(where))
             else:
-                tars = WebDatasetSource('', caption_text=self.caption_text, image_suffixes=self.image_suffixes)
+                tars = WebDatasetSource('', image_suffixes=self.image_suffixes, **self._captions)
                 yield from tars.read_tar(path, where['stem'])
 
     def _listing(self) -> DatasetListing:
@@ -138,7 +143,7 @@ class HuggingFaceSource:
             )
         used = {file.name for file in [*images, *beside, *metadata]}
         elsewhere = {file.name for file in chooser.data_files('folder', dataset.files)} - used
-        folder = FolderSource(self.location, caption_text=self.caption_text, image_suffixes=self.image_suffixes)
+        folder = FolderSource(self.location, image_suffixes=self.image_suffixes, **self._captions)
         return folder.parts_of(
             [*images, *beside, *metadata],
             [other for other in others if other.key not in used],
@@ -163,7 +168,7 @@ class HuggingFaceSource:
                     for image in group
                 ]
                 location = '' if wanted and wanted[0].url.startswith('hf://') else self.location
-                folder = FolderSource(location, caption_text=self.caption_text, image_suffixes=self.image_suffixes)
+                folder = FolderSource(location, image_suffixes=self.image_suffixes, **self._captions)
                 yield from folder.read(replace(part, where={'pictures': local}))
 
     @contextmanager

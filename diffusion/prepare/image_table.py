@@ -15,7 +15,7 @@ from diffusion.config.schema import did_you_mean
 from diffusion.errors import UserError
 from diffusion.prepare.extra_columns import json_value
 from diffusion.prepare.rejection import Unfit
-from diffusion.prepare.source import Entry
+from diffusion.prepare.source import Entry, captions_of_columns, column_list
 
 IMAGE_COLUMNS = ('image', 'jpg', 'jpeg', 'png', 'webp', 'image_bytes', 'img')
 CAPTION_COLUMNS = ('captions', 'caption', 'txt', 'text')
@@ -33,7 +33,8 @@ class ColumnNames:
     """Names of the columns as the user gave them; None to find a column by its common names."""
 
     image: str | None = None
-    caption: str | None = None
+    caption: str | Sequence[str] | None = None
+    """Several columns give captions of which training chooses by weights."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Columns:
     """Columns of a table that are read."""
 
     image: str
-    caption: str
+    captions: tuple[str, ...]
     key: str | None
     others: list[str]
     """Names of the metadata columns."""
@@ -50,7 +51,7 @@ class Columns:
 
     @property
     def all(self) -> list[str]:
-        return [self.image, self.caption, *([self.key] if self.key else []), *self.others]
+        return [self.image, *self.captions, *([self.key] if self.key else []), *self.others]
 
 
 def find_columns(schema: pa.Schema, names: ColumnNames, where: str, *, suffix: str = '.parquet') -> Columns:
@@ -68,7 +69,7 @@ def find_columns(schema: pa.Schema, names: ColumnNames, where: str, *, suffix: s
     if names.image is None and _find_column(schema, IMAGE_COLUMNS) is None:
         address = _find_column(schema, URL_COLUMNS)
         if address is not None and _is_text(schema.field(address).type):
-            caption = names.caption or _find_column(schema, CAPTION_COLUMNS)
+            caption = next(iter(column_list(names.caption)), None) or _find_column(schema, CAPTION_COLUMNS)
             raise UserError(download_first(where, address, caption, suffix=suffix))
     image = _resolve_column(schema, names.image, IMAGE_COLUMNS, where, '--image-column')
     kind = schema.field(image).type
@@ -78,11 +79,14 @@ def find_columns(schema: pa.Schema, names: ColumnNames, where: str, *, suffix: s
             f'{where}: column {image!r} has type {kind}; set --image-column to a column of encoded images, or of paths '
             'of image files in the dataset'
         )
-    caption = _resolve_column(schema, names.caption, CAPTION_COLUMNS, where, '--caption-column')
+    captions = tuple(
+        _resolve_column(schema, name, CAPTION_COLUMNS, where, '--caption-column')
+        for name in column_list(names.caption) or [None]
+    )
     key = _find_column(schema, (KEY_COLUMN,))
-    taken = {image, caption, key, *(name for name in schema.names if name.lower() in CAPTION_COLUMNS)}
+    taken = {image, *captions, key, *(name for name in schema.names if name.lower() in CAPTION_COLUMNS)}
     others = [field.name for field in schema if field.name not in taken and not _is_bytes(field.type)]
-    return Columns(image, caption, key, others, where)
+    return Columns(image, captions, key, others, where)
 
 
 def download_first(where: str, url_column: str, caption_column: str | None, *, suffix: str = '.parquet') -> str:
@@ -120,10 +124,11 @@ def entry_of(
     """
     key = values[columns.key] if columns.key else None
     entry = Entry(f'{stem}/row-{row}' if key is None else f'{stem}/{json_value(key)}')
-    image, caption = values[columns.image], values[columns.caption]
+    image = values[columns.image]
     path = image.get('path') if isinstance(image, dict) else image if isinstance(image, str) else None
     encoded = image.get('bytes') if isinstance(image, dict) else image
-    entry.captions = caption if isinstance(caption, list) else [caption]
+    entry.captions, names = captions_of_columns(values, columns.captions)
+    entry.caption_columns = names if len(columns.captions) > 1 else []
     entry.metadata = {name: json_value(values[name]) for name in columns.others}
     if entry.key in seen:
         entry.problem = 'duplicate_key'
@@ -134,7 +139,7 @@ def entry_of(
     elif URL.match(path):
         if isinstance(image, str):
             suffix = os.path.splitext(columns.where)[1]
-            raise UserError(download_first(columns.where, columns.image, columns.caption, suffix=suffix))
+            raise UserError(download_first(columns.where, columns.image, columns.captions[0], suffix=suffix))
         entry.problem = 'image_is_an_address'
     else:
         try:

@@ -12,7 +12,6 @@ from diffusion.config.image_shapes import BUCKETS
 from diffusion.errors import UserError
 from diffusion.prepare.counts_report import REPORT, PrepareReport
 from diffusion.prepare.file_listing import is_remote
-from diffusion.prepare.process_sample import COLUMNS
 from diffusion.prepare.work_dir import Staging, WorkFolder, read_json
 from diffusion.storage import mds
 from diffusion.storage.atomic import replace_folder
@@ -61,17 +60,17 @@ def output_of(out: str, staging: Staging, work: WorkFolder, *, overwrite: bool) 
     return FolderOutput(Path(out).resolve(), staging, work, overwrite=overwrite)
 
 
-def shard_writer(output: Output, bucket: str, *, size_limit: int, token: str = '') -> ShardWriter:
+def shard_writer(output: Output, bucket: str, shards: ShardFormat, *, token: str = '') -> ShardWriter:
     """Return the writer of a bucket's final shards, which also records the shards that are done.
 
     Args:
         output: Destination of the dataset.
         bucket: Name of the bucket.
-        size_limit: Maximum size of a shard in bytes.
+        shards: Columns and maximum size of the shards.
         token: Part of the names of the shards if they are added to a dataset.
     """
     entries = LocalFolder(output.staging.packed / bucket)
-    return ShardWriter(output.bucket(bucket), entries, ShardFormat(COLUMNS, size_limit), token)
+    return ShardWriter(output.bucket(bucket), entries, shards, token)
 
 
 class FolderOutput:

@@ -15,7 +15,6 @@ import numpy as np
 from diffusion.config.image_shapes import BUCKETS, Shape, buckets_text, parse_shape
 from diffusion.errors import DataError
 from diffusion.prepare.catalog import Catalog
-from diffusion.prepare.convert_part import read_header_size
 from diffusion.prepare.work_dir import WorkFolder
 from diffusion.prepare.worker_pool import Note
 from diffusion.storage import mds
@@ -66,7 +65,7 @@ class ShardJob:
             folder = self.work.part(part)
             note(str(folder))
             with (folder / mds.shard_name(shard)).open('rb') as file:
-                begin = read_header_size(file)
+                begin = mds.read_header(file).size
                 for offset, size in zip(self.offset[start:stop].tolist(), self.size[start:stop].tolist(), strict=True):
                     file.seek(begin + offset)
                     sample = file.read(size)

@@ -1,7 +1,7 @@
 """Source for Parquet files with an image column, as written by img2dataset and Hugging Face."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,8 +48,8 @@ class ParquetSource:
 
     location: str
     image_column: str | None = None
-    caption_column: str | None = None
-    """Caption column: strings or lists of strings."""
+    caption_column: str | Sequence[str] | None = None
+    """Caption column, or several: strings or lists of strings."""
 
     def parts(self) -> list[Part]:
         """Split the input into parts, which jobs convert in parallel: files, or ranges of row groups of large files.

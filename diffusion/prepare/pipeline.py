@@ -40,11 +40,13 @@ from diffusion.prepare.input_plan import InputPlan, at_planned_version
 from diffusion.prepare.optional_formats import format_of_suffix
 from diffusion.prepare.output_folders import output_of, shard_writer
 from diffusion.prepare.pack_shards import ShardJob, plan_shards, write_indexes
+from diffusion.prepare.process_sample import sample_columns
 from diffusion.prepare.settings import PrepareSettings, check_settings
 from diffusion.prepare.source import NamedCount, Source, count_named
 from diffusion.prepare.work_dir import Share, WorkFolder
 from diffusion.prepare.worker_pool import WorkerJob, run_jobs
 from diffusion.storage.atomic import write_atomically
+from diffusion.storage.mds import ShardFormat
 from diffusion.storage.shard_writer import ShardWriter
 
 Run = Callable[[Iterable[WorkerJob]], Iterator[Any]]
@@ -100,6 +102,7 @@ class Preparation:
         self.splits = (TRAIN, HELD_OUT) if settings.hold_out else (TRAIN,)
         self.token = ''
         """Part of the names of the shards, if they are added to a dataset."""
+        self.format = ShardFormat(sample_columns(settings), settings.shard_bytes)
         self.outputs = {
             TRAIN: output_of(settings.out, work.train, work, overwrite=settings.overwrite),
             HELD_OUT: output_of(settings.held_out, work.held_out, work, overwrite=settings.overwrite),
@@ -288,7 +291,7 @@ class Preparation:
 
     def writer(self, split: int, bucket: str) -> ShardWriter:
         """Return the writer of a bucket's final shards."""
-        return shard_writer(self.outputs[split], bucket, size_limit=self.settings.shard_bytes, token=self.token)
+        return shard_writer(self.outputs[split], bucket, self.format, token=self.token)
 
     def pack_shards(self, catalog: Catalog) -> dict[tuple[int, str], int]:
         """Write the final shards that are not done yet; return the number after the last one per split and bucket."""
@@ -343,6 +346,10 @@ class Preparation:
             report.notes = self.notes(plan, report.passed_over)
             long_captions = long_captions_note(report.statistics)
             report.notes += [] if long_captions is None else [long_captions]
+            columns = catalog.caption_columns(images)
+            if columns:
+                counts = ', '.join(f'{name} {count}' for name, count in columns.items())
+                report.notes.append(f'captions by column: {counts}')
         return report
 
     def passed_over(self, plan: InputPlan) -> dict[str, NamedCount]:

@@ -8,7 +8,7 @@ from PIL import Image
 
 from diffusion.config.image_shapes import Shape
 from diffusion.prepare.bucket_choice import Buckets
-from diffusion.prepare.caption_cleaning import clean_captions
+from diffusion.prepare.caption_cleaning import usable_captions
 from diffusion.prepare.extra_columns import json_value
 from diffusion.prepare.image_decoding import DecodedImage, decode_image, encode, shrink_to_cover
 from diffusion.prepare.image_hashes import exact_hash, is_flat, perceptual_hash
@@ -19,6 +19,8 @@ from diffusion.prepare.source import Entry
 
 COLUMNS = {'image': 'bytes', 'captions': 'json', 'width': 'int', 'height': 'int', 'key': 'str', 'metadata': 'json'}
 """MDS encodings by column; width and height are those of the stored image, in pixels."""
+CAPTION_COLUMNS = 'caption_columns'
+"""Column of datasets whose captions are from several columns of the source: a list with the column of each caption."""
 LANGUAGE_COLUMNS = ('language', 'LANGUAGE', 'lang')
 """Metadata columns that may hold the language of the captions, in order of precedence."""
 PRIVATE_COLUMNS = frozenset({'exif', 'EXIF'})
@@ -27,6 +29,11 @@ MAX_JPEG_SIDE = 65_500
 """Maximum side of a JPEG in pixels, a limit of libjpeg."""
 THUMBNAIL_SIDE = 96
 """Maximum side of a thumbnail in the report, in pixels."""
+
+
+def sample_columns(settings: PrepareSettings) -> dict[str, str]:
+    """Return the MDS encodings of the columns of a dataset that is prepared with some settings."""
+    return COLUMNS | ({CAPTION_COLUMNS: 'json'} if settings.source.caption_columns else {})
 
 
 def make_samples(
@@ -47,8 +54,10 @@ def make_samples(
     if entry.problem is not None:
         raise Unfit(entry.problem)
     filters = settings.filters
-    captions = clean_captions(entry.captions, min_length=filters.min_caption, max_length=filters.max_caption)
+    usable = usable_captions(entry.captions, min_length=filters.min_caption, max_length=filters.max_caption)
+    captions = list(usable)
     row.captions, row.caption_length = captions, max(map(len, captions))
+    row.caption_columns = [entry.caption_columns[number] for number in usable.values()] if entry.caption_columns else []
     if entry.image is None:
         raise Unfit('no_image')
     decoded = decode_image(
@@ -67,7 +76,9 @@ def make_samples(
         raise Unfit('too_small')
     row.exact_hash, row.perceptual_hash = exact_hash(decoded.image), perceptual_hash(decoded.image)
     row.is_flat = is_flat(decoded.image)
-    shared = {'captions': captions, 'key': row.key, 'metadata': _metadata(entry.metadata, row)}
+    shared: dict[str, Any] = {'captions': captions, 'key': row.key, 'metadata': _metadata(entry.metadata, row)}
+    if settings.source.caption_columns:
+        shared[CAPTION_COLUMNS] = row.caption_columns
     samples = []
     for size, shape in chosen:
         # Resized from the original for each bucket, so that a bucket's bytes do not depend on the other sizes.

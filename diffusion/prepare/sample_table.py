@@ -21,6 +21,7 @@ INPUT_SCHEMA = pa.schema(
         'key': pa.string(),
         'reason': pa.string(),
         'captions': pa.list_(pa.string()),
+        'caption_columns': pa.list_(pa.string()),
         'width': pa.uint32(),
         'height': pa.uint32(),
         'caption_length': pa.uint32(),
@@ -46,6 +47,8 @@ class InputRow:
     """Reason for rejection; empty if kept."""
     captions: list[str] = field(default_factory=list)
     """Cleaned captions."""
+    caption_columns: list[str] = field(default_factory=list)
+    """The column of the source that each of them is from; empty if there is only one."""
     width: int = 0
     """Width of the decoded image in pixels, before it is resized."""
     height: int = 0
@@ -95,11 +98,11 @@ def read_samples(folder: Path) -> pa.Table:
     return rows.take(kept).append_column('row', pa.array(kept)).select(SAMPLE_SCHEMA.names)
 
 
-def read_captions(folder: Path) -> pa.ChunkedArray | None:
-    """Read the captions of each input of a part; None for a part of an earlier version, which has no such column."""
-    if 'captions' not in pq.read_schema(folder / INPUTS).names:
+def read_captions(folder: Path, column: str = 'captions') -> pa.ChunkedArray | None:
+    """Read `captions` or `caption_columns` of each input of a part; None if it is of a version without that column."""
+    if column not in pq.read_schema(folder / INPUTS).names:
         return None
-    return read_inputs(folder, ['captions'])['captions']
+    return read_inputs(folder, [column])[column]
 
 
 def _write(path: Path, rows: Sequence[Any], schema: pa.Schema) -> None:

@@ -24,15 +24,15 @@ from diffusion.prepare.filters import Filters
 from diffusion.prepare.image_decoding import MAX_PIXELS
 from diffusion.prepare.image_hashes import MAX_DISTANCE
 from diffusion.prepare.optional_formats import OptionalFormat, image_suffixes, require_packages
-from diffusion.prepare.source import CaptionText, Source
+from diffusion.prepare.source import CaptionText, Source, column_list
 from diffusion.storage import object_store
 from diffusion.storage.writable import why_not_writable
 
 log = logging.getLogger(__name__)
 
 SETTINGS_OF_SOURCE = {
-    'folder': ('location', 'captions', 'caption_text'),
-    'webdataset': ('location', 'caption_text'),
+    'folder': ('location', 'captions', 'caption_text', 'caption_column'),
+    'webdataset': ('location', 'caption_text', 'caption_column'),
     'parquet': ('location', 'image_column', 'caption_column'),
     'huggingface': ('location', 'split', 'config', 'token_variable', 'image_column', 'caption_column', 'caption_text'),
     'openmoji': ('select', 'split', 'limit', 'offset', 'seed'),
@@ -66,8 +66,10 @@ class SourceSettings:
     caption per line, of which training chooses; first: its first line alone."""
     image_column: str | None = None
     """parquet and huggingface: image column; null detects it by common names."""
-    caption_column: str | None = None
-    """parquet and huggingface: caption column; null detects it by common names."""
+    caption_column: str | list[str] | None = None
+    """Caption column, or several, of which training chooses by `dataset.caption_weights`; null detects it by common
+    names. They are columns of a table or of the captions file, or keys of the .json file beside an image, where txt is
+    its .txt file."""
     config: str | None = None
     """huggingface only: configuration of the dataset; null reads the default one, or the only one."""
     token_variable: str | None = None
@@ -87,6 +89,12 @@ class SourceSettings:
     """openmoji only: number of emoji to skip at the start of the selection."""
     seed: int = 17
     """openmoji only: seed of the order of the selection."""
+
+    @property
+    def caption_columns(self) -> list[str]:
+        """The caption columns if there are several; otherwise empty, since samples need not name the column then."""
+        named = column_list(self.caption_column)
+        return named if len(named) > 1 else []
 
     @property
     def title(self) -> str:
@@ -125,13 +133,18 @@ class SourceSettings:
                 self.location,
                 captions=self.captions,
                 caption_text=self.caption_text,
+                caption_column=self.caption_column,
                 image_suffixes=image_suffixes(formats),
             )
         if self.kind == 'webdataset':
             from diffusion.prepare.webdataset import WebDatasetSource
 
-            suffixes = image_suffixes(formats)
-            return WebDatasetSource(self.location, caption_text=self.caption_text, image_suffixes=suffixes)
+            return WebDatasetSource(
+                self.location,
+                caption_text=self.caption_text,
+                caption_column=self.caption_column,
+                image_suffixes=image_suffixes(formats),
+            )
         from diffusion.prepare.parquet import ParquetSource
 
         return ParquetSource(self.location, image_column=self.image_column, caption_column=self.caption_column)
@@ -346,6 +359,9 @@ def _check_source(source: SourceSettings, gather: Gatherer) -> None:
             )
     if 'location' in accepted and not source.location:
         gather.problem('source.location', 'is missing; give a folder, a file, or an object store folder')
+    named = column_list(source.caption_column)
+    if source.caption_column == [] or len(set(named)) < len(named) or '' in named:
+        gather.problem('source.caption_column', f'{source.caption_column} is not a column or several different ones')
     if source.kind == 'openmoji' and source.split not in (None, *OPENMOJI_SPLITS):
         near = did_you_mean(source.split, OPENMOJI_SPLITS)
         gather.problem('source.split', f'{source.split!r} is not one of {", ".join(OPENMOJI_SPLITS)}; {near}')

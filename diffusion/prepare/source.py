@@ -30,6 +30,23 @@ def captions_in(text: bytes, kind: CaptionText) -> list[str]:
     return lines[:1] if kind == 'first' else lines
 
 
+def column_list(given: str | Sequence[str] | None) -> list[str]:
+    """Return the columns that a setting names: none, one or several."""
+    return [] if given is None else [given] if isinstance(given, str) else list(given)
+
+
+def captions_of_columns(values: Mapping[str, Any], columns: Sequence[str]) -> tuple[list[Any], list[str]]:
+    """Return the captions in some columns of an image, each a text or a list of texts, and the column of each."""
+    captions: list[Any] = []
+    names: list[str] = []
+    for column in columns:
+        value = values.get(column)
+        found = value if isinstance(value, list) else [value]
+        captions += found
+        names += [column] * len(found)
+    return captions, names
+
+
 @dataclass
 class NamedCount:
     """Number of inputs that were rejected for one reason, or passed over for one suffix, and some of their names."""
@@ -109,6 +126,8 @@ class Entry:
     """Encoded image file, not validated."""
     captions: list[Any] = field(default_factory=list)
     """Raw captions, which may include None, numbers and NaN."""
+    caption_columns: list[str] = field(default_factory=list)
+    """The column of each caption; empty if all are from one."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Other columns by name, such as `aesthetic_score`, as JSON values."""
     problem: str | None = None

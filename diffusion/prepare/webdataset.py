@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diffusion.prepare.dataset_splits import refuse_mixed_splits
-from diffusion.prepare.extra_columns import read_columns
 from diffusion.prepare.file_listing import (
     as_utf8,
     is_pattern,
@@ -14,7 +13,8 @@ from diffusion.prepare.file_listing import (
     single_file_part,
     with_passed_over,
 )
-from diffusion.prepare.source import IMAGE_SUFFIXES, CaptionText, Entry, Part, PassedOver, captions_in
+from diffusion.prepare.sidecars import read_sidecars
+from diffusion.prepare.source import IMAGE_SUFFIXES, CaptionText, Entry, Part, PassedOver, column_list
 from diffusion.prepare.tar_reading import DamagedTar, Member, members
 
 SUFFIXES = ('.tar', '.tar.gz', '.tgz')
@@ -40,6 +40,8 @@ class WebDatasetSource:
     location: str
     caption_text: CaptionText = 'whole'
     """What a .txt member holds."""
+    caption_column: str | Sequence[str] | None = None
+    """Keys of the JSON with captions, and `txt` for the .txt; None for the rule above."""
     image_suffixes: tuple[str, ...] = IMAGE_SUFFIXES
     """Suffixes of the images, in lower case and without a dot."""
 
@@ -66,7 +68,36 @@ class WebDatasetSource:
 
     def read_tar(self, path: Path, stem: str) -> Iterator[Entry | PassedOver]:
         """Yield the samples of a local tar, whose keys begin with this stem; see `read`."""
-        yield from _entries(path, stem, self.caption_text, self.image_suffixes)
+        # A key that appears a second time would become two samples with one key. If both have an image it is a
+        # duplicate; otherwise the members of one sample were not adjacent, so that image and caption were read as two.
+        had_image: dict[str, bool] = {}
+        try:
+            for sample in _samples(path, self.image_suffixes):
+                if isinstance(sample, Member):
+                    yield PassedOver(f'{stem}/{as_utf8(sample.name)}')
+                    continue
+                has_image = sample.image is not None
+                if sample.key not in had_image:
+                    yield self._entry(sample, stem)
+                else:
+                    both = has_image and had_image[sample.key]
+                    yield Entry(_key(sample, stem), problem='duplicate_key' if both else 'sample_scattered')
+                had_image[sample.key] = has_image or had_image.get(sample.key, False)
+        except DamagedTar as damage:
+            yield Entry(f'{stem} at byte {damage.byte}', problem=f'part_{damage}')
+
+    def _entry(self, sample: '_Sample', stem: str) -> Entry:
+        """Return the entry of a sample of a tar with this stem."""
+        entry = Entry(_key(sample, stem))
+        if sample.image is None or not sample.image.is_file:
+            entry.problem = 'no_image'
+        elif sample.image.content is None:
+            entry.problem = 'file_too_large'
+        else:
+            entry.image = sample.image.content
+        text, columns = (sample.members[name].content or b'' if name in sample.members else None for name in BESIDE)
+        read_sidecars(entry, text, columns, rule=self.caption_text, caption_columns=column_list(self.caption_column))
+        return entry
 
 
 @dataclass
@@ -81,28 +112,6 @@ class _Sample:
     @property
     def image(self) -> Member | None:
         return next((self.members[suffix] for suffix in self.image_suffixes if suffix in self.members), None)
-
-
-def _entries(
-    path: Path, stem: str, caption_text: CaptionText, image_suffixes: Sequence[str]
-) -> Iterator[Entry | PassedOver]:
-    # A key that appears a second time would become two samples with one key. If both have an image it is a duplicate;
-    # otherwise the members of one sample were not adjacent, so that image and caption were read as two samples.
-    had_image: dict[str, bool] = {}
-    try:
-        for sample in _samples(path, image_suffixes):
-            if isinstance(sample, Member):
-                yield PassedOver(f'{stem}/{as_utf8(sample.name)}')
-                continue
-            has_image = sample.image is not None
-            if sample.key not in had_image:
-                yield _entry(sample, stem, caption_text)
-            else:
-                both = has_image and had_image[sample.key]
-                yield Entry(_key(sample, stem), problem='duplicate_key' if both else 'sample_scattered')
-            had_image[sample.key] = has_image or had_image.get(sample.key, False)
-    except DamagedTar as damage:
-        yield Entry(f'{stem} at byte {damage.byte}', problem=f'part_{damage}')
 
 
 def _samples(path: Path, image_suffixes: Sequence[str]) -> Iterator[_Sample | Member]:
@@ -184,25 +193,3 @@ def _split_suffix(suffix: str) -> tuple[str, str]:
 
 def _key(sample: _Sample, stem: str) -> str:
     return f'{stem}/{as_utf8(sample.key)}'
-
-
-def _entry(sample: _Sample, stem: str, caption_text: CaptionText) -> Entry:
-    metadata = read_columns(sample.members['json'].content or b'') if 'json' in sample.members else {}
-    captions, caption = metadata.pop('captions', None), metadata.pop('caption', None)
-    entry = Entry(_key(sample, stem), metadata=metadata)
-    if sample.image is None or not sample.image.is_file:
-        entry.problem = 'no_image'
-    elif sample.image.content is None:
-        entry.problem = 'file_too_large'
-    else:
-        entry.image = sample.image.content
-    if isinstance(captions, list):
-        entry.captions = captions
-    elif 'txt' in sample.members:
-        try:
-            entry.captions = captions_in(sample.members['txt'].content or b'', caption_text)
-        except UnicodeDecodeError:
-            entry.problem = entry.problem or 'caption_not_utf8'
-    elif caption is not None:
-        entry.captions = [caption]
-    return entry

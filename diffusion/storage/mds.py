@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import xxhash
@@ -146,6 +146,22 @@ class ShardFormat:
             'column_encodings': [self.columns[name] for name in names],
             'column_sizes': [_fixed_size(self.columns[name]) for name in names],
         }
+
+
+class ShardHeader(NamedTuple):
+    """Size of the header of a shard, which is the offset of its first sample in bytes, and the format in it."""
+
+    size: int
+    format: ShardFormat
+
+
+def read_header(file: BinaryIO) -> ShardHeader:
+    """Return the header of an opened shard, whose position is the start of the file."""
+    samples, size = struct.unpack('<2I', file.read(8))
+    file.seek(4 + 4 * (samples + 1))
+    config = json.loads(file.read(size - file.tell()))
+    columns = dict(zip(config['column_names'], config['column_encodings'], strict=True))
+    return ShardHeader(size, ShardFormat(columns, config['size_limit']))
 
 
 def shard_name(number: int, token: str = '') -> str:

@@ -27,7 +27,7 @@ from diffusion.checkpointing.shared_folder import check_shared
 from diffusion.config.image_shapes import BUCKETS, Shape, buckets_text
 from diffusion.config.load import Component, Recipe
 from diffusion.config.recipe import PrecomputeConfig
-from diffusion.data.caption_choice import captions_of, choose_caption
+from diffusion.data.caption_choice import CAPTION_COLUMNS, captions_of, choose_caption_index
 from diffusion.data.fingerprint import index_hash
 from diffusion.data.image_text import ImageTextDataset
 from diffusion.data.latents import (
@@ -201,7 +201,10 @@ def _stages(recipe: Recipe, dataset: ImageTextDataset, model: LatentDiffusion) -
         )
         if model.image_encoder is not None:
             manifest = replace(manifest, **_features_record(model, model.image_encoder, bucket.shape))
-        output = _output(recipe, bucket.name, ShardFormat(_columns(model, bucket.shape, settings)))
+        columns = _columns(model, bucket.shape, settings)
+        if CAPTION_COLUMNS in dataset.columns_of(bucket):
+            columns[CAPTION_COLUMNS] = 'json'
+        output = _output(recipe, bucket.name, ShardFormat(columns))
         per_shard = _samples_per_shard(model, bucket.shape, settings)
         stages.append(PrecomputeStage(bucket, first, samples, manifest, index_hash(bucket.stream), per_shard, output))
         first += samples
@@ -325,7 +328,9 @@ class EncoderInputs(Dataset[tuple[dict[str, Any], dict[str, Any]]]):
     def __getitem__(self, index: int) -> tuple[dict[str, Any], dict[str, Any]]:
         sample = self.dataset.get_item(index)
         captions = captions_of(sample, self.dataset.where(index))
-        return self.dataset[index], {'captions': captions, 'key': str(sample.get('key', index))}
+        row: dict[str, Any] = {'captions': captions, 'key': str(sample.get('key', index))}
+        row[CAPTION_COLUMNS] = sample.get(CAPTION_COLUMNS, [])
+        return self.dataset[index], row
 
 
 def _collate(samples: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -356,7 +361,7 @@ def _encoded(
         columns[batch_keys.IMAGE_FEATURES] = list(features.cpu().numpy().astype(settings.dtype))
     if settings.latents == 'image+text':
         for row in rows:
-            row['captions'] = _encoded_captions(row['captions'], settings)
+            _select_captions(row, settings)
         columns |= _text(model, [row['captions'] for row in rows], settings)
     if model.family.takes_sizes:
         columns[batch_keys.IMAGE_SIZES] = list(batch[batch_keys.IMAGE_SIZES].numpy().astype(np.int32))
@@ -372,9 +377,13 @@ def _encoded(
     yield from rows
 
 
-def _encoded_captions(captions: list[str], settings: PrecomputeConfig) -> list[str]:
-    """Select the captions of a sample that are encoded: all, first or longest, as `precompute.captions` is set."""
-    return captions if settings.captions == 'all' else [choose_caption(captions, settings.captions, 0)]
+def _select_captions(row: dict[str, Any], settings: PrecomputeConfig) -> None:
+    """Leave the captions of a row that are encoded: all, first or longest, as `precompute.captions` is set."""
+    if settings.captions != 'all':
+        chosen = choose_caption_index(row['captions'], settings.captions, 0)
+        for name in ('captions', CAPTION_COLUMNS):
+            if row[name]:
+                row[name] = [row[name][chosen]]
 
 
 def _text(model: LatentDiffusion, captions: list[list[str]], settings: PrecomputeConfig) -> dict[str, list[np.ndarray]]:

@@ -35,7 +35,7 @@ from diffusion.training.expand_streams import by_shape
 from diffusion.training.performance import FUSED_ALTERNATIVES
 from diffusion.training.width_groups import width_groups
 
-DETERMINISTIC = {'crop': 'center', 'flip': False, 'caption_choice': 'first'}
+DETERMINISTIC = {'crop': 'center', 'flip': False, 'caption_choice': 'first', 'caption_weights': None}
 """Keywords of the training dataset that evaluation sets, so that every evaluation sees the same samples."""
 QUARANTINE = 'quarantine.jsonl'
 """File in the run's folder with one JSON line per bad sample."""
@@ -199,6 +199,8 @@ def run_identity(recipe: Recipe, loader: BucketedLoader) -> dict[str, Any]:
     texts = saved_values(recipe)['dataset']
     variables = {str(path[1]) for path in recipe.from_environment if path[0] == 'dataset' and len(path) > 1}
     settings |= {key: texts[key] for key in variables}
+    if settings.get('caption_weights') is None:  # a setting that checkpoints of earlier versions do not have
+        settings.pop('caption_weights', None)
     return {'seed': recipe.seed, 'data': fingerprint(loader.dataset, {'name': recipe.dataset.name} | settings)}
 
 

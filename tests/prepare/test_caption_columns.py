@@ -1,0 +1,257 @@
+"""Several caption columns: read from each kind of source, stored, and chosen by weights in training."""
+
+import csv
+import io
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from prepare.drawn import encoded_image, samples, tar_of
+
+from diffusion.config.load import load
+from diffusion.data.bad_samples import BadSample
+from diffusion.data.caption_choice import caption_chances, choose_caption
+from diffusion.errors import UserError
+from diffusion.models import batch_keys
+from diffusion.prepare.counts_report import PrepareReport
+from diffusion.prepare.engines import run_job
+from diffusion.prepare.folder_source import FolderSource
+from diffusion.prepare.huggingface_source import HuggingFaceSource
+from diffusion.prepare.parquet import ParquetSource
+from diffusion.prepare.pipeline import prepare
+from diffusion.prepare.settings import settings_of
+from diffusion.prepare.source import Entry, Source
+from diffusion.prepare.webdataset import WebDatasetSource
+from diffusion.tasks.precompute import precompute
+from diffusion.training.components import build_loader
+
+COLUMNS = ('original', 'recaptioned')
+ROWS: list[dict[str, Any]] = [
+    {'original': 'a cat', 'recaptioned': ['a grey cat on a mat', 'a cat at rest'], 'score': 1},
+    {'original': None, 'recaptioned': ['a red ball'], 'score': 2},
+    {'original': 'a tree', 'recaptioned': [], 'score': 3},
+]
+EXPECTED = [
+    {'original': ['a cat'], 'recaptioned': ['a grey cat on a mat', 'a cat at rest']},
+    {'recaptioned': ['a red ball']},
+    {'original': ['a tree']},
+]
+"""Captions of each row by column."""
+
+
+def table() -> pa.Table:
+    columns = {name: [row[name] for row in ROWS] for name in ('original', 'recaptioned', 'score')}
+    return pa.table({'jpg': [encoded_image(number) for number in range(len(ROWS))]} | columns)
+
+
+def write_images(folder: Path) -> list[str]:
+    """Write an image per row; return their stems."""
+    folder.mkdir()
+    for number in range(len(ROWS)):
+        (folder / f'{number}.jpg').write_bytes(encoded_image(number))
+    return [str(number) for number in range(len(ROWS))]
+
+
+def parquet(folder: Path) -> Source:
+    pq.write_table(table(), folder / 'a.parquet')
+    return ParquetSource(str(folder), caption_column=COLUMNS)
+
+
+def hugging_face(folder: Path) -> Source:
+    (folder / 'data').mkdir()
+    pq.write_table(table(), folder / 'data/train-00000-of-00001.parquet')
+    return HuggingFaceSource(str(folder), caption_column=COLUMNS)
+
+
+def captions_file(folder: Path) -> Source:
+    lines = [{'file': f'{stem}.jpg'} | row for stem, row in zip(write_images(folder / 'images'), ROWS, strict=True)]
+    (folder / 'c.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    return FolderSource(str(folder / 'images'), captions=str(folder / 'c.jsonl'), caption_column=COLUMNS)
+
+
+def files_beside_images(folder: Path) -> Source:
+    for stem, row in zip(write_images(folder / 'images'), ROWS, strict=True):
+        (folder / f'images/{stem}.json').write_text(json.dumps(row))
+    return FolderSource(str(folder / 'images'), caption_column=COLUMNS)
+
+
+def tars(folder: Path) -> Source:
+    members: list[tuple[str, bytes | None]] = []
+    for number, row in enumerate(ROWS):
+        members += [(f'{number}.jpg', encoded_image(number)), (f'{number}.json', json.dumps(row).encode())]
+    (folder / 'a.tar').write_bytes(tar_of(members))
+    return WebDatasetSource(str(folder), caption_column=COLUMNS)
+
+
+SOURCES = (parquet, hugging_face, captions_file, files_beside_images, tars)
+
+
+def entries(source: Source) -> list[Entry]:
+    return [entry for part in source.parts() for entry in source.read(part) if isinstance(entry, Entry)]
+
+
+def by_column(captions: list[Any], columns: list[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for caption, column in zip(captions, columns, strict=True):
+        if caption is not None:
+            found.setdefault(column, []).append(caption)
+    return found
+
+
+def here(jobs: Any) -> Iterator[Any]:
+    return map(run_job, jobs)
+
+
+def run(source: Source, out: Path, **settings: Any) -> PrepareReport:
+    where = {'kind': 'parquet', 'location': 'x', 'caption_column': list(COLUMNS)}
+    report = prepare(settings_of({'source': where, 'out': str(out), 'sizes': [16]} | settings), source=source, run=here)
+    assert report is not None
+    return report
+
+
+@pytest.mark.parametrize('make', SOURCES, ids=lambda make: make.__name__)
+def test_each_kind_of_source_names_the_column_of_each_caption(make: Callable[[Path], Source], tmp_path: Path) -> None:
+    source = make(tmp_path)
+    found = entries(source)
+    assert [by_column(entry.captions, entry.caption_columns) for entry in found] == EXPECTED
+    assert [entry.metadata for entry in found] == [{'score': row['score']} for row in ROWS]
+    report = run(source, tmp_path / 'out')
+    assert [by_column(row['captions'], row['caption_columns']) for row in samples(tmp_path / 'out/16px')] == EXPECTED
+    assert 'captions by column: original 2, recaptioned 3' in report.notes
+
+
+def test_a_text_file_is_the_column_txt(tmp_path: Path) -> None:
+    for stem in write_images(tmp_path / 'images'):
+        (tmp_path / f'images/{stem}.txt').write_text(f'text {stem}')
+        (tmp_path / f'images/{stem}.json').write_text(json.dumps({'llm': f'llm {stem}', 'caption': 'not asked for'}))
+    source = FolderSource(str(tmp_path / 'images'), caption_column=('txt', 'llm'))
+    assert [by_column(entry.captions, entry.caption_columns) for entry in entries(source)] == [
+        {'txt': [f'text {stem}'], 'llm': [f'llm {stem}']} for stem in '012'
+    ]
+    alone = FolderSource(str(tmp_path / 'images'), caption_column='llm')
+    assert [(entry.captions, entry.caption_columns) for entry in entries(alone)] == [([f'llm {s}'], []) for s in '012']
+
+
+def test_one_text_in_two_columns_is_one_caption_of_the_first(tmp_path: Path) -> None:
+    pq.write_table(
+        pa.table({'jpg': [encoded_image(0)], 'a': ['same  text'], 'b': ['same text']}), tmp_path / 'a.parquet'
+    )
+    run(ParquetSource(str(tmp_path), caption_column=('a', 'b')), tmp_path / 'out')
+    (row,) = samples(tmp_path / 'out/16px')
+    assert (row['captions'], row['caption_columns']) == (['same text'], ['a'])
+
+
+def test_a_missing_column_is_named(tmp_path: Path) -> None:
+    parquet(tmp_path)
+    with pytest.raises(UserError, match=r"has no column 'recaptoned', .*: did you mean 'recaptioned'"):
+        ParquetSource(str(tmp_path), caption_column=('original', 'recaptoned')).parts()
+    write_images(tmp_path / 'images')
+    text = io.StringIO()
+    csv.writer(text).writerows([['file', 'original'], ['0.jpg', 'a cat']])
+    (tmp_path / 'c.csv').write_text(text.getvalue())
+    with pytest.raises(UserError, match=r"c.csv line 1: has no column 'recaptioned', only \['file', 'original'\]"):
+        FolderSource(str(tmp_path / 'images'), captions=str(tmp_path / 'c.csv'), caption_column=COLUMNS).parts()
+
+
+@pytest.mark.parametrize('columns', [[], ['a', 'a'], ['a', '']])
+def test_bad_lists_of_columns_are_refused(columns: list[str], tmp_path: Path) -> None:
+    where = {'kind': 'parquet', 'location': 'x', 'caption_column': columns}
+    with pytest.raises(UserError, match=r'source\.caption_column: .* is not a column or several different ones'):
+        settings_of({'source': where, 'out': str(tmp_path / 'out'), 'sizes': [16]})
+
+
+@given(
+    columns=st.lists(st.sampled_from('abc'), min_size=1, max_size=6),
+    weights=st.dictionaries(st.sampled_from('abc'), st.floats(0.01, 10), min_size=1),
+)
+@hypothesis_settings(deadline=None)
+def test_columns_get_their_weights_and_captions_of_one_column_share_them(
+    columns: list[str], weights: dict[str, float]
+) -> None:
+    sample = {'caption_columns': columns}
+    present = {name: weights[name] for name in set(columns) & set(weights)}
+    if not present:
+        with pytest.raises(BadSample, match='give one of its columns a weight'):
+            caption_chances(sample, weights)
+        return
+    chances = caption_chances(sample, weights)
+    draws = (np.arange(2_000) + 0.5) / 2_000
+    texts = [str(number) for number in range(len(columns))]
+    counts = Counter(choose_caption(texts, 'random', float(draw), chances) for draw in draws)
+    for number, name in enumerate(columns):
+        wanted = present.get(name, 0) / sum(present.values()) / columns.count(name)
+        assert abs(counts[str(number)] / len(draws) - wanted) < 1e-2
+    assert columns[int(choose_caption(texts, 'random', np.nextafter(1, 0), chances))] in present
+
+
+def token_counts(recipe: Any, epochs: int) -> dict[int, Counter[tuple[int, ...]]]:
+    """Return how often each caption, as its tokens, was served for each sample."""
+    loader = build_loader(recipe)
+    found: dict[int, Counter[tuple[int, ...]]] = {}
+    for _ in range(epochs):
+        for batch in loader:
+            for index, tokens in zip(batch[batch_keys.SAMPLE_ID].tolist(), batch[batch_keys.INPUT_IDS], strict=True):
+                found.setdefault(index, Counter())[tuple(tokens.flatten().tolist())] += 1
+    return found
+
+
+def test_training_chooses_by_weights_from_images_and_from_latents(
+    write_recipe: Callable[..., Path], tiny_recipe: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    columns = {'original': ['a cat'] * 8, 'recaptioned': ['a grey cat on a mat'] * 8}
+    pq.write_table(pa.table({'jpg': [encoded_image(i) for i in range(8)]} | columns), tmp_path / 'a.parquet')
+    run(ParquetSource(str(tmp_path), caption_column=COLUMNS), tmp_path / 'out', filters={'min_side': 1})
+    kept = len(samples(tmp_path / 'out/16px'))
+    stream = {'local': str(tmp_path / 'out/16px'), 'resolution': 16}
+    content = tiny_recipe(tmp_path / 'runs', task='precompute')
+    content['precompute'] = {'out': str(tmp_path / 'latents'), 'streams': {'a': stream}, 'batch_size': 4}
+    (tmp_path / 'p.yaml').write_text(yaml.safe_dump(content))
+    precompute(load(tmp_path / 'p.yaml'))
+    latents = {'local': str(tmp_path / 'latents/a'), 'resolution': 16}
+    weights = {'caption_weights': {'original': 1, 'recaptioned': 3}}
+    found = {}
+    for name, each in (('image_text', stream), ('latents', latents)):
+        recipe = load(write_recipe(name, dataset={'name': name} | weights, streams={'small': each}, global_batch=kept))
+        served = token_counts(recipe, epochs=60)
+        assert len(served) == kept
+        total = sum(served.values(), Counter())
+        rare, common = sorted(total.values())
+        assert abs(rare / (rare + common) - 0.25) < 0.06  # three standard deviations of 480 draws
+        found[name] = served
+    assert found['image_text'] == found['latents'], 'the same draws choose the same captions'
+
+
+def test_weights_that_cannot_apply_are_refused(write_recipe: Callable[..., Path], tmp_path: Path) -> None:
+    parquet(tmp_path)
+    run(ParquetSource(str(tmp_path), caption_column=COLUMNS), tmp_path / 'out')
+
+    def loader(dataset: dict[str, Any], **sections: Any) -> Any:
+        streams = {'small': {'local': str(tmp_path / 'out/16px'), 'resolution': 16}}
+        sections = {'streams': streams, 'global_batch': 1} | sections
+        return build_loader(load(write_recipe(dataset={'name': 'image_text'} | dataset, **sections)))
+
+    with pytest.raises(UserError, match='caption_weights: has no effect with caption_choice: longest'):
+        loader({'caption_weights': {'original': 1.0}, 'caption_choice': 'longest'})
+    for wrong in ({'original': 0}, {'original': -1.0}, {'original': 'x'}, {}):
+        with pytest.raises(UserError, match='must give columns positive weights'):
+            loader({'caption_weights': wrong})
+    with pytest.raises(BadSample, match=r'its captions are from original.*, but dataset\.caption_weights has orignal'):
+        loader({'caption_weights': {'orignal': 1.0}}).dataset.item(0)
+
+
+def test_weights_need_a_dataset_that_names_the_columns(write_recipe: Callable[..., Path]) -> None:
+    recipe = load(write_recipe(dataset={'name': 'image_text', 'caption_weights': {'original': 1.0}}))
+    with pytest.raises(
+        UserError, match='no stream names the columns of its captions; prepare the data with --caption-column'
+    ):
+        build_loader(recipe)

@@ -182,6 +182,7 @@ def tiny_recipe(pictures: dict[int, Path], small_vae: Path) -> Callable[..., dic
                 'resolution': 32,
                 'vae': str(small_vae),
                 'block_out_channels': [32, 32],
+                'layers_per_block': 0,  # half of the weights, and of the time of a batch or a save
                 'text_width': 32,
                 'text_layers': 1,
             },

@@ -8,8 +8,10 @@ receives, and if it or the forked process dies, so does the other.
 
 import contextlib
 import gc
+import importlib
 import json
 import os
+import pkgutil
 import runpy
 import select
 import signal
@@ -25,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import faults
+
+import diffusion
 
 ROOT = Path(__file__).resolve().parents[1]  # resolved, because jobs run this file through a link of another name
 SOCKET = 'FORKSERVER'
@@ -161,9 +165,7 @@ class Server:
 
 def serve(path: str) -> None:
     """Fork a process for each connection; send the client its PID, and its exit status when it has ended."""
-    import diffusion.models.builders
-    import diffusion.training.train  # noqa: F401
-
+    prepare_forks()
     gc.freeze()  # keep imported objects out of garbage collection, which would copy their pages in every fork
     # Create no tensor in the server: it would start compute threads, which a fork does not have but would wait for.
     woken, wake = os.pipe()
@@ -201,6 +203,26 @@ def serve(path: str) -> None:
             running[pid] = connection
             with contextlib.suppress(OSError):
                 connection.sendall(f'{pid}\n'.encode())
+
+
+def prepare_forks() -> None:
+    """Import what the forked programs import, and compute what each of them would compute."""
+    for module in pkgutil.walk_packages(diffusion.__path__, 'diffusion.'):
+        if not module.name.endswith('.__main__'):
+            with contextlib.suppress(ImportError):  # of an optional package
+                importlib.import_module(module.name)
+    import matplotlib.pyplot  # noqa: F401
+    from composer.utils.collect_env import get_cpu_model
+
+    from diffusion.config import registry
+    from diffusion.models.builders import tiny_tokenizers
+
+    # All of these results are cached.
+    get_cpu_model()  # Composer's Trainer calls it, and py-cpuinfo measures for half a second
+    tiny_tokenizers()
+    for kind in registry.TARGETS:
+        for name in registry.names(kind):
+            registry.signature(kind, name)
 
 
 def obey(connection: socket.socket) -> None:

@@ -92,9 +92,9 @@ def draw_loss_curve(metrics: Path, out: Path) -> None:
     if not train:
         return
     steps, losses = zip(*train, strict=True)
-    figure = Figure(figsize=(8, 4.5), layout='constrained')
+    figure = Figure(figsize=(8, 4.5))  # with fixed margins: a computed layout would draw everything twice
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    axes = figure.add_axes((0.09, 0.12, 0.88, 0.79))
     axes.plot(steps, losses, linewidth=0.5, alpha=0.35, color='tab:blue')
     axes.plot(steps, smoothed(losses), color='tab:blue', label='training loss, smoothed')
     for name, values in series.items():

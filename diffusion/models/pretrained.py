@@ -1,5 +1,7 @@
 """Loading of pretrained models and tokenizers of diffusers and transformers, from a folder or the Hugging Face Hub."""
 
+import copy
+import functools
 import json
 import tempfile
 from collections.abc import Callable, Iterator
@@ -168,6 +170,12 @@ def clip_tokenizer(*, max_length: int = 77, pad_token: str = '!') -> CLIPTokeniz
 
     Token ids equal those of `openai/clip-vit-large-patch14`. Stable Diffusion 2 pads with `!`, id 0.
     """
+    # Reading the vocabulary takes 0.2 s, and a run needs the tokenizer twice: for the model and for the dataset.
+    return copy.copy(_clip_tokenizer(max_length, pad_token))
+
+
+@functools.cache
+def _clip_tokenizer(max_length: int, pad_token: str) -> CLIPTokenizer:
     # CLIPTokenizer reads its vocabulary from files only.
     with tempfile.TemporaryDirectory() as folder:
         vocabulary, rules = Path(folder, 'vocab.json'), Path(folder, 'merges.txt')

@@ -23,6 +23,9 @@ OFFLINE := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 DO_NOT_TRACK=1
 TEST_WORKERS := 2
 PYTEST := $(OFFLINE) CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
+# Images of containers often set it. Without bytecode, each of the hundreds of processes of the tests compiles its imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:

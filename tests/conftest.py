@@ -336,9 +336,12 @@ def _forget_trainers_and_datasets(request: pytest.FixtureRequest) -> Iterator[No
         trained = not hasattr(names, 'cache_info') or names.cache_info().currsize > 0
         if hasattr(names, 'cache_clear'):
             names.cache_clear()
-    # A collection takes half a second with PyTorch loaded, so run it only where needed.
+    # A collection takes half a second with PyTorch loaded, so run it only where needed, and from the second one on only
+    # over the objects that were created since the first.
     if trained or 'many_datasets' in request.fixturenames:
         gc.collect()
+        if not gc.get_freeze_count():
+            gc.freeze()
 
 
 @pytest.fixture(scope='session', autouse=True)

@@ -153,7 +153,7 @@ class BucketedDataset(VerifiedDataset):
         if weights is not None and not any(CAPTION_COLUMNS in self.columns_of(bucket) for bucket in self.buckets):
             raise UserError(
                 'dataset.caption_weights: no stream names the columns of its captions; prepare the data with '
-                f'--caption-column {" ".join(weights)}, or remove the setting'
+                f'{" ".join(f"--caption-column {name}" for name in weights)}, or remove the setting'
             )
 
     def columns_of(self, bucket: Bucket) -> set[str]:

@@ -143,10 +143,10 @@ def _add_column_options(parser: argparse.ArgumentParser) -> None:
 def _add_caption_column(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--caption-column',
-        nargs='+',
+        action='append',
         metavar='NAME',
-        help='name of the caption column, or of several that dataset.caption_weights chooses from; of a .json beside '
-        'an image, its key, and txt for the .txt beside it (default: detect by common names)',
+        help='caption column of a table, or key of the .json beside an image, where txt is the .txt beside it; repeat '
+        'it for several, of which training chooses by dataset.caption_weights (default: detect by common names)',
     )
 
 

@@ -126,12 +126,12 @@ class Entry:
     """Encoded image file, not validated."""
     captions: list[Any] = field(default_factory=list)
     """Raw captions, which may include None, numbers and NaN."""
-    caption_columns: list[str] = field(default_factory=list)
-    """The column of each caption; empty if all are from one."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Other columns by name, such as `aesthetic_score`, as JSON values."""
     problem: str | None = None
     """Reason why the source could not read it, such as `no_image`; shown in the report."""
+    caption_columns: list[str] = field(default_factory=list)
+    """The column of each caption; empty if all are from one."""
 
 
 class Source(Protocol):

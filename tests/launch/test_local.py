@@ -150,7 +150,7 @@ def launch(write_job, forkserver: Server) -> Callable[..., Launched]:
 @pytest.fixture
 def undisturbed(launch) -> Launched:
     """A job that ran without any disturbance."""
-    job = launch('undisturbed', batches=BATCHES)
+    job = launch('undisturbed', batches=BATCHES, processes=1)
     assert job.wait() == 0, job.log.read_text()
     (only,) = attempts.read_attempts(job.run)
     assert (only.first, only.last, only.status, only.cause) == (0, BATCHES, 0, 'done')
@@ -177,7 +177,7 @@ class Disturbances:
         job.process.kill()
 
     def hang_rank(self, job: Launched, rng: random.Random) -> None:
-        self.stop_rank(rng.randrange(1, 4))
+        self.stop_rank(rng.randrange(1, len(job.ranks())))
 
     def stop_rank(self, rank: int) -> None:
         pid = int((self.folder / f'pid-{rank}').read_text())
@@ -223,7 +223,7 @@ def test_ten_random_disturbances_with_storage_faults_do_not_change_the_weights(
     # In every call, so that no retry helps.
     plan = [[(0, f'{kind[0]}@1+', kind[1])] if isinstance(kind, tuple) else [] for kind in kinds]
     (tmp_path / 'faults.json').write_text(json.dumps(plan))
-    job = launch('disturbed', batches=BATCHES, hang_seconds=15)
+    job = launch('disturbed', batches=BATCHES, hang_seconds=15, processes=1)
     for number, disturb in enumerate(kinds):
         if not isinstance(disturb, tuple):
             # After a checkpoint of this attempt, so that every attempt makes progress.
@@ -232,7 +232,7 @@ def test_ten_random_disturbances_with_storage_faults_do_not_change_the_weights(
             disturb(job, rng)
             if disturb == disturbances.kill_launcher:
                 job.process.wait()
-                job = launch('disturbed', batches=BATCHES, hang_seconds=15)
+                job = launch('disturbed', batches=BATCHES, hang_seconds=15, processes=1)
         job.wait_for_attempt(number + 2)
         disturbances.kill_stopped_processes()
     assert job.wait() == 0, job.log.read_text()

@@ -34,8 +34,10 @@ def read_sidecars(
             entry.caption_columns = names if len(caption_columns) > 1 else []
         elif isinstance(captions, list):
             entry.captions = captions
-        else:
-            entry.captions = [caption] if text is None else captions_in(text, rule)
+        elif text is not None:
+            entry.captions = captions_in(text, rule)
+        elif caption is not None:
+            entry.captions = [caption]
     except UnicodeDecodeError:
         entry.problem = entry.problem or 'caption_not_utf8'
     for name in ('captions', 'caption', *caption_columns):

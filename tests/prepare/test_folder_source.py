@@ -45,7 +45,7 @@ def test_img2dataset_files_are_read(tmp_path: Path) -> None:
     put(tmp_path / '00000', **{'000000003.jpg': b'z', '000000003.json': '{"caption": "three"'})
     put(tmp_path, **{'00000_stats.json': '{}', '00000.parquet': b''})
     found = entries(FolderSource(str(tmp_path)))
-    assert [entry.captions for entry in found] == [['a cat'], ['one', 'two'], [None]]
+    assert [entry.captions for entry in found] == [['a cat'], ['one', 'two'], []]
     assert found[0].metadata == {'status': 'success', 'similarity': 0.3, 'bad': None}
     assert list(found[2].metadata) == ['bad_metadata']
 

@@ -10,7 +10,7 @@ from composer.utils import dist
 
 from diffusion.checkpointing.checkpoint_writer import SaveInProgress
 from diffusion.checkpointing.rank_agreement import wait_for_all_ranks
-from diffusion.checkpointing.snapshot import lower_priority
+from diffusion.checkpointing.snapshot import cores_per_rank, lower_priority
 
 log = logging.getLogger(__name__)
 
@@ -18,6 +18,11 @@ POLL_SECONDS = 1.0
 """Least time between two collectives that ask if a save has been written."""
 ABANDON_SECONDS = 2.0
 """Time in which the thread of an abandoned save should end, which it does at its next write to a file."""
+
+CORES_PER_RANK = 4
+"""Cores per rank below which a save pauses between its writes, since it takes them from training."""
+PAUSE = 2.0
+"""Seconds that such a save pauses per second of writing."""
 
 Choice = Literal['both', 'replace', 'finish']
 
@@ -29,12 +34,14 @@ class BackgroundSave:
         save: The save, which has a snapshot.
         batch: Composer's number of the batch that it saves.
         stall_seconds: Time for which it has blocked training so far.
+        pause: Seconds to pause per second of writing, until the save is waited for.
     """
 
-    def __init__(self, save: SaveInProgress, batch: Time, *, stall_seconds: float) -> None:
+    def __init__(self, save: SaveInProgress, batch: Time, *, stall_seconds: float, pause: float = 0.0) -> None:
         self.save, self.batch, self.stall_seconds = save, batch, stall_seconds
         self.after_making_room = False
         """True if the save before found a full disk, on which room was made for this one."""
+        save.progress.pace(pause)
         self._began = time.monotonic()
         self._polled_at = float('-inf')
         self._written = threading.Event()
@@ -57,11 +64,12 @@ class BackgroundSave:
 
     def wait(self) -> None:
         """Wait until all ranks have written their files, or failed to; a collective."""
+        self.save.progress.hurry()
         wait_for_all_ranks(self._written)
 
     def elapsed_seconds(self) -> float:
-        """Return the seconds since the start of this rank's thread; no collective."""
-        return time.monotonic() - self._began
+        """Return the seconds since the start of this rank's thread, without its pauses; no collective."""
+        return time.monotonic() - self._began - self.save.progress.paused_seconds
 
     def remaining_seconds(self, expected_seconds: float | None) -> float:
         """Return the expected seconds until all ranks have written their files; a collective.
@@ -85,6 +93,7 @@ class BackgroundSave:
             notice_seconds: Seconds until this process is killed; None if it is not, or not known on this rank.
             expected_seconds: Duration of the save before; None if there was none.
         """
+        self.save.progress.hurry()
         notice = min((each for each in dist.all_gather_object(notice_seconds) if each is not None), default=None)
         remaining = self.remaining_seconds(expected_seconds)
         # A save takes as long as the one before took to write, or this one is expected to.
@@ -111,6 +120,11 @@ class BackgroundSave:
             self.save.write()
         finally:
             self._written.set()
+
+
+def pause_for_training() -> float:
+    """Return the seconds that a save on this machine pauses per second of writing."""
+    return PAUSE if cores_per_rank() < CORES_PER_RANK else 0.0
 
 
 def choose_when_stopping(*, remaining: float, synchronous: float, notice: float | None) -> Choice:

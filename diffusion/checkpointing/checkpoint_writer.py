@@ -64,7 +64,7 @@ class SaveInProgress:
         self.name = storage.name_of(self.batch)
         self.progress = WriteProgress()
         self.write_seconds = 0.0
-        """Duration of `write` on this rank."""
+        """Duration of `write` on this rank, without its pauses."""
         self.total_seconds = 0.0
         """Time from the start of the save to the publication."""
         self.published = False
@@ -103,7 +103,7 @@ class SaveInProgress:
             self._storage.upload(self._work, {} if self._error else self._records, self.batch, self._check)
         except Exception as error:
             self._error = self._error or error
-        self.write_seconds = time.monotonic() - began
+        self.write_seconds = time.monotonic() - began - self.progress.paused_seconds
 
     def publish(self) -> str:
         """Publish the checkpoint after `write` has ended on all ranks, and return its path or URL; a collective.

@@ -13,7 +13,7 @@ from composer.loggers import Logger
 from composer.utils import dist, reproducibility
 
 from diffusion.callbacks.preemption import is_last_batch
-from diffusion.checkpointing.background_save import BackgroundSave
+from diffusion.checkpointing.background_save import BackgroundSave, pause_for_training
 from diffusion.checkpointing.checkpoint_writer import SaveInProgress
 from diffusion.checkpointing.failed_saves import FailedSaves, make_room_after
 from diffusion.checkpointing.node_tier import NodeTier, open_tiers
@@ -314,7 +314,8 @@ class Checkpointer(CheckpointSaver):
         if save.published:
             self._record(save, state.timestamp.batch, logger, began=began)
             return
-        self._running = BackgroundSave(save, state.timestamp.batch, stall_seconds=time.monotonic() - began)
+        batch, stall = state.timestamp.batch, time.monotonic() - began
+        self._running = BackgroundSave(save, batch, stall_seconds=stall, pause=pause_for_training())
         self._running.after_making_room = made_room
 
     def _write(self, state: State, *, in_background: bool) -> SaveInProgress:

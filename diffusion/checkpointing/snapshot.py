@@ -196,8 +196,13 @@ def _move_bytes(pieces: Sequence[tuple[int, int, int]]) -> None:
 
 def copying_threads() -> int:
     """Return the number of threads that copy tensors of the CPU: this rank's share of the cores, up to MAX_THREADS."""
+    return max(1, min(MAX_THREADS, cores_per_rank()))
+
+
+def cores_per_rank() -> int:
+    """Return this rank's share of the cores that its process may use, rounded down."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == 'linux' else os.cpu_count() or 1
-    return max(1, min(MAX_THREADS, cores // dist.get_local_world_size()))
+    return cores // dist.get_local_world_size()
 
 
 def lower_priority() -> None:

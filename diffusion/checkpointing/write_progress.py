@@ -1,6 +1,10 @@
-"""Progress of a save that a thread writes, and its end before it is complete."""
+"""Progress of a save that a thread writes, its pauses for training, and its end before it is complete."""
 
 import threading
+import time
+
+SHORTEST_WORK_SECONDS = 0.01
+"""Time of writing after which a paced save pauses at the earliest."""
 
 
 class SaveAbandoned(Exception):
@@ -8,7 +12,7 @@ class SaveAbandoned(Exception):
 
 
 class WriteProgress:
-    """Number of bytes that a save has written on this rank, and a flag that ends it at its next write.
+    """Number of bytes that a save has written on this rank, its pauses, and a flag that ends it at its next write.
 
     Args:
         total_bytes: Bytes that the save writes on this rank.
@@ -17,14 +21,33 @@ class WriteProgress:
     def __init__(self, total_bytes: int = 0) -> None:
         self.total_bytes = total_bytes
         self.written_bytes = 0
+        self.paused_seconds = 0.0
+        """Time that the save has paused."""
         self._abandoned = threading.Event()
+        self._hurries = threading.Event()
+        self._pause = 0.0
+        self._resumed_at = 0.0
+
+    def pace(self, pause: float) -> None:
+        """Pause between writes from now on, until `hurry`, so that a thread takes less of the processor from training.
+
+        Args:
+            pause: Seconds to pause per second of writing.
+        """
+        self._pause, self._resumed_at = pause, time.monotonic()
+
+    def hurry(self) -> None:
+        """Pause no more, because the save is waited for; callable from any thread."""
+        self._hurries.set()
 
     def add(self, count: int) -> None:
-        """Count bytes that are to be written.
+        """Count bytes that are to be written, after a pause if the save is paced.
 
         Raises:
             SaveAbandoned: The save has been abandoned.
         """
+        if self._pause and not self._hurries.is_set():
+            self._wait()
         if self._abandoned.is_set():
             raise SaveAbandoned
         self.written_bytes += count
@@ -32,3 +55,13 @@ class WriteProgress:
     def abandon(self) -> None:
         """End the save at its next write; callable from any thread."""
         self._abandoned.set()
+        self.hurry()
+
+    def _wait(self) -> None:
+        """Pause in proportion to the time since the last pause, unless it was too short to count."""
+        began = time.monotonic()
+        worked = began - self._resumed_at
+        if worked >= SHORTEST_WORK_SECONDS:
+            self._hurries.wait(worked * self._pause)
+            self._resumed_at = time.monotonic()
+            self.paused_seconds += self._resumed_at - began

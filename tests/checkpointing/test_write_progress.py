@@ -1,0 +1,58 @@
+"""Pauses of a save that a thread writes, and how they end."""
+
+import threading
+import time
+
+import pytest
+
+from diffusion.checkpointing.write_progress import SaveAbandoned, WriteProgress
+
+PIECE_SECONDS = 0.02
+PIECES = 20
+
+
+def write(progress: WriteProgress) -> float:
+    """Write pieces that take a while each; return the seconds until the end."""
+    began = time.monotonic()
+    for _ in range(PIECES):
+        progress.add(10)
+        time.sleep(PIECE_SECONDS)
+    return time.monotonic() - began
+
+
+def test_a_paced_save_pauses_in_proportion_to_its_work() -> None:
+    progress = WriteProgress()
+    progress.pace(2.0)
+    elapsed = write(progress)
+    worked = elapsed - progress.paused_seconds
+    assert progress.paused_seconds == pytest.approx(2 * worked, rel=0.3)
+    assert progress.written_bytes == 10 * PIECES
+
+
+def test_a_save_without_pace_does_not_pause() -> None:
+    progress = WriteProgress()
+    write(progress)
+    assert progress.paused_seconds == 0
+
+
+@pytest.mark.parametrize('end', ['hurry', 'abandon'])
+def test_a_pause_ends_when_the_save_is_waited_for_or_abandoned(end: str) -> None:
+    progress = WriteProgress()
+    progress.pace(1e6)  # the first pause would last for hours
+    errors: list[type[BaseException]] = []
+
+    def run() -> None:
+        try:
+            write(progress)
+        except SaveAbandoned as error:
+            errors.append(type(error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    time.sleep(5 * PIECE_SECONDS)
+    assert progress.written_bytes == 10
+    getattr(progress, end)()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert errors == ([SaveAbandoned] if end == 'abandon' else [])
+    assert progress.written_bytes == (10 if end == 'abandon' else 10 * PIECES)

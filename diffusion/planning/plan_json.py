@@ -6,7 +6,9 @@ from diffusion.planning.checkpoint_storage import kept_checkpoints
 from diffusion.planning.goodput_simulation import SimulatedGoodput, simulate_strategies
 from diffusion.planning.plan import Alternative, Fit, PhasePlan, Plan
 from diffusion.planning.run_cost import Cost
+from diffusion.planning.store_reads import StoreReads, reads_per_epoch
 from diffusion.planning.techniques import Technique
+from diffusion.planning.workload import Phase
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
@@ -59,7 +61,7 @@ def _phase(each: PhasePlan) -> dict[str, Any]:
         'techniques': [_technique(technique, phase.recipe.global_batch) for technique in each.techniques],
         'memory': [_fit(fit) for fit in each.fit],
         'ways_out': list(each.ways_out),
-        'data': [_alternative(other) for other in each.alternatives],
+        'data': [_alternative(other, each.phase) for other in each.alternatives],
         'checkpoint_bytes': {
             'weights': each.sizes.weights,
             'with_optimizer': each.sizes.with_optimizer,
@@ -127,8 +129,9 @@ def _fit(fit: Fit) -> dict[str, Any]:
     }
 
 
-def _alternative(other: Alternative) -> dict[str, Any]:
+def _alternative(other: Alternative, phase: Phase) -> dict[str, Any]:
     storage = other.storage
+    reads = reads_per_epoch(phase.recipe, storage.stored_bytes, nodes=storage.nodes)
     return {
         'encoding': other.encoding,
         'training': _cost(other.training),
@@ -138,4 +141,14 @@ def _alternative(other: Alternative) -> dict[str, Any]:
         'read_bytes': storage.read_bytes,
         'bytes_per_second': storage.bytes_per_second,
         'bytes_per_second_per_node': storage.bytes_per_second_per_node,
+        'store_reads_per_epoch': {'first': _store_reads(reads.first), 'later': _store_reads(reads.later)},
+    }
+
+
+def _store_reads(reads: StoreReads) -> dict[str, float]:
+    return {
+        'bytes': reads.bytes,
+        'requests': reads.requests,
+        'request_usd': reads.request_usd,
+        'egress_usd': reads.egress_usd,
     }

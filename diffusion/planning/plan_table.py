@@ -7,6 +7,7 @@ from diffusion.planning.goodput_simulation import simulate_strategies
 from diffusion.planning.memory import GIB
 from diffusion.planning.plan import Plan
 from diffusion.planning.run_cost import Cost
+from diffusion.planning.store_reads import PRICE_DATE, StoreReads, nodes_per_shard, reads_per_epoch
 from diffusion.planning.throughput import PRECOMPUTE_MFU
 from diffusion.planning.workload import Phase
 
@@ -30,8 +31,8 @@ ENCODING_NAMES = {
 
 def plan_text(plan: Plan) -> str:
     """Return a plan as the text that `diffusion plan` prints: tables, notes and warnings."""
-    sections = [_overview(plan), _time(plan), _techniques(plan), _memory(plan), _data(plan), _checkpoints(plan)]
-    sections += [_strategies(plan)]
+    sections = [_overview(plan), _time(plan), _techniques(plan), _memory(plan), _data(plan), _store_reads(plan)]
+    sections += [_checkpoints(plan), _strategies(plan)]
     sections += [_bullets('Notes', plan.notes), _bullets('WARNINGS', plan.warnings)]
     return '\n\n'.join(section for section in sections if section)
 
@@ -169,6 +170,23 @@ def _data(plan: Plan) -> str:
         millions = each.phase.distinct_images / 1e6
         blocks.append(_section(f'Data, {each.phase.name}, {millions:,.1f} M distinct images', rows))
     return '\n\n'.join(blocks)
+
+
+def _store_reads(plan: Plan) -> str:
+    rows = [['', 'nodes per shard', 'first epoch', 'requests', 'egress', 'later epochs', 'requests', 'egress']]
+    for each in plan.phases:
+        stored = next(other.storage for other in each.alternatives if other.encoding == each.phase.encoding)
+        reads = reads_per_epoch(each.phase.recipe, stored.stored_bytes, nodes=plan.given.nodes)
+        readers = nodes_per_shard(each.phase.recipe, plan.given.nodes)
+        rows.append([each.phase.name, f'{readers:g}', *_cells_of(reads.first), *_cells_of(reads.later)])
+    title = f'Reads from the object store per epoch over all data (S3 list prices as of {PRICE_DATE}; egress is free within a region)'
+    return _section(title, rows)
+
+
+def _cells_of(reads: StoreReads) -> list[str]:
+    """Return the cells of bytes, requests and egress."""
+    requests = f'{reads.requests / 1e6:,.2f} M = ${reads.request_usd:,.2f}'
+    return [f'{reads.bytes / 1e12:,.2f} TB', requests, f'${reads.egress_usd:,.0f}']
 
 
 def _checkpoints(plan: Plan) -> str:

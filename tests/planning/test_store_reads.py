@@ -1,0 +1,71 @@
+"""What leaves the object store per epoch: compared with the real order of Streaming, counted shard by shard."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from diffusion.config.load import load
+from diffusion.planning.store_reads import nodes_per_shard, reads_per_epoch
+from tests.planning.recipes import PHASES, write_recipe
+
+SHARDS, PER_SHARD = 192, 512
+
+
+def recipe_with(*overrides: str):
+    return load(PHASES[0], ['global_batch=2048', *overrides], allow_missing=True)
+
+
+def shards_of_nodes(recipe, nodes: int, canonical_nodes: int) -> Iterator[list[set[int]]]:
+    """Yield the shards that each node reads, in each of three epochs."""
+    from streaming.base.partition import get_partitions
+    from streaming.base.shuffle import get_shuffle
+
+    samples = SHARDS * PER_SHARD
+    batch = recipe.global_batch // (nodes * 8)
+    parts = get_partitions('relaxed', samples, canonical_nodes, nodes, 8, 1, batch, 0, nodes)
+    for epoch in range(3):
+        sizes = np.full(SHARDS, PER_SHARD)
+        order = get_shuffle(recipe.loader.shuffle_algo, sizes, canonical_nodes, 17, epoch, 8 * PER_SHARD)
+        yield [set(np.unique(order[part[part >= 0]] // PER_SHARD).tolist()) for part in parts]
+
+
+@pytest.mark.parametrize('algo', ['py1e', 'py1br', 'py1s', 'py2s', 'naive'])
+@pytest.mark.parametrize(('nodes', 'canonical_nodes'), [(4, 64), (16, 64), (4, 4), (8, 2), (4, 1)])
+def test_nodes_per_shard_are_those_of_streamings_order(algo, nodes, canonical_nodes):
+    recipe = recipe_with(f'loader.shuffle_algo={algo}', f'loader.num_canonical_nodes={canonical_nodes}')
+    epochs = list(shards_of_nodes(recipe, nodes, canonical_nodes))
+    predicted = nodes_per_shard(recipe, nodes)
+    for epoch in epochs:
+        found = sum(len(shards) for shards in epoch) / SHARDS
+        # A shard at the boundary between two nodes is read by both.
+        assert predicted - 0.01 <= found <= predicted + max(nodes, canonical_nodes) / SHARDS * predicted
+    # In every epoch a node reads the same shards, so that a cache that holds them reads nothing again.
+    assert epochs[0] == epochs[1] == epochs[2]
+
+
+def test_default_order_reads_once_until_nodes_outnumber_canonical_nodes():
+    recipe = recipe_with()
+    assert [nodes_per_shard(recipe, nodes) for nodes in (1, 16, 64, 128)] == [1, 1, 1, 2]
+
+
+def test_a_cache_that_is_too_small_reads_every_epoch():
+    small, large = recipe_with('loader.cache_limit=10tb'), recipe_with('loader.cache_limit=25tb')
+    assert [reads_per_epoch(each, 64e12, nodes=4).later.bytes for each in (small, large)] == [64e12, 0]
+    # With one canonical node, each of four nodes reads everything.
+    striped = reads_per_epoch(recipe_with('loader.cache_limit=25tb', 'loader.num_canonical_nodes=1'), 64e12, nodes=4)
+    assert (striped.first.bytes, striped.later.bytes) == (256e12, 256e12)
+
+
+def test_dollars_of_requests_and_egress():
+    reads = reads_per_epoch(recipe_with(), 49e12, nodes=16).first
+    assert reads.egress_usd == pytest.approx(49e12 / 1e9 * 0.09)
+    assert reads.request_usd == pytest.approx(49e12 / 2**24 / 1000 * 0.0004)
+
+
+def test_plan_prints_the_reads(capsys, tmp_path):
+    from diffusion.cli import main
+
+    assert main(['plan', str(write_recipe(tmp_path)), '--gpu', 'h100-sxm', '--gpus', '32']) == 0
+    section = capsys.readouterr().out.partition('Reads from the object store per epoch')[2]
+    assert ' 0.00 TB' in section, 'without a limit, caches keep what their nodes read'

@@ -179,7 +179,8 @@ def _store_reads(plan: Plan) -> str:
         reads = reads_per_epoch(each.phase.recipe, stored.stored_bytes, nodes=plan.given.nodes)
         readers = nodes_per_shard(each.phase.recipe, plan.given.nodes)
         rows.append([each.phase.name, f'{readers:g}', *_cells_of(reads.first), *_cells_of(reads.later)])
-    title = f'Reads from the object store per epoch over all data (S3 list prices as of {PRICE_DATE}; egress is free within a region)'
+    prices = f'S3 list prices as of {PRICE_DATE}; egress is free within a region'
+    title = f'Reads from the object store per epoch over all data ({prices})'
     return _section(title, rows)
 
 

@@ -66,6 +66,6 @@ def test_dollars_of_requests_and_egress():
 def test_plan_prints_the_reads(capsys, tmp_path):
     from diffusion.cli import main
 
-    assert main(['plan', str(write_recipe(tmp_path)), '--gpu', 'h100-sxm', '--gpus', '32']) == 0
+    assert main(['plan', str(write_recipe(tmp_path)), '--gpu', 'h100-sxm', '--gpus', '8']) == 0
     section = capsys.readouterr().out.partition('Reads from the object store per epoch')[2]
     assert ' 0.00 TB' in section, 'without a limit, caches keep what their nodes read'

@@ -216,10 +216,13 @@ def prepare_forks() -> None:
 
     from diffusion.config import registry
     from diffusion.models.builders import tiny_tokenizers
+    from diffusion.storage.s3_client import S3Client
 
     # All of these results are cached.
     get_cpu_model()  # Composer's Trainer calls it, and py-cpuinfo measures for half a second
     tiny_tokenizers()
+    os.environ |= {'AWS_ACCESS_KEY_ID': 'none', 'AWS_SECRET_ACCESS_KEY': 'none'}  # a fork has its own variables
+    S3Client('s3', '', 1.0)  # botocore parses its descriptions of services
     for kind in registry.TARGETS:
         for name in registry.names(kind):
             registry.signature(kind, name)

@@ -1,6 +1,7 @@
 """Client of S3, of S3-compatible stores, and of Google Cloud Storage through its S3 interface."""
 
 import contextlib
+import functools
 import io
 import os
 import time
@@ -22,6 +23,17 @@ GOOGLE_S3 = 'https://storage.googleapis.com'
 """Google's S3-compatible endpoint, used with the HMAC keys in GCS_KEY and GCS_SECRET."""
 
 
+@functools.cache
+def _model_loader(data_path: str | None) -> Any:
+    """Return botocore's loader of service descriptions, which caches them: parsing them takes most of a client's start.
+
+    botocore itself has one per session, and each client here has a session of its own.
+    """
+    import botocore.loaders
+
+    return botocore.loaders.create_loader(data_path)
+
+
 class S3Client:
     """Client of S3 and S3-compatible stores, with boto3's credentials; without any, it reads public buckets only."""
 
@@ -41,6 +53,7 @@ class S3Client:
         settings: dict[str, Any] = {'endpoint_url': endpoint}
         options: dict[str, Any] = {}
         source = botocore.session.get_session()
+        source.register_component('data_loader', _model_loader(source.get_config_variable('data_path')))
         # An instance's metadata service throttles many processes that start at the same time. botocore tries it only
         # once by default, and would continue without credentials.
         if 'AWS_METADATA_SERVICE_NUM_ATTEMPTS' not in os.environ:

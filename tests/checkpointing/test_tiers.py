@@ -41,7 +41,7 @@ class Cluster:
         content = self.tiny_recipe(self.folder / 'runs', name=name, algorithms={'ema': {'smoothing': 0.5}}, **sections)
         content['imports'] = ['slow_parts']
         content['callbacks'] = (content.get('callbacks') or {}) | {'killed': {'batch': KILLED_AT}}
-        content['model']['block_out_channels'] = [32]
+        content['model'] |= {'block_out_channels': [32], 'train_text_encoder': False}
         content['trainer'] |= {'save_interval': '3ba'}
         tiers = {tier: {'save_interval': '1ba', 'folder': '${oc.env:NODE}', 'replicate': replicate}}
         content['checkpointing'] = {'asynchronous': asynchronous, 'tiers': tiers}

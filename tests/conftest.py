@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,6 +49,7 @@ LONGEST = (
     'test_recipes.py',
 )
 """Test files that start first: a worker runs whole files, and a long one started last would run alone at the end."""
+LONG_COLLECTION_SECONDS = 0.1
 RANK_VARIABLES = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK', 'MASTER_ADDR', 'MASTER_PORT')
 
 
@@ -336,11 +338,12 @@ def _forget_trainers_and_datasets(request: pytest.FixtureRequest) -> Iterator[No
         trained = not hasattr(names, 'cache_info') or names.cache_info().currsize > 0
         if hasattr(names, 'cache_clear'):
             names.cache_clear()
-    # A collection takes half a second with PyTorch loaded, so run it only where needed, and from the second one on only
-    # over the objects that were created since the first.
+    # A collection takes half a second with PyTorch loaded, so run it only where needed. After one that took long, the
+    # next ones go only over the objects that were created since.
     if trained or 'many_datasets' in request.fixturenames:
+        began = time.perf_counter()
         gc.collect()
-        if not gc.get_freeze_count():
+        if time.perf_counter() - began > LONG_COLLECTION_SECONDS:
             gc.freeze()
 
 

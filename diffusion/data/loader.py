@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from multiprocessing import connection
@@ -39,7 +40,7 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 1.0
 """Interval at which a rank that waits for its workers checks whether another process has failed."""
 WORKER_EXIT_SECONDS = 5.0
-"""Maximum wait for a worker to exit after its connection broke."""
+"""Maximum wait for a worker to exit after its connection broke, and for all of them to end after a failure."""
 
 
 class BucketedLoader(StreamingDataLoader):
@@ -173,7 +174,14 @@ class BucketedLoader(StreamingDataLoader):
         """End this rank's DataLoader workers immediately, after a failure on any rank."""
         # If the iterator is left to the garbage collector, PyTorch waits 5 s for each worker.
         if isinstance(worker_batches, _MultiProcessingDataLoaderIter):
-            private_attribute(worker_batches, '_shutdown_workers')()
+            for worker in private_attribute(worker_batches, '_workers'):
+                worker.kill()
+            # In a thread: a worker that was killed, here or before, may have held the lock of the event that PyTorch
+            # sets now, and would keep it forever.
+            shutdown = private_attribute(worker_batches, '_shutdown_workers')
+            thread = threading.Thread(target=shutdown, name='end of the workers', daemon=True)
+            thread.start()
+            thread.join(WORKER_EXIT_SECONDS)
             self._iterator = None
 
     def _early_end(self, index: int) -> str | None:

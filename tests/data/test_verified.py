@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import re
 import resource
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -145,6 +146,28 @@ def test_dead_worker_is_named_whatever_pytorch_raises_first(store, bucket, tmp_p
     with within(20), pytest.raises(DataError, match=message):
         for _ in iterator:
             pass
+
+
+def test_worker_killed_with_the_lock_of_the_others_does_not_hang_the_run(store, bucket, tmp_path, monkeypatch):
+    """Workers look at an event between samples, whose lock is never released if one is killed meanwhile."""
+    loader = loader_over(bucket, tmp_path / 'local', workers=2, predownload=6, shuffle=False)
+    start, iterators = loader._start_workers, []
+    monkeypatch.setattr(loader, '_start_workers', lambda: iterators.append(start()) or iterators[0])
+    store.fail(f'GET {LAST}', 30.0)
+    iterator = iter(loader)
+    next(iterator)
+    event = iterators[0]._workers_done_event
+
+    def die_with_lock() -> None:
+        event._cond.acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert Forked(die_with_lock).wait() == -signal.SIGKILL
+    iterators[0]._workers[1].kill()
+    with within(20), pytest.raises(DataError, match='DataLoader worker 1 .* was killed by SIGKILL'):
+        for _ in iterator:
+            pass
+    assert not any(worker.is_alive() for worker in iterators[0]._workers)
 
 
 def test_worker_timeout_names_shards_in_progress(store, bucket, tmp_path):

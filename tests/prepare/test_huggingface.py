@@ -4,6 +4,7 @@ import json
 import pickle
 import random
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,13 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """Hub with a dataset per layout, such as `org/parquet`."""
     with serving({f'org/{name}': HubDataset(files()) for name, files in LAYOUTS.items()}, monkeypatch) as server:
         yield server
+
+
+def go_online(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the worker processes of a preparation reach the Hub."""
+    monkeypatch.setenv('HF_HUB_OFFLINE', '0')
+    # huggingface_hub reads the variable once, and the fork server of an earlier test may have imported it.
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 def add(hub: HubServer, files: dict[str, bytes], name: str = 'org/other', **options: Any) -> str:
@@ -83,7 +91,7 @@ def test_splits_never_mix(hub: HubServer, tmp_path: Path, layout: str, place: st
 def test_command_prepares_the_training_split(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv('HF_HUB_OFFLINE', '0')  # for the worker, which is a new process
+    go_online(monkeypatch)
     out = tmp_path / 'out'
     arguments = ['prepare', 'huggingface', f'org/{layout}', '--out', str(out), '--sizes', '32', '--workers', '1']
     assert command.main(arguments) == 0
@@ -161,7 +169,7 @@ def test_files_are_read_at_the_commit_of_the_plan(hub: HubServer) -> None:
 def test_stopped_preparation_resumes_at_its_commit(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
-    monkeypatch.setenv('HF_HUB_OFFLINE', '0')
+    go_online(monkeypatch)
     dataset, out = hub.datasets[f'org/{layout}'], tmp_path / 'out'
     arguments = ['prepare', 'huggingface', f'org/{layout}', '--out', str(out), '--sizes', '32', '--workers', '1']
     assert command.main([*arguments, '--share', '0/2']) == 0
@@ -177,7 +185,7 @@ def test_plan_of_another_dataset_is_refused(
 ) -> None:
     arguments = ['--out', str(tmp_path / 'out'), '--sizes', '32', '--workers', '1', '--share', '0/2']
     other = add(hub, {'train.parquet': parquet_of(rows('train'))})
-    monkeypatch.setenv('HF_HUB_OFFLINE', '0')
+    go_online(monkeypatch)
     assert command.main(['prepare', 'huggingface', other, *arguments]) == 0
     assert command.main(['prepare', 'huggingface', 'org/parquet', *arguments]) == 2
     assert 'settings.source.location: org/other at the start, org/parquet now' in capsys.readouterr().err
@@ -234,7 +242,7 @@ def test_gated_dataset_needs_a_token(hub: HubServer, monkeypatch: pytest.MonkeyP
 def test_token_is_written_nowhere(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = add(hub, parquet_dataset(), private=True)
     monkeypatch.setenv('READER_TOKEN', TOKEN)
-    monkeypatch.setenv('HF_HUB_OFFLINE', '0')
+    go_online(monkeypatch)
     out = tmp_path / 'out'
     arguments = [
         'prepare',
@@ -438,7 +446,7 @@ def test_damaged_arrow_file_gives_the_rows_before_the_damage(tmp_path: Path) -> 
 
 
 def test_card_without_license_is_noted(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv('HF_HUB_OFFLINE', '0')
+    go_online(monkeypatch)
     files = parquet_dataset() | {'README.md': b'# No header\n'}
     arguments = ['prepare', 'huggingface', add(hub, files), '--sizes', '32', '--workers', '1']
     assert command.main([*arguments, '--out', str(tmp_path / 'a')]) == 0

@@ -46,6 +46,18 @@ XL: dict[str, Any] = UNET | {
 }
 
 
+@pytest.fixture(scope='session')
+def tiny_recipe(tiny_recipe):
+    """Recipe for a model with the layers of published ones, which has names of weights of each kind."""
+
+    def content(runs_dir, **sections):
+        recipe = tiny_recipe(runs_dir, **sections)
+        recipe['model'] = {**recipe['model'], 'layers_per_block': 1}
+        return recipe
+
+    return content
+
+
 @pytest.fixture(scope='module')
 def published(make_model, tmp_path_factory):
     """A model with other weights than a recipe's, and the folder of its pipeline in the layout of diffusers."""

@@ -11,6 +11,7 @@ Modules, in the order of the data flow:
 | source | `source` | the source interface: a source has parts, a part yields entries (image, captions, metadata) |
 | | `folder_source` | image files in a folder; `caption_files` reads captions from a CSV or JSONL file |
 | | `webdataset` | tar files written by img2dataset; `tar_reading` reads a damaged tar up to the damage |
+| | `sidecars` | captions and metadata in the files beside an image, in a folder or a tar |
 | | `parquet` | Parquet files with an image column; `image_table` finds the columns and reads the rows |
 | | `huggingface_source` | a split of a Hugging Face dataset, read by the readers above or by `arrow_dataset` |
 | | `dataset_listing` | the files of a dataset, on the Hub or in a folder |

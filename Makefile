@@ -143,7 +143,7 @@ NEWEST_MODELS := activation_memory latent_diffusion lora mmdit objective percept
 NEWEST_TRAINING := adamw event_dispatch initial_weights matrix_exchange muon parallelism performance resume
 NEWEST_TESTS := tests/compatibility tests/algorithms $(NEWEST_TRAINING:%=tests/training/test_%.py) \
   $(NEWEST_MODELS:%=tests/models/test_%.py) tests/checkpointing/test_snapshot.py \
-  tests/checkpointing/test_checkpointer.py tests/callbacks/test_compile_cache.py
+  tests/checkpointing/test_checkpointer.py
 
 .PHONY: test-newest
 test-newest: ## run the tests that depend on torch's version with the newest torch, in .venv-newest

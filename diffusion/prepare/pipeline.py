@@ -346,10 +346,14 @@ class Preparation:
             report.notes = self.notes(plan, report.passed_over)
             long_captions = long_captions_note(report.statistics)
             report.notes += [] if long_captions is None else [long_captions]
-            columns = catalog.caption_columns(images)
-            if columns:
-                counts = ', '.join(f'{name} {count}' for name, count in columns.items())
-                report.notes.append(f'captions by column: {counts}')
+            if columns := self.settings.source.caption_columns:
+                counts = catalog.caption_columns(images)
+                report.notes.append('captions by column: ' + ', '.join(f'{name} {counts[name]}' for name in columns))
+                report.notes += [
+                    f'no image has a caption in {name!r}; correct --caption-column if this is a mistake'
+                    for name in columns
+                    if not counts[name]
+                ]
         return report
 
     def passed_over(self, plan: InputPlan) -> dict[str, NamedCount]:

@@ -142,6 +142,17 @@ def test_a_text_file_is_the_column_txt(tmp_path: Path) -> None:
     assert [(entry.captions, entry.caption_columns) for entry in entries(alone)] == [([f'llm {s}'], []) for s in '012']
 
 
+def test_a_key_that_no_file_has_is_in_the_report(tmp_path: Path) -> None:
+    for stem in write_images(tmp_path / 'images'):
+        (tmp_path / f'images/{stem}.txt').write_text(f'text {stem}')
+    where = {'kind': 'folder', 'location': str(tmp_path / 'images'), 'caption_column': ['txt', 'lmm']}
+    settings = settings_of({'source': where, 'out': str(tmp_path / 'out'), 'sizes': [16]})
+    report = prepare(settings, run=here)
+    assert report is not None
+    assert 'captions by column: txt 3, lmm 0' in report.notes
+    assert "no image has a caption in 'lmm'; correct --caption-column if this is a mistake" in report.notes
+
+
 def test_one_text_in_two_columns_is_one_caption_of_the_first(tmp_path: Path) -> None:
     pq.write_table(
         pa.table({'jpg': [encoded_image(0)], 'a': ['same  text'], 'b': ['same text']}), tmp_path / 'a.parquet'

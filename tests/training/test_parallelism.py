@@ -53,7 +53,7 @@ def test_fsdp2_wraps_denoiser_blocks_but_no_frozen_part(write_recipe, alone):
     trainer = build_trainer(load(write_recipe(parallelism={'strategy': 'fsdp2'})))
     model: Any = trainer.state.model
     blocks = blocks_of(model.denoiser)
-    assert len(blocks) > 4
+    assert len(blocks) == 7
     assert all(isinstance(block, FSDPModule) for block in blocks)
     wrapped = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     assert len(wrapped) == len(blocks) + 2, 'the rest of the denoiser, and the trained text encoder'

@@ -123,6 +123,7 @@ ATTRIBUTES = {
     for each in _table(
         ('torch', f'{_LOADER}:_MultiProcessingDataLoaderIter', '_shutdown_workers', 'ends workers after a failure'),
         ('torch', f'{_LOADER}:_MultiProcessingDataLoaderIter', '_workers', 'exit statuses of the workers'),
+        ('torch', f'{_LOADER}:_MultiProcessingDataLoaderIter', '_workers_done_event', 'ends workers; may block'),
         ('torch', f'{_LOADER}:_MultiProcessingDataLoaderIter', '_worker_pids_set', 'marks workers as watched by us'),
         ('torch', 'torch.utils.data._utils.signal_handling', '_remove_worker_pids', 'see signal_handling'),
         (

@@ -18,12 +18,12 @@ from composer.utils import dist
 
 from diffusion.config.byte_sizes import bytes_text
 from diffusion.data.loader import BucketedLoader
+from diffusion.data.shm_lock import SHM
 from diffusion.errors import UserError
 from diffusion.storage.host_memory import available_memory
 
 log = logging.getLogger(__name__)
 
-SHM = Path('/dev/shm')
 ORDER_BYTES = 8
 """Shared memory per sample of an epoch, on every machine: the sample order that Streaming creates for each epoch."""
 SHUFFLE_BYTES = 72

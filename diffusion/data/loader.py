@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from multiprocessing import connection
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,6 +42,28 @@ POLL_SECONDS = 1.0
 """Interval at which a rank that waits for its workers checks whether another process has failed."""
 WORKER_EXIT_SECONDS = 5.0
 """Maximum wait for a worker to exit after its connection broke, and for all of them to end after a failure."""
+
+
+class _EndOfWorkers:
+    """The event by which PyTorch ends a loader's workers, which a killed worker cannot make this process wait for.
+
+    Workers look at the event between samples. One that is killed at that moment holds the event's lock forever, and
+    PyTorch takes that lock in the training process when it finds the dead worker, and when it ends the others.
+    """
+
+    def __init__(self, event: Event) -> None:
+        self._event = event
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        """Set the event, unless its lock is held for WORKER_EXIT_SECONDS."""
+        self._is_set = True
+        thread = threading.Thread(target=self._event.set, name='end of the workers', daemon=True)
+        thread.start()
+        thread.join(WORKER_EXIT_SECONDS)
 
 
 class BucketedLoader(StreamingDataLoader):
@@ -145,6 +168,9 @@ class BucketedLoader(StreamingDataLoader):
         ):
             private_attribute(signal_handling, '_remove_worker_pids')(id(worker_batches))
             set_private_attribute(worker_batches, '_worker_pids_set', False)
+        if isinstance(worker_batches, _MultiProcessingDataLoaderIter):
+            event = _EndOfWorkers(private_attribute(worker_batches, '_workers_done_event'))
+            set_private_attribute(worker_batches, '_workers_done_event', event)
         return worker_batches
 
     def _next_batch(self, worker_batches: Iterator[Any]) -> Any | None:
@@ -176,12 +202,7 @@ class BucketedLoader(StreamingDataLoader):
         if isinstance(worker_batches, _MultiProcessingDataLoaderIter):
             for worker in private_attribute(worker_batches, '_workers'):
                 worker.kill()
-            # In a thread: a worker that was killed, here or before, may have held the lock of the event that PyTorch
-            # sets now, and would keep it forever.
-            shutdown = private_attribute(worker_batches, '_shutdown_workers')
-            thread = threading.Thread(target=shutdown, name='end of the workers', daemon=True)
-            thread.start()
-            thread.join(WORKER_EXIT_SECONDS)
+            private_attribute(worker_batches, '_shutdown_workers')()
             self._iterator = None
 
     def _early_end(self, index: int) -> str | None:

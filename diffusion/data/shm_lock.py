@@ -17,6 +17,7 @@ from diffusion.storage import locks
 
 log = logging.getLogger(__name__)
 
+SHM = Path('/dev/shm')
 LOCK = Path(tempfile.gettempdir()) / 'diffusion-streaming.lock'
 TIMEOUT_SECONDS = 15.0
 """Maximum wait for another job: long enough to open local data, and short enough if the other job hangs."""
@@ -31,7 +32,8 @@ def one_job_at_a_time() -> Iterator[None]:
     # Streaming's get_shm_prefix() looks for a free name in shared memory on each rank and claims it only afterwards. If
     # two jobs start on one machine at the same time, one fails with `FileExistsError`. And if the names of a killed job
     # vanish meanwhile, as when ranks restart, the ranks find different ones. Remove this module when Streaming claims
-    # the name in one step.
+    # the name in one step. It also takes a number of which a killed job has left some files in shared memory but not
+    # all. The position that a resumed job has left there would make the new one skip the beginning of its data.
     with contextlib.ExitStack() as stack:
         if dist.get_local_rank() == 0:
             try:
@@ -43,20 +45,20 @@ def one_job_at_a_time() -> Iterator[None]:
                 log.warning('%s: cannot be opened (%s); continuing without the lock', LOCK, error)
         # Only one rank per machine takes the lock; the others wait here until it holds it.
         dist.barrier()
-        with _same_name_on_all_ranks():
+        with _unused_name_on_all_ranks():
             yield
 
 
 @contextlib.contextmanager
-def _same_name_on_all_ranks() -> Iterator[None]:
-    """Let Streaming use, on all ranks of a machine, the largest of the free numbers that they have found."""
+def _unused_name_on_all_ranks() -> Iterator[None]:
+    """Let Streaming use, on all ranks of a machine, the largest of the unused numbers that they have found."""
     find, machine = private_attribute(prefix, '_check_and_find_retrying'), os.uname().nodename
 
     def agreed(*arguments: Any, **settings: Any) -> int:
         error: ValueError | None = None
         number = -1
         try:
-            number = find(*arguments, **settings)
+            number = _unused(find(*arguments, **settings))
         except ValueError as caught:  # another dataset of this machine uses the local folder
             error = caught
         found = dist.all_gather_object((machine, number))
@@ -69,6 +71,14 @@ def _same_name_on_all_ranks() -> Iterator[None]:
         yield
     finally:
         set_private_attribute(prefix, '_check_and_find_retrying', find)
+
+
+def _unused(number: int) -> int:
+    """Return the first number, from this one on, of which no dataset has a file in shared memory."""
+    used = {path.name[:6] for path in SHM.glob('[0-9]' * 6 + '_*')}
+    while f'{number:06}' in used:
+        number += 1
+    return number
 
 
 def _wait_until_timeout() -> Callable[[], None]:

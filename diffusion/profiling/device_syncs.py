@@ -1,11 +1,12 @@
 """Detection of source lines that synchronize the host with the GPU; each synchronization lets the GPU run idle."""
 
+import contextlib
 import traceback
+import unittest.mock
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -31,6 +32,8 @@ HOSTS = ('/diffusion/data/', '/torch/optim/', '/diffusion/callbacks/host_copy.py
 """Path fragments of code whose tensors are always on the host: loaders, step counters of optimizers, arrived copies."""
 PACKAGES = ('diffusion', 'composer')
 """Packages whose innermost frame is reported; if there is none, the innermost frame outside of PyTorch is."""
+DETECTORS = {module.__file__ for module in (contextlib, unittest.mock, warnings)} | {__file__}
+"""Source files whose frames are those of the detection itself."""
 
 
 class Site(NamedTuple):
@@ -153,7 +156,7 @@ def _is_on_host() -> bool:
     for frame in reversed(traceback.extract_stack()):
         if any(fragment in frame.filename for fragment in HOSTS):
             return True
-        if _package(frame.filename) in PACKAGES and Path(frame.filename) != Path(__file__):
+        if _package(frame.filename) in PACKAGES and frame.filename != __file__:
             return False
     return False
 
@@ -163,8 +166,8 @@ def _site() -> Site:
 
     It is the innermost stack frame in `diffusion` or `composer`; if there is none, the innermost outside of PyTorch.
     """
-    frames = [frame for frame in traceback.extract_stack() if Path(frame.filename) != Path(__file__)]
-    frames = [frame for frame in frames if _package(frame.filename) not in ('torch', 'unittest', 'contextlib.py')]
+    frames = [frame for frame in traceback.extract_stack() if frame.filename not in DETECTORS]
+    frames = [frame for frame in frames if _package(frame.filename) != 'torch']
     named = [frame for frame in frames if _package(frame.filename) in PACKAGES]
     frame = (named or frames)[-1]
     return Site(_short(frame.filename), frame.lineno or 0, frame.name)

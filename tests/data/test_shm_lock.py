@@ -1,6 +1,7 @@
 """Names of datasets in shared memory, which all ranks of a machine must choose alike and leave free at the end."""
 
 import gc
+import json
 import tempfile
 from pathlib import Path
 
@@ -33,6 +34,25 @@ def test_ranks_that_find_different_free_names_agree(ranks, tmp_path):
     (tmp_path / 'program.py').write_text(PROGRAM)
     job = ranks.start_program(2, tmp_path / 'program.py', tmp_path)
     assert job.wait() == [0, 0], job.output()
+
+
+@pytest.mark.usefixtures('many_datasets')
+def test_position_that_a_killed_job_left_in_shared_memory_is_not_resumed(tmp_path):
+    # The number before must be taken, but have no position: Streaming looks for a free number by each kind of file.
+    other = loader_over(None, write_samples(tmp_path / 'other'))
+    folder = write_samples(tmp_path / 'local')
+    number = loader_over(None, folder).dataset._shm_prefix_int
+    gc.collect()
+    assert number > other.dataset._shm_prefix_int
+    position = {'epoch': 0, 'num_canonical_nodes': 1, 'sample_in_epoch': 8, 'shuffle_seed': 17}
+    leftover = Path(f'/dev/shm/{number:06}_resume')
+    leftover.write_bytes(json.dumps(position).encode().ljust(4096, b'\0'))
+    try:
+        loader = loader_over(None, folder)
+        assert loader.dataset._shm_prefix_int > number
+        assert served(loader) == expected()
+    finally:
+        leftover.unlink()
 
 
 @pytest.mark.usefixtures('many_datasets')

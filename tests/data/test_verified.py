@@ -156,7 +156,7 @@ def test_worker_killed_with_the_lock_of_the_others_does_not_hang_the_run(store, 
     store.fail(f'GET {LAST}', 30.0)
     iterator = iter(loader)
     next(iterator)
-    event = iterators[0]._workers_done_event
+    event = iterators[0]._workers_done_event._event
 
     def die_with_lock() -> None:
         event._cond.acquire()

@@ -26,7 +26,7 @@ def test_reads_of_values_are_found_on_every_device(device):
 
 def test_our_code_never_waits_for_the_device_in_a_step(write_recipe, device):
     names = ('breakdown', 'lr_monitor', 'runtime_estimator', 'loss_guard')
-    trainer: dict[str, Any] = {'max_duration': '8ba', 'progress_bar': False}
+    trainer: dict[str, Any] = {'max_duration': '8ba', 'save_interval': '8ba', 'progress_bar': False}  # saves wait
     trainer |= {'device': 'cpu'} if device == 'cpu' else {'device': 'gpu', 'precision': 'amp_bf16'}
     recipe = write_recipe(
         callbacks=dict.fromkeys(names),

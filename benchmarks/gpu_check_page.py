@@ -23,6 +23,8 @@ NOTHING = '–'
 """Shown in place of a figure that was not measured."""
 LIBRARIES = ('driver', 'cuda', 'cudnn', 'nccl')
 STAGES = ('forward', 'backward', 'optimizer')
+MOST_IDLE = 0.1
+"""Share of a step for which a GPU may be idle before the page says that it waits for the host."""
 SHOWN_SHARE = 0.005
 """Fraction of a step below which a stage of a training run is not shown."""
 
@@ -108,7 +110,7 @@ def _step_section(table: Mapping[str, Any]) -> str:
         'ms/step',
         *(f'{each},<br>ms' for each in STAGES),
     ]
-    head += ['host,<br>ms', 'peak,<br>GiB', 'planned,<br>GiB', 'peak over<br>planned, %']
+    head += ['GPU,<br>ms', 'peak,<br>GiB', 'planned,<br>GiB', 'peak over<br>planned, %']
     rows = []
     published = published_utilization(pixels) if table['on_gpu'] else None
     if published:
@@ -144,18 +146,24 @@ def _step_cells(row: Mapping[str, Any], plain: Mapping[str, Any] | None) -> list
     difference = f'{100 * (peak / planned - 1):+.1f}' if peak and planned else NOTHING
     cells += [_number(row['images_per_second'], 1), _number(mfu, 1), _number(speedup, 2)]
     cells += [_number(1e3 * row['step_seconds'], 1), *(_number(1e3 * row['stages'][stage], 1) for stage in STAGES)]
-    return [*cells, _number(1e3 * row['host_seconds'], 1), _number(peak, 1), _number(planned, 1), difference]
+    return [
+        *cells,
+        _number(1e3 * row['gpu_seconds'] if 'gpu_seconds' in row else None, 1),
+        _number(peak, 1),
+        _number(planned, 1),
+        difference,
+    ]
 
 
 def _host_line(table: Mapping[str, Any]) -> str:
     row = full_row(dict(table))
     if row is None or not table['on_gpu']:
         return ''
-    host, step = row['host_seconds'], row['step_seconds']
-    line = f'The host takes {1e3 * host:.1f} ms to queue the {1e3 * step:.1f} ms of a step with all settings'
-    if host > 0.95 * step:
-        return f'{line}: <strong>the GPU waits for the host</strong>; larger microbatches help.'
-    return f'{line}, so the GPU does not wait for it.'
+    busy, step = row['gpu_seconds'], row['step_seconds']
+    line = f'The GPU computes in {1e3 * busy:.1f} of the {1e3 * step:.1f} ms of a step with all settings'
+    if busy < (1 - MOST_IDLE) * step:
+        return f'{line}: <strong>it waits for the host</strong>; larger microbatches help.'
+    return f'{line}, so it hardly waits for the host.'
 
 
 def _absence_line(table: Mapping[str, Any]) -> str:

@@ -9,7 +9,9 @@ microbatches. On a CPU, it trains a small U-Net in float32, which shows that the
 compiling takes a quarter of an hour there, so it needs --compile.
 
 A step is one batch, split into microbatches, and one optimizer update. MFU is FLOPs of three forward passes over the
-GPU's peak. `--absent compile` adds a row with all settings but compile, which shows what its absence costs.
+GPU's peak. `GPU` is the time of a step for which the GPU computes; it waits for the host for the rest. `--absent
+compile` adds a row with all settings but compile, which shows what its absence costs. `--graph` adds a row with the
+eager U-Net as a CUDA graph, in the small microbatches.
 """
 
 import argparse
@@ -19,13 +21,16 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from cuda_graph import graph_denoiser
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from ema import narrow_unet
+from gpu_time import GpuTime, gpu_time
 from machine import heading
 from stage_clock import StageClock
 from step_references import peak_flops_of, planned_gib
@@ -45,6 +50,7 @@ from diffusion.training.performance import apply_speed, set_backends
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = 'cuda' if ON_GPU else 'cpu'
+GRAPH = 'graph'
 PLAIN = effective_parts(SpeedConfig(preset='none'), on_gpu=ON_GPU)
 
 
@@ -58,7 +64,7 @@ class Variant:
         parts: Settings of `speed`.
         microbatch: Samples per microbatch.
         seconds: Duration of each step.
-        host_seconds: Time in which the host has queued all work of a step, of each step.
+        gpu: What the GPU did during a step; None on a CPU.
         stages: Seconds of each stage, of each step.
         failed: Reason if there are no durations.
         peak_gib: Peak of allocated memory in GiB.
@@ -69,10 +75,10 @@ class Variant:
     parts: SpeedConfig
     microbatch: int
     seconds: list[float] = field(default_factory=list)
-    host_seconds: list[float] = field(default_factory=list)
     stages: list[dict[str, float]] = field(default_factory=list)
     failed: str = ''
     peak_gib: float = 0.0
+    gpu: GpuTime | None = None
 
     @property
     def step_seconds(self) -> float:
@@ -82,14 +88,6 @@ class Variant:
     def stage_seconds(self) -> dict[str, float]:
         """Return the median duration of each stage of a step."""
         return {name: statistics.median(each[name] for each in self.stages) for name in self.stages[0]}
-
-
-@dataclass(frozen=True)
-class Step:
-    """Durations within one step, in seconds."""
-
-    host_seconds: float
-    stages: dict[str, float]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -134,9 +132,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         '--absent', nargs='*', default=[], choices=PARTS, help='settings to measure the absence of, with all others on'
     )
+    parser.add_argument('--graph', action='store_true', help='measure the eager U-Net as a CUDA graph too')
     parser.add_argument('--json', type=Path, help='file to write the figures to')
     args = parser.parse_args(argv)
     args.rows += [f'without {part}' for part in args.absent] + [f'try {other}' for other in args.others]
+    args.rows += [GRAPH] if args.graph and ON_GPU else []
     if not ON_GPU and not args.compile:
         args.without.append('compile')
     return args
@@ -154,6 +154,7 @@ def make_variants(batch: int, args: argparse.Namespace) -> list[Variant]:
             found.append(Variant(name, f'+ {name}', parts, small))
     if microbatch != small:
         found.append(Variant(MICROBATCH, f'+ microbatch {microbatch}', parts, microbatch))
+    found.append(Variant(GRAPH, 'preset without compile, as a CUDA graph', replace(parts, compile=False), small))
     for name in args.absent:
         absent = replace(parts, **{name: False})
         found.append(Variant(f'without {name}', f'preset without {name}', absent, microbatch))
@@ -166,7 +167,11 @@ def measure(variants: Sequence[Variant], batch: int, size: int, args: argparse.N
     # noisy, they alternate step by step, so that other load slows all of them alike.
     if ON_GPU:
         for each in variants:
-            run(each, steps_of(each, batch, size, args), args.warmup + args.steps)
+            steps = steps_of(each, batch, size, args)
+            run(each, steps, args.warmup + args.steps)
+            if not each.failed:
+                each.gpu = gpu_time(partial(next, steps))
+            del steps  # and with it the model
             torch.compiler.reset()
             gc.collect()
             torch.cuda.empty_cache()
@@ -176,39 +181,38 @@ def measure(variants: Sequence[Variant], batch: int, size: int, args: argparse.N
             for each, steps in zip(variants, running, strict=True):
                 run(each, steps, 1)
     for each in variants:
-        for durations in (each.seconds, each.host_seconds, each.stages):
-            del durations[: args.warmup]
+        del each.seconds[: args.warmup], each.stages[: args.warmup]
 
 
-def run(variant: Variant, steps: Iterator[Step], count: int) -> None:
+def run(variant: Variant, steps: Iterator[dict[str, float]], count: int) -> None:
     """Run and time this many steps."""
     if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
     try:
         for _ in range(count):
             started = time.perf_counter()
-            step = next(steps)
+            variant.stages.append(next(steps))
             variant.seconds.append(time.perf_counter() - started)
-            variant.host_seconds.append(step.host_seconds)
-            variant.stages.append(step.stages)
     except torch.OutOfMemoryError:
         variant.failed, variant.seconds = 'does not fit', []
     if ON_GPU:
         variant.peak_gib = torch.cuda.max_memory_allocated() / 2**30
 
 
-def steps_of(variant: Variant, batch: int, size: int, args: argparse.Namespace) -> Iterator[Step]:
-    """Run a step of a variant and yield its durations, again and again; the model lives as long as the generator."""
+def steps_of(variant: Variant, batch: int, size: int, args: argparse.Namespace) -> Iterator[dict[str, float]]:
+    """Run a step of a variant and yield the seconds of its stages, again and again, until the generator is deleted."""
     parts = variant.parts
     model = make_model(args.millions)
     apply_speed(model, parts, shapes=1)
     model.to(DEVICE)
     set_backends(parts, on_gpu=ON_GPU)
     fused = True if parts.fused_optimizer else None
+    if variant.row == GRAPH:
+        graph_denoiser(model)
     optimizer = torch.optim.AdamW(model.denoiser.parameters(), lr=1e-4, weight_decay=0.01, fused=fused)
     microbatches = [batch_of(model, variant.microbatch, size) for _ in range(-(-batch // variant.microbatch))]
     while True:
-        started, clock = time.perf_counter(), StageClock(on_gpu=ON_GPU)
+        clock = StageClock(on_gpu=ON_GPU)
         optimizer.zero_grad(set_to_none=True)
         for microbatch in microbatches:
             with torch.autocast(DEVICE, torch.bfloat16, enabled=ON_GPU):
@@ -218,10 +222,9 @@ def steps_of(variant: Variant, batch: int, size: int, args: argparse.Namespace) 
             clock.mark('backward')
         optimizer.step()
         clock.mark('optimizer')
-        host_seconds = time.perf_counter() - started
         if ON_GPU:
             torch.cuda.synchronize()
-        yield Step(host_seconds, clock.seconds())
+        yield clock.seconds()
 
 
 def make_model(millions: int) -> LatentDiffusion:
@@ -268,7 +271,7 @@ def table_of(variants: Sequence[Variant], batch: int, size: int, pixels: int) ->
             rate = batch / each.step_seconds
             row |= {'step_seconds': each.step_seconds, 'seconds': each.seconds, 'images_per_second': rate}
             row |= {'mfu': rate * flops / peak if peak else None, 'stages': each.stage_seconds()}
-            row |= {'host_seconds': statistics.median(each.host_seconds)}
+            row |= {'gpu_seconds': each.gpu.seconds, 'kernels': each.gpu.kernels} if each.gpu else {}
             row |= {'peak_gib': each.peak_gib if ON_GPU else None}
         # Only the small U-Net runs on a CPU, and the plan is for SD2's.
         row['planned_gib'] = planned_gib(pixels, asdict(each.parts), each.microbatch, batch) if ON_GPU else None
@@ -282,17 +285,18 @@ def print_table(variants: Sequence[Variant], batch: int, size: int, pixels: int)
     peak = peak_flops()
     flops = batch * 3 * sd2_forward_flops(size)
     print(f'\n{pixels} px, batch {batch}, latents {size}x{size}\n')
-    print('| | microbatch | ms/step | images/s | MFU, % | speedup | GiB |')
-    print('|---|---|---|---|---|---|---|')
+    print('| | microbatch | ms/step | GPU, ms | kernels | images/s | MFU, % | speedup | GiB |')
+    print('|---|---|---|---|---|---|---|---|---|')
     plain = variants[0]
     for each in variants:
         if each.failed:
-            print(f'| {each.name} | {each.microbatch} | {each.failed} | | | | |')
+            print(f'| {each.name} | {each.microbatch} | {each.failed} | | | | | | |')
             continue
         seconds = each.step_seconds
         mfu = f'{100 * flops / seconds / peak:.1f}' if peak else ''
         times = f'{plain.step_seconds / seconds:.2f}' if plain.seconds else ''
-        row = f'{1e3 * seconds:.1f} | {batch / seconds:.1f} | {mfu} | {times} | {each.peak_gib:.1f}'
+        gpu = f'{1e3 * each.gpu.seconds:.1f} | {each.gpu.kernels}' if each.gpu else ' | '
+        row = f'{1e3 * seconds:.1f} | {gpu} | {batch / seconds:.1f} | {mfu} | {times} | {each.peak_gib:.1f}'
         print(f'| {each.name} | {each.microbatch} | {row} |')
 
 

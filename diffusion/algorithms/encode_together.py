@@ -1,5 +1,6 @@
 """Algorithm that runs the frozen encoders on several microbatches at a time."""
 
+import torch
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 from torch import Tensor
@@ -39,4 +40,5 @@ class EncodeTogether(Algorithm):
             return
         model, size = unwrapped(state.model), state.device_train_microbatch_size
         if isinstance(model, LatentDiffusion) and size is not None and len(state.batch[batch_keys.INPUT_IDS]) > size:
+            model.place(state.device.tensor_to_device(torch.empty(0)).device)
             self._given, state.batch = state.batch, model.encode_batch(state.batch, self.batch_size)

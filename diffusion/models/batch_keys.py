@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 IMAGE = 'image'
@@ -47,6 +48,11 @@ IS_COUNTED = 'is_counted'
 
 REPLACED = 'replaced'
 """Note about the bad sample that this one replaces, or ''; a string, used only between a worker and the loader."""
+
+
+def device_of(batch: 'Mapping[str, Tensor]') -> 'torch.device':
+    """Return the device of a batch's token ids, which every batch has."""
+    return batch[INPUT_IDS].device
 
 
 def weights_of(batch: 'Mapping[str, Tensor]', values: 'Tensor') -> 'Tensor':

@@ -198,6 +198,7 @@ class LatentDiffusion(ComposerModel):
         self.encoders_in_inference_mode = False
         self._scale_checked = False
         self._empty_text: TextOutput | None = None
+        self._placed_on: torch.device | None = None
         self._denoiser_flops = FlopCount(denoiser)
         # A trained text encoder is sharded later too, and FSDP2 refuses to copy a sharded module.
         counted = empty_copy(text, 'meta', shared=text.tokenizers) if train_text_encoder else text
@@ -277,7 +278,21 @@ class LatentDiffusion(ComposerModel):
         # nn.Module.to, half, cuda and others all call _apply, which does not see the frozen parts.
         for part in self._frozen.values():
             part._apply(fn)
+        self._placed_on = None
         return super()._apply(fn, recurse)
+
+    def place(self, device: torch.device) -> None:
+        """Move the frozen parts and the model's own buffers to a device, if they are not there yet.
+
+        FSDP moves only the modules that it shards, which are children of this one. `forward` calls this method with the
+        device of its batch.
+        """
+        if self._placed_on == device:
+            return
+        for part in self._frozen.values():
+            nn.Module.to(part, device)
+        super()._apply(lambda tensor: tensor.to(device), recurse=False)
+        self._placed_on = device
 
     def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> 'LatentDiffusion':
         """Move the model to a device with uninitialized trained parameters; frozen parts keep their weights."""
@@ -290,12 +305,14 @@ class LatentDiffusion(ComposerModel):
             self._frozen = frozen
         for part in frozen.values():
             nn.Module.to(part, device)
+        self._placed_on = None
         return self
 
     # -- training --
 
     def forward(self, batch: Mapping[str, Tensor]) -> Denoised:
         """Add noise to a batch at random timesteps and return the denoiser's predictions."""
+        self.place(batch_keys.device_of(batch))
         # The numbers of the step in one call: on a GPU, the cost of small draws is the number of kernels.
         draws = self.draws_of(batch).precompute_draws(STEP_WORDS, self._normals_of_a_step(batch), self.random_bits)
         latents = self.latents_of(batch, draws)
@@ -481,6 +498,7 @@ class LatentDiffusion(ComposerModel):
         """Return the validation losses of a batch: squared errors at 8 timesteps with fixed noise, float32 [8, B]."""
         # Fixed noise makes the losses of two checkpoints comparable. This loss correlates with sample quality; the
         # training loss does not, because it depends mostly on the timesteps drawn (Esser et al. 2024, section 5.2).
+        self.place(batch_keys.device_of(batch))
         latents = self.latents_of(batch)
         condition = self._condition_of(batch)
         sample_id = batch.get(batch_keys.SAMPLE_ID, torch.arange(len(latents), device=latents.device))

@@ -18,6 +18,14 @@ TRANSFORMER_MFU = 0.104
 
 It includes evaluation and saves. tests/planning/test_techniques.py derives it from the recipes of that run.
 """
+UNET_LAUNCH_SECONDS = 0.111
+"""Time for which the host launches the kernels of a microbatch of Stable Diffusion 2's U-Net, compiled.
+
+Measured by benchmarks/step.py on 2026-11-26: one H200 with an Intel Xeon, 16 images in 39 ms of the GPU's time; 0.130 s
+without compilation, for 52 ms. It hardly depends on the number of images.
+"""
+LARGE_UNET = 5e8
+"""Parameters from which a U-Net has at least as many kernels as Stable Diffusion 2's, of 8.7e8."""
 TRANSFORMER_SOURCE = "that of PRX's 24-hour run on 32 H200"
 PRECOMPUTE_MFU = 0.141
 """MFU of precomputing, from the published 3,784 A100-hours for 790 M images at 256 px and 300 M at 512 px."""
@@ -91,6 +99,12 @@ def planned_speed(
         assumed, reason = _assumed_mfu(phase)
         rate = assumed * peak / executed_flops
         source = f'assumed: {100 * assumed:.3g}% of peak, {reason}'
+        if rate > (most := _launched_images_per_second(phase, gpus)):
+            rate = most
+            source = (
+                f'assumed: bound by launching kernels, {1000 * UNET_LAUNCH_SECONDS:.0f} ms per microbatch as measured '
+                'for SD2 on an H200; raise device_train_microbatch_size, on fewer GPUs if need be'
+            )
     return Speed(rate, model_flops * rate / peak, source)
 
 
@@ -143,6 +157,16 @@ def _published(phase: Phase, gpu: GPU, gpus: int, encoding: Encoding) -> tuple[f
         reasons += ['the text encoder'] if encoding == 'latents' else []
     reasons += ['frozen weights'] if share < 1 else []
     return precomputed / slowdown, source + (f', / {slowdown:.3g} for {" and ".join(reasons)}' if reasons else '')
+
+
+def _launched_images_per_second(phase: Phase, gpus: int) -> float:
+    """Return the images per second of all GPUs that hosts can launch kernels for, infinite if that is not known."""
+    if phase.model.is_transformer or phase.model.published_parameters < LARGE_UNET:
+        return math.inf
+    share = phase.recipe.global_batch / gpus
+    microbatch = phase.recipe.device_train_microbatch_size
+    size = min(microbatch, share) if isinstance(microbatch, int) else share
+    return gpus * size / UNET_LAUNCH_SECONDS
 
 
 def _assumed_mfu(phase: Phase) -> tuple[float, str]:

@@ -234,6 +234,9 @@ def build_trainer(recipe: Recipe) -> Trainer:
         parallelism_config=parallelism_config(recipe.parallelism),
         **_trainer_keywords(recipe),
     )
+    if isinstance(model, LatentDiffusion):
+        # FSDP has moved only what it shards to a GPU.
+        model.place(trainer.state.device.tensor_to_device(torch.empty(0)).device)
     set_group_timeouts(dist_timeout(recipe))
     call_only_handlers(trainer)
     average_gradients_on_cpu(trainer.state.model)

@@ -410,6 +410,22 @@ def test_latents_of_the_wrong_scale_are_logged_once(make_model, caplog):
     assert caplog.text.count('the noise schedule expects about 1') == 1
 
 
+def test_frozen_parts_and_buffers_follow_the_batch(make_model, monkeypatch):
+    """FSDP moves to a GPU only what it shards; here the meta device stands for the GPU."""
+    model = make_model(train_text_encoder=False)
+    places: list[torch.device] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(model, 'place', places.append)
+        model(batch_of(model))
+        model.eval_forward(batch_of(model))
+    assert places == [torch.device('cpu')] * 2
+    model.place(torch.device('meta'))
+    assert {each.device.type for part in (model.vae, model.text) for each in part.parameters()} == {'meta'}
+    own = [each for each in model.buffers(recurse=False) if each is not None]
+    assert len(own) == 4 and {each.device.type for each in own} == {'meta'}
+    assert {each.device.type for each in model.denoiser.parameters()} == {'cpu'}, 'moved by FSDP, in shards'
+
+
 def test_to_empty_keeps_the_weights_of_frozen_parts(make_model):
     """Composer empties the models of ranks other than 0 and fills them from rank 0's state dict."""
     model = make_model(train_text_encoder=False)

@@ -76,6 +76,18 @@ def test_40_percent_mfu_on_an_h100_is_728_images_per_second_at_256_px():
     assert speed.images_per_second == pytest.approx(728, abs=0.5)
 
 
+@pytest.mark.parametrize(('microbatch', 'gpus', 'bound'), [(16, 8, True), (64, 8, False), (64, 128, True)])
+def test_small_microbatches_on_fast_gpus_are_bound_by_launching_kernels(microbatch, gpus, bound):
+    work = phase(overrides=[f'device_train_microbatch_size={microbatch}'], encoding='latents+text')
+    speed = planned_speed(work, GPUS['h200'], gpus)
+    assert ('launching kernels' in speed.source) == bound
+    # 2048 images on 128 GPUs are 16 on each; 1 / 0.111 microbatches per second.
+    assert speed.images_per_second == pytest.approx(
+        gpus * 16 / 0.111 if bound else gpus * 0.25 * 989e12 / 543.27e9, rel=1e-4
+    )
+    assert 'launching' not in planned_speed(work, GPUS['a10g'], gpus).source
+
+
 def test_online_encoders_slow_down_as_published_or_by_flops():
     images, latents, precomputed = (phase(encoding=encoding) for encoding in ('pictures', 'latents', 'latents+text'))
     rates = [planned_speed(work, A100, 128).images_per_second for work in (images, latents, precomputed)]
@@ -96,7 +108,7 @@ def test_recomputation_costs_one_forward_pass_and_lowers_mfu():
 @pytest.mark.parametrize(
     ('gpu', 'overrides'),
     [
-        ('h100-sxm', []),
+        ('h100-sxm', ['device_train_microbatch_size=128']),
         ('a100-80gb', ['model.resolution=768', 'streams.laion.resolution=768']),
         ('a100-80gb', ['trainer.precision=fp32']),
         ('a100-80gb', ['parallelism.activation_checkpointing=true']),

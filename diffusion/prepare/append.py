@@ -52,6 +52,8 @@ REMOVED = 'removed'
 """Rejection reason of an image that was removed from the dataset earlier."""
 PRESENT = 'already in the dataset'
 """What images are counted as that the dataset has under the same key; they are passed over and not rejected."""
+COMPUTED = 'columns_from'
+"""Setting of which a dataset records the hash of a file, and not its path."""
 BASE = 'base'
 """File of the work folder that names the version of the dataset with which the delivery was compared."""
 
@@ -104,7 +106,9 @@ def inherited_settings(out: str) -> dict[str, Any]:
     Raises:
         UserError: There is no dataset, or an earlier version wrote it.
     """
-    return dict(RecordedDataset(changing_folder(out), Path()).record.settings)
+    settings = dict(RecordedDataset(changing_folder(out), Path()).record.settings)
+    settings.pop(COMPUTED, None)  # the dataset has the hash of the file, but not its path
+    return settings
 
 
 def check_same_settings(settings: PrepareSettings, dataset: RecordedDataset) -> None:
@@ -116,6 +120,9 @@ def check_same_settings(settings: PrepareSettings, dataset: RecordedDataset) -> 
     there, now = dataset.record.settings, comparable_settings(settings.content_settings())
     if there['sizes'] != now['sizes']:  # of a single size, `buckets` makes no difference and is left out
         now['buckets'] = there['buckets']
+    if COMPUTED in there and COMPUTED not in now:
+        file = there[COMPUTED]['file']
+        raise UserError(f'out: {dataset.folder} has columns that {file} computes; add --columns-from with its path')
     lines = differences(there, now, saved_in='there')
     if lines:
         raise UserError(

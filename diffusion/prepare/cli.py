@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 SETTINGS = (
     *('out', 'sizes', 'buckets', 'aspects', 'step', 'overwrite', 'workers', 'jpeg_quality', 'duplicates', 'hold_out'),
-    *('max_rejected', 'formats'),
+    *('max_rejected', 'formats', 'columns_from'),
 )
 """Settings with a command-line option of the same name; the others are set with --set."""
 SOURCE_OPTIONS = (
@@ -207,6 +207,12 @@ def _add_shared_options(parser: argparse.ArgumentParser) -> None:
         nargs='+',
         choices=('heic', 'jxl', 'svg'),
         help='image formats to read besides JPEG, PNG, WebP, GIF, BMP, TIFF and AVIF; they need the extra `formats`',
+    )
+    parser.add_argument(
+        '--columns-from',
+        metavar='FILE.py',
+        help='run this Python file, whose function columns(images, captions) computes columns of each image, such as '
+        'scores for filters.columns',
     )
     parser.add_argument('--jpeg-quality', type=int, metavar='Q', help='quality of stored JPEGs, 1 to 100 (default: 95)')
     parser.add_argument(

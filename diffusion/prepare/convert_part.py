@@ -7,15 +7,24 @@ import base64
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from diffusion.errors import DataError, UserError
 from diffusion.prepare.bucket_choice import Buckets
+from diffusion.prepare.computed_columns import BATCH_IMAGES, BATCH_PIXELS, compute_columns
 from diffusion.prepare.image_decoding import decode_image
-from diffusion.prepare.process_sample import THUMBNAIL_SIDE, make_samples, sample_columns, thumbnail
+from diffusion.prepare.process_sample import (
+    THUMBNAIL_SIDE,
+    Candidate,
+    decode_entry,
+    make_samples,
+    sample_columns,
+    thumbnail,
+)
 from diffusion.prepare.rejection import Unfit
 from diffusion.prepare.sample_table import InputRow, SampleRow, write_tables
 from diffusion.prepare.settings import PrepareSettings
@@ -118,6 +127,29 @@ class PartJob:
         buckets = Buckets(self.settings.sizes, self.settings.aspects, every=every, step=self.settings.step)
         for kind, files in self.part.passed_over.items():
             count_named(counts.passed_over, kind, files.count, files.names)
+        pending: list[tuple[int, Candidate]] = []
+
+        def reject(entry: Entry, row: InputRow, unfit: Unfit) -> None:
+            row.reason = str(unfit)
+            counts.rejected[row.reason] += 1
+            if counts.rejected[row.reason] <= THUMBNAILS_PER_REASON:
+                thumbnails.extend(_thumbnails(entry, unfit, self.settings))
+
+        def store_pending() -> None:
+            for (number, candidate), computed in zip(pending, self._compute(pending), strict=True):
+                entry, row = candidate.entry, candidate.row
+                counts.columns.update(computed)
+                with self._naming(entry):
+                    try:
+                        samples = make_samples(candidate, computed, settings=self.settings, buckets=buckets)
+                    except Unfit as unfit:
+                        reject(entry, row, unfit)
+                        continue
+                stored.extend(
+                    SampleRow(number, bucket, *shards.add(shards.format.encode(sample))) for bucket, sample in samples
+                )
+            pending.clear()
+
         for entry in self._entries(note):
             if isinstance(entry, PassedOver):
                 count_named(counts.passed_over, entry.kind, 1, [entry.key])
@@ -125,19 +157,14 @@ class PartJob:
             number, row = len(inputs), InputRow(self.settings.key_prefix + entry.key)
             inputs.append(row)
             counts.columns |= entry.metadata.keys()
-            try:
-                samples = make_samples(entry, row, settings=self.settings, buckets=buckets)
-            except Unfit as unfit:
-                row.reason = str(unfit)
-                counts.rejected[row.reason] += 1
-                if counts.rejected[row.reason] <= THUMBNAILS_PER_REASON:
-                    thumbnails += _thumbnails(entry, unfit, self.settings)
-                continue
-            except Exception as error:  # a bug, not a bad image; name the image that triggers it
-                raise RuntimeError(f'{self.name}, image {entry.key!r}: {error!r}') from error
-            stored += (
-                SampleRow(number, bucket, *shards.add(shards.format.encode(sample))) for bucket, sample in samples
-            )
+            with self._naming(entry):
+                try:
+                    pending.append((number, decode_entry(entry, row, self.settings, buckets)))
+                except Unfit as unfit:
+                    reject(entry, row, unfit)
+            if self._is_full(pending):
+                store_pending()
+        store_pending()
         counts.inputs = len(inputs)
         shards.flush()
         write_tables(folder, inputs, stored)
@@ -151,6 +178,45 @@ class PartJob:
         write_atomically(folder / COUNTS_FILE, json.dumps(summary))
         write_atomically(folder / mds.INDEX, mds.index_text(shards.entries))
         return counts
+
+    def _is_full(self, pending: Sequence[tuple[int, Candidate]]) -> bool:
+        """Return True if these images are a batch for the function that computes columns; without one, one image is."""
+        if self.settings.columns_from is None:
+            return bool(pending)
+        pixels = sum(each.decoded.width * each.decoded.height for _, each in pending)
+        return len(pending) >= BATCH_IMAGES or pixels >= BATCH_PIXELS
+
+    def _compute(self, pending: Sequence[tuple[int, Candidate]]) -> list[dict[str, Any]]:
+        """Return the columns that the settings' function computes for each image; empty without a function."""
+        path, images = self.settings.columns_from, [each for _, each in pending]
+        if path is None or not images:
+            return [{} for _ in images]
+        try:
+            found = compute_columns(
+                path, [each.decoded.image for each in images], [each.row.captions for each in images]
+            )
+        except UserError:
+            raise
+        except Exception as error:  # a bug in the user's function; the traceback follows
+            keys = f'{images[0].entry.key!r} to {images[-1].entry.key!r}'
+            raise RuntimeError(f'{self.name}, images {keys}: {path}: {error!r}') from error
+        for each, columns in zip(images, found, strict=True):
+            if taken := columns.keys() & each.entry.metadata.keys():
+                raise UserError(
+                    f'{path}: image {each.entry.key!r} has a column {min(taken)!r} already; use another name for the '
+                    'computed one'
+                )
+        return found
+
+    @contextmanager
+    def _naming(self, entry: Entry) -> Iterator[None]:
+        """Name the image in an exception that is a bug, and not a bad image."""
+        try:
+            yield
+        except Unfit:
+            raise
+        except Exception as error:
+            raise RuntimeError(f'{self.name}, image {entry.key!r}: {error!r}') from error
 
     def _entries(self, note: Note) -> Iterator[Entry | PassedOver]:
         """Yield the images of the part with their captions, each named in `note` in case the process dies at it.

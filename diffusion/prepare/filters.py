@@ -64,8 +64,8 @@ class Filters:
                 f'filters.columns: {sorted(self.columns)} contains a column twice; names are compared ignoring case'
             )
 
-    def problem(self, width: int, height: int, captions: Sequence[str], metadata: Mapping[str, Any]) -> str | None:
-        """Return the reason to reject an image, such as `aesthetic_score_below_4.5`, or None to keep it."""
+    def image_problem(self, width: int, height: int, captions: Sequence[str]) -> str | None:
+        """Return the reason to reject an image by its size or its captions, such as `too_small`, or None to keep it."""
         if min(width, height) < self.min_side:
             return 'too_small'
         if self.max_aspect is not None and max(width, height) > self.max_aspect * min(width, height):
@@ -74,6 +74,10 @@ class Filters:
             return 'caption_too_short'
         if not any(self.min_caption <= len(caption) <= self.max_caption for caption in captions):
             return 'caption_too_long'
+        return None
+
+    def column_problem(self, metadata: Mapping[str, Any]) -> str | None:
+        """Return the reason to reject an image by its columns, such as `aesthetic_score_below_4.5`, or None."""
         values = {name.casefold(): value for name, value in metadata.items()}
         found = (self._column_problem(name.casefold(), limits, values) for name, limits in self.columns.items())
         return next((problem for problem in found if problem is not None), None)

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from PIL import Image
@@ -36,16 +37,20 @@ def sample_columns(settings: PrepareSettings) -> dict[str, str]:
     return COLUMNS | ({CAPTION_COLUMNS: 'json'} if settings.source.caption_columns else {})
 
 
-def make_samples(
-    entry: Entry, row: InputRow, *, settings: PrepareSettings, buckets: Buckets
-) -> list[tuple[str, dict[str, Any]]]:
-    """Convert an entry (image with captions and metadata) of a source to the samples to store, one per bucket.
+@dataclass(frozen=True)
+class Candidate:
+    """A decoded image with its captions, which only the filters by columns and the buckets may still reject."""
 
-    Its measurements are written into `row`, its row of the part's table, even if the entry is then rejected. The image
-    is decoded once and encoded for each of its buckets.
+    entry: Entry
+    row: InputRow
+    """Row of the part's table, with the measurements so far."""
+    decoded: DecodedImage
 
-    Returns:
-        Pairs (bucket name, sample), from the smallest resolution to the largest.
+
+def decode_entry(entry: Entry, row: InputRow, settings: PrepareSettings, buckets: Buckets) -> Candidate:
+    """Decode an entry (image with captions and metadata) of a source, and check its captions and its size.
+
+    Its measurements are written into `row`, its row of the part's table, even if the entry is then rejected.
 
     Raises:
         Unfit: The entry is rejected.
@@ -68,7 +73,33 @@ def make_samples(
         svg_side=buckets.largest_side,
     )
     row.width, row.height = decoded.width, decoded.height
-    problem = filters.problem(decoded.width, decoded.height, captions, entry.metadata)
+    problem = filters.image_problem(decoded.width, decoded.height, captions)
+    if problem is not None:
+        raise Unfit(problem)
+    return Candidate(entry, row, decoded)
+
+
+def make_samples(
+    candidate: Candidate, computed: Mapping[str, Any], *, settings: PrepareSettings, buckets: Buckets
+) -> list[tuple[str, dict[str, Any]]]:
+    """Return the samples to store of an image, one per bucket; the image is encoded for each of them.
+
+    Args:
+        candidate: The image, whose row gets its hashes.
+        computed: Columns that were computed for it.
+        settings: Settings of the preparation.
+        buckets: Buckets of the dataset.
+
+    Returns:
+        Pairs (bucket name, sample), from the smallest resolution to the largest.
+
+    Raises:
+        Unfit: The image is rejected.
+    """
+    entry, row, decoded = candidate.entry, candidate.row, candidate.decoded
+    assert entry.image is not None
+    metadata = entry.metadata | dict(computed)
+    problem = settings.filters.column_problem(metadata)
     if problem is not None:
         raise Unfit(problem)
     chosen = buckets.choose(decoded.width, decoded.height)
@@ -76,7 +107,7 @@ def make_samples(
         raise Unfit('too_small')
     row.exact_hash, row.perceptual_hash = exact_hash(decoded.image), perceptual_hash(decoded.image)
     row.is_flat = is_flat(decoded.image)
-    shared: dict[str, Any] = {'captions': captions, 'key': row.key, 'metadata': _metadata(entry.metadata, row)}
+    shared: dict[str, Any] = {'captions': row.captions, 'key': row.key, 'metadata': _metadata(metadata, row)}
     if settings.source.caption_columns:
         shared[CAPTION_COLUMNS] = row.caption_columns
     samples = []

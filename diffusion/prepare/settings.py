@@ -19,6 +19,7 @@ from diffusion.config.secret_patterns import secret_problems
 from diffusion.config.yaml_files import UnreadableYAML, merge_and_resolve, read_chain
 from diffusion.errors import UserError
 from diffusion.prepare.bucket_choice import sizes_problem
+from diffusion.prepare.computed_columns import file_problem, source_hash
 from diffusion.prepare.file_listing import is_remote
 from diffusion.prepare.filters import Filters
 from diffusion.prepare.image_decoding import MAX_PIXELS
@@ -191,6 +192,9 @@ class PrepareSettings:
     """Maximum width times height; larger images are rejected before they are decoded."""
     filters: Filters = field(default_factory=Filters)
     """Limits on images and captions."""
+    columns_from: str | None = None
+    """Python file with a function `columns(images, captions)`, which computes metadata columns of batches of images,
+    such as scores to filter by. The file is run as code. null computes none."""
     store: Literal['resized', 'original'] = 'resized'
     """resized: scale images down to their bucket; original: keep the bytes of files that need no correction."""
     jpeg_quality: int = 95
@@ -266,7 +270,9 @@ class PrepareSettings:
             del values['source']['caption_text']
         if not self.fills_every_bucket or len(self.sizes) == 1:
             del values['buckets']
-        for name in ('hold_out', 'formats', 'key_prefix'):
+        if self.columns_from is not None:
+            values['columns_from'] = {'file': Path(self.columns_from).name, 'sha256': source_hash(self.columns_from)}
+        for name in ('hold_out', 'formats', 'key_prefix', 'columns_from'):
             if not values[name]:
                 del values[name]
         return values
@@ -340,6 +346,8 @@ def check_settings(settings: PrepareSettings) -> list[Problem]:
         settings.filters.check()
     except UserError as error:
         gather.problem('', str(error))
+    if settings.columns_from is not None and (problem := file_problem(settings.columns_from)):
+        gather.problem('columns_from', problem)
     _check_folders(settings, gather)
     _check_hold_out(settings, gather)
     try:

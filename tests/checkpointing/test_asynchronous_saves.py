@@ -182,7 +182,7 @@ def test_full_disk_found_by_the_thread_makes_room_for_a_snapshot_of_the_present_
     found, messages = the_checkpointer(trainer), []
     found.failed_saves.on_failure = messages.append
     # The disk is full for ba6, which replaces ba2; the thread has found out before the end of batch 7.
-    wait = At(Event.BATCH_START, 6, lambda: time.sleep(0.7))
+    wait = At(Event.BATCH_START, 6, lambda: found._running._thread.join(60))  # type: ignore[union-attr]
     trainer.state.callbacks.append(wait)
     with active(tmp_path / 'counts', Fault('write', r'\.ba6\.unfinished/state', 'ENOSPC', times=1)):
         trainer.fit()

@@ -105,7 +105,9 @@ def test_training_continues_after_a_fault_in_any_phase_of_a_save(write, undistur
         verify_checkpoint(run / name)
     assert_same_run(run, undisturbed)
     assert list(read_metrics(run / 'metrics.jsonl')['checkpoint/failed_saves'].values()) == [1, 2, 3, 4]
-    errors = [record.getMessage() for record in caplog.records if record.levelname == 'ERROR']
+    # Other loggers may have errors meanwhile, such as the S3 server of earlier tests.
+    ours = [record for record in caplog.records if record.name.startswith('diffusion')]
+    errors = [record.getMessage() for record in ours if record.levelname == 'ERROR']
     assert errors == calls, 'one line for each failed save'
     expected = [
         r'ba1: not saved, Input/output error: \S+/state\.pt; training continues to the next save .* 1 of 3',

@@ -10,7 +10,7 @@ from diffusion.prepare.filters import Filters, ValueRange
 def problem(
     filters: Filters, width: int = 100, height: int = 100, caption: str = 'a cat', **columns: Any
 ) -> str | None:
-    return filters.problem(width, height, [caption], columns)
+    return filters.image_problem(width, height, [caption]) or filters.column_problem(columns)
 
 
 def test_defaults_keep_everything() -> None:
@@ -30,7 +30,7 @@ def test_limits_on_caption_length() -> None:
     assert [problem(filters, caption='x' * n) for n in (2, 3, 5, 6)] == [
         *('caption_too_short', None, None, 'caption_too_long')
     ]
-    assert filters.problem(9, 9, ['xx', 'xxxx', 'x' * 50], {}) is None
+    assert filters.image_problem(9, 9, ['xx', 'xxxx', 'x' * 50]) is None
 
 
 def test_limits_on_numeric_columns() -> None:

@@ -1,0 +1,187 @@
+"""Columns that a user's file computes for batches of images: stored, filtered by, recorded, or refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drawn import DrawnSource, draw, keys, samples, settings
+from small_networks import write_clip
+from transformers import CLIPModel, CLIPProcessor
+
+from diffusion.config.load import RecipeError
+from diffusion.errors import UserError
+from diffusion.prepare.append import append
+from diffusion.prepare.computed_columns import BATCH_IMAGES, compute_columns
+from diffusion.prepare.engines import run_job
+from diffusion.prepare.pipeline import prepare
+
+BRIGHTNESS = """
+import numpy as np
+
+def columns(images, captions):
+    assert len(images) == len(captions) <= 64
+    assert {each.mode for each in images} == {'RGB'}
+    assert all(each[0].startswith('a caption of image') for each in captions)
+    return {
+        'brightness': np.array([np.asarray(each).mean() for each in images], np.float32),
+        'batch': [len(images)] * len(images),
+    }
+"""
+ROOT = Path(__file__).parents[2]
+
+
+def here(jobs):
+    return map(run_job, jobs)
+
+
+@pytest.fixture
+def brightness(tmp_path) -> Path:
+    path = tmp_path / 'brightness.py'
+    path.write_text(BRIGHTNESS)
+    return path
+
+
+def brightness_of(number: int) -> float:
+    import io
+
+    import numpy as np
+    from drawn import encoded_image
+    from PIL import Image
+
+    return float(np.asarray(Image.open(io.BytesIO(encoded_image(number))).convert('RGB')).mean())
+
+
+def test_columns_of_batches_are_stored_and_filtered_by(tmp_path, brightness):
+    source = DrawnSource(parts_count=2, each=70, broken=35)
+    filters = {'columns': {'brightness': {'min': 127.5}}}
+    report = prepare(settings(tmp_path / 'out', columns_from=str(brightness), filters=filters), source=source, run=here)
+    whole = [number for number in range(140) if number % 35]
+    bright = [number for number in whole if brightness_of(number) >= 127.5]
+    assert report is not None and report.inputs == 140
+    assert report.rejected['brightness_below_127.5'].count == len(whole) - len(bright)
+    stored = {sample['key']: sample['metadata'] for sample in samples(tmp_path / 'out' / '16px')}
+    assert sorted(stored) == sorted(f'image-{number}' for number in bright)
+    for number in bright:
+        assert stored[f'image-{number}']['brightness'] == pytest.approx(brightness_of(number))
+        assert stored[f'image-{number}']['aesthetic_score'] == number % 10
+    # 68 images of each part can be decoded.
+    assert {each['batch'] for each in stored.values()} <= {BATCH_IMAGES, 4}
+
+
+def test_dataset_without_computed_columns_is_the_same_as_before(tmp_path, brightness):
+    """Batches change neither the order nor the bytes of the samples, apart from the columns."""
+    source = DrawnSource(parts_count=2, each=70, broken=9)
+    for name, more in (('plain', {}), ('computed', {'columns_from': str(brightness)})):
+        prepare(settings(tmp_path / name, **more), source=source, run=here)
+    assert keys(tmp_path / 'plain') == keys(tmp_path / 'computed')
+    for plain, computed in zip(*(samples(tmp_path / name / '16px') for name in ('plain', 'computed')), strict=True):
+        for column in ('brightness', 'batch'):
+            del computed['metadata'][column]
+        assert plain == computed
+
+
+def test_file_belongs_to_the_settings_of_the_dataset(tmp_path, brightness):
+    source, given = DrawnSource(parts_count=1), {'columns_from': str(brightness)}
+    prepare(settings(tmp_path / 'out', **given), source=source, run=here)
+    later = DrawnSource(parts_count=2, stamp='2')
+    with pytest.raises(UserError, match=r'has columns that brightness.py computes; add --columns-from with its path'):
+        append(settings(tmp_path / 'out'), source=later, run=here)
+    moved = tmp_path / 'moved.py'
+    brightness.rename(moved)
+    moved.rename(brightness)  # the same file again
+    append(settings(tmp_path / 'out', **given), source=later, run=here)
+    assert all('brightness' in each['metadata'] for each in samples(tmp_path / 'out' / '16px'))
+    brightness.write_text(BRIGHTNESS.replace('mean', 'max'))
+    with pytest.raises(UserError, match='columns_from.sha256'):
+        append(settings(tmp_path / 'out', **given), source=DrawnSource(parts_count=3), run=here)
+    record = json.loads((tmp_path / 'out' / 'dataset.json').read_text())
+    assert record['settings']['columns_from']['file'] == 'brightness.py'
+
+
+@pytest.mark.parametrize(
+    ('body', 'message'),
+    [
+        ('return [1, 2]', r'columns\(\) returned a list; return a dictionary such as'),
+        ("return {'score': [1.0]}", "returned 1 values of 'score' for 2 images; return one each"),
+        ("return {'score': 'ab'}", "returned no list of values of 'score' for 2 images"),
+        ("return {'score': 3}", "returned no list of values of 'score' for 2 images"),
+        ("return {'language': ['en', 'de']}", "returned the column 'language'; use another name"),
+        ('return {1: [0, 0]}', 'returned the column 1; use another name'),
+    ],
+)
+def test_wrong_results_are_refused(tmp_path, body, message):
+    path = tmp_path / 'wrong.py'
+    path.write_text(f'def columns(images, captions):\n    {body}\n')
+    with pytest.raises(UserError, match=f'wrong.py: .*{message}'):
+        compute_columns(str(path), [draw(0), draw(1)], [['a'], ['b']])
+
+
+def test_values_become_json(tmp_path):
+    path = tmp_path / 'values.py'
+    path.write_text(
+        'import torch\n'
+        'def columns(images, captions):\n'
+        "    return {'a': torch.tensor([1.5, float('nan')]), 'b': (torch.tensor(3), None), 'c': ['x', [1, 2.5]]}\n"
+    )
+    found = compute_columns(str(path), [draw(0), draw(1)], [['a'], ['b']])
+    assert found == [{'a': 1.5, 'b': 3, 'c': 'x'}, {'a': None, 'b': None, 'c': [1, 2.5]}]
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_column_of_the_source_is_not_replaced(tmp_path):
+    path = tmp_path / 'again.py'
+    path.write_text("def columns(images, captions):\n    return {'aesthetic_score': [1.0] * len(images)}\n")
+    with pytest.raises(UserError, match="image 'image-0' has a column 'aesthetic_score' already; use another name"):
+        prepare(settings(tmp_path / 'out', columns_from=str(path)), source=DrawnSource(parts_count=1), run=here)
+
+
+def test_error_of_the_function_keeps_its_traceback_and_names_the_images(tmp_path):
+    path = tmp_path / 'buggy.py'
+    path.write_text('def columns(images, captions):\n    return undefined\n')
+    with pytest.raises(RuntimeError, match=r"images 'image-0' to 'image-7': .*buggy.py: NameError") as found:
+        prepare(settings(tmp_path / 'out', columns_from=str(path)), source=DrawnSource(parts_count=1), run=here)
+    assert isinstance(found.value.__cause__, NameError)
+
+
+@pytest.mark.parametrize(
+    ('name', 'content', 'message'),
+    [
+        ('missing.py', None, 'No such file or directory; give a Python file with a function `columns`'),
+        ('scores.json', '{}', 'is not a Python file'),
+    ],
+)
+def test_file_is_checked_before_images_are_read(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(RecipeError, match=f'columns_from: .*{message}'):
+        settings(tmp_path / 'out', columns_from=str(tmp_path / name))
+
+
+def test_file_without_the_function_is_refused(tmp_path):
+    path = tmp_path / 'empty.py'
+    path.write_text('')
+    with pytest.raises(UserError, match=r'has no function `columns`; define columns\(images, captions\)'):
+        compute_columns(str(path), [draw(0)], [['a']])
+
+
+def test_settings_without_a_file_are_those_of_earlier_versions(tmp_path):
+    assert 'columns_from' not in settings(tmp_path / 'out').content_settings()
+
+
+def test_example_scores_by_a_model_from_a_local_folder(tmp_path, monkeypatch):
+    folder = write_clip(tmp_path / 'clip')
+    monkeypatch.setenv('CLIP_FOLDER', str(folder))
+    threads = torch.get_num_threads()
+    images, captions = [draw(0, width=40, height=40), draw(1, width=60, height=30)], [['a cat', 'x'], ['two dogs']]
+    try:
+        found = compute_columns(str(ROOT / 'docs' / 'clip_similarity.py'), images, captions)
+    finally:
+        torch.set_num_threads(threads)
+    model: Any = CLIPModel.from_pretrained(folder)
+    processor: Any = CLIPProcessor.from_pretrained(folder)
+    for image, texts, columns in zip(images, captions, found, strict=True):
+        with torch.no_grad():
+            logits = model(**processor(images=image, text=texts[:1], return_tensors='pt')).logits_per_image
+        assert columns['clip_similarity'] == pytest.approx(float(logits / model.logit_scale.exp()), abs=1e-5)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from diffusion.config.yaml_syntax import Dumper
 from diffusion.launch.backends.base import Rendered
 from diffusion.launch.job_checks import CheckedSpec, check_jobs, load_job_spec
 from tests.launch.specs import BACKENDS, changed
@@ -38,7 +39,8 @@ def write_spec(tmp_path: Path) -> Callable[..., Path]:
         }
         content = changed(changed(content, BACKENDS[backend]), changes)
         path = tmp_path / 'job.yaml'
-        path.write_text(yaml.safe_dump(content, sort_keys=False), encoding='utf-8')
+        # Not safe_dump: it leaves 0E0 unquoted, which is a number in YAML 1.2.
+        path.write_text(yaml.dump(content, Dumper=Dumper, sort_keys=False), encoding='utf-8')
         return path
 
     return write

@@ -84,6 +84,7 @@ def octal_quoted(value: str) -> str:
 @few
 @given(texts=text_lists)
 @example(texts=HOSTILE)
+@example(texts=['0E0', '1e3', '.5', '2026-01-01', 'yes'])
 def test_shell_passes_overrides_and_variables_unchanged(backend, texts, prepare, tmp_path):
     changes = hostile(texts) | ({'gpu': None, 'gpus_per_node': 1, 'nodes': 1} if backend == 'local' else {})
     checked, rendered = prepare(backend, **changes)

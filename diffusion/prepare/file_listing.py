@@ -38,7 +38,7 @@ class File:
 def list_files(location: str, suffixes: Collection[str] | None) -> tuple[list[File], list[PassedOver]]:
     """List files sorted by name, or in the order of the braces in `location`; and those that are passed over.
 
-    Hidden files, those in hidden folders, and those with other suffixes are passed over.
+    Hidden files, those in hidden folders, those with other suffixes, and broken links are passed over.
 
     Args:
         location: A folder, searched recursively; a single file with any suffix; a webdataset-style pattern with braces,
@@ -48,7 +48,8 @@ def list_files(location: str, suffixes: Collection[str] | None) -> tuple[list[Fi
             files and allows an empty result.
 
     Raises:
-        UserError: No file was found, a file named by the braces is missing, or the store denies access.
+        UserError: No file was found, a file named by the braces is missing, a folder links to one that contains it, or
+            the store denies access.
         OSError: The store does not respond.
     """
     location = location.removeprefix('file://')
@@ -60,7 +61,7 @@ def list_files(location: str, suffixes: Collection[str] | None) -> tuple[list[Fi
         return _list_expanded(wanted, location), []
     if is_pattern(location) and not os.path.exists(location):
         return _list_matching(location, suffixes)
-    listed = _list_store(location) if is_remote(location) else _list_folder(location)
+    listed, unread = _list(location)
     if len(listed) == 1 and listed[0].url in (location, os.path.normpath(location)):
         return listed, []
     found, others = _split_by_suffix(sorted(listed, key=lambda file: file.name), suffixes)
@@ -68,7 +69,7 @@ def list_files(location: str, suffixes: Collection[str] | None) -> tuple[list[Fi
         raise UserError(
             f'{location}: contains no {", ".join(sorted(suffixes))} files; give the folder that contains them'
         )
-    return found, others
+    return found, others + unread
 
 
 @contextmanager
@@ -185,7 +186,7 @@ def _list_matching(location: str, suffixes: Collection[str] | None) -> tuple[lis
     """List the files that match a pattern, sorted; names are relative to the folder before the first wildcard."""
     start = re.split(r'[*?\[]', location, maxsplit=1)[0]
     base, pattern = start[: start.rfind('/') + 1], location[start.rfind('/') + 1 :]
-    listed = _list_store(base) if is_remote(location) else _list_folder(base or '.')
+    listed, unread = _list(base or '.')
     found = sorted((file for file in listed if matches(file.name, pattern)), key=lambda file: file.name)
     if not found:
         raise UserError(f'{location}: no file matches; list {base or "."} and correct the pattern')
@@ -193,7 +194,7 @@ def _list_matching(location: str, suffixes: Collection[str] | None) -> tuple[lis
     if not kept:
         wanted = 'visible' if suffixes is None else ', '.join(sorted(suffixes))
         raise UserError(f'{location}: matches no {wanted} files, only {others[0].key}')
-    return kept, others
+    return kept, others + [link for link in unread if matches(link.key, pattern)]
 
 
 def _split_by_suffix(files: Iterable[File], suffixes: Collection[str] | None) -> tuple[list[File], list[PassedOver]]:
@@ -228,7 +229,7 @@ def _list_expanded(wanted: list[str], location: str) -> list[File]:
     # One listing of that folder instead of one request per file.
     base = location.partition('{')[0].rpartition('/')[0] + '/'
     base = base if '/' in location.partition('{')[0] else '.'
-    listed = _list_store(base) if is_remote(location) else _list_folder(base)
+    listed, _ = _list(base)
     by_url = {file.url: file for file in listed}
     wanted = [url if is_remote(location) else os.path.normpath(url) for url in dict.fromkeys(wanted)]
     missing = [url for url in wanted if url not in by_url]
@@ -237,20 +238,34 @@ def _list_expanded(wanted: list[str], location: str) -> list[File]:
     return [by_url[url] for url in wanted]
 
 
-def _list_folder(location: str) -> list[File]:
-    """List all files below a local folder, or the file itself."""
+def _list(location: str) -> tuple[list[File], list[PassedOver]]:
+    """List all files below a folder, or the file itself; and links that lead nowhere."""
+    return (_list_store(location), []) if is_remote(location) else _list_folder(location)
+
+
+def _list_folder(location: str) -> tuple[list[File], list[PassedOver]]:
+    """List all files below a local folder and the folders that it links to, or the file itself; and broken links.
+
+    Raises:
+        UserError: There is no such folder, it cannot be read, or it links to a folder that contains the link.
+    """
     root = os.path.normpath(location)
     if os.path.isfile(root):
-        return [_file(root, os.path.basename(root))]
+        return [_file(root, os.path.basename(root))], []
     if not os.path.isdir(root):
         raise UserError(f'{location}: there is no such folder or file')
-    found = []
-    for folder, _, names in os.walk(root, onerror=_raise_listing_error):
-        paths = (os.path.normpath(os.path.join(folder, name)) for name in names)
-        found += [
-            _file(path, os.path.relpath(path, root).replace(os.sep, '/')) for path in paths if os.path.isfile(path)
-        ]
-    return found
+    found, broken = [], []
+    for folder, folders, names in os.walk(root, onerror=_raise_listing_error, followlinks=True):
+        for link in (os.path.join(folder, name) for name in folders if os.path.islink(os.path.join(folder, name))):
+            if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(link)):
+                raise UserError(f'{link}: links to a folder that contains it; remove the link')
+        for path in (os.path.normpath(os.path.join(folder, name)) for name in names):
+            name = os.path.relpath(path, root).replace(os.sep, '/')
+            if os.path.isfile(path):
+                found.append(_file(path, name))
+            elif os.path.islink(path):
+                broken.append(PassedOver(as_utf8(name), 'broken link'))
+    return found, sorted(broken, key=lambda link: link.key)
 
 
 def _file(path: str, name: str) -> File:

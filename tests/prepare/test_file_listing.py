@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from object_store import Store
 
+from diffusion.errors import UserError
 from diffusion.prepare import file_listing
 from diffusion.prepare.file_listing import File, expand_braces, local_copy, part_name, single_file_part
 
@@ -28,6 +29,30 @@ def test_folder_is_listed_recursively_and_sorted(tmp_path: Path) -> None:
     assert [(file.name, file.size) for file in files] == [('a.tar', 5), ('b/0.TAR', 7), ('b/1.tar', 7)]
     assert [Path(file.url).read_bytes().decode() for file in files] == ['a.tar', 'b/0.TAR', 'b/1.tar']
     assert list_files(f'file://{tmp_path}/', ['.tar']) == files
+
+
+def test_links_are_followed_and_broken_ones_counted(tmp_path: Path) -> None:
+    touch(tmp_path / 'elsewhere' / 'deep' / 'a.tar')
+    folder = tmp_path / 'folder'
+    touch(folder / 'b.tar')
+    (folder / 'linked').symlink_to(tmp_path / 'elsewhere')
+    (folder / 'c.tar').symlink_to(tmp_path / 'elsewhere' / 'deep' / 'a.tar')
+    (folder / 'linked' / 'gone.tar').symlink_to(tmp_path / 'nothing')
+    (folder / 'gone').symlink_to('../nothing')
+    for location in (folder, folder / '**'):
+        files, others = file_listing.list_files(str(location), ['.tar'])
+        assert [file.name for file in files] == ['b.tar', 'c.tar', 'linked/deep/a.tar']
+        assert [(each.key, each.kind) for each in others] == [
+            *(('gone', 'broken link'), ('linked/gone.tar', 'broken link'))
+        ]
+
+
+@pytest.mark.parametrize('target', ['..', '.', '../..'])
+def test_link_to_a_folder_that_contains_it_is_refused(tmp_path: Path, target: str) -> None:
+    touch(tmp_path / 'folder' / 'inner' / 'a.tar')
+    (tmp_path / 'folder' / 'inner' / 'link').symlink_to(target)
+    with pytest.raises(UserError, match='folder/inner/link: links to a folder that contains it; remove the link'):
+        list_files(str(tmp_path / 'folder'), ['.tar'])
 
 
 def test_stamp_changes_with_the_content(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Data loader that numbers its batches within the epoch and makes all ranks stop at the same batch on any failure."""
 
+import contextlib
 import datetime
 import itertools
 import logging
@@ -62,8 +63,10 @@ class _EndOfWorkers:
         """Set the event, unless its lock is held for WORKER_EXIT_SECONDS."""
         self._is_set = True
         thread = threading.Thread(target=self._event.set, name='end of the workers', daemon=True)
-        thread.start()
-        thread.join(WORKER_EXIT_SECONDS)
+        # Python starts no threads while it ends; PyTorch terminates workers that do not end by themselves.
+        with contextlib.suppress(RuntimeError):
+            thread.start()
+            thread.join(WORKER_EXIT_SECONDS)
 
 
 class BucketedLoader(StreamingDataLoader):

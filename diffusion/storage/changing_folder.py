@@ -6,6 +6,7 @@ content under a lock on a local file system.
 
 import hashlib
 import os
+import secrets
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +21,7 @@ from diffusion.storage.object_store import split
 from diffusion.storage.retry import PreconditionFailed
 
 PROBE = 'conditional-write-check'
-"""Object that `check_conditions` writes and deletes."""
+"""Start of the name of the object that `check_conditions` writes and deletes."""
 
 
 class Versioned(NamedTuple):
@@ -201,6 +202,7 @@ class EtagFolder(ChangingFolder):
 
     def check_conditions(self) -> None:
         """Check that the store has conditional writes, by one of an empty object that is deleted again."""
-        with suppress(PreconditionFailed):  # another process checks at the same time
-            self.replace(PROBE, b'', None)
-        self.delete([PROBE])
+        name = f'{PROBE}-{secrets.token_hex(8)}'  # other processes check at the same time
+        with suppress(PreconditionFailed):  # the request was repeated after an error, although it had succeeded
+            self.replace(name, b'', None)
+        self.delete([name])

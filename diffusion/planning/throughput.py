@@ -22,7 +22,7 @@ UNET_LAUNCH_SECONDS = 0.111
 """Time for which the host launches the kernels of a microbatch of Stable Diffusion 2's U-Net, compiled.
 
 Measured by benchmarks/step.py on 2026-11-26: one H200 with an Intel Xeon, 16 images in 39 ms of the GPU's time; 0.130 s
-without compilation, for 52 ms. It hardly depends on the number of images.
+without compilation, for 52 ms. With 128 images there are as many kernels: 4,110 instead of 3,910.
 """
 LARGE_UNET = 5e8
 """Parameters from which a U-Net has at least as many kernels as Stable Diffusion 2's, of 8.7e8."""

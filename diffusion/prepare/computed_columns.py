@@ -49,8 +49,8 @@ def compute_columns(
         captions: Captions of each image.
 
     Raises:
-        UserError: The file cannot be run or has no such function, or the function does not return a dictionary of
-            columns with B values each. Exceptions of the function itself are raised as they are.
+        UserError: The file has no such function, or the function does not return a dictionary of columns with B values
+            each. Exceptions of the file and the function themselves are raised as they are.
     """
     found = _function(str(Path(path).resolve()))(list(images), [list(each) for each in captions])
     if not isinstance(found, Mapping):

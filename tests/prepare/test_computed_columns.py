@@ -88,10 +88,10 @@ def test_file_belongs_to_the_settings_of_the_dataset(tmp_path, brightness):
     later = DrawnSource(parts_count=2, stamp='2')
     with pytest.raises(UserError, match=r'has columns that brightness.py computes; add --columns-from with its path'):
         append(settings(tmp_path / 'out'), source=later, run=here)
-    moved = tmp_path / 'moved.py'
-    brightness.rename(moved)
-    moved.rename(brightness)  # the same file again
-    append(settings(tmp_path / 'out', **given), source=later, run=here)
+    moved = tmp_path / 'elsewhere' / brightness.name
+    moved.parent.mkdir()
+    moved.write_text(BRIGHTNESS)
+    append(settings(tmp_path / 'out', columns_from=str(moved)), source=later, run=here)
     assert all('brightness' in each['metadata'] for each in samples(tmp_path / 'out' / '16px'))
     brightness.write_text(BRIGHTNESS.replace('mean', 'max'))
     with pytest.raises(UserError, match='columns_from.sha256'):

@@ -110,7 +110,7 @@ def _step_section(table: Mapping[str, Any]) -> str:
         'ms/step',
         *(f'{each},<br>ms' for each in STAGES),
     ]
-    head += ['GPU,<br>ms', 'peak,<br>GiB', 'planned,<br>GiB', 'peak over<br>planned, %']
+    head += ['GPU busy,<br>ms', 'peak,<br>GiB', 'planned,<br>GiB', 'peak over<br>planned, %']
     rows = []
     published = published_utilization(pixels) if table['on_gpu'] else None
     if published:

@@ -9,7 +9,7 @@ microbatches. On a CPU, it trains a small U-Net in float32, which shows that the
 compiling takes a quarter of an hour there, so it needs --compile.
 
 A step is one batch, split into microbatches, and one optimizer update. MFU is FLOPs of three forward passes over the
-GPU's peak. `GPU` is the time of a step for which the GPU computes; it waits for the host for the rest. `--absent
+GPU's peak. `GPU busy` is the time of a step for which the GPU computes; it waits for the host for the rest. `--absent
 compile` adds a row with all settings but compile, which shows what its absence costs. `--graph` adds a row with the
 eager U-Net as a CUDA graph, in the small microbatches.
 """
@@ -285,7 +285,7 @@ def print_table(variants: Sequence[Variant], batch: int, size: int, pixels: int)
     peak = peak_flops()
     flops = batch * 3 * sd2_forward_flops(size)
     print(f'\n{pixels} px, batch {batch}, latents {size}x{size}\n')
-    print('| | microbatch | ms/step | GPU, ms | kernels | images/s | MFU, % | speedup | GiB |')
+    print('| | microbatch | ms/step | GPU busy, ms | kernels | images/s | MFU, % | speedup | GiB |')
     print('|---|---|---|---|---|---|---|---|---|')
     plain = variants[0]
     for each in variants:

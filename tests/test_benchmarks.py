@@ -89,7 +89,7 @@ def test_step_benchmark_has_a_row_per_part(rows):
     table = rows('step', '--pixels', '256', '--steps', '1', '--warmup', '1', '--millions', '1')
 
     names = [name for name in table if name.startswith('+ ')]
-    assert table['plain'][4] == '1.00'
+    assert table['plain'][6] == '1.00'
     assert names == [f'+ {part}' for part in ADDED]
 
 
@@ -146,7 +146,8 @@ def test_step_benchmark_runs_the_statements_for_a_gpu(module, monkeypatch, tmp_p
     ]
     for row in table['rows']:
         assert 0 < row['mfu'] < 1 and row['peak_gib'] == 1 and row['planned_gib'] > 10
-        assert 0 < sum(row['stages'].values()) <= row['host_seconds'] + 0.01 <= row['step_seconds'] + 0.01
+        assert 0 < sum(row['stages'].values()) <= row['step_seconds'] + 0.01
+        assert row['gpu_seconds'] == row['kernels'] == 0, 'no GPU took part'
 
 
 def test_muon_benchmark_counts_fewer_operations_in_batches(rows):

@@ -11,6 +11,8 @@ from diffusion.launch import environment, liveness
 from diffusion.launch.bounded_call import STORAGE_SECONDS, call_with_limit, storage_problem
 from diffusion.launch.workers import Outcome
 
+BEGIN = 'begin'
+"""Cause in the line that the first node writes when it has recorded the begin of an attempt."""
 LOCAL_CAUSES = ('crash', 'killed', 'hardware')
 """Causes of an attempt's end that are due to the machine on which they were found."""
 
@@ -70,15 +72,20 @@ def end_of_attempt(outcome: Outcome, environ: Mapping[str, str], first: NodeExit
     return NodeExit(first.status, machine, first.cause, detail)
 
 
-def earlier_attempt_ran(environ: Mapping[str, str]) -> bool:
-    """Return True if the exit file of an earlier attempt shows that a node ran it; only Slurm keeps that file."""
+def earlier_attempt_has_begun(environ: Mapping[str, str]) -> bool | None:
+    """Return True if the first node began an earlier attempt of this job, False if it began none, None if unknown.
+
+    Only Slurm keeps the exit files of all attempts.
+    """
     path, attempt = environ.get(environment.EXIT_FILE, ''), environ.get(environment.ATTEMPT, '')
     stem, numbered, _ = path.rpartition(f'.{attempt}.exits')
     if not numbered or not attempt.isdigit():
-        return False
-    lines = [line for number in range(int(attempt)) for line in _read_lines(Path(f'{stem}.{number}.exits'))]
-    # A node that ended before it started its ranks writes no cause.
-    return any(len(line.split()) > 2 for line in lines)
+        return None
+    files = [_read_lines(Path(f'{stem}.{number}.exits')) for number in range(int(attempt))]
+    exits = [NodeExit.parse(line) for lines in files for line in lines]
+    if any(each is not None and each.cause == BEGIN for each in exits):
+        return True
+    return False if all(files) else None
 
 
 def report_exit(status: int, environ: Mapping[str, str], outcome: Outcome | None = None) -> int:

@@ -26,7 +26,7 @@ from diffusion.launch.attempts import Attempt
 from diffusion.launch.aws_secrets import fetch_secrets
 from diffusion.launch.bounded_call import within_limit
 from diffusion.launch.exit_file import (
-    earlier_attempt_ran,
+    earlier_attempt_has_begun,
     end_of_attempt,
     failure_elsewhere,
     report_exit,
@@ -249,11 +249,13 @@ class Node:
         if is_url(self.home):
             question = f'does S3_ENDPOINT_URL on {machine} lead to another store'
             remedy = f'{machine} reaches another store, correct its endpoint and credentials'
-        if restarts or earlier_attempt_ran(self.environ):
+        begun = True if restarts else earlier_attempt_has_begun(self.environ)
+        if begun:
             self._print(f'{missing}, and an earlier attempt has begun: {question}?')
             return FAILED
-        # The ranks compare the folders of all nodes, and end with FAILED if some of them see a run that has begun.
-        if self.position.rank:
+        # The ranks compare the folders of all nodes, and end with FAILED if some of them see a run that has begun. That
+        # none has begun is no fault: another node may end an attempt before the first has recorded it.
+        if self.position.rank or begun is False:
             return 0
         # The scheduler counts an attempt that it ended before this program began, for example when it evicts a pod
         # that still pulls its image. A retry would find the same, until all restarts are used.

@@ -8,7 +8,7 @@ from pathlib import Path
 from diffusion.launch import attempts, environment, heartbeat_file
 from diffusion.launch.attempts import Attempt, Clock
 from diffusion.launch.bounded_call import storage_problem, within_limit
-from diffusion.launch.exit_file import append_exit_line
+from diffusion.launch.exit_file import BEGIN, append_exit_line
 from diffusion.launch.run_status import newest_batch
 from diffusion.launch.stop_signals import describe_loss
 from diffusion.storage.shared_files import is_url, shared_files
@@ -38,9 +38,9 @@ class NodeRecords:
     def append(self, event: str, attempt: Attempt) -> None:
         """Append an attempt to attempts.jsonl; `event` is begin, progress or end."""
         if self.owns_run:
-            self._write(
-                attempts.ATTEMPTS, partial(attempts.append_attempt, self.run, event, replace(attempt), self.clock)
-            )
+            append = partial(attempts.append_attempt, self.run, event, replace(attempt), self.clock)
+            if self._write(attempts.ATTEMPTS, append) and event == 'begin':
+                append_exit_line(self.environ, f'0 {environment.machine_name(self.environ)} {BEGIN}')
 
     def add_fault(self, detail: str) -> None:
         """Record bad hardware of this node in the run's folder, where the next attempt of the first node reads it."""
@@ -74,8 +74,10 @@ class NodeRecords:
         within_limit(list_checkpoints)
         return describe_loss(attempt.last or 0, max(saved) or None)
 
-    def _write(self, name: str, write: Callable[[], object]) -> None:
+    def _write(self, name: str, write: Callable[[], object]) -> bool:
+        """Write to a file of the run; return False, after a message, if that fails."""
         problem = storage_problem(write)
         if problem:
             place = shared_files(self.run).locate(name)
             self.say(f'{place} cannot be written ({problem}); continuing without it')
+        return not problem

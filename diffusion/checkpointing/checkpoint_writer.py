@@ -20,7 +20,7 @@ from diffusion.checkpointing.checkpoint_store import FileRecord
 from diffusion.checkpointing.rank_agreement import gather_on_rank_zero, raise_on_all_ranks
 from diffusion.checkpointing.run_storage import SaveTarget
 from diffusion.checkpointing.sharded_writer import ShardedWrite
-from diffusion.checkpointing.snapshot import SnapshotBuffers
+from diffusion.checkpointing.snapshot import SnapshotBuffers, StateTensors
 from diffusion.checkpointing.snapshot_memory import reserve_on_all_ranks
 from diffusion.checkpointing.storage_faults import SaveFailed, describe_fault, storage_fault
 from diffusion.checkpointing.trainer_state import gather_state
@@ -151,11 +151,14 @@ class SaveInProgress:
         shards = {} if self._sharded is None else self._sharded.shards
         written = [leaf for leaf in tree_leaves([self._content, shards]) if isinstance(leaf, Tensor)]
         self.progress.total_bytes = sum(tensor.nbytes for tensor in written)
-        self.has_snapshot = buffers is not None and reserve_on_all_ranks(buffers, (self._content, shards))
-        if buffers is not None and self.has_snapshot:
-            self._content, shards = buffers.copy((self._content, shards))
-            if self._sharded is not None:
-                self._sharded.shards = shards
+        if buffers is not None:
+            copied = (self._content, shards)
+            found = StateTensors(copied)
+            self.has_snapshot = reserve_on_all_ranks(buffers, found)
+            if self.has_snapshot:
+                self._content, shards = buffers.copy(copied, found)
+                if self._sharded is not None:
+                    self._sharded.shards = shards
 
     def _publish(self, records: list[dict[str, FileRecord]], results: list[list[WriteResult]]) -> None:
         """Write the index of sharded tensors and the receipt from what all ranks have written; on rank 0."""

@@ -21,7 +21,7 @@ from diffusion.checkpointing.rank_agreement import raise_on_all_ranks, run_on_ea
 from diffusion.checkpointing.run_storage import RunStorage, run_storage
 from diffusion.checkpointing.save_interval import timed_interval
 from diffusion.checkpointing.sharded_state import present
-from diffusion.checkpointing.snapshot import SnapshotBuffers
+from diffusion.checkpointing.snapshot import SnapshotBuffers, StateTensors
 from diffusion.checkpointing.snapshot_memory import reserve_on_all_ranks
 from diffusion.checkpointing.storage_faults import SaveFailed
 from diffusion.checkpointing.tier_restore import find_resume_point, stored_batches
@@ -336,8 +336,9 @@ class Checkpointer(CheckpointSaver):
         assert self._buffers is not None
         content, _ = gather_state(state, sharded_tensors=False)
         written = content if dist.get_global_rank() == 0 else {}
-        if reserve_on_all_ranks(self._buffers, written):
-            self._buffers.place(written)
+        tensors = StateTensors(written)
+        if reserve_on_all_ranks(self._buffers, tensors):
+            self._buffers.place(tensors)
             self._buffers.touch()
         else:
             self._buffers = None

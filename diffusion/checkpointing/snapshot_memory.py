@@ -5,7 +5,7 @@ import os
 
 from composer.utils import dist
 
-from diffusion.checkpointing.snapshot import SnapshotBuffers, is_on_gpu, snapshot_bytes
+from diffusion.checkpointing.snapshot import SnapshotBuffers, StateTensors
 from diffusion.config.byte_sizes import bytes_text
 from diffusion.launch import environment
 from diffusion.storage.host_memory import available_memory
@@ -16,15 +16,15 @@ SPARE_FRACTION = 0.1
 """Fraction of a node's available memory that snapshots leave free."""
 
 
-def reserve_on_all_ranks(buffers: SnapshotBuffers, state: object) -> bool:
+def reserve_on_all_ranks(buffers: SnapshotBuffers, tensors: StateTensors) -> bool:
     """Allocate memory for a snapshot on every rank, or on none and return False; a collective.
 
     Args:
         buffers: This rank's memory.
-        state: What this rank's snapshot contains.
+        tensors: The tensors of what this rank's snapshot contains.
     """
     machine = environment.machine_name(os.environ)
-    need, available = snapshot_bytes(state), available_memory()
+    need, available = tensors.nbytes, available_memory()
     missing = max(0, need - buffers.nbytes)
     figures = dist.all_gather_object((machine, missing, available))
     if not any(each for _, each, _ in figures):
@@ -39,7 +39,7 @@ def reserve_on_all_ranks(buffers: SnapshotBuffers, state: object) -> bool:
                     *(bytes_text(needs[name]), name, bytes_text(free)),
                 )
             return False
-    return all(dist.all_gather_object(buffers.reserve(need, pinned=is_on_gpu(state))))
+    return all(dist.all_gather_object(buffers.reserve(need, pinned=tensors.on_gpu)))
 
 
 def has_room_on_all_nodes(needed_bytes: int) -> bool:

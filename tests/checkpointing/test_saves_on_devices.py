@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 
 from diffusion.checkpointing.checkpoint_weights import weights_of
 from diffusion.checkpointing.run_folder import find_checkpoint
-from diffusion.checkpointing.snapshot import SnapshotBuffers, is_on_gpu, snapshot_bytes
+from diffusion.checkpointing.snapshot import SnapshotBuffers, StateTensors
 from diffusion.config.load import load
 from diffusion.loggers.metrics_file import read_metrics
 from diffusion.training.train import build_trainer
@@ -29,9 +29,9 @@ def state_on(device: str) -> dict[str, Any]:
 def test_snapshot_holds_the_state_at_the_time_of_the_copy(device, caplog):
     caplog.set_level(logging.WARNING, 'diffusion')
     state, buffers = state_on(device), SnapshotBuffers()
-    assert is_on_gpu(state) == (device == 'cuda')
+    assert StateTensors(state).on_gpu == (device == 'cuda')
     expected = tree_map(lambda each: each.cpu() if isinstance(each, torch.Tensor) else each, copy.deepcopy(state))
-    assert buffers.reserve(snapshot_bytes(state), pinned=is_on_gpu(state))
+    assert buffers.reserve(StateTensors(state).nbytes, pinned=StateTensors(state).on_gpu)
     found: dict[str, Any] = {}
     for _ in range(2):  # the second snapshot uses the memory again
         # Work that is queued before the copy must be in it, and work that is queued after it must not.

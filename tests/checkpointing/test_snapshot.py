@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from diffusion.checkpointing import snapshot_memory
-from diffusion.checkpointing.snapshot import ALIGNMENT, SnapshotBuffers, snapshot_bytes
+from diffusion.checkpointing.snapshot import ALIGNMENT, SnapshotBuffers, StateTensors
 from diffusion.checkpointing.snapshot_memory import reserve_on_all_ranks
 
 
@@ -83,7 +83,7 @@ def same(one, other):
 def test_nothing_that_changes_later_reaches_a_snapshot():
     state, buffers = make_state(), SnapshotBuffers()
     expected = copy.deepcopy(state)
-    assert buffers.reserve(snapshot_bytes(state))
+    assert buffers.reserve(StateTensors(state).nbytes)
     found = buffers.copy(state)
     change(state)
     same(expected, found)
@@ -92,7 +92,7 @@ def test_nothing_that_changes_later_reaches_a_snapshot():
 @pytest.mark.filterwarnings('ignore:Validating sparse tensor invariants')  # torch 2.14, about its own check
 def test_snapshot_is_saved_like_the_state(tmp_path):
     state, buffers = make_state(), SnapshotBuffers()
-    assert buffers.reserve(snapshot_bytes(state))
+    assert buffers.reserve(StateTensors(state).nbytes)
     found = buffers.copy(state)
     assert found['model']['tied.a'] is found['model']['tied.b'], 'tied weights stay tied'
     assert found['model']['conv'].stride() == state['model']['conv'].stride()
@@ -110,12 +110,12 @@ def test_memory_is_used_again_and_grows_with_the_state():
     places = []
     for number in range(3):
         state['w'].fill_(number)
-        assert buffers.reserve(snapshot_bytes(state))
+        assert buffers.reserve(StateTensors(state).nbytes)
         places.append(buffers.copy(state)['w'].data_ptr())
     assert len(set(places)) == 1 and buffers.nbytes == 4032 == -(-4000 // ALIGNMENT) * ALIGNMENT
     small = buffers.copy(state)
     state['average'] = torch.full((1000,), 7.0)
-    assert buffers.reserve(snapshot_bytes(state)) and buffers.nbytes == 2 * 4032
+    assert buffers.reserve(StateTensors(state).nbytes) and buffers.nbytes == 2 * 4032
     grown = buffers.copy(state)
     assert grown['average'][0] == 7 and small['w'][0] == 2, 'the snapshot before is still whole'
     buffers.release()
@@ -125,8 +125,8 @@ def test_memory_is_used_again_and_grows_with_the_state():
 def test_snapshots_fill_the_tensors_of_the_one_before():
     """New objects in the heap between two steps would slow the next step."""
     state, buffers = {'weight': torch.ones(40, 2), 'bias': torch.ones(3)}, SnapshotBuffers()
-    buffers.reserve(snapshot_bytes(state))
-    buffers.place(state)
+    buffers.reserve(StateTensors(state).nbytes)
+    buffers.place(StateTensors(state))
     first = buffers.copy(state)
     state['weight'] += 1
     second = buffers.copy(state)
@@ -146,7 +146,7 @@ def test_memory_is_freed():
     state = {'w': torch.ones(2**24)}
     before = resident()
     buffers = SnapshotBuffers()
-    assert buffers.reserve(snapshot_bytes(state))
+    assert buffers.reserve(StateTensors(state).nbytes)
     found = buffers.copy(state)
     assert resident() - before > 0.9 * state['w'].nbytes
     del found
@@ -160,7 +160,7 @@ def test_snapshots_that_do_not_fit_into_memory_are_not_taken(monkeypatch, caplog
     caplog.set_level(logging.WARNING)
     monkeypatch.setattr(snapshot_memory, 'available_memory', lambda: available)
     buffers, state = SnapshotBuffers(), {'w': torch.ones(2000)}
-    assert reserve_on_all_ranks(buffers, state) == (available is None)
+    assert reserve_on_all_ranks(buffers, StateTensors(state)) == (available is None)
     assert buffers.nbytes == (0 if available else 8000)
     if available:
         assert 'saves block training: a snapshot needs 8.0 kB of memory' in caplog.text

@@ -21,7 +21,8 @@ PROGRAM = """
 import ctypes, json, os, resource, signal, sys
 death = ctypes.c_int()
 ctypes.CDLL(None).prctl(2, ctypes.byref(death))  # PR_GET_PDEATHSIG
-status = dict(line.split(':', 1) for line in open('/proc/self/status') if line.startswith(('SigBlk', 'SigIgn', 'SigCgt', 'Threads')))
+names = ('SigBlk', 'SigIgn', 'SigCgt', 'Threads')
+status = dict(line.split(':', 1) for line in open('/proc/self/status') if line.startswith(names))
 print(json.dumps({
     'arguments': sys.argv, 'path': sys.path, 'file': __file__, 'name': __name__, 'folder': os.getcwd(),
     'main': sys.modules['__main__'].__file__, 'environment': dict(os.environ), 'parent': os.getppid(),

@@ -1,5 +1,6 @@
 """State of a Trainer in a checkpoint: collect it from a Trainer, and load it into one."""
 
+import functools
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from composer.core import State
 from composer.loggers import Logger
-from composer.utils import reproducibility
+from composer.utils import collect_env, reproducibility
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -24,6 +25,10 @@ from diffusion.checkpointing.checkpoint_weights import check_architecture, is_sh
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
 from diffusion.checkpointing.sharded_state import Fetch
 from diffusion.errors import UserError
+
+# Composer asks for it in each state dict, and looks up all files of its own installation to find it. That takes 50 ms,
+# and longer on a network file system, while training waits.
+collect_env.get_composer_commit_hash = functools.cache(collect_env.get_composer_commit_hash)
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _SHARDED_ATTRIBUTES = ('model', 'optimizers')

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from composer.utils import collect_env
 from faults import Fault, environment
 from ranks import largest_difference, read_losses
 
@@ -212,6 +213,12 @@ def test_only_the_newest_checkpoints_are_kept(uninterrupted):
     train(load(path, [*keep, 'trainer.max_duration=4ba'])).close()
     train(load(path, [*keep, 'trainer.max_duration=6ba'])).close()
     assert sorted(folder.name for folder in (reference.parent / 'pruned').glob('ba*')) == ['ba5', 'ba6']
+
+
+def test_saves_do_not_look_up_the_files_of_composers_installation(monkeypatch):
+    expected = collect_env.get_composer_env_dict()
+    monkeypatch.setattr(collect_env, 'importlib_metadata', None)
+    assert collect_env.get_composer_env_dict() == expected
 
 
 def test_run_with_composers_own_saver_resumes(uninterrupted, tmp_path):

@@ -34,12 +34,13 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' Makefile
 
-# $(call install,PYTHON,FOLDER,ARGUMENTS): create an environment and install into it.
+# $(call install,PYTHON,FOLDER,ARGUMENTS): create an environment and install into it. pip would compile all 6 GB of it
+# to bytecode, which takes minutes; like uv, it leaves that to the first import of each module.
 define install
 if [ -n '$(UV)' ]; then \
   '$(UV)' venv --quiet --python $(1) $(2) && '$(UV)' pip install --quiet --python $(2)/bin/python $(3); \
 else \
-  $(1) -m venv $(2) && $(2)/bin/python -m pip install -qq --disable-pip-version-check $(3); \
+  $(1) -m venv $(2) && $(2)/bin/python -m pip install -qq --disable-pip-version-check --no-compile $(3); \
 fi
 endef
 
@@ -47,7 +48,7 @@ endef
 ifeq ($(TORCH),)
 PACKAGES = $(call install,"$$($$python -c 'import sys; print(sys.executable)')",$(VENV),-c constraints.txt -e '.[$(EXTRAS)]')
 else ifeq ($(TORCH),newest)
-NEWEST := $(if $(UV),--override overrides-newest.txt -c constraints-newest.txt -e '.[$(EXTRAS)]',--no-compile --no-deps -r constraints-newest.txt -e .)
+NEWEST := $(if $(UV),--override overrides-newest.txt -c constraints-newest.txt -e '.[$(EXTRAS)]',--no-deps -r constraints-newest.txt -e .)
 PACKAGES = $(call install,"$$($$python -c 'import sys; print(sys.executable)')",$(VENV),$(NEWEST))
 else
 $(error TORCH=$(TORCH): leave it out for the versions of constraints.txt, or use TORCH=newest)

@@ -6,6 +6,7 @@ the environment variable FORKSERVER names, for jobs that start their processes t
 receives, and if it or the forked process dies, so does the other.
 """
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -212,14 +213,14 @@ def prepare_forks() -> None:
             with contextlib.suppress(ImportError):  # of an optional package
                 importlib.import_module(module.name)
     import matplotlib.pyplot  # noqa: F401
-    from composer.utils.collect_env import get_cpu_model
+    from composer.utils.collect_env import get_composer_env_dict
 
     from diffusion.config import registry
     from diffusion.models.builders import tiny_tokenizers
     from diffusion.storage.s3_client import S3Client
 
     # All of these results are cached.
-    get_cpu_model()  # Composer's Trainer calls it, and py-cpuinfo measures for half a second
+    get_composer_env_dict()  # each checkpoint has it, and py-cpuinfo measures for half a second
     tiny_tokenizers()
     os.environ |= {'AWS_ACCESS_KEY_ID': 'none', 'AWS_SECRET_ACCESS_KEY': 'none'}  # a fork has its own variables
     S3Client('s3', '', 1.0)  # botocore parses its descriptions of services
@@ -249,7 +250,10 @@ def obey(connection: socket.socket) -> None:
     if order['double']:
         train_in_float64()
     faults.install_from_environment()
-    run(order['command'])
+    try:
+        run(order['command'])
+    except SystemExit as exit_request:
+        end(exit_request.code)
 
 
 def take_signals(connection: socket.socket) -> None:
@@ -269,6 +273,22 @@ def train_in_float64() -> None:
     torch.set_default_dtype(torch.float64)  # transformers creates its causal mask in the default dtype
     plain = components.build_model
     components.build_model = lambda recipe: plain(recipe).double()
+
+
+def end(status: object) -> None:
+    """End this process as the interpreter does after SystemExit, but without destroying what the server has imported.
+
+    That would take a second, since each object that is touched copies a page of the server.
+    """
+    if status is not None and not isinstance(status, int):
+        print(status, file=sys.stderr)
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a closed pipe or stream
+            stream.flush()
+    os._exit(int(status or 0) & 0xFF)
 
 
 def run(command: list[str]) -> None:

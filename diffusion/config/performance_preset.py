@@ -7,13 +7,18 @@ from diffusion.config.recipe import SpeedConfig
 PARTS = tuple(field.name for field in fields(SpeedConfig) if field.name not in ('preset', 'encode_batch_size'))
 """Names of the `speed` settings that can be on or off."""
 
+ON_CPU = ('fused_optimizer',)
+"""Those that the preset turns on for a CPU too."""
+
 
 def effective_parts(settings: SpeedConfig, *, on_gpu: bool, strategy: str = 'ddp') -> SpeedConfig:
     """Return `speed` settings with every null replaced by the preset's value, and settings that cannot work off."""
-    preset = on_gpu and settings.preset == 'full'
+    full = settings.preset == 'full'
     # GroupNorm under FSDP1 does not compile since torch 2.6 (pytorch#152185). Composer's DDP already reduces once per
     # batch, so reduce_once changes only FSDP2. copy_ahead overlaps host-to-GPU copies, which a CPU does not have.
     impossible = {'compile': strategy == 'fsdp1', 'reduce_once': strategy != 'fsdp2', 'copy_ahead': not on_gpu}
     decided = {part: getattr(settings, part) for part in PARTS}
-    decided = {part: preset if choice is None else choice for part, choice in decided.items()}
+    decided = {
+        part: full and (on_gpu or part in ON_CPU) if choice is None else choice for part, choice in decided.items()
+    }
     return replace(settings, **{part: on and not impossible.get(part, False) for part, on in decided.items()})

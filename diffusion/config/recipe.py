@@ -135,11 +135,11 @@ class ParallelismConfig:
 
 @dataclass
 class SpeedConfig:
-    """The `speed` section: optimizations of a training step on a GPU. A switch that is null follows the preset."""
+    """The `speed` section: optimizations of a training step. A switch that is null follows the preset."""
 
     preset: Literal['full', 'none'] = 'full'
-    """The default of all parts: full turns on every part that works on the GPU under the strategy, and no part on a
-    CPU; none keeps PyTorch's defaults."""
+    """The default of all parts: full turns on every part that works on the GPU under the strategy, and on a CPU only
+    `fused_optimizer`; none keeps PyTorch's defaults."""
     channels_last: bool | None = None
     """True runs the convolutions of the denoiser and the VAE in the channels_last memory format, which tensor cores
     need. Under FSDP, the denoiser's weights stay contiguous and only its activations change. Null follows `preset`."""

@@ -55,14 +55,14 @@ def losses(folder: Path) -> dict[int, float]:
 @pytest.mark.slow
 def test_two_killed_processes_resume_bit_for_bit(ranks, write_recipe, tmp_path):
     sections = {'algorithms': {'ema': {'ema_start': '3ba', 'smoothing': 0.5}}}
-    duration = ['trainer.max_duration=20ba', 'trainer.save_interval=2ba']
+    duration = ['trainer.max_duration=10ba', 'trainer.save_interval=2ba']
     runs = tmp_path / 'runs'
     ranks.run(2, write_recipe('whole', **sections), *duration)
     path = str(write_recipe('killed', **sections))
-    kill_when(start(2, path, *duration), runs / 'killed' / 'ba6')
+    kill_when(start(2, path, *duration), runs / 'killed' / 'ba4')
     run(2, path, *duration)
     assert losses(runs / 'killed') == losses(runs / 'whole')
-    assert len(losses(runs / 'whole')) == 20
+    assert len(losses(runs / 'whole')) == 10
     for which in ('training', 'ema'):
         whole, killed = (weights_of(find_checkpoint(runs / name), which)[0] for name in ('whole', 'killed'))
         assert all((whole[name] == killed[name]).all() for name in whole)

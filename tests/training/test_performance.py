@@ -136,29 +136,23 @@ def test_all_parts_together_are_as_accurate_as_autocast(make_model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('kind', ['residual', 'transformer'])
-def test_compiled_block_in_channels_last_and_bfloat16_has_correct_gradients(kind, monkeypatch):
+def test_compiled_block_in_channels_last_and_bfloat16_has_correct_gradients(monkeypatch):
     """Use 4 channels per group, where weight gradients of GroupNorm used to be wrong (pytorch#140913)."""
     torch.manual_seed(0)
     width = 128
-    if kind == 'residual':
-        block: nn.Module = ResnetBlock2D(in_channels=width, temb_channels=32)
-        others, options = (torch.randn(2, 32),), {}
-    else:
-        block = Transformer2DModel(2, 64, in_channels=width, cross_attention_dim=32, use_linear_projection=True)
-        others, options = (torch.randn(2, 7, 32),), {'return_dict': False}
+    block = ResnetBlock2D(in_channels=width, temb_channels=32)
+    embedding = torch.randn(2, 32)
     image, weights = torch.randn(2, width, 8, 8), torch.randn(2, width, 8, 8)
 
     def run(*, half: bool) -> dict[str, torch.Tensor]:
         block.zero_grad()
         inputs = image.contiguous(memory_format=torch.channels_last).requires_grad_()
         with torch.autocast('cpu', torch.bfloat16, enabled=half):
-            result = block(inputs, *others, **options)
-        tensor = result if isinstance(result, torch.Tensor) else result[0]
-        (tensor.float() * weights).sum().backward()
+            result = block(inputs, embedding)
+        (result.float() * weights).sum().backward()
         named = {name: weight.grad.clone() for name, weight in block.named_parameters() if weight.grad is not None}
         assert inputs.grad is not None
-        return named | {'input': inputs.grad, 'output': tensor.detach().float()}
+        return named | {'input': inputs.grad, 'output': result.detach().float()}
 
     exact, eager = run(half=False), run(half=True)
     block.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -274,12 +268,13 @@ def test_loaded_moments_get_the_strides_of_channels_last_weights():
     assert state['step'] == 1
 
 
-def test_preset_turns_all_parts_on_on_a_gpu_and_none_on_a_cpu():
+def test_preset_turns_all_parts_on_on_a_gpu_and_the_fused_optimizer_on_a_cpu():
     cpu, gpu = (
         effective_parts(SpeedConfig(), on_gpu=False),
         effective_parts(SpeedConfig(), on_gpu=True, strategy='fsdp2'),
     )
-    assert not any(getattr(cpu, part) for part in PARTS)
+    assert [part for part in PARTS if getattr(cpu, part)] == ['fused_optimizer']
+    assert not any(getattr(NOTHING, part) for part in PARTS)
     assert all(getattr(gpu, part) for part in PARTS)
     assert not effective_parts(SpeedConfig(), on_gpu=True, strategy='fsdp1').compile
     assert not effective_parts(SpeedConfig(), on_gpu=True, strategy='ddp').reduce_once
@@ -542,6 +537,6 @@ def test_gradients_reduced_once_equal_those_reduced_per_microbatch(write_recipe,
     assert losses_of(None, tmp_path, 'once') == pytest.approx(losses_of(None, tmp_path, 'each'), rel=1e-6)
 
 
-def test_preset_does_not_change_a_run_on_a_cpu(write_recipe, tmp_path):
+def test_preset_changes_a_run_on_a_cpu_by_rounding_only(write_recipe, tmp_path):
     full, none = write_recipe('full'), write_recipe('none', speed={'preset': 'none'})
-    assert losses_of(full, tmp_path) == losses_of(none, tmp_path)
+    assert losses_of(full, tmp_path) == pytest.approx(losses_of(none, tmp_path), rel=1e-5)

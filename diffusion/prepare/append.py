@@ -6,7 +6,6 @@ shards and tables are then put into the dataset, where nothing refers to them un
 start of the same command finishes it. If another process changes the dataset meanwhile, the comparison is repeated.
 """
 
-import json
 import logging
 import time
 from dataclasses import replace
@@ -33,11 +32,12 @@ from diffusion.prepare.dataset_reports import caption_lines, finish_change, repo
 from diffusion.prepare.html_report import report_page
 from diffusion.prepare.image_hashes import duplicates
 from diffusion.prepare.image_record import EarlierImages, write_images
-from diffusion.prepare.input_plan import InputPlan, at_planned_version
+from diffusion.prepare.input_plan import InputPlan, SavedPlan, at_planned_version
+from diffusion.prepare.part_list import PartList
 from diffusion.prepare.pipeline import Preparation, Run
 from diffusion.prepare.settings import PrepareSettings, check_settings
 from diffusion.prepare.source import NamedCount, Source, count_named
-from diffusion.prepare.work_dir import Share, WorkFolder, read_json
+from diffusion.prepare.work_dir import Share, WorkFolder
 from diffusion.prepare.worker_pool import run_jobs
 from diffusion.storage.atomic import remove, write_atomically
 from diffusion.storage.changing_folder import changing_folder
@@ -173,8 +173,10 @@ class _Addition(Preparation):
     def remaining_plan(self) -> InputPlan:
         """Return the plan of the parts that no earlier delivery of the same source has had."""
         plan = InputPlan.make(self.settings, self.source)
-        known = self.dataset.known_parts(plan.content['settings']['source'])
-        return replace(plan, parts=[part for part in plan.parts if part.stamp not in known.get(part.name, ())])
+        known = self.dataset.known_parts(plan.settings['source'])
+        heads = enumerate(plan.parts.heads)
+        remaining = [number for number, head in heads if head.stamp not in known.get(head.name, ())]
+        return replace(plan, parts=PartList(plan.parts[number] for number in remaining))
 
     def forget_other_plan(self, plan: InputPlan) -> None:
         """Remove the work of an earlier start that is in the dataset by now, or whose input has changed since.
@@ -183,9 +185,8 @@ class _Addition(Preparation):
         """
         if not self.work.plan.exists():
             return
-        saved = read_json(self.work.plan)
-        now = json.loads(json.dumps(plan.content))
-        if saved['settings'] != now['settings'] or saved == now:
+        saved = SavedPlan.read(self.work.plan)
+        if saved.settings != plan.settings or saved.fingerprint == plan.fingerprint:
             return
         self.discard_other_version()
         # From cron, the folder may have grown after a start that was killed; nothing of it is in the dataset yet.

@@ -9,7 +9,8 @@ import yaml
 from diffusion.config.schema import did_you_mean
 from diffusion.errors import UserError
 from diffusion.prepare.dataset_splits import TRAIN
-from diffusion.prepare.file_listing import File, is_inside
+from diffusion.prepare.file_listing import is_inside
+from diffusion.prepare.sorted_files import File
 
 CARD = 'README.md'
 MAX_HEADER_BYTES = 2**20

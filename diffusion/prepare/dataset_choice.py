@@ -13,9 +13,10 @@ from diffusion.prepare.arrow_dataset import saved_files
 from diffusion.prepare.dataset_card import DataFiles, choose_config
 from diffusion.prepare.dataset_listing import DatasetListing
 from diffusion.prepare.dataset_splits import KEYWORDS, TRAIN, choose_split, group_by_split, split_in
-from diffusion.prepare.file_listing import File, is_inside
+from diffusion.prepare.file_listing import is_inside
 from diffusion.prepare.folder_source import BESIDE, METADATA_FILES
 from diffusion.prepare.image_table import CAPTION_COLUMNS, URL_COLUMNS, download_first
+from diffusion.prepare.sorted_files import File
 from diffusion.prepare.source import PassedOver
 
 LAYOUTS: dict[str, tuple[str, ...]] = {

@@ -9,8 +9,9 @@ from typing import Any
 
 from diffusion.errors import UserError
 from diffusion.prepare.dataset_card import CARD, read_card
-from diffusion.prepare.file_listing import File, is_pattern, is_remote, list_files, local_copy
+from diffusion.prepare.file_listing import is_pattern, is_remote, list_files, local_copy
 from diffusion.prepare.hub_repository import HubRepository, parse_name
+from diffusion.prepare.sorted_files import File
 from diffusion.prepare.source import PassedOver, is_hidden
 
 

@@ -285,5 +285,5 @@ def write_delivery(dataset: Path, number: int, token: str, plan: InputPlan, entr
     files = (f'{folder}/{name}' for name in (IMAGES, SHARDS, PARTS, REPORT))
     delivery = Delivery(plan.settings['source'], plan.fingerprint, *files)
     write_atomically(dataset / delivery.shards, json.dumps(entries, sort_keys=True))
-    write_atomically(dataset / delivery.parts, json.dumps({part.name: part.stamp for part in plan.parts}))
+    write_atomically(dataset / delivery.parts, json.dumps({part.name: part.stamp for part in plan.parts.heads}))
     return delivery

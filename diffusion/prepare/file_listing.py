@@ -8,31 +8,19 @@ import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import xxhash
 
 from diffusion.errors import UserError, is_wrong_path
+from diffusion.prepare.sorted_files import File, SortedFiles, by_name
 from diffusion.prepare.source import NamedCount, Part, PassedOver, count_named, is_hidden
 from diffusion.storage import object_store
+from diffusion.storage.bucket_interface import ObjectInfo
 
 MAX_EXPANDED = 1_000_000
 """Maximum number of locations that braces may expand to."""
-
-
-@dataclass(frozen=True)
-class File:
-    """A file in a local folder or an object store, as returned by `list_files`."""
-
-    url: str
-    """Path, or URL such as s3://bucket/key; the argument of `local_copy`."""
-    size: int
-    """Size in bytes."""
-    stamp: str
-    """Text that changes with the content: size and modification time of a local file, or the ETag of an object."""
-    name: str
-    """Path relative to the listed location, with forward slashes."""
 
 
 def list_files(location: str, suffixes: Collection[str] | None) -> tuple[list[File], list[PassedOver]]:
@@ -64,12 +52,45 @@ def list_files(location: str, suffixes: Collection[str] | None) -> tuple[list[Fi
     listed, unread = _list(location)
     if len(listed) == 1 and listed[0].url in (location, os.path.normpath(location)):
         return listed, []
-    found, others = _split_by_suffix(sorted(listed, key=lambda file: file.name), suffixes)
+    found, others = _split_by_suffix(sorted(listed, key=by_name), suffixes)
     if not found and suffixes is not None:
         raise UserError(
             f'{location}: contains no {", ".join(sorted(suffixes))} files; give the folder that contains them'
         )
     return found, others + unread
+
+
+def list_sorted(location: str) -> tuple[SortedFiles, list[PassedOver]]:
+    """List all files of a folder, or those that match a pattern with wildcards, with little memory.
+
+    Args:
+        location: As for `list_files`, without braces.
+
+    Returns:
+        The files sorted by name, hidden ones too, and the broken links.
+
+    Raises:
+        UserError: No file matches, the folder does not exist, links to one that contains it, or cannot be read, or the
+            store denies access.
+        OSError: The store does not respond.
+    """
+    location = location.removeprefix('file://')
+    base, pattern = location, ''
+    if is_pattern(location) and not os.path.exists(location):
+        base, pattern = _split_pattern(location)
+
+    def chosen(files: Iterable[File]) -> SortedFiles:
+        return SortedFiles(file for file in files if not pattern or matches(file.name, pattern))
+
+    broken: list[PassedOver] = []
+    if is_remote(base):
+        files = object_store.collect_objects(base, lambda found: chosen(_files_of_store(base, found)))
+    else:
+        files = chosen(_walk(base or '.', broken))
+    if pattern:
+        _check_matches(location, base, files)
+        broken = [link for link in broken if matches(link.key, pattern)]
+    return files, sorted(broken, key=lambda link: link.key)
 
 
 @contextmanager
@@ -184,17 +205,27 @@ def is_inside(name: str, path: str) -> bool:
 
 def _list_matching(location: str, suffixes: Collection[str] | None) -> tuple[list[File], list[PassedOver]]:
     """List the files that match a pattern, sorted; names are relative to the folder before the first wildcard."""
-    start = re.split(r'[*?\[]', location, maxsplit=1)[0]
-    base, pattern = start[: start.rfind('/') + 1], location[start.rfind('/') + 1 :]
+    base, pattern = _split_pattern(location)
     listed, unread = _list(base or '.')
-    found = sorted((file for file in listed if matches(file.name, pattern)), key=lambda file: file.name)
-    if not found:
-        raise UserError(f'{location}: no file matches; list {base or "."} and correct the pattern')
+    found = sorted((file for file in listed if matches(file.name, pattern)), key=by_name)
+    _check_matches(location, base, found)
     kept, others = _split_by_suffix(found, suffixes)
     if not kept:
         wanted = 'visible' if suffixes is None else ', '.join(sorted(suffixes))
         raise UserError(f'{location}: matches no {wanted} files, only {others[0].key}')
     return kept, others + [link for link in unread if matches(link.key, pattern)]
+
+
+def _split_pattern(location: str) -> tuple[str, str]:
+    """Return the folder before the first wildcard of a location, and the rest, a pattern of names in it."""
+    start = re.split(r'[*?\[]', location, maxsplit=1)[0]
+    return start[: start.rfind('/') + 1], location[start.rfind('/') + 1 :]
+
+
+def _check_matches(location: str, base: str, files: Iterable[File]) -> None:
+    """Raise UserError if no file matches a location's pattern."""
+    if not any(True for _ in files):
+        raise UserError(f'{location}: no file matches; list {base or "."} and correct the pattern')
 
 
 def _split_by_suffix(files: Iterable[File], suffixes: Collection[str] | None) -> tuple[list[File], list[PassedOver]]:
@@ -240,21 +271,28 @@ def _list_expanded(wanted: list[str], location: str) -> list[File]:
 
 def _list(location: str) -> tuple[list[File], list[PassedOver]]:
     """List all files below a folder, or the file itself; and links that lead nowhere."""
-    return (_list_store(location), []) if is_remote(location) else _list_folder(location)
+    if is_remote(location):
+        return [*_files_of_store(location, object_store.list_objects(location))], []
+    broken: list[PassedOver] = []
+    return [*_walk(location, broken)], sorted(broken, key=lambda link: link.key)
 
 
-def _list_folder(location: str) -> tuple[list[File], list[PassedOver]]:
-    """List all files below a local folder and the folders that it links to, or the file itself; and broken links.
+def _walk(location: str, broken: list[PassedOver]) -> Iterator[File]:
+    """Yield all files below a local folder and the folders that it links to, or the file itself.
+
+    Args:
+        location: The folder or file.
+        broken: List that broken links are added to.
 
     Raises:
         UserError: There is no such folder, it cannot be read, or it links to a folder that contains the link.
     """
     root = os.path.normpath(location)
     if os.path.isfile(root):
-        return [_file(root, os.path.basename(root))], []
+        yield _file(root, os.path.basename(root))
+        return
     if not os.path.isdir(root):
         raise UserError(f'{location}: there is no such folder or file')
-    found, broken = [], []
     for folder, folders, names in os.walk(root, onerror=_raise_listing_error, followlinks=True):
         for link in (os.path.join(folder, name) for name in folders if os.path.islink(os.path.join(folder, name))):
             if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(link)):
@@ -262,10 +300,9 @@ def _list_folder(location: str) -> tuple[list[File], list[PassedOver]]:
         for path in (os.path.normpath(os.path.join(folder, name)) for name in names):
             name = os.path.relpath(path, root).replace(os.sep, '/')
             if os.path.isfile(path):
-                found.append(_file(path, name))
+                yield _file(path, name)
             elif os.path.islink(path):
                 broken.append(PassedOver(as_utf8(name), 'broken link'))
-    return found, sorted(broken, key=lambda link: link.key)
 
 
 def _file(path: str, name: str) -> File:
@@ -279,14 +316,12 @@ def _raise_listing_error(error: OSError) -> None:
     raise UserError(f'{error.filename}: cannot be listed ({error.strerror}); check its permissions') from error
 
 
-def _list_store(location: str) -> list[File]:
-    """List all objects below an object store folder, or the object itself."""
+def _files_of_store(location: str, objects: Iterable[ObjectInfo]) -> Iterator[File]:
+    """Yield the files of an object store folder, or the object itself, given the metadata of its objects."""
     prefix = object_store.split(location)[1]
     root = location.removesuffix(prefix).rstrip('/') + '/'
     base = prefix if not prefix or prefix.endswith('/') else f'{prefix}/'
-    files = []
-    for key, size, tag in object_store.list_objects(location):
+    for key, size, tag in objects:
         name = key.rpartition('/')[2] if key == prefix else key.removeprefix(base)
         if name and not key.endswith('/'):
-            files.append(File(root + key, size, tag or str(size), name))
-    return files
+            yield File(root + key, size, tag or str(size), name)

@@ -1,10 +1,14 @@
 """Source for image files in a local or object store folder, with captions beside them or in one CSV or JSONL."""
 
+import itertools
 import json
+import os
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +19,29 @@ from diffusion.prepare.caption_files import read_caption_rows
 from diffusion.prepare.dataset_splits import refuse_mixed_splits
 from diffusion.prepare.extra_columns import json_value
 from diffusion.prepare.file_listing import (
-    File,
     as_utf8,
+    expand_braces,
     is_pattern,
     is_remote,
     list_files,
+    list_sorted,
     local_copy,
-    with_passed_over,
 )
 from diffusion.prepare.optional_formats import format_of_suffix
+from diffusion.prepare.part_list import PartList
 from diffusion.prepare.sidecars import read_sidecars
-from diffusion.prepare.source import IMAGE_SUFFIXES, CaptionText, Entry, Part, PassedOver, column_list
+from diffusion.prepare.sorted_files import File
+from diffusion.prepare.source import (
+    IMAGE_SUFFIXES,
+    CaptionText,
+    Entry,
+    NamedCount,
+    Part,
+    PassedOver,
+    column_list,
+    count_named,
+    is_hidden,
+)
 
 METADATA_FILES = ('metadata.jsonl', 'metadata.csv', 'metadata.parquet')
 """Captions files of Hugging Face's imagefolder, in order of precedence."""
@@ -58,16 +74,38 @@ class FolderSource:
     image_suffixes: tuple[str, ...] = IMAGE_SUFFIXES
     """Suffixes of the images, in lower case and without a dot."""
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> Sequence[Part]:
         """Split the images into parts, which jobs convert in parallel; the rows of a captions file are stored in them.
+
+        The list of many files is in TMPDIR; with a captions file it is in memory, as each row may be about any image.
 
         Raises:
             UserError: There are no images, the folder cannot be listed, or the captions file is invalid.
         """
-        listed, hidden = list_files(self.location, None)
-        if not is_pattern(self.location):
+        if expand_braces(self.location) != [self.location] and not os.path.exists(self.location):
+            listed, others = list_files(self.location, None)
             refuse_mixed_splits(self.location, [file.name for file in self._images(listed)], 'folder')
-        return self.parts_of(listed, hidden)
+            return self.parts_of(listed, others)
+        files, broken = list_sorted(self.location)
+        first = list(itertools.islice(files, 2))
+        if len(first) == 1 and first[0].url in (self.location, os.path.normpath(self.location)):
+            return self.parts_of(first, broken)
+        visible = (file for file in files if not is_hidden(file.name))
+        has_table = False
+        image_of_folder: dict[str, str] = {}
+        for file in visible:
+            if self._is_image(file):
+                image_of_folder.setdefault(file.name.rpartition('/')[0], file.name)
+            has_table = has_table or file.name in METADATA_FILES
+        if not is_pattern(self.location):
+            # Only folders tell the splits of images, so one image of each will do.
+            refuse_mixed_splits(self.location, [*image_of_folder.values()], 'folder')
+        if self.captions is None and image_of_folder:
+            parts, captioned = self._parts_in_order(files, broken)
+            if captioned or not has_table:
+                return parts
+        hidden = [PassedOver(file.name) for file in files if is_hidden(file.name)]
+        return self.parts_of([file for file in files if not is_hidden(file.name)], [*hidden, *broken])
 
     def parts_of(
         self,
@@ -77,7 +115,7 @@ class FolderSource:
         metadata: Sequence[File] | None = None,
         elsewhere: Collection[str] = (),
         copy: Callable[[str], AbstractContextManager[Path]] = local_copy,
-    ) -> list[Part]:
+    ) -> PartList:
         """Split the images among some files into parts, as `parts` does with all files of the folder.
 
         Args:
@@ -107,10 +145,12 @@ class FolderSource:
         else:
             tables = [files[name] for name in METADATA_FILES if name in files][:1]
         found = self._listed(tables, images, files, elsewhere, copy) if tables else self._paired(images, files)
-        rows = list(found)
-        runs = (rows[start : start + PART_IMAGES] for start in range(0, len(rows), PART_IMAGES))
-        parts = [_part(number, run) for number, run in enumerate(runs)]
-        return with_passed_over(parts, [*others, *_others(images, listed, {table.url for table in tables})])
+        parts = _parts(found)
+        passed_over: dict[str, NamedCount] = {}
+        for file in (*others, *_others(images, listed, {table.url for table in tables})):
+            count_named(passed_over, file.kind, 1, [file.key])
+        parts.report_in_first(passed_over=passed_over)
+        return parts
 
     def read(self, part: Part) -> Iterator[Entry]:
         """Yield the images of a part in order, with their captions and metadata.
@@ -128,9 +168,32 @@ class FolderSource:
             for start in range(0, len(images), DOWNLOADS):
                 yield from threads.map(self._entry, images[start : start + DOWNLOADS])
 
+    def _parts_in_order(self, files: Iterable[File], broken: Iterable[PassedOver]) -> tuple[PartList, bool]:
+        """Split sorted files into parts, with the captions beside the images; return also if an image has one."""
+        passed_over: dict[str, NamedCount] = {}
+        captioned = False
+
+        def images() -> Iterator[_ImageFile]:
+            nonlocal captioned
+            for image in self._paired_in_order(files, passed_over):
+                captioned = captioned or bool(image.beside)
+                yield image
+
+        parts = _parts(images())
+        for link in broken:
+            count_named(passed_over, link.kind, 1, [link.key])
+        parts.report_in_first(passed_over=passed_over)
+        return parts, captioned
+
+    @cached_property
+    def _endings(self) -> tuple[str, ...]:
+        return tuple(f'.{suffix}' for suffix in self.image_suffixes)
+
+    def _is_image(self, file: File) -> bool:
+        return file.name.lower().endswith(self._endings)
+
     def _images(self, files: Iterable[File]) -> list[File]:
-        suffixes = tuple(f'.{suffix}' for suffix in self.image_suffixes)
-        return [file for file in files if file.name.lower().endswith(suffixes)]
+        return [file for file in files if self._is_image(file)]
 
     def _entry(self, image: '_ImageFile') -> Entry:
         """Read an image and its captions."""
@@ -154,11 +217,48 @@ class FolderSource:
         """
         for file in images:
             beside = {kind: files.get(f'{_stem(file)}.{kind}') for kind in BESIDE}
-            found = {kind: other for kind, other in beside.items() if other is not None}
-            stamp = ' '.join([file.stamp, *(other.stamp for other in found.values())])
-            image = _ImageFile(file.name, stamp, file.url, file.size, beside={k: v.url for k, v in found.items()})
-            image.problem = None if found else 'no_caption'
-            yield image
+            yield _with_captions(file, {kind: other for kind, other in beside.items() if other is not None})
+
+    def _paired_in_order(self, files: Iterable[File], passed_over: dict[str, NamedCount]) -> Iterator['_ImageFile']:
+        """Yield what `_paired` yields, given all files in the order of their names, without a look at all of them.
+
+        Args:
+            files: The files, hidden ones too.
+            passed_over: Counts to which the files are added that are neither images nor beside one.
+        """
+        # All names that begin with the stem of an image and a dot follow each other, among them its captions, and such
+        # spans of names are nested or apart.
+        spans: list[_Span] = []
+        waiting: deque[tuple[File, _Span]] = deque()
+
+        def close() -> None:
+            span = spans.pop()
+            span.open = False
+            for other in () if span.has_image else span.beside.values():
+                _pass_over(passed_over, other)
+
+        for file in files:
+            while spans and not file.name.startswith(spans[-1].prefix):
+                close()
+            while waiting and not waiting[0][1].open:
+                image, span = waiting.popleft()
+                yield _with_captions(image, span.beside)
+            suffix = file.name.rpartition('.')[2]
+            is_image = self._is_image(file)
+            if is_hidden(file.name) or not (is_image or suffix in BESIDE):
+                _pass_over(passed_over, file)
+                continue
+            prefix = f'{_stem(file)}.'
+            if not spans or spans[-1].prefix != prefix:
+                spans.append(_Span(prefix))
+            if is_image:
+                spans[-1].has_image = True
+                waiting.append((file, spans[-1]))
+            else:
+                spans[-1].beside[suffix] = file
+        while spans:
+            close()
+        yield from (_with_captions(image, span.beside) for image, span in waiting)
 
     def _listed(
         self,
@@ -213,7 +313,32 @@ class _ImageFile:
     def content(self) -> dict[str, Any]:
         """Return the values to store in the plan."""
         # Without a field that earlier versions did not have: it would change the fingerprint of every prepared dataset.
-        return {name: value for name, value in asdict(self).items() if value or name != 'caption_columns'}
+        return {name: value for name, value in vars(self).items() if value or name != 'caption_columns'}
+
+
+@dataclass
+class _Span:
+    """The files whose names begin with the same stem and a dot."""
+
+    prefix: str
+    beside: dict[str, File] = field(default_factory=dict)
+    """The files that hold captions of images with this stem, by suffix."""
+    has_image: bool = False
+    open: bool = True
+    """True until a file is listed that is not in the span."""
+
+
+def _with_captions(file: File, beside: Mapping[str, File]) -> _ImageFile:
+    """Return an image with the files beside it that hold its captions, by suffix."""
+    found = {kind: beside[kind] for kind in BESIDE if kind in beside}
+    stamp = ' '.join([file.stamp, *(other.stamp for other in found.values())])
+    image = _ImageFile(file.name, stamp, file.url, file.size, beside={kind: each.url for kind, each in found.items()})
+    image.problem = None if found else 'no_caption'
+    return image
+
+
+def _pass_over(counts: dict[str, NamedCount], file: File) -> None:
+    count_named(counts, PassedOver(file.name).kind, 1, [file.name])
 
 
 def _stem(file: File) -> str:
@@ -226,6 +351,14 @@ def _others(images: Sequence[File], files: Sequence[File], tables: Collection[st
     if not tables:
         used |= {f'{_stem(file)}.{suffix}' for file in images for suffix in BESIDE}
     yield from (PassedOver(file.name) for file in files if file.name not in used and file.url not in tables)
+
+
+def _parts(images: Iterable[_ImageFile]) -> PartList:
+    """Split images into parts."""
+    parts, rest = PartList(), iter(images)
+    while run := list(itertools.islice(rest, PART_IMAGES)):
+        parts.append(_part(len(parts), run))
+    return parts
 
 
 def _part(number: int, images: Sequence[_ImageFile]) -> Part:

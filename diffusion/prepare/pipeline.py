@@ -166,8 +166,8 @@ class Preparation:
         self.work.parts.mkdir(exist_ok=True)
         numbers = [number for number in range(len(plan.parts)) if share is None or share.includes(number)]
         remaining = [number for number in numbers if not self.work.part(number).is_dir()]
-        remaining_size = sum(plan.parts[number].size for number in remaining)
-        total_size = sum(plan.parts[number].size for number in numbers)
+        remaining_size = sum(plan.parts.heads[number].size for number in remaining)
+        total_size = sum(plan.parts.heads[number].size for number in numbers)
         jobs = (
             PartJob(number, plan.parts[number], self.source, self.settings, self.work.part(number))
             for number in remaining
@@ -331,7 +331,7 @@ class Preparation:
             arguments={'out': self.settings.out} | plan.settings,
             max_rejected=self.settings.max_rejected,
             versions=plan.versions,
-            license=self.settings.license or next((part.license for part in plan.parts if part.license), None),
+            license=self.settings.license or next((head.license for head in plan.parts.heads if head.license), None),
             pictures=len(images),
             buckets={name: count for name, count in counts.items() if count},
             empty_buckets=[name for name, count in counts.items() if not count],
@@ -359,8 +359,8 @@ class Preparation:
     def passed_over(self, plan: InputPlan) -> dict[str, NamedCount]:
         """Return the files of the input that are neither images nor belong to one, by suffix."""
         total: dict[str, NamedCount] = {}
-        for number, part in enumerate(plan.parts):
-            for kind, files in read_counts(self.work.part(number), part).passed_over.items():
+        for number, head in enumerate(plan.parts.heads):
+            for kind, files in read_counts(self.work.part(number), head).passed_over.items():
                 count_named(total, kind, files.count, files.names)
         return total
 
@@ -373,8 +373,8 @@ class Preparation:
             passed_over: Suffixes of the files that were passed over.
         """
         found = sorted(name for kind in passed_over if (name := format_of_suffix(kind)) is not None)
-        notes = [note for part in plan.parts for note in part.notes]
-        if not self.settings.license and any(part.license == '' for part in plan.parts):
+        notes = [note for head in plan.parts.heads for note in head.notes]
+        if not self.settings.license and any(head.license == '' for head in plan.parts.heads):
             notes.append(
                 f'{self.settings.source.title}: its dataset card states no license; find it out before training, and '
                 'record it with --set license=NAME'
@@ -388,8 +388,8 @@ class Preparation:
         filters = self.settings.filters
         if not filters.columns:
             return notes
-        done = (read_counts(self.work.part(number), part) for number, part in enumerate(plan.parts))
-        columns = set().union(*(part.columns for part in done))
+        done = (read_counts(self.work.part(number), head) for number, head in enumerate(plan.parts.heads))
+        columns = set().union(*(counts.columns for counts in done))
         return notes + filters.unknown_column_notes(filters.columns_in(dict.fromkeys(columns)), columns)
 
     def put_in_place(self, report: PrepareReport) -> None:

@@ -3,7 +3,7 @@
 A part is the unit of input that one job converts, such as a tar. Implement `Source` to read another format.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -90,7 +90,7 @@ class PassedOver:
 
 def is_hidden(name: str) -> bool:
     """Return True if a file, or a folder of its path, begins with a dot."""
-    return any(piece.startswith('.') for piece in name.split('/'))
+    return name.startswith('.') or '/.' in name
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class Source(Protocol):
 class VersionedSource(Source, Protocol):
     """Source of an input whose versions stay readable, such as a branch on the Hugging Face Hub with its commits."""
 
-    def pinned_to(self, parts: Sequence[Mapping[str, Any]]) -> Source:
+    def pinned_to(self, parts: Iterable[Mapping[str, Any]]) -> Source:
         """Return the source at the version that an earlier start of the preparation listed.
 
         Args:

@@ -65,11 +65,19 @@ class LocalFolder(Folder):
             return
         unfinished = new_unfinished(path)
         write_atomically(unfinished, text)
-        # A hard link fails if the name exists, where a rename would silently replace another process's file. The
-        # linked file is complete already, so no reader can see a partial one.
-        with suppress(FileExistsError):
-            os.link(unfinished, path)
-        unfinished.unlink()
+        move_if_absent(unfinished, path)
+
+
+def move_if_absent(unfinished: Path, path: Path) -> None:
+    """Move a complete file to another name unless that exists; of several concurrent calls, exactly one has an effect.
+
+    In each case `unfinished` is gone.
+    """
+    # A hard link fails if the name exists, where a rename would silently replace another process's file. The linked
+    # file is complete already, so no reader can see a partial one.
+    with suppress(FileExistsError):
+        os.link(unfinished, path)
+    unfinished.unlink()
 
 
 @dataclass(frozen=True)

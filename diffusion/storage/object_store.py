@@ -7,9 +7,10 @@ same timeout and retries, since a network mount may stall as a store does.
 import io
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from diffusion.errors import UserError
 from diffusion.storage import request_threads
@@ -34,6 +35,7 @@ RANGED_BYTES = 2**26
 COMPARED_BYTES = 2**26
 """Bytes of an object that are read at once to compare it with what was written."""
 DEFAULT = RetryPolicy()
+Collected = TypeVar('Collected')
 
 
 def split(url: str) -> tuple[str, str]:
@@ -49,13 +51,26 @@ def list_objects(url: str, *, retry: RetryPolicy = DEFAULT) -> list[ObjectInfo]:
         UserError: The store refuses the request, or the scheme is not supported.
         GaveUp: Every try failed.
     """
+    return collect_objects(url, list, retry=retry)
+
+
+def collect_objects(
+    url: str, collect: Callable[[Iterator[ObjectInfo]], Collected], *, retry: RetryPolicy = DEFAULT
+) -> Collected:
+    """Return what a function makes of the metadata that `list_objects` would return, for listings that are long.
+
+    Args:
+        url: URL of an object or a folder.
+        collect: Function that is given the metadata one by one; it is called again if the listing fails meanwhile.
+        retry: Tries and pauses after failures.
+    """
     location, key = locate(url), split(url)[1]
     below = key if not key or key.endswith('/') else f'{key}/'
 
-    def attempt() -> list[ObjectInfo]:
+    def attempt() -> Collected:
         with client_of(location, retry) as client:
             # Stores match prefixes as text: listing `set` returns `settings/` too.
-            return [found for found in client.list(location) if found.key == key or found.key.startswith(below)]
+            return collect(each for each in client.list(location) if each.key == key or each.key.startswith(below))
 
     return retry.run(attempt, url)
 

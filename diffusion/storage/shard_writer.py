@@ -6,9 +6,10 @@ shards of different datasets are never mixed.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from diffusion.errors import UserError
@@ -75,20 +76,13 @@ class ShardWriter:
             return list(threads.map(read_entry, numbers))
 
 
-def pin_plan(
-    folder: Folder,
-    plan: Mapping[str, Any],
-    *,
-    where: str,
-    compared: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
-) -> None:
+def pin_plan(folder: Folder, plan: Mapping[str, Any], *, where: str) -> None:
     """Write the plan (settings) of a new dataset, or check that unfinished work in the folder has the same plan.
 
     Args:
         folder: Folder of the unfinished work.
         plan: All settings that determine the bytes of the result, as JSON types.
         where: Key of the setting that names the folder, for messages.
-        compared: Function that returns the part of a plan to show in the differences.
 
     Raises:
         UserError: The folder has unfinished work with another plan; the message lists the differences.
@@ -101,14 +95,30 @@ def pin_plan(
     try:
         saved = json.loads(folder.fetch(PLAN).read_text(encoding='utf-8'))
     except ValueError as error:
-        raise UserError(f'{where}: {folder}/{PLAN} is damaged ({error}); remove {folder} to start over') from error
-    if saved == now:
-        return
-    lines = differences(compared(saved), compared(now), saved_in='at the start')
+        raise damaged_plan(folder, error, where=where) from error
+    if saved != now:
+        raise other_plan(folder, saved, now, where=where)
+
+
+def damaged_plan(folder: Folder | Path, error: ValueError, *, where: str) -> UserError:
+    """Return an error that the plan in a folder of unfinished work cannot be read."""
+    return UserError(f'{where}: {folder}/{PLAN} is damaged ({error}); remove {folder} to start over')
+
+
+def other_plan(folder: Folder | Path, saved: Mapping[str, Any], now: Mapping[str, Any], *, where: str) -> UserError:
+    """Return an error that a folder has unfinished work with another plan, with the differences.
+
+    Args:
+        folder: Folder of the unfinished work.
+        saved: Its plan, as JSON types.
+        now: The plan of this start, as JSON types.
+        where: Key of the setting that names the folder.
+    """
+    lines = differences(saved, now, saved_in='at the start')
     lines = lines or ['the order of the input, or the location that it is read from']
     if len(lines) > DIFFERENCES_SHOWN:
         lines[DIFFERENCES_SHOWN:] = [f'and {len(lines) - DIFFERENCES_SHOWN} more']
-    raise UserError(
+    return UserError(
         f'{where}: {folder} was started with other settings or another input:\n  ' + '\n  '.join(lines) + '\n'
         f'restore the settings and the input to resume, or remove {folder} to start over'
     )

@@ -1,0 +1,163 @@
+"""Listings that do not fit in memory give the parts and the plan that short ones give."""
+
+import hashlib
+import json
+import multiprocessing
+import resource
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from diffusion.errors import UserError
+from diffusion.prepare import file_listing, part_list, sorted_files
+from diffusion.prepare.folder_source import FolderSource
+from diffusion.prepare.input_plan import InputPlan, SavedPlan
+from diffusion.prepare.part_list import PartList
+from diffusion.prepare.settings import PrepareSettings, SourceSettings
+from diffusion.prepare.sorted_files import File, SortedFiles
+from diffusion.prepare.source import Part
+from diffusion.prepare.work_dir import WorkFolder
+
+# Few letters, so that stems, folders and hidden files often begin alike.
+pieces = st.text('ab.-', min_size=1, max_size=4).filter(lambda text: text not in ('.', '..'))
+names = st.builds(
+    lambda folders, stem, suffix: '/'.join([*folders, f'{stem}.{suffix}']),
+    st.lists(pieces, max_size=2),
+    pieces,
+    st.sampled_from(['jpg', 'png', 'webp', 'JPG', 'txt', 'json', 'TXT', 'md', 'jpg.txt']),
+)
+
+
+def file(name: str) -> File:
+    return File(f'/in/{name}', len(name), f'stamp of {name}', name)
+
+
+def listing(monkeypatch: pytest.MonkeyPatch, files: list[File]) -> None:
+    """Let every local folder have these files."""
+    monkeypatch.setattr(file_listing, '_walk', lambda location, broken: iter(files))
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(found=st.lists(names, min_size=1, max_size=30, unique=True))
+def test_parts_of_a_sorted_listing_are_those_of_a_look_at_all_files(found, monkeypatch):
+    files = [file(name) for name in found]
+    listing(monkeypatch, files)
+    monkeypatch.setattr(sorted_files, 'IN_MEMORY', 4)
+    source = FolderSource('/in/**')
+    visible, others = file_listing.list_files('/in', None)
+    try:
+        expected = source.parts_of(visible, others)
+    except UserError:
+        with pytest.raises(UserError, match='contains no images'):
+            source.parts()
+        return
+    parts = source.parts()
+    assert [part.where for part in parts] == [part.where for part in expected]
+    assert [part.stamp for part in parts] == [part.stamp for part in expected]
+    counts, expected_counts = parts[0].passed_over, expected[0].passed_over
+    assert {kind: (each.count, sorted(each.names)) for kind, each in counts.items()} == {
+        kind: (each.count, sorted(each.names)) for kind, each in expected_counts.items()
+    }
+
+
+def test_files_are_sorted_in_runs_and_may_be_read_again_and_side_by_side(monkeypatch):
+    monkeypatch.setattr(sorted_files, 'IN_MEMORY', 64)
+    monkeypatch.setattr(sorted_files, 'BLOCK', 10)
+    found = [file(f'{number * 7919 % 1000:04}.jpg') for number in range(1000)]
+    ordered = SortedFiles(found)
+    assert list(ordered) == list(ordered) == sorted(found, key=lambda each: each.name)
+    assert all(first == second for first, second in zip(ordered, ordered, strict=True))
+    strange = [file(name) for name in ('line\nbreak.jpg', 'half \udc80 of a pair.jpg', '')]
+    monkeypatch.setattr(sorted_files, 'IN_MEMORY', 1)
+    assert sorted(SortedFiles(strange)) == sorted(strange)
+
+
+def test_list_of_parts_is_like_a_list_also_on_disk(monkeypatch):
+    monkeypatch.setattr(part_list, 'MEMORY_BYTES', 100)
+    values = ['é\n', {'b': 1, 'a': None}]
+    parts = [Part(f'part-{number}', {'n': number, 'values': values}, number, f's{number}') for number in range(9)]
+    found = PartList(parts)
+    assert [*found] == parts and found[2:8:3] == parts[2:8:3] and found[-1] == parts[-1] and len(found) == 9
+    found.report_in_first(passed_over={}, notes=('note',))
+    assert found[0].notes == ('note',) and found[1].notes == ()
+    with pytest.raises(IndexError):
+        found[9]
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PrepareSettings:
+    listing(monkeypatch, [file(f'{number:03}.{suffix}') for number in range(1500) for suffix in ('jpg', 'txt')])
+    source = SourceSettings('folder', location='/in')
+    return PrepareSettings(source, str(tmp_path / 'out'), sizes=[32])
+
+
+def test_plan_on_disk_is_the_json_that_earlier_versions_hashed(prepared, tmp_path):
+    source = FolderSource('/in')
+    plan = InputPlan.make(prepared, source)
+    work = WorkFolder(tmp_path)
+    plan.write_or_check(work)
+    content = json.loads(work.plan.read_text())
+    assert content.pop('fingerprint') == plan.fingerprint
+    assert hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest() == plan.fingerprint
+    assert [part['name'] for part in content['parts']] == ['pictures-000000', 'pictures-000001']
+    assert content['parts'][1]['where'] == source.parts()[1].where
+    assert [*SavedPlan.read(work.plan).parts()] == content['parts']
+    plan.write_or_check(work)
+
+    # As an earlier version wrote it.
+    work.plan.write_text(json.dumps(content, indent=1) + '\n')
+    plan.write_or_check(work)
+    assert [*SavedPlan.read(work.plan).parts()] == content['parts']
+
+
+@pytest.mark.parametrize('damage', [lambda text: text[:-2], lambda text: text[:40], lambda text: ''])
+def test_damaged_plan_is_named(prepared, tmp_path, damage):
+    plan, work = InputPlan.make(prepared, FolderSource('/in')), WorkFolder(tmp_path)
+    plan.write_or_check(work)
+    work.plan.write_text(damage(work.plan.read_text()))
+    with pytest.raises(UserError, match=rf'^work: {tmp_path}/plan.json is damaged .*; remove .* to start over'):
+        plan.write_or_check(work)
+
+
+def test_other_input_is_named_by_its_parts(prepared, tmp_path, monkeypatch):
+    work = WorkFolder(tmp_path)
+    InputPlan.make(prepared, FolderSource('/in')).write_or_check(work)
+    listing(monkeypatch, [file(f'{number:03}.{suffix}') for number in range(1000) for suffix in ('jpg', 'txt')])
+    with pytest.raises(UserError, match=r'parts\.pictures-000001'):
+        InputPlan.make(prepared, FolderSource('/in')).write_or_check(work)
+
+
+def test_memory_of_a_plan_does_not_grow_with_its_files(prepared, tmp_path, monkeypatch):
+    monkeypatch.setattr(sorted_files, 'IN_MEMORY', 2000)
+    monkeypatch.setattr(sorted_files, 'BLOCK', 100)
+    monkeypatch.setattr(part_list, 'MEMORY_BYTES', 10_000)
+
+    def synthetic(count: int) -> Iterator[File]:
+        for number in range(count // 2):
+            name = f'{number * 7919 % 1000:03}/{number:09}'  # in another order than that of the names
+            yield from (file(f'{name}.{suffix}') for suffix in ('jpg', 'txt'))
+
+    def peak(count: int, answer: Connection) -> None:
+        """Send the memory by which a plan of some files makes this process grow, in bytes."""
+        listing(monkeypatch, synthetic(count))  # type: ignore[arg-type]
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        plan = InputPlan.make(prepared, FolderSource('/in'))
+        plan.write_or_check(WorkFolder(tmp_path / str(count)))
+        assert len(plan.parts) == count // 2000 and plan.parts[0].passed_over == {}
+        answer.send(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+
+    grown = []
+    for count in (40_000, 200_000):
+        (tmp_path / str(count)).mkdir()
+        received, sent = multiprocessing.Pipe(duplex=False)
+        with received, sent:
+            process = multiprocessing.get_context('fork').Process(target=peak, args=(count, sent))
+            process.start()
+            process.join()
+            assert process.exitcode == 0
+            grown.append(received.recv())
+    assert (grown[1] - grown[0]) / 160_000 < 60, 'bytes per file; a list of them takes 400'

@@ -16,6 +16,8 @@ from diffusion.errors import UserError
 from diffusion.prepare.extra_columns import json_value
 from diffusion.prepare.rejection import Unfit
 from diffusion.prepare.source import Entry, captions_of_columns, column_list
+from diffusion.storage import object_store
+from diffusion.storage.retry import status_of
 
 IMAGE_COLUMNS = ('image', 'jpg', 'jpeg', 'png', 'webp', 'image_bytes', 'img')
 CAPTION_COLUMNS = ('captions', 'caption', 'txt', 'text')
@@ -226,6 +228,39 @@ class LocalImages:
                     continue
                 raise
         raise Unfit('missing_file', f'the dataset has no file {path!r}')
+
+
+@dataclass(frozen=True)
+class StoreImages:
+    """Reader of the objects that the rows of a table in an object store name by path, as `LocalImages` reads files."""
+
+    root: str
+    """URL of the folder of the dataset; objects outside are not read."""
+    folder: str
+    """Folder of the table, relative to the root; empty if it is the root."""
+
+    def __call__(self, path: str) -> bytes:
+        """Return the object at a path.
+
+        Raises:
+            Unfit: It is outside the dataset or missing.
+            UserError: The store denies access.
+            OSError: It cannot be read at the moment.
+        """
+        for name in paths_inside(path, self.folder):
+            try:
+                return object_store.read(f'{self.root}/{name}')
+            except UserError as error:
+                if status_of(error) != 404:
+                    raise
+        raise Unfit('missing_file', f'the dataset has no file {path!r}')
+
+
+def image_path(image: object) -> str | None:
+    """Return the path or address of an image that a row has no bytes of; None if it has the bytes, or neither."""
+    if isinstance(image, dict):
+        image = None if isinstance(image.get('bytes'), bytes) else image.get('path')
+    return image if isinstance(image, str) else None
 
 
 def _resolve_column(schema: pa.Schema, given: str | None, common_names: Sequence[str], where: str, option: str) -> str:

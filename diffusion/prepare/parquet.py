@@ -2,8 +2,10 @@
 
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,18 +21,23 @@ from diffusion.prepare.file_listing import (
     with_passed_over,
 )
 from diffusion.prepare.image_table import (
+    URL,
     ColumnNames,
     Columns,
     LocalImages,
     ReadImage,
+    StoreImages,
     entry_of,
     find_columns,
+    image_path,
     raise_if_io_error,
     times_to_text,
 )
 from diffusion.prepare.source import Entry, Part
 
 SUFFIX = '.parquet'
+DOWNLOADS = 16
+"""Objects that are downloaded at the same time, if the rows name images in an object store."""
 BATCH_ROWS = 64
 """Rows decoded at a time, which bounds memory: a row holds a whole image file."""
 PART_BYTES = 512 * 2**20
@@ -42,8 +49,9 @@ class ParquetSource:
     """Parquet files in a folder, a single file, or a pattern with braces; each file is one part, or several if large.
 
     The image column holds bytes, Hugging Face's struct of bytes and path, or paths. An image that a row has only the
-    path of is read if it is a file in the same local folder. Columns that are not named are detected by
-    common names, ignoring case. The key of a row is the stem of the file plus its `key` column or its row number.
+    path of is read if it is a file in the same folder, local or in an object store. Columns that are not named are
+    detected by common names, ignoring case. The key of a row is the stem of the file plus its `key` column or its row
+    number.
     """
 
     location: str
@@ -77,10 +85,12 @@ class ParquetSource:
         with local_copy(url, size=part.where['size']) as path:
             yield from parquet_entries(path, part, names, images=self._images(url))
 
-    def _images(self, url: str) -> LocalImages | None:
-        """Return the reader of images that the rows of a file name by path; None in an object store."""
+    def _images(self, url: str) -> ReadImage:
+        """Return the reader of images that the rows of a file name by path."""
         if is_remote(url):
-            return None
+            folder, location = url.rpartition('/')[0], self.location.rstrip('/')
+            root = location if url.startswith(f'{location}/') else folder
+            return StoreImages(root, folder.removeprefix(root).strip('/'))
         location = self.location.removeprefix('file://')
         folder = os.path.dirname(url) or '.'
         root = location if os.path.isdir(location) else folder
@@ -156,6 +166,22 @@ def _rows(
             raise_if_io_error(error)
             yield Entry(f'{stem} at row {row}', problem='part_damaged')
             return
-        for values in rows:
-            yield entry_of(values, columns, stem, row, seen, images)
+        for values, read_image in _with_readers(rows, columns, images):
+            yield entry_of(values, columns, stem, row, seen, read_image)
             row += 1
+
+
+def _with_readers(
+    rows: Sequence[dict[str, Any]], columns: Columns, images: ReadImage | None
+) -> Iterator[tuple[dict[str, Any], ReadImage | None]]:
+    """Yield each row with the reader of its image; objects in a store are downloaded in groups, not one by one."""
+    if not isinstance(images, StoreImages):
+        yield from ((values, images) for values in rows)
+        return
+    with ThreadPoolExecutor(DOWNLOADS) as threads:
+        for start in range(0, len(rows), DOWNLOADS):
+            group = rows[start : start + DOWNLOADS]
+            paths = [image_path(values[columns.image]) for values in group]
+            reads = [None if path is None or URL.match(path) else threads.submit(images, path) for path in paths]
+            for values, read in zip(group, reads, strict=True):
+                yield values, None if read is None else lambda _, read=read: read.result()

@@ -220,3 +220,20 @@ def test_parquet_in_an_object_store_is_read(store: Store, tmp_path: Path) -> Non
     assert [entry.image for entry in entries(ParquetSource(f'{bucket}/set'))] == [b'zero', None, b'two']
     with pytest.raises(ValueError, match=r"^s3://pictures/set/00000\.parquet: has no column 'nope'"):
         entries(ParquetSource(f'{bucket}/set', image_column='nope'))
+
+
+def test_images_that_rows_name_by_path_are_read_in_an_object_store(store: Store, tmp_path: Path) -> None:
+    images = [*(f'{n}.jpg' for n in range(40)), 'shared/x.jpg', 'gone.jpg', '../../secret.jpg', '/etc/passwd', None]
+    content = write(tmp_path / 'a.parquet', {'image': images, 'caption': ['a cat'] * len(images)}).read_bytes()
+    structs = [{'bytes': None, 'path': '3.jpg'}, {'bytes': b'inside', 'path': '4.jpg'}]
+    other = write(tmp_path / 'b.parquet', {'image': structs, 'caption': ['a', 'b']}).read_bytes()
+    objects = {f'set/tables/{n}.jpg': b'image %d' % n for n in range(40)} | {'set/shared/x.jpg': b'shared'}
+    tables = {'set/tables/a.parquet': content, 'set/tables/b.parquet': other}
+    bucket = store.bucket('pictures', **objects, **tables, **{'secret.jpg': b'secret'})
+    found = entries(ParquetSource(f'{bucket}/set/'))
+    assert [entry.image for entry in found[:41]] == [*(b'image %d' % n for n in range(40)), b'shared']
+    problems = ['missing_file', 'image_outside_dataset', 'image_outside_dataset', 'no_image']
+    assert [(entry.image, entry.problem) for entry in found[41:45]] == [(None, problem) for problem in problems]
+    assert [entry.image for entry in found[45:]] == [b'image 3', b'inside']
+    (alone, *_) = entries(ParquetSource(f'{bucket}/set/tables/a.parquet'))
+    assert alone.image == b'image 0'

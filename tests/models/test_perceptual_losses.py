@@ -137,7 +137,7 @@ def test_a_perfect_prediction_costs_nothing_and_evaluation_uses_no_network(make,
     assert loss(images.flip(3), images).min() > 1e-3
     assert not any('perceptual' in name for name in model.state_dict())
     assert not any(each.requires_grad for each in loss.parameters())
-    monkeypatch.setitem(model._frozen, 'perceptual_loss', None)
+    monkeypatch.delitem(model._frozen, 'perceptual_loss')
     assert model.eval_forward(batch_of(model)).shape == (8, 3)
 
 

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from machine import heading
@@ -43,28 +44,33 @@ def main() -> None:
         file_listing._walk = lambda location, broken: synthetic(count)
         work = WorkFolder(Path(folder))
         print(heading())
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-        began, cpu = time.monotonic(), time.process_time()
-        plan = InputPlan.make(settings, FolderSource('/data/images'))
-        listed = time.monotonic()
-        plan.write_or_check(work)
-        written = time.monotonic()
-        size = os.path.getsize(work.plan)
-        InputPlan.make(settings, FolderSource('/data/images')).write_or_check(work)
-        again = time.monotonic()
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-        print(f'\n{count:,} files in {len(plan.parts):,} parts\n')
-        print('| | |\n|---|---|')
-        for name, value in {
-            'list and plan, s': listed - began,
-            'write the plan, s': written - listed,
-            'list, plan and compare at a restart, s': again - written,
-            'processor time of all, s': time.process_time() - cpu,
-            'plan on disk, GB': size / 1e9,
-            'peak memory, GB': peak,
-            'of which imports, GB': before,
-        }.items():
-            print(f'| {name} | {value:.2f} |')
+        imports = peak_gb()
+        phases: dict[str, tuple[float, float]] = {}
+
+        @contextmanager
+        def phase(name: str) -> Iterator[None]:
+            began, cpu = time.monotonic(), time.process_time()
+            yield
+            phases[name] = (time.monotonic() - began, time.process_time() - cpu)
+
+        with phase('list and plan'):
+            plan = InputPlan.make(settings, FolderSource('/data/images'))
+        with phase('write the plan'):
+            plan.write_or_check(work)
+        size = os.path.getsize(work.plan) / 1e9
+        parts = len(plan.parts)
+        del plan
+        with phase('list, plan and compare at a restart'):
+            InputPlan.make(settings, FolderSource('/data/images')).write_or_check(work)
+        print(f'\n{count:,} files in {parts:,} parts; {size:.2f} GB of plan; peak memory {peak_gb():.2f} GB, of which')
+        print(f'{imports:.2f} GB for imports\n\n| | seconds | of the processor |\n|---|---|---|')
+        for name, (wall, cpu) in phases.items():
+            print(f'| {name} | {wall:.0f} | {cpu:.0f} |')
+
+
+def peak_gb() -> float:
+    """Return the largest memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
 
 
 if __name__ == '__main__':

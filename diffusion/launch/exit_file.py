@@ -82,8 +82,10 @@ def earlier_attempt_has_begun(environ: Mapping[str, str]) -> bool | None:
     if not numbered or not attempt.isdigit():
         return None
     files = [_read_lines(Path(f'{stem}.{number}.exits')) for number in range(int(attempt))]
-    exits = [NodeExit.parse(line) for lines in files for line in lines]
-    if any(each is not None and each.cause == BEGIN for each in exits):
+    # A node that ended before it started its ranks writes no cause, and one that a preflight found faulty `hardware`.
+    # Any other end counts as begun: earlier versions did not write that line.
+    causes = {line.split()[2] for lines in files for line in lines if len(line.split()) > 2}
+    if causes - {'hardware'}:
         return True
     return False if all(files) else None
 

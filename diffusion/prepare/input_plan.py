@@ -1,7 +1,7 @@
 """Plan of a preparation: its settings and the listed input, written to the work folder before work begins.
 
 A stopped preparation can only be resumed with an equal plan, so that the dataset is made from one input. A plan of
-10 million files has 2.5 GB, so its parts are written, compared and read one by one.
+10 million files has 1.4 GB, so its parts are written, compared and read one by one.
 """
 
 import hashlib
@@ -104,14 +104,17 @@ class InputPlan:
         """Write the plan to a file, unless another process has written it."""
         unfinished = new_unfinished(path)
         header = {'fingerprint': self.fingerprint, 'settings': self.settings, 'versions': self.versions}
-        with unfinished.open('w', encoding='utf-8') as file:
-            file.write(json.dumps(header)[:-1] + _PARTS + '\n')
-            for number, part in enumerate(self.parts):
-                file.write(',\n' * bool(number) + json.dumps(plan_entry(part)))
-            file.write('\n' + _END)
-            file.flush()
-            os.fsync(file.fileno())
-        move_if_absent(unfinished, path)
+        try:
+            with unfinished.open('w', encoding='utf-8') as file:
+                file.write(json.dumps(header)[:-1] + _PARTS + '\n')
+                for number, part in enumerate(self.parts):
+                    file.write(',\n' * bool(number) + json.dumps(plan_entry(part)))
+                file.write('\n' + _END)
+                file.flush()
+                os.fsync(file.fileno())
+            move_if_absent(unfinished, path)
+        finally:
+            unfinished.unlink(missing_ok=True)  # the disk may be full
 
 
 @dataclass(frozen=True)

@@ -182,6 +182,6 @@ def _with_readers(
         for start in range(0, len(rows), DOWNLOADS):
             group = rows[start : start + DOWNLOADS]
             paths = [image_path(values[columns.image]) for values in group]
-            reads = [None if path is None or URL.match(path) else threads.submit(images, path) for path in paths]
+            reads = [None if not path or URL.match(path) else threads.submit(images, path) for path in paths]
             for values, read in zip(group, reads, strict=True):
                 yield values, None if read is None else lambda _, read=read: read.result()

@@ -1,4 +1,4 @@
-"""List of the parts of an input, most of which is in a temporary file: that of 100 million images has 25 GB."""
+"""List of the parts of an input, most of which is in a temporary file: that of 100 million images has 28 GB."""
 
 import hashlib
 import json

@@ -407,10 +407,12 @@ def test_later_attempt_with_an_empty_folder_does_not_start_from_batch_0(write_re
         assert f'submit the job anew, or create {recipe.run_dir}/attempts.jsonl to start from batch 0' in message
     last = Node(replace(position, rank=1), Settings.from_environ({}), ['-c', ''], recipe, environ)
     assert last._status_of_missing_run() == 0, 'its ranks compare its folder with those of the other nodes'
-    (tmp_path / 'job-7.1.exits').write_text('0 node1 begin\n1 node3 crash rank 1 with 1\n')
-    status, message = status_and_message(recipe, environ)
-    assert status == FAILED, 'a retry on another machine may find the folder'
-    assert 'attempt 3, and an earlier attempt has begun: is it mounted on node7?' in message
+    # The second as earlier versions wrote it.
+    for exits in ('0 node1 begin\n76 node3 hardware GPU 0\n', '1 node3 crash rank 1 with 1\n'):
+        (tmp_path / 'job-7.1.exits').write_text(exits)
+        status, message = status_and_message(recipe, environ)
+        assert status == FAILED, 'a retry on another machine may find the folder'
+        assert 'attempt 3, and an earlier attempt has begun: is it mounted on node7?' in message
     assert not recipe.run_dir.exists()
     # A faulty machine can end an attempt before the first node has begun it; then nothing is missing.
     (tmp_path / 'job-7.1.exits').write_text('76 node3 hardware GPU 0\n')

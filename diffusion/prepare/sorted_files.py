@@ -5,7 +5,7 @@ import marshal
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import islice, starmap
 from operator import attrgetter
 from typing import IO, NamedTuple
 

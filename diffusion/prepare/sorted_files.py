@@ -69,4 +69,4 @@ class _Run:
                 return
             block = marshal.loads(self._file.read(size))
             place += 8 + size
-            yield from map(File._make, block)
+            yield from starmap(File, block)

@@ -49,6 +49,16 @@ class BackgroundSave:
         self._thread = threading.Thread(target=self._write, name=f'save {save.name}', daemon=True)
         self._thread.start()
 
+    def batch_starts(self) -> None:
+        """Let the snapshot be copied while the batch computes; no collective."""
+        self.save.copy_during_batch()
+
+    def update_comes(self) -> None:
+        """Wait for the copies of the snapshot, since the optimizer changes the weights next; no collective."""
+        began = time.monotonic()
+        self.save.end_copy()
+        self.stall_seconds += time.monotonic() - began
+
     def poll(self, state: State) -> bool:
         """Return True if the save is written, as `is_written` does, but ask at most once per second; a collective."""
         # Composer's clock, which is that of rank 0 on every rank.
@@ -64,7 +74,7 @@ class BackgroundSave:
 
     def wait(self) -> None:
         """Wait until all ranks have written their files, or failed to; a collective."""
-        self.save.progress.hurry()
+        self._hurry()
         wait_for_all_ranks(self._written)
 
     def elapsed_seconds(self) -> float:
@@ -93,7 +103,7 @@ class BackgroundSave:
             notice_seconds: Seconds until this process is killed; None if it is not, or not known on this rank.
             expected_seconds: Duration of the save before; None if there was none.
         """
-        self.save.progress.hurry()
+        self._hurry()
         notice = min((each for each in dist.all_gather_object(notice_seconds) if each is not None), default=None)
         remaining = self.remaining_seconds(expected_seconds)
         # A save takes as long as the one before took to write, or this one is expected to.
@@ -112,6 +122,11 @@ class BackgroundSave:
             log.warning('%s: the thread of this save does not end; its file system may not respond', self.save.name)
         dist.barrier()  # no rank writes into the folder that rank 0 removes
         self.save.discard()
+
+    def _hurry(self) -> None:
+        """Write without pauses, since training waits, and copy now what the next batch would copy."""
+        self.save.progress.hurry()
+        self.save.copy_now()
 
     def _write(self) -> None:
         """Write the files with a low priority, so that training has the processor first; runs in the thread."""

@@ -1,6 +1,7 @@
 """Saving of one checkpoint by all ranks, step by step: collect the state, write the files, publish the checkpoint."""
 
 import datetime
+import errno
 import pickle
 import time
 from collections.abc import Iterator, Mapping
@@ -11,7 +12,6 @@ from typing import Any
 import torch
 from composer.core import State
 from composer.utils import dist
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -23,9 +23,9 @@ from diffusion.checkpointing.sharded_writer import ShardedWrite
 from diffusion.checkpointing.snapshot import SnapshotBuffers, StateTensors
 from diffusion.checkpointing.snapshot_memory import reserve_on_all_ranks
 from diffusion.checkpointing.storage_faults import SaveFailed, describe_fault, storage_fault
-from diffusion.checkpointing.trainer_state import gather_state
+from diffusion.checkpointing.tensor_copies import TensorCopies
+from diffusion.checkpointing.trainer_state import changed_by_updates, gather_state
 from diffusion.checkpointing.write_progress import WriteProgress
-from diffusion.compatibility.private_names import tree_leaves
 from diffusion.storage.direct_file import open_for_writing
 
 PICKLED_AT_ONCE = 20
@@ -39,6 +39,9 @@ class SaveInProgress:
     The constructor, a collective, collects the state. `write` writes this rank's files; with a snapshot a thread may
     run it while training continues. `publish`, a collective, makes the checkpoint exist once all ranks have written.
     Until then no checkpoint appears under the final name; if a step fails, the files written so far are removed.
+
+    Most of a snapshot is copied during the next batch, before the optimizer changes the weights: training must call
+    `copy_during_batch` when the batch starts and `end_copy` before the optimizer's step, or `copy_now`. `write` waits.
 
     Args:
         state: The trainer's state.
@@ -77,6 +80,7 @@ class SaveInProgress:
         self._error: BaseException | None = None
         self._records: dict[str, FileRecord] = {}
         self._results: list[WriteResult] = []
+        self._copies: TensorCopies | None = None
         with self._discard_on_error():
             with self._as_save_failed():
                 storage.begin(self.batch, every_rank=sharded_tensors)
@@ -84,8 +88,16 @@ class SaveInProgress:
 
     def write(self) -> None:
         """Write this rank's files and store them; no collective. `publish` raises an error of this method."""
-        rank, began = dist.get_global_rank(), time.monotonic()
+        rank = dist.get_global_rank()
         try:
+            if self._copies is not None:
+                self._copies.wait()
+        except Exception as error:
+            self._error = self._error or error
+        began = time.monotonic()
+        try:
+            if self._error is not None:
+                raise self._error
             if self._sharded is not None:
                 self._results = self._sharded.write()
                 self._records |= self._sharded.records
@@ -127,9 +139,30 @@ class SaveInProgress:
         self.published, self.total_seconds = True, time.monotonic() - self._began
         return self.name
 
+    def copy_during_batch(self) -> None:
+        """Start the copies of what nothing changes before the optimizer's step, at the start of a batch."""
+        if self._copies is not None:
+            self._copies.start()
+
+    def end_copy(self) -> None:
+        """Wait for the copies that have been started, before the optimizer's step."""
+        if self._copies is not None and not self._copies.wait_before_change():
+            self._error = SaveFailed(
+                errno.EAGAIN,
+                'weights were changed between the start of a batch and the step of the optimizer, while they were '
+                'copied. Way out: checkpointing.asynchronous: false, or change them at the end of a batch',
+            )
+
+    def copy_now(self) -> None:
+        """Copy what has not been copied yet, because training waits for this save."""
+        if self._copies is not None:
+            self._copies.start()
+
     def abandon(self) -> None:
         """End `write` at its next write to a file, from another thread; `discard` must follow."""
         self.progress.abandon()
+        if self._copies is not None:
+            self._copies.give_up()
 
     def discard(self) -> None:
         """Remove the files written so far; on every rank, no collective."""
@@ -144,19 +177,19 @@ class SaveInProgress:
         # The collectives in this call may raise on one rank only. That must not count as a failed save: this rank
         # would continue training while the others wait for it.
         content, tensors = gather_state(state, sharded_tensors=sharded_tensors)
-        self._needed_bytes = sum(leaf.nbytes for leaf in tree_leaves([content, tensors]) if isinstance(leaf, Tensor))
         self._about = _about(state, sharded_tensors=sharded_tensors) | {'run': self._storage.run_id}
         self._content: Mapping[str, Any] = content if dist.get_global_rank() == 0 else {}
         self._sharded = ShardedWrite(tensors, self._work, self.progress) if sharded_tensors else None
         shards = {} if self._sharded is None else self._sharded.shards
-        written = [leaf for leaf in tree_leaves([self._content, shards]) if isinstance(leaf, Tensor)]
-        self.progress.total_bytes = sum(tensor.nbytes for tensor in written)
+        written = (self._content, shards)
+        found = StateTensors(written)
+        self.progress.total_bytes = found.content_bytes
+        self._needed_bytes = sum(tensor.nbytes for tensor in tensors.values()) or found.content_bytes
         if buffers is not None:
-            copied = (self._content, shards)
-            found = StateTensors(copied)
             self.has_snapshot = reserve_on_all_ranks(buffers, found)
             if self.has_snapshot:
-                self._content, shards = buffers.copy(copied, found)
+                later = changed_by_updates(state)
+                (self._content, shards), self._copies = buffers.copy_but(written, found, later)
                 if self._sharded is not None:
                     self._sharded.shards = shards
 

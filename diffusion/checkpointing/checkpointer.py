@@ -53,10 +53,11 @@ class Checkpointer(CheckpointSaver):
     row fail, or the save at the end of training, or one that was requested because the run stops;
     these are retried for a minute first. Composer uses this callback instead of creating its own CheckpointSaver.
 
-    With `asynchronous`, a save blocks training only while the state is copied to host memory; a thread writes the copy,
-    and at a later batch all ranks agree that it is complete and publish it. One save runs at a time: the next waits for
-    it. The last save of training, saves before the run stops, and saves without enough memory for a copy block training
-    until they are complete.
+    With `asynchronous`, a save hardly blocks training: weights, optimizer state and averages are copied to host memory
+    during the forward and backward pass of the next batch, which do not change them; a thread writes the copy, and at a
+    later batch all ranks agree that it is complete and publish it. One save runs at a time: the next waits for it. The
+    last save of training, saves before the run stops, and saves without enough memory for a copy block training until
+    they are complete.
 
     Args:
         storage: The run's folder, on a file system that all nodes share, or its URL in an object store, or an open
@@ -170,6 +171,17 @@ class Checkpointer(CheckpointSaver):
             states, self._random_state = self._random_state, None
             if len(states) == dist.get_world_size() and state.timestamp.batch_in_epoch.value:
                 reproducibility.load_rng_state(states)
+        self._start_copies()
+
+    def before_dataloader(self, state: State, logger: Logger) -> None:
+        self._start_copies()  # already here, since the loader may need long for the batch
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        # Composer runs this event after the backward pass and before the optimizer's step.
+        if self._running is not None:
+            self._running.update_comes()
+        if self._tiers is not None:
+            self._tiers.update_comes()
 
     # Composer's saver stores its list of saved checkpoints; here the run's folder is listed instead.
     def state_dict(self) -> dict[str, Any]:
@@ -241,6 +253,13 @@ class Checkpointer(CheckpointSaver):
         self._save_checkpoint(state, logger)
         if self._tiers is not None:
             self._tiers.clear()
+
+    def _start_copies(self) -> None:
+        """Start the copies of the snapshots that the running saves write."""
+        if self._running is not None:
+            self._running.batch_starts()
+        if self._tiers is not None:
+            self._tiers.batch_starts()
 
     def _save_at_interval(self, state: State, logger: Logger, event: Event) -> None:
         """Save a checkpoint if one is due. After a failed save training continues, unless this save is required."""

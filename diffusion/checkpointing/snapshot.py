@@ -11,8 +11,7 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -21,6 +20,7 @@ from composer.utils import dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from diffusion.checkpointing.tensor_copies import TensorCopies
 from diffusion.compatibility.private_names import tree_leaves
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,6 @@ MAX_THREADS = 4
 """Threads that copy tensors of the CPU, which two or three saturate."""
 NICENESS = 10
 """Priority of threads that work while training continues, from 0 (that of training) to 19 (the lowest)."""
-_PIECE_BYTES = 2**22
 _TOUCHED_BYTES = 2**26
 State = TypeVar('State')
 Key = tuple[object, ...]
@@ -52,11 +51,11 @@ class StateTensors:
         for tensor in _tensors(state):
             key = self.keys[id(tensor)] = _key(tensor)
             self.views[key] = tensor.detach()
-
-    @property
-    def nbytes(self) -> int:
+        sizes = [view.nbytes for view in self.views.values()]
+        self.content_bytes = sum(sizes)
+        """Bytes of the tensors."""
+        self.nbytes = sum(map(_aligned, sizes))
         """Bytes of memory that a snapshot of them needs."""
-        return sum(_aligned(view.nbytes) for view in self.views.values())
 
     @property
     def on_gpu(self) -> bool:
@@ -77,6 +76,7 @@ class SnapshotBuffers:
         self._pinned = 0
         self._places: dict[tuple[object, ...], Tensor] = {}
         self._touching: threading.Thread | None = None
+        self._touched = threading.Event()
 
     @property
     def nbytes(self) -> int:
@@ -117,30 +117,48 @@ class SnapshotBuffers:
         def write() -> None:
             lower_priority()
             for offset in range(0, len(memory), _TOUCHED_BYTES):
+                if self._touched.is_set():
+                    return
                 count = min(_TOUCHED_BYTES, len(memory) - offset)
                 torch.frombuffer(memory, dtype=torch.uint8, count=count, offset=offset).zero_()
 
+        self._touched.clear()
         self._touching = threading.Thread(target=write, name='memory for snapshots', daemon=True)
         self._touching.start()
 
-    def copy(self, state: State, tensors: StateTensors | None = None) -> State:
+    def copy(self, state: State) -> State:
         """Return a copy of a state of nested containers, whose tensors are in this memory, on the CPU.
 
         Tensors with the same content (tied weights) share a copy. Everything else is copied too, so that nothing that
         training changes later reaches the snapshot. `reserve` must have returned True for this state's size.
+        """
+        return self.copy_but(state, StateTensors(state), ())[0]
+
+    def copy_but(self, state: State, tensors: StateTensors, later: Collection[int]) -> tuple[State, TensorCopies]:
+        """Return a copy like `copy`, and the copies of some of its tensors, which are to be made later.
 
         Args:
             state: What is copied.
-            tensors: Its tensors, if they have been found already.
+            tensors: Its tensors.
+            later: Addresses of the tensors that are to be copied later.
         """
         if self._touching is not None:
+            # What it has not reached yet, the copies will.
+            self._touched.set()
             self._touching.join()
             self._touching = None
-        tensors = tensors or StateTensors(state)
         copies = self._place_all(tensors.views)
-        _copy_all([(copies[key], view) for key, view in tensors.views.items()])
+        now: list[tuple[Tensor, Tensor]] = []
+        then: list[tuple[Tensor, Tensor]] = []
+        for key, view in tensors.views.items():
+            (then if key[0] in later else now).append((copies[key], view))
+        # Training waits for these, so its cores are free.
+        running = TensorCopies(now, copying_threads())
+        running.start()
         memo: dict[int, Any] = {number: copies[key] for number, key in tensors.keys.items()}
-        return copy.deepcopy(state, memo)
+        copied = copy.deepcopy(state, memo)
+        running.wait()
+        return copied, TensorCopies(then, max(1, copying_threads() - 1))
 
     def release(self) -> None:
         """Free the memory, as soon as no tensor of a snapshot uses it any more."""
@@ -187,42 +205,6 @@ class SnapshotBuffers:
             log.warning('memory for snapshots is not pinned (CUDA error %d): saves block training longer', result)
             return
         self._pinned = address
-
-
-@torch.no_grad()
-def _copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy tensors into others on the CPU with the same shapes: from a GPU by a stream of its own, else in threads."""
-    streams: dict[torch.device, Any] = {}
-    plain: list[tuple[int, int, int]] = []
-    for target, source in pairs:
-        if source.is_cuda:
-            if source.device not in streams:
-                streams[source.device] = torch.cuda.Stream(source.device)
-                streams[source.device].wait_stream(torch.cuda.current_stream(source.device))
-            with torch.cuda.stream(streams[source.device]):
-                target.copy_(source, non_blocking=True)
-        elif source.device.type == 'cpu' and source.stride() == target.stride():
-            # The same dense layout, so the bytes are copied, in pieces that threads can share.
-            starts = range(0, source.nbytes, _PIECE_BYTES)
-            plain += [
-                (target.data_ptr() + start, source.data_ptr() + start, min(_PIECE_BYTES, source.nbytes - start))
-                for start in starts
-            ]
-        else:
-            target.copy_(source)
-    # Training waits, so its cores are free. memmove is 1.4 times as fast as torch's copy, and releases the GIL too.
-    count = copying_threads()
-    with ThreadPoolExecutor(count) as threads:
-        for _ in threads.map(_move_bytes, [plain[number::count] for number in range(count)]):
-            pass
-    for stream in streams.values():
-        stream.synchronize()
-
-
-def _move_bytes(pieces: Sequence[tuple[int, int, int]]) -> None:
-    """Copy pieces of memory, given as target address, source address and size in bytes."""
-    for target, source, size in pieces:
-        ctypes.memmove(target, source, size)
 
 
 def copying_threads() -> int:

@@ -84,6 +84,16 @@ class TierSaves:
         due.pending = False
         self._save(due, state, logger, buffers)
 
+    def batch_starts(self) -> None:
+        """Let the snapshot of the running save be copied while the batch computes; no collective."""
+        if self._running is not None:
+            self._running[1].batch_starts()
+
+    def update_comes(self) -> None:
+        """Wait for the copies of the snapshot, since the optimizer changes the weights next; no collective."""
+        if self._running is not None:
+            self._running[1].update_comes()
+
     def make_way(self, logger: Logger) -> None:
         """Publish the save that is being written if it is complete, else give it up.
 

@@ -138,6 +138,7 @@ ATTRIBUTES = {
         ('mosaicml', 'composer.core.engine:Engine', '_run_loggers', 'calls loggers only at events that they handle'),
         ('mosaicml', 'composer.core.engine:Engine', '_run_nonlogger_callbacks', 'the same for other callbacks'),
         ('mosaicml', 'composer.callbacks:CheckpointSaver', '_save_checkpoint', 'saves at once; only Trainer has more'),
+        ('torch', 'torch:Tensor', '_version', 'finds tensors that are changed while a snapshot is copied'),
         ('mosaicml-streaming', 'streaming:StreamingDataset', '_resume', 'position of a loaded checkpoint'),
         ('mosaicml-streaming', 'streaming:Stream', '_proportion', 'tells a given proportion from a derived one'),
         ('mosaicml-streaming', 'streaming:Stream', '_choose', 'tells a given number of samples from a derived one'),

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from diffusion.callbacks.compile_cache import file_name, load
+
 PROGRAM = """
 import json, sys
 from pathlib import Path
@@ -54,27 +56,26 @@ def train(folder: Path, local: Path) -> tuple[str, int, int, float, str]:
     return *json.loads(result.stdout.splitlines()[-1]), result.stderr
 
 
-def test_restart_on_another_machine_compiles_nothing(tmp_path):
-    name, misses, _, weights, _ = train(tmp_path / 'compiled', tmp_path / 'first')
-    assert misses > 0
-    assert [path.name for path in (tmp_path / 'compiled').iterdir()] == [name]
-    written = (tmp_path / 'compiled' / name).stat().st_mtime_ns
-    again = train(tmp_path / 'compiled', tmp_path / 'second')
+def test_restart_on_another_machine_compiles_nothing_and_a_damaged_file_is_replaced(tmp_path):
+    folder = tmp_path / 'compiled'
+    folder.mkdir()
+    damaged = folder / file_name()
+    damaged.write_bytes(b'damaged')
+    name, misses, _, weights, log = train(folder, tmp_path / 'first')
+    assert 'is damaged, so the blocks are compiled again' in log
+    assert misses > 0 and name == damaged.name
+    assert [path.name for path in folder.iterdir()] == [name]
+    assert damaged.stat().st_size > 1000, 'replaced'
+
+    written = damaged.stat().st_mtime_ns
+    again = train(folder, tmp_path / 'second')
     assert again[1] == 0 and again[2] > 0
     assert again[3] == weights
-    assert (tmp_path / 'compiled' / name).stat().st_mtime_ns == written, 'nothing new to save'
-
-    (tmp_path / 'compiled' / name).write_bytes(b'damaged')
-    damaged = train(tmp_path / 'compiled', tmp_path / 'third')
-    assert 'is damaged, so the blocks are compiled again' in damaged[4]
-    assert damaged[1] > 0 and damaged[3] == weights
-    assert (tmp_path / 'compiled' / name).stat().st_size > 1000, 'replaced'
+    assert damaged.stat().st_mtime_ns == written, 'nothing new to save'
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason='only root can give a file to another user')
 def test_file_of_another_user_is_not_read(tmp_path, caplog):
-    from diffusion.callbacks.compile_cache import load
-
     path = tmp_path / 'file.bin'
     path.write_bytes(b'hostile')
     os.chown(path, 12345, 12345)

@@ -82,8 +82,8 @@ def at_random_points(workers, kills):
     return found
 
 
-def at_each_third_step():
-    """Kill a preparation before each third step that changes the disk or opens a file, then resume it."""
+def at_each_sixth_step():
+    """Kill a preparation before each sixth step that changes the disk or opens a file, then resume it."""
     source = fast(DrawnSource(2, 5, broken=4))
     values = dict(aspects=['32x32', '32x24'], duplicates='near', hold_out=2, shard_mb=0.005, inline=True)
     assert status(start(FOLDER / 'whole', source, **values)) == 0
@@ -92,7 +92,7 @@ def at_each_third_step():
         assert status(start(FOLDER / str(steps), source, **values)) == 0, f'killed at step {steps}'
         same(FOLDER / 'whole', FOLDER / str(steps))
         assert not (FOLDER / f'{steps}.work').exists()
-        steps += 3
+        steps += 6
     return steps
 
 
@@ -175,5 +175,5 @@ def test_kill_while_two_datasets_are_replaced_leaves_no_old_training_set_beside_
 
 
 @pytest.mark.slow
-def test_preparation_killed_before_each_third_step_resumes(tmp_path: Path) -> None:
-    assert run(tmp_path, 'at_each_third_step') > 100
+def test_preparation_killed_before_each_sixth_step_resumes(tmp_path: Path) -> None:
+    assert run(tmp_path, 'at_each_sixth_step') > 100

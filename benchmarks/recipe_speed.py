@@ -1,0 +1,159 @@
+"""Speed of whole recipes on this machine's GPUs, with random weights and drawn images instead of published ones.
+
+    python benchmarks/recipe_speed.py RECIPE ... [--share-of N] [--batches N] [--folder FOLDER] [--json FILE] [--help]
+                                      [KEY=VALUE ...]
+
+Each recipe is trained by `run.py` for some batches: with its loader, online encoders, losses of other networks,
+algorithms, compilation, optimizer and checkpoints. Each GPU has the batch that it has on N GPUs, so what is missing is
+the exchange of gradients between that many GPUs. Further arguments change the recipes, such as speed.compile=false. No
+network is used: weights that the recipe would download are random ones of the same sizes, and a caption has as many
+tokens as the recipe pads it to. Prints a row per recipe; `diffusion plan RECIPE --from-run FOLDER/runs/RECIPE` plans
+with its throughput.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_check_training import COLUMNS, ROOT, draw_samples
+from machine import heading
+from torchvision.models import vgg16
+from transformers import Dinov2Config, Dinov2Model
+
+from diffusion.config.load import load
+from diffusion.config.recipe import Recipe
+from diffusion.storage.mds import write_dataset
+
+IMAGES = 1024
+"""Number of images that are drawn for each resolution."""
+WINDOW = 10
+"""Batches per window, of which the breakdown of the time is logged; the first window is left out of the medians."""
+METRICS = {
+    'ms per step': ('throughput/step_seconds', 1000.0),
+    'images/s per GPU': ('throughput/device/samples_per_sec', 1.0),
+    'MFU, %': ('throughput/device/mfu', 100.0),
+    'peak, GiB': ('memory/peak_gib', 1.0),
+    'stall of a save, s': ('checkpoint/stall_seconds', 1.0),
+    'save, s': ('checkpoint/save_seconds', 1.0),
+}
+"""Metric and factor of each column."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train the recipes and print their figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('arguments', nargs='+', metavar='RECIPE or KEY=VALUE', help='recipes, and changes of them')
+    parser.add_argument('--share-of', type=int, default=32, help='number of GPUs of the real run (default: 32)')
+    parser.add_argument('--batches', type=int, default=60, help='batches to train (default: %(default)s)')
+    parser.add_argument('--folder', type=Path, default=Path('recipe-speed'), help='default: %(default)s')
+    parser.add_argument('--json', type=Path, help='file for all figures')
+    args = parser.parse_args(argv)
+    changes = [each for each in args.arguments if '=' in each]
+    print(heading(), gpu_name(), f'PyTorch {torch.__version__}', sep=', ', flush=True)
+    found = {}
+    for path in (Path(each) for each in args.arguments if '=' not in each):
+        began = time.monotonic()
+        found[path.stem] = train(path, args.folder, changes, share_of=args.share_of, batches=args.batches)
+        found[path.stem]['seconds'] = time.monotonic() - began
+        if args.json is not None:
+            args.json.write_text(json.dumps(found, indent=1), 'utf-8')
+    print_table(found)
+
+
+def gpu_name() -> str:
+    """Return number and name of the GPUs."""
+    count = torch.cuda.device_count()
+    return f'{count} {torch.cuda.get_device_name()}' if count else 'no GPU'
+
+
+def train(path: Path, folder: Path, changes: Sequence[str], *, share_of: int, batches: int) -> dict[str, Any]:
+    """Train a recipe for some batches, and return medians of its metrics and the stages' shares of the time."""
+    overrides = [*changes, *offline(load(path, changes, allow_missing=True), folder)]
+    devices = max(1, torch.cuda.device_count())
+    per_device = load(path, changes, allow_missing=True).global_batch // share_of
+    overrides += [
+        f'global_batch={per_device * devices}',
+        f'runs_dir={folder / "runs"}',
+        'trainer.progress_bar=false',
+        f'trainer.max_duration={batches}ba',
+        f'trainer.save_interval={batches // 2}ba',
+        'trainer.eval_interval=0',
+        f'callbacks.breakdown={{window: {WINDOW}}}',
+        'checkpointing.keep={last: 1}',
+    ]
+    shutil.rmtree(folder / 'runs' / path.stem, ignore_errors=True)
+    # Strategies such as fsdp2 need a process group, which the launcher's variables create, also for one process.
+    launcher = [sys.executable, '-m', 'composer.cli.launcher', '-n', str(devices)]
+    subprocess.run([*launcher, str(ROOT / 'run.py'), str(path), *overrides], cwd=ROOT, check=True)
+    return read_metrics(folder / 'runs' / path.stem)
+
+
+def offline(recipe: Recipe, folder: Path) -> list[str]:
+    """Return changes that give a recipe drawn images and random weights, which are written into a folder."""
+    changes: list[str] = []
+    for section, streams in (('streams', recipe.streams), ('eval_streams', recipe.eval_streams)):
+        for name, stream in streams.items():
+            images = folder.absolute() / f'images-{stream.resolution}px'
+            if not (images / 'index.json').exists():
+                write_dataset(images, draw_samples(IMAGES, stream.resolution), COLUMNS)
+            changes += [f'{section}.{name}.local={images}', f'{section}.{name}.remote=null']
+    settings = recipe.model.kwargs
+    if 'pretrained' in settings or recipe.model.name == 'sd2':
+        changes += ['model.pretrained=null', 'model.revision=null']
+    for part in ('representation_alignment', 'perceptual_losses'):
+        if part in settings:
+            changes += [f'model.{part}.encoder={dinov2_base(folder.absolute())}', f'model.{part}.revision=null']
+    if 'perceptual_losses' in settings:
+        changes.append(f'model.perceptual_losses.lpips_backbone={vgg(folder.absolute())}')
+    return changes
+
+
+def dinov2_base(folder: Path) -> Path:
+    """Return a folder with DINOv2 base, an image encoder of 86.6 M parameters, with random weights."""
+    path = folder / 'dinov2-base'
+    if not path.exists():
+        Dinov2Model(Dinov2Config(image_size=518)).save_pretrained(path)
+    return path
+
+
+def vgg(folder: Path) -> Path:
+    """Return a file with random weights of torchvision's VGG-16."""
+    path = folder / 'vgg16.pth'
+    if not path.exists():
+        torch.save(vgg16().state_dict(), path)
+    return path
+
+
+def read_metrics(run: Path) -> dict[str, Any]:
+    """Return the median of each metric over the windows after the first, and the shares of the stages."""
+    values: dict[str, list[float]] = {}
+    for line in (run / 'metrics.jsonl').read_text(encoding='utf-8').splitlines():
+        for name, value in json.loads(line).items():
+            values.setdefault(name, []).append(value)
+    names = [*(name for name, _ in METRICS.values()), *(name for name in values if name.startswith('time_share/'))]
+    return {name: statistics.median(values[name][1:] or values[name]) for name in names if name in values}
+
+
+def print_table(found: dict[str, dict[str, Any]]) -> None:
+    """Print a row per recipe, and the stages that take most of its time."""
+    print('\n| recipe | ' + ' | '.join(METRICS) + ' |')
+    print('|---' * (1 + len(METRICS)) + '|')
+    for recipe, figures in found.items():
+        cells = [f'{figures[name] * factor:.4g}' if name in figures else '' for name, factor in METRICS.values()]
+        print(f'| {recipe} | ' + ' | '.join(cells) + ' |')
+    for recipe, figures in found.items():
+        shares = {name.partition('/')[2]: value for name, value in figures.items() if name.startswith('time_share/')}
+        largest = sorted(shares.items(), key=lambda each: -each[1])
+        print(f'\n{recipe}: ' + ', '.join(f'{name} {100 * share:.1f} %' for name, share in largest if share > 0.001))
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,198 @@
+"""Copies of tensors that run while something else happens, and what of a trainer's state is copied that way."""
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from callbacks.guarded_run import At
+from composer.core import Algorithm, Event, State
+from composer.loggers import Logger
+
+from diffusion.checkpointing import tensor_copies
+from diffusion.checkpointing.checkpoint_weights import weights_of
+from diffusion.checkpointing.checkpointer import Checkpointer
+from diffusion.checkpointing.snapshot import SnapshotBuffers
+from diffusion.checkpointing.tensor_copies import TensorCopies
+from diffusion.config.load import load
+from diffusion.loggers.metrics_file import read_metrics
+from diffusion.training.train import build_trainer, train
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the threads that have copied; each copy takes a fifth of a second."""
+    original, names = tensor_copies._move, []
+
+    def move(pieces):
+        time.sleep(0.2)
+        names.append(threading.current_thread().name)
+        original(pieces)
+
+    monkeypatch.setattr(tensor_copies, '_move', move)
+    return names
+
+
+def pair(value: float, shape: tuple[int, ...] = (100, 30)) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.full(shape, -1.0), torch.full(shape, value)
+
+
+@pytest.mark.parametrize('threads', [1, 3])
+def test_copies_have_the_values_from_before_the_change(slow, threads):
+    pairs = [pair(1.0), pair(2.0, (2**21,)), pair(3.0, ())]
+    strided = (torch.full((30, 100), -1.0), pair(4.0)[1].t())
+    copies = TensorCopies([*pairs, strided], threads)
+    copies.start()
+    copies.start()  # the second does nothing
+    assert copies.wait_before_change()
+    for _, source in pairs:
+        source.add_(10)
+    assert copies.wait_before_change(), 'the batches after it are none of its business'
+    copies.wait()
+    assert [float(target.mean()) for target, _ in [*pairs, strided]] == [1, 2, 3, 4]
+    assert len(slow) == threads
+
+
+def test_nothing_is_copied_before_the_start_and_who_needs_it_waits():
+    (target, source) = pair(1.0)
+    copies = TensorCopies([(target, source)], 1)
+    waiting = threading.Thread(target=copies.wait)
+    waiting.start()
+    assert copies.wait_before_change()
+    waiting.join(0.1)
+    assert waiting.is_alive() and float(target.mean()) == -1
+    copies.start()
+    waiting.join(10)
+    assert not waiting.is_alive() and float(target.mean()) == 1
+
+
+def test_change_during_the_copies_is_found(slow):
+    target, source = pair(1.0)
+    parameter = torch.nn.Parameter(source)
+    copies = TensorCopies([(target, parameter.detach())], 1)
+    copies.start()
+    with torch.no_grad():
+        parameter.mul_(2)
+    assert not copies.wait_before_change()
+
+
+@pytest.mark.parametrize('begun', [False, True])
+def test_copies_that_are_given_up_leave_the_memory_to_others(slow, begun):
+    target, source = pair(1.0)
+    copies = TensorCopies([(target, source)], 1)
+    if begun:
+        copies.start()
+    copies.give_up()
+    found = float(target.mean())
+    assert found == (1.0 if begun else -1.0)
+    copies.start()
+    copies.wait()
+    assert float(target.mean()) == found
+
+
+def test_error_of_a_thread_is_raised_by_who_needs_the_copies():
+    copies = TensorCopies([(torch.zeros(3), torch.zeros(2, 4).t())], 1)
+    copies.start()
+    assert copies.wait_before_change()
+    with pytest.raises(RuntimeError, match='must match'):
+        copies.wait()
+
+
+def the_checkpointer(trainer: Any) -> Checkpointer:
+    return next(each for each in trainer.state.callbacks if isinstance(each, Checkpointer))
+
+
+def test_weights_are_copied_during_the_next_batch_and_are_those_of_the_batch_that_is_saved(
+    write_recipe, slow, monkeypatch, tmp_path
+):
+    """The copies end after the backward pass of the next batch, so the optimizer has to wait for them."""
+    sections: dict[str, Any] = {'algorithms': {'ema': {'ema_start': '1ba', 'smoothing': 0.5}}}
+    sections['trainer'] = {'max_duration': '4ba', 'save_interval': '2ba', 'device': 'cpu', 'progress_bar': False}
+    train(load(write_recipe('blocking', **sections, checkpointing={'asynchronous': False}))).close()
+    slow.clear()
+
+    recipe = load(write_recipe('overlapped', **sections))
+    trainer = build_trainer(recipe)
+    seen: list[Any] = []
+    copy_but = SnapshotBuffers.copy_but
+
+    def observed(self, state, tensors, later):
+        copied, copies = copy_but(self, state, tensors, later)
+        seen.append((sum(source.nbytes for _, source in copies._pairs), tensors.content_bytes))
+        slow.clear()
+        return copied, copies
+
+    monkeypatch.setattr(SnapshotBuffers, 'copy_but', observed)
+    trainer.state.callbacks.append(At(Event.BATCH_START, 2, lambda: seen.append(list(slow))))
+    trainer.state.callbacks.append(At(Event.BATCH_END, 3, lambda: seen.append(list(slow))))
+    trainer.fit()
+    trainer.close()
+    (late, whole), at_start, at_end = seen
+    assert late > 0.99 * whole, 'all weights, moments and averages'
+    assert at_start == [] and len(at_end) >= 1
+    one, other = (tmp_path / 'runs' / name for name in ('blocking', 'overlapped'))
+    for which in ('training', 'ema'):
+        expected, found = (weights_of(run / 'ba2', which)[0] for run in (one, other))
+        assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    saved = [torch.load(run / 'ba2' / 'state.pt', weights_only=False)['state'] for run in (one, other)]
+    expected, found = (each['optimizers']['AdamW']['state'] for each in saved)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    stall = read_metrics(other / 'metrics.jsonl')['checkpoint/stall_seconds']
+    assert min(stall.values()) > 0.1, 'the wait before the optimizer counts as a stall'
+
+
+def test_averages_that_the_end_of_an_epoch_updates_are_those_of_the_batch_that_is_saved(write_recipe, slow, tmp_path):
+    """ba5 is the last batch of an epoch: the averages are updated after its save, before another batch starts."""
+    sections: dict[str, Any] = {'algorithms': {'ema': {'ema_start': '1ba', 'update_interval': '1ep', 'smoothing': 0.5}}}
+    sections['trainer'] = {'max_duration': '8ba', 'save_interval': '5ba', 'device': 'cpu', 'progress_bar': False}
+    for name, asynchronous in (('blocking', False), ('overlapped', True)):
+        train(load(write_recipe(name, **sections, checkpointing={'asynchronous': asynchronous}))).close()
+    for batch in (5, 8):
+        for which in ('training', 'ema'):
+            runs = [tmp_path / 'runs' / name / f'ba{batch}' for name in ('blocking', 'overlapped')]
+            expected, found = (weights_of(run, which)[0] for run in runs)
+            assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+class Foreign(Algorithm):
+    """An algorithm of another package, which changes the weights before the forward pass."""
+
+    def match(self, event: Event, state: State) -> bool:
+        return event == Event.BEFORE_FORWARD
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        change_weights(state)
+
+
+@torch.no_grad()
+def change_weights(state: State) -> None:
+    for weight in state.model.parameters():
+        weight.mul_(1.0625)
+
+
+def test_with_an_algorithm_of_another_package_everything_is_copied_at_once(write_recipe, slow, tmp_path):
+    trainer: dict[str, Any] = {'max_duration': '4ba', 'save_interval': '2ba', 'device': 'cpu', 'progress_bar': False}
+    for name, asynchronous in (('blocking', False), ('overlapped', True)):
+        recipe = load(write_recipe(name, trainer=trainer, checkpointing={'asynchronous': asynchronous}))
+        built = build_trainer(recipe)
+        built.state.algorithms.append(Foreign())
+        built.fit()
+        built.close()
+        assert the_checkpointer(built).failed_saves.total == 0
+    expected, found = (weights_of(tmp_path / 'runs' / name / 'ba2')[0] for name in ('blocking', 'overlapped'))
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+def test_checkpoint_whose_weights_a_callback_changes_too_early_is_not_published(write_recipe, slow, caplog):
+    trainer: dict[str, Any] = {'max_duration': '6ba', 'save_interval': '2ba', 'device': 'cpu', 'progress_bar': False}
+    recipe = load(write_recipe('early', trainer=trainer))
+    built = build_trainer(recipe)
+    built.state.callbacks.append(At(Event.BEFORE_FORWARD, 2, lambda: change_weights(built.state)))
+    built.fit()
+    built.close()
+    assert sorted(path.name for path in recipe.run_dir.glob('ba*')) == ['ba4', 'ba6']
+    assert (
+        'ba2: not saved, weights were changed between the start of a batch and the step of the optimizer' in caplog.text
+    )
+    assert 'checkpointing.asynchronous: false' in caplog.text

@@ -23,13 +23,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from gpu_check_training import COLUMNS, ROOT, draw_samples
 from machine import heading
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torchvision.models import vgg16
-from transformers import Dinov2Config, Dinov2Model
+from transformers import Dinov2Config, Dinov2Model, GemmaTokenizerFast
+from transformers.models.t5gemma.configuration_t5gemma import T5GemmaConfig
+from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
 from diffusion.config.load import load
 from diffusion.config.recipe import Recipe
+from diffusion.models import prx_config
 from diffusion.storage.mds import write_dataset
 
 IMAGES = 1024
@@ -55,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument('--batches', type=int, default=60, help='batches to train (default: %(default)s)')
     parser.add_argument('--folder', type=Path, default=Path('recipe-speed'), help='default: %(default)s')
     parser.add_argument('--json', type=Path, help='file for all figures')
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     changes = [each for each in args.arguments if '=' in each]
     print(heading(), gpu_name(), f'PyTorch {torch.__version__}', sep=', ', flush=True)
     found = {}
@@ -78,21 +83,25 @@ def train(path: Path, folder: Path, changes: Sequence[str], *, share_of: int, ba
     """Train a recipe for some batches, and return medians of its metrics and the stages' shares of the time."""
     overrides = [*changes, *offline(load(path, changes, allow_missing=True), folder)]
     devices = max(1, torch.cuda.device_count())
-    per_device = load(path, changes, allow_missing=True).global_batch // share_of
+    recipe = load(path, changes, allow_missing=True)
+    per_device, microbatch = recipe.global_batch // share_of, recipe.device_train_microbatch_size
     overrides += [
         f'global_batch={per_device * devices}',
+        f'device_train_microbatch_size={min(per_device, microbatch) if isinstance(microbatch, int) else per_device}',
         f'runs_dir={folder / "runs"}',
         'trainer.progress_bar=false',
         f'trainer.max_duration={batches}ba',
         f'trainer.save_interval={batches // 2}ba',
         'trainer.eval_interval=0',
-        f'callbacks.breakdown={{window: {WINDOW}}}',
+        f'callbacks.breakdown={{window: {min(WINDOW, batches // 2)}}}',
         'checkpointing.keep={last: 1}',
     ]
     shutil.rmtree(folder / 'runs' / path.stem, ignore_errors=True)
     # Strategies such as fsdp2 need a process group, which the launcher's variables create, also for one process.
     launcher = [sys.executable, '-m', 'composer.cli.launcher', '-n', str(devices)]
-    subprocess.run([*launcher, str(ROOT / 'run.py'), str(path), *overrides], cwd=ROOT, check=True)
+    ended = subprocess.run([*launcher, str(ROOT / 'run.py'), str(path), *overrides], cwd=ROOT)
+    if ended.returncode:
+        sys.exit(f'{path}: the run ended with status {ended.returncode}; its output is above')
     return read_metrics(folder / 'runs' / path.stem)
 
 
@@ -106,7 +115,9 @@ def offline(recipe: Recipe, folder: Path) -> list[str]:
                 write_dataset(images, draw_samples(IMAGES, stream.resolution), COLUMNS)
             changes += [f'{section}.{name}.local={images}', f'{section}.{name}.remote=null']
     settings = recipe.model.kwargs
-    if 'pretrained' in settings or recipe.model.name == 'sd2':
+    if recipe.model.name == 'prx':
+        changes += [f'model.pretrained={prx_folder(folder.absolute())}', 'model.revision=null']
+    elif 'pretrained' in settings or recipe.model.name == 'sd2':
         changes += ['model.pretrained=null', 'model.revision=null']
     for part in ('representation_alignment', 'perceptual_losses'):
         if part in settings:
@@ -114,6 +125,27 @@ def offline(recipe: Recipe, folder: Path) -> list[str]:
     if 'perceptual_losses' in settings:
         changes.append(f'model.perceptual_losses.lpips_backbone={vgg(folder.absolute())}')
     return changes
+
+
+def prx_folder(folder: Path) -> Path:
+    """Return a folder with the frozen parts of PRX: FLUX.1's VAE, T5-Gemma 2B's encoder, and a small tokenizer."""
+    path = folder / 'prx'
+    if not path.exists():
+        device = 'cuda' if torch.cuda.is_available() else 'cpu'
+        with torch.device('meta'):
+            encoder = T5GemmaEncoder(T5GemmaConfig().encoder).to(torch.bfloat16)
+        encoder.to_empty(device=device)
+        with torch.no_grad():
+            for weight in encoder.parameters():
+                weight.normal_(std=0.02)
+        encoder.cpu().save_pretrained(path / 'text_encoder')
+        AutoencoderKL(**prx_config.VAE).save_pretrained(path / 'vae')
+        words = Tokenizer(models.BPE(byte_fallback=True))
+        words.pre_tokenizer = pre_tokenizers.Metaspace()
+        special = ['<pad>', '<eos>', '<bos>', '<unk>']
+        words.train_from_iterator(['image of random colors'], trainers.BpeTrainer(special_tokens=special))
+        GemmaTokenizerFast(tokenizer_object=words, pad_token='<pad>').save_pretrained(path / 'tokenizer')
+    return path
 
 
 def dinov2_base(folder: Path) -> Path:

@@ -8,14 +8,17 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from diffusion.config.load import load
 from diffusion.models.builders import tiny
 from diffusion.models.objective import Objective
 from diffusion.training import performance
+from diffusion.training.train import train
 
 BENCHMARKS = Path(__file__).parents[1] / 'benchmarks'
 
@@ -148,6 +151,44 @@ def test_step_benchmark_runs_the_statements_for_a_gpu(module, monkeypatch, tmp_p
         assert 0 < row['mfu'] < 1 and row['peak_gib'] == 1 and row['planned_gib'] > 10
         assert 0 < sum(row['stages'].values()) <= row['step_seconds'] + 0.01
         assert row['gpu_seconds'] == row['kernels'] == 0, 'no GPU took part'
+
+
+def test_recipe_speed_trains_with_drawn_images_and_prints_a_row(module, monkeypatch, write_recipe, tmp_path, capsys):
+    benchmark = module('recipe_speed')
+
+    def run(command, cwd):
+        """Train in this process, as the launcher would in others."""
+        assert command[1:3] == ['-m', 'composer.cli.launcher']
+        path, *overrides = command[command.index(str(benchmark.ROOT / 'run.py')) + 1 :]
+        recipe = load(path, overrides)
+        assert recipe.streams['small'].local == str(tmp_path / 'images-32px')
+        train(recipe).close()
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(benchmark, 'subprocess', SimpleNamespace(run=run))
+    monkeypatch.setattr(benchmark, 'IMAGES', 16)
+    recipe = write_recipe(callbacks={'breakdown': None})
+    sizes = ['--share-of', '2', '--batches', '4', '--folder', str(tmp_path), '--json', str(tmp_path / 'found.json')]
+    benchmark.main([str(recipe), *sizes, 'optimizer.lr=0.01'])
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith('| run |'))
+    assert len(row.split('|')) == 2 + 1 + len(benchmark.METRICS)
+    found = json.loads((tmp_path / 'found.json').read_text())['run']
+    assert found['throughput/step_seconds'] > 0 and found['checkpoint/stall_seconds'] > 0
+    written = load(tmp_path / 'runs' / 'run' / 'recipe.yaml')
+    assert (written.global_batch, written.optimizer.kwargs['lr']) == (4, 0.01)
+    parts = prx_parts(benchmark.offline, tmp_path, monkeypatch)
+    assert parts == {'dinov2_base', 'prx_folder', 'vgg'}
+
+
+def prx_parts(offline: Callable[..., list[str]], folder: Path, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Return the names of the functions that write random weights for `yamls/speedrun.yaml`."""
+    called = set()
+    for name in ('dinov2_base', 'prx_folder', 'vgg'):
+        monkeypatch.setitem(offline.__globals__, name, lambda folder, name=name: called.add(name) or folder / name)
+    monkeypatch.setitem(offline.__globals__, 'write_dataset', lambda *args: None)
+    changes = offline(load(BENCHMARKS.parent / 'yamls' / 'speedrun.yaml', allow_missing=True), folder)
+    assert load(BENCHMARKS.parent / 'yamls' / 'speedrun.yaml', changes).missing == []
+    return called
 
 
 def test_muon_benchmark_counts_fewer_operations_in_batches(rows):

@@ -133,7 +133,8 @@ def prx_folder(folder: Path) -> Path:
     if not path.exists():
         device = 'cuda' if torch.cuda.is_available() else 'cpu'
         with torch.device('meta'):
-            encoder = T5GemmaEncoder(T5GemmaConfig().encoder).to(torch.bfloat16)
+            encoder: Any = T5GemmaEncoder(T5GemmaConfig().encoder)
+        encoder = encoder.to(torch.bfloat16)
         encoder.to_empty(device=device)
         with torch.no_grad():
             for weight in encoder.parameters():

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class TensorCopies:
         self._pairs = list(pairs)
         self._threads = threads
         self._running: list[threading.Thread] = []
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams: dict[torch.device, Any] = {}
         self._started = threading.Event()
         self._error: BaseException | None = None
         self._versions = 0

@@ -47,7 +47,7 @@ def gather_state(state: State, *, sharded_tensors: bool) -> tuple[dict[str, Any]
     if not sharded_tensors:
         return {'state': _whole_state(state), 'rng': random_state}, {}
     model, optimizer = get_state_dict(state.model, state.optimizers[0], options=_FLAT)
-    tensors = {f'model.{name}': tensor for name, tensor in model.items()}
+    tensors: dict[str, Any] = {f'model.{name}': tensor for name, tensor in model.items()}
     tensors |= {f'optimizer.{name}': value for name, value in optimizer.items() if isinstance(value, Tensor)}
     settings = {name: value for name, value in optimizer.items() if not isinstance(value, Tensor)}
     averagers = _averagers(state)

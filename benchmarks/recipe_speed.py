@@ -40,14 +40,14 @@ from diffusion.storage.mds import write_dataset
 IMAGES = 1024
 """Number of images that are drawn for each resolution."""
 WINDOW = 10
-"""Batches per window, of which the breakdown of the time is logged; the first window is left out of the medians."""
+"""Batches per window, of which the breakdown of the time is logged."""
 METRICS = {
     'ms per step': ('throughput/step_seconds', 1000.0),
     'images/s per GPU': ('throughput/device/samples_per_sec', 1.0),
     'MFU, %': ('throughput/device/mfu', 100.0),
     'peak, GiB': ('memory/peak_gib', 1.0),
-    'stall of a save, s': ('checkpoint/stall_seconds', 1.0),
-    'save, s': ('checkpoint/save_seconds', 1.0),
+    'stall of the first save, s': ('checkpoint/stall_seconds', 1.0),
+    'first save, s': ('checkpoint/save_seconds', 1.0),
 }
 """Metric and factor of each column."""
 
@@ -166,13 +166,13 @@ def vgg(folder: Path) -> Path:
 
 
 def read_metrics(run: Path) -> dict[str, Any]:
-    """Return the median of each metric over the windows after the first, and the shares of the stages."""
-    values: dict[str, list[float]] = {}
-    for line in (run / 'metrics.jsonl').read_text(encoding='utf-8').splitlines():
-        for name, value in json.loads(line).items():
-            values.setdefault(name, []).append(value)
-    names = [*(name for name, _ in METRICS.values()), *(name for name in values if name.startswith('time_share/'))]
-    return {name: statistics.median(values[name][1:] or values[name]) for name in names if name in values}
+    """Return the medians of the windows after the first in which nothing was saved, and the times of the first save."""
+    lines = [json.loads(line) for line in (run / 'metrics.jsonl').read_text(encoding='utf-8').splitlines()]
+    windows = [line for line in lines if 'throughput/step_seconds' in line]
+    quiet = [line for line in windows[1:] if line['time_share/checkpoint'] < 0.01] or windows
+    saves = next(line for line in lines if 'checkpoint/stall_seconds' in line)
+    names = [name for name in quiet[0] if name.startswith(('throughput/', 'memory/', 'time_share/'))]
+    return saves | {name: statistics.median(line[name] for line in quiet) for name in names}
 
 
 def print_table(found: dict[str, dict[str, Any]]) -> None:

@@ -1,6 +1,7 @@
-"""End of a process that has used PyTorch, without the finalization of the interpreter."""
+"""The end of a process that has run PyTorch, without the finalization of Python's interpreter."""
 
 import atexit
+import multiprocessing
 import os
 import sys
 import threading
@@ -17,8 +18,18 @@ def end_process(status: int) -> NoReturn:
     # What the interpreter does first: wait for threads that are no daemons, and call the exit handlers.
     with suppress(Exception):
         threading._shutdown()  # type: ignore[attr-defined]
+    kill_daemons()
     atexit._run_exitfuncs()
     for stream in filter(None, (sys.stdout, sys.stderr)):  # None if its descriptor was closed at the start
         with suppress(OSError, ValueError):  # its reader has gone
             stream.flush()
     os._exit(status)
+
+
+def kill_daemons() -> None:
+    """Kill the daemon processes that this one has started, such as workers of a data loader."""
+    # An exit handler of multiprocessing ends them by SIGTERM and waits without a limit, but workers of a data loader
+    # ignore SIGTERM, with which a scheduler stops a whole job: a run that was complete would never end.
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()

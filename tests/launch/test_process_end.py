@@ -1,7 +1,10 @@
 """End of a process: its status, what it printed, its threads and its exit handlers."""
 
+import os
 import subprocess
 import sys
+
+import pytest
 
 PROGRAM = """
 import atexit, sys, threading, time
@@ -21,3 +24,27 @@ end_process(78)
 def test_threads_and_handlers_end_before_the_process():
     done = subprocess.run([sys.executable, '-c', PROGRAM], capture_output=True, text=True, timeout=30, check=False)
     assert (done.returncode, done.stdout.replace('\n', ''), done.stderr) == (78, 'mainthreadhandler', 'error')
+
+
+STUBBORN = """
+import multiprocessing, signal, sys, time
+from diffusion.launch.process_end import end_process
+def ignore_sigterm():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print('ready', flush=True)
+    time.sleep(60)
+child = multiprocessing.get_context('fork').Process(target=ignore_sigterm, daemon=True)
+child.start()
+time.sleep(1)
+print(child.pid, flush=True)
+end_process(7)
+"""
+
+
+def test_daemon_process_that_ignores_sigterm_does_not_keep_its_parent():
+    """Like a worker of a data loader that did not end: multiprocessing would wait for it without a limit."""
+    done = subprocess.run([sys.executable, '-c', STUBBORN], capture_output=True, text=True, timeout=30, check=False)
+    ready, child = done.stdout.split()
+    assert (done.returncode, ready, done.stderr) == (7, 'ready', '')
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(child), 0)

@@ -158,7 +158,10 @@ class SnapshotBuffers:
         memo: dict[int, Any] = {number: copies[key] for number, key in tensors.keys.items()}
         copied = copy.deepcopy(state, memo)
         running.wait()
-        return copied, TensorCopies(then, max(1, copying_threads() - 1))
+        rest = TensorCopies(then, max(1, copying_threads() - 1))
+        if not then:
+            rest.start()
+        return copied, rest
 
     def release(self) -> None:
         """Free the memory, as soon as no tensor of a snapshot uses it any more."""

@@ -34,9 +34,6 @@ class TensorCopies:
         self._error: BaseException | None = None
         self._versions = 0
 
-    def __len__(self) -> int:
-        return len(self._pairs)
-
     def start(self) -> None:
         """Start the copies, unless they have been started or given up."""
         if self._started.is_set():
@@ -48,7 +45,7 @@ class TensorCopies:
             stream = self._streams[device] = torch.cuda.Stream(device)
             stream.wait_stream(torch.cuda.current_stream(device))
         # memmove is 1.4 times as fast as torch's copy, and releases the GIL too.
-        work = [partial(_move, pieces[number :: self._threads]) for number in range(self._threads)]
+        work = [partial(_move, pieces[number :: self._threads]) for number in range(min(self._threads, len(pieces)))]
         if on_gpu or rest:
             work.append(partial(self._copy, [*on_gpu, *rest]))
         for each in work:

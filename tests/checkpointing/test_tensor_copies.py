@@ -2,6 +2,7 @@
 
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -146,13 +147,27 @@ def test_averages_that_the_end_of_an_epoch_updates_are_those_of_the_batch_that_i
     """ba5 is the last batch of an epoch: the averages are updated after its save, before another batch starts."""
     sections: dict[str, Any] = {'algorithms': {'ema': {'ema_start': '1ba', 'update_interval': '1ep', 'smoothing': 0.5}}}
     sections['trainer'] = {'max_duration': '8ba', 'save_interval': '5ba', 'device': 'cpu', 'progress_bar': False}
+    written: list[bool] = []
     for name, asynchronous in (('blocking', False), ('overlapped', True)):
-        train(load(write_recipe(name, **sections, checkpointing={'asynchronous': asynchronous}))).close()
+        trainer = build_trainer(load(write_recipe(name, **sections, checkpointing={'asynchronous': asynchronous})))
+        if asynchronous:
+            # Everything is copied, so the save does not wait for the next batch.
+            note = partial(note_end_of_writing, the_checkpointer(trainer), written)
+            trainer.state.callbacks.append(At(Event.EPOCH_END, 5, note))
+        trainer.fit()
+        trainer.close()
+    assert written == [True]
     for batch in (5, 8):
         for which in ('training', 'ema'):
             runs = [tmp_path / 'runs' / name / f'ba{batch}' for name in ('blocking', 'overlapped')]
             expected, found = (weights_of(run, which)[0] for run in runs)
             assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+def note_end_of_writing(saver: Checkpointer, written: list[bool]) -> None:
+    """Append whether the running save is written within a few seconds."""
+    assert saver._running is not None
+    written.append(saver._running._written.wait(20))
 
 
 class Foreign(Algorithm):

@@ -75,8 +75,15 @@ class InputPlan:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the plan, in hexadecimal; a dataset with an equal one in its report need not be prepared again."""
+        """SHA-256 of the plan, in hexadecimal."""
         return self.parts.fingerprint(settings=self.settings, versions=self.versions)
+
+    @cached_property
+    def content_fingerprint(self) -> str:
+        """The fingerprint, which for a dataset on the Hub is equal after a commit that changes no data."""
+        if self.settings['source']['kind'] != 'huggingface':
+            return self.fingerprint
+        return self.parts.fingerprint_without_commits(settings=self.settings, versions=self.versions)
 
     def write_or_check(self, work: WorkFolder) -> None:
         """Write the plan to a new work folder, or check that the plan in the work folder is equal.

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import tempfile
 import weakref
 from array import array
@@ -13,6 +14,9 @@ from diffusion.prepare.source import Part
 
 MEMORY_BYTES = 2**26
 """Size up to which the list is kept in memory instead of in TMPDIR."""
+
+
+_COMMIT = re.compile(r'("hf://datasets/[^"@]*)@[0-9a-f]{40}(?=[/"])')
 
 
 class PartList(Sequence[Part]):
@@ -50,6 +54,18 @@ class PartList(Sequence[Part]):
     def fingerprint(self, **others: Any) -> str:
         """Return the SHA-256, in hexadecimal, of the JSON of a plan with these parts and other values, keys sorted."""
         whole = self._hash.copy()
+        whole.update(b'], ' + json.dumps(others, sort_keys=True).encode()[1:])
+        return whole.hexdigest()
+
+    def fingerprint_without_commits(self, **others: Any) -> str:
+        """Return the fingerprint that the plan would have if the addresses of files on the Hub named no commit."""
+        whole = hashlib.sha256(b'{"parts": [')
+        for number, part in enumerate(self):
+            entry = plan_entry(part)
+            if 'pictures' in part.where:
+                del entry['stamp']  # a hash of `where`, addresses included, which has the stamp of each image
+            text = json.dumps(entry, sort_keys=True)
+            whole.update(b', ' * bool(number) + _COMMIT.sub(r'\1', text).encode())
         whole.update(b'], ' + json.dumps(others, sort_keys=True).encode()[1:])
         return whole.hexdigest()
 

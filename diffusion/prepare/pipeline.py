@@ -117,7 +117,7 @@ class Preparation:
             self.source = at_planned_version(self.source, self.work)
             plan = InputPlan.make(self.settings, self.source)
             # A plan means that a preparation was stopped here: resume it, even if an earlier dataset is in the output.
-            finished = None if self.work.plan.exists() else self.finished_report(plan.fingerprint)
+            finished = None if self.work.plan.exists() else self.finished_report(plan)
             if finished is not None:
                 finished.notes.append('already prepared from the same input with the same settings; nothing to do')
                 return finished
@@ -138,12 +138,13 @@ class Preparation:
         self.work.remove()
         return report
 
-    def finished_report(self, fingerprint: str) -> PrepareReport | None:
+    def finished_report(self, plan: InputPlan) -> PrepareReport | None:
         """Return the report of the dataset that is already in the output, if the same plan made it, otherwise None."""
         if self.settings.overwrite:
             return None
         reports = [self.outputs[split].report() for split in self.splits]
-        return reports[0] if all(report and report.fingerprint == fingerprint for report in reports) else None
+        same = (plan.content_fingerprint, plan.fingerprint)  # earlier versions recorded the latter
+        return reports[0] if all(report and report.fingerprint in same for report in reports) else None
 
     def check_outputs(self) -> None:
         """Check that the datasets can be written, before any work is done.
@@ -336,7 +337,7 @@ class Preparation:
             buckets={name: count for name, count in counts.items() if count},
             empty_buckets=[name for name, count in counts.items() if not count],
             statistics=statistics_of(catalog, images),
-            fingerprint=plan.fingerprint,
+            fingerprint=plan.content_fingerprint,
         )
         if split == HELD_OUT:
             report.inputs, report.notes = len(images), [f'held out from {self.settings.out}']

@@ -457,6 +457,28 @@ def test_card_without_license_is_noted(hub: HubServer, tmp_path: Path, monkeypat
     assert report.license == 'CC0' and not any('license' in note for note in report.notes)
 
 
+@pytest.mark.parametrize('layout', ['parquet', 'images'])
+def test_commit_that_changes_no_data_needs_no_new_preparation(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], layout: str
+) -> None:
+    go_online(monkeypatch)
+    name = add(hub, (parquet_dataset() if layout == 'parquet' else image_dataset()) | {'README.md': b'# One\n'})
+    out = tmp_path / 'out'
+    arguments = ['prepare', 'huggingface', name, '--sizes', '32', '--workers', '1', '--out', str(out)]
+    assert command.main(arguments) == 0
+    before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
+    files = hub.datasets[name].files
+    files['README.md'] = b'# Two\n'
+    assert command.main(arguments) == 0
+    assert 'already prepared from the same input' in capsys.readouterr().out
+    assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == before
+
+    changed = next(path for path in files if path.endswith(('.parquet', '.png')) and 'train' in path)
+    files[changed] = parquet_of(rows('train', [1])) if layout == 'parquet' else image(77)
+    assert command.main(arguments) != 0
+    assert 'is not empty' in capsys.readouterr().err
+
+
 def test_rows_of_mixed_types_are_rejected_one_by_one(tmp_path: Path) -> None:
     files = {
         'train-0.parquet': parquet_of(rows('train', [0]) | {'score': ['high']}),

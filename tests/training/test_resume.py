@@ -98,6 +98,7 @@ def alone_variables() -> dict[str, str]:
 
 def leave() -> None:
     if torch.distributed.is_initialized():
+        torch.distributed.barrier()  # as in conftest.py
         torch.distributed.destroy_process_group()
 
 

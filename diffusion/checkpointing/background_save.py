@@ -49,11 +49,11 @@ class BackgroundSave:
         self._thread = threading.Thread(target=self._write, name=f'save {save.name}', daemon=True)
         self._thread.start()
 
-    def batch_starts(self) -> None:
-        """Let the snapshot be copied while the batch computes; no collective."""
-        self.save.copy_during_batch()
+    def start_copy(self) -> None:
+        """Start to copy the snapshot, while the next batch is loaded and computed; no collective."""
+        self.save.start_copy()
 
-    def update_comes(self) -> None:
+    def end_copy(self) -> None:
         """Wait for the copies of the snapshot, since the optimizer changes the weights next; no collective."""
         began = time.monotonic()
         self.save.end_copy()
@@ -124,9 +124,9 @@ class BackgroundSave:
         self.save.discard()
 
     def _hurry(self) -> None:
-        """Write without pauses, since training waits, and copy now what the next batch would copy."""
+        """Write without pauses and copy at once, since training waits."""
         self.save.progress.hurry()
-        self.save.copy_now()
+        self.save.start_copy()
 
     def _write(self) -> None:
         """Write the files with a low priority, so that training has the processor first; runs in the thread."""

@@ -41,7 +41,7 @@ class SaveInProgress:
     Until then no checkpoint appears under the final name; if a step fails, the files written so far are removed.
 
     Most of a snapshot is copied during the next batch, before the optimizer changes the weights: training must call
-    `copy_during_batch` when the batch starts and `end_copy` before the optimizer's step, or `copy_now`. `write` waits.
+    `start_copy` when the batch starts and `end_copy` before the optimizer's step. `write` waits for the copies.
 
     Args:
         state: The trainer's state.
@@ -139,8 +139,8 @@ class SaveInProgress:
         self.published, self.total_seconds = True, time.monotonic() - self._began
         return self.name
 
-    def copy_during_batch(self) -> None:
-        """Start the copies of what nothing changes before the optimizer's step, at the start of a batch."""
+    def start_copy(self) -> None:
+        """Start the copies of what nothing changes before the optimizer's next step, unless they have been started."""
         if self._copies is not None:
             self._copies.start()
 
@@ -152,11 +152,6 @@ class SaveInProgress:
                 'weights were changed between the start of a batch and the step of the optimizer, while they were '
                 'copied. Way out: checkpointing.asynchronous: false, or change them at the end of a batch',
             )
-
-    def copy_now(self) -> None:
-        """Copy what has not been copied yet, because training waits for this save."""
-        if self._copies is not None:
-            self._copies.start()
 
     def abandon(self) -> None:
         """End `write` at its next write to a file, from another thread; `discard` must follow."""

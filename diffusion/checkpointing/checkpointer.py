@@ -179,9 +179,9 @@ class Checkpointer(CheckpointSaver):
     def after_train_batch(self, state: State, logger: Logger) -> None:
         # Composer runs this event after the backward pass and before the optimizer's step.
         if self._running is not None:
-            self._running.update_comes()
+            self._running.end_copy()
         if self._tiers is not None:
-            self._tiers.update_comes()
+            self._tiers.end_copy()
 
     # Composer's saver stores its list of saved checkpoints; here the run's folder is listed instead.
     def state_dict(self) -> dict[str, Any]:
@@ -257,9 +257,9 @@ class Checkpointer(CheckpointSaver):
     def _start_copies(self) -> None:
         """Start the copies of the snapshots that the running saves write."""
         if self._running is not None:
-            self._running.batch_starts()
+            self._running.start_copy()
         if self._tiers is not None:
-            self._tiers.batch_starts()
+            self._tiers.start_copy()
 
     def _save_at_interval(self, state: State, logger: Logger, event: Event) -> None:
         """Save a checkpoint if one is due. After a failed save training continues, unless this save is required."""

@@ -84,15 +84,15 @@ class TierSaves:
         due.pending = False
         self._save(due, state, logger, buffers)
 
-    def batch_starts(self) -> None:
-        """Let the snapshot of the running save be copied while the batch computes; no collective."""
+    def start_copy(self) -> None:
+        """Start to copy the snapshot of the running save; no collective."""
         if self._running is not None:
-            self._running[1].batch_starts()
+            self._running[1].start_copy()
 
-    def update_comes(self) -> None:
+    def end_copy(self) -> None:
         """Wait for the copies of the snapshot, since the optimizer changes the weights next; no collective."""
         if self._running is not None:
-            self._running[1].update_comes()
+            self._running[1].end_copy()
 
     def make_way(self, logger: Logger) -> None:
         """Publish the save that is being written if it is complete, else give it up.

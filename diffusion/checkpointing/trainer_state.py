@@ -72,7 +72,7 @@ def _whole_state(state: State) -> dict[str, Any]:
     if state.fsdp_enabled:
         return state.state_dict()
     # Composer asks PyTorch for the model's and then for the optimizer's tensors, and each time PyTorch looks up all
-    # names of the model's parameters, which takes 30 ms for Stable Diffusion 2. Here it looks them up once.
+    # names of the model's parameters, which takes 30 ms for Stable Diffusion 2's U-Net. Here it looks them up once.
     model, optimizer = get_state_dict(state.model, state.optimizers[0])
     rest = _rest_of_state(state)
     found = {'model': model, 'optimizers': {type(state.optimizers[0]).__qualname__: optimizer}, **rest}

@@ -64,9 +64,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     changes = [each for each in args.arguments if '=' in each]
     print(heading(), gpu_name(), f'PyTorch {torch.__version__}', sep=', ', flush=True)
     found = {}
-    for path in (Path(each) for each in args.arguments if '=' not in each):
+    for path in (Path(each).absolute() for each in args.arguments if '=' not in each):
         began = time.monotonic()
-        found[path.stem] = train(path, args.folder, changes, share_of=args.share_of, batches=args.batches)
+        found[path.stem] = train(path, args.folder.absolute(), changes, share_of=args.share_of, batches=args.batches)
         found[path.stem]['seconds'] = time.monotonic() - began
         if args.json is not None:
             args.json.write_text(json.dumps(found, indent=1), 'utf-8')
@@ -81,9 +81,8 @@ def gpu_name() -> str:
 
 def train(path: Path, folder: Path, changes: Sequence[str], *, share_of: int, batches: int) -> dict[str, Any]:
     """Train a recipe for some batches, and return medians of its metrics and the stages' shares of the time."""
-    overrides = [*changes, *offline(load(path, changes, allow_missing=True), folder)]
-    devices = max(1, torch.cuda.device_count())
-    recipe = load(path, changes, allow_missing=True)
+    recipe, devices = load(path, changes, allow_missing=True), max(1, torch.cuda.device_count())
+    overrides = [*changes, *offline(recipe, folder)]
     per_device, microbatch = recipe.global_batch // share_of, recipe.device_train_microbatch_size
     overrides += [
         f'global_batch={per_device * devices}',
@@ -96,34 +95,35 @@ def train(path: Path, folder: Path, changes: Sequence[str], *, share_of: int, ba
         f'callbacks.breakdown={{window: {min(WINDOW, batches // 2)}}}',
         'checkpointing.keep={last: 1}',
     ]
-    shutil.rmtree(folder / 'runs' / path.stem, ignore_errors=True)
+    run = folder / 'runs' / recipe.name
+    shutil.rmtree(run, ignore_errors=True)
     # Strategies such as fsdp2 need a process group, which the launcher's variables create, also for one process.
     launcher = [sys.executable, '-m', 'composer.cli.launcher', '-n', str(devices)]
     ended = subprocess.run([*launcher, str(ROOT / 'run.py'), str(path), *overrides], cwd=ROOT)
     if ended.returncode:
         sys.exit(f'{path}: the run ended with status {ended.returncode}; its output is above')
-    return read_metrics(folder / 'runs' / path.stem)
+    return read_metrics(run)
 
 
 def offline(recipe: Recipe, folder: Path) -> list[str]:
-    """Return changes that give a recipe drawn images and random weights, which are written into a folder."""
+    """Return changes that give a recipe drawn images and random weights, which are written into an absolute folder."""
     changes: list[str] = []
     for section, streams in (('streams', recipe.streams), ('eval_streams', recipe.eval_streams)):
         for name, stream in streams.items():
-            images = folder.absolute() / f'images-{stream.resolution}px'
+            images = folder / f'images-{stream.resolution}px'
             if not (images / 'index.json').exists():
                 write_dataset(images, draw_samples(IMAGES, stream.resolution), COLUMNS)
             changes += [f'{section}.{name}.local={images}', f'{section}.{name}.remote=null']
     settings = recipe.model.kwargs
     if recipe.model.name == 'prx':
-        changes += [f'model.pretrained={prx_folder(folder.absolute())}', 'model.revision=null']
+        changes += [f'model.pretrained={prx_folder(folder)}', 'model.revision=null']
     elif 'pretrained' in settings or recipe.model.name == 'sd2':
         changes += ['model.pretrained=null', 'model.revision=null']
     for part in ('representation_alignment', 'perceptual_losses'):
         if part in settings:
-            changes += [f'model.{part}.encoder={dinov2_base(folder.absolute())}', f'model.{part}.revision=null']
+            changes += [f'model.{part}.encoder={dinov2_base(folder)}', f'model.{part}.revision=null']
     if 'perceptual_losses' in settings:
-        changes.append(f'model.perceptual_losses.lpips_backbone={vgg(folder.absolute())}')
+        changes.append(f'model.perceptual_losses.lpips_backbone={vgg(folder)}')
     return changes
 
 

@@ -83,7 +83,7 @@ class InputPlan:
         """The fingerprint, which for a dataset on the Hub is equal after a commit that changes no data."""
         if self.settings['source']['kind'] != 'huggingface':
             return self.fingerprint
-        return self.parts.fingerprint_without_commits(settings=self.settings, versions=self.versions)
+        return self.parts.without_commits().fingerprint(settings=self.settings, versions=self.versions)
 
     def write_or_check(self, work: WorkFolder) -> None:
         """Write the plan to a new work folder, or check that the plan in the work folder is equal.

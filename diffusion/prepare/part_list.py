@@ -57,17 +57,14 @@ class PartList(Sequence[Part]):
         whole.update(b'], ' + json.dumps(others, sort_keys=True).encode()[1:])
         return whole.hexdigest()
 
-    def fingerprint_without_commits(self, **others: Any) -> str:
-        """Return the fingerprint that the plan would have if the addresses of files on the Hub named no commit."""
-        whole = hashlib.sha256(b'{"parts": [')
-        for number, part in enumerate(self):
-            entry = plan_entry(part)
-            if 'pictures' in part.where:
-                del entry['stamp']  # a hash of `where`, addresses included, which has the stamp of each image
-            text = json.dumps(entry, sort_keys=True)
-            whole.update(b', ' * bool(number) + _COMMIT.sub(r'\1', text).encode())
-        whole.update(b'], ' + json.dumps(others, sort_keys=True).encode()[1:])
-        return whole.hexdigest()
+    def without_commits(self) -> 'PartList':
+        """Return these parts with addresses of files on the Hub that name no commit."""
+        parts = PartList()
+        for part in self:
+            where = json.loads(_COMMIT.sub(r'\1', json.dumps(part.where)))
+            # The stamp of images is a hash of `where`, addresses included, which has the stamp of each image.
+            parts.append(replace(part, where=where, stamp='' if 'pictures' in where else part.stamp))
+        return parts
 
     def __len__(self) -> int:
         return len(self.heads)

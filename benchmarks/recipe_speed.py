@@ -34,6 +34,7 @@ from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
 from diffusion.config.load import load
 from diffusion.config.recipe import Recipe
+from diffusion.errors import UserError
 from diffusion.models import prx_config
 from diffusion.storage.mds import write_dataset
 
@@ -189,4 +190,7 @@ def print_table(found: dict[str, dict[str, Any]]) -> None:
 
 
 if __name__ == '__main__':
-    main()
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f'error: {error}')

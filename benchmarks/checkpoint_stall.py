@@ -33,6 +33,8 @@ PAUSE = 8
 """Batches without a save before each save."""
 SAVES = 4
 """Saves of each kind; the first is left out of the medians."""
+STEPS = ('no save runs', 'its snapshot is copied', 'it is written')
+"""Kinds of steps: the snapshot is copied during the first step of an asynchronous save."""
 STATES = 4
 """Copies of the weights in a checkpoint: the weights, two moments and the average."""
 
@@ -65,7 +67,8 @@ class Turns(Callback):
         self.stalls: dict[str, list[float]] = {name: [] for name in self.savers}
         self.durations: dict[str, list[float]] = {name: [] for name in self.savers}
         self.quiet: list[float] = []
-        self.saving: list[float] = []
+        self.copying: list[float] = []
+        self.writing: list[float] = []
         self._began = 0.0
         self._turn = 'blocking'
         self._free_since = 0
@@ -96,7 +99,9 @@ class Turns(Callback):
     def batch_end(self, state: State, logger: Logger) -> None:
         seconds = time.perf_counter() - self._began
         if state.timestamp.batch.value > PAUSE // 2:  # the first steps allocate memory
-            (self.saving if self.is_saving else self.quiet).append(seconds)
+            is_first = state.timestamp.batch.value == self._free_since + 1
+            steps = self.quiet if not self.is_saving else self.copying if is_first else self.writing
+            steps.append(seconds)
 
 
 def main(folder: str = '', millions: str = '100') -> None:
@@ -134,21 +139,28 @@ def main(folder: str = '', millions: str = '100') -> None:
     print(row('median time to the publication, s', [statistics.median(each[1:]) for each in turns.durations.values()]))
     print(row('memory of a snapshot, GB', [0.0, memory]) + f' planned: {planned:.3f} GB')
     print()
-    print(f'| | no save is written ({len(turns.quiet)} steps) | one is ({len(turns.saving)} steps) |')
-    print('|---|---|---|')
-    steps = [statistics.median(turns.quiet), statistics.median(turns.saving)]
-    print(row('median step, s', steps))
-    print(row('slowest step, s', [max(turns.quiet), max(turns.saving)]))
+    found = [turns.quiet, turns.copying, turns.writing]
+    counts = ' | '.join(f'{name} ({len(each)} steps)' for name, each in zip(STEPS, found, strict=True))
+    print(f'| | {counts} |')
+    print('|---|---|---|---|')
+    median, slowest = ([what(each) for each in found] for what in (statistics.median, max))
+    print(row('median step, s', median))
+    print(row('slowest step, s', slowest))
     print(f'\nAn asynchronous save blocks training for {stalls[1] / stalls[0]:.1%} of the time of a blocking one.')
-    median, slowest = (what(turns.saving) / what(turns.quiet) - 1 for what in (statistics.median, max))
-    longest = [max(each) / steps[0] - 1 for each in (turns.quiet, turns.saving)]
-    print(f'While it is written, the median step takes {median:+.1%} longer, the slowest {slowest:+.1%} longer.')
-    print(f'The slowest step takes {longest[0]:+.1%} of the median without a save, {longest[1]:+.1%} with one.')
+    for index, when in enumerate(STEPS[1:], 1):
+        more = ', '.join(
+            f'the {name} {each[index] / each[0] - 1:+.1%} longer'
+            for name, each in (('median step takes', median), ('slowest', slowest))
+        )
+        print(f'While {when}: {more}.')
+    spread = slowest[0] / median[0] - 1
+    print(f'Without a save, the slowest step takes {spread:+.1%} longer than the median.')
 
 
 def row(name: str, values: list[float]) -> str:
     """Format a table row."""
-    return f'| {name} | {values[0]:.3f} | {values[1]:.3f} |'
+    cells = ' | '.join(f'{value:.3f}' for value in values)
+    return f'| {name} | {cells} |'
 
 
 if __name__ == '__main__':

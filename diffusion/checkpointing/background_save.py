@@ -21,7 +21,7 @@ ABANDON_SECONDS = 2.0
 
 CORES_PER_RANK = 4
 """Cores per rank below which a save pauses between its writes, since it takes them from training."""
-PAUSE = 2.0
+PAUSE = 4.0
 """Seconds that such a save pauses per second of writing."""
 
 Choice = Literal['both', 'replace', 'finish']

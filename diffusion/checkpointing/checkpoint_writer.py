@@ -7,11 +7,12 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from composer.core import State
 from composer.utils import dist
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -31,6 +32,40 @@ from diffusion.storage.direct_file import open_for_writing
 PICKLED_AT_ONCE = 20
 """Objects, most of them tensors, that a save in the background pickles between two pauses."""
 PICKLING_PAUSE_SECONDS = 0.002
+
+
+class Collected(NamedTuple):
+    """What a rank writes of a checkpoint.
+
+    Args:
+        content: The content of state.pt; empty on other ranks than 0.
+        sharded: The write of the sharded tensors, if they are written by all ranks.
+        sharded_bytes: Bytes of the sharded tensors on all ranks together.
+    """
+
+    content: Mapping[str, Any]
+    sharded: ShardedWrite | None
+    sharded_bytes: int
+
+    @property
+    def written(self) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
+        """The content of state.pt, and the sharded tensors by name."""
+        return self.content, {} if self.sharded is None else self.sharded.shards
+
+
+def collect(state: State, folder: Path, progress: WriteProgress | None = None, *, sharded_tensors: bool) -> Collected:
+    """Return what this rank writes of a checkpoint of this state; a collective.
+
+    Args:
+        state: The trainer's state.
+        folder: Folder of the checkpoint's files, into which nothing is written yet.
+        progress: Progress of the save.
+        sharded_tensors: Each rank writes its shards.
+    """
+    content, tensors = gather_state(state, sharded_tensors=sharded_tensors)
+    sharded = ShardedWrite(tensors, folder, progress) if sharded_tensors else None
+    content = content if dist.get_global_rank() == 0 else {}
+    return Collected(content, sharded, sum(tensor.nbytes for tensor in tensors.values()))
 
 
 class SaveInProgress:
@@ -171,20 +206,17 @@ class SaveInProgress:
         """Collect what is to be written, or a snapshot of it; a collective."""
         # The collectives in this call may raise on one rank only. That must not count as a failed save: this rank
         # would continue training while the others wait for it.
-        content, tensors = gather_state(state, sharded_tensors=sharded_tensors)
+        collected = collect(state, self._work, self.progress, sharded_tensors=sharded_tensors)
         self._about = _about(state, sharded_tensors=sharded_tensors) | {'run': self._storage.run_id}
-        self._content: Mapping[str, Any] = content if dist.get_global_rank() == 0 else {}
-        self._sharded = ShardedWrite(tensors, self._work, self.progress) if sharded_tensors else None
-        shards = {} if self._sharded is None else self._sharded.shards
-        written = (self._content, shards)
-        found = StateTensors(written)
+        self._content, self._sharded = collected.content, collected.sharded
+        found = StateTensors(collected.written)
         self.progress.total_bytes = found.content_bytes
-        self._needed_bytes = sum(tensor.nbytes for tensor in tensors.values()) or found.content_bytes
+        self._needed_bytes = collected.sharded_bytes or found.content_bytes
         if buffers is not None:
             self.has_snapshot = reserve_on_all_ranks(buffers, found)
             if self.has_snapshot:
                 later = changed_by_updates(state)
-                (self._content, shards), self._copies = buffers.copy_but(written, found, later)
+                (self._content, shards), self._copies = buffers.copy_but(collected.written, found, later)
                 if self._sharded is not None:
                     self._sharded.shards = shards
 

@@ -14,7 +14,7 @@ from composer.utils import dist, reproducibility
 
 from diffusion.callbacks.preemption import is_last_batch
 from diffusion.checkpointing.background_save import BackgroundSave, pause_for_training
-from diffusion.checkpointing.checkpoint_writer import SaveInProgress
+from diffusion.checkpointing.checkpoint_writer import SaveInProgress, collect
 from diffusion.checkpointing.failed_saves import FailedSaves, make_room_after
 from diffusion.checkpointing.node_tier import NodeTier, open_tiers
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks, run_on_each_rank
@@ -26,7 +26,7 @@ from diffusion.checkpointing.snapshot_memory import reserve_on_all_ranks
 from diffusion.checkpointing.storage_faults import SaveFailed
 from diffusion.checkpointing.tier_restore import find_resume_point, stored_batches
 from diffusion.checkpointing.tier_saves import TierSaves
-from diffusion.checkpointing.trainer_state import gather_state, load_checkpoint
+from diffusion.checkpointing.trainer_state import load_checkpoint
 from diffusion.config.checkpointing import KeepConfig, TiersConfig
 from diffusion.launch import run_lock
 
@@ -196,7 +196,7 @@ class Checkpointer(CheckpointSaver):
         # to provide new memory than a snapshot takes to fill it, and if there is too little, it is said at once.
         if self._buffers is not None and not self._has_memory and not is_last_batch(state):
             self._has_memory = True
-            if self._running is None and not self.sharded:
+            if self._running is None:
                 self._allocate(state)
         if self._tiers is not None:
             can_save = self._running is None and self.last_checkpoint_batch != state.timestamp.batch
@@ -353,12 +353,12 @@ class Checkpointer(CheckpointSaver):
     def _allocate(self, state: State) -> None:
         """Allocate the memory for snapshots before the first one, if there is enough; a collective."""
         assert self._buffers is not None
-        content, _ = gather_state(state, sharded_tensors=False)
-        written = content if dist.get_global_rank() == 0 else {}
-        tensors = StateTensors(written)
+        # Kept until the places exist: a tensor is known by its address.
+        collected = collect(state, self.storage.work_folder(state.timestamp.batch.value), sharded_tensors=self.sharded)
+        tensors = StateTensors(collected.written)
         if reserve_on_all_ranks(self._buffers, tensors):
             self._buffers.place(tensors)
-            self._buffers.touch()
+            self._buffers.prepare()
         else:
             self._buffers = None
 

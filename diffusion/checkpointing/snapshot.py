@@ -73,10 +73,11 @@ class SnapshotBuffers:
     # of two, and a block that grows is freed before the larger one is allocated.
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
+        self._gpu: int | None = None
         self._pinned = 0
         self._places: dict[tuple[object, ...], Tensor] = {}
-        self._touching: threading.Thread | None = None
-        self._touched = threading.Event()
+        self._preparing: threading.Thread | None = None
+        self._needed_now = threading.Event()
 
     @property
     def nbytes(self) -> int:
@@ -86,7 +87,8 @@ class SnapshotBuffers:
     def reserve(self, need: int, *, pinned: bool = False) -> bool:
         """Allocate memory of a size, that of a `StateTensors`; return False if the kernel refuses it.
 
-        The snapshot before must not be in use any more if the memory has to grow.
+        The snapshot before must not be in use any more if the memory has to grow. It is pinned by `prepare`, or else by
+        the first copy.
         """
         if need <= self.nbytes:
             return True
@@ -103,28 +105,30 @@ class SnapshotBuffers:
                 with suppress(OSError):  # a kernel without huge pages
                     memory.madvise(advice)
         self._memory = memory
-        if pinned:
-            self._pin()
+        self._gpu = torch.cuda.current_device() if pinned else None
         return True
 
-    def touch(self) -> None:
-        """Let a thread write to all of the memory once, so that the first snapshot does not wait for the kernel."""
-        # The kernel clears new pages at 0.4 GB/s on a virtual machine with two cores, a tenth of the speed of a copy.
+    def prepare(self) -> None:
+        """Let a thread fill all of the memory once, and pin it, so that the first snapshot does not wait for that."""
+        # The kernel clears new pages at 0.4 to 3 GB/s, a tenth of the speed of a copy, and pinning memory that has no
+        # pages yet would do so too, at the priority of training.
         memory = self._memory
-        if memory is None or self._pinned:  # the pages of pinned memory exist
+        if memory is None or self._pinned:
             return
 
-        def write() -> None:
+        def work() -> None:
             lower_priority()
             for offset in range(0, len(memory), _TOUCHED_BYTES):
-                if self._touched.is_set():
+                if self._needed_now.is_set():
                     return
                 count = min(_TOUCHED_BYTES, len(memory) - offset)
                 torch.frombuffer(memory, dtype=torch.uint8, count=count, offset=offset).zero_()
+            if self._gpu is not None:
+                self._pin()
 
-        self._touched.clear()
-        self._touching = threading.Thread(target=write, name='memory for snapshots', daemon=True)
-        self._touching.start()
+        self._needed_now.clear()
+        self._preparing = threading.Thread(target=work, name='memory for snapshots', daemon=True)
+        self._preparing.start()
 
     def copy(self, state: State) -> State:
         """Return a copy of a state of nested containers, whose tensors are in this memory, on the CPU.
@@ -142,11 +146,9 @@ class SnapshotBuffers:
             tensors: Its tensors.
             later: Addresses of the tensors that are to be copied later.
         """
-        if self._touching is not None:
-            # What it has not reached yet, the copies will.
-            self._touched.set()
-            self._touching.join()
-            self._touching = None
+        self._end_preparation()  # what it has not reached yet, the copies will
+        if self._gpu is not None and not self._pinned:
+            self._pin()
         copies = self._place_all(tensors.views)
         now: list[tuple[Tensor, Tensor]] = []
         then: list[tuple[Tensor, Tensor]] = []
@@ -165,9 +167,10 @@ class SnapshotBuffers:
 
     def release(self) -> None:
         """Free the memory, as soon as no tensor of a snapshot uses it any more."""
+        self._end_preparation()
         if self._pinned:
             _cuda_runtime().cudaHostUnregister(self._pinned)
-        self._memory, self._pinned, self._touching = None, 0, None
+        self._memory, self._gpu, self._pinned = None, None, 0
         self._places = {}
 
     def place(self, tensors: StateTensors) -> None:
@@ -199,13 +202,23 @@ class SnapshotBuffers:
         block = torch.frombuffer(self._memory, dtype=torch.uint8, count=view.nbytes, offset=offset)
         return torch.empty(0, dtype=view.dtype).set_(block.untyped_storage(), 0, view.shape, strides)
 
+    def _end_preparation(self) -> None:
+        """End the thread of `prepare` at its next step."""
+        if self._preparing is not None:
+            self._needed_now.set()
+            self._preparing.join()
+            self._preparing = None
+
     def _pin(self) -> None:
         """Pin the memory for copies by the GPU; without it copies are slower, but correct."""
-        assert self._memory is not None
+        assert self._memory is not None and self._gpu is not None
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        result = int(_cuda_runtime().cudaHostRegister(address, self.nbytes, 0))
+        # A thread begins with the first GPU, which is another rank's.
+        with torch.cuda.device(self._gpu):
+            result = int(_cuda_runtime().cudaHostRegister(address, self.nbytes, 0))
         if result:
             log.warning('memory for snapshots is not pinned (CUDA error %d): saves block training longer', result)
+            self._gpu = None
             return
         self._pinned = address
 

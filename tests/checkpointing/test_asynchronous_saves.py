@@ -14,8 +14,9 @@ import torch
 import yaml
 from callbacks.guarded_run import At
 from composer.core import Event
+from composer.utils import dist
 from faults import Fault, active, environment
-from ranks import read_losses
+from ranks import free_port, read_losses
 
 from diffusion.checkpointing import background_save, checkpointer, snapshot_memory
 from diffusion.checkpointing.background_save import choose_when_stopping
@@ -24,7 +25,7 @@ from diffusion.checkpointing.checkpointer import Checkpointer
 from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.checkpointing.run_storage import FolderStorage
 from diffusion.checkpointing.sharded_state import read_all_tensors
-from diffusion.checkpointing.snapshot import NICENESS
+from diffusion.checkpointing.snapshot import NICENESS, SnapshotBuffers
 from diffusion.checkpointing.verification import verify_checkpoint
 from diffusion.config.load import load
 from diffusion.exit_codes import PREEMPTED, Preempted
@@ -151,6 +152,32 @@ def test_thread_has_a_low_priority_and_memory_is_used_again_as_planned(write):
     assert len(set(large)) == 1 and small < large[0], 'averaging starts at batch 3'
     planned = snapshot_bytes_per_node(phase_of(recipe), Setup(1, 8, recipe.parallelism), gpus_per_node=8)
     assert large[0] == pytest.approx(planned, rel=0.02)
+
+
+@pytest.mark.parametrize('parallelism', [{}, SHARDED], ids=['whole', 'sharded'])
+def test_memory_of_snapshots_is_prepared_after_the_first_batch(write, monkeypatch, parallelism):
+    """The kernel needs longer to provide it than a snapshot takes to fill it."""
+    ranks = {'RANK': 0, 'LOCAL_RANK': 0, 'NODE_RANK': 0, 'WORLD_SIZE': 1, 'LOCAL_WORLD_SIZE': 1}
+    for name, value in ranks.items() | {('MASTER_ADDR', '127.0.0.1'), ('MASTER_PORT', free_port())}:
+        monkeypatch.setenv(name, str(value))
+    dist.initialize_dist('cpu')
+    prepared, sizes, prepare = [], [], SnapshotBuffers.prepare
+
+    def counted(buffers: SnapshotBuffers) -> None:
+        prepared.append(buffers.nbytes)
+        prepare(buffers)
+
+    monkeypatch.setattr(SnapshotBuffers, 'prepare', counted)
+    name = f'prepared-{len(parallelism)}'
+    recipe = load(write(name, {'max_duration': '3ba', 'save_interval': '2ba'}, parallelism=parallelism))
+    trainer = build_trainer(recipe)
+    found = the_checkpointer(trainer)
+    for batch in range(3):
+        trainer.state.callbacks.append(At(Event.BATCH_START, batch, lambda: sizes.append(found.snapshot_bytes)))
+    trainer.fit()
+    trainer.close()
+    assert sizes[0] == 0 and sizes[1:] == prepared * 2, 'the first snapshot needs just this memory'
+    verify_checkpoint(recipe.run_dir / 'ba2')
 
 
 @pytest.mark.parametrize('phase', ['running', 'written'])

@@ -26,12 +26,15 @@ def state_on(device: str) -> dict[str, Any]:
     return moved
 
 
-def test_snapshot_holds_the_state_at_the_time_of_the_copy(device, caplog):
+@pytest.mark.parametrize('prepared', [True, False])
+def test_snapshot_holds_the_state_at_the_time_of_the_copy(device, caplog, prepared):
     caplog.set_level(logging.WARNING, 'diffusion')
     state, buffers = state_on(device), SnapshotBuffers()
     assert StateTensors(state).on_gpu == (device == 'cuda')
     expected = tree_map(lambda each: each.cpu() if isinstance(each, torch.Tensor) else each, copy.deepcopy(state))
     assert buffers.reserve(StateTensors(state).nbytes, pinned=StateTensors(state).on_gpu)
+    if prepared:
+        buffers.prepare()
     found: dict[str, Any] = {}
     for _ in range(2):  # the second snapshot uses the memory again
         # Work that is queued before the copy must be in it, and work that is queued after it must not.
@@ -42,6 +45,7 @@ def test_snapshot_holds_the_state_at_the_time_of_the_copy(device, caplog):
     change(state)
     same(expected, found)
     assert found['model']['tied.a'] is found['model']['tied.b']
+    assert found['model']['large'].is_pinned() == (device == 'cuda')
     assert found['model']['conv'].is_contiguous(memory_format=torch.channels_last)
     assert not caplog.records, 'a warning says that the memory is not pinned'
     del found

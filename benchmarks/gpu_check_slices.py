@@ -12,14 +12,15 @@ ROOT = Path(__file__).parents[1]
 LIMIT_SECONDS = 530.0
 """Time limit of a slice: less than 9 minutes."""
 TEST_FILES = (
-    'tests/models/test_randomness.py',
-    'tests/training/test_speed_on_devices.py',
-    'tests/data/test_copies_on_devices.py',
     'tests/checkpointing/test_saves_on_devices.py',
-    'tests/profiling/test_syncs_on_devices.py',
+    'tests/data/test_copies_on_devices.py',
     'tests/launch/test_flight_recorder.py',
+    'tests/models/test_randomness.py',
     'tests/planning/test_memory.py',
+    'tests/profiling/test_syncs_on_devices.py',
+    'tests/training/test_block_graphs.py',
     'tests/training/test_parallelism.py',
+    'tests/training/test_speed_on_devices.py',
     'tests/training/test_strategies_on_devices.py',
 )
 """Files with tests that are marked `gpu`, of which most are also marked `cpu_form`."""

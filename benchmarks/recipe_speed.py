@@ -47,8 +47,9 @@ METRICS = {
     'images/s per GPU': ('throughput/device/samples_per_sec', 1.0),
     'MFU, %': ('throughput/device/mfu', 100.0),
     'peak, GiB': ('memory/peak_gib', 1.0),
-    'stall of the first save, s': ('checkpoint/stall_seconds', 1.0),
-    'first save, s': ('checkpoint/save_seconds', 1.0),
+    'stall of the first save, s': ('first save/stall_seconds', 1.0),
+    'of the second, s': ('second save/stall_seconds', 1.0),
+    'first save, s': ('first save/save_seconds', 1.0),
 }
 """Metric and factor of each column."""
 
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('arguments', nargs='+', metavar='RECIPE or KEY=VALUE', help='recipes, and changes of them')
     parser.add_argument('--share-of', type=int, default=32, help='number of GPUs of the real run (default: 32)')
-    parser.add_argument('--batches', type=int, default=60, help='batches to train (default: %(default)s)')
+    parser.add_argument('--batches', type=int, default=90, help='batches to train (default: %(default)s)')
     parser.add_argument('--folder', type=Path, default=Path('recipe-speed'), help='default: %(default)s')
     parser.add_argument('--json', type=Path, help='file for all figures')
     args = parser.parse_intermixed_args(argv)
@@ -91,9 +92,9 @@ def train(path: Path, folder: Path, changes: Sequence[str], *, share_of: int, ba
         f'runs_dir={folder / "runs"}',
         'trainer.progress_bar=false',
         f'trainer.max_duration={batches}ba',
-        f'trainer.save_interval={batches // 2}ba',
+        f'trainer.save_interval={batches // 3}ba',
         'trainer.eval_interval=0',
-        f'callbacks.breakdown={{window: {min(WINDOW, batches // 2)}}}',
+        f'callbacks.breakdown={{window: {min(WINDOW, batches // 3)}}}',
         'checkpointing.keep={last: 1}',
     ]
     run = folder / 'runs' / recipe.name
@@ -167,13 +168,18 @@ def vgg(folder: Path) -> Path:
 
 
 def read_metrics(run: Path) -> dict[str, Any]:
-    """Return the medians of the windows after the first in which nothing was saved, and the times of the first save."""
+    """Return the medians of the windows after the first in which nothing was saved, and the times of two saves."""
     lines = [json.loads(line) for line in (run / 'metrics.jsonl').read_text(encoding='utf-8').splitlines()]
     windows = [line for line in lines if 'throughput/step_seconds' in line]
     quiet = [line for line in windows[1:] if line['time_share/checkpoint'] < 0.01] or windows
-    saves = next(line for line in lines if 'checkpoint/stall_seconds' in line)
+    saves = [line for line in lines if 'checkpoint/stall_seconds' in line]
+    times = {
+        f'{which} save/{name}': line[f'checkpoint/{name}']
+        for which, line in zip(('first', 'second'), saves, strict=False)
+        for name in ('stall_seconds', 'save_seconds')
+    }
     names = [name for name in quiet[0] if name.startswith(('throughput/', 'memory/', 'time_share/'))]
-    return saves | {name: statistics.median(line[name] for line in quiet) for name in names}
+    return times | {name: statistics.median(line[name] for line in quiet) for name in names}
 
 
 def print_table(found: dict[str, dict[str, Any]]) -> None:

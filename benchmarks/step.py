@@ -10,8 +10,7 @@ compiling takes a quarter of an hour there, so it needs --compile.
 
 A step is one batch, split into microbatches, and one optimizer update. MFU is FLOPs of three forward passes over the
 GPU's peak. `GPU busy` is the time of a step for which the GPU computes; it waits for the host for the rest. `--absent
-compile` adds a row with all settings but compile, which shows what its absence costs. `--graph` adds a row with the
-eager U-Net as a CUDA graph, in the small microbatches.
+compile` adds a row with all settings but compile, which shows what its absence costs.
 """
 
 import argparse
@@ -26,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cuda_graph import graph_denoiser
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from ema import narrow_unet
@@ -34,7 +32,7 @@ from gpu_time import GpuTime, gpu_time
 from machine import heading
 from stage_clock import StageClock
 from step_references import peak_flops_of, planned_gib
-from step_settings import MICROBATCH, PARTS, PUBLISHED_MICROBATCH, ROWS
+from step_settings import GRAPHS, MICROBATCH, PARTS, PUBLISHED_MICROBATCH, ROWS
 from step_settings import PLAIN as PLAIN_ROW
 from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModel
@@ -50,7 +48,6 @@ from diffusion.training.performance import apply_speed, set_backends
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = 'cuda' if ON_GPU else 'cpu'
-GRAPH = 'graph'
 PLAIN = effective_parts(SpeedConfig(preset='none'), on_gpu=ON_GPU)
 
 
@@ -132,13 +129,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         '--absent', nargs='*', default=[], choices=PARTS, help='settings to measure the absence of, with all others on'
     )
-    parser.add_argument('--graph', action='store_true', help='measure the eager U-Net as a CUDA graph too')
     parser.add_argument('--json', type=Path, help='file to write the figures to')
     args = parser.parse_args(argv)
     args.rows += [f'without {part}' for part in args.absent] + [f'try {other}' for other in args.others]
-    args.rows += [GRAPH] if args.graph and ON_GPU else []
     if not ON_GPU and not args.compile:
-        args.without.append('compile')
+        args.without += ['compile', GRAPHS]
     return args
 
 
@@ -152,9 +147,10 @@ def make_variants(batch: int, args: argparse.Namespace) -> list[Variant]:
         if name not in args.without:
             parts = replace(parts, **{name: True})
             found.append(Variant(name, f'+ {name}', parts, small))
+    if GRAPHS not in args.without:
+        found.append(Variant(GRAPHS, f'+ {GRAPHS}', replace(parts, cuda_graphs=True), small))
     if microbatch != small:
         found.append(Variant(MICROBATCH, f'+ microbatch {microbatch}', parts, microbatch))
-    found.append(Variant(GRAPH, 'preset without compile, as a CUDA graph', replace(parts, compile=False), small))
     for name in args.absent:
         absent = replace(parts, **{name: False})
         found.append(Variant(f'without {name}', f'preset without {name}', absent, microbatch))
@@ -207,8 +203,6 @@ def steps_of(variant: Variant, batch: int, size: int, args: argparse.Namespace) 
     model.to(DEVICE)
     set_backends(parts, on_gpu=ON_GPU)
     fused = True if parts.fused_optimizer else None
-    if variant.row == GRAPH:
-        graph_denoiser(model)
     optimizer = torch.optim.AdamW(model.denoiser.parameters(), lr=1e-4, weight_decay=0.01, fused=fused)
     microbatches = [batch_of(model, variant.microbatch, size) for _ in range(-(-batch // variant.microbatch))]
     while True:
@@ -266,7 +260,7 @@ def table_of(variants: Sequence[Variant], batch: int, size: int, pixels: int) ->
     rows = []
     for each in variants:
         row: dict[str, Any] = {'row': each.row, 'name': each.name, 'microbatch': each.microbatch, 'failed': each.failed}
-        row['settings'] = {name: bool(getattr(each.parts, name)) for name in PARTS}
+        row['settings'] = {name: bool(getattr(each.parts, name)) for name in (*PARTS, GRAPHS)}
         if not each.failed:
             rate = batch / each.step_seconds
             row |= {'step_seconds': each.step_seconds, 'seconds': each.seconds, 'images_per_second': rate}

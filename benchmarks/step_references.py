@@ -17,6 +17,7 @@ RECIPES = {
 }
 """Recipes of Stable Diffusion 2, by resolution."""
 PUBLISHED_GPUS = 8
+DDP = ('parallelism.strategy=ddp', 'parallelism.checkpoints=whole')
 
 
 def peak_flops_of(name: str) -> float | None:
@@ -44,7 +45,8 @@ def planned_gib(pixels: int, settings: Mapping[str, Any], microbatch: int, batch
     if pixels not in RECIPES:
         return None
     on = [f'speed.{name}={str(value).lower()}' for name, value in settings.items() if isinstance(value, bool)]
-    overrides = ['speed.preset=none', f'global_batch={batch}', f'device_train_microbatch_size={microbatch}', *on]
+    overrides = ['speed.preset=none', *DDP, f'global_batch={batch}', *on]
+    overrides.append(f'device_train_microbatch_size={microbatch}')
     # The benchmark keeps no average of the weights.
     phase = phase_of(load(RECIPES[pixels], overrides, allow_missing=True), encoding='latents+text')
     memory = memory_of(phase, Setup(1, microbatch, ParallelismConfig(strategy='ddp')))

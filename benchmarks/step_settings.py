@@ -10,8 +10,8 @@ PARTS = (
     'compile',
 )
 """Settings of `speed` in the order in which they are turned on."""
-PLAIN, MICROBATCH = 'plain', 'microbatch'
-"""Names of the row without any setting, and of the row with all settings and a larger microbatch."""
-ROWS = (PLAIN, *PARTS, MICROBATCH)
+PLAIN, GRAPHS, MICROBATCH = 'plain', 'cuda_graphs', 'microbatch'
+"""Names of the row without any setting, and of those with all settings and CUDA graphs or a larger microbatch."""
+ROWS = (PLAIN, *PARTS, GRAPHS, MICROBATCH)
 """Names of the rows, each of which adds something to the row before."""
 PUBLISHED_MICROBATCH = 16

@@ -107,7 +107,7 @@ class Server:
             | {
                 'OMP_NUM_THREADS': '1',
                 'CUDA_VISIBLE_DEVICES': '',
-                'PYTHONPATH': f'{ROOT}:{ROOT / "tests"}',
+                'PYTHONPATH': f'{ROOT}:{ROOT / "tests"}:{os.environ.get("PYTHONPATH", "")}'.rstrip(':'),
             }
             | dict(environment or {})
         )
@@ -136,7 +136,7 @@ class Server:
         environ = os.environ | {
             'OMP_NUM_THREADS': '1',
             'CUDA_VISIBLE_DEVICES': '',
-            'PYTHONPATH': f'{ROOT}:{ROOT / "tests"}',
+            'PYTHONPATH': f'{ROOT}:{ROOT / "tests"}:{os.environ.get("PYTHONPATH", "")}'.rstrip(':'),
         }
         with output.open('ab') as file:
             outputs = (file.fileno(), file.fileno())

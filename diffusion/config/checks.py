@@ -386,6 +386,16 @@ def _check_speed(recipe: Recipe, gather: Gatherer) -> None:
         gather.problem('speed.compile', 'GroupNorm under fsdp1 does not compile (pytorch#152185); use strategy: fsdp2')
     if recipe.speed.reduce_once is True and strategy != 'fsdp2':
         gather.problem('speed.reduce_once', f'needs strategy: fsdp2, not {strategy}; remove it')
+    if recipe.speed.cuda_graphs and strategy != 'ddp':
+        gather.problem(
+            'speed.cuda_graphs', f'needs weights that stay where they are, which {strategy} moves; use strategy: ddp'
+        )
+    if recipe.speed.cuda_graphs and recipe.parallelism.activation_checkpointing:
+        gather.problem(
+            'speed.cuda_graphs',
+            'a graph cannot leave out what activation checkpointing recomputes; use '
+            'parallelism.activation_checkpointing: false',
+        )
     if _not_positive(recipe.speed.encode_batch_size):
         gather.problem(
             'speed.encode_batch_size', f'{recipe.speed.encode_batch_size} is not positive; use 1 or more, or null'

@@ -17,6 +17,8 @@ def effective_parts(settings: SpeedConfig, *, on_gpu: bool, strategy: str = 'ddp
     # GroupNorm under FSDP1 does not compile since torch 2.6 (pytorch#152185). Composer's DDP already reduces once per
     # batch, so reduce_once changes only FSDP2. copy_ahead overlaps host-to-GPU copies, which a CPU does not have.
     impossible = {'compile': strategy == 'fsdp1', 'reduce_once': strategy != 'fsdp2', 'copy_ahead': not on_gpu}
+    # FSDP gathers weights at other addresses each time.
+    impossible['cuda_graphs'] = not on_gpu or strategy != 'ddp'
     decided = {part: getattr(settings, part) for part in PARTS}
     decided = {
         part: full and (on_gpu or part in ON_CPU) if choice is None else choice for part, choice in decided.items()

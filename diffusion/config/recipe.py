@@ -150,6 +150,10 @@ class SpeedConfig:
     compile_cache: bool | None = None
     """True keeps what `compile` has compiled in the run's folder `compiled`, which all nodes must share, so that a
     restart takes seconds instead of minutes until its first batch. Null follows `preset`."""
+    cuda_graphs: bool = False
+    """True runs the denoiser's blocks as CUDA graphs, once per image shape, for training: the host launches two graphs
+    per block instead of hundreds of kernels, for which a GPU waits in microbatches as small as 16 images. It needs
+    memory for another copy of the gradients, strategy: ddp and a GPU."""
     low_precision_norms: bool | None = None
     """True computes GroupNorm and LayerNorm in the autocast dtype where they are not compiled; fused norms of compiled
     blocks would not gain from it. Null follows `preset`."""

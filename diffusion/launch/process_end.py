@@ -28,8 +28,10 @@ def end_process(status: int) -> NoReturn:
 
 def kill_daemons() -> None:
     """Kill the daemon processes that this one has started, such as workers of a data loader."""
-    # An exit handler of multiprocessing ends them by SIGTERM and waits without a limit, but workers of a data loader
-    # ignore SIGTERM, with which a scheduler stops a whole job: a run that was complete would never end.
+    # When training ends in the middle of an epoch, nobody tells the workers of its loader to end: they wait for their
+    # next batch. Exit handlers of torch wait 5 s for each, where memory is pinned, and one of multiprocessing ends them
+    # by SIGTERM and waits without a limit. But they ignore SIGTERM, with which a scheduler stops a whole job, so that a
+    # run that was complete would never end.
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()

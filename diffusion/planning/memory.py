@@ -54,22 +54,27 @@ class Memory:
     """Temporary tensors of the optimizer step; a fused optimizer has none."""
     batch: int
     """The device's part of the batch, as the loader returns it."""
+    graphs: int
+    """What CUDA graphs hold: gradients that the next replay overwrites, and the blocks' inputs, outputs and their
+    gradients. Their pool also keeps the memory of `activations` throughout the step."""
     accumulates: bool
     """True if gradients of an earlier microbatch exist during the forward pass."""
 
     @property
     def resident(self) -> int:
         """Bytes that are allocated throughout a training step."""
-        return self.weights + self.optimizer + self.averages + self.encoders + self.buckets + self.batch
+        pool = self.graphs + self.activations if self.graphs else 0
+        return self.weights + self.optimizer + self.averages + self.encoders + self.buckets + self.batch + pool
 
     @property
     def allocated(self) -> int:
-        """Peak of allocated bytes, as counted by torch.cuda.max_memory_allocated."""
+        """Peak of allocated bytes, as counted by torch.cuda.max_memory_allocated, but for the pool of CUDA graphs."""
         # Four moments of a step can be the peak: the start of the backward pass, its end (all gradients exist and the
         # activations are freed), the optimizer step, and the encoding of images before the forward pass. At the start
         # of a backward pass only gradients of earlier microbatches exist; new ones appear as activations are freed.
         earlier = self.gradients if self.accumulates else 0
-        backward = earlier + self.compute_weights + self.activations + self.working
+        activations = 0 if self.graphs else self.activations  # `resident` has those in a pool
+        backward = earlier + self.compute_weights + activations + self.working
         end_of_backward = self.gradients + self.compute_weights
         return self.resident + max(backward, end_of_backward, self.gradients + self.step, earlier + self.encoding)
 
@@ -137,6 +142,8 @@ def memory_of(phase: Phase, setup: Setup) -> Memory:
         encoding=_encoding_bytes(phase, activations, max(setup.microbatch, together)) if encodes else 0,
         step=_step_bytes(phase, setup, fused=bool(parts.fused_optimizer)),
         batch=share * (_sample_bytes(phase) + (_encoded_bytes(phase) if together else 0)),
+        # The inputs and outputs of SD2's blocks take 0.8 times what is kept between them when they are recomputed.
+        graphs=FLOAT32 * trained + 2 * activations.kept_between * setup.microbatch if parts.cuda_graphs else 0,
         accumulates=accumulates,
     )
 

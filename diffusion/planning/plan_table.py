@@ -19,6 +19,7 @@ PARTS = {
     'encoders': 'frozen encoders',
     'buckets': 'gradients to reduce',
     'compute_weights': 'compute weights',
+    'graphs': 'CUDA graphs',
     'activations': 'activations',
     'working': 'working tensors',
 }

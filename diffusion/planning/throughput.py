@@ -24,6 +24,8 @@ UNET_LAUNCH_SECONDS = 0.111
 Measured by benchmarks/step.py on 2026-11-26: one H200 with an Intel Xeon, 16 images in 39 ms of the GPU's time; 0.130 s
 without compilation, for 52 ms. With 128 images there are as many kernels: 4,110 instead of 3,910.
 """
+UNET_GRAPHS_LAUNCH_SECONDS = 0.058
+"""The same with `speed.cuda_graphs`, at most: 16 images took 58 ms of one H100, and 134 ms without, on 2026-11-26."""
 LARGE_UNET = 5e8
 """Parameters from which a U-Net has at least as many kernels as Stable Diffusion 2's, of 8.7e8."""
 TRANSFORMER_SOURCE = "that of PRX's 24-hour run on 32 H200"
@@ -101,9 +103,10 @@ def planned_speed(
         source = f'assumed: {100 * assumed:.3g}% of peak, {reason}'
         if rate > (most := _launched_images_per_second(phase, gpus)):
             rate = most
+            graphs = '' if phase.speed().cuda_graphs else ', or set speed.cuda_graphs=true under ddp'
             source = (
-                f'assumed: bound by launching kernels, {1000 * UNET_LAUNCH_SECONDS:.0f} ms per microbatch as measured '
-                'for SD2 on an H200; raise device_train_microbatch_size, on fewer GPUs if need be'
+                f'assumed: bound by launching kernels, {1000 * _launch_seconds(phase):.0f} ms per microbatch as '
+                'measured for SD2; raise device_train_microbatch_size, on fewer GPUs if need be' + graphs
             )
     return Speed(rate, model_flops * rate / peak, source)
 
@@ -166,7 +169,12 @@ def _launched_images_per_second(phase: Phase, gpus: int) -> float:
     share = phase.recipe.global_batch / gpus
     microbatch = phase.recipe.device_train_microbatch_size
     size = min(microbatch, share) if isinstance(microbatch, int) else share
-    return gpus * size / UNET_LAUNCH_SECONDS
+    return gpus * size / _launch_seconds(phase)
+
+
+def _launch_seconds(phase: Phase) -> float:
+    """Return the time for which a host launches the kernels of a microbatch of a large U-Net."""
+    return UNET_GRAPHS_LAUNCH_SECONDS if phase.speed().cuda_graphs else UNET_LAUNCH_SECONDS
 
 
 def _assumed_mfu(phase: Phase) -> tuple[float, str]:

@@ -24,6 +24,7 @@ from diffusion.models.activation_memory import blocks_of
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.randomness import fusible_random_bits
 from diffusion.models.vae import encoder_blocks
+from diffusion.training.block_graphs import BlockGraphs
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ def apply_speed(model: ComposerModel, parts: SpeedConfig, *, strategy: str = 'dd
         compile_blocks(model, shapes=shapes)
     if parts.low_precision_norms:
         lower_norms(model.denoiser, except_blocks=bool(parts.compile))
+    if parts.cuda_graphs:
+        BlockGraphs(model.denoiser, blocks_of(model.denoiser))
     model.encoders_in_inference_mode = bool(parts.inference_mode)
     on = [part for part in PARTS if getattr(parts, part)]
     if on:

@@ -88,6 +88,17 @@ def test_small_microbatches_on_fast_gpus_are_bound_by_launching_kernels(microbat
     assert 'launching' not in planned_speed(work, GPUS['a10g'], gpus).source
 
 
+def test_cuda_graphs_need_less_time_of_the_host():
+    overrides = ['device_train_microbatch_size=16', 'parallelism.strategy=ddp', 'parallelism.checkpoints=whole']
+    plain, graphs = (
+        planned_speed(phase(overrides=[*overrides, *more], encoding='latents+text'), GPUS['h200'], 128)
+        for more in ([], ['speed.cuda_graphs=true'])
+    )
+    assert graphs.images_per_second / plain.images_per_second == pytest.approx(0.111 / 0.058)
+    assert 'set speed.cuda_graphs=true' in plain.source and '58 ms' in graphs.source
+    assert 'cuda_graphs' not in graphs.source
+
+
 def test_online_encoders_slow_down_as_published_or_by_flops():
     images, latents, precomputed = (phase(encoding=encoding) for encoding in ('pictures', 'latents', 'latents+text'))
     rates = [planned_speed(work, A100, 128).images_per_second for work in (images, latents, precomputed)]

@@ -47,7 +47,8 @@ def sections(device: str) -> dict[str, Any]:
 def launch(recipe: Path, devices: int) -> None:
     """Run a recipe with Composer's launcher, one process per device."""
     # Not by the fork server: a fork of a process that has asked for the number of GPUs cannot use them.
-    environ = os.environ | {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
+    path = f'{ROOT}:{os.environ.get("PYTHONPATH", "")}'.rstrip(':')
+    environ = os.environ | {'PYTHONPATH': path, 'OMP_NUM_THREADS': '1'}
     command = [sys.executable, '-m', 'composer.cli.launcher', '-n', str(devices), str(ROOT / 'run.py'), str(recipe)]
     ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240)
     assert ended.returncode == 0, f'{ended.stdout[-3000:]}\n{ended.stderr[-6000:]}'

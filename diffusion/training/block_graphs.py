@@ -1,0 +1,462 @@
+"""CUDA graphs of a denoiser's blocks: the host launches two graphs per block instead of hundreds of kernels.
+
+A GPU of today computes a microbatch of 16 images faster than the host launches its kernels. A CUDA graph is a recorded
+sequence of kernels that one call launches. One graph per block instead of one for the whole step keeps everything that
+happens between blocks: DDP sends the gradients of a block while the next one is computed, and hooks run.
+"""
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from diffusion.compatibility.private_names import private_attribute, tree_flatten, tree_unflatten
+from diffusion.errors import UserError
+
+log = logging.getLogger(__name__)
+
+MAX_SHAPES = 4
+"""Shapes of a denoiser's inputs that are captured; each needs memory for the inputs and outputs of all blocks."""
+WAY_OUT = 'Way out: speed.cuda_graphs=false'
+
+Signature = tuple[object, ...]
+_version = attrgetter('_version')
+
+
+class BlockGraphs:
+    """Runs the blocks of a denoiser as CUDA graphs while it is trained.
+
+    The first forward pass with inputs of a shape runs as it is, and the blocks' arguments are noted. Before the second
+    one the forward and backward pass of each block are captured, and from then on they are replayed. Passes without
+    gradients, on a CPU, and with inputs of other shapes than the first MAX_SHAPES run as without graphs. The kernels
+    are the same.
+
+    A graph reads and writes fixed memory. Weights may change only in place, as optimizers do; if they have moved, the
+    graphs are captured again. What a block returns is overwritten by the next forward pass.
+
+    Args:
+        denoiser: The denoiser, before DDP wraps it.
+        blocks: Its blocks, which a forward pass runs one after another.
+    """
+
+    def __init__(self, denoiser: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        self.replays = 0
+        """Number of forward passes that have been replayed."""
+        self._passes: dict[Signature, _Pass] = {}
+        self._current: _Pass | None = None
+        self._memory = _SharedMemory()
+        self._said: set[str] = set()
+        for block in blocks:
+            self._wrap(block)
+        denoiser.register_forward_pre_hook(self._begin, with_kwargs=True)
+        denoiser.register_forward_hook(self._end)
+
+    def _wrap(self, block: nn.Module) -> None:
+        """Let a block's `forward` be noted or replayed."""
+        plain = block.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._current is None:
+                return plain(*args, **kwargs)
+            return self._current.run(block, plain, args, kwargs)
+
+        block.forward = forward
+
+    def _begin(self, denoiser: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Choose what the blocks do in the forward pass that begins."""
+        self._current = None
+        leaves = leaves_of(args, kwargs)
+        if not denoiser.training or not torch.is_grad_enabled() or not can_capture(leaves):
+            return
+        key = signature(leaves)
+        found = self._passes.get(key)
+        if found is None or not found.is_noted:  # not noted: the forward pass failed
+            if key in self._passes or len(self._passes) < MAX_SHAPES:
+                self._passes[key] = self._current = _Pass(self._memory)
+            else:
+                self._say(f'more than {MAX_SHAPES} shapes of inputs: other shapes run without graphs')
+        elif self._memory.in_use:
+            self._say(
+                'a forward pass begins before the backward pass of the last one has ended: it runs without graphs'
+            )
+        else:
+            found.start()
+            self.replays += 1
+            self._current = found
+
+    def _end(self, *_: object) -> None:
+        """End a forward pass."""
+        if self._current is not None:
+            self._current.end()
+        self._current = None
+
+    def _say(self, message: str) -> None:
+        """Log a message once."""
+        if message not in self._said:
+            self._said.add(message)
+            log.warning('speed.cuda_graphs: %s', message)
+
+
+class _Replayed:
+    """A replayed forward pass; the autograd graph of its results refers to it."""
+
+    def __init__(self) -> None:
+        self.waiting: list[int] = []
+        """Places of the blocks whose backward pass is to come, the next one last."""
+
+
+class _SharedMemory:
+    """What all graphs share: the pool of their memory, and the gradients of the weights.
+
+    The pool has valid contents for one pass at a time, from its forward to its backward pass.
+    """
+
+    def __init__(self) -> None:
+        self.pool: Any = None
+        self.gradients: dict[tuple[nn.Module, nn.Parameter], Tensor] = {}
+        self._user: weakref.ref[_Replayed] | None = None
+
+    @property
+    def in_use(self) -> bool:
+        """True from a replayed forward pass until its backward pass has ended, or its results have been dropped."""
+        user = None if self._user is None else self._user()
+        return user is not None and bool(user.waiting)
+
+    def take(self) -> _Replayed:
+        """Return a new user of the memory."""
+        user = _Replayed()
+        self._user = weakref.ref(user)
+        return user
+
+
+class _Pass:
+    """The blocks that a forward pass with inputs of one shape runs, in their order.
+
+    Args:
+        memory: Memory of all graphs.
+    """
+
+    def __init__(self, memory: _SharedMemory) -> None:
+        self.is_noted = False
+        """True after a forward pass in which the arguments of all blocks were noted."""
+        self._is_captured = False
+        self._memory = memory
+        self._calls: list[_Call] = []
+        self._next = 0
+        self._replayed: _Replayed | None = None
+
+    def start(self) -> None:
+        """Begin a forward pass of replays; capture the graphs before the first one, and when weights have moved."""
+        if self._is_captured and any(each.has_moved() for each in self._calls):
+            log.warning('speed.cuda_graphs: weights have moved in memory, so their graphs are captured again')
+            self._is_captured = False
+        if not self._is_captured:
+            self._capture()
+            self._is_captured = True
+        self._next, self._replayed = 0, self._memory.take()
+
+    def end(self) -> None:
+        """End the forward pass."""
+        self.is_noted, self._replayed = True, None
+
+    def run(self, block: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a block of this pass: note its arguments, or replay it."""
+        leaves = leaves_of(args, kwargs)
+        if not self.is_noted:
+            self._calls.append(_Call(block, plain, args, kwargs, self._memory))
+            return plain(*args, **kwargs)
+        place, self._next = self._next, self._next + 1
+        call = self._calls[place] if place < len(self._calls) else None
+        if call is None or call.block is not block or call.signature != signature(leaves):
+            raise UserError(
+                f'speed.cuda_graphs: the forward pass runs {type(block).__name__} with other arguments, or in another '
+                f'order, than when it was captured. {WAY_OUT}'
+            )
+        if not call.has_gradients:
+            return plain(*args, **kwargs)
+        assert self._replayed is not None
+        self._replayed.waiting.append(place)
+        inputs = [each for each in leaves if isinstance(each, Tensor)]
+        outputs: Any = _Replay.apply(call, self._replayed, place, *inputs, *call.weights)
+        return call.result(outputs)
+
+    def _capture(self) -> None:
+        """Capture the graphs of all blocks."""
+        calls = [each for each in self._calls if each.has_gradients]
+        with capturing(self._memory):
+            for each in calls:
+                each.warm_up()
+            # Graphs that are replayed later use the memory of intermediate results again, so they are captured in the
+            # order of a step.
+            for each in calls:
+                each.capture_forward()
+            for each in reversed(calls):
+                each.capture_backward()
+
+
+class _Call:
+    """A block's forward and backward pass with arguments of one shape.
+
+    Args:
+        block: The block.
+        plain: Its `forward` without graphs.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        memory: Memory of all graphs.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        plain: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        memory: _SharedMemory,
+    ) -> None:
+        leaves, structure = tree_flatten((args, dict(kwargs)))
+        self.block = block
+        self.signature = signature(leaves)
+        self.weights = [each for each in block.parameters() if each.requires_grad]
+        self._plain, self._structure, self._memory = plain, structure, memory
+        self._tensors = [*block.parameters(), *block.buffers()]
+        self._places: list[int] = []
+        # Autograd accumulates a weight's gradient in the stream where it first did, which for the real weights, that
+        # DDP and earlier passes have used, is the default stream; a capture must not wait for that.
+        self._aliases = {weight: nn.Parameter(weight.detach()) for weight in self.weights}
+        # Arguments of the same shapes, which the graphs read.
+        self._leaves = [_zeros_like(each) if isinstance(each, Tensor) else each for each in leaves]
+        self._inputs = [each for each in self._leaves if isinstance(each, Tensor)]
+        self._outputs: list[Tensor] = []
+        self._versions: list[int] = []
+        self._output_gradients: list[Tensor] = []
+
+    @property
+    def has_gradients(self) -> bool:
+        """True if weights of the block, or of one before it, are trained."""
+        return bool(self.weights) or any(each.requires_grad for each in self._inputs)
+
+    def has_moved(self) -> bool:
+        """Return True if weights are elsewhere than when they were captured."""
+        return self._places != [each.data_ptr() for each in self._tensors]
+
+    def warm_up(self) -> None:
+        """Run the block once outside of a graph, since libraries time and allocate what they need at the first use.
+
+        Raises:
+            UserError: The block cannot be captured.
+        """
+        for weight, alias in self._aliases.items():
+            alias.data = weight.detach()
+        outputs = self._forward()
+        if not all(each.requires_grad for each in outputs):
+            raise UserError(
+                f'speed.cuda_graphs: {type(self.block).__name__} returns a tensor without gradients. {WAY_OUT}'
+            )
+        self._output_gradients = [torch.zeros_like(each) for each in outputs]
+        self._backward()
+        self._with_history = []
+
+    def capture_forward(self) -> None:
+        """Capture the forward pass."""
+        private_attribute(self._inputs[0], '_version')  # an error if this PyTorch has none; too slow for each replay
+        self._places = [each.data_ptr() for each in self._tensors]
+        self._forward_graph = CudaGraph(self._forward, self._memory.pool, type(self.block).__name__)
+        self._outputs = [each.detach() for each in self._with_history]
+
+    def capture_backward(self) -> None:
+        """Capture the backward pass, whose gradients of the weights have the same memory for all shapes."""
+        self._backward_graph = CudaGraph(self._backward, self._memory.pool, type(self.block).__name__)
+        self._memory.gradients |= {
+            (self.block, weight): gradient
+            for weight, gradient in zip(self.weights, self._weight_gradients, strict=True)
+            if gradient is not None
+        }
+        self._with_history = []  # and with it what the forward pass has saved, in memory that is used again
+
+    def replay_forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Replay the forward pass, and return the outputs."""
+        for static, given in zip(self._inputs, inputs, strict=True):
+            static.detach().copy_(given)
+        self._forward_graph.replay()
+        self._versions = list(map(_version, self._outputs))
+        return tuple(each.detach() for each in self._outputs)
+
+    def replay_backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        """Replay the backward pass, and return the gradients of the inputs and of the weights.
+
+        Raises:
+            UserError: An output has been changed in place.
+        """
+        if self._versions != list(map(_version, self._outputs)):
+            raise UserError(
+                f'speed.cuda_graphs: the output of {type(self.block).__name__} was changed in place, and its backward '
+                f'pass may need it. {WAY_OUT}'
+            )
+        for static, given in zip(self._output_gradients, gradients, strict=True):
+            static.copy_(given)
+        self._backward_graph.replay()
+        of_inputs = [None if each is None else each.detach() for each in self._input_gradients]
+        # Without `detach`: autograd would make a tensor that nothing else refers to the weight's gradient, and the next
+        # replay would overwrite it.
+        return [*of_inputs, *self._weight_gradients]
+
+    def result(self, outputs: Sequence[Tensor]) -> Any:
+        """Return what the block returns, made of the outputs."""
+        if self._is_tensor:
+            return outputs[0]
+        given = iter(outputs)
+        return tree_unflatten([next(given) if each is _TENSOR else each for each in self._result], self._form)
+
+    def _forward(self) -> list[Tensor]:
+        """Run the block's `forward`, and return the tensors of its result."""
+        # A cast of a weight that is cached would be a constant in the graph, and one from a graph has no value yet.
+        torch.clear_autocast_cache()
+        args, kwargs = tree_unflatten(self._leaves, self._structure)
+        with _replaced(self.block, self._aliases):
+            result = self._plain(*args, **kwargs)
+        torch.clear_autocast_cache()
+        leaves, self._form = tree_flatten(result)
+        self._is_tensor = isinstance(result, Tensor)
+        self._result = [_TENSOR if isinstance(each, Tensor) else each for each in leaves]
+        self._with_history = [each for each in leaves if isinstance(each, Tensor)]
+        return self._with_history
+
+    def _backward(self) -> list[Tensor]:
+        """Run the backward pass of the last `_forward`, and return the gradients of the inputs and of the weights."""
+        trained = [each for each in self._inputs if each.requires_grad]
+        # Backward passes run outside of autocast.
+        with torch.autocast(self._with_history[0].device.type, enabled=False):
+            inputs = [*trained, *self._aliases.values()]
+            found = torch.autograd.grad(self._with_history, inputs, self._output_gradients, allow_unused=True)
+        of_trained = iter(found[: len(trained)])
+        self._input_gradients = [next(of_trained) if each.requires_grad else None for each in self._inputs]
+        self._weight_gradients = list(found[len(trained) :])
+        for place, weight in enumerate(self.weights):
+            shared, gradient = self._memory.gradients.get((self.block, weight)), found[len(trained) + place]
+            if shared is not None and gradient is not None:
+                self._weight_gradients[place] = shared.copy_(gradient)
+        return [each for each in (*self._input_gradients, *self._weight_gradients) if each is not None]
+
+
+class _Replay(torch.autograd.Function):
+    """A block as a graph, as autograd sees it: a function of its inputs and its weights."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, replayed: _Replayed, place: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call, ctx.replayed, ctx.place, ctx.total = call, replayed, place, len(tensors)
+        return call.replay_forward(tensors[: len(tensors) - len(call.weights)])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.replayed.waiting.pop() != ctx.place:
+            raise UserError(
+                f'speed.cuda_graphs: the backward pass of {type(ctx.call.block).__name__} is not in the order in which '
+                f'it was captured. {WAY_OUT}'
+            )
+        return None, None, None, *ctx.call.replay_backward(gradients)
+
+
+class CudaGraph:
+    """A CUDA graph of a function that reads and writes fixed memory.
+
+    Args:
+        work: The function, which is called once.
+        pool: The pool of the graph's memory.
+        name: Name of what it computes, for messages.
+
+    Raises:
+        UserError: CUDA cannot capture the function.
+    """
+
+    def __init__(self, work: Callable[[], list[Tensor]], pool: Any, name: str) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        # Not torch.cuda.graph(), which collects garbage and empties torch's cache each time. Other threads of this
+        # process, such as a loader's, may call what is forbidden during a capture.
+        self._graph.capture_begin(pool=pool, capture_error_mode='thread_local')
+        try:
+            work()
+        except Exception as error:
+            with suppress(RuntimeError):  # it says that the capture is invalid, and ends it
+                self._graph.capture_end()
+            raise UserError(f'speed.cuda_graphs: {name} cannot be captured ({error}). {WAY_OUT}') from error
+        self._graph.capture_end()
+
+    def replay(self) -> None:
+        """Launch the kernels that the function launched."""
+        self._graph.replay()
+
+
+@contextmanager
+def capturing(memory: _SharedMemory) -> Iterator[None]:
+    """Context in which graphs are captured, in a stream of their own, without changing the GPU's random numbers."""
+    if memory.pool is None:
+        memory.pool = torch.cuda.graph_pool_handle()
+    random_state, collects = torch.cuda.get_rng_state(), gc.isenabled()
+    torch.cuda.synchronize()
+    gc.collect()
+    gc.disable()  # freeing something in the middle of a capture may be forbidden
+    try:
+        stream: Any = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        if collects:
+            gc.enable()
+    torch.cuda.synchronize()
+    torch.cuda.set_rng_state(random_state)
+
+
+@contextmanager
+def _replaced(block: nn.Module, aliases: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
+    """Context in which a block computes with other parameters."""
+    places = [
+        (module, name, parameter, aliases[parameter])
+        for module in block.modules()
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+        if parameter in aliases
+    ]
+    try:
+        for module, name, _, alias in places:
+            setattr(module, name, alias)
+        yield
+    finally:
+        for module, name, parameter, _ in places:
+            setattr(module, name, parameter)
+
+
+def can_capture(leaves: Sequence[Any]) -> bool:
+    """Return True if all tensors are on a GPU."""
+    return all(each.is_cuda for each in leaves if isinstance(each, Tensor))
+
+
+def leaves_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the tensors and other values in arguments, in the order of `tree_flatten`."""
+    values = [*args, *kwargs.values()]
+    # Without nested containers, a tenth of the time.
+    return tree_flatten((args, dict(kwargs)))[0] if any(isinstance(each, _CONTAINERS) for each in values) else values
+
+
+def signature(leaves: Sequence[Any]) -> Signature:
+    """Return what must be equal for a graph to serve other arguments: shapes, types and all that is no tensor."""
+    return tuple(
+        (each.shape, each.stride(), each.dtype, each.requires_grad) if isinstance(each, Tensor) else repr(each)
+        for each in leaves
+    )
+
+
+_CONTAINERS = (tuple, list, dict)
+_TENSOR = object()
+"""Stands for a tensor in a block's result."""
+
+
+def _zeros_like(tensor: Tensor) -> Tensor:
+    """Return zeros of the same strides, with gradients if the tensor has some."""
+    return torch.zeros_like(tensor).requires_grad_(tensor.requires_grad)

@@ -1,0 +1,327 @@
+"""Blocks as CUDA graphs against the same blocks without them: weights, memory that is used again, and what is refused.
+
+On a CPU a graph is emulated: its replay calls the captured function again and copies the results into the memory of the
+first ones. So passes that would read what another pass has overwritten show here too.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from composer.core import Event
+from ranks import free_port
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from diffusion.config.load import load
+from diffusion.config.performance_preset import effective_parts
+from diffusion.config.recipe import SpeedConfig
+from diffusion.errors import UserError
+from diffusion.models.activation_memory import blocks_of
+from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.mmdit_builders import tiny_mmdit
+from diffusion.models.prx_builders import tiny_prx
+from diffusion.training import block_graphs
+from diffusion.training.block_graphs import MAX_SHAPES, BlockGraphs
+from diffusion.training.performance import apply_speed
+from diffusion.training.train import build_trainer
+from tests.callbacks.guarded_run import At
+from tests.training.test_performance import NOTHING, batch_of, with_parts
+
+MMDIT: dict[str, Any] = {'depth': 2, 'dual_attention_blocks': 1, 'text_width': 32, 'patch_size': 2}
+PRX: dict[str, Any] = {'hidden_size': 32, 'num_heads': 2, 'depth': 2, 'text_width': 32, 'text_layers': 1}
+
+
+class EmulatedGraph:
+    """A graph whose replay calls the function again and copies its results into the memory of the first ones."""
+
+    def __init__(self, work: Callable[[], list[Tensor]], pool: object, name: str) -> None:
+        self.work, self.results = work, work()
+
+    def replay(self) -> None:
+        with torch.enable_grad():
+            found = self.work()
+        for result, value in zip(self.results, found, strict=True):
+            result.detach().copy_(value.detach())
+
+
+@pytest.fixture
+def graphs(request, device, monkeypatch) -> Callable[[nn.Module], BlockGraphs]:
+    """Function that lets a denoiser run its blocks as graphs; emulated on a CPU."""
+    if device == 'cpu':
+        monkeypatch.setattr(block_graphs, 'CudaGraph', EmulatedGraph)
+        monkeypatch.setattr(block_graphs, 'capturing', contextlib.nullcontext)
+        monkeypatch.setattr(block_graphs, 'can_capture', lambda leaves: True)
+    return lambda denoiser: BlockGraphs(denoiser, blocks_of(denoiser))
+
+
+@pytest.fixture(params=['unet', 'mmdit', 'prx'])
+def make(request, make_model, small_vae) -> Callable[[], LatentDiffusion]:
+    """Function that builds a tiny model of each kind, with random weights also where they begin as zeros."""
+
+    def build() -> LatentDiffusion:
+        torch.manual_seed(0)
+        if request.param == 'unet':
+            model = make_model()
+        elif request.param == 'mmdit':
+            model = tiny_mmdit(vae=str(small_vae), caption_dropout=0.0, **MMDIT)
+        else:
+            model = tiny_prx(vae=str(small_vae), patch_size=2, caption_dropout=0.0, **PRX)
+        for weight in model.denoiser.parameters():
+            nn.init.normal_(weight, std=0.1)
+        return model
+
+    return build
+
+
+def train(model: Any, device: str, *, batches: int = 4, half: bool = False) -> list[Tensor]:
+    """Train some batches, each of two microbatches, and return the weights."""
+    core = model.module if isinstance(model, DistributedDataParallel) else model
+    optimizer = torch.optim.SGD(core.denoiser.parameters(), lr=1e-2)
+    for number in range(batches):
+        optimizer.zero_grad(set_to_none=True)
+        for part in range(2):
+            batch = {name: each.to(device) for name, each in batch_of(core, first=10 * number + 2 * part).items()}
+            last = part == 1 or not isinstance(model, DistributedDataParallel)
+            with contextlib.nullcontext() if last else model.no_sync():
+                with torch.autocast(device, torch.bfloat16, enabled=half):
+                    loss = core.loss(model(batch), batch)
+                loss.backward()
+        optimizer.step()
+    return [each.detach().cpu() for each in core.denoiser.parameters()]
+
+
+def assert_equal(found: list[Tensor], expected: list[Tensor], device: str, *, half: bool = False) -> None:
+    """Compare weights: autograd adds the gradients of several branches in another order."""
+    # In bfloat16 they are rounded; on a GPU, cuDNN may choose other kernels.
+    rtol, atol = (2e-2, 2e-3) if half else (1e-5, 1e-7) if device == 'cpu' else (1e-3, 1e-5)
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize('half', [False, True], ids=['float32', 'bfloat16'])
+def test_training_is_the_same_with_graphs(make, graphs, device, half):
+    expected = train(make().to(device), device, half=half)
+    model = make().to(device)
+    start = [each.detach().cpu().clone() for each in model.denoiser.parameters()]
+    found = graphs(model.denoiser)
+    weights = train(model, device, half=half)
+    assert found.replays == 2 * 4 - 1
+    assert_equal(weights, expected, device, half=half)
+    assert max((one - other).abs().max() for one, other in zip(weights, start, strict=True)) > 1e-3
+
+
+def test_ddp_sends_the_gradients_of_each_block_during_the_backward_pass(make_model, graphs, device, monkeypatch):
+    environment = {'RANK': 0, 'LOCAL_RANK': 0, 'WORLD_SIZE': 1, 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': free_port()}
+    for name, value in environment.items():
+        monkeypatch.setitem(os.environ, name, str(value))
+    torch.distributed.init_process_group('nccl' if device == 'cuda' else 'gloo')
+    expected = train(make_model().to(device), device)
+    model = make_model().to(device)
+    found = graphs(model.denoiser)
+    model.vae.requires_grad_(False)
+    sent: list[int] = []
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=1e-2)
+
+    def send(state, bucket) -> torch.futures.Future[torch.Tensor]:
+        user = found._memory._user and found._memory._user()
+        sent.append(len(user.waiting) if user else 0)
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=['cuda:0'] if device == 'cuda' else None)
+        future.set_result(bucket.buffer())
+        return future
+
+    wrapped.register_comm_hook(None, send)
+    assert_equal(train(wrapped, device), expected, device)
+    assert max(sent) > 2, 'the first gradients are sent while blocks still wait for their backward pass'
+
+
+def test_forward_pass_before_the_backward_pass_of_another_runs_without_graphs(make_model, graphs, device, caplog):
+    model, plain = make_model().to(device), make_model().to(device)
+    found = graphs(model.denoiser)
+    batches = [{name: each.to(device) for name, each in batch_of(model, first=first).items()} for first in (0, 2, 4)]
+    model.loss(model(batches[0]), batches[0]).backward()
+    model.zero_grad()
+    for each in (model, plain):
+        losses = [each.loss(each(batch), batch) for batch in batches[1:]]
+        sum(losses).backward()  # type: ignore[union-attr]
+    assert found.replays == 1 and 'runs without graphs' in caplog.text
+    pairs = zip(model.denoiser.parameters(), plain.denoiser.parameters(), strict=True)
+    for weight, other in pairs:
+        torch.testing.assert_close(weight.grad, other.grad)
+    # A result that is dropped without a backward pass does not keep the memory.
+    del losses
+    model.loss(model(batches[0]), batches[0])
+    model.loss(model(batches[1]), batches[1]).backward()
+    assert found.replays == 3
+
+
+def test_weights_that_have_moved_are_captured_again(make_model, graphs, device, caplog):
+    expected = train(make_model().to(device), device, batches=2)
+    model = make_model().to(device)
+    found = graphs(model.denoiser)
+    loss = model.loss(model(batch := {n: each.to(device) for n, each in batch_of(model).items()}), batch)
+    loss.backward()
+    model.loss(model(batch), batch).backward()
+    model.zero_grad()
+    for weight in model.denoiser.parameters():
+        weight.data = weight.data.clone()
+    assert_equal(train(model, device, batches=2), expected, device)
+    assert found.replays == 5 and caplog.text.count('captured again') == 1
+
+
+def test_shapes_beyond_the_limit_and_passes_without_gradients_run_without_graphs(make_model, graphs, device, caplog):
+    model = make_model().to(device)
+    found = graphs(model.denoiser)
+
+    def run(size: int) -> None:
+        batch = {name: each.to(device) for name, each in batch_of(model, size=size).items()}
+        model.loss(model(batch), batch).backward()
+
+    for size in range(1, MAX_SHAPES + 2):
+        run(size)
+        run(size)
+    assert found.replays == MAX_SHAPES and len(found._passes) == MAX_SHAPES
+    assert caplog.text.count('other shapes run without graphs') == 1
+    with torch.no_grad():
+        batch = {name: each.to(device) for name, each in batch_of(model).items()}
+        model(batch)
+    assert found.replays == MAX_SHAPES
+
+
+def test_gradients_of_weights_need_memory_once_for_all_shapes(make_model, graphs, device):
+    model = make_model().to(device)
+    found = graphs(model.denoiser)
+    for size in (1, 1, 2, 2):
+        batch = {name: each.to(device) for name, each in batch_of(model, size=size).items()}
+        model.loss(model(batch), batch).backward()
+    first, second = found._passes.values()
+    for one, other in zip(first._calls, second._calls, strict=True):
+        places = [[each.data_ptr() for each in call._weight_gradients if each is not None] for call in (one, other)]
+        assert places[0] == places[1] and len(places[0]) > 2
+
+
+class TwoBlocks(nn.Module):
+    """A denoiser of two linear blocks, whose arguments and order can be changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.between: Callable[[Tensor], Tensor] = lambda hidden: hidden
+        self.order = [0, 1]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        first, second = (self.blocks[place] for place in self.order)
+        return second(self.between(first(hidden)).tanh())
+
+
+@pytest.fixture
+def two_blocks(graphs, device) -> TwoBlocks:
+    model = TwoBlocks().to(device)
+    BlockGraphs(model, list(model.blocks))
+    for _ in range(3):
+        model(torch.ones(2, 4, device=device)).sum().backward()
+    return model
+
+
+def test_blocks_in_another_order_are_refused(two_blocks, device):
+    two_blocks.order = [1, 0]
+    with pytest.raises(UserError, match=r'runs Linear with other arguments, or in another order.*cuda_graphs=false'):
+        two_blocks(torch.ones(2, 4, device=device))
+
+
+def test_block_with_other_arguments_is_refused(two_blocks, device):
+    two_blocks.between = lambda hidden: hidden[:1]
+    with pytest.raises(UserError, match='other arguments'):
+        two_blocks(torch.ones(2, 4, device=device))
+
+
+def test_output_that_is_changed_in_place_is_refused(two_blocks, device):
+    two_blocks.between = lambda hidden: hidden.mul_(2)
+    with pytest.raises(UserError, match='the output of Linear was changed in place'):
+        two_blocks(torch.ones(2, 4, device=device)).sum().backward()
+
+
+def test_pass_that_fails_is_noted_again(graphs, device):
+    model = TwoBlocks().to(device)
+    found = BlockGraphs(model, list(model.blocks))
+
+    def fail(hidden: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError
+
+    model.between = fail
+    with pytest.raises(torch.OutOfMemoryError):
+        model(torch.ones(2, 4, device=device))
+    model.between = lambda hidden: hidden
+    for _ in range(3):
+        model(torch.ones(2, 4, device=device)).sum().backward()
+    assert found.replays == 2
+
+
+def test_output_without_gradients_is_refused(graphs, device):
+    class Counting(nn.Linear):
+        def forward(self, input: Tensor) -> Any:
+            return super().forward(input), input.new_zeros(1)
+
+    class Denoiser(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Counting(4, 4)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return self.block(hidden)[0]
+
+    model = Denoiser().to(device)
+    BlockGraphs(model, [model.block])
+    model(torch.ones(2, 4, device=device)).sum().backward()
+    with pytest.raises(UserError, match='Counting returns a tensor without gradients'):
+        model(torch.ones(2, 4, device=device))
+
+
+def test_trainer_trains_and_evaluates_with_graphs(write_recipe, graphs, device, monkeypatch):
+    """Through Composer's trainer, with averages, microbatches and a save: the same losses as without graphs."""
+    settings: dict[str, Any] = {'max_duration': '6ba', 'save_interval': '4ba', 'progress_bar': False}
+    settings |= {'device': 'cpu'} if device == 'cpu' else {'device': 'gpu', 'precision': 'amp_bf16'}
+    losses, counts = [], []
+    for on in (False, True):
+        path = write_recipe(
+            name=f'graphs-{on}',
+            trainer=settings,
+            device_train_microbatch_size=4,
+            algorithms={'ema': {'ema_start': '2ba', 'smoothing': 0.5}},
+            speed={'preset': 'none', 'cuda_graphs': on},
+        )
+        trainer = build_trainer(load(path))
+        model: Any = trainer.state.model
+        model = getattr(model, 'module', model)
+        if on and device == 'cpu':
+            counts.append(BlockGraphs(model.denoiser, blocks_of(model.denoiser)))
+        found: list[float] = []
+        state: Any = trainer.state
+        state.callbacks.append(
+            At(Event.AFTER_LOSS, 5, lambda found=found, state=state: found.append(state.loss.item()))
+        )
+        trainer.fit()
+        trainer.close()
+        losses.append(found)
+    if device == 'cpu':
+        assert counts[0].replays == 2 * 6 - 1
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5 if device == 'cpu' else 1e-2) and len(losses[0]) == 2
+
+
+def test_graphs_need_a_gpu_and_ddp_and_no_activation_checkpointing(write_recipe, make_model):
+    wanted = SpeedConfig(cuda_graphs=True)
+    assert effective_parts(wanted, on_gpu=True).cuda_graphs
+    assert not effective_parts(wanted, on_gpu=False).cuda_graphs
+    assert not effective_parts(wanted, on_gpu=True, strategy='fsdp2').cuda_graphs
+    assert not effective_parts(SpeedConfig(), on_gpu=True).cuda_graphs, 'it needs memory, so it is asked for'
+    parallelism = {'strategy': 'fsdp2', 'activation_checkpointing': True}
+    with pytest.raises(UserError) as caught:
+        load(write_recipe(speed={'cuda_graphs': True}, parallelism=parallelism))
+    message = str(caught.value)
+    assert 'use strategy: ddp' in message and 'activation_checkpointing: false' in message
+    model = make_model()
+    apply_speed(model, with_parts('cuda_graphs'))
+    assert all('forward' in vars(block) for block in blocks_of(model.denoiser))
+    assert NOTHING.cuda_graphs is False

@@ -153,6 +153,14 @@ def test_step_benchmark_runs_the_statements_for_a_gpu(module, monkeypatch, tmp_p
         assert row['gpu_seconds'] == row['kernels'] == 0, 'no GPU took part'
 
 
+def test_preparation_into_a_store_needs_little_disk_and_has_the_same_bytes(module, capsys):
+    module('prepare_to_store').main('0.01', '0')
+    text = capsys.readouterr().out
+    assert 'The datasets have the same bytes; 0 converted parts are left' in text
+    peaks = [float(line.split(' | ')[2]) for line in text.splitlines() if line.startswith('| converted')]
+    assert len(peaks) == 2 and peaks[0] > 10
+
+
 def test_recipe_speed_trains_with_drawn_images_and_prints_a_row(module, monkeypatch, write_recipe, tmp_path, capsys):
     benchmark = module('recipe_speed')
 

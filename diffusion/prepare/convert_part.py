@@ -17,6 +17,7 @@ from diffusion.errors import DataError, UserError
 from diffusion.prepare.bucket_choice import Buckets
 from diffusion.prepare.computed_columns import BATCH_IMAGES, BATCH_PIXELS, compute_columns
 from diffusion.prepare.image_decoding import decode_image
+from diffusion.prepare.part_shards import ShardPlace, format_of, read_stored
 from diffusion.prepare.process_sample import (
     THUMBNAIL_SIDE,
     Candidate,
@@ -76,6 +77,8 @@ class PartJob:
     settings: PrepareSettings
     folder: Path
     """Output folder of the part; exists only when complete."""
+    shards_url: str | None = None
+    """URL of its shards in an object store; None writes them to the folder."""
 
     @property
     def name(self) -> str:
@@ -118,7 +121,9 @@ class PartJob:
     def _write(self, folder: Path, note: Note) -> PartCounts:
         counts, shards = (
             PartCounts(self.part.size),
-            _ShardBuffer(folder, mds.ShardFormat(sample_columns(self.settings), SHARD_BYTES)),
+            _ShardBuffer(
+                ShardPlace(folder, self.shards_url), mds.ShardFormat(sample_columns(self.settings), SHARD_BYTES)
+            ),
         )
         inputs: list[InputRow] = []
         stored: list[SampleRow] = []
@@ -242,8 +247,8 @@ class _Unreadable(Exception):
 class _ShardBuffer:
     """Writer of a part's shards; it buffers one shard in memory, and writes the shard when full."""
 
-    def __init__(self, folder: Path, format_: mds.ShardFormat) -> None:
-        self.folder = folder
+    def __init__(self, place: ShardPlace, format_: mds.ShardFormat) -> None:
+        self.place = place
         self.format = format_
         self.entries: list[dict[str, Any]] = []
         self._samples: list[bytes] = []
@@ -266,7 +271,8 @@ class _ShardBuffer:
         if self._samples:
             name = mds.shard_name(len(self.entries))
             sizes = [len(sample) for sample in self._samples]
-            self.entries.append(self.format.write_shard(self.folder / name, self._samples, sizes, name=name))
+            with self.place.writing(name) as path:
+                self.entries.append(self.format.write_shard(path, self._samples, sizes, name=name))
         self._samples, self._bytes = [], 0
 
 
@@ -280,10 +286,8 @@ def read_counts(folder: Path, part: Part) -> PartCounts:
 
 def read_sample(folder: Path, shard: int, offset: int, size: int) -> dict[str, Any]:
     """Return a stored sample of a converted part, given its shard, offset and size as in its `SampleRow`."""
-    with (folder / mds.shard_name(shard)).open('rb') as file:
-        header = mds.read_header(file)
-        file.seek(header.size + offset)
-        return header.format.decode(file.read(size))
+    (encoded,) = read_stored(folder, shard, [offset], [size])
+    return format_of(folder).decode(encoded)
 
 
 def _thumbnails(entry: Entry, unfit: Unfit, settings: PrepareSettings) -> list[dict[str, str]]:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from diffusion.config.image_shapes import BUCKETS, Shape, buckets_text, parse_shape
-from diffusion.errors import DataError
 from diffusion.prepare.catalog import Catalog
+from diffusion.prepare.part_shards import read_stored
 from diffusion.prepare.work_dir import WorkFolder
 from diffusion.prepare.worker_pool import Note
 from diffusion.storage import mds
@@ -64,16 +64,7 @@ class ShardJob:
             part, shard = where[start].tolist()
             folder = self.work.part(part)
             note(str(folder))
-            with (folder / mds.shard_name(shard)).open('rb') as file:
-                begin = mds.read_header(file).size
-                for offset, size in zip(self.offset[start:stop].tolist(), self.size[start:stop].tolist(), strict=True):
-                    file.seek(begin + offset)
-                    sample = file.read(size)
-                    if len(sample) != size:
-                        raise DataError(
-                            f'{file.name}: was truncated after it was written; remove {folder} and start again'
-                        )
-                    yield sample
+            yield from read_stored(folder, shard, self.offset[start:stop].tolist(), self.size[start:stop].tolist())
 
 
 def plan_shards(

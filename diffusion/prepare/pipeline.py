@@ -165,12 +165,24 @@ class Preparation:
     def convert_parts(self, plan: InputPlan, share: Share | None) -> None:
         """Convert each part of the input, or of this machine's share, into its own folder; skip parts that are done."""
         self.work.parts.mkdir(exist_ok=True)
+        stored = None
+        if self.settings.parts is not None:
+            # Of this plan alone: several preparations may share the folder.
+            stored = f'{self.settings.parts.rstrip("/")}/{plan.fingerprint[:16]}'
+            self.work.store_parts(stored)
         numbers = [number for number in range(len(plan.parts)) if share is None or share.includes(number)]
         remaining = [number for number in numbers if not self.work.part(number).is_dir()]
         remaining_size = sum(plan.parts.heads[number].size for number in remaining)
         total_size = sum(plan.parts.heads[number].size for number in numbers)
         jobs = (
-            PartJob(number, plan.parts[number], self.source, self.settings, self.work.part(number))
+            PartJob(
+                number,
+                plan.parts[number],
+                self.source,
+                self.settings,
+                self.work.part(number),
+                shards_url=None if stored is None else f'{stored}/{number:06}',
+            )
             for number in remaining
         )
         inputs = rejected = 0

@@ -178,6 +178,9 @@ class PrepareSettings:
     """Text before the key of each image, such as monday/, so that deliveries whose files have equal names differ."""
     work: str | None = None
     """Work folder; null appends .work to the name of the output. It needs as much disk space as the dataset."""
+    parts: str | None = None
+    """Object store folder for converted images until they are packed into shards, such as s3://bucket/laion-parts, so
+    that the work folder needs no space for them; null keeps them in the work folder."""
     overwrite: bool = False
     """Replace an existing dataset."""
     workers: int | None = None
@@ -254,7 +257,7 @@ class PrepareSettings:
     def content_settings(self) -> dict[str, Any]:
         """Return the settings that affect the bytes of the dataset; the others may change when a run is resumed."""
         values = dataclasses.asdict(self)
-        for name in ('out', 'work', 'overwrite', 'workers', 'max_rejected', 'license'):
+        for name in ('out', 'work', 'parts', 'overwrite', 'workers', 'max_rejected', 'license'):
             del values[name]
         # Leave out settings that earlier versions did not have where they make no difference, so that plans and
         # fingerprints written by those versions still match.
@@ -427,6 +430,12 @@ def _check_color(color: str, gather: Gatherer) -> None:
 
 def _check_folders(settings: PrepareSettings, gather: Gatherer) -> None:
     """Add a mistake to `gather` if the output cannot be written or contains the input."""
+    if settings.parts is not None and not is_remote(settings.parts):
+        gather.problem('parts', f'{settings.parts} is not in an object store; give a URL such as s3://bucket/parts')
+    elif settings.parts is not None and f'{settings.parts.rstrip("/")}/'.startswith(f'{settings.out.rstrip("/")}/'):
+        gather.problem(
+            'parts', f'{settings.parts} is inside of out, which holds the dataset alone; give another folder'
+        )
     if settings.is_remote:
         if settings.work is None:
             gather.problem('work', f'is missing; out is {settings.out}, so give a local work folder')

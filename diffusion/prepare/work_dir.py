@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from diffusion.errors import UserError
-from diffusion.storage import locks
+from diffusion.storage import locks, object_store
 from diffusion.storage.atomic import UNFINISHED, remove, remove_unfinished, write_atomically
+from diffusion.storage.folders import StoreFolder
 
 LOCK = 'lock'
 
@@ -81,6 +82,17 @@ class WorkFolder:
     def parts(self) -> Path:
         """Path of the folder with one folder per converted part of the input, named by its number."""
         return self.path / 'parts'
+
+    @property
+    def stored_parts(self) -> Path:
+        """Path of the file with the URLs of object store folders that hold shards of converted parts, one per line."""
+        return self.path / 'stored-parts.txt'
+
+    def store_parts(self, url: str) -> None:
+        """Note an object store folder that will hold shards of converted parts, which `remove` and `clear` delete."""
+        known = self.stored_parts.read_text(encoding='utf-8').splitlines() if self.stored_parts.exists() else []
+        if url not in known:
+            write_atomically(self.stored_parts, ''.join(f'{each}\n' for each in (*known, url)))
 
     @property
     def duplicates(self) -> Path:
@@ -180,18 +192,26 @@ class WorkFolder:
 
     def clear(self) -> None:
         """Remove everything in the folder except its locks, to start over; the caller must hold the lock."""
+        self._remove_stored_parts()
         # The plan last, since it tells the next start that there is something to clear.
         for path in sorted(self.path.iterdir(), key=lambda path: path == self.plan):
             if path != self.append and not path.name.startswith(LOCK):
                 remove(path)
 
     def remove(self) -> None:
-        """Remove the folder and everything in it."""
+        """Remove the folder and everything in it, and the shards of converted parts in object stores."""
+        self._remove_stored_parts()
         # `complete` and the lock go last: if this is killed, the next start finds `complete` and continues removing,
         # instead of finding an incomplete work folder and preparing again.
         for path in sorted(self.path.iterdir(), key=lambda path: (path.name == LOCK, path == self.complete)):
             remove(path)
         self.path.rmdir()
+
+    def _remove_stored_parts(self) -> None:
+        if self.stored_parts.exists():
+            for url in self.stored_parts.read_text(encoding='utf-8').splitlines():
+                names = StoreFolder(url, self.path).sizes()
+                object_store.delete_all([f'{url}/{name}' for name in names])
 
 
 def read_json(path: Path) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from object_store import Store
 
 CHILDREN = '''
 """Run preparations in forked children of one process, which imports the modules once."""
@@ -62,12 +63,13 @@ def done(out):
     return sum(name.isdecimal() or name.endswith('.mds.json') for name in names)
 
 
-def at_random_points(workers, kills):
+def at_random_points(workers, kills, parts=None):
     """Kill the process group at random moments, up to three times per preparation, then resume to the end."""
     source = DrawnSource(8, 12, broken=7)
     values = dict(workers=workers, aspects='sdxl', duplicates='near', hold_out=9, shard_mb=0.01)
-    draw = random.Random(workers)
     assert status(start(FOLDER / 'whole', source, **values)) == 0
+    values |= {} if parts is None else {'parts': parts}
+    draw = random.Random(workers)
     found = []
     while len(found) < kills:
         out = FOLDER / str(len(found))
@@ -163,6 +165,14 @@ def test_preparation_killed_at_ten_random_points_resumes(tmp_path: Path, workers
     found = run(tmp_path, 'at_random_points', workers=workers, kills=10)
     assert len(found) == 10
     assert len(set(found)) > 3, f'all kills happened at the same few points: {found}'
+
+
+def test_preparation_with_converted_images_in_a_store_resumes_too(tmp_path: Path, store: Store) -> None:
+    store.bucket('mds')
+    found = run(tmp_path, 'at_random_points', workers=2, kills=5, parts='s3://mds/parts')
+    assert len(set(found)) > 1
+    assert any('/mds/parts/' in request for request in store.requests)
+    assert not store.objects('mds'), 'nothing is left of preparations that were killed and finished'
 
 
 def test_kill_while_two_datasets_are_replaced_leaves_no_old_training_set_beside_new_held_out_images(

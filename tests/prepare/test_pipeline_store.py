@@ -1,5 +1,7 @@
 """Preparing into an object store: indexes are uploaded last, sizes are checked, and failures can be resumed."""
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,8 @@ import pytest
 from drawn import DrawnSource, settings, snapshot
 from object_store import Store
 
+from diffusion.errors import DataError
+from diffusion.prepare import part_shards
 from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.engines import run_job
 from diffusion.prepare.pipeline import prepare
@@ -16,13 +20,13 @@ from diffusion.storage.retry import RetryPolicy
 from diffusion.storage.s3_client import S3Client
 
 SOURCE = DrawnSource(4, 10)
+HERE = partial(map, run_job)
+"""Runs jobs in this process."""
 
 
-def run(tmp_path: Path, out: str) -> PrepareReport:
+def run(tmp_path: Path, out: str, jobs: Callable[..., Any] = HERE, **values: Any) -> PrepareReport:
     where = {'out': out, 'work': str(tmp_path / 'work')} if '://' in out else {'out': str(tmp_path / out)}
-    report = prepare(
-        settings(shard_mb=0.01, aspects='sdxl', **where), source=SOURCE, run=lambda jobs: map(run_job, jobs)
-    )
+    report = prepare(settings(shard_mb=0.01, aspects='sdxl', **where, **values), source=SOURCE, run=jobs)
     assert report is not None
     return report
 
@@ -49,6 +53,88 @@ def test_object_store_gets_the_same_dataset_as_a_folder(tmp_path: Path, store: S
 
 def is_index(name: str) -> bool:
     return name.endswith((mds.INDEX, 'buckets.json'))
+
+
+def test_converted_images_wait_in_the_store_until_they_are_packed(tmp_path: Path, store: Store) -> None:
+    """The work folder has no images but those of the shard that is written; the dataset is the same."""
+    store.bucket('mds')
+    seen = []
+
+    def watched(jobs: Iterable[Any]) -> Iterator[Any]:
+        for job in jobs:
+            yield run_job(job)
+            seen.append((bool(list((tmp_path / 'work').rglob('*.mds'))), 'parts/' in ' '.join(store.objects('mds'))))
+
+    run(tmp_path, 's3://mds/out', watched, parts='s3://mds/parts/')
+    run(tmp_path, 'local')
+    assert set(seen) == {(False, True)}
+    found = store.objects('mds')
+    assert not any(name.startswith('parts/') for name in found)
+    for name, content in snapshot(tmp_path / 'local').items():
+        assert 'report' in name or found[f'out/{name}'] == content
+
+
+def test_converted_images_are_found_and_removed_without_the_setting_too(tmp_path: Path, store: Store) -> None:
+    store.bucket('mds', **{'parts/other/000000/shard.00000.mds': b'of another preparation'})
+
+    def interrupted(jobs: Iterable[Any]) -> Iterator[Any]:
+        for _, job in zip(range(3), jobs, strict=False):
+            yield run_job(job)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, 's3://mds/out', interrupted, parts='s3://mds/parts')
+    assert len(store.objects('mds')) > 1
+    run(tmp_path, 's3://mds/out')
+    run(tmp_path, 'local')
+    found = store.objects('mds')
+    assert [name for name in found if not name.startswith('out/')] == ['parts/other/000000/shard.00000.mds']
+    for name, content in snapshot(tmp_path / 'local').items():
+        assert 'report' in name or found[f'out/{name}'] == content
+
+
+def test_converted_images_are_removed_if_no_image_is_left(tmp_path: Path, store: Store) -> None:
+    store.bucket('mds')
+    with pytest.raises(ValueError, match='so 1000 cannot be held out'):
+        run(tmp_path, 's3://mds/out', parts='s3://mds/parts', hold_out=1000)
+    assert not store.objects('mds') and not (tmp_path / 'work').exists()
+
+
+@pytest.mark.parametrize(
+    ('parts', 'problem'),
+    [('s3://mds/out/parts', 'is inside of out'), ('s3://mds/out/', 'is inside of out'), ('/parts', 'object store')],
+)
+def test_places_that_cannot_hold_converted_images_are_refused(tmp_path: Path, parts: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=f'parts: {parts}.*{problem}'):
+        run(tmp_path, 's3://mds/out', parts=parts)
+
+
+def test_samples_of_a_stored_part_are_read_in_few_requests(tmp_path: Path, store: Store, monkeypatch: Any) -> None:
+    store.bucket('mds')
+    form = mds.ShardFormat({'key': 'str', 'image': 'bytes'}, 10**6)
+    encoded = [form.encode({'key': f'{number}', 'image': bytes([number]) * 1000}) for number in range(100)]
+    sizes = [len(each) for each in encoded]
+    offsets = [sum(sizes[:number]) for number in range(100)]
+    place = part_shards.ShardPlace(tmp_path, 's3://mds/parts/000000')
+    with place.writing(mds.shard_name(0)) as path:
+        entry = form.write_shard(path, encoded, sizes, name=path.name)
+    (tmp_path / mds.INDEX).write_text(mds.index_text([entry]))
+    assert not list(tmp_path.glob('*.mds'))
+    monkeypatch.setattr(part_shards, 'GAP_BYTES', 2500)
+    monkeypatch.setattr(part_shards, 'SPAN_BYTES', 20_000)
+
+    def read(numbers: Sequence[int]) -> tuple[bool, int]:
+        store.requests.clear()
+        chosen = [offsets[each] for each in numbers], [sizes[each] for each in numbers]
+        found = list(part_shards.read_stored(tmp_path, 0, *chosen))
+        return found == [encoded[each] for each in numbers], sum(each.startswith('GET') for each in store.requests)
+
+    assert read([7]) == (True, 1)
+    assert read([0, 3, 5, 50, 99]) == (True, 3), 'one for the samples that are near each other'
+    assert read(range(100)) == (True, 5), '20 samples at a time'
+    store.put('s3://mds/parts/000000', mds.shard_name(0), b'short')
+    with pytest.raises((DataError, ValueError)):
+        read([99])
 
 
 def test_failed_upload_is_reported_and_the_next_start_uploads_the_rest(tmp_path: Path, store: Store) -> None:

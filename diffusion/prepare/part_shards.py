@@ -1,0 +1,123 @@
+"""Shards of a converted part, in the part's folder or in an object store until they are packed.
+
+A part is the unit of input that one job converts, such as a tar. In an object store, a preparation needs local disk
+space only for the shards that are being written, and for the tables of its images.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+
+from diffusion.errors import DataError
+from diffusion.storage import mds, object_store
+from diffusion.storage.folders import StoreFolder
+
+LOCATION = 'shards.txt'
+"""File of a part with the URL of its shards, if they are in an object store."""
+GAP_BYTES = 2**20
+"""Bytes between two samples that are read with them: they take less time than another request."""
+SPAN_BYTES = 2**22
+"""Bytes after which a request ends."""
+REQUESTS = 8
+"""Requests at the same time for the samples of one shard."""
+
+
+class ShardPlace:
+    """Place where the shards of a part are written.
+
+    Args:
+        folder: Folder of the part.
+        url: URL of its shards in an object store; None is the folder.
+    """
+
+    def __init__(self, folder: Path, url: str | None) -> None:
+        self._folder = folder
+        self._store = None if url is None else StoreFolder(url, folder)
+        if url is not None:
+            (folder / LOCATION).write_text(url, encoding='utf-8')
+
+    def writing(self, name: str) -> AbstractContextManager[Path]:
+        """Return a context of a path to write a shard to, which stores it when the block succeeds."""
+        return nullcontext(self._folder / name) if self._store is None else self._store.writing(name)
+
+
+def read_stored(folder: Path, shard: int, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[bytes]:
+    """Yield encoded samples of a converted part.
+
+    Args:
+        folder: Folder of the part.
+        shard: Number of the shard.
+        offsets: Offset of each sample after the header of the shard in bytes, ascending.
+        sizes: Size of each sample in bytes.
+
+    Raises:
+        DataError: The shard is too short.
+    """
+    name = mds.shard_name(shard)
+    url, headers = _stored_shards(folder)
+    truncated = DataError(f'{folder / name}: was truncated after it was written; remove {folder} and start again')
+    if url is None:
+        with (folder / name).open('rb') as file:
+            begin = mds.read_header(file).size
+            for offset, size in zip(offsets, sizes, strict=True):
+                file.seek(begin + offset)
+                sample = file.read(size)
+                if len(sample) != size:
+                    raise truncated
+                yield sample
+        return
+
+    def read(span: tuple[int, int]) -> list[bytes]:
+        """Return the samples from the first to before the second of two numbers."""
+        first, last = span[0], span[1] - 1
+        begin, end = offsets[first], offsets[last] + sizes[last]
+        content = object_store.read(f'{url}/{name}', span=(headers[shard] + begin, headers[shard] + end))
+        if len(content) != end - begin:
+            raise truncated
+        return [content[offsets[each] - begin :][: sizes[each]] for each in range(*span)]
+
+    spans = list(pairwise(_cuts(offsets, sizes)))
+    if len(spans) == 1:
+        yield from read(spans[0])
+        return
+    with ThreadPoolExecutor(REQUESTS) as threads:
+        for samples in threads.map(read, spans):
+            yield from samples
+
+
+def _cuts(offsets: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """Return the number of the first sample of each request, and the number of samples."""
+    cuts = [0]
+    for number in range(1, len(offsets)):
+        end = offsets[number - 1] + sizes[number - 1]
+        if offsets[number] - end > GAP_BYTES or end - offsets[cuts[-1]] >= SPAN_BYTES:
+            cuts.append(number)
+    return [*cuts, len(offsets)]
+
+
+def format_of(folder: Path) -> mds.ShardFormat:
+    """Return the format of a part's shards."""
+    return _entries(folder)[0][0]
+
+
+@lru_cache(maxsize=64)
+def _stored_shards(folder: Path) -> tuple[str | None, list[int]]:
+    """Return the URL of a part's shards, and the size of the header of each; None if they are in its folder."""
+    location = folder / LOCATION
+    if not location.exists():
+        return None, []
+    return location.read_text(encoding='utf-8'), [form.header_bytes(samples) for form, samples in _entries(folder)]
+
+
+def _entries(folder: Path) -> list[tuple[mds.ShardFormat, int]]:
+    """Return the format and the number of samples of each shard of a part."""
+    entries = json.loads((folder / mds.INDEX).read_text(encoding='utf-8'))['shards']
+    found = []
+    for entry in entries:
+        columns = dict(zip(entry['column_names'], entry['column_encodings'], strict=True))
+        found.append((mds.ShardFormat(columns, entry['size_limit']), entry['samples']))
+    return found

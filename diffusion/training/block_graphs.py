@@ -152,9 +152,14 @@ class _Pass:
         self._next = 0
         self._replayed: _Replayed | None = None
 
+    @property
+    def _graphed(self) -> list['_Call']:
+        """Those that are run as graphs: all but frozen blocks before the first one that is trained."""
+        return [each for each in self._calls if each.has_gradients]
+
     def start(self) -> None:
         """Begin a forward pass of replays; capture the graphs before the first one, and when weights have moved."""
-        if self._is_captured and any(each.has_moved() for each in self._calls):
+        if self._is_captured and any(each.has_moved() for each in self._graphed):
             log.warning('speed.cuda_graphs: weights have moved in memory, so their graphs are captured again')
             self._is_captured = False
         if not self._is_captured:
@@ -189,15 +194,14 @@ class _Pass:
 
     def _capture(self) -> None:
         """Capture the graphs of all blocks."""
-        calls = [each for each in self._calls if each.has_gradients]
         with capturing(self._memory):
-            for each in calls:
+            for each in self._graphed:
                 each.warm_up()
             # Graphs that are replayed later use the memory of intermediate results again, so they are captured in the
             # order of a step.
-            for each in calls:
+            for each in self._graphed:
                 each.capture_forward()
-            for each in reversed(calls):
+            for each in reversed(self._graphed):
                 each.capture_backward()
 
 

@@ -259,6 +259,20 @@ def test_pass_that_fails_is_noted_again(graphs, device):
     assert found.replays == 2
 
 
+def test_frozen_blocks_before_the_first_trained_one_run_without_graphs(graphs, device, caplog):
+    models = [TwoBlocks().to(device) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        model.blocks[0].requires_grad_(False)
+    found = BlockGraphs(models[0], list(models[0].blocks))
+    for number in range(4):
+        for model in models:
+            model(torch.full((2, 4), number / 3, device=device)).square().sum().backward()
+    assert found.replays == 3 and not caplog.records
+    assert models[0].blocks[0].weight.grad is None
+    torch.testing.assert_close(models[0].blocks[1].weight.grad, models[1].blocks[1].weight.grad)
+
+
 def test_output_without_gradients_is_refused(graphs, device):
     class Counting(nn.Linear):
         def forward(self, input: Tensor) -> Any:

@@ -22,7 +22,7 @@ ABANDON_SECONDS = 2.0
 CORES_PER_RANK = 4
 """Cores per rank below which a save pauses between its writes, since it takes them from training."""
 PAUSE = 4.0
-"""Seconds that such a save pauses per second of writing."""
+"""Seconds that such a save pauses per second that its thread has computed."""
 
 Choice = Literal['both', 'replace', 'finish']
 
@@ -34,7 +34,7 @@ class BackgroundSave:
         save: The save, which has a snapshot.
         batch: Composer's number of the batch that it saves.
         stall_seconds: Time for which it has blocked training so far.
-        pause: Seconds to pause per second of writing, until the save is waited for.
+        pause: Seconds to pause per second that the thread has computed, until the save is waited for.
     """
 
     def __init__(self, save: SaveInProgress, batch: Time, *, stall_seconds: float, pause: float = 0.0) -> None:
@@ -138,7 +138,7 @@ class BackgroundSave:
 
 
 def pause_for_training() -> float:
-    """Return the seconds that a save on this machine pauses per second of writing."""
+    """Return the seconds that a save on this machine pauses per second that its thread has computed."""
     return PAUSE if cores_per_rank() < CORES_PER_RANK else 0.0
 
 

@@ -4,7 +4,7 @@ import threading
 import time
 
 SHORTEST_WORK_SECONDS = 0.01
-"""Time of writing after which a paced save pauses at the earliest."""
+"""Time of the processor after which a paced save pauses at the earliest."""
 
 
 class SaveAbandoned(Exception):
@@ -26,15 +26,15 @@ class WriteProgress:
         self._abandoned = threading.Event()
         self._hurries = threading.Event()
         self._pause = 0.0
-        self._resumed_at = 0.0
+        self._resumed_at: float | None = None
 
     def pace(self, pause: float) -> None:
         """Pause between writes from now on, until `hurry`, so that a thread takes less of the processor from training.
 
         Args:
-            pause: Seconds to pause per second of writing.
+            pause: Seconds to pause per second that the writing thread has computed.
         """
-        self._pause, self._resumed_at = pause, time.monotonic()
+        self._pause, self._resumed_at = pause, None
 
     def hurry(self) -> None:
         """Pause no more, because the save is waited for; callable from any thread."""
@@ -58,10 +58,13 @@ class WriteProgress:
         self.hurry()
 
     def _wait(self) -> None:
-        """Pause in proportion to the time since the last pause, unless it was too short to count."""
-        began = time.monotonic()
-        worked = began - self._resumed_at
+        """Pause in proportion to what this thread has computed since the last pause, unless it was too little."""
+        # Not to the time that it took: waiting for the disk, and pauses while pickling, take nothing from training.
+        if self._resumed_at is None:
+            self._resumed_at = time.thread_time()
+        worked = time.thread_time() - self._resumed_at
         if worked >= SHORTEST_WORK_SECONDS:
+            began = time.monotonic()
             self._hurries.wait(worked * self._pause)
-            self._resumed_at = time.monotonic()
-            self.paused_seconds += self._resumed_at - began
+            self._resumed_at = time.thread_time()
+            self.paused_seconds += time.monotonic() - began

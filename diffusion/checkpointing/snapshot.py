@@ -76,6 +76,8 @@ class SnapshotBuffers:
         self._gpu: int | None = None
         self._pinned = 0
         self._places: dict[tuple[object, ...], Tensor] = {}
+        self.reductions: dict[int, Any] = {}
+        """What `pickle` writes of each tensor of a snapshot, by the `id` of the tensor; None if it is not known yet."""
         self._preparing: threading.Thread | None = None
         self._needed_now = threading.Event()
 
@@ -171,7 +173,7 @@ class SnapshotBuffers:
         if self._pinned:
             _cuda_runtime().cudaHostUnregister(self._pinned)
         self._memory, self._gpu, self._pinned = None, None, 0
-        self._places = {}
+        self._places, self.reductions = {}, {}
 
     def place(self, tensors: StateTensors) -> None:
         """Create the tensors that a snapshot of these fills, so that the first snapshot finds them."""
@@ -189,6 +191,9 @@ class SnapshotBuffers:
             found = kept.get(where)
             copies[key] = self._places[where] = self._new_place(view, offset) if found is None else found
             offset += _aligned(view.nbytes)
+        # Of a tensor that is no longer kept, another object may have the `id`.
+        known = {id(place): self.reductions.get(id(place)) for place in kept.values()}
+        self.reductions = {id(place): known.get(id(place)) for place in self._places.values()}
         return copies
 
     def _new_place(self, view: Tensor, offset: int) -> Tensor:

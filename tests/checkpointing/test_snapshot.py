@@ -3,14 +3,16 @@
 import copy
 import gc
 import logging
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from diffusion.checkpointing import snapshot_memory
+from diffusion.checkpointing import checkpoint_writer, snapshot_memory
 from diffusion.checkpointing.snapshot import ALIGNMENT, SnapshotBuffers, StateTensors
 from diffusion.checkpointing.snapshot_memory import reserve_on_all_ranks
+from diffusion.checkpointing.write_progress import WriteProgress
 
 
 class Custom:
@@ -136,6 +138,26 @@ def test_snapshots_fill_the_tensors_of_the_one_before():
     third = buffers.copy(state)
     assert third['weight'] is not second['weight'] and third['bias'] is second['bias']
     torch.testing.assert_close(third, state, rtol=0, atol=0)
+
+
+def test_snapshots_are_written_with_what_is_known_of_their_tensors(tmp_path):
+    """Their shapes, which are not found out again by each save; not their values."""
+    state: dict[str, Any] = {'weight': torch.ones(40, 2), 'step': torch.tensor(1.0), 'batch': 1}
+    buffers, known = SnapshotBuffers(), []
+    for number in range(3):
+        state |= {'weight': state['weight'].add_(1), 'batch': number}
+        if number == 2:
+            state['average'] = torch.full((3,), 7.0)
+        buffers.reserve(StateTensors(state).nbytes)
+        found = buffers.copy(state)
+        path = tmp_path / str(number)
+        checkpoint_writer._write_state(found, path, WriteProgress(), buffers.reductions)
+        torch.testing.assert_close(torch.load(path), state, rtol=0, atol=0)
+        known.append([buffers.reductions[id(found[name])] for name in ('weight', 'step')])
+        assert len(buffers.reductions) == len(state) - 1
+    assert all(one is other for one, other in zip(known[0], known[1], strict=True))
+    buffers.release()
+    assert not buffers.reductions
 
 
 def test_memory_is_freed():

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -11,22 +12,34 @@ PIECE_SECONDS = 0.02
 PIECES = 20
 
 
-def write(progress: WriteProgress) -> float:
-    """Write pieces that take a while each; return the seconds until the end."""
-    began = time.monotonic()
+def compute() -> None:
+    """Take a while of the processor."""
+    end = time.thread_time() + PIECE_SECONDS
+    while time.thread_time() < end:
+        pass
+
+
+def write(progress: WriteProgress, work: Callable[[], None] = compute) -> None:
+    """Write pieces that take a while each."""
     for _ in range(PIECES):
         progress.add(10)
-        time.sleep(PIECE_SECONDS)
-    return time.monotonic() - began
+        work()
 
 
-def test_a_paced_save_pauses_in_proportion_to_its_work() -> None:
+def test_a_paced_save_pauses_in_proportion_to_what_it_computes() -> None:
     progress = WriteProgress()
     progress.pace(2.0)
-    elapsed = write(progress)
-    worked = elapsed - progress.paused_seconds
-    assert progress.paused_seconds == pytest.approx(2 * worked, rel=0.3)
+    began = time.thread_time()
+    write(progress)
+    assert progress.paused_seconds == pytest.approx(2 * (time.thread_time() - began), rel=0.3)
     assert progress.written_bytes == 10 * PIECES
+
+
+def test_a_paced_save_that_waits_for_the_disk_does_not_pause() -> None:
+    progress = WriteProgress()
+    progress.pace(2.0)
+    write(progress, work=lambda: time.sleep(PIECE_SECONDS))
+    assert progress.paused_seconds < PIECE_SECONDS
 
 
 def test_a_save_without_pace_does_not_pause() -> None:

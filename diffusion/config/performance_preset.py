@@ -7,6 +7,9 @@ from diffusion.config.recipe import SpeedConfig
 PARTS = tuple(field.name for field in fields(SpeedConfig) if field.name not in ('preset', 'encode_batch_size'))
 """Names of the `speed` settings that can be on or off."""
 
+OF_PRESET = tuple(name for name in PARTS if name != 'cuda_graphs')
+"""Those that the preset turns on; CUDA graphs need memory, so a recipe asks for them."""
+
 ON_CPU = ('fused_optimizer',)
 """Those that the preset turns on for a CPU too."""
 

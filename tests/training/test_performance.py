@@ -15,7 +15,7 @@ from torch import nn
 from diffusion.callbacks.host_copy import HostCopy
 from diffusion.callbacks.loss_guard import record_microbatch
 from diffusion.config.load import load
-from diffusion.config.performance_preset import PARTS, effective_parts
+from diffusion.config.performance_preset import OF_PRESET, PARTS, effective_parts
 from diffusion.config.recipe import SpeedConfig
 from diffusion.loggers.metrics_file import TRAIN_LOSS, read_metrics
 from diffusion.models import batch_keys
@@ -273,19 +273,19 @@ def test_preset_turns_all_parts_on_on_a_gpu_and_the_fused_optimizer_on_a_cpu():
         effective_parts(SpeedConfig(), on_gpu=False),
         effective_parts(SpeedConfig(), on_gpu=True, strategy='fsdp2'),
     )
-    assert [part for part in PARTS if getattr(cpu, part)] == ['fused_optimizer']
-    assert not any(getattr(NOTHING, part) for part in PARTS)
-    assert all(getattr(gpu, part) for part in PARTS)
+    assert [part for part in OF_PRESET if getattr(cpu, part)] == ['fused_optimizer']
+    assert not any(getattr(NOTHING, part) for part in OF_PRESET)
+    assert all(getattr(gpu, part) for part in OF_PRESET)
     assert not effective_parts(SpeedConfig(), on_gpu=True, strategy='fsdp1').compile
     assert not effective_parts(SpeedConfig(), on_gpu=True, strategy='ddp').reduce_once
 
 
-@pytest.mark.parametrize('part', PARTS)
+@pytest.mark.parametrize('part', OF_PRESET)
 def test_each_part_can_be_turned_off_and_on_separately(part):
     off = effective_parts(replace(SpeedConfig(), **{part: False}), on_gpu=True, strategy='fsdp2')
-    assert [name for name in PARTS if not getattr(off, name)] == [part]
+    assert [name for name in OF_PRESET if not getattr(off, name)] == [part]
     on = effective_parts(replace(SpeedConfig(preset='none'), **{part: True}), on_gpu=True, strategy='fsdp2')
-    assert [name for name in PARTS if getattr(on, name)] == [part]
+    assert [name for name in OF_PRESET if getattr(on, name)] == [part]
 
 
 @pytest.mark.parametrize(

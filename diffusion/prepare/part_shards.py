@@ -58,7 +58,8 @@ def read_stored(folder: Path, shard: int, offsets: Sequence[int], sizes: Sequenc
         DataError: The shard is too short.
     """
     name = mds.shard_name(shard)
-    url, headers = _stored_shards(folder)
+    # Another preparation may have used the same folder in this process.
+    url, headers = _stored_shards(folder, (folder / mds.INDEX).stat().st_mtime_ns)
     truncated = DataError(f'{folder / name}: was truncated after it was written; remove {folder} and start again')
     if url is None:
         with (folder / name).open('rb') as file:
@@ -105,8 +106,13 @@ def format_of(folder: Path) -> mds.ShardFormat:
 
 
 @lru_cache(maxsize=64)
-def _stored_shards(folder: Path) -> tuple[str | None, list[int]]:
-    """Return the URL of a part's shards, and the size of the header of each; None if they are in its folder."""
+def _stored_shards(folder: Path, written: int) -> tuple[str | None, list[int]]:
+    """Return the URL of a part's shards, and the size of the header of each; None if they are in its folder.
+
+    Args:
+        folder: Folder of the part.
+        written: Time of its index, which tells it from an earlier part in the same folder.
+    """
     location = folder / LOCATION
     if not location.exists():
         return None, []

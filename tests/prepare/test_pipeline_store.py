@@ -93,6 +93,15 @@ def test_converted_images_are_found_and_removed_without_the_setting_too(tmp_path
         assert 'report' in name or found[f'out/{name}'] == content
 
 
+def test_work_folder_is_used_again_without_a_store(tmp_path: Path, store: Store) -> None:
+    store.bucket('mds')
+    run(tmp_path, 's3://mds/one', parts='s3://mds/parts')
+    run(tmp_path, 's3://mds/two')
+    found = store.objects('mds')
+    shards = [name.partition('/')[2] for name in found if name.startswith('one/') and name.endswith('.mds')]
+    assert shards and all(found[f'one/{name}'] == found[f'two/{name}'] for name in shards)
+
+
 def test_converted_images_are_removed_if_no_image_is_left(tmp_path: Path, store: Store) -> None:
     store.bucket('mds')
     with pytest.raises(ValueError, match='so 1000 cannot be held out'):

@@ -227,7 +227,7 @@ def training(parts: Parts, folder: str, batches: int) -> Iterator[dict[str, floa
         progress_bar=False,
     )
     mark_as_sharded(model.denoiser)
-    dispatch_events(trainer)
+    reduce_overhead(trainer)
     watch(trainer, parts)
     trainer.fit()
     trainer.close()
@@ -364,13 +364,13 @@ def compile_draws(model: Any) -> None:
         model.random_bits = torch.compile(fusible_random_bits, dynamic=True)
 
 
-def dispatch_events(trainer: Any) -> None:
-    """Change the dispatch of Composer's events as the task `train` does."""
+def reduce_overhead(trainer: Any) -> None:
+    """Reduce the Trainer's work per step as the task `train` does."""
     try:
-        from diffusion.training.event_dispatch import call_only_handlers
+        from diffusion.training.step_overhead import reduce_step_overhead
     except ImportError:  # 3c46e16
         return
-    call_only_handlers(trainer)
+    reduce_step_overhead(trainer)
 
 
 if __name__ == '__main__':

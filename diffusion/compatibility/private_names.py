@@ -139,6 +139,7 @@ ATTRIBUTES = {
         ('torch', 'torch.distributed.fsdp:FullyShardedDataParallel', '_handle', 'weights of FSDP1'),
         ('mosaicml', 'composer.core.engine:Engine', '_run_loggers', 'calls loggers only at events that they handle'),
         ('mosaicml', 'composer.core.engine:Engine', '_run_nonlogger_callbacks', 'the same for other callbacks'),
+        ('mosaicml', 'composer.core.engine:Engine', '_run_algorithms', 'the part of an event that is kept'),
         ('mosaicml', 'composer.callbacks:CheckpointSaver', '_save_checkpoint', 'saves at once; only Trainer has more'),
         ('torch', 'torch:Tensor', '_version', 'finds tensors that are changed while they must not be'),
         ('mosaicml-streaming', 'streaming:StreamingDataset', '_resume', 'position of a loaded checkpoint'),

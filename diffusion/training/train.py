@@ -55,7 +55,6 @@ from diffusion.loggers.console_lines import ConsoleLines
 from diffusion.loggers.progress_line import ProgressLine, has_terminal
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.training import components
-from diffusion.training.event_dispatch import call_only_handlers
 from diffusion.training.initial_weights import start_from
 from diffusion.training.parallelism import (
     average_gradients_on_cpu,
@@ -65,6 +64,7 @@ from diffusion.training.parallelism import (
 )
 from diffusion.training.performance import apply_speed, keep_layout, set_backends
 from diffusion.training.resume import check_saver, compare_with_checkpoint, schedule_of
+from diffusion.training.step_overhead import reduce_step_overhead
 
 log = logging.getLogger(__name__)
 
@@ -238,7 +238,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         # FSDP has moved only what it shards to a GPU.
         model.place(trainer.state.device.tensor_to_device(torch.empty(0)).device)
     set_group_timeouts(dist_timeout(recipe))
-    call_only_handlers(trainer)
+    reduce_step_overhead(trainer)
     average_gradients_on_cpu(trainer.state.model)
     if checkpointer is None and trainer.state.timestamp.batch.value:
         # Only Composer's own saver knows its checkpoint, and only now.

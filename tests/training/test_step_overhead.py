@@ -1,4 +1,4 @@
-"""Dispatch of events: each callback gets the events that it handles, in Composer's order, and no others."""
+"""The Trainer's work per step: less of it, with the same calls in the same order."""
 
 from collections import Counter
 from typing import Any
@@ -6,14 +6,15 @@ from typing import Any
 import pytest
 import torch
 from composer import Trainer
-from composer.core import Callback, Event, State
+from composer.core import Algorithm, Callback, Event, State
 from composer.core.engine import Engine
 from composer.loggers import Logger, LoggerDestination
 from composer.models import ComposerModel
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
-from diffusion.training.event_dispatch import call_only_handlers
+from diffusion.training.step_overhead import reduce_step_overhead
 
 CALLS: list[tuple[str, str]] = []
 
@@ -53,35 +54,50 @@ class Destination(LoggerDestination):
         CALLS.append((type(self).__name__, 'log_metrics'))
 
 
+class Applied(Algorithm):
+    def match(self, event: Event, state: State) -> bool:
+        return event in (Event.AFTER_LOSS, Event.BATCH_END, Event.EPOCH_END)
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        CALLS.append((type(self).__name__, event.value))
+
+
 class Replaced(Callback):
     """Gets a method for an event after the Trainer was built, as profilers give it."""
 
 
-def calls_of_a_run(*, fast: bool) -> list[tuple[str, str]]:
-    CALLS.clear()
-    replaced = Replaced()
-    trainer = Trainer(
+def make_trainer(*callbacks: Callback, algorithms: list[Algorithm] | None = None) -> Trainer:
+    return Trainer(
         model=Regression(),
         train_dataloader=DataLoader([torch.ones(2)] * 4, batch_size=2),  # type: ignore[arg-type]
         optimizers=torch.optim.SGD(Regression().parameters(), lr=0.1),
         max_duration='2ep',
-        callbacks=[One(), Every(), replaced, Two()],
+        algorithms=algorithms,
+        callbacks=list(callbacks),
         loggers=[Destination()],
         device='cpu',
         progress_bar=False,
     )
+
+
+def calls_of_a_run(*, fast: bool, algorithms: bool = True) -> list[tuple[str, str]]:
+    CALLS.clear()
+    replaced = Replaced()
+    trainer = make_trainer(One(), Every(), replaced, Two(), algorithms=[Applied()] if algorithms else None)
     if fast:
-        call_only_handlers(trainer)
+        reduce_step_overhead(trainer)
     replaced.before_backward = lambda state, logger: CALLS.append(('Replaced', 'before_backward'))  # type: ignore[method-assign]
     trainer.fit()
     trainer.close()
     return list(CALLS)
 
 
-def test_calls_and_their_order_are_those_of_composer():
-    ours = calls_of_a_run(fast=True)
-    assert ours == calls_of_a_run(fast=False)
+@pytest.mark.parametrize('algorithms', [True, False])
+def test_calls_and_their_order_are_those_of_composer(algorithms):
+    ours = calls_of_a_run(fast=True, algorithms=algorithms)
+    assert ours == calls_of_a_run(fast=False, algorithms=algorithms)
     counts = Counter(ours)
+    assert counts['Applied', 'after_loss'] == counts['Applied', 'batch_end'] == 4 * algorithms
     assert counts['One', 'batch_end'] == counts['Two', 'after_loss'] == counts['Replaced', 'before_backward'] == 4
     assert counts['Every', 'batch_start'] == 4
 
@@ -106,6 +122,38 @@ def test_debug_log_of_composer_keeps_its_dispatch(monkeypatch):
     monkeypatch.setattr(Engine, '_run_nonlogger_callbacks', lambda engine, event: used.append(event))
     calls_of_a_run(fast=True)
     assert Event.BATCH_END in used
+
+
+def test_closed_trainer_refuses_to_train_as_composer_does():
+    trainer = make_trainer()
+    reduce_step_overhead(trainer)
+    trainer.close()
+    with pytest.raises(RuntimeError, match='already closed'):
+        trainer.engine.run_event(Event.FIT_START)
+
+
+def test_fsdp_modules_are_searched_once_for_each_model(monkeypatch):
+    trainer = make_trainer()
+    reduce_step_overhead(trainer)
+    searches = []
+    search = State.__dict__['fsdp_enabled'].fget
+    monkeypatch.setattr(State, 'fsdp_enabled', property(lambda state: searches.append(1) or search(state)))
+    trainer.fit()
+    assert isinstance(trainer.state, State)
+    assert not trainer.state.fsdp_enabled
+    assert len(searches) == 1
+    trainer.state.model = nn.Sequential(ShardedModule())
+    assert trainer.state.fsdp_enabled
+    assert trainer.state.fsdp_enabled
+    assert len(searches) == 2
+    trainer.close()
+
+
+class ShardedModule(nn.Module, FSDPModule):
+    """Module of the class that fully_shard gives a module."""
+
+    def __new__(cls) -> 'ShardedModule':
+        return nn.Module.__new__(cls)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,106 @@
+"""Less work of Composer's Trainer per step, with the same calls of algorithms, callbacks and loggers."""
+
+import os
+from functools import cache, partial
+from typing import Any
+
+from composer import Trainer
+from composer.core import Callback, Event, State
+from composer.core.engine import Engine
+from composer.loggers import LoggerDestination
+
+from diffusion.compatibility.private_names import private_attribute, set_private_attribute
+
+EVENTS_OF_A_STEP = frozenset(
+    {
+        Event.BEFORE_DATALOADER,
+        Event.AFTER_DATALOADER,
+        Event.BATCH_START,
+        Event.BEFORE_TRAIN_BATCH,
+        Event.BEFORE_FORWARD,
+        Event.AFTER_FORWARD,
+        Event.BEFORE_LOSS,
+        Event.AFTER_LOSS,
+        Event.BEFORE_BACKWARD,
+        Event.AFTER_BACKWARD,
+        Event.AFTER_TRAIN_BATCH,
+        Event.BATCH_END,
+        Event.BATCH_CHECKPOINT,
+    }
+)
+
+
+def reduce_step_overhead(trainer: Trainer) -> None:
+    """Make a built Trainer's steps take the host less time; what is called, and in which order, does not change.
+
+    Callbacks and loggers that do nothing at an event are not called at it, and Composer's search for FSDP modules is
+    made once instead of in each step. With a profiler or Composer's debug log its events stay as they are.
+    """
+    # At 128 GPUs a step takes them 22 to 70 ms, and they are idle while the host prepares the next.
+    trainer.state.__class__ = _StateOfKnownModel
+    if trainer.state.profiler is None and not os.environ.get('ENGINE_DEBUG'):
+        _call_only_handlers(trainer.engine)
+
+
+class _StateOfKnownModel(State):
+    """State that searches its model for FSDP modules once; after every step Composer asks whether it has any."""
+
+    # Without FSDP the search passes through the frozen models too: 1,236 modules for Stable Diffusion 2. DDP wraps the
+    # model in the first fit(), so the answer is kept for the model that was searched.
+    _searched: tuple[Any, bool] | None = None
+
+    @property
+    def fsdp_enabled(self) -> bool:
+        """True if the model has FSDP modules."""
+        if self._searched is None or self._searched[0] is not self.model:
+            self._searched = self.model, super().fsdp_enabled
+        return self._searched[1]
+
+
+def _call_only_handlers(engine: Engine) -> None:
+    """Make an engine call callbacks and loggers only for events that they handle."""
+    # Composer calls every callback at every event, and formats lines for a debug log first: 10 microseconds for each of
+    # 25 events of 16 callbacks, which is 4 ms per step, a fifth of a step on 128 H100. Nearly all do nothing.
+    run_algorithms, run_any_event = private_attribute(engine, '_run_algorithms'), engine.run_event
+
+    def dispatch(event: Event | str, *, to_loggers: bool) -> None:
+        event = Event(event)
+        for callback in engine.state.callbacks:
+            if _is_logger(type(callback)) == to_loggers and handles(callback, event.value):
+                callback.run_event(event, engine.state, engine.logger)
+
+    run_callbacks, run_loggers = partial(dispatch, to_loggers=False), partial(dispatch, to_loggers=True)
+
+    def run_event(event: Event | str) -> Any:
+        event = Event(event)
+        if event not in EVENTS_OF_A_STEP:
+            # Composer's own checks that the engine is open and that there is data are made at FIT_START.
+            return run_any_event(event)
+        traces = run_algorithms(event) if engine.state.algorithms else {}
+        run_callbacks(event)
+        run_loggers(event)
+        return traces
+
+    set_private_attribute(engine, '_run_loggers', run_loggers)
+    set_private_attribute(engine, '_run_nonlogger_callbacks', run_callbacks)
+    engine.run_event = run_event  # type: ignore[method-assign]
+
+
+@cache
+def _is_logger(kind: type[Callback]) -> bool:
+    """Return True for a class of loggers."""
+    return issubclass(kind, LoggerDestination)
+
+
+def handles(callback: Callback, event: str) -> bool:
+    """Return True if a callback does something at an event, named as the method for it, such as `batch_end`."""
+    # A method may be replaced on the object, too.
+    changed = callback.__dict__
+    return event in changed or 'run_event' in changed or _class_handles(type(callback), event)
+
+
+@cache
+def _class_handles(kind: type[Callback], event: str) -> bool:
+    """Return True if a class of callbacks has a method for an event, or handles events by itself."""
+    overrides_all = kind.run_event not in (Callback.run_event, LoggerDestination.run_event)
+    return overrides_all or getattr(kind, event) not in (getattr(Callback, event), getattr(LoggerDestination, event))

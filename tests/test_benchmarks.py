@@ -48,6 +48,12 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     return import_module
 
 
+def test_near_duplicates_are_found_by_both_searches(rows):
+    table = rows('near_duplicates', '3000', '100', '4', 'all')
+
+    assert table['of the delivery in the dataset'][2] == table['of all images'][2] == '10'
+
+
 def test_ema_allocates_nothing_before_its_start_or_during_updates(rows):
     table = rows('ema', '1', '1')
 

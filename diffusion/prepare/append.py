@@ -30,7 +30,7 @@ from diffusion.prepare.dataset_record import (
 )
 from diffusion.prepare.dataset_reports import caption_lines, finish_change, report_of, write_report_files
 from diffusion.prepare.html_report import report_page
-from diffusion.prepare.image_hashes import duplicates
+from diffusion.prepare.image_hashes import duplicates, find_known
 from diffusion.prepare.image_record import EarlierImages, write_images
 from diffusion.prepare.input_plan import InputPlan, SavedPlan, at_planned_version
 from diffusion.prepare.part_list import PartList
@@ -283,21 +283,25 @@ class _Addition(Preparation):
             (row number, key of the original) of the first duplicates, for the report.
         """
         kept = catalog.kept
+        names = ('exact_hash', 'perceptual_hash', 'is_flat')
+        exact, perceptual, is_flat = (catalog.columns[name][kept] for name in names)
+        # Without a search for duplicates, removed images are still found by their pixels.
         mode = self.settings.duplicates
-        # The same search as for all images at once: those of the dataset come first, and all of them are kept. Without
-        # one, removed images are still found by their pixels.
         first = 0 if mode != 'none' else len(earlier) - earlier.removed_count
-        known = {name: values[first:] for name, values in earlier.hashes.items()}
-        exact = np.concatenate([known['exact_hash'], catalog.columns['exact_hash'][kept]])
-        perceptual = np.concatenate([known['perceptual_hash'], catalog.columns['perceptual_hash'][kept]])
-        is_flat = np.concatenate([known['is_flat'], catalog.columns['is_flat'][kept]])
-        count = len(known['exact_hash'])
+        known_exact, known_perceptual, known_is_flat = (earlier.hashes[name][first:] for name in names)
+        count = len(known_exact)
+        # Not all images at once as in a first preparation: of a hundred million old ones that would take minutes and 16
+        # GB for each delivery, however small.
+        near = mode == 'near'
+        known = known_exact, known_perceptual, ~known_is_flat & near
+        limit = self.settings.max_distance
+        repeats = find_known(known, (exact, perceptual, ~is_flat & near), max_distance=limit)
         if mode == 'none':
-            found = np.isin(exact[count:], exact[:count])
-            catalog.reject(kept[found], REMOVED)
+            catalog.reject(kept[repeats >= 0], REMOVED)
             return []
-        meaningful = ~is_flat if mode == 'near' else np.zeros(len(exact), bool)
-        repeats = duplicates(exact, perceptual, meaningful, max_distance=self.settings.max_distance)[count:]
+        new = np.flatnonzero(repeats < 0)
+        among_new = duplicates(exact[new], perceptual[new], ~is_flat[new] & near, max_distance=limit)
+        repeats[new] = np.where(among_new < 0, -1, count + new[among_new])
         of_removed = earlier.is_removed(repeats) & (repeats >= 0) & (repeats < count)
         catalog.reject(kept[of_removed], REMOVED)
         rows = np.flatnonzero((repeats >= 0) & ~of_removed)

@@ -234,7 +234,8 @@ def _add_execution_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--share',
         metavar='I/N',
-        help='process only share I of N, counted from 0, when N machines share the work folder: 3/16',
+        help='convert only share I of N, counted from 0, such as 3/16, for N machines with a common work folder or with '
+        '--set parts=URL; the same command without --share then finishes the dataset',
     )
     parser.add_argument(
         '--engine',

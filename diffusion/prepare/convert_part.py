@@ -7,7 +7,7 @@ import base64
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +30,7 @@ from diffusion.prepare.rejection import Unfit
 from diffusion.prepare.sample_table import InputRow, SampleRow, write_tables
 from diffusion.prepare.settings import PrepareSettings
 from diffusion.prepare.source import Entry, NamedCount, Part, PassedOver, Source, count_named
+from diffusion.prepare.stored_parts import fetch_tables, store_tables
 from diffusion.prepare.work_dir import read_json
 from diffusion.prepare.worker_pool import Note
 from diffusion.storage import mds
@@ -77,8 +78,10 @@ class PartJob:
     settings: PrepareSettings
     folder: Path
     """Output folder of the part; exists only when complete."""
-    shards_url: str | None = None
-    """URL of its shards in an object store; None writes them to the folder."""
+    url: str | None = None
+    """URL in an object store where its shards and then its tables are written; None keeps all in the folder."""
+    stored: Mapping[str, int] | None = None
+    """Size of each object at `url` by name, if an earlier start or another machine has converted the part."""
 
     @property
     def name(self) -> str:
@@ -110,7 +113,13 @@ class PartJob:
     def _prepare(self, note: Note) -> PartCounts:
         try:
             with atomic_folder(self.folder) as unfinished:
-                return self._write(unfinished, note)
+                if self.url is None:
+                    return self._write(unfinished, note)
+                if self.stored is not None and fetch_tables(self.url, unfinished, self.stored):
+                    return read_counts(unfinished, self.part)
+                counts = self._write(unfinished, note)
+                store_tables(unfinished, self.url)
+                return counts
         except OSError:
             # Renaming fails if another machine was given the same part and finished first. Its folder holds the same
             # bytes, so use it.
@@ -121,9 +130,7 @@ class PartJob:
     def _write(self, folder: Path, note: Note) -> PartCounts:
         counts, shards = (
             PartCounts(self.part.size),
-            _ShardBuffer(
-                ShardPlace(folder, self.shards_url), mds.ShardFormat(sample_columns(self.settings), SHARD_BYTES)
-            ),
+            _ShardBuffer(ShardPlace(folder, self.url), mds.ShardFormat(sample_columns(self.settings), SHARD_BYTES)),
         )
         inputs: list[InputRow] = []
         stored: list[SampleRow] = []

@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 
-from diffusion.errors import DataError
+from diffusion.errors import DataError, UserError
 from diffusion.storage import mds, object_store
 from diffusion.storage.folders import StoreFolder
 
@@ -56,6 +56,7 @@ def read_stored(folder: Path, shard: int, offsets: Sequence[int], sizes: Sequenc
 
     Raises:
         DataError: The shard is too short.
+        UserError: It was deleted from the store, or the store refuses access.
     """
     name = mds.shard_name(shard)
     # Another preparation may have used the same folder in this process.
@@ -76,7 +77,10 @@ def read_stored(folder: Path, shard: int, offsets: Sequence[int], sizes: Sequenc
         """Return the samples from the first to before the second of two numbers."""
         first, last = span[0], span[1] - 1
         begin, end = offsets[first], offsets[last] + sizes[last]
-        content = object_store.read(f'{url}/{name}', span=(headers[shard] + begin, headers[shard] + end))
+        try:
+            content = object_store.read(f'{url}/{name}', span=(headers[shard] + begin, headers[shard] + end))
+        except UserError as error:
+            raise UserError(f'{error}; if it was deleted, remove {folder} and start again') from error
         if len(content) != end - begin:
             raise truncated
         return [content[offsets[each] - begin :][: sizes[each]] for each in range(*span)]

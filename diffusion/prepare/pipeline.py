@@ -43,6 +43,7 @@ from diffusion.prepare.pack_shards import ShardJob, plan_shards, write_indexes
 from diffusion.prepare.process_sample import sample_columns
 from diffusion.prepare.settings import PrepareSettings, check_settings
 from diffusion.prepare.source import NamedCount, Source, count_named
+from diffusion.prepare.stored_parts import list_stored, part_url
 from diffusion.prepare.work_dir import Share, WorkFolder
 from diffusion.prepare.worker_pool import WorkerJob, run_jobs
 from diffusion.storage.atomic import write_atomically
@@ -63,7 +64,7 @@ def prepare(
         source: Source to read instead of `settings.source`.
         run: Function that runs the jobs (default: processes on this machine).
         share: Convert only this share of the input, such as 3/16, then return. For several machines with a common work
-            folder; when all shares are done, a call without `share` finishes the preparation.
+            folder, or with `settings.parts`; when all shares are done, a call without `share` finishes the preparation.
 
     Returns:
         The report, or None if `share` is given.
@@ -117,7 +118,9 @@ class Preparation:
             self.source = at_planned_version(self.source, self.work)
             plan = InputPlan.make(self.settings, self.source)
             # A plan means that a preparation was stopped here: resume it, even if an earlier dataset is in the output.
-            finished = None if self.work.plan.exists() else self.finished_report(plan)
+            # But a share has no part in the end of a preparation, which another machine may have seen.
+            resumed = share is None and self.work.plan.exists()
+            finished = None if resumed else self.finished_report(plan)
             if finished is not None:
                 finished.notes.append('already prepared from the same input with the same settings; nothing to do')
                 return finished
@@ -172,6 +175,10 @@ class Preparation:
             self.work.store_parts(stored)
         numbers = [number for number in range(len(plan.parts)) if share is None or share.includes(number)]
         remaining = [number for number in numbers if not self.work.part(number).is_dir()]
+        # Parts that another machine has converted, or an earlier start whose work folder is gone.
+        there = list_stored(stored, self.work.path) if stored is not None and remaining else {}
+        if share is not None:
+            remaining = [number for number in remaining if number not in there]
         remaining_size = sum(plan.parts.heads[number].size for number in remaining)
         total_size = sum(plan.parts.heads[number].size for number in numbers)
         jobs = (
@@ -181,7 +188,8 @@ class Preparation:
                 self.source,
                 self.settings,
                 self.work.part(number),
-                shards_url=None if stored is None else f'{stored}/{number:06}',
+                url=None if stored is None else part_url(stored, number),
+                stored=there.get(number),
             )
             for number in remaining
         )

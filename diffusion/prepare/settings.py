@@ -180,7 +180,8 @@ class PrepareSettings:
     """Work folder; null appends .work to the name of the output. It needs as much disk space as the dataset."""
     parts: str | None = None
     """Object store folder for converted images until they are packed into shards, such as s3://bucket/laion-parts, so
-    that the work folder needs no space for them; null keeps them in the work folder."""
+    that the work folder needs no space for them, and machines without a common folder convert shares of one input; null
+    keeps them in the work folder."""
     overwrite: bool = False
     """Replace an existing dataset."""
     workers: int | None = None

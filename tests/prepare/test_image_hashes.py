@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageEnhance
 
 from diffusion.prepare import image_hashes
-from diffusion.prepare.image_hashes import duplicates, exact_hash, is_flat, perceptual_hash
+from diffusion.prepare.image_hashes import duplicates, exact_hash, find_known, is_flat, perceptual_hash
 
 
 def scene(seed: int, side: int = 256) -> Image.Image:
@@ -147,6 +147,39 @@ def test_duplicates_equal_a_comparison_of_all_pairs(
         assert found.tolist() == reference(exact, perceptual, meaningful, limit)
 
     check()
+
+
+@pytest.mark.parametrize('chunk', [3, 2**18])
+def test_known_images_are_found_as_by_a_comparison_of_all_pairs(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    monkeypatch.setattr(image_hashes, 'CHUNK', chunk)
+
+    def first_known(at: int, known: int, population: tuple[Any, ...]) -> int:
+        exact, perceptual, meaningful, limit = population
+        for before in range(known):
+            near = (int(perceptual[at]) ^ int(perceptual[before])).bit_count() <= limit
+            if exact[at] == exact[before] or (near and meaningful[at] and meaningful[before]):
+                return before
+        return -1
+
+    @settings(max_examples=150, deadline=None)
+    @given(populations(), st.integers(0, 90))
+    def check(population: tuple[Any, ...], known: int) -> None:
+        known = min(known, len(population[0]))
+        earlier, new = ([column[part] for column in population[:3]] for part in (slice(known), slice(known, None)))
+        found = find_known(tuple(earlier), tuple(new), max_distance=population[3])
+        assert found.dtype == np.int64
+        expected = [first_known(at, known, population) for at in range(known, len(population[0]))]
+        assert found.tolist() == expected
+
+    check()
+
+
+def test_other_keys_are_rarely_taken_for_keys_of_the_table() -> None:
+    rng = np.random.default_rng(0)
+    keys, others = rng.integers(0, 2**64, (2, 10_000), dtype=np.uint64) & np.uint64(0xFFFF_FFFF_0000)
+    table = image_hashes.KeyTable(keys)
+    assert table.may_contain(keys).all()
+    assert table.may_contain(others).mean() < 1 / 12
 
 
 @pytest.mark.parametrize('limit', range(9))

@@ -1,5 +1,6 @@
 """Preparing into an object store: indexes are uploaded last, sizes are checked, and failures can be resumed."""
 
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,9 +12,14 @@ from object_store import Store
 
 from diffusion.errors import DataError
 from diffusion.prepare import part_shards
+from diffusion.prepare.append import append
+from diffusion.prepare.convert_part import PartJob
 from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.engines import run_job
 from diffusion.prepare.pipeline import prepare
+from diffusion.prepare.stored_parts import TABLES
+from diffusion.prepare.work_dir import Share
+from diffusion.prepare.worker_pool import WorkerJob
 from diffusion.storage import folders, mds
 from diffusion.storage.bucket_interface import Location
 from diffusion.storage.retry import RetryPolicy
@@ -93,6 +99,100 @@ def test_converted_images_are_found_and_removed_without_the_setting_too(tmp_path
         assert 'report' in name or found[f'out/{name}'] == content
 
 
+def share_of(folder: Path, index: int, of: int, jobs: Callable[..., Any] = HERE) -> PrepareReport | None:
+    """Convert a share on a machine with this folder alone."""
+    values = {'out': 's3://mds/out', 'work': str(folder / 'work'), 'parts': 's3://mds/parts'}
+    return prepare(settings(shard_mb=0.01, aspects='sdxl', **values), source=SOURCE, run=jobs, share=Share(index, of))
+
+
+def refuse(jobs: Iterable[WorkerJob]) -> Iterator[Any]:
+    """Run jobs like HERE, but none that converts a part."""
+    for job in jobs:
+        assert not isinstance(job, PartJob) or job.stored is not None
+        yield run_job(job)
+
+
+def test_machines_without_a_common_folder_prepare_one_dataset_through_the_store(tmp_path: Path, store: Store) -> None:
+    store.bucket('mds')
+    assert share_of(tmp_path / 'one', 0, 2) is None
+    assert share_of(tmp_path / 'two', 1, 2) is None
+    assert not [name for name in store.objects('mds') if name.startswith('out/')]
+    run(tmp_path / 'three', 's3://mds/out', refuse, parts='s3://mds/parts')
+    run(tmp_path, 'local')
+    found = store.objects('mds')
+    assert not any(name.startswith('parts/') for name in found)
+    for name, content in snapshot(tmp_path / 'local').items():
+        assert 'report' in name or found[f'out/{name}'] == content
+
+
+def test_machines_without_a_common_folder_add_a_delivery_through_the_store(tmp_path: Path, store: Store) -> None:
+    store.bucket('mds')
+    run(tmp_path, 's3://mds/out')
+    grown = DrawnSource(6, 10)
+
+    def add(name: str, share: Share | None, jobs: Callable[..., Any] = HERE) -> PrepareReport | None:
+        values = {'out': 's3://mds/out', 'work': str(tmp_path / name / 'work'), 'parts': 's3://mds/parts'}
+        return append(settings(shard_mb=0.01, aspects='sdxl', **values), source=grown, run=jobs, share=share)
+
+    assert add('one', Share(0, 2)) is add('two', Share(1, 2)) is None
+    report = add('three', None, refuse)
+    assert report is not None and report.inputs == 20
+    assert not any(name.startswith('parts/') for name in store.objects('mds'))
+
+
+def test_preparation_resumes_from_the_store_when_its_disk_is_gone(tmp_path: Path, store: Store) -> None:
+    store.bucket('mds')
+
+    def interrupted(jobs: Iterable[Any]) -> Iterator[Any]:
+        for _, job in zip(range(2), jobs, strict=False):
+            yield run_job(job)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        share_of(tmp_path, 0, 1, interrupted)
+    shutil.rmtree(tmp_path / 'work')
+    converted = []
+
+    def counted(jobs: Iterable[Any]) -> Iterator[Any]:
+        for job in jobs:
+            converted.append(job.number)
+            yield run_job(job)
+
+    assert share_of(tmp_path, 0, 1, counted) is None
+    assert converted == [2, 3]
+
+
+@pytest.mark.parametrize('damage', ['no shard', 'short shard', 'no tables', 'other tables'])
+def test_damaged_part_in_the_store_is_converted_again(tmp_path: Path, store: Store, damage: str) -> None:
+    store.bucket('mds')
+    assert share_of(tmp_path / 'one', 0, 1) is None
+    shard, tables = (
+        next(name for name in store.objects('mds') if '/000002/' in name and name.endswith(end))
+        for end in ('.mds', TABLES)
+    )
+    victim = shard if 'shard' in damage else tables
+    if damage.startswith('no'):
+        store.client.delete_object(Bucket='mds', Key=victim)
+    else:
+        store.put('s3://mds', victim, b'short')
+    run(tmp_path / 'two', 's3://mds/out', parts='s3://mds/parts')
+    run(tmp_path, 'local')
+    found = store.objects('mds')
+    assert not any(name.startswith('parts/') for name in found)
+    for name, content in snapshot(tmp_path / 'local').items():
+        assert 'report' in name or found[f'out/{name}'] == content
+
+
+def test_share_of_a_finished_preparation_is_not_converted_again(tmp_path: Path, store: Store) -> None:
+    store.bucket('mds')
+    assert share_of(tmp_path / 'one', 0, 2) is None
+    run(tmp_path / 'two', 's3://mds/out', parts='s3://mds/parts')
+    shutil.rmtree(tmp_path / 'one/work/parts')
+    report = share_of(tmp_path / 'one', 0, 2)
+    assert report is not None and 'nothing to do' in report.notes[-1]
+    assert not any(name.startswith('parts/') for name in store.objects('mds'))
+
+
 def test_work_folder_is_used_again_without_a_store(tmp_path: Path, store: Store) -> None:
     store.bucket('mds')
     run(tmp_path, 's3://mds/one', parts='s3://mds/parts')
@@ -144,6 +244,9 @@ def test_samples_of_a_stored_part_are_read_in_few_requests(tmp_path: Path, store
     store.put('s3://mds/parts/000000', mds.shard_name(0), b'short')
     with pytest.raises((DataError, ValueError)):
         read([99])
+    store.client.delete_object(Bucket='mds', Key=f'parts/000000/{mds.shard_name(0)}')
+    with pytest.raises(ValueError, match=f'parts/000000/shard.00000.mds.*remove {tmp_path} and start again'):
+        read([7])
 
 
 def test_failed_upload_is_reported_and_the_next_start_uploads_the_rest(tmp_path: Path, store: Store) -> None:

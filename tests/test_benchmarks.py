@@ -54,6 +54,14 @@ def test_near_duplicates_are_found_by_both_searches(rows):
     assert table['of the delivery in the dataset'][2] == table['of all images'][2] == '10'
 
 
+@pytest.mark.slow
+def test_prepare_is_compared_with_a_bare_loop(rows):
+    table = rows('prepare', '40', '64', '32', '1')
+
+    assert list(table) == ['| processes', 'bare loop', 'diffusion prepare']
+    assert float(table['diffusion prepare'][3]) > 0
+
+
 def test_ema_allocates_nothing_before_its_start_or_during_updates(rows):
     table = rows('ema', '1', '1')
 

@@ -224,7 +224,7 @@ class _Addition(Preparation):
             PreconditionFailed: Another process has changed the dataset meanwhile.
         """
         self.start_on_version(plan)
-        catalog = Catalog.read([self.work.part(number) for number in range(len(plan.parts))], self.buckets)
+        catalog = Catalog.read(self.folders(plan), self.buckets)
         earlier = self.dataset.earlier_images()
         self.present, self.repeated_keys = reject_known(catalog, earlier)
         repeats = self.drop_duplicates(catalog, earlier)

@@ -234,8 +234,8 @@ def _add_execution_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--share',
         metavar='I/N',
-        help='convert only share I of N, counted from 0, such as 3/16, for N machines with a common work folder or with '
-        '--set parts=URL; the same command without --share then finishes the dataset',
+        help='convert only share I of N, counted from 0, such as 3/16, for N machines with a common work folder or '
+        'with --set parts=URL; the same command without --share then finishes the dataset',
     )
     parser.add_argument(
         '--engine',

@@ -11,14 +11,15 @@ MAX_SRGB_DIFFERENCE = 2
 
 
 def to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
-    """Convert an image from its ICC profile to sRGB; the result has mode RGB.
+    """Convert an image from its ICC profile to sRGB; the result has mode RGB, and may be the image itself.
 
     As in image viewers, a profile that cannot be read or that has other channels than the image is ignored: the image
     is treated as sRGB, and CMYK is converted without a profile.
     """
     transform = _transform(profile, image.mode) if profile else None
     if transform is None:
-        return image.convert('RGB')
+        # `convert` would copy. An opened file keeps its own type, with the metadata that it was opened with.
+        return image if image.mode == 'RGB' and type(image) is Image.Image else image.convert('RGB')
     converted = ImageCms.applyTransform(image, transform)
     assert converted is not None  # applyTransform returns None only for in-place conversion
     return converted

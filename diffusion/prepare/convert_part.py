@@ -34,7 +34,7 @@ from diffusion.prepare.stored_parts import fetch_tables, store_tables
 from diffusion.prepare.work_dir import read_json
 from diffusion.prepare.worker_pool import Note
 from diffusion.storage import mds
-from diffusion.storage.atomic import atomic_folder, write_atomically
+from diffusion.storage.atomic import atomic_folder
 
 SHARD_BYTES = 64 * 10**6
 """Maximum size of a shard of a part; each one is held in memory until it is full."""
@@ -179,16 +179,17 @@ class PartJob:
         store_pending()
         counts.inputs = len(inputs)
         shards.flush()
+        # The folder is flushed and renamed as a whole.
         write_tables(folder, inputs, stored)
-        write_atomically(folder / THUMBNAILS_FILE, json.dumps(thumbnails))
+        (folder / THUMBNAILS_FILE).write_text(json.dumps(thumbnails), encoding='utf-8')
         summary = {
             'inputs': counts.inputs,
             'rejected': counts.rejected,
             'columns': sorted(counts.columns),
             'passed_over': {kind: vars(files) for kind, files in sorted(counts.passed_over.items())},
         }
-        write_atomically(folder / COUNTS_FILE, json.dumps(summary))
-        write_atomically(folder / mds.INDEX, mds.index_text(shards.entries))
+        (folder / COUNTS_FILE).write_text(json.dumps(summary), encoding='utf-8')
+        (folder / mds.INDEX).write_text(mds.index_text(shards.entries), encoding='utf-8')
         return counts
 
     def _is_full(self, pending: Sequence[tuple[int, Candidate]]) -> bool:

@@ -1,6 +1,7 @@
 """Engines that run the jobs of `diffusion prepare` on several machines: Ray, Spark or others; or no engine at all.
 
-All machines need access to the work folder (NFS, Lustre, a mounted bucket) and to the input at the same location.
+All machines need access to the input at the same location, and to the work folder (NFS, Lustre); shares do not need the
+latter if `PrepareSettings.parts` is in an object store.
 
 - Ray: `diffusion prepare RECIPE.yaml --engine ray` on a cluster started with `ray start`; without one, Ray uses only
   this machine.
@@ -20,6 +21,7 @@ from diffusion.errors import UserError
 from diffusion.prepare.pipeline import Run
 from diffusion.prepare.settings import PrepareSettings
 from diffusion.prepare.worker_pool import WorkerJob, run_jobs
+from diffusion.storage.host_memory import keep_freed_memory
 
 
 def run_on(engine: str, settings: PrepareSettings) -> Run:
@@ -67,6 +69,7 @@ def run_job(job: WorkerJob) -> Any:
 def _run_pickled(item: dict[str, Any]) -> dict[str, bytes]:
     """Run a pickled job as a Ray task; return its pickled (result, error)."""
     # Ray would wrap an exception in several of its own, and callers could not catch UserError or DataError.
+    keep_freed_memory()
     job: WorkerJob = pickle.loads(item['job'])
     try:
         return {'outcome': pickle.dumps((run_job(job), None))}

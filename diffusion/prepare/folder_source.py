@@ -2,12 +2,13 @@
 
 import itertools
 import json
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ BESIDE = ('txt', 'json')
 """Suffixes of the files beside an image that hold its captions."""
 PART_IMAGES = 1000
 """Images per part."""
+MIN_IMAGES = 32
+"""Images from which on a job of its own is worth its start and its files."""
 DOWNLOADS = 16
 """Number of objects to download at the same time."""
 
@@ -167,6 +170,10 @@ class FolderSource:
             # In groups, since `map` over all images would download the whole part ahead of the reader.
             for start in range(0, len(images), DOWNLOADS):
                 yield from threads.map(self._entry, images[start : start + DOWNLOADS])
+
+    def divide(self, part: Part, count: int) -> list[Part]:
+        """Return at most `count` parts with the images of a part in order, and at least 32 in each but the last."""
+        return divide_images(part, count)
 
     def _parts_in_order(self, files: Iterable[File], broken: Iterable[PassedOver]) -> tuple[PartList, bool]:
         """Split sorted files into parts, with the captions beside the images; return also if an image has one."""
@@ -359,6 +366,18 @@ def _parts(images: Iterable[_ImageFile]) -> PartList:
     while run := list(itertools.islice(rest, PART_IMAGES)):
         parts.append(_part(len(parts), run))
     return parts
+
+
+def divide_images(part: Part, count: int) -> list[Part]:
+    """Return at most `count` parts with the images of a part in order; see `FolderSource.divide`."""
+    images = part.where['pictures']
+    step = max(MIN_IMAGES, math.ceil(len(images) / count))
+    found = []
+    for number, start in enumerate(range(0, len(images), step)):
+        some = images[start : start + step]
+        size = max(1, sum(image['size'] for image in some))
+        found.append(replace(part, name=f'{part.name}.{number}', where={**part.where, 'pictures': some}, size=size))
+    return found
 
 
 def _part(number: int, images: Sequence[_ImageFile]) -> Part:

@@ -20,7 +20,7 @@ from diffusion.prepare.dataset_card import license_of
 from diffusion.prepare.dataset_choice import LAYOUTS, Choice, Chooser
 from diffusion.prepare.dataset_listing import DatasetListing
 from diffusion.prepare.file_listing import is_remote, local_copy, single_file_part, with_passed_over
-from diffusion.prepare.folder_source import BESIDE, METADATA_FILES, FolderSource
+from diffusion.prepare.folder_source import BESIDE, METADATA_FILES, FolderSource, divide_images
 from diffusion.prepare.hub_repository import HubRepository, endpoint, parse_name
 from diffusion.prepare.image_table import ColumnNames, LocalImages, ReadImage, find_columns, paths_inside
 from diffusion.prepare.parquet import parquet_entries, parquet_parts
@@ -95,6 +95,10 @@ class HuggingFaceSource:
         first = replace(parts[0], notes=notes, license=license_ or ('' if dataset.is_repository else None))
         parts = [first, *parts[1:]]
         return [replace(part, where={'layout': choice.layout, **part.where}) for part in parts]
+
+    def divide(self, part: Part, count: int) -> list[Part]:
+        """Return at most `count` parts with the images of a part in order; a file of rows stays one part."""
+        return divide_images(part, count) if 'pictures' in part.where else [part]
 
     def read(self, part: Part) -> Iterator[Entry | PassedOver]:
         """Yield the images of a part with captions and metadata, as the reader of its layout does.

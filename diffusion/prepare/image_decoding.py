@@ -43,6 +43,8 @@ class DecodedImage:
     """True for PNG files, mostly drawings and screenshots, and for SVG: they are stored losslessly."""
     is_unmodified: bool
     """True for a JPEG, PNG or WebP file that needed no correction, so that any decoder returns these pixels."""
+    pixels: np.ndarray | None = None
+    """The pixels of `image`, uint8 [H, W, 3], if they are at hand."""
 
     @property
     def width(self) -> int:
@@ -130,14 +132,19 @@ def _decode_checked(
     # photographs, of which Pillow opens the primary one.
     if name not in ('JPEG', 'HEIF') and getattr(image, 'n_frames', 1) > 1:
         raise Unfit('animated', 'the file has several frames or pages')
-    pixels = _decode_jpeg(encoded, image) if name == 'JPEG' else _decode_other(image)
-    opaque, is_unchanged = _to_opaque_srgb(pixels, image.info.get('icc_profile'), background)
+    array = None
+    if name == 'JPEG':
+        decoded, array = _decode_jpeg(encoded, image)
+    else:
+        decoded = _decode_other(image)
+    opaque, is_unchanged = _to_opaque_srgb(decoded, image.info.get('icc_profile'), background)
     upright = _apply_orientation(opaque, image)
     upright.info = {}
     is_unmodified = (
         name in ('JPEG', 'PNG', 'WEBP') and image.mode in ('RGB', 'L') and is_unchanged and upright is opaque
     )
-    return DecodedImage(upright, name, lossless=name == 'PNG', is_unmodified=is_unmodified)
+    pixels = array if upright is decoded else None
+    return DecodedImage(upright, name, lossless=name == 'PNG', is_unmodified=is_unmodified, pixels=pixels)
 
 
 def _check_pixels(width: int, height: int, max_pixels: int) -> None:
@@ -189,8 +196,8 @@ def _check_webp(encoded: bytes) -> None:
         raise Unfit('truncated', f'{len(encoded)} of {expected} bytes')
 
 
-def _decode_jpeg(encoded: bytes, image: Image.Image) -> Image.Image:
-    """Decode a JPEG; reject it if libjpeg warns that data is missing or corrupt."""
+def _decode_jpeg(encoded: bytes, image: Image.Image) -> tuple[Image.Image, np.ndarray | None]:
+    """Decode a JPEG, and return also its pixels if it is RGB; reject it if libjpeg warns of missing or corrupt data."""
     # Pillow ignores these warnings and returns an image in which libjpeg made up the missing pixels. simplejpeg raises
     # ValueError for every warning, so decode again without checks after one that is known to be harmless.
     colorspace = {'L': 'GRAY', 'RGB': 'RGB', 'CMYK': 'CMYK'}[image.mode]
@@ -203,8 +210,8 @@ def _decode_jpeg(encoded: bytes, image: Image.Image) -> Image.Image:
         pixels = simplejpeg.decode_jpeg(encoded, colorspace, strict=False)
     if image.mode == 'CMYK':  # Adobe stores inverted CMYK, which Pillow handles and simplejpeg does not
         image.load()
-        return image
-    return Image.fromarray(pixels[:, :, 0] if image.mode == 'L' else pixels)
+        return image, None
+    return (Image.fromarray(pixels[:, :, 0]), None) if image.mode == 'L' else (Image.fromarray(pixels), pixels)
 
 
 def _decode_other(image: Image.Image) -> Image.Image:

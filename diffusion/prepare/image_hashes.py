@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import combinations, pairwise
 from math import comb, log2
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -31,29 +32,41 @@ CHUNK = 2**18
 """Hashes that are compared with a sorted table at a time; with intermediate results they fit into a CPU's cache."""
 
 
-def exact_hash(image: Image.Image) -> int:
-    """Return a 64-bit hash (XXH3) of the size and RGB pixels of an image."""
+def exact_hash(image: Image.Image, pixels: np.ndarray | None = None) -> int:
+    """Return a 64-bit hash (XXH3) of the size and RGB pixels of an image.
+
+    Args:
+        image: The image.
+        pixels: Its pixels, uint8 [H, W, 3], which saves copying them; None takes them from the image.
+    """
     # Include the size: images of one color with the same number of pixels have the same bytes.
     state = xxhash.xxh3_64(f'{image.width}x{image.height}:'.encode())
-    state.update(np.ascontiguousarray(image if image.mode == 'RGB' else image.convert('RGB')).data)
+    if pixels is None:
+        pixels = np.asarray(image if image.mode == 'RGB' else image.convert('RGB'))
+    state.update(np.ascontiguousarray(pixels).data)
     return state.intdigest()
 
 
-def perceptual_hash(image: Image.Image) -> int:
+class PerceptualHash(NamedTuple):
+    """Hash of what an image looks like."""
+
+    bits: int
+    """64 bits."""
+    is_flat: bool
+    """True if the image has too little contrast for the hash to be meaningful."""
+
+
+def perceptual_hash(image: Image.Image) -> PerceptualHash:
     """Return a 64-bit hash of which few bits change when an image is resized, recompressed or slightly edited.
 
     pHash (Zauner 2010, Implementation and Benchmarking of Perceptual Image Hash Functions): take the DCT of a 32 x 32
     thumbnail, keep the lowest 8 x 8 frequencies, and set a bit for each that is above their median.
     """
+    pixels = _thumbnail(image)
     # Integer arithmetic, so that the hash is the same on every machine.
-    low = _cosines() @ _thumbnail(image).astype(np.int64) @ _cosines().T
+    low = _cosines() @ pixels.astype(np.int64) @ _cosines().T
     bits = (low > np.sort(low, axis=None)[31]).ravel()  # 32 of 64 are above, unless values are equal
-    return int.from_bytes(np.packbits(bits).tobytes(), 'big')
-
-
-def is_flat(image: Image.Image) -> bool:
-    """Return True if an image has too little contrast for a meaningful perceptual hash."""
-    return float(_thumbnail(image).std()) < FLAT_LEVELS
+    return PerceptualHash(int.from_bytes(np.packbits(bits).tobytes(), 'big'), float(pixels.std()) < FLAT_LEVELS)
 
 
 def duplicates(exact: np.ndarray, perceptual: np.ndarray, meaningful: np.ndarray, *, max_distance: int) -> np.ndarray:

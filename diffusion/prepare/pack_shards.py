@@ -15,7 +15,6 @@ import numpy as np
 from diffusion.config.image_shapes import BUCKETS, Shape, buckets_text, parse_shape
 from diffusion.prepare.catalog import Catalog
 from diffusion.prepare.part_shards import read_stored
-from diffusion.prepare.work_dir import WorkFolder
 from diffusion.prepare.worker_pool import Note
 from diffusion.storage import mds
 from diffusion.storage.atomic import write_atomically
@@ -29,7 +28,8 @@ class ShardJob:
     A part is the unit of input that one job converted, such as a tar.
     """
 
-    work: WorkFolder
+    folders: Mapping[int, Path]
+    """Folders of the parts by number."""
     bucket: str
     shards: ShardWriter
     number: int
@@ -62,13 +62,13 @@ class ShardJob:
         starts = [0, *(np.flatnonzero(np.any(where[1:] != where[:-1], axis=1)) + 1).tolist(), len(where)]
         for start, stop in pairwise(starts):
             part, shard = where[start].tolist()
-            folder = self.work.part(part)
+            folder = self.folders[part]
             note(str(folder))
             yield from read_stored(folder, shard, self.offset[start:stop].tolist(), self.size[start:stop].tolist())
 
 
 def plan_shards(
-    catalog: Catalog, numbers: np.ndarray, bucket: str, *, work: WorkFolder, shards: ShardWriter, first: int = 0
+    catalog: Catalog, numbers: np.ndarray, bucket: str, *, shards: ShardWriter, first: int = 0
 ) -> Iterator[ShardJob]:
     """Yield the jobs that write a bucket's final shards: the given samples in order, as many per shard as fit.
 
@@ -76,7 +76,6 @@ def plan_shards(
         catalog: Tables of all inputs and samples.
         numbers: Numbers of the samples, in order.
         bucket: Unique name of the bucket for messages.
-        work: Work folder with the parts.
         shards: Writer of the shards.
         first: Number of the first shard.
     """
@@ -84,7 +83,9 @@ def plan_shards(
     for number, span in enumerate(shards.format.cut(samples.size[numbers]), first):
         chosen = numbers[span.start : span.stop]
         places = (samples.shard[chosen], samples.offset[chosen], samples.size[chosen])
-        yield ShardJob(work, bucket, shards, number, catalog.part[samples.image[chosen]], *places)
+        parts = catalog.part[samples.image[chosen]]
+        folders = {int(part): catalog.parts[part] for part in np.unique(parts)}
+        yield ShardJob(folders, bucket, shards, number, parts, *places)
 
 
 def write_indexes(entries: Mapping[str, list[dict[str, Any]]], dataset: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,10 +41,11 @@ from diffusion.prepare.input_plan import InputPlan, at_planned_version
 from diffusion.prepare.optional_formats import format_of_suffix
 from diffusion.prepare.output_folders import output_of, shard_writer
 from diffusion.prepare.pack_shards import ShardJob, plan_shards, write_indexes
+from diffusion.prepare.pieces import Piece, pieces_of
 from diffusion.prepare.process_sample import sample_columns
 from diffusion.prepare.settings import PrepareSettings, check_settings
 from diffusion.prepare.source import NamedCount, Source, count_named
-from diffusion.prepare.stored_parts import list_stored, part_url
+from diffusion.prepare.stored_parts import list_stored
 from diffusion.prepare.work_dir import Share, WorkFolder
 from diffusion.prepare.worker_pool import WorkerJob, run_jobs
 from diffusion.storage.atomic import write_atomically
@@ -141,6 +143,14 @@ class Preparation:
         self.work.remove()
         return report
 
+    def pieces(self, plan: InputPlan) -> list[Piece]:
+        """Return the pieces of the input that one job converts each, in order."""
+        return pieces_of(plan, self.source, self.work)
+
+    def folders(self, plan: InputPlan) -> list[Path]:
+        """Return the folders of the converted pieces in order."""
+        return [self.work.part(piece.name) for piece in self.pieces(plan)]
+
     def finished_report(self, plan: InputPlan) -> PrepareReport | None:
         """Return the report of the dataset that is already in the output, if the same plan made it, otherwise None."""
         if self.settings.overwrite:
@@ -173,25 +183,25 @@ class Preparation:
             # Of this plan alone: several preparations may share the folder.
             stored = f'{self.settings.parts.rstrip("/")}/{plan.fingerprint[:16]}'
             self.work.store_parts(stored)
-        numbers = [number for number in range(len(plan.parts)) if share is None or share.includes(number)]
-        remaining = [number for number in numbers if not self.work.part(number).is_dir()]
+        pieces = [piece for piece in self.pieces(plan) if share is None or share.includes(piece.number)]
+        remaining = [piece for piece in pieces if not self.work.part(piece.name).is_dir()]
         # Parts that another machine has converted, or an earlier start whose work folder is gone.
         there = list_stored(stored, self.work.path) if stored is not None and remaining else {}
         if share is not None:
-            remaining = [number for number in remaining if number not in there]
-        remaining_size = sum(plan.parts.heads[number].size for number in remaining)
-        total_size = sum(plan.parts.heads[number].size for number in numbers)
+            remaining = [piece for piece in remaining if piece.name not in there]
+        remaining_size = sum(piece.part.size for piece in remaining)
+        total_size = sum(piece.part.size for piece in pieces)
         jobs = (
             PartJob(
-                number,
-                plan.parts[number],
+                piece.number,
+                piece.content(plan),
                 self.source,
                 self.settings,
-                self.work.part(number),
-                url=None if stored is None else part_url(stored, number),
-                stored=there.get(number),
+                self.work.part(piece.name),
+                url=None if stored is None else f'{stored}/{piece.name}',
+                stored=there.get(piece.name),
             )
-            for number in remaining
+            for piece in remaining
         )
         inputs = rejected = 0
         # `closing` stops the workers as soon as an error or Ctrl-C leaves this block, instead of when the generator is
@@ -220,7 +230,7 @@ class Preparation:
 
     def finish_dataset(self, plan: InputPlan, start: float) -> None:
         """Remove duplicates, and write the final shards, indexes and report into the work folder."""
-        catalog = Catalog.read([self.work.part(number) for number in range(len(plan.parts))], self.buckets)
+        catalog = Catalog.read(self.folders(plan), self.buckets)
         repeats = catalog.drop_duplicates(
             self.settings.duplicates, max_distance=self.settings.max_distance, saved=self.work.duplicates
         )
@@ -328,7 +338,7 @@ class Preparation:
                     samples = catalog.samples_in(code, split)
                     name = f'held-out/{bucket}' if split == HELD_OUT else bucket
                     first = self.first_shard(bucket)
-                    for job in plan_shards(catalog, samples, name, work=self.work, shards=writer, first=first):
+                    for job in plan_shards(catalog, samples, name, shards=writer, first=first):
                         counts[split, bucket] = job.number + 1
                         if job.number in done:
                             bar.update(int(job.size.sum()))
@@ -380,8 +390,8 @@ class Preparation:
     def passed_over(self, plan: InputPlan) -> dict[str, NamedCount]:
         """Return the files of the input that are neither images nor belong to one, by suffix."""
         total: dict[str, NamedCount] = {}
-        for number, head in enumerate(plan.parts.heads):
-            for kind, files in read_counts(self.work.part(number), head).passed_over.items():
+        for piece in self.pieces(plan):
+            for kind, files in read_counts(self.work.part(piece.name), piece.part).passed_over.items():
                 count_named(total, kind, files.count, files.names)
         return total
 
@@ -409,7 +419,7 @@ class Preparation:
         filters = self.settings.filters
         if not filters.columns:
             return notes
-        done = (read_counts(self.work.part(number), head) for number, head in enumerate(plan.parts.heads))
+        done = (read_counts(self.work.part(piece.name), piece.part) for piece in self.pieces(plan))
         columns = set().union(*(counts.columns for counts in done))
         return notes + filters.unknown_column_notes(filters.columns_in(dict.fromkeys(columns)), columns)
 

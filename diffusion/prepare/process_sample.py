@@ -12,7 +12,7 @@ from diffusion.prepare.bucket_choice import Buckets
 from diffusion.prepare.caption_cleaning import usable_captions
 from diffusion.prepare.extra_columns import json_value
 from diffusion.prepare.image_decoding import DecodedImage, decode_image, encode, shrink_to_cover
-from diffusion.prepare.image_hashes import exact_hash, is_flat, perceptual_hash
+from diffusion.prepare.image_hashes import exact_hash, perceptual_hash
 from diffusion.prepare.rejection import Unfit
 from diffusion.prepare.sample_table import InputRow
 from diffusion.prepare.settings import PrepareSettings
@@ -105,8 +105,8 @@ def make_samples(
     chosen = buckets.choose(decoded.width, decoded.height)
     if not chosen:
         raise Unfit('too_small')
-    row.exact_hash, row.perceptual_hash = exact_hash(decoded.image), perceptual_hash(decoded.image)
-    row.is_flat = is_flat(decoded.image)
+    row.exact_hash = exact_hash(decoded.image, decoded.pixels)
+    row.perceptual_hash, row.is_flat = perceptual_hash(decoded.image)
     shared: dict[str, Any] = {'captions': row.captions, 'key': row.key, 'metadata': _metadata(metadata, row)}
     if settings.source.caption_columns:
         shared[CAPTION_COLUMNS] = row.caption_columns

@@ -12,8 +12,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from diffusion.storage.atomic import atomic_file
-
 INPUTS = 'rows.parquet'
 SAMPLES = 'samples.parquet'
 INPUT_SCHEMA = pa.schema(
@@ -77,7 +75,7 @@ class SampleRow:
 
 
 def write_tables(folder: Path, inputs: Sequence[InputRow], samples: Sequence[SampleRow]) -> None:
-    """Write the tables of one part to the part's folder; the same rows give the same bytes."""
+    """Write the tables of one part to the part's unfinished folder; the same rows give the same bytes."""
     _write(folder / INPUTS, inputs, INPUT_SCHEMA)
     _write(folder / SAMPLES, samples, SAMPLE_SCHEMA)
 
@@ -110,5 +108,4 @@ def _write(path: Path, rows: Sequence[Any], schema: pa.Schema) -> None:
     # File names and JSON can contain lone surrogates, which Arrow rejects because they are not valid UTF-8.
     text = [name for name in schema.names if schema.field(name).type == pa.string()]
     columns |= {name: [value.encode('utf-8', 'backslashreplace').decode() for value in columns[name]] for name in text}
-    with atomic_file(path) as unfinished:
-        pq.write_table(pa.table(columns, schema=schema), unfinished, compression='zstd')
+    pq.write_table(pa.table(columns, schema=schema), path, compression='zstd')

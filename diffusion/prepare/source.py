@@ -157,6 +157,15 @@ class Source(Protocol):
 
 
 @runtime_checkable
+class DivisibleSource(Source, Protocol):
+    """Source whose parts can be divided into smaller ones, so that several jobs convert one."""
+
+    def divide(self, part: Part, count: int) -> Sequence[Part]:
+        """Return at most `count` parts with the images of a part in order; the same for the same part and count."""
+        ...
+
+
+@runtime_checkable
 class VersionedSource(Source, Protocol):
     """Source of an input whose versions stay readable, such as a branch on the Hugging Face Hub with its commits."""
 

@@ -5,7 +5,6 @@ in the store when its tables are, which are written last, as one object.
 """
 
 import json
-import re
 import zipfile
 from collections import defaultdict
 from collections.abc import Mapping
@@ -16,11 +15,6 @@ from diffusion.storage.folders import StoreFolder
 
 TABLES = 'tables.zip'
 """Object with all files of a part's folder, which has no shards."""
-
-
-def part_url(url: str, number: int) -> str:
-    """Return the URL of a part in the object store folder of a preparation."""
-    return f'{url}/{number:06}'
 
 
 def store_tables(folder: Path, url: str) -> None:
@@ -40,18 +34,18 @@ def store_tables(folder: Path, url: str) -> None:
         archive.unlink(missing_ok=True)
 
 
-def list_stored(url: str, scratch: Path) -> dict[int, dict[str, int]]:
-    """Return the size in bytes of each object of each part that is in the store, by number of the part and name.
+def list_stored(url: str, scratch: Path) -> dict[str, dict[str, int]]:
+    """Return the size in bytes of each object of each part that is in the store, by name of its folder and own name.
 
     Args:
         url: URL of the object store folder of a preparation.
         scratch: A local folder.
     """
-    found: dict[int, dict[str, int]] = defaultdict(dict)
+    found: dict[str, dict[str, int]] = defaultdict(dict)
     for path, size in StoreFolder(url, scratch).sizes().items():
-        if match := re.fullmatch(r'(\d{6,})/([^/]+)', path):
-            found[int(match[1])][match[2]] = size
-    return {number: sizes for number, sizes in found.items() if TABLES in sizes}
+        folder, _, name = path.rpartition('/')
+        found[folder][name] = size
+    return {folder: sizes for folder, sizes in found.items() if TABLES in sizes}
 
 
 def fetch_tables(url: str, folder: Path, sizes: Mapping[str, int]) -> bool:

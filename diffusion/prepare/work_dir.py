@@ -80,7 +80,7 @@ class WorkFolder:
 
     @property
     def parts(self) -> Path:
-        """Path of the folder with one folder per converted part of the input, named by its number."""
+        """Path of the folder with one folder per converted piece of the input (`pieces`)."""
         return self.path / 'parts'
 
     @property
@@ -135,8 +135,9 @@ class WorkFolder:
                 f'{"without" if is_append else "with"} --append, or remove the folder'
             )
 
-    def part(self, number: int) -> Path:
-        return self.parts / f'{number:06}'
+    def part(self, name: str) -> Path:
+        """Path of the folder of a converted piece of the input."""
+        return self.parts / name
 
     @contextmanager
     def locked(self, share: Share | None = None) -> Iterator[None]:

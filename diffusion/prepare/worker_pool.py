@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
 from diffusion.errors import DataError
+from diffusion.storage.host_memory import keep_freed_memory
 
 Note = Callable[[str], None]
 """Callback that records the current item of a job, such as the key of an image, for the error if its process dies."""
@@ -175,6 +176,7 @@ def _start_forkserver() -> None:
 
 def _serve(pipe: Connection, shared: Any, environment: dict[str, str]) -> None:
     """Run the jobs received through a pipe until it closes; main function of a worker."""
+    keep_freed_memory()
     os.environ.update(environment)  # the forkserver may be older than a variable that the caller set since
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and kills its workers

@@ -1,5 +1,6 @@
-"""Memory of this machine that is still available."""
+"""Memory of this machine: what is still available, and what a process keeps of that which it has freed."""
 
+import ctypes
 import re
 from pathlib import Path
 
@@ -26,3 +27,19 @@ def _reclaimable(statistics: Path) -> int:
     # Without them a run that writes checkpoints soon seems to have used up its memory.
     line = re.search(r'^inactive_file (\d+)$', statistics.read_text(), re.MULTILINE) if statistics.exists() else None
     return int(line[1]) if line else 0
+
+
+def keep_freed_memory() -> None:
+    """Make this process keep up to 256 MB of memory that it has freed; without effect where malloc is not glibc's.
+
+    For processes that decode one image after another. By default glibc returns the memory of each to the kernel, which
+    must provide and clear it again for the next: a fifth to a third of the time of a preparation.
+    """
+    try:
+        mallopt = ctypes.CDLL('libc.so.6').mallopt
+    except (OSError, AttributeError):  # musl, macOS
+        return
+    # malloc.h; 32 MB is the largest that all versions accept. Larger blocks are still returned at once.
+    trim_threshold, mmap_threshold = -1, -3
+    mallopt(mmap_threshold, 32 * 2**20)
+    mallopt(trim_threshold, 256 * 2**20)

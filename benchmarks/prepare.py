@@ -1,0 +1,111 @@
+"""Benchmark of `diffusion prepare folder` against a bare loop that decodes, resizes and encodes the same images.
+
+    python benchmarks/prepare.py [IMAGES [SIDE [SIZE [ROUNDS]]]]
+
+IMAGES (default: 1,000) JPEGs, of SIDE pixels (default: 1024) by three quarters of it, are prepared at SIZE (default:
+256). The loop does what any tool must: it reads a file, decodes it with Pillow, resizes it with the same filter, writes it
+as JPEG of the same quality, and appends it to a file with its caption. Both run with one process and with one per core,
+in turns; times are the shortest of ROUNDS (default: 3), with the start of the processes.
+"""
+
+import io
+import math
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from machine import heading
+from PIL import Image
+
+from diffusion.prepare.pipeline import prepare
+from diffusion.prepare.settings import PrepareSettings, SourceSettings
+
+QUALITY = PrepareSettings.jpeg_quality
+
+
+def main(images: int = 1000, side: int = 1024, size: int = 256, rounds: int = 3) -> None:
+    """Run the benchmark and print its table."""
+    cores = os.cpu_count() or 1
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        paths = write_images(folder / 'in', images, side)
+        runs: dict[tuple[str, int], Callable[[], None]] = {}
+        for processes in dict.fromkeys((1, cores)):
+            runs['bare loop', processes] = lambda processes=processes: bare(paths, size, folder, processes)
+            runs['diffusion prepare', processes] = lambda processes=processes: prepared(folder, size, processes)
+        seconds = dict.fromkeys(runs, math.inf)
+        for _ in range(rounds):
+            seconds = {key: min(seconds[key], timed(run)) for key, run in runs.items()}
+    print(f'{heading()}; {images} JPEGs of {side} x {side * 3 // 4} px to {size} px, shortest of {rounds}')
+    print()
+    print('| | processes | seconds | images/s | of the bare loop |')
+    print('|---|---|---|---|---|')
+    for (what, processes), found in seconds.items():
+        ratio = seconds['bare loop', processes] / found
+        print(f'| {what} | {processes} | {found:.2f} | {images / found:.0f} | {ratio:.2f} |')
+
+
+def write_images(folder: Path, count: int, side: int) -> list[Path]:
+    """Write JPEGs with structures of all sizes like photographs', with captions, and return their paths."""
+    folder.mkdir()
+    paths = []
+    for number in range(count):
+        rng = np.random.default_rng(number)
+        pixels = np.zeros((side * 3 // 4, side, 3), np.float32)
+        for octave in (2, 4, 6, 8):
+            coarse = Image.fromarray(rng.integers(0, 256, (2**octave, 2**octave, 3), np.uint8))
+            pixels += np.asarray(coarse.resize((side, side * 3 // 4), Image.Resampling.BICUBIC)) / octave
+        paths.append(folder / f'{number:06}.jpg')
+        Image.fromarray((pixels / pixels.max() * 255).astype(np.uint8)).save(paths[-1], quality=90)
+        paths[-1].with_suffix('.txt').write_text(f'photograph number {number}')
+    return paths
+
+
+def timed(run: Callable[[], None]) -> float:
+    """Return the seconds of a run."""
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def bare(paths: Sequence[Path], size: int, folder: Path, processes: int) -> None:
+    """Convert the images in some processes, each a part of them."""
+    context = multiprocessing.get_context('fork')
+    parts = [
+        context.Process(target=convert, args=(paths[n::processes], size, folder / f'{n}.bin')) for n in range(processes)
+    ]
+    for process in parts:
+        process.start()
+    for process in parts:
+        process.join()
+
+
+def convert(paths: Sequence[Path], size: int, target: Path) -> None:
+    """Convert some images, and write them to one file."""
+    with target.open('wb') as file:
+        for path in paths:
+            image = Image.open(io.BytesIO(path.read_bytes())).convert('RGB')
+            scale = size / min(image.size)
+            shape = round(image.width * scale), round(image.height * scale)
+            small = image.resize(shape, Image.Resampling.LANCZOS, reducing_gap=3.0)
+            encoded = io.BytesIO()
+            small.save(encoded, 'JPEG', quality=QUALITY, subsampling='4:2:0' if QUALITY < 95 else '4:4:4')
+            file.write(encoded.getvalue() + path.with_suffix('.txt').read_bytes())
+
+
+def prepared(folder: Path, size: int, processes: int) -> None:
+    """Prepare the images."""
+    out = folder / 'out'
+    source = SourceSettings('folder', location=str(folder / 'in'))
+    prepare(PrepareSettings(source, str(out), [size], workers=processes))
+    shutil.rmtree(out)
+
+
+if __name__ == '__main__':
+    main(*(int(word) for word in sys.argv[1:5]))

@@ -1,0 +1,102 @@
+"""Division of an input with few parts among all cores: the same dataset, and counts that are counted once."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from drawn import encoded_image, snapshot
+
+from diffusion.prepare import folder_source, pieces
+from diffusion.prepare.convert_part import PartJob
+from diffusion.prepare.counts_report import PrepareReport
+from diffusion.prepare.engines import run_job
+from diffusion.prepare.pipeline import prepare
+from diffusion.prepare.settings import settings_of
+
+IMAGES = 100
+
+
+@pytest.fixture(scope='module')
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with images, some captions, a damaged image and two files that are passed over."""
+    folder = tmp_path_factory.mktemp('images')
+    for number in range(IMAGES):
+        (folder / f'{number:03}.png').write_bytes(encoded_image(number) if number != 70 else b'no image')
+        if number % 10:
+            (folder / f'{number:03}.txt').write_text(f'image number {number}')
+    (folder / 'notes.doc').write_text('notes')
+    (folder / '.hidden').write_text('hidden')
+    return folder
+
+
+def run(images: Path, out: Path, jobs: list[str], **values: Any) -> PrepareReport:
+    """Prepare the images in this process, and record the names of the parts that are converted."""
+
+    def recording(job: Any) -> Any:
+        jobs.extend([job.part.name] if isinstance(job, PartJob) else [])
+        return run_job(job)
+
+    source = {'kind': 'folder', 'location': str(images)}
+    given = settings_of({'source': source, 'out': str(out), 'sizes': [16], 'shard_mb': 0.01, **values})
+    report = prepare(given, run=partial(map, recording))
+    assert report is not None
+    return report
+
+
+def test_small_folder_is_divided_and_its_dataset_is_the_same(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    divided: list[str] = []
+    report = run(images, tmp_path / 'divided', divided, duplicates='near', hold_out=5)
+    assert divided == [f'pictures-000000.{number}' for number in range(4)], '32 images each, and the rest'
+    monkeypatch.setattr(pieces, 'FEW_PARTS', 0)
+    whole: list[str] = []
+    expected = run(images, tmp_path / 'whole', whole, duplicates='near', hold_out=5)
+    assert whole == ['pictures-000000']
+    for name in ('inputs', 'pictures', 'rejected', 'passed_over', 'notes', 'statistics', 'fingerprint'):
+        assert getattr(report, name) == getattr(expected, name), name
+    assert report.passed_over['.doc'].count == report.passed_over['hidden'].count == 1
+    found, there = snapshot(tmp_path / 'divided'), snapshot(tmp_path / 'whole')
+    assert found.keys() == there.keys()
+    other = {name.rpartition('/')[2] for name in found if found[name] != there[name]}
+    assert other <= {'report.json', 'report.html', 'images.parquet'}
+    tables = (pq.read_table(next((tmp_path / name).rglob('images.parquet'))) for name in ('divided', 'whole'))
+    assert next(tables).equals(next(tables)), 'only its row groups differ'
+
+
+def test_parts_are_not_divided_into_many_small_pieces(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_source, 'MIN_IMAGES', 1)
+    monkeypatch.setattr(folder_source, 'PART_IMAGES', 40)
+    monkeypatch.setattr(pieces, 'PIECES', 6)
+    jobs: list[str] = []
+    run(images, tmp_path / 'out', jobs)
+    assert jobs == [f'pictures-{part:06}.{number}' for part in range(3) for number in range(2)]
+    monkeypatch.setattr(pieces, 'FEW_PARTS', 3)
+    jobs.clear()
+    run(images, tmp_path / 'other', jobs)
+    assert jobs == [f'pictures-{part:06}' for part in range(3)]
+
+
+def test_part_that_was_converted_as_a_whole_is_used(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_source, 'PART_IMAGES', 60)
+
+    def stopped(jobs: Any) -> Any:
+        yield run_job(next(iter(jobs)))
+        raise KeyboardInterrupt
+
+    source = {'kind': 'folder', 'location': str(images)}
+    given = settings_of({'source': source, 'out': str(tmp_path / 'out'), 'sizes': [16], 'shard_mb': 0.01})
+    with monkeypatch.context() as patch:
+        patch.setattr(pieces, 'FEW_PARTS', 0)  # as an earlier version
+        with pytest.raises(KeyboardInterrupt):
+            prepare(given, run=stopped)
+    jobs: list[str] = []
+    report = run(images, tmp_path / 'out', jobs)
+    assert jobs == ['pictures-000001.0', 'pictures-000001.1']
+    assert report.inputs == IMAGES + 2

@@ -3,9 +3,9 @@
     python benchmarks/prepare.py [IMAGES [SIDE [SIZE [ROUNDS]]]]
 
 IMAGES (default: 1,000) JPEGs, of SIDE pixels (default: 1024) by three quarters of it, are prepared at SIZE (default:
-256). The loop does what any tool must: it reads a file, decodes it with Pillow, resizes it with the same filter, writes it
-as JPEG of the same quality, and appends it to a file with its caption. Both run with one process and with one per core,
-in turns; times are the shortest of ROUNDS (default: 3), with the start of the processes.
+256). The loop does what any tool must: it reads a file, decodes it with Pillow, resizes it with the same filter,
+encodes it as JPEG of the same quality, and appends it to a file. Both run with one process and with one per core, in
+turns; times are the shortest of ROUNDS (default: 3), with the start of the processes.
 """
 
 import io

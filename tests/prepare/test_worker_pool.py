@@ -140,3 +140,20 @@ def test_killed_parent_leaves_no_process_behind() -> None:
     while is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not is_alive(pid)
+
+
+def test_script_that_runs_jobs_whenever_it_is_imported_is_told_so(tmp_path: Path) -> None:
+    script = tmp_path / 'script.py'
+    script.write_text(
+        'from tests.prepare.test_worker_pool import Square\n'
+        'from diffusion.prepare.worker_pool import run_jobs\n'
+        'print(list(run_jobs([Square(3)], workers=1)))\n'
+    )
+    root = Path(__file__).parents[2]
+    environment = os.environ | {'PYTHONPATH': f'{root}{os.pathsep}{root / "tests" / "prepare"}'}
+    ended = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert (
+        'status 1 before it began, with the traceback above; a script that prepares data must do so below `if __name__'
+        in (ended.stderr)
+    )

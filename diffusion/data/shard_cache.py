@@ -92,12 +92,13 @@ class CacheBudget:
     Args:
         folders: The limited folders, each with the names of its shards relative to the folder, or with None for a cache
             folder, where the shards of all datasets count. No other file is ever evicted.
-        limit_bytes: Maximum total size of all shards, including those being downloaded.
+        limit_bytes: Maximum total size of all shards, including those being downloaded; infinite if only a full disk
+            limits them.
         wait: Called repeatedly while another process evicts; an exception that it raises ends the wait.
     """
 
     def __init__(
-        self, folders: Mapping[Path, Collection[str] | None], limit_bytes: int, wait: Callable[[], None]
+        self, folders: Mapping[Path, Collection[str] | None], limit_bytes: float, wait: Callable[[], None]
     ) -> None:
         self.folders = dict(folders)
         self.limit_bytes = limit_bytes
@@ -123,6 +124,17 @@ class CacheBudget:
                 file.path.unlink(missing_ok=True)
                 used -= file.size
             return locks.make_scratch_folder(path, size)
+
+    def evict(self, size: int) -> int:
+        """Evict shards with at least `size` bytes in total, or all, and return how many bytes that freed."""
+        with locks.hold_path_lock(self._lock, self.wait):
+            freed = 0
+            for file in sorted(self._cached_shards()[0]):
+                if freed >= size:
+                    break
+                file.path.unlink(missing_ok=True)
+                freed += file.size
+            return freed
 
     def used_bytes(self) -> int:
         """Return the total size of all downloaded shards in bytes, including downloads in progress."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import os
 import tempfile
 import time
@@ -70,8 +71,9 @@ class VerifiedDataset(StreamingDataset):
         with one_job_at_a_time(), hidden_remotes(verified):
             super().__init__(streams=verified, **streaming)
         self.cache_budget = None if cache_limit is None else self._make_cache_budget(cache, parse_bytes(cache_limit))
+        on_disk = self.cache_budget or self._make_cache_budget(cache, math.inf)
         for stream in self.streams:
-            stream.cache_budget = self.cache_budget
+            stream.cache_budget, stream.on_disk = self.cache_budget, on_disk
         # Streaming's own `cache_limit` is never set: its eviction sees only the shards of one job, and with a limit
         # below the shuffled working set it hangs without an error.
         self._touched: dict[int, float] = {}
@@ -284,7 +286,7 @@ class VerifiedDataset(StreamingDataset):
             self.failures.report(message)
         return DataError(message)
 
-    def _make_cache_budget(self, cache: Path | None, limit: int) -> CacheBudget | None:
+    def _make_cache_budget(self, cache: Path | None, limit: float) -> CacheBudget | None:
         """Return a limit on all downloaded shards, in the cache and local folders; None if no stream has a remote."""
         folders: dict[Path, set[str] | None] = {}
         for stream, shards in self.shards_of_streams():

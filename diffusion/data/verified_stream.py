@@ -21,6 +21,7 @@ from streaming import Stream
 from streaming.base.compression import decompress
 from streaming.base.format import FileInfo, Reader
 
+from diffusion.config.byte_sizes import bytes_text
 from diffusion.data import shard_cache
 from diffusion.data.shard_cache import INDEX, CacheBudget
 from diffusion.errors import DataError, UserError
@@ -41,6 +42,10 @@ DEFAULTS = {
     'keep_zip': False,
 }
 """StreamingDataset's defaults for settings that a stream does not have."""
+EVICTIONS = 3
+"""Times that room is made on a full disk for one shard, before the run ends."""
+EVICTED_SHARDS = 4
+"""Room that is made each time, in sizes of the shard."""
 RESTORE = 'restore it, or prepare the data again'
 RESTART = 'start the same command again when the store responds; the data may be intact'
 
@@ -78,6 +83,7 @@ class VerifiedStream(Stream):
         self.name = name
         self.wait = wait
         self.cache_budget: CacheBudget | None = None
+        self.on_disk: CacheBudget | None = None
         self.home: Path | None = None
         self.source: RemoteFolder | None = None
         if self.remote not in (None, self.local):
@@ -186,20 +192,43 @@ class VerifiedStream(Stream):
                 return  # another job downloaded it while this one waited for the lock
             if zipped is None and self._link_from_other_version(path, raw):
                 return
-            try:
-                self.source.persist(lambda: self._download_and_unpack(path, files, compression), files[0].basename)
-            except (GaveUp, UserError) as error:
-                damaged = isinstance(error, UserError) or isinstance(error.__cause__, DamagedDownload)
-                way_out = f'{RESTORE} and start the same command again' if damaged else RESTART
-                raise DataError(f'streams.{self.name}: {error}. Way out: {way_out}') from error
-            except OSError as error:
-                if error.errno not in DISK_FULL_ERRORS:
-                    raise
-                url = self.source.address(files[0].basename)
-                raise DataError(
-                    f'streams.{self.name}: {url}: no space left on the disk: {error}. '
-                    f'Way out: free space in {path.parent}, or set loader.cache_limit to less than its disk holds'
-                ) from error
+            for attempt in range(1 + EVICTIONS):
+                try:
+                    self.source.persist(lambda: self._download_and_unpack(path, files, compression), files[0].basename)
+                    return
+                except (GaveUp, UserError) as error:
+                    damaged = isinstance(error, UserError) or isinstance(error.__cause__, DamagedDownload)
+                    way_out = f'{RESTORE} and start the same command again' if damaged else RESTART
+                    raise DataError(f'streams.{self.name}: {error}. Way out: {way_out}') from error
+                except OSError as error:
+                    if error.errno not in DISK_FULL_ERRORS:
+                        raise
+                    if attempt < EVICTIONS and self._evict_some(path, sum(file.bytes for file in files)):
+                        continue
+                    url = self.source.address(files[0].basename)
+                    raise DataError(
+                        f'streams.{self.name}: {url}: no space left on the disk: {error}. '
+                        f'Way out: free space in {path.parent}, or set loader.cache_limit to less than its disk holds'
+                    ) from error
+
+    def _evict_some(self, path: Path, size: int) -> bool:
+        """Remove some downloaded shards from a full disk; return False if there are none.
+
+        Args:
+            path: Path of the shard that does not fit.
+            size: Size of its download in bytes.
+        """
+        # Of several shards' size, since other processes download too, and another program may fill the disk.
+        freed = 0 if self.on_disk is None else self.on_disk.evict(EVICTED_SHARDS * size)
+        if freed:
+            log.warning(
+                'streams.%s: the disk of %s is full; %s of the least recently used shards were removed. They are '
+                'downloaded again when they are needed. Set loader.cache_limit to less than the disk holds',
+                self.name,
+                path.parent,
+                bytes_text(freed),
+            )
+        return freed > 0
 
     def _link_from_other_version(self, path: Path, raw: FileInfo) -> bool:
         """Link a shard that another version of the dataset in the cache has too; return False if none has it.

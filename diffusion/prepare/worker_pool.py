@@ -156,8 +156,8 @@ def _death_message(worker: _Worker) -> str:
     if not note and code > 0:
         # It imports the caller's script, which must not begin another preparation.
         return (
-            f'{worker.job.name}: its process ended with status {code} before it began, with the traceback above; a script '
-            "that prepares data must do so below `if __name__ == '__main__':`"
+            f'{worker.job.name}: its process ended with status {code} before it began, with the traceback above; a '
+            "script that prepares data must do so below `if __name__ == '__main__':`"
         )
     cause = f'killed by {signal.Signals(-code).name}' if code < 0 else f'exited with status {code}'
     position = f' at {note}' if note else ''

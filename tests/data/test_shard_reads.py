@@ -3,8 +3,10 @@
 import ctypes
 import gc
 import itertools
+import logging
 import os
 import pickle
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -17,6 +19,7 @@ from processes import Forked
 from ranks import free_port
 
 from diffusion.data import shm_lock
+from diffusion.errors import DataError
 
 CLONE_NEWNS, CLONE_NEWUTS = 0x20000, 0x4000000
 NODES, EPOCHS, COUNT, SHARD = 4, 3, 1320, 2048
@@ -95,3 +98,46 @@ def test_a_shard_leaves_the_store_once_for_four_nodes_and_three_epochs(store: St
     reads = store.shard_reads()
     assert len(reads) == len(shards)
     assert sum(reads.values()) <= 1.05 * len(shards), f'{sum(reads.values())} reads of {len(shards)} shards'
+
+
+@pytest.mark.skipif(not can_isolate(), reason='only root can mount a small disk')
+@pytest.mark.usefixtures('many_datasets')
+@pytest.mark.parametrize('workers', [0, 2])
+def test_full_disk_evicts_shards_instead_of_ending_the_run(store: Store, tmp_path: Path, workers: int) -> None:
+    """Without cache_limit, on a disk that holds less than half of the dataset and is filled by others meanwhile."""
+    url = store.upload(write_samples(tmp_path / 'source', count=COUNT, size_limit=4 * SHARD))
+    cache, log = tmp_path / 'cache', tmp_path / 'log'
+    cache.mkdir()
+
+    def run() -> None:
+        isolate('node', tmp_path / 'tmp')
+        disk = ['mount', '-t', 'tmpfs', '-o', 'size=500k', 'tmpfs', str(cache)]
+        subprocess.run(disk, check=True)
+        logging.getLogger('diffusion').addHandler(logging.FileHandler(log))
+        loader = cached_loader(url, cache, workers=workers, shuffle_block_size=200, predownload=24)
+        first = served(loader)
+        (cache / 'of-another-program').write_bytes(bytes(shutil.disk_usage(cache).free))
+        second = served(loader)
+        assert first == second == expected(count=COUNT)
+        assert (cache / 'of-another-program').exists()
+
+    assert Forked(run).wait() == 0
+    assert 'is full' in log.read_text()
+    assert 'Set loader.cache_limit' in log.read_text()
+
+
+@pytest.mark.skipif(not can_isolate(), reason='only root can mount a small disk')
+@pytest.mark.usefixtures('many_datasets')
+def test_disk_that_others_have_filled_ends_the_run_with_the_way_out(store: Store, tmp_path: Path) -> None:
+    url = store.upload(write_samples(tmp_path / 'source', size_limit=4 * SHARD))
+    cache = tmp_path / 'cache'
+    cache.mkdir()
+
+    def run() -> None:
+        isolate('node', tmp_path / 'tmp')
+        subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=100k', 'tmpfs', str(cache)], check=True)
+        (cache / 'of-another-program').write_bytes(bytes(88_000))
+        with pytest.raises(DataError, match='no space left on the disk.*Way out: free space in'):
+            served(cached_loader(url, cache))
+
+    assert Forked(run).wait() == 0

@@ -45,12 +45,13 @@ def isolate(name: str, temporary: Path) -> None:
     shm_lock.LOCK = temporary / shm_lock.LOCK.name  # of a machine: found at the import
 
 
-def train(url: str, folder: Path, **settings: Any) -> list[dict[int, int]]:
+def train(url: str, folder: Path, *, mounted: Path | None = None, **settings: Any) -> list[dict[int, int]]:
     """Read epochs on several nodes of one device each, in a process group; return the samples of each epoch.
 
     Args:
         url: URL of the shards.
         folder: Folder of the nodes' caches.
+        mounted: Folder that each node mounts as its cache, as a file system of the cluster; None gives each its own.
         settings: Keywords of the dataset.
     """
     port = free_port()
@@ -62,8 +63,12 @@ def train(url: str, folder: Path, **settings: Any) -> list[dict[int, int]]:
 
         os.environ |= {'RANK': str(rank), 'NODE_RANK': str(rank), 'WORLD_SIZE': str(NODES)}
         os.environ |= {'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '1', 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port)}
+        cache = folder / f'cache-{rank}'
+        if mounted is not None:
+            cache.mkdir()
+            subprocess.run(['mount', '--bind', str(mounted), str(cache)], check=True)
         torch.distributed.init_process_group('gloo')
-        loader = cached_loader(url, folder / f'cache-{rank}', predownload=24, **settings)
+        loader = cached_loader(url, cache, predownload=24, **settings)
         found = [served(loader) for _ in range(EPOCHS)]
         (folder / f'samples-{rank}').write_bytes(pickle.dumps(found))
         torch.distributed.barrier()
@@ -98,6 +103,31 @@ def test_a_shard_leaves_the_store_once_for_four_nodes_and_three_epochs(store: St
     reads = store.shard_reads()
     assert len(reads) == len(shards)
     assert sum(reads.values()) <= 1.05 * len(shards), f'{sum(reads.values())} reads of {len(shards)} shards'
+
+
+@pytest.mark.skipif(not can_isolate(), reason='only root can give each node its mounts')
+@pytest.mark.usefixtures('many_datasets')
+@pytest.mark.parametrize('share', [None, 0.7])
+def test_nodes_share_a_cache_on_a_file_system_of_the_cluster(store: Store, tmp_path: Path, share: float | None) -> None:
+    """In an order in which every node reads every shard, a shard leaves the store once, if the common cache holds all.
+
+    With a limit of less, nodes evict each other's shards, and each sample is still served correctly.
+    """
+    source = write_samples(tmp_path / 'source', count=COUNT // 2, size_limit=4 * SHARD)
+    url, shards = store.upload(source), sorted(source.glob('*.mds'))
+    limit = None if share is None else int(share * sum(path.stat().st_size for path in shards))
+    mounted = tmp_path / 'mounted'
+    mounted.mkdir()
+    store.requests.clear()
+    epochs = train(url, tmp_path / 'nodes', mounted=mounted, shuffle_algo='naive', cache_limit=limit)
+    whole = expected(count=COUNT // 2)
+    assert all(epoch.items() <= whole.items() and len(epoch) > 0.98 * COUNT // 2 for epoch in epochs)
+    reads = store.shard_reads()
+    assert len(reads) == len(shards)
+    if share is None:
+        assert set(reads.values()) == {1}
+        return
+    assert sum(path.stat().st_size for path in mounted.rglob('*.mds') if not path.is_symlink()) <= limit
 
 
 @pytest.mark.skipif(not can_isolate(), reason='only root can mount a small disk')

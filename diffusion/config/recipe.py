@@ -81,8 +81,9 @@ class LoaderConfig:
     predownload: int | None = None
     """The number of samples per worker whose shards are downloaded ahead; null lets Streaming choose."""
     cache_folder: str | None = None
-    """The local folder that caches the shards of streams with a `remote` and no `local`, shared by all jobs of a
-    machine. Null is `diffusion-<user id>/shards` in the machine's temporary folder."""
+    """The folder that caches the shards of streams with a `remote` and no `local`, shared by all jobs of a machine; or
+    by all nodes, on a file system that they share. Null is `diffusion-<user id>/shards` in the machine's temporary
+    folder."""
     cache_limit: str | None = None
     """The maximum total size of `cache_folder` and the `local` folders of remote streams, such as 500gb; the least
     recently used shards are evicted first. Null sets no limit."""

@@ -60,13 +60,12 @@ class ImageTextDataset(BucketedDataset):
         self.flip = flip
         self.caption_choice: CaptionChoice = caption_choice
 
-    def item(self, index: int) -> dict[str, Any]:
-        """Return the image of the sample with this index, its caption tokens, and its sizes if the model takes them.
+    def item(self, sample: dict[str, Any], index: int) -> dict[str, Any]:
+        """Return the image of a sample, its caption tokens, and its sizes if the model takes them.
 
         Raises:
             BadSample: The image cannot be decoded, or there is no caption.
         """
-        sample = self.get_item(index)
         item = self._image(sample, index)
         if self.tokenizers:
             draw = self.draws(index, Purpose.CAPTION_CHOICE)[0]

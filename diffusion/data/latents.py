@@ -226,13 +226,12 @@ class LatentsDataset(BucketedDataset):
             if image_features and manifest.image_encoder is None:
                 raise UserError(f'model.representation_alignment: {no_features_problem(bucket.name)}')
 
-    def item(self, index: int) -> dict[str, Any]:
+    def item(self, sample: dict[str, Any], index: int) -> dict[str, Any]:
         """Return a sample's latent moments and caption tokens, and the text embeddings and sizes that are needed.
 
         Raises:
             BadSample: The stored values are not finite, or there is no caption.
         """
-        sample = self.get_item(index)
         captions = self.captions(sample, index)
         draw, chances = self.draws(index, Purpose.CAPTION_CHOICE)[0], self.caption_chances(sample, index)
         caption_index = choose_caption_index(captions, self.caption_choice, draw, chances)

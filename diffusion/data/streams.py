@@ -93,9 +93,14 @@ class BucketedDataset(VerifiedDataset):
         return self.batch_size * self._parallel_rank_world.num_ranks
 
     def __getitem__(self, at: int) -> dict[str, Any]:  # type: ignore[override]
-        """Return a sample with its id and epoch; with `substitute`, replace its content if it cannot be decoded.
+        """Return the tensors of a sample with its id and epoch, as `read` does."""
+        return self.read(at)[1]
 
-        Before a sample is given up, its shard is hashed again, and downloaded again if it is damaged.
+    def read(self, at: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return a stored sample, and its tensors with its id and epoch.
+
+        With `substitute`, both are of another sample if it cannot be decoded. Before a sample is given up, its shard is
+        hashed again, and downloaded again if it is damaged.
 
         Raises:
             BadSample: The sample cannot be decoded, nor can `MAX_ATTEMPTS` replacements if `substitute` is set.
@@ -105,7 +110,8 @@ class BucketedDataset(VerifiedDataset):
         index = int(at)
         while True:
             try:
-                item = self.item(index)
+                sample = self.get_item(index)
+                item = self.item(sample, index)
                 break
             except BadSample as error:
                 # A damaged shard would lose its samples one by one; it is downloaded anew, or named in an error.
@@ -122,10 +128,10 @@ class BucketedDataset(VerifiedDataset):
         # Always set the key, since collating takes the keys of the first sample of a batch.
         if self.substitute:
             item[batch_keys.REPLACED] = self._replacement_note(int(at), index, errors) if errors else ''
-        return item | self.identity(at)
+        return sample, item | self.identity(at)
 
-    def item(self, index: int) -> dict[str, Any]:
-        """Return the tensors of a sample, without its id and epoch; subclasses implement this.
+    def item(self, sample: dict[str, Any], index: int) -> dict[str, Any]:
+        """Return the tensors of a stored sample with this index, without its id and epoch; subclasses implement this.
 
         Raises:
             BadSample: The sample was read and cannot be decoded.

@@ -60,7 +60,8 @@ class DatasetImages:
         return self._count
 
     def __getitem__(self, index: int) -> Tensor:
-        image = self._dataset.item(index * self._size // self._count).get(batch_keys.IMAGE)
+        number = index * self._size // self._count
+        image = self._dataset.item(self._dataset.get_item(number), number).get(batch_keys.IMAGE)
         if image is None:
             raise UserError(
                 'the evaluation data has latents instead of images, to which generated images cannot be compared; set '

@@ -326,11 +326,11 @@ class EncoderInputs(Dataset[tuple[dict[str, Any], dict[str, Any]]]):
         self.dataset = dataset
 
     def __getitem__(self, index: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        sample = self.dataset.get_item(index)
+        sample, item = self.dataset.read(index)
         captions = captions_of(sample, self.dataset.where(index))
         row: dict[str, Any] = {'captions': captions, 'key': str(sample.get('key', index))}
         row[CAPTION_COLUMNS] = sample.get(CAPTION_COLUMNS, [])
-        return self.dataset[index], row
+        return item, row
 
 
 def _collate(samples: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:

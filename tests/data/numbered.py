@@ -43,8 +43,8 @@ class Numbers(BucketedDataset):
     def __init__(self, buckets: list[Bucket], **settings: Any) -> None:
         super().__init__(buckets, columns=[('payload',)], seed=3, **settings)
 
-    def item(self, index: int) -> dict[str, Any]:
-        content = self.get_item(index)['payload']
+    def item(self, sample: dict[str, Any], index: int) -> dict[str, Any]:
+        content = sample['payload']
         if content.startswith(b'bad'):
             raise BadSample(f'{self.where(index)}: bad')
         return {'number': number(content)}

@@ -124,7 +124,7 @@ def test_nodes_share_a_cache_on_a_file_system_of_the_cluster(store: Store, tmp_p
     assert all(epoch.items() <= whole.items() and len(epoch) > 0.98 * COUNT // 2 for epoch in epochs)
     reads = store.shard_reads()
     assert len(reads) == len(shards)
-    if share is None:
+    if limit is None:
         assert set(reads.values()) == {1}
         return
     assert sum(path.stat().st_size for path in mounted.rglob('*.mds') if not path.is_symlink()) <= limit

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from shards import write_image_shards
 
 from diffusion.config.image_shapes import Shape, write_buckets
 from diffusion.config.load import load
+from diffusion.data.image_text import ImageTextDataset
 from diffusion.data.latents import LatentManifest
 from diffusion.storage.folders import StoreFolder
 from diffusion.storage.object_store import upload
@@ -80,6 +82,22 @@ def test_every_shape_is_a_folder_with_shards_index_and_manifest_only(write, tmp_
         names = {shard['raw_data']['basename'] for shard in index['shards']} | {'index.json', 'manifest.json'}
         assert {path.name for path in folder.iterdir()} == names
         assert LatentManifest.read(folder, '').shape == str(shape)
+
+
+def test_each_sample_is_read_once(write, monkeypatch):
+    reads = Counter()
+    get_item = ImageTextDataset.get_item
+
+    def counting(dataset, index, *rest):
+        reads[index] += 1
+        return get_item(dataset, index, *rest)
+
+    monkeypatch.setattr(ImageTextDataset, 'get_item', counting)
+    recipe = load(write())
+    recipe.loader.num_workers = 0
+    precompute(recipe)
+    assert len(reads) == sum(COUNTS.values()) + 24
+    assert set(reads.values()) == {1}
 
 
 def test_finished_job_can_be_started_again_but_not_with_other_settings(write, tmp_path, caplog):

@@ -62,6 +62,8 @@ class VerifiedStream(Stream):
 
     Attributes:
         cache_budget: Limit on the size of downloaded shards, set by the dataset; None for no limit.
+        on_disk: The downloaded shards, of which some are evicted when the disk is full, set by the dataset.
+        has_warned: True after a warning that the disk is full.
         home: The dataset's folder in the cache, or None if the stream is not cached.
         source: The remote folder, or None for local data.
     """
@@ -84,6 +86,7 @@ class VerifiedStream(Stream):
         self.wait = wait
         self.cache_budget: CacheBudget | None = None
         self.on_disk: CacheBudget | None = None
+        self.has_warned = False
         self.home: Path | None = None
         self.source: RemoteFolder | None = None
         if self.remote not in (None, self.local):
@@ -220,7 +223,8 @@ class VerifiedStream(Stream):
         """
         # Of several shards' size, since other processes download too, and another program may fill the disk.
         freed = 0 if self.on_disk is None else self.on_disk.evict(EVICTED_SHARDS * size)
-        if freed:
+        if freed and not self.has_warned:
+            self.has_warned = True
             log.warning(
                 'streams.%s: the disk of %s is full; %s of the least recently used shards were removed. They are '
                 'downloaded again when they are needed. Set loader.cache_limit to less than the disk holds',

@@ -290,8 +290,8 @@ class _Addition(Preparation):
         first = 0 if mode != 'none' else len(earlier) - earlier.removed_count
         known_exact, known_perceptual, known_is_flat = (earlier.hashes[name][first:] for name in names)
         count = len(known_exact)
-        # Not all images at once as in a first preparation: of a hundred million old ones that would take minutes and 16
-        # GB for each delivery, however small.
+        # Not all images at once, as in a first preparation: with a hundred million old ones that would take minutes and
+        # 16 GB for each delivery, however small.
         near = mode == 'near'
         known = known_exact, known_perceptual, ~known_is_flat & near
         limit = self.settings.max_distance

@@ -109,9 +109,10 @@ def find_known(
     *,
     max_distance: int,
 ) -> np.ndarray:
-    """Return, for each image, the index of the first known one that it duplicates, or -1; as fast as `known` is read.
+    """Return, for each image, the index of the first known one that it duplicates, or -1.
 
-    Unlike in `duplicates`, each known image counts, whether or not it duplicates another.
+    For few images and many known ones, of which it passes through the hashes without sorting them. Unlike in
+    `duplicates`, each known image counts, whether or not it duplicates another.
 
     Args:
         known: Exact hashes, perceptual hashes and `meaningful` of images, as for `duplicates`; three arrays [N].

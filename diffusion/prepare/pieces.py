@@ -36,13 +36,13 @@ class Piece(NamedTuple):
 
 def pieces_of(plan: InputPlan, source: Source, work: WorkFolder) -> list[Piece]:
     """Return the pieces of a plan in order; a part that an earlier version has converted as a whole stays one."""
-    few = len(plan.parts) < FEW_PARTS and isinstance(source, DivisibleSource)
+    divisible = source if len(plan.parts) < FEW_PARTS and isinstance(source, DivisibleSource) else None
     found = []
     for number, head in enumerate(plan.parts.heads):
         whole = Piece(f'{number:06}', number, head, is_whole=True)
         divided: Sequence[Part] = ()
-        if few and isinstance(source, DivisibleSource) and not work.part(whole.name).is_dir():
-            divided = source.divide(plan.parts[number], PIECES // len(plan.parts))
+        if divisible is not None and not work.part(whole.name).is_dir():
+            divided = divisible.divide(plan.parts[number], PIECES // len(plan.parts))
         if len(divided) < 2:
             found.append(whole)
             continue

@@ -120,7 +120,7 @@ class Preparation:
             self.source = at_planned_version(self.source, self.work)
             plan = InputPlan.make(self.settings, self.source)
             # A plan means that a preparation was stopped here: resume it, even if an earlier dataset is in the output.
-            # But a share has no part in the end of a preparation, which another machine may have seen.
+            # A share has nothing to resume if another machine has finished the preparation.
             resumed = share is None and self.work.plan.exists()
             finished = None if resumed else self.finished_report(plan)
             if finished is not None:

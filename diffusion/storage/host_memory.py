@@ -30,7 +30,9 @@ def _reclaimable(statistics: Path) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Make this process keep up to 256 MB of memory that it has freed; without effect where malloc is not glibc's.
+    """Make this process keep up to 256 MB of memory that it has freed, in blocks of up to 64 MB.
+
+    Without effect where malloc is not glibc's.
 
     For processes that decode one image after another. By default glibc returns the memory of each to the kernel, which
     must provide and clear it again for the next: a fifth to a third of the time of a preparation.
@@ -39,7 +41,7 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL('libc.so.6').mallopt
     except (OSError, AttributeError):  # musl, macOS
         return
-    # malloc.h; 32 MB is the largest that all versions accept. Larger blocks are still returned at once.
-    trim_threshold, mmap_threshold = -1, -3
-    mallopt(mmap_threshold, 32 * 2**20)
+    trim_threshold, mmap_threshold = -1, -3  # malloc.h
+    if not mallopt(mmap_threshold, 64 * 2**20):
+        mallopt(mmap_threshold, 32 * 2**20)  # the largest that old versions accept
     mallopt(trim_threshold, 256 * 2**20)

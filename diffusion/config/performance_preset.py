@@ -14,6 +14,11 @@ ON_CPU = ('fused_optimizer',)
 """Those that the preset turns on for a CPU too."""
 
 
+def parts_without_effect(settings: SpeedConfig, effective: SpeedConfig) -> list[str]:
+    """Return the settings that a recipe turns on and that do nothing here; only those that need a GPU are accepted."""
+    return [part for part in PARTS if getattr(settings, part) is True and not getattr(effective, part)]
+
+
 def effective_parts(settings: SpeedConfig, *, on_gpu: bool, strategy: str = 'ddp') -> SpeedConfig:
     """Return `speed` settings with every null replaced by the preset's value, and settings that cannot work off."""
     full = settings.preset == 'full'

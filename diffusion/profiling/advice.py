@@ -123,7 +123,8 @@ def opportunities(measured: ProfileMeasurements) -> list[Opportunity]:
     unfused = on_gpu and 'fused_optimizer' in off
     idle = 1 - m.busy if on_gpu and m.kernels else 0.0
     starved = idle >= 0.1 and m.in_stages('encode', 'forward', 'backward') >= 0.5
-    fewer_kernels = 'set speed.compile=true to launch fewer kernels, or ' if 'compile' in off else ''
+    graphs = 'set speed.cuda_graphs=true to launch each block at once, or ' if 'cuda_graphs' in off else ''
+    fewer_kernels = graphs + ('set speed.compile=true to launch fewer kernels, or ' if 'compile' in off else '')
     larger = 'increase device_train_microbatch_size' if microbatches > 1 else 'use a larger batch per device'
     reduce_once = 'speed.reduce_once=true, ' if 'reduce_once' in off and microbatches > 1 else ''
     norms = ' or '.join(m.turn_on('compile', 'low_precision_norms')) or 'compile the blocks that contain them'

@@ -202,8 +202,13 @@ def measured_by(phases: Phases, recipe: Recipe) -> ProfileMeasurements:
         on_gpu=on_gpu,
         precision=str(recipe.trainer.get('precision', 'amp_fp16' if on_gpu else 'fp32')),
         microbatches=microbatches_of(recipe),
-        off=[part for part in PARTS if not getattr(parts, part)],
+        off=[part for part in PARTS if not getattr(parts, part) and (part != 'cuda_graphs' or can_use_graphs(recipe))],
     )
+
+
+def can_use_graphs(recipe: Recipe) -> bool:
+    """Return True if `speed.cuda_graphs` is possible with a recipe's parallelism."""
+    return recipe.parallelism.strategy == 'ddp' and not recipe.parallelism.activation_checkpointing
 
 
 def microbatches_of(recipe: Recipe) -> int:

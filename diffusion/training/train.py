@@ -41,6 +41,7 @@ from diffusion.checkpointing.tier_restore import find_resume_point, stored_batch
 from diffusion.config import registry
 from diffusion.config.checkpointing import keep_rules
 from diffusion.config.load import Recipe, hide_environment, to_yaml
+from diffusion.config.performance_preset import parts_without_effect
 from diffusion.config.recipe import NotifyConfig, SpeedConfig
 from diffusion.data.cuda_prefetch import CudaPrefetchLoader
 from diffusion.data.latents import LatentsDataset
@@ -193,6 +194,9 @@ def build_trainer(recipe: Recipe) -> Trainer:
         keeper.resumed = compare_with_checkpoint(recipe, resume)
     model = components.build_model(recipe)
     parts = components.effective_speed(recipe)
+    if os.environ.get('RANK', '0') == '0':
+        for part in parts_without_effect(recipe.speed, parts):
+            log.warning('speed.%s: has no effect without a GPU', part)
     loader = components.build_loader(recipe, 'train', kind=CudaPrefetchLoader if parts.copy_ahead else BucketedLoader)
     if isinstance(loader.dataset, LatentsDataset) and isinstance(model, LatentDiffusion):
         loader.dataset.check_encoders(

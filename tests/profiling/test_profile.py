@@ -17,7 +17,7 @@ from diffusion.profiling.advice import (
     opportunities,
     seconds_by_kind,
 )
-from diffusion.profiling.profile import for_profiling, microbatches_of
+from diffusion.profiling.profile import can_use_graphs, for_profiling, microbatches_of
 
 BUSY = (Kernel('sm90_xmma_fprop_implicit_gemm_bf16', 0.098, 100),)
 GOOD = ProfileMeasurements(
@@ -46,6 +46,7 @@ def with_kernel(name: str, share: float, **more: object) -> ProfileMeasurements:
         (replace(with_share(optimizer=0.2), off=['fused_optimizer']), 0.1, 'speed.fused_optimizer=true'),
         (with_share(optimizer=0.1, ema=0.1), 0.1, 'update_interval'),
         (replace(GOOD, kernels=(Kernel('gemm', 0.05, 9),), off=['compile']), 0.5, 'speed.compile=true'),
+        (replace(GOOD, kernels=(Kernel('gemm', 0.05, 9),), off=['cuda_graphs']), 0.5, 'speed.cuda_graphs=true'),
         (replace(GOOD, kernels=(Kernel('gemm', 0.05, 9),), microbatches=4), 0.5, 'device_train_microbatch_size'),
         (with_kernel('RowwiseMomentsCUDAKernel<float>', 0.2, off=['low_precision_norms']), 0.1, 'low_precision_norms'),
         (with_kernel('void cudnn::engines::nchwToNhwcKernel<bf16>', 0.1, off=['channels_last']), 0.1, 'channels_last'),
@@ -80,6 +81,16 @@ def test_profiled_batch_has_at_most_four_microbatches(tmp_path, tiny_recipe):
         requested = replace(recipe, global_batch=batch, device_train_microbatch_size=microbatch)
         profiled = for_profiling(requested, tmp_path, batches=1)
         assert (profiled.global_batch, microbatches_of(profiled)) == (min(batch, 64), expected)
+
+
+def test_graphs_are_advised_only_where_weights_stay_in_place(tmp_path, tiny_recipe):
+    (tmp_path / 'recipe.yaml').write_text(yaml.safe_dump(tiny_recipe(tmp_path / 'runs')))
+    recipe = load(tmp_path / 'recipe.yaml')
+    possible = [
+        can_use_graphs(replace(recipe, parallelism=replace(recipe.parallelism, strategy=strategy, **more)))
+        for strategy, more in (('ddp', {}), ('fsdp2', {}), ('ddp', {'activation_checkpointing': True}))
+    ]
+    assert possible == [True, False, False]
 
 
 def test_largest_opportunities_come_first_and_are_limited_in_number():

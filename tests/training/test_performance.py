@@ -349,6 +349,13 @@ def test_parts_that_a_strategy_does_not_support_are_an_error(write_recipe):
         load(write_recipe(speed={'reduce_once': True}))
 
 
+def test_parts_without_effect_are_named(write_recipe, caplog):
+    path = write_recipe(speed={'cuda_graphs': True, 'copy_ahead': True, 'channels_last': True})
+    build_trainer(load(path)).close()
+    found = [line for line in caplog.messages if 'has no effect' in line]
+    assert found == [f'speed.{part}: has no effect without a GPU' for part in ('copy_ahead', 'cuda_graphs')]
+
+
 def test_copies_run_one_batch_ahead_and_errors_follow_earlier_batches():
     from diffusion.data.cuda_prefetch import prefetch_one
 

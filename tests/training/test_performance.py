@@ -353,7 +353,7 @@ def test_parts_without_effect_are_named(write_recipe, caplog):
     path = write_recipe(speed={'cuda_graphs': True, 'copy_ahead': True, 'channels_last': True})
     build_trainer(load(path)).close()
     found = [line for line in caplog.messages if 'has no effect' in line]
-    assert found == [f'speed.{part}: has no effect without a GPU' for part in ('copy_ahead', 'cuda_graphs')]
+    assert found == [f'speed.{part}: has no effect without a GPU' for part in ('cuda_graphs', 'copy_ahead')]
 
 
 def test_copies_run_one_batch_ahead_and_errors_follow_earlier_batches():

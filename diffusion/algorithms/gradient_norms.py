@@ -49,7 +49,8 @@ def summarize_gradients(gradients: Iterable[Tensor | None], *, copies: int) -> G
     # Under no_grad: otherwise to_local records autograd for every gradient, since Composer runs this in the optimizer's
     # closure, which enables gradients. With 686 DTensors on 2 gloo ranks this took 8 times as long.
     given = [gradient for gradient in gradients if gradient is not None]
-    local = [local_shard(gradient) for gradient in given]
+    has_shards = any(isinstance(gradient, DTensor) for gradient in given)
+    local = [local_shard(gradient) for gradient in given] if has_shards else given
     if not local:
         nothing = torch.zeros((), dtype=torch.float64)
         return Gradients(torch.tensor(True), nothing, [], torch.zeros(0), is_sharded=False)
@@ -58,12 +59,12 @@ def summarize_gradients(gradients: Iterable[Tensor | None], *, copies: int) -> G
     wide = torch.promote_types(local[0].dtype, torch.float32)
     norms = torch.stack(_foreach_norm(local, 2, dtype=wide))
     squares = norms.to(sum_dtype(norms)).square()
-    counts = _copies_of_each(given, copies)
+    counts = _copies_of_each(given, copies) if has_shards else [copies]
     if len(set(counts)) == 1:
         squared_norm = squares.sum() / counts[0]
     else:
         squared_norm = (squares / torch.tensor(counts, device=squares.device)).sum()
-    is_sharded = copies != dist.get_world_size() or any(isinstance(gradient, DTensor) for gradient in given)
+    is_sharded = copies != dist.get_world_size() or has_shards
     return Gradients(norms.sum().isfinite(), squared_norm, local, norms, is_sharded)
 
 

@@ -103,7 +103,9 @@ class AdamW(torch.optim.AdamW):
                 self._update_plainly(group, lists)
                 return
             weights, gradients, *others = lists
-            known = Collected(self.state, list(group['params']), weights, *others)
+            whole = list(group['params'])
+            is_plain = all(each is weight for each, weight in zip(whole, weights, strict=True))
+            known = Collected(self.state, whole, whole if is_plain else weights, *others)
             self._collected[id(group)] = known
         scale, found_inf = getattr(self, 'grad_scale', None), getattr(self, 'found_inf', None)
         known.steps[0].add_(1)
@@ -170,6 +172,7 @@ class Collected(NamedTuple):
     """The optimizer's `state`, which is another object after a checkpoint has been loaded."""
     weights: list[Tensor]
     shards: list[Tensor]
+    """The list of `weights` itself if none is a DTensor."""
     exp_avgs: list[Tensor]
     exp_avg_sqs: list[Tensor]
     max_exp_avg_sqs: list[Tensor]
@@ -180,6 +183,9 @@ class Collected(NamedTuple):
         """Return this step's gradients, or None if it updates other tensors than those collected."""
         if self.state is not state or len(self.weights) != len(group['params']):
             return None
+        if self.shards is self.weights:
+            gradients = [weight.grad for weight in self.weights]
+            return None if any(each is None for each in gradients) else gradients  # type: ignore[return-value]
         found = []
         for weight, shard in zip(self.weights, self.shards, strict=True):
             gradient = weight.grad

@@ -1,5 +1,6 @@
 """Copies of tensors that run while something else happens, and what of a trainer's state is copied that way."""
 
+import json
 import threading
 import time
 from functools import partial
@@ -17,17 +18,18 @@ from diffusion.checkpointing.checkpointer import Checkpointer
 from diffusion.checkpointing.snapshot import SnapshotBuffers
 from diffusion.checkpointing.tensor_copies import TensorCopies
 from diffusion.config.load import load
-from diffusion.loggers.metrics_file import read_metrics
 from diffusion.training.train import build_trainer, train
+
+COPY_SECONDS = 0.2
 
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the threads that have copied; each copy takes a fifth of a second."""
+    """Names of the threads that have copied; each copy takes COPY_SECONDS."""
     original, names = tensor_copies._move, []
 
     def move(pieces):
-        time.sleep(0.2)
+        time.sleep(COPY_SECONDS)
         names.append(threading.current_thread().name)
         original(pieces)
 
@@ -113,6 +115,8 @@ def test_weights_are_copied_during_the_next_batch_and_are_those_of_the_batch_tha
     train(load(write_recipe('blocking', **sections, checkpointing={'asynchronous': False}))).close()
     slow.clear()
 
+    # Longer than a batch takes on a busy machine.
+    monkeypatch.setattr(f'{__name__}.COPY_SECONDS', 1.0)
     recipe = load(write_recipe('overlapped', **sections))
     trainer = build_trainer(recipe)
     seen: list[Any] = []
@@ -139,8 +143,11 @@ def test_weights_are_copied_during_the_next_batch_and_are_those_of_the_batch_tha
     saved = [torch.load(run / 'ba2' / 'state.pt', weights_only=False)['state'] for run in (one, other)]
     expected, found = (each['optimizers']['AdamW']['state'] for each in saved)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    stall = read_metrics(other / 'metrics.jsonl')['checkpoint/stall_seconds']
-    assert min(stall.values()) > 0.1, 'the wait before the optimizer counts as a stall'
+    # The last save is logged with the number of the same batch; it has nothing to overlap with.
+    lines = map(json.loads, (other / 'metrics.jsonl').read_text().splitlines())
+    stalls = [line['checkpoint/stall_seconds'] for line in lines if 'checkpoint/stall_seconds' in line]
+    assert len(stalls) == 2
+    assert stalls[0] > 0.5, 'the wait before the optimizer counts as a stall'
 
 
 def test_averages_that_the_end_of_an_epoch_updates_are_those_of_the_batch_that_is_saved(write_recipe, slow, tmp_path):

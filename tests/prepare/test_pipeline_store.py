@@ -61,6 +61,15 @@ def is_index(name: str) -> bool:
     return name.endswith((mds.INDEX, 'buckets.json'))
 
 
+def assert_prepared(tmp_path: Path, store: Store) -> None:
+    """Assert that the dataset in the store is that of a folder, and that no converted parts are left."""
+    run(tmp_path, 'local')
+    found = store.objects('mds')
+    assert not any(name.startswith('parts/') for name in found)
+    for name, content in snapshot(tmp_path / 'local').items():
+        assert 'report' in name or found[f'out/{name}'] == content
+
+
 def test_converted_images_wait_in_the_store_until_they_are_packed(tmp_path: Path, store: Store) -> None:
     """The work folder has no images but those of the shard that is written; the dataset is the same."""
     store.bucket('mds')
@@ -72,12 +81,8 @@ def test_converted_images_wait_in_the_store_until_they_are_packed(tmp_path: Path
             seen.append((bool(list((tmp_path / 'work').rglob('*.mds'))), 'parts/' in ' '.join(store.objects('mds'))))
 
     run(tmp_path, 's3://mds/out', watched, parts='s3://mds/parts/')
-    run(tmp_path, 'local')
     assert set(seen) == {(False, True)}
-    found = store.objects('mds')
-    assert not any(name.startswith('parts/') for name in found)
-    for name, content in snapshot(tmp_path / 'local').items():
-        assert 'report' in name or found[f'out/{name}'] == content
+    assert_prepared(tmp_path, store)
 
 
 def test_converted_images_are_found_and_removed_without_the_setting_too(tmp_path: Path, store: Store) -> None:
@@ -118,11 +123,7 @@ def test_machines_without_a_common_folder_prepare_one_dataset_through_the_store(
     assert share_of(tmp_path / 'two', 1, 2) is None
     assert not [name for name in store.objects('mds') if name.startswith('out/')]
     run(tmp_path / 'three', 's3://mds/out', refuse, parts='s3://mds/parts')
-    run(tmp_path, 'local')
-    found = store.objects('mds')
-    assert not any(name.startswith('parts/') for name in found)
-    for name, content in snapshot(tmp_path / 'local').items():
-        assert 'report' in name or found[f'out/{name}'] == content
+    assert_prepared(tmp_path, store)
 
 
 def test_machines_without_a_common_folder_add_a_delivery_through_the_store(tmp_path: Path, store: Store) -> None:
@@ -176,11 +177,7 @@ def test_damaged_part_in_the_store_is_converted_again(tmp_path: Path, store: Sto
     else:
         store.put('s3://mds', victim, b'short')
     run(tmp_path / 'two', 's3://mds/out', parts='s3://mds/parts')
-    run(tmp_path, 'local')
-    found = store.objects('mds')
-    assert not any(name.startswith('parts/') for name in found)
-    for name, content in snapshot(tmp_path / 'local').items():
-        assert 'report' in name or found[f'out/{name}'] == content
+    assert_prepared(tmp_path, store)
 
 
 def test_share_of_a_finished_preparation_is_not_converted_again(tmp_path: Path, store: Store) -> None:

@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from PIL import Image
@@ -76,7 +76,9 @@ def decode_entry(entry: Entry, row: InputRow, settings: PrepareSettings, buckets
     problem = filters.image_problem(decoded.width, decoded.height, captions)
     if problem is not None:
         raise Unfit(problem)
-    return Candidate(entry, row, decoded)
+    row.exact_hash = exact_hash(decoded.image, decoded.pixels)
+    # The pixels are needed no more, and many images may wait for a function that computes columns.
+    return Candidate(entry, row, replace(decoded, pixels=None))
 
 
 def make_samples(
@@ -85,7 +87,7 @@ def make_samples(
     """Return the samples to store of an image, one per bucket; the image is encoded for each of them.
 
     Args:
-        candidate: The image, whose row gets its hashes.
+        candidate: The image, whose row gets its perceptual hash.
         computed: Columns that were computed for it.
         settings: Settings of the preparation.
         buckets: Buckets of the dataset.
@@ -105,7 +107,6 @@ def make_samples(
     chosen = buckets.choose(decoded.width, decoded.height)
     if not chosen:
         raise Unfit('too_small')
-    row.exact_hash = exact_hash(decoded.image, decoded.pixels)
     row.perceptual_hash, row.is_flat = perceptual_hash(decoded.image)
     shared: dict[str, Any] = {'captions': row.captions, 'key': row.key, 'metadata': _metadata(metadata, row)}
     if settings.source.caption_columns:

@@ -141,7 +141,7 @@ gpu-check: $(VENV)/installed ## check tests and speed on this machine's GPUs; on
 # What touches torch most, and a run of 20 batches whose losses must be those of the other environment.
 NEWEST_MODELS := activation_memory latent_diffusion lora mmdit objective perceptual_losses prx randomness \
   representation_alignment sdxl
-NEWEST_TRAINING := adamw block_graphs event_dispatch initial_weights matrix_exchange muon parallelism performance resume
+NEWEST_TRAINING := adamw block_graphs step_overhead initial_weights matrix_exchange muon parallelism performance resume
 NEWEST_TESTS := tests/compatibility tests/algorithms $(NEWEST_TRAINING:%=tests/training/test_%.py) \
   $(NEWEST_MODELS:%=tests/models/test_%.py) tests/checkpointing/test_snapshot.py \
   tests/checkpointing/test_checkpointer.py

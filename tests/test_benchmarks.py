@@ -54,6 +54,13 @@ def test_near_duplicates_are_found_by_both_searches(rows):
     assert table['of the delivery in the dataset'][2] == table['of all images'][2] == '10'
 
 
+def test_full_cache_is_kept_below_its_limit(rows):
+    table = rows('cache_limit', '200', '100')
+
+    assert 0 < float(table['make room, evict'][0])
+    assert 0 < float(table['list all shards, as a download did before'][0])
+
+
 @pytest.mark.slow
 def test_prepare_is_compared_with_a_bare_loop(rows):
     table = rows('prepare', '40', '64', '32', '1')

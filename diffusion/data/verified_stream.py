@@ -10,8 +10,9 @@ import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -23,7 +24,9 @@ from streaming.base.format import FileInfo, Reader
 
 from diffusion.config.byte_sizes import bytes_text
 from diffusion.data import shard_cache
-from diffusion.data.shard_cache import INDEX, CacheBudget
+from diffusion.data.cache_budget import CacheBudget
+from diffusion.data.download_turns import DownloadTurns
+from diffusion.data.shard_cache import INDEX
 from diffusion.errors import DataError, UserError
 from diffusion.storage import locks
 from diffusion.storage.download import RemoteFolder
@@ -65,6 +68,7 @@ class VerifiedStream(Stream):
         on_disk: The downloaded shards, of which some are evicted when the disk is full, set by the dataset.
         has_warned: True after a warning that the disk is full.
         home: The dataset's folder in the cache, or None if the stream is not cached.
+        turns: Coordinates its downloads with those of other jobs and nodes.
         source: The remote folder, or None for local data.
     """
 
@@ -84,6 +88,7 @@ class VerifiedStream(Stream):
         self.apply_default(dict(defaults))
         self.name = name
         self.wait = wait
+        self.turns = DownloadTurns(f'streams.{name}', wait)
         self.cache_budget: CacheBudget | None = None
         self.on_disk: CacheBudget | None = None
         self.has_warned = False
@@ -188,16 +193,17 @@ class VerifiedStream(Stream):
         """
         assert self.source is not None
         files = [raw] if zipped is None else [zipped, raw]
-        # The shard states in shared memory only coordinate the processes of this job. The lock on the file coordinates
-        # the jobs that share a cache, so that only one of them downloads the shard. It ends with its owner's process.
-        with locks.hold_path_lock(path, self.wait):
-            if find_damage(path, raw, self.validate_hash) is None:
-                return  # another job downloaded it while this one waited for the lock
-            if zipped is None and self._link_from_other_version(path, raw):
+        size = sum(file.bytes for file in files)
+        # The shard states in shared memory only coordinate the processes of this job. Turns coordinate the jobs and
+        # nodes that share a cache, so that only one of them downloads the shard.
+        with self.turns.take(path, size, lambda: find_damage(path, raw, self.validate_hash) is None) as locked:
+            if locked is None or (zipped is None and self._link_from_other_version(path, raw)):
                 return
             for attempt in range(1 + EVICTIONS):
                 try:
-                    self.source.persist(lambda: self._download_and_unpack(path, files, compression), files[0].basename)
+                    self.source.persist(
+                        lambda: self._download_and_unpack(path, locked, files, compression), files[0].basename
+                    )
                     return
                 except (GaveUp, UserError) as error:
                     damaged = isinstance(error, UserError) or isinstance(error.__cause__, DamagedDownload)
@@ -206,7 +212,7 @@ class VerifiedStream(Stream):
                 except OSError as error:
                     if error.errno not in DISK_FULL_ERRORS:
                         raise
-                    if attempt < EVICTIONS and self._evict_some(path, sum(file.bytes for file in files)):
+                    if attempt < EVICTIONS and self._evict_some(path, size):
                         continue
                     url = self.source.address(files[0].basename)
                     raise DataError(
@@ -245,17 +251,22 @@ class VerifiedStream(Stream):
             if find_damage(other, raw, self.validate_hash) is not None:
                 continue
             # The cache counts both names, so that its limit is kept: evicting one of them may free nothing.
-            with suppress(OSError):  # evicted meanwhile, or no hard links on this file system
+            reserved = nullcontext() if self.cache_budget is None else self.cache_budget.reserve(path, raw.bytes)
+            # An error: evicted meanwhile, or no hard links on this file system.
+            with suppress(OSError), reserved:
                 path.unlink(missing_ok=True)
                 os.link(other, path)
                 return True
         return False
 
-    def _download_and_unpack(self, path: Path, files: Sequence[FileInfo], compression: str | None) -> None:
+    def _download_and_unpack(
+        self, path: Path, locked: Path, files: Sequence[FileInfo], compression: str | None
+    ) -> None:
         """Download a shard to a temporary folder, unpack it if it is compressed, check it, and rename it to `path`.
 
         Args:
             path: Final path of the raw shard.
+            locked: Path whose lock this process holds, by which others see that the temporary folder is in use.
             files: The raw file, or the compressed and the raw file.
             compression: Compression algorithm of the first of two files.
 
@@ -265,7 +276,8 @@ class VerifiedStream(Stream):
         assert self.source is not None
         # A file has its final name only if it is complete and undamaged: download into a hidden folder in the same file
         # system, then rename atomically. The folder of a killed process is removed by `remove_stale_scratch`.
-        scratch = (self.cache_budget or locks).make_scratch_folder(path, sum(file.bytes for file in files))
+        size, begin = sum(file.bytes for file in files), time.monotonic()
+        scratch = (self.cache_budget or locks).make_scratch_folder(locked, size)
         try:
             downloaded = scratch / PurePosixPath(files[0].basename).name
             self.source.download(files[0].basename, downloaded)
@@ -276,8 +288,15 @@ class VerifiedStream(Stream):
                     os.replace(downloaded, self.folder / files[0].basename)
                 downloaded = unpacked
             os.replace(downloaded, path)
+        except (FileNotFoundError, DamagedDownload) as error:
+            # A cluster's file system ends the locks of a node that is stopped or cut off for a minute, so that a job
+            # that starts on another node removes this folder.
+            if scratch.exists():
+                raise
+            raise DamagedDownload(f'another process removed the temporary folder {scratch}') from error
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
+        self.turns.record(size, time.monotonic() - begin)
 
     def _restore_from_zip(
         self, path: Path, raw: FileInfo, zipped: FileInfo | None, compression: str | None, found: str

@@ -15,15 +15,35 @@ from pathlib import Path
 from diffusion.storage.own_files import open_own_file
 
 SUFFIX = '.unfinished'
+SHORTEST_POLL_SECONDS = 0.02
+LONGEST_POLL_SECONDS = 0.25
+POLL_FACTOR = 0.02
+"""Time between two attempts to take a lock, as a fraction of the time since the first."""
 STALE_SECONDS = 24 * 3600.0
 """Age at which unfinished files are removed from a file system without locks, since they might still be in use."""
+
+
+class WaitedTooLong(Exception):
+    """Another process holds a lock for longer than `wait_at_most` allows."""
+
+
+def wait_at_most(seconds: float, wait: Callable[[], None]) -> Callable[[], None]:
+    """Return a `wait` for a lock that calls this one, and raises WaitedTooLong after some time from now."""
+    deadline = time.monotonic() + seconds
+
+    def limited() -> None:
+        wait()
+        if time.monotonic() >= deadline:
+            raise WaitedTooLong
+
+    return limited
 
 
 @contextlib.contextmanager
 def hold_path_lock(path: Path, wait: Callable[[], None]) -> Iterator[bool]:
     """Hold a lock on `path` inside the block, by a hidden file next to it; yield False if locks are not supported.
 
-    `wait` is called every 20 ms while another process holds the lock; an exception that it raises ends the wait.
+    `wait` is called as in `hold_lock`.
     """
     with hold_lock(_lock_path(path), wait, remove=True) as is_held:
         yield is_held
@@ -35,14 +55,17 @@ def hold_lock(file: Path, wait: Callable[[], None], *, shared: bool = False, rem
 
     Args:
         file: The lock file; created with its folder if it does not exist.
-        wait: Called every 20 ms while another process holds the lock; an exception that it raises ends the wait.
+        wait: Called every 20 to 250 ms while another process holds the lock; an exception that it raises ends the wait.
         shared: Take a shared lock, which other processes can hold at the same time if theirs is shared too.
         remove: Remove the lock file afterwards; only for files on which no process takes a shared lock.
     """
     # Polled, since a blocking flock could not call `wait`, by which callers raise a timeout or another rank's failure.
+    begin = time.monotonic()
     while (handle := _try_lock(file, shared=shared)) is None:
         wait()
-        time.sleep(0.02)
+        # Less often after the first second: each poll is three requests to the server of a cluster's file system, which
+        # thousands of processes may share.
+        time.sleep(min(max(SHORTEST_POLL_SECONDS, POLL_FACTOR * (time.monotonic() - begin)), LONGEST_POLL_SECONDS))
     try:
         yield handle >= 0
     finally:

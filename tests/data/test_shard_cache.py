@@ -1,6 +1,7 @@
 """Cache shared by the jobs of a machine: each shard is downloaded once, is never wrong, and the limit always holds."""
 
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -12,12 +13,14 @@ from processes import Forked
 from streaming import Stream
 
 from diffusion.config.image_shapes import square
-from diffusion.data import shard_cache
+from diffusion.data import cache_budget, shard_cache
+from diffusion.data.cache_budget import CacheBudget
 from diffusion.data.loader import BucketedLoader
-from diffusion.data.shard_cache import CacheBudget, home
+from diffusion.data.shard_cache import home
 from diffusion.data.streams import Bucket
 from diffusion.models import batch_keys
-from diffusion.storage import locks
+from diffusion.storage import locks, object_store
+from diffusion.storage.retry import RetryPolicy
 
 pytestmark = pytest.mark.usefixtures('many_datasets')
 
@@ -105,14 +108,33 @@ def test_jobs_on_old_and_new_version_do_not_interfere(store, bucket, tmp_path):
     assert dict(pairs) == expected()
 
 
-def test_of_a_dataset_that_grew_only_the_new_shards_are_downloaded(store, bucket, tmp_path):
-    assert_correct(cached_loader(bucket, tmp_path / 'cache'))
+@pytest.mark.parametrize('limit', [None, 100 * SHARD, 7 * SHARD])
+def test_of_a_dataset_that_grew_only_the_new_shards_are_downloaded(store, bucket, tmp_path, limit):
+    cache = tmp_path / 'cache'
+    assert_correct(cached_loader(bucket, cache, cache_limit=limit))
     store.requests.clear()
     for path in write_samples(tmp_path / 'more', count=90).iterdir():
         store.put(bucket, path.name, path.read_bytes())
     # The first shards have the same samples as before; the last of them, which was not full, has more now.
-    assert served(cached_loader(bucket, tmp_path / 'cache')) == expected(count=90)
-    assert set(shards_of(store.shard_reads())) == {f'shard.0000{n}.mds' for n in range(SHARDS - 1, SHARDS + 3)}
+    assert served(cached_loader(bucket, cache, cache_limit=limit)) == expected(count=90)
+    if limit != 7 * SHARD:
+        assert set(shards_of(store.shard_reads())) == {f'shard.0000{n}.mds' for n in range(SHARDS - 1, SHARDS + 3)}
+    assert limit is None or CacheBudget({cache: None}, limit, lambda: None).used_bytes() <= limit
+
+
+def test_download_starts_again_if_its_temporary_folder_is_removed(bucket, tmp_path, monkeypatch, caplog):
+    """A cluster's file system ends the locks of a node that it does not hear from, and another job removes folders."""
+    download, removed = object_store.download_once, []
+
+    def download_and_remove(url: str, path: Path, retry: RetryPolicy) -> None:
+        download(url, path, retry)
+        if not removed:
+            removed.append(path.parent)
+            shutil.rmtree(path.parent)
+
+    monkeypatch.setattr(object_store, 'download_once', download_and_remove)
+    assert_correct(cached_loader(bucket, tmp_path / 'cache'))
+    assert removed and f'another process removed the temporary folder {removed[0]}' in caplog.text
 
 
 def test_job_continues_when_downloading_job_is_killed(store, bucket, tmp_path):
@@ -196,9 +218,60 @@ def test_eviction_is_least_recently_used_and_minimal(tmp_path_factory, used, lim
     assert not evicted or not kept or max(evicted) < min(kept)
     assert sum(sizes[use] for use in kept) + size <= limit or not kept
     if evicted:
-        assert sum(sizes[use] for use in kept | {max(evicted)}) + size > limit
+        assert sum(sizes[use] for use in kept | {max(evicted)}) + size > (1 - cache_budget.SLACK) * limit
     assert (folder / 'd-1' / 'index.json').exists() and (folder / 'd-1' / 'shard.other.mds').exists()
     assert locks.reserved_bytes(scratch.name) == size
+
+
+changes = st.lists(
+    st.tuples(st.sampled_from(['download', 'fail', 'evict', 'damage', 'forget']), st.integers(0, 400)), max_size=40
+)
+
+
+@given(changes)
+def test_limit_holds_after_any_changes(tmp_path_factory, changes):
+    """Downloads of two jobs, failed ones, evictions for a full disk, and a record that is half written or removed."""
+    cache, limit = tmp_path_factory.mktemp('room'), 1000
+    jobs = [CacheBudget({cache: None}, limit, lambda: None) for _ in range(2)]
+    for number, (change, size) in enumerate(changes):
+        job, path = jobs[number % 2], cache / 'd' / VERSION / f'shard.{number}.mds'
+        record = cache / cache_budget.RECORD
+        if change in ('download', 'fail'):
+            scratch = job.make_scratch_folder(path, size)
+            assert job.used_bytes() <= limit
+            if change == 'download':
+                path.write_bytes(b'x' * size)
+            shutil.rmtree(scratch)
+        elif change == 'evict':
+            job.evict(size)
+        elif record.exists():
+            record.write_bytes(record.read_bytes()[: 10 if change == 'damage' else 0])
+        assert job.used_bytes() <= limit
+
+
+def test_shards_of_a_job_without_limit_are_counted_later(tmp_path, monkeypatch):
+    budget = CacheBudget({tmp_path: None}, 1000, lambda: None)
+    folder = tmp_path / 'd' / VERSION
+    budget.make_scratch_folder(folder / 'shard.0.mds', 100)
+    for number in range(1, 10):
+        (folder / f'shard.{number}.mds').write_bytes(b'x' * 100)
+    monkeypatch.setattr(cache_budget, 'RECOUNT_SECONDS', 0.0)
+    budget.make_scratch_folder(folder / 'shard.10.mds', 100)
+    assert budget.used_bytes() <= 1000
+
+
+def test_files_are_not_listed_for_each_download(tmp_path, monkeypatch):
+    budget = CacheBudget({tmp_path: None}, 100_000, lambda: None)
+    folder = tmp_path / 'd' / VERSION
+    scandir, listed = os.scandir, []
+    monkeypatch.setattr(os, 'scandir', lambda path: listed.append(path) or scandir(path))
+    for number in range(2000):
+        path = folder / f'shard.{number}.mds'
+        scratch = budget.make_scratch_folder(path, 100)
+        path.write_bytes(b'x' * 100)
+        scratch.rmdir()
+    assert len(os.listdir(folder)) <= 1000
+    assert 2 <= listed.count(str(folder)) <= 110
 
 
 def test_shards_being_downloaded_count_toward_limit(tmp_path):

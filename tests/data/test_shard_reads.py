@@ -1,83 +1,32 @@
 """How often a shard leaves the object store when several nodes train on it for several epochs."""
 
-import ctypes
-import gc
 import itertools
 import logging
 import os
-import pickle
 import shutil
+import signal
 import subprocess
-import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from nodes import EPOCHS, NODES, can_isolate, isolate, samples_of, start_nodes
 from numbered import cached_loader, expected, served, write_samples
 from object_store import Store
 from processes import Forked
-from ranks import free_port
 
-from diffusion.data import shm_lock
+from diffusion.data import cache_budget, download_turns
 from diffusion.errors import DataError
+from diffusion.storage import locks, object_store
 
-CLONE_NEWNS, CLONE_NEWUTS = 0x20000, 0x4000000
-NODES, EPOCHS, COUNT, SHARD = 4, 3, 1320, 2048
-
-
-def can_isolate() -> bool:
-    """Return True if this process may give its children mounts and a host name of their own."""
-    command = ['unshare', '--mount', '--uts', 'true']
-    return os.geteuid() == 0 and not subprocess.run(command, capture_output=True, check=False).returncode
+COUNT, SHARD = 1320, 2048
 
 
-def isolate(name: str, temporary: Path) -> None:
-    """Give this process a host name, a /dev/shm and a temporary folder of its own, as a node has."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.unshare(CLONE_NEWNS | CLONE_NEWUTS) == 0, os.strerror(ctypes.get_errno())
-    subprocess.run(['mount', '--make-rprivate', '/'], check=True)
-    subprocess.run(['mount', '-t', 'tmpfs', 'tmpfs', '/dev/shm'], check=True)
-    subprocess.run(['hostname', name], check=True)
-    temporary.mkdir(exist_ok=True)
-    os.environ['TMPDIR'] = tempfile.tempdir = str(temporary)
-    os.environ['GLOO_SOCKET_IFNAME'] = 'lo'  # the host name has no address
-    os.environ['PYTHONWARNINGS'] = 'ignore'  # of shared memory that is not freed by os._exit, but goes with its mount
-    shm_lock.LOCK = temporary / shm_lock.LOCK.name  # of a machine: found at the import
-
-
-def train(url: str, folder: Path, *, mounted: Path | None = None, **settings: Any) -> list[dict[int, int]]:
-    """Read epochs on several nodes of one device each, in a process group; return the samples of each epoch.
-
-    Args:
-        url: URL of the shards.
-        folder: Folder of the nodes' caches.
-        mounted: Folder that each node mounts as its cache, as a file system of the cluster; None gives each its own.
-        settings: Keywords of the dataset.
-    """
-    port = free_port()
-    folder.mkdir()
-
-    def run(rank: int) -> None:
-        isolate(f'node{rank}', folder / f'tmp-{rank}')
-        import torch
-
-        os.environ |= {'RANK': str(rank), 'NODE_RANK': str(rank), 'WORLD_SIZE': str(NODES)}
-        os.environ |= {'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '1', 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port)}
-        cache = folder / f'cache-{rank}'
-        if mounted is not None:
-            cache.mkdir()
-            subprocess.run(['mount', '--bind', str(mounted), str(cache)], check=True)
-        torch.distributed.init_process_group('gloo')
-        loader = cached_loader(url, cache, predownload=24, **settings)
-        found = [served(loader) for _ in range(EPOCHS)]
-        (folder / f'samples-{rank}').write_bytes(pickle.dumps(found))
-        torch.distributed.barrier()
-        del loader
-        gc.collect()  # ends the threads and frees the shared memory; the process ends without finalizers
-
-    jobs = [Forked(lambda rank=rank: run(rank)) for rank in range(NODES)]
-    assert [job.wait() for job in jobs] == [0] * NODES
-    parts = [pickle.loads((folder / f'samples-{rank}').read_bytes()) for rank in range(NODES)]
+def train(url: str, folder: Path, **settings: Any) -> list[dict[int, int]]:
+    """Read epochs on several nodes, as `start_nodes` does; return the samples of each epoch."""
+    assert [node.wait() for node in start_nodes(url, folder, **settings)] == [0] * NODES
+    parts = [samples_of(folder, rank) for rank in range(NODES)]
     for one, other in itertools.combinations(range(NODES), 2):
         assert not any(mine.keys() & theirs.keys() for mine, theirs in zip(parts[one], parts[other], strict=True))
     return [{key: value for part in parts for key, value in part[epoch].items()} for epoch in range(EPOCHS)]
@@ -128,6 +77,72 @@ def test_nodes_share_a_cache_on_a_file_system_of_the_cluster(store: Store, tmp_p
         assert set(reads.values()) == {1}
         return
     assert sum(path.stat().st_size for path in mounted.rglob('*.mds') if not path.is_symlink()) <= limit
+
+
+@pytest.mark.skipif(not can_isolate(), reason='only root can give each node its mounts')
+@pytest.mark.usefixtures('many_datasets')
+@pytest.mark.parametrize('share', [None, 0.7])
+def test_stopped_slow_killed_and_lying_nodes_of_a_common_cache_do_not_stop_others(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float | None
+) -> None:
+    """The only node without a fault reads all samples while two others hold locks that they do not release.
+
+    Each runs a job of its own, since the nodes of one job wait for each other in every batch, with any cache. Node 0
+    is stopped while it holds the lock of a shard, or that of the cache's size; node 1 does not get the bytes that it
+    asked for; node 2 is killed in a download; and bytes of shards in the cache change.
+    """
+    monkeypatch.setattr(download_turns, 'PATIENCE_SECONDS', 1.0)
+    monkeypatch.setattr(cache_budget, 'PATIENCE_SECONDS', 1.0)
+    source = write_samples(tmp_path / 'source', count=COUNT // 2, size_limit=4 * SHARD)
+    url, shards = store.upload(source), sorted(source.glob('*.mds'))
+    limit = None if share is None else int(share * sum(path.stat().st_size for path in shards))
+    mounted, folder, go_on = tmp_path / 'mounted', tmp_path / 'nodes', tmp_path / 'go on'
+    mounted.mkdir()
+    store.requests.clear()
+
+    def on_call(module: Any, name: str, number: int, act: Any) -> None:
+        """Call `act` before the call of a function with this number."""
+        function, calls = getattr(module, name), itertools.count()
+
+        def wrapper(*arguments: Any, **keywords: Any) -> Any:
+            if next(calls) == number:
+                act()
+            return function(*arguments, **keywords)
+
+        setattr(module, name, wrapper)
+
+    def wait_to_go_on() -> None:
+        while not go_on.exists():
+            time.sleep(0.05)
+
+    def fault(number: int) -> None:
+        if number == 0:
+            on_call(locks, 'make_scratch_folder', 1, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+        elif number == 1:
+            on_call(object_store, 'download_once', 2, wait_to_go_on)
+        elif number == 2:
+            on_call(object_store, 'download_once', 3, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+    nodes = start_nodes(url, folder, mounted=mounted, fault=fault, shuffle_algo='naive', cache_limit=limit)
+    assert nodes[2].wait() == -signal.SIGKILL
+    for path in [path for path in mounted.rglob('shard.*.mds') if '.unfinished' not in str(path)][:3]:
+        with path.open('r+b') as file:
+            file.seek(500)
+            file.write(b'wrong')
+    assert nodes[3].wait() == 0
+    assert nodes[0].running() and nodes[1].running()
+    assert not (folder / 'samples-0').exists() and not (folder / 'samples-1').exists()
+    go_on.touch()
+    os.kill(nodes[0].pid, signal.SIGCONT)
+    assert [nodes[number].wait() for number in (0, 1)] == [0, 0]
+    whole = expected(count=COUNT // 2)
+    assert all(samples_of(folder, number) == [whole] * EPOCHS for number in (0, 1, 3))
+    if limit is None:
+        # Each fault costs one more read of a shard, but for the killed node and the damaged shards, which may cost two.
+        assert sum(store.shard_reads().values()) <= len(shards) + 10
+    else:
+        left = sum(path.stat().st_size for path in mounted.rglob('*.mds') if not path.is_symlink())
+        assert left <= limit + 8 * SHARD, 'the lock of the size was ignored while its owner was stopped'
 
 
 @pytest.mark.skipif(not can_isolate(), reason='only root can mount a small disk')

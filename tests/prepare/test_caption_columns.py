@@ -257,7 +257,7 @@ def test_weights_that_cannot_apply_are_refused(write_recipe: Callable[..., Path]
         with pytest.raises(UserError, match='must give columns positive weights'):
             loader({'caption_weights': wrong})
     with pytest.raises(BadSample, match=r'its captions are from original.*, but dataset\.caption_weights has orignal'):
-        loader({'caption_weights': {'orignal': 1.0}}).dataset.item(0)
+        loader({'caption_weights': {'orignal': 1.0}}).dataset[0]
 
 
 def test_weights_need_a_dataset_that_names_the_columns(write_recipe: Callable[..., Path]) -> None:

@@ -1,0 +1,86 @@
+"""Nodes of one machine: processes with mounts, a host name and temporary folders of their own."""
+
+import ctypes
+import gc
+import os
+import pickle
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from numbered import cached_loader, served
+from processes import Forked
+from ranks import free_port
+
+from diffusion.data import shm_lock
+
+CLONE_NEWNS, CLONE_NEWUTS = 0x20000, 0x4000000
+NODES, EPOCHS = 4, 3
+
+
+def can_isolate() -> bool:
+    """Return True if this process may give its children mounts and a host name of their own."""
+    command = ['unshare', '--mount', '--uts', 'true']
+    return os.geteuid() == 0 and not subprocess.run(command, capture_output=True, check=False).returncode
+
+
+def isolate(name: str, temporary: Path) -> None:
+    """Give this process a host name, a /dev/shm and a temporary folder of its own, as a node has."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.unshare(CLONE_NEWNS | CLONE_NEWUTS) == 0, os.strerror(ctypes.get_errno())
+    subprocess.run(['mount', '--make-rprivate', '/'], check=True)
+    subprocess.run(['mount', '-t', 'tmpfs', 'tmpfs', '/dev/shm'], check=True)
+    subprocess.run(['hostname', name], check=True)
+    temporary.mkdir(exist_ok=True)
+    os.environ['TMPDIR'] = tempfile.tempdir = str(temporary)
+    os.environ['GLOO_SOCKET_IFNAME'] = 'lo'  # the host name has no address
+    os.environ['PYTHONWARNINGS'] = 'ignore'  # of shared memory that is not freed by os._exit, but goes with its mount
+    shm_lock.LOCK = temporary / shm_lock.LOCK.name  # of a machine: found at the import
+
+
+def start_nodes(
+    url: str, folder: Path, *, mounted: Path | None = None, fault: Callable[[int], None] | None = None, **settings: Any
+) -> list[Forked]:
+    """Read epochs on several nodes of one device each, in one job or in a job each; see `samples_of`.
+
+    Args:
+        url: URL of the shards.
+        folder: Folder of the nodes' caches.
+        mounted: Folder that each node mounts as its cache, as a file system of the cluster; None gives each its own.
+        fault: Called on each node with its number before it reads, if each runs a job of its own.
+        settings: Keywords of the dataset.
+    """
+    port = free_port()
+    folder.mkdir()
+
+    def run(number: int) -> None:
+        isolate(f'node{number}', folder / f'tmp-{number}')
+        import torch
+
+        rank, world = (number, NODES) if fault is None else (0, 1)
+        os.environ |= {'RANK': str(rank), 'NODE_RANK': str(rank), 'WORLD_SIZE': str(world)}
+        os.environ |= {'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '1', 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port)}
+        cache = folder / f'cache-{number}'
+        if mounted is not None:
+            cache.mkdir()
+            subprocess.run(['mount', '--bind', str(mounted), str(cache)], check=True)
+        if fault is None:
+            torch.distributed.init_process_group('gloo')
+        loader = cached_loader(url, cache, predownload=24, **settings)
+        if fault is not None:
+            fault(number)
+        found = [served(loader) for _ in range(EPOCHS)]
+        (folder / f'samples-{number}').write_bytes(pickle.dumps(found))
+        if fault is None:
+            torch.distributed.barrier()
+        del loader
+        gc.collect()  # ends the threads and frees the shared memory; the process ends without finalizers
+
+    return [Forked(lambda number=number: run(number)) for number in range(NODES)]
+
+
+def samples_of(folder: Path, number: int) -> list[dict[int, int]]:
+    """Return the samples that a node served in each epoch."""
+    return pickle.loads((folder / f'samples-{number}').read_bytes())

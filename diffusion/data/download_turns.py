@@ -36,6 +36,7 @@ class DownloadTurns:
         self.name = name
         self.wait = wait
         self._bytes_per_second: float | None = None
+        self._given_up: set[Path] = set()
         self._has_warned = False
 
     @contextlib.contextmanager
@@ -50,7 +51,7 @@ class DownloadTurns:
             size: Size of the download in bytes.
             is_complete: Returns True if the file exists and is undamaged; called if the file has changed.
         """
-        seconds = self.patience_seconds(size)
+        patience = self.patience_seconds(size)
         known = _signature(path)
 
         def wait() -> None:
@@ -65,6 +66,8 @@ class DownloadTurns:
         # Processes that gave up download one after another and not all at once: each waits for the next lock again.
         for number in itertools.count():
             locked = path if not number else path.with_name(f'{path.name}.{number}')
+            # An evicted shard is needed again: its lock that was not released before is not waited for again.
+            seconds = 0.0 if locked in self._given_up else patience
             with contextlib.ExitStack() as stack:
                 try:
                     stack.enter_context(locks.hold_path_lock(locked, locks.wait_at_most(seconds, wait)))
@@ -72,8 +75,10 @@ class DownloadTurns:
                     yield None
                     return
                 except locks.WaitedTooLong:
+                    self._given_up.add(locked)
                     self._warn(path, seconds)
                     continue
+                self._given_up.discard(locked)
                 yield None if is_complete() else locked
                 return
 

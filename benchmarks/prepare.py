@@ -38,7 +38,8 @@ def main(images: int = 1000, side: int = 1024, size: int = 256, rounds: int = 3)
         runs: dict[tuple[str, int], Callable[[], None]] = {}
         for processes in dict.fromkeys((1, cores)):
             runs['bare loop', processes] = lambda processes=processes: bare(paths, size, folder, processes)
-            runs['diffusion prepare', processes] = lambda processes=processes: prepared(folder, size, processes)
+            for what, fast in (('diffusion prepare', False), ('diffusion prepare --fast-jpeg', True)):
+                runs[what, processes] = lambda processes=processes, fast=fast: prepared(folder, size, processes, fast)
         seconds = dict.fromkeys(runs, math.inf)
         for _ in range(rounds):
             seconds = {key: min(seconds[key], timed(run)) for key, run in runs.items()}
@@ -99,11 +100,11 @@ def convert(paths: Sequence[Path], size: int, target: Path) -> None:
             file.write(encoded.getvalue() + path.with_suffix('.txt').read_bytes())
 
 
-def prepared(folder: Path, size: int, processes: int) -> None:
+def prepared(folder: Path, size: int, processes: int, fast: bool) -> None:
     """Prepare the images."""
     out = folder / 'out'
     source = SourceSettings('folder', location=str(folder / 'in'))
-    prepare(PrepareSettings(source, str(out), [size], workers=processes))
+    prepare(PrepareSettings(source, str(out), [size], workers=processes, fast_jpeg=fast))
     shutil.rmtree(out)
 
 

@@ -157,7 +157,11 @@ class Server:
         return output.read_text()
 
     def close(self) -> None:
-        self._process.communicate()  # closes its stdin, at which the server exits
+        try:
+            self._process.communicate(timeout=20)  # closes its stdin, at which the server exits
+        except subprocess.TimeoutExpired:  # a process that a failed test has left holds the other end of stdin
+            self._process.kill()
+            self._process.wait()
         self._folder.cleanup()
 
 
@@ -181,6 +185,9 @@ def serve(path: str) -> None:
     while True:
         ready, _, _ = select.select([listener, woken, 0], [], [])
         if 0 in ready:
+            # A fork that was stopped does not end by itself when its client does.
+            for pid in running:
+                os.kill(pid, signal.SIGKILL)
             return
         if woken in ready:
             os.read(woken, 4096)

@@ -4,7 +4,7 @@ import io
 import re
 import struct
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import cast
@@ -27,6 +27,12 @@ FULL_CHROMA_QUALITY = 95
 """JPEG quality at and above which chroma is stored at full resolution."""
 PNG_END = b'IEND\xaeB`\x82'
 """Name and checksum of the last chunk of a PNG, which has no content."""
+SIDEWAYS = range(5, 9)
+"""EXIF orientations in which width and height are exchanged."""
+JPEG_FACTORS = (8, 4, 2)
+"""Factors by which libjpeg decodes an image smaller, at a fraction of the time; other factors are not faster."""
+SCALING_RESERVE = 2
+"""Least size of a JPEG that is decoded smaller, relative to the size that it is then resized to."""
 HARMLESS_WARNINGS = re.compile('Invalid SOS parameters|Unknown Adobe color transform')
 """libjpeg warnings that do not affect any pixel; some cameras write such files."""
 
@@ -37,6 +43,9 @@ class DecodedImage:
 
     image: Image.Image
     """Upright RGB image in sRGB, without metadata."""
+    width: int
+    """Width of the upright image in the file, in pixels; `image` is smaller if a JPEG was decoded smaller."""
+    height: int
     format: str
     """Format of the file by Pillow's name, such as JPEG or PNG."""
     lossless: bool
@@ -46,14 +55,6 @@ class DecodedImage:
     pixels: np.ndarray | None = None
     """The pixels of `image`, uint8 [H, W, 3], if they are at hand."""
 
-    @property
-    def width(self) -> int:
-        return self.image.width
-
-    @property
-    def height(self) -> int:
-        return self.image.height
-
 
 def decode_image(
     encoded: bytes,
@@ -62,6 +63,7 @@ def decode_image(
     max_pixels: int = MAX_PIXELS,
     formats: Sequence[str] = (),
     svg_side: int = 0,
+    resized_to: Callable[[int, int], tuple[int, int]] | None = None,
 ) -> DecodedImage:
     """Decode an image completely, apply its orientation, convert it to sRGB, and fill transparent areas.
 
@@ -71,6 +73,8 @@ def decode_image(
         max_pixels: Maximum width times height, compared with the header of the file before it is decoded.
         formats: Names of optional formats to decode: heic, jxl and svg (`optional_formats`).
         svg_side: Minimum of the shorter side of an SVG drawing, in pixels.
+        resized_to: Returns the largest (width, height) to which an image of some width and height is resized. Given it,
+            a JPEG is decoded by libjpeg at 1/2, 1/4 or 1/8 of its size, if that is `SCALING_RESERVE` times as large.
 
     Raises:
         Unfit: The image is rejected: empty, unknown_format, too_many_pixels, animated, truncated, float_pixels,
@@ -84,7 +88,7 @@ def decode_image(
         try:
             is_svg = 'svg' in formats and looks_like_svg(encoded)
             file = render_svg(encoded, side=svg_side, max_pixels=max_pixels) if is_svg else encoded
-            decoded = _decode_checked(file, rgb, max_pixels, formats)
+            decoded = _decode_checked(file, rgb, max_pixels, formats, resized_to)
             return replace(decoded, format='SVG', is_unmodified=False) if is_svg else decoded
         except Unfit:
             raise
@@ -107,19 +111,29 @@ def encode(image: Image.Image, *, lossless: bool, jpeg_quality: int) -> bytes:
     return file.getvalue()
 
 
-def shrink_to_cover(image: Image.Image, shape: Shape) -> Image.Image:
-    """Downscale an image to the smallest size that covers a shape, keeping its aspect ratio; never upscale."""
-    scale = max(shape.width / image.width, shape.height / image.height)
+def covering_size(width: int, height: int, shape: Shape) -> tuple[int, int]:
+    """Return the smallest (width, height) of an image of this size that covers a shape; never a larger one."""
+    scale = max(shape.width / width, shape.height / height)
     if scale >= 1:
+        return width, height
+    return max(shape.width, round(width * scale)), max(shape.height, round(height * scale))
+
+
+def shrink(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """Downscale an image to a (width, height); return the same object if it has it."""
+    if size == image.size:
         return image
-    size = max(shape.width, round(image.width * scale)), max(shape.height, round(image.height * scale))
     # Reduce by an integer factor first, which is faster; with a gap of 3.0 or more the result is practically the same
     # (Pillow's documentation).
     return image.resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)
 
 
 def _decode_checked(
-    encoded: bytes, background: tuple[int, ...], max_pixels: int, formats: Sequence[str]
+    encoded: bytes,
+    background: tuple[int, ...],
+    max_pixels: int,
+    formats: Sequence[str],
+    resized_to: Callable[[int, int], tuple[int, int]] | None,
 ) -> DecodedImage:
     if 'jxl' in formats and (header := read_jxl_header(encoded)) is not None:
         _check_pixels(header.width, header.height, max_pixels)
@@ -132,19 +146,29 @@ def _decode_checked(
     # photographs, of which Pillow opens the primary one.
     if name not in ('JPEG', 'HEIF') and getattr(image, 'n_frames', 1) > 1:
         raise Unfit('animated', 'the file has several frames or pages')
-    array = None
+    array, factor, size = None, 1, image.size
     if name == 'JPEG':
-        decoded, array = _decode_jpeg(encoded, image)
+        size = size[::-1] if _orientation(image) in SIDEWAYS else size
+        factor = 1 if resized_to is None else _jpeg_factor(size, resized_to(*size))
+        decoded, array = _decode_jpeg(encoded, image, factor)
     else:
         decoded = _decode_other(image)
     opaque, is_unchanged = _to_opaque_srgb(decoded, image.info.get('icc_profile'), background)
-    upright = _apply_orientation(opaque, image)
+    # Read after decoding: Pillow has turned a TIFF then, and its orientation is 1.
+    upright = _apply_orientation(opaque, _orientation(image))
     upright.info = {}
     is_unmodified = (
-        name in ('JPEG', 'PNG', 'WEBP') and image.mode in ('RGB', 'L') and is_unchanged and upright is opaque
+        name in ('JPEG', 'PNG', 'WEBP')
+        and image.mode in ('RGB', 'L')
+        and is_unchanged
+        and upright is opaque
+        and factor == 1
     )
     pixels = array if upright is decoded else None
-    return DecodedImage(upright, name, lossless=name == 'PNG', is_unmodified=is_unmodified, pixels=pixels)
+    width, height = size if factor > 1 else upright.size
+    return DecodedImage(
+        upright, width, height, name, lossless=name == 'PNG', is_unmodified=is_unmodified, pixels=pixels
+    )
 
 
 def _check_pixels(width: int, height: int, max_pixels: int) -> None:
@@ -196,19 +220,36 @@ def _check_webp(encoded: bytes) -> None:
         raise Unfit('truncated', f'{len(encoded)} of {expected} bytes')
 
 
-def _decode_jpeg(encoded: bytes, image: Image.Image) -> tuple[Image.Image, np.ndarray | None]:
-    """Decode a JPEG, and return also its pixels if it is RGB; reject it if libjpeg warns of missing or corrupt data."""
+def _jpeg_factor(size: tuple[int, int], resized: tuple[int, int]) -> int:
+    """Return the factor by which a JPEG of some size may be decoded smaller before it is resized."""
+    enough = [
+        factor
+        for factor in JPEG_FACTORS
+        if all(side >= factor * SCALING_RESERVE * least for side, least in zip(size, resized, strict=True))
+    ]
+    return enough[0] if enough else 1
+
+
+def _decode_jpeg(encoded: bytes, image: Image.Image, factor: int) -> tuple[Image.Image, np.ndarray | None]:
+    """Decode a JPEG, and return also its pixels if it is RGB; reject it if libjpeg warns of missing or corrupt data.
+
+    The image is smaller than that of the file by `factor`, rounded up.
+    """
     # Pillow ignores these warnings and returns an image in which libjpeg made up the missing pixels. simplejpeg raises
     # ValueError for every warning, so decode again without checks after one that is known to be harmless.
     colorspace = {'L': 'GRAY', 'RGB': 'RGB', 'CMYK': 'CMYK'}[image.mode]
+    # Of all of libjpeg's factors, simplejpeg takes the largest whose result has at least these sides.
+    least = {} if factor == 1 else {'min_width': -(-image.width // factor), 'min_height': -(-image.height // factor)}
     try:
-        pixels = simplejpeg.decode_jpeg(encoded, colorspace)
+        pixels = simplejpeg.decode_jpeg(encoded, colorspace, **least)
     except ValueError as error:
         if not HARMLESS_WARNINGS.search(str(error)):
             reason = 'truncated' if 'Premature end of JPEG' in str(error) else 'undecodable'
             raise Unfit(reason, str(error)) from error
-        pixels = simplejpeg.decode_jpeg(encoded, colorspace, strict=False)
+        pixels = simplejpeg.decode_jpeg(encoded, colorspace, strict=False, **least)
     if image.mode == 'CMYK':  # Adobe stores inverted CMYK, which Pillow handles and simplejpeg does not
+        if factor > 1:
+            image.draft(None, (image.width // factor, image.height // factor))
         image.load()
         return image, None
     return (Image.fromarray(pixels[:, :, 0]), None) if image.mode == 'L' else (Image.fromarray(pixels), pixels)
@@ -254,17 +295,22 @@ def _to_opaque_srgb(
     return Image.composite(opaque, Image.new('RGB', opaque.size, background), rgba.getchannel('A')), False
 
 
-def _apply_orientation(image: Image.Image, source: Image.Image) -> Image.Image:
-    """Apply the EXIF orientation of `source` to `image`; return the same object if it is upright already."""
-    # libjxl has applied the orientation that a JPEG XL file states itself, and its EXIF does not count (ISO/IEC
-    # 18181-2); but one that stores a JPEG was decoded as that JPEG.
-    if source.format == 'JXL' and not getattr(source, 'jpeg', False):
-        return image
+def _orientation(image: Image.Image) -> int:
+    """Return the EXIF orientation of an image that was opened, 1 (upright) to 8."""
+    # libjxl applies the orientation that a JPEG XL file states itself, and its EXIF does not count (ISO/IEC 18181-2);
+    # but one that stores a JPEG is decoded as that JPEG.
+    if image.format == 'JXL' and not getattr(image, 'jpeg', False):
+        return 1
     try:
-        orientation = source.getexif().get(ExifTags.Base.Orientation, 1)
+        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
     except Exception:  # a damaged EXIF block; treat the image as one without EXIF
-        orientation = 1
-    if orientation not in range(2, 9):
+        return 1
+    return orientation if orientation in range(2, 9) else 1
+
+
+def _apply_orientation(image: Image.Image, orientation: int) -> Image.Image:
+    """Apply an EXIF orientation to an image; return the same object if it is upright already."""
+    if orientation == 1:
         return image
     # Pixels from simplejpeg have no EXIF, and `exif_transpose` reads the orientation from the image itself.
     image.getexif()[ExifTags.Base.Orientation] = orientation

@@ -32,15 +32,17 @@ CHUNK = 2**18
 """Hashes that are compared with a sorted table at a time; with intermediate results they fit into a CPU's cache."""
 
 
-def exact_hash(image: Image.Image, pixels: np.ndarray | None = None) -> int:
+def exact_hash(image: Image.Image, pixels: np.ndarray | None = None, size: tuple[int, int] | None = None) -> int:
     """Return a 64-bit hash (XXH3) of the size and RGB pixels of an image.
 
     Args:
         image: The image.
         pixels: Its pixels, uint8 [H, W, 3], which saves copying them; None takes them from the image.
+        size: (width, height) of the file, if the image was decoded smaller; None takes that of the image.
     """
     # Include the size: images of one color with the same number of pixels have the same bytes.
-    state = xxhash.xxh3_64(f'{image.width}x{image.height}:'.encode())
+    width, height = size or image.size
+    state = xxhash.xxh3_64(f'{width}x{height}:'.encode())
     if pixels is None:
         pixels = np.asarray(image if image.mode == 'RGB' else image.convert('RGB'))
     state.update(np.ascontiguousarray(pixels).data)

@@ -1,7 +1,7 @@
 """Convert a source entry into dataset samples, one per bucket, or reject it with a reason."""
 
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from diffusion.config.image_shapes import Shape
 from diffusion.prepare.bucket_choice import Buckets
 from diffusion.prepare.caption_cleaning import usable_captions
 from diffusion.prepare.extra_columns import json_value
-from diffusion.prepare.image_decoding import DecodedImage, decode_image, encode, shrink_to_cover
+from diffusion.prepare.image_decoding import DecodedImage, covering_size, decode_image, encode, shrink
 from diffusion.prepare.image_hashes import exact_hash, perceptual_hash
 from diffusion.prepare.rejection import Unfit
 from diffusion.prepare.sample_table import InputRow
@@ -71,14 +71,25 @@ def decode_entry(entry: Entry, row: InputRow, settings: PrepareSettings, buckets
         max_pixels=settings.max_pixels,
         formats=settings.formats,
         svg_side=buckets.largest_side,
+        resized_to=resized_to(buckets) if settings.fast_jpeg else None,
     )
     row.width, row.height = decoded.width, decoded.height
     problem = filters.image_problem(decoded.width, decoded.height, captions)
     if problem is not None:
         raise Unfit(problem)
-    row.exact_hash = exact_hash(decoded.image, decoded.pixels)
+    row.exact_hash = exact_hash(decoded.image, decoded.pixels, (decoded.width, decoded.height))
     # The pixels are needed no more, and many images may wait for a function that computes columns.
     return Candidate(entry, row, replace(decoded, pixels=None))
+
+
+def resized_to(buckets: Buckets) -> Callable[[int, int], tuple[int, int]]:
+    """Return a function with the (width, height) at which an image of some width and height is stored at most."""
+
+    def largest(width: int, height: int) -> tuple[int, int]:
+        sizes = [covering_size(width, height, shape) for _, shape in buckets.choose(width, height)]
+        return max(sizes, default=(width, height))
+
+    return largest
 
 
 def make_samples(
@@ -135,7 +146,8 @@ def _stored(
     keep_original = settings.store == 'original'
     if keep_original and decoded.is_unmodified:
         return encoded, (decoded.width, decoded.height)
-    image = decoded.image if keep_original else shrink_to_cover(decoded.image, shape)
+    size = covering_size(decoded.width, decoded.height, shape)
+    image = decoded.image if keep_original else shrink(decoded.image, size)
     if max(image.size) > MAX_JPEG_SIDE:
         raise Unfit('too_long')
     return encode(image, lossless=decoded.lossless, jpeg_quality=settings.jpeg_quality), image.size

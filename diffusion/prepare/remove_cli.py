@@ -239,11 +239,16 @@ def _checked_hash(text: str) -> str:
 
 def _hash_of(path: Path, dataset: 'RecordedDataset') -> str:
     """Return the hash of the pixels of an image file, decoded as the dataset's images were."""
+    from diffusion.prepare.bucket_choice import Buckets
     from diffusion.prepare.image_decoding import decode_image
     from diffusion.prepare.image_hashes import exact_hash
+    from diffusion.prepare.process_sample import resized_to
     from diffusion.prepare.rejection import Unfit
 
     settings = dataset.record.settings
+    buckets = Buckets(
+        settings['sizes'], settings['aspects'], every=settings['buckets'] == 'every', step=settings['step']
+    )
     try:
         decoded = decode_image(
             path.read_bytes(),
@@ -251,12 +256,13 @@ def _hash_of(path: Path, dataset: 'RecordedDataset') -> str:
             max_pixels=settings['max_pixels'],
             formats=settings['formats'],
             svg_side=max(settings['sizes']),
+            resized_to=resized_to(buckets) if settings.get('fast_jpeg') else None,
         )
     except OSError as error:
         raise UserError(f'--image: {path} cannot be read ({error}); give an image file') from error
     except Unfit as unfit:
         raise UserError(f'--image: {path} cannot be decoded ({unfit}); give an image file') from unfit
-    return f'{exact_hash(decoded.image):016x}'
+    return f'{exact_hash(decoded.image, size=(decoded.width, decoded.height)):016x}'
 
 
 def _some(names: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ from prepare.drawn import encode as file_of
 from prepare.drawn import smooth
 
 from diffusion.config.image_shapes import Shape
-from diffusion.prepare.image_decoding import FORMATS, DecodedImage, Unfit, decode_image, encode, shrink_to_cover
+from diffusion.prepare.image_decoding import FORMATS, DecodedImage, Unfit, covering_size, decode_image, encode, shrink
 
 LOSSY = 12
 """Maximum error of JPEG in a smooth image, in levels of 255."""
@@ -374,13 +374,81 @@ def test_chroma_has_full_resolution_only_at_high_quality() -> None:
     assert errors[0] > 60 > errors[1]
 
 
+def photograph(width: int, height: int) -> Image.Image:
+    """Return an image with structures of all sizes, as photographs have."""
+    rng, total = np.random.default_rng(width * height), np.zeros((height, width, 3), np.float32)
+    for octave in (4, 16, 64):
+        coarse = Image.fromarray(rng.integers(0, 256, (octave, octave, 3), np.uint8))
+        total += np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)) / octave
+    return Image.fromarray((total / total.max() * 255).astype(np.uint8))
+
+
+@pytest.mark.parametrize(
+    ('width', 'height', 'side', 'factor'),
+    [
+        (640, 480, 32, 4),
+        (483, 642, 32, 4),
+        (511, 600, 32, 4),
+        (1024, 1100, 32, 8),
+        (255, 300, 64, 1),
+        (256, 300, 64, 2),
+    ],
+)
+@pytest.mark.parametrize('mode', ['RGB', 'L', 'CMYK'])
+@pytest.mark.parametrize('orientation', [1, 3, 6])
+def test_large_jpeg_is_decoded_smaller(
+    width: int, height: int, side: int, factor: int, mode: str, orientation: int
+) -> None:
+    """It has the size of the file, and resized to its bucket nearly the pixels of the whole image."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    encoded = file_of(photograph(width, height).convert(mode), quality=90, exif=exif)
+    shape = Shape(side, side)
+    whole, fast = (
+        decode_image(encoded, resized_to=resized_to) for resized_to in (None, lambda *size: covering_size(*size, shape))
+    )
+    assert (fast.width, fast.height) == (whole.width, whole.height) == whole.image.size
+    assert fast.image.size == (-(-whole.width // factor), -(-whole.height // factor))
+    assert whole.is_unmodified == (orientation == 1 and mode != 'CMYK')
+    assert fast.is_unmodified == (whole.is_unmodified and factor == 1)
+    size = covering_size(whole.width, whole.height, shape)
+    small, expected = (np.asarray(shrink(each.image, size).convert('RGB'), np.float32) for each in (fast, whole))
+    assert small.shape == expected.shape
+    assert np.sqrt(np.square(small - expected).mean()) < 2.5
+
+
+def test_image_without_a_bucket_is_decoded_whole() -> None:
+    encoded = file_of(photograph(300, 200))
+    assert decode_image(encoded, resized_to=lambda *size: size).image.size == (300, 200)
+
+
+@pytest.mark.parametrize('progressive', [False, True])
+def test_damage_is_found_in_a_jpeg_that_is_decoded_smaller(progressive: bool) -> None:
+    encoded = file_of(photograph(640, 480), quality=80, progressive=progressive)
+
+    def outcome(content: bytes, **options: Any) -> str:
+        try:
+            return str(decode_image(content, **options).width)
+        except Unfit as unfit:
+            return str(unfit)
+
+    damaged = [encoded[:cut] for cut in range(100, len(encoded), len(encoded) // 23)]
+    for position in range(700, len(encoded), len(encoded) // 23):
+        damaged.append(
+            encoded[:position]
+            + bytes(byte ^ 0x5A for byte in encoded[position : position + 8])
+            + encoded[position + 8 :]
+        )
+    found = [outcome(each) for each in damaged]
+    assert {'truncated', '640'} <= set(found)
+    assert [outcome(each, resized_to=lambda *_: (40, 30)) for each in damaged] == found
+
+
 @given(width=st.integers(1, 300), height=st.integers(1, 300), shape=st.tuples(st.integers(1, 20), st.integers(1, 20)))
 @settings(max_examples=200, deadline=2000)
-def test_shrink_to_cover_just_covers_the_shape_and_never_upscales(
-    width: int, height: int, shape: tuple[int, int]
-) -> None:
+def test_shrink_just_covers_the_shape_and_never_upscales(width: int, height: int, shape: tuple[int, int]) -> None:
     wanted = Shape(shape[0] * 8, shape[1] * 8)
-    image = shrink_to_cover(Image.new('RGB', (width, height)), wanted)
+    image = shrink(Image.new('RGB', (width, height)), covering_size(width, height, wanted))
     if width < wanted.width or height < wanted.height:
         assert image.size == (width, height)
         return

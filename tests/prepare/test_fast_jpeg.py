@@ -1,0 +1,100 @@
+"""`--fast-jpeg`: large JPEGs are decoded smaller, and the dataset is nearly the one of whole images."""
+
+import io
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from drawn import draw, samples, settings
+from PIL import Image
+
+from diffusion.cli import main
+from diffusion.config.load import RecipeError
+
+LARGE, SMALL = 9, 3
+
+
+def write(folder: Path, numbers: range, **size: int) -> None:
+    """Write JPEGs with captions."""
+    folder.mkdir(exist_ok=True)
+    for number in numbers:
+        draw(number, **size).save(folder / f'{number}.jpg', quality=92)
+        (folder / f'{number}.txt').write_text(f'number {number}')
+
+
+def prepared(capsys: Any, folder: Path, out: Path, *options: str) -> str:
+    """Run `diffusion prepare folder`, and return what it has printed."""
+    assert main(['prepare', 'folder', str(folder), '--out', str(out), *options]) == 0
+    captured = capsys.readouterr()
+    return captured.out + captured.err
+
+
+def stored(out: Path) -> dict[str, dict[str, Any]]:
+    """Return the samples of all buckets by bucket and key."""
+    return {f'{path.name}/{each["key"]}': each for path in out.glob('*px') for each in samples(path)}
+
+
+@pytest.fixture
+def photographs(tmp_path: Path) -> Path:
+    """Folder of images of which nine are 8 times as large as the largest bucket, and three as large as it."""
+    write(tmp_path / 'in', range(LARGE), width=640, height=520)
+    write(tmp_path / 'in', range(LARGE, LARGE + SMALL), width=80, height=64)
+    return tmp_path / 'in'
+
+
+def test_samples_are_nearly_those_of_whole_images(photographs: Path, tmp_path: Path, capsys: Any) -> None:
+    options = ('--sizes', '32', '64')
+    prepared(capsys, photographs, tmp_path / 'whole', *options)
+    prepared(capsys, photographs, tmp_path / 'fast', *options, '--fast-jpeg')
+    whole, fast = stored(tmp_path / 'whole'), stored(tmp_path / 'fast')
+    assert len(whole) == 2 * (LARGE + SMALL) and whole.keys() == fast.keys()
+    differing = 0
+    for name, sample in fast.items():
+        expected = whole[name]
+        for column in ('captions', 'width', 'height'):
+            assert sample[column] == expected[column]
+        for column in ('source_width', 'source_height', 'caption_length'):
+            assert sample['metadata'][column] == expected['metadata'][column]
+        changed = int(sample['metadata']['perceptual_hash'], 16) ^ int(expected['metadata']['perceptual_hash'], 16)
+        assert changed.bit_count() <= 8
+        pixels, others = (np.asarray(Image.open(io.BytesIO(each['image'])), float) for each in (sample, expected))
+        assert np.sqrt(np.square(pixels - others).mean()) < 2
+        differing += sample['image'] != expected['image']
+    assert 0 < differing <= 2 * LARGE, 'the small images are decoded whole'
+
+
+def test_copies_are_found_in_the_dataset_and_when_it_grows_or_shrinks(
+    photographs: Path, tmp_path: Path, capsys: Any
+) -> None:
+    shutil.copy(photographs / '3.jpg', photographs / 'copy.jpg')
+    shutil.copy(photographs / '3.txt', photographs / 'copy.txt')
+    out = tmp_path / 'out'
+    options = ('--sizes', '64', '--fast-jpeg', '--duplicates', 'exact', '--max-rejected', '1')
+    assert 'duplicate' in prepared(capsys, photographs, out, *options)
+    assert len(stored(out)) == LARGE + SMALL
+    # A delivery of one copy and one new image, with the settings of the dataset.
+    delivery = tmp_path / 'delivery'
+    write(delivery, range(30, 31), width=640, height=520)
+    shutil.copy(photographs / '5.jpg', delivery / 'again.jpg')
+    shutil.copy(photographs / '5.txt', delivery / 'again.txt')
+    prepared(capsys, delivery, out, '--append', '--max-rejected', '1')
+    assert len(stored(out)) == LARGE + SMALL + 1
+    removed = delivery / '30.jpg'
+    assert main(['data', 'remove', str(out), '--image', str(removed)]) == 0
+    assert len(stored(out)) == LARGE + SMALL
+    assert not any(name.endswith('/30') for name in stored(out))
+
+
+def test_a_delivery_must_be_decoded_as_the_dataset_was(photographs: Path, tmp_path: Path, capsys: Any) -> None:
+    prepared(capsys, photographs, tmp_path / 'out', '--sizes', '64')
+    write(tmp_path / 'more', range(30, 31), width=640, height=520)
+    words = ['prepare', 'folder', str(tmp_path / 'more'), '--out', str(tmp_path / 'out'), '--append', '--fast-jpeg']
+    assert main(words) != 0
+    assert 'fast_jpeg' in capsys.readouterr().err
+
+
+def test_it_is_refused_where_files_are_kept(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match='fast_jpeg: has no use with store: original'):
+        settings(tmp_path / 'out', store='original', fast_jpeg=True)

@@ -134,3 +134,9 @@ def test_make_without_a_usable_python_fails_with_a_message(tmp_path: Path):
     assert run.returncode != 0
     assert 'none of no-such-python is a Python from 3.10 to 3.13' in run.stderr
     assert not (tmp_path / '.venv').exists()
+
+
+def test_tests_of_the_newest_torch_exist():
+    run = subprocess.run(['make', '--dry-run', 'test-slice'], cwd=ROOT, capture_output=True, text=True, check=True)
+    (named,) = re.findall(r"echo 'running (.*)'", run.stdout)
+    assert [path for path in named.split() if not (ROOT / path).exists()] == []

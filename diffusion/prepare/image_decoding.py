@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -146,10 +147,12 @@ def _decode_checked(
     # photographs, of which Pillow opens the primary one.
     if name not in ('JPEG', 'HEIF') and getattr(image, 'n_frames', 1) > 1:
         raise Unfit('animated', 'the file has several frames or pages')
-    array, factor, size = None, 1, image.size
+    array, factor, (width, height) = None, 1, image.size
     if name == 'JPEG':
-        size = size[::-1] if _orientation(image) in SIDEWAYS else size
-        factor = 1 if resized_to is None else _jpeg_factor(size, resized_to(*size))
+        if _orientation(image) in SIDEWAYS:
+            width, height = height, width
+        if resized_to is not None:
+            factor = _jpeg_factor((width, height), resized_to(width, height))
         decoded, array = _decode_jpeg(encoded, image, factor)
     else:
         decoded = _decode_other(image)
@@ -165,7 +168,8 @@ def _decode_checked(
         and factor == 1
     )
     pixels = array if upright is decoded else None
-    width, height = size if factor > 1 else upright.size
+    if factor == 1:
+        width, height = upright.size
     return DecodedImage(
         upright, width, height, name, lossless=name == 'PNG', is_unmodified=is_unmodified, pixels=pixels
     )
@@ -239,14 +243,15 @@ def _decode_jpeg(encoded: bytes, image: Image.Image, factor: int) -> tuple[Image
     # ValueError for every warning, so decode again without checks after one that is known to be harmless.
     colorspace = {'L': 'GRAY', 'RGB': 'RGB', 'CMYK': 'CMYK'}[image.mode]
     # Of all of libjpeg's factors, simplejpeg takes the largest whose result has at least these sides.
-    least = {} if factor == 1 else {'min_width': -(-image.width // factor), 'min_height': -(-image.height // factor)}
+    least = (0, 0) if factor == 1 else (-(-image.height // factor), -(-image.width // factor))
+    decode = partial(simplejpeg.decode_jpeg, encoded, colorspace, min_height=least[0], min_width=least[1])
     try:
-        pixels = simplejpeg.decode_jpeg(encoded, colorspace, **least)
+        pixels = decode()
     except ValueError as error:
         if not HARMLESS_WARNINGS.search(str(error)):
             reason = 'truncated' if 'Premature end of JPEG' in str(error) else 'undecodable'
             raise Unfit(reason, str(error)) from error
-        pixels = simplejpeg.decode_jpeg(encoded, colorspace, strict=False, **least)
+        pixels = decode(strict=False)
     if image.mode == 'CMYK':  # Adobe stores inverted CMYK, which Pillow handles and simplejpeg does not
         if factor > 1:
             image.draft(None, (image.width // factor, image.height // factor))

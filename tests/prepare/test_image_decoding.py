@@ -405,7 +405,8 @@ def test_large_jpeg_is_decoded_smaller(
     encoded = file_of(photograph(width, height).convert(mode), quality=90, exif=exif)
     shape = Shape(side, side)
     whole, fast = (
-        decode_image(encoded, resized_to=resized_to) for resized_to in (None, lambda *size: covering_size(*size, shape))
+        decode_image(encoded, resized_to=resized_to)
+        for resized_to in (None, lambda width, height: covering_size(width, height, shape))
     )
     assert (fast.width, fast.height) == (whole.width, whole.height) == whole.image.size
     assert fast.image.size == (-(-whole.width // factor), -(-whole.height // factor))
@@ -419,7 +420,7 @@ def test_large_jpeg_is_decoded_smaller(
 
 def test_image_without_a_bucket_is_decoded_whole() -> None:
     encoded = file_of(photograph(300, 200))
-    assert decode_image(encoded, resized_to=lambda *size: size).image.size == (300, 200)
+    assert decode_image(encoded, resized_to=lambda width, height: (width, height)).image.size == (300, 200)
 
 
 @pytest.mark.parametrize('progressive', [False, True])
@@ -441,7 +442,7 @@ def test_damage_is_found_in_a_jpeg_that_is_decoded_smaller(progressive: bool) ->
         )
     found = [outcome(each) for each in damaged]
     assert {'truncated', '640'} <= set(found)
-    assert [outcome(each, resized_to=lambda *_: (40, 30)) for each in damaged] == found
+    assert [outcome(each, resized_to=lambda width, height: (40, 30)) for each in damaged] == found
 
 
 @given(width=st.integers(1, 300), height=st.integers(1, 300), shape=st.tuples(st.integers(1, 20), st.integers(1, 20)))

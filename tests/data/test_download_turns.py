@@ -55,6 +55,41 @@ def test_one_process_downloads_while_others_wait(tmp_path: Path, monkeypatch: py
     assert (tmp_path / 'downloaded-by-0').exists() is finishes
 
 
+def test_lock_that_was_not_released_is_not_waited_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard that was evicted is needed again, while the node that holds its lock is still stopped."""
+    monkeypatch.setattr(download_turns, 'PATIENCE_SECONDS', 0.5)
+    path, waits = tmp_path / 'shard', []
+    mine = DownloadTurns('streams.a', lambda: waits.append(None))
+
+    def take() -> None:
+        for most in (1000, 1):
+            waits.clear()
+            with mine.take(path, 10, path.exists) as locked:
+                assert locked == tmp_path / 'shard.1'
+            assert len(waits) <= most
+        assert waits, 'the lock is tried again'
+
+    with locks.hold_path_lock(path, lambda: None):
+        assert Forked(take).wait() == 0
+    with mine.take(path, 10, path.exists) as locked:
+        assert locked == path
+
+
+def test_file_of_a_process_with_another_lock_ends_the_wait(tmp_path: Path) -> None:
+    path, deadline = tmp_path / 'shard', time.monotonic() + 20
+
+    def write() -> None:
+        assert time.monotonic() < deadline, 'it was not noticed'
+        path.touch()
+
+    def take() -> None:
+        with DownloadTurns('streams.a', write).take(path, 10**12, path.exists) as locked:
+            assert locked is None
+
+    with locks.hold_path_lock(path, lambda: None):
+        assert Forked(take).wait() == 0
+
+
 def test_failure_of_another_rank_ends_the_wait(tmp_path: Path) -> None:
     class Failed(Exception):
         pass

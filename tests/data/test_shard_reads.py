@@ -81,7 +81,7 @@ def test_nodes_share_a_cache_on_a_file_system_of_the_cluster(store: Store, tmp_p
 
 @pytest.mark.skipif(not can_isolate(), reason='only root can give each node its mounts')
 @pytest.mark.usefixtures('many_datasets')
-@pytest.mark.parametrize('share', [None, 0.7])
+@pytest.mark.parametrize('share', [None, 0.9])
 def test_stopped_slow_killed_and_lying_nodes_of_a_common_cache_do_not_stop_others(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float | None
 ) -> None:
@@ -91,8 +91,8 @@ def test_stopped_slow_killed_and_lying_nodes_of_a_common_cache_do_not_stop_other
     is stopped while it holds the lock of a shard, or that of the cache's size; node 1 does not get the bytes that it
     asked for; node 2 is killed in a download; and bytes of shards in the cache change.
     """
-    monkeypatch.setattr(download_turns, 'PATIENCE_SECONDS', 1.0)
-    monkeypatch.setattr(cache_budget, 'PATIENCE_SECONDS', 1.0)
+    monkeypatch.setattr(download_turns, 'PATIENCE_SECONDS', 0.5)
+    monkeypatch.setattr(cache_budget, 'PATIENCE_SECONDS', 0.5)
     source = write_samples(tmp_path / 'source', count=COUNT // 2, size_limit=4 * SHARD)
     url, shards = store.upload(source), sorted(source.glob('*.mds'))
     limit = None if share is None else int(share * sum(path.stat().st_size for path in shards))
@@ -100,28 +100,31 @@ def test_stopped_slow_killed_and_lying_nodes_of_a_common_cache_do_not_stop_other
     mounted.mkdir()
     store.requests.clear()
 
-    def on_call(module: Any, name: str, number: int, act: Any) -> None:
-        """Call `act` before the call of a function with this number."""
-        function, calls = getattr(module, name), itertools.count()
+    begun = [tmp_path / f'fault of {number}' for number in range(3)]
 
-        def wrapper(*arguments: Any, **keywords: Any) -> Any:
-            if next(calls) == number:
-                act()
-            return function(*arguments, **keywords)
-
-        setattr(module, name, wrapper)
-
-    def wait_to_go_on() -> None:
-        while not go_on.exists():
-            time.sleep(0.05)
+    def wait_for(path: Path) -> None:
+        while not path.exists():
+            time.sleep(0.02)
 
     def fault(number: int) -> None:
-        if number == 0:
-            on_call(locks, 'make_scratch_folder', 1, lambda: os.kill(os.getpid(), signal.SIGSTOP))
-        elif number == 1:
-            on_call(object_store, 'download_once', 2, wait_to_go_on)
-        elif number == 2:
-            on_call(object_store, 'download_once', 3, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        """Start one node after another, each when the fault of the one before it has begun."""
+        if number:
+            wait_for(begun[number - 1])
+        if number < 3:
+            module, name, act = (
+                (locks, 'make_scratch_folder', lambda: os.kill(os.getpid(), signal.SIGSTOP)),
+                (object_store, 'download_once', lambda: wait_for(go_on)),
+                (object_store, 'download_once', lambda: os.kill(os.getpid(), signal.SIGKILL)),
+            )[number]
+            function, calls = getattr(module, name), itertools.count()
+
+            def wrapper(*arguments: Any, **keywords: Any) -> Any:
+                if next(calls) == 3:
+                    begun[number].touch()
+                    act()
+                return function(*arguments, **keywords)
+
+            setattr(module, name, wrapper)
 
     nodes = start_nodes(url, folder, mounted=mounted, fault=fault, shuffle_algo='naive', cache_limit=limit)
     assert nodes[2].wait() == -signal.SIGKILL

@@ -75,8 +75,8 @@ class CacheBudget:
         # Evict and reserve under locks, which all jobs that share the folders take. Otherwise, two processes would
         # count the same free space and together exceed the limit.
         with self._locked():
-            # For each download, the sizes are read from the records: a cache of 2 TB has 30,000 files, and listing them
-            # takes 0.4 s. A failed download makes a record too large, and the next count corrects it.
+            # A cache of 2 TB has 30,000 files, and listing them for each download would take 0.15 s. A failed download
+            # or another job's `evict` makes a record too large, which the next count corrects.
             records = self._read_records()
             if records is None or sum(record.used_bytes for record in records.values()) + size > self.limit_bytes:
                 records = self._count_and_evict(size)

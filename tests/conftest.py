@@ -50,6 +50,10 @@ LONGEST = (
     'test_precompute.py',
     'test_interrupts.py',
     'test_recipes.py',
+    'test_half_precision.py',
+    'test_kill.py',
+    'test_tiers.py',
+    'test_benchmarks.py',
 )
 """Test files that start first: a worker runs whole files, and a long one started last would run alone at the end."""
 LONG_COLLECTION_SECONDS = 0.1

@@ -23,6 +23,8 @@ import numpy as np
 from machine import heading
 from PIL import Image
 
+from diffusion.config.image_shapes import Shape
+from diffusion.prepare.image_decoding import covering_size, decode_image, encode, shrink
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.settings import PrepareSettings, SourceSettings
 
@@ -43,6 +45,7 @@ def main(images: int = 1000, side: int = 1024, size: int = 256, rounds: int = 3)
         seconds = dict.fromkeys(runs, math.inf)
         for _ in range(rounds):
             seconds = {key: min(seconds[key], timed(run)) for key, run in runs.items()}
+        differences = compare_pixels(paths[:8], size)
     print(f'{heading()}; {images} JPEGs of {side} x {side * 3 // 4} px to {size} px, shortest of {rounds}')
     print()
     print('| | processes | seconds | images/s | of the bare loop |')
@@ -50,6 +53,30 @@ def main(images: int = 1000, side: int = 1024, size: int = 256, rounds: int = 3)
     for (what, processes), found in seconds.items():
         ratio = seconds['bare loop', processes] / found
         print(f'| {what} | {processes} | {found:.2f} | {images / found:.0f} | {ratio:.2f} |')
+    print()
+    print(differences)
+
+
+def compare_pixels(paths: Sequence[Path], size: int) -> str:
+    """Return how much `--fast-jpeg` and the compression change the resized images, as text."""
+    shape, fast, compressed = Shape(size, size), [], []
+    for path in paths:
+        encoded = path.read_bytes()
+        whole = decode_image(encoded)
+        scaled = decode_image(encoded, resized_to=lambda width, height: covering_size(width, height, shape))
+        target = covering_size(whole.width, whole.height, shape)
+        small = shrink(whole.image, target)
+        fast.append(psnr(small, shrink(scaled.image, target)))
+        file = io.BytesIO(encode(small, lossless=False, jpeg_quality=QUALITY))
+        compressed.append(psnr(small, Image.open(file)))
+    ratio = f'Peak signal-to-noise ratio to the resized image, medians of {len(paths)} images'
+    return f'{ratio}: {np.median(fast):.1f} dB with --fast-jpeg, {np.median(compressed):.1f} dB after JPEG {QUALITY}'
+
+
+def psnr(image: Image.Image, other: Image.Image) -> float:
+    """Return the peak signal-to-noise ratio of two images in dB; infinite if they are equal."""
+    error = np.square(np.asarray(image, np.float64) - np.asarray(other, np.float64)).mean()
+    return math.inf if error == 0 else 10 * math.log10(255**2 / error)
 
 
 def write_images(folder: Path, count: int, side: int) -> list[Path]:

@@ -129,7 +129,7 @@ test: $(VENV)/installed ## run all tests except slow ones, on CPU, without netwo
 	@$(PYTEST) -m 'not slow' $(PYTEST_ARGS)
 
 .PHONY: test-all
-test-all: $(VENV)/installed .venv-skypilot/installed ## run all tests: 50 minutes on two cores
+test-all: $(VENV)/installed .venv-skypilot/installed ## run all tests: 30 to 60 minutes on two cores
 	@echo 'running all tests on CPU'
 	@$(PYTEST) $(PYTEST_ARGS)
 

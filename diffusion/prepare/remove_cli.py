@@ -246,9 +246,10 @@ def _hash_of(path: Path, dataset: 'RecordedDataset') -> str:
     from diffusion.prepare.rejection import Unfit
 
     settings = dataset.record.settings
-    buckets = Buckets(
-        settings['sizes'], settings['aspects'], every=settings['buckets'] == 'every', step=settings['step']
-    )
+    smaller = None
+    if settings.get('fast_jpeg'):
+        every = settings['buckets'] == 'every'
+        smaller = resized_to(Buckets(settings['sizes'], settings['aspects'], every=every, step=settings['step']))
     try:
         decoded = decode_image(
             path.read_bytes(),
@@ -256,7 +257,7 @@ def _hash_of(path: Path, dataset: 'RecordedDataset') -> str:
             max_pixels=settings['max_pixels'],
             formats=settings['formats'],
             svg_side=max(settings['sizes']),
-            resized_to=resized_to(buckets) if settings.get('fast_jpeg') else None,
+            resized_to=smaller,
         )
     except OSError as error:
         raise UserError(f'--image: {path} cannot be read ({error}); give an image file') from error

@@ -28,8 +28,8 @@ class Route:
     """Fraction of the image tokens that skip them."""
 
     def tokens(self, count: int) -> int:
-        """Return how many of `count` image tokens of a sample the blocks of the route see."""
-        return count - round(self.fraction * count)
+        """Return how many of `count` image tokens of a sample the blocks of the route see, at least one."""
+        return max(1, count - round(self.fraction * count))
 
     def tokens_after(self, block: int, count: int) -> int:
         """Return how many of `count` image tokens a hook sees in the output of a block, in or out of the route."""

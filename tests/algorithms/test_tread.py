@@ -191,6 +191,18 @@ def test_a_samples_tokens_do_not_depend_on_its_batch(make_prx):
     assert not torch.equal(together, route.kept(model.draws_of(other), 64)), 'another batch, other tokens'
 
 
+def test_the_blocks_keep_a_token_if_the_fraction_rounds_to_all(make_prx):
+    model = make_prx()
+    route = Route(START, END, 0.999)
+    assert [route.tokens(count) for count in (64, 1000, 1001, 10_000)] == [1, 1, 1, 10]
+    batch = batch_of(model)
+    with model.route_tokens(route).routing(model.draws_of(batch)):
+        loss = model.loss(model(batch), batch)
+        loss.backward()
+    assert loss.isfinite()
+    assert all(gradient.isfinite().all() for gradient in gradients(model).values())
+
+
 def test_evaluation_and_sampling_use_all_tokens(make_prx):
     model = make_prx()
     batch = batch_of(model)

@@ -73,6 +73,11 @@ def objective_problems(settings: Mapping[str, Any], defaults: Mapping[str, Any])
     gamma = settings['min_snr_gamma']
     if gamma is not None and gamma <= 0:
         problems['min_snr_gamma'] = f'{gamma} is not positive; use 5, or null to turn it off'
+    elif gamma is not None and settings['zero_terminal_snr']:
+        problems['min_snr_gamma'] = (
+            f'{gamma} with zero_terminal_snr: true gives weight 0 to the last step, where sampling starts; remove one '
+            'of the two'
+        )
     if settings['snr_shift'] <= 0:
         problems['snr_shift'] = f'{settings["snr_shift"]} is not positive; use 1 to leave the schedule unchanged'
     if settings['noise_scale'] <= 0:

@@ -38,9 +38,11 @@ class Objective:
     num_train_timesteps: int = 1000
     """T, steps of the noise schedule; for a flow, the denoiser's timestep at pure noise."""
     zero_terminal_snr: bool = False
-    """Rescale so that the last step is pure noise (Lin et al. 2024); needs v_prediction or sample."""
+    """Rescale so that the last step is pure noise (Lin et al. 2024); needs v_prediction or sample, without
+    min_snr_gamma."""
     min_snr_gamma: float | None = None
-    """Weight the loss by min(SNR, gamma) in terms of x (Hang et al. 2023); 5 is their value."""
+    """Weight the loss by min(SNR, gamma) in terms of x (Hang et al. 2023); 5 is their value. The step without signal of
+    zero_terminal_snr would get the weight 0, so the two exclude each other."""
     offset_noise: float = 0.0
     """Standard deviation of a constant per channel added to the noise; 0.1 is common."""
     noise_scale: float = 1.0
@@ -57,7 +59,8 @@ class Objective:
     logit_std: float = 1.0
     """Standard deviation of logit(t) of logit_normal timesteps."""
     uniform_fraction: float = 0.0
-    """Fraction of logit_normal timesteps that are drawn uniformly instead, so that both ends are trained too."""
+    """Fraction of logit_normal timesteps that are drawn uniformly instead, so that both ends are trained too. `snr_shift`
+    does not apply to them, as in the training code of PRX."""
 
     def __post_init__(self) -> None:
         defaults = {each.name: each.default for each in fields(Objective) if each.default is not MISSING}
@@ -71,15 +74,18 @@ class Objective:
 
     def time_of(self, quantiles: Tensor) -> Tensor:
         """Return the times t of a flow for uniform random numbers in [0, 1), float64 [B]: one number gives one time."""
-        times = quantiles
-        if self.timesteps == 'logit_normal':
-            share = self.uniform_fraction
-            rest = ((quantiles - share) / (1 - share)) if share < 1 else torch.zeros_like(quantiles)
-            # Away from 0 and 1, whose normal quantiles are infinite.
-            normal = torch.special.ndtri(rest.clamp(2.0**-33, 1 - 2.0**-33))
-            times = torch.sigmoid(self.logit_mean + self.logit_std * normal)
-            if share:
-                times = torch.where(quantiles < share, quantiles / share, times)
+        if self.timesteps != 'logit_normal':
+            return self._shifted(quantiles)
+        share = self.uniform_fraction
+        rest = ((quantiles - share) / (1 - share)) if share < 1 else torch.zeros_like(quantiles)
+        # Away from 0 and 1, whose normal quantiles are infinite.
+        normal = torch.special.ndtri(rest.clamp(2.0**-33, 1 - 2.0**-33))
+        times = self._shifted(torch.sigmoid(self.logit_mean + self.logit_std * normal))
+        # The uniform part is not shifted, as in PRX: with a shift of 3 it would draw t < 0.05 a third as often.
+        return torch.where(quantiles < share, quantiles / share, times) if share else times
+
+    def _shifted(self, times: Tensor) -> Tensor:
+        """Return times of a flow shifted by `snr_shift` (Esser et al. 2024, eq. 23)."""
         return self.snr_shift * times / (1 + (self.snr_shift - 1) * times)
 
     def betas(self) -> Tensor:

@@ -87,6 +87,7 @@ def many_datasets() -> None:
     # Streaming opens all of its segments on the machine for each dataset, and closes them only at exit. That would be
     # 20,000 open files in a test session, and `select` supports 1024.
     import streaming.base.shared.memory as memory
+    from streaming import StreamingDataset
 
     class AtExit:
         def register(self, cleanup: Callable[[], None]) -> None:
@@ -94,6 +95,14 @@ def many_datasets() -> None:
             weakref.finalize(owner, _release, owner.created_shms, owner.opened_shms, os.getpid())
 
     memory.atexit = AtExit()  # type: ignore[assignment]
+    # The second position of a dataset is written to the segment of the first, which would be released with its object.
+    load = StreamingDataset.load_state_dict
+
+    def load_and_keep_segment(self: Any, position: dict[str, Any]) -> None:
+        self.__dict__.setdefault('earlier_segments', []).append(getattr(self, '_resume_shm', None))
+        load(self, position)
+
+    StreamingDataset.load_state_dict = load_and_keep_segment
 
 
 def _release(created: list[Any], opened: list[Any], process: int) -> None:

@@ -162,16 +162,20 @@ class Checkpointer(CheckpointSaver):
             self.saved_checkpoints.append(str(self.resume))
         log.info('resumed from %s', self.resume)
 
+    # Noise and timesteps come from counter-based generators keyed by sample ID; torch's generator is for layers that
+    # draw from it, such as dropout. Composer 0.32.1 restores its state only for a Trainer's own load_path. Loaders draw
+    # from the generator when they start: the state of a checkpoint within an epoch is restored after that, at the first
+    # batch, and one of the end of an epoch before the next epoch's loader starts.
+    def epoch_start(self, state: State, logger: Logger) -> None:
+        self._restore_random_state()
+
     def batch_start(self, state: State, logger: Logger) -> None:
-        # Noise and timesteps come from counter-based generators keyed by sample ID; this is for layers that draw from
-        # torch's generator, such as dropout. Composer 0.32.1 restores its state only at the start of an epoch when the
-        # dataset is resumable, so it is restored here in the middle of an epoch, after the loader has started, which
-        # draws from the generator too. The states are per rank, so they are dropped if the number of ranks has changed.
-        if self._random_state is not None:
-            states, self._random_state = self._random_state, None
-            if len(states) == dist.get_world_size() and state.timestamp.batch_in_epoch.value:
-                reproducibility.load_rng_state(states)
+        self._restore_random_state()
         self._start_copies()
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        # The checkpoint was saved after the epoch's last batch, so that no batch has started since.
+        self._restore_random_state()
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
         self._start_copies()  # already here, since the loader may need long for the batch
@@ -253,6 +257,12 @@ class Checkpointer(CheckpointSaver):
         self._save_checkpoint(state, logger)
         if self._tiers is not None:
             self._tiers.clear()
+
+    def _restore_random_state(self) -> None:
+        """Restore the random state of the checkpoint, once, if it was saved by the same number of ranks."""
+        states, self._random_state = self._random_state, None
+        if states is not None and len(states) == dist.get_world_size():
+            reproducibility.load_rng_state(states)
 
     def _start_copies(self) -> None:
         """Start the copies of the snapshots that the running saves write."""

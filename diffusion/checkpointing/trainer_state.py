@@ -25,11 +25,14 @@ from diffusion.checkpointing import sharded_state
 from diffusion.checkpointing.checkpoint_weights import check_architecture, is_sharded, read_content
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
 from diffusion.checkpointing.sharded_state import Fetch
+from diffusion.data.epoch_position import keep_data_position
 from diffusion.errors import UserError
 
 # Composer asks for it in each state dict, and looks up all files of its own installation to find it. That takes 50 ms,
 # and longer on a network file system, while training waits.
 collect_env.get_composer_commit_hash = functools.cache(collect_env.get_composer_commit_hash)
+
+keep_data_position()
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _PACKAGES = ('diffusion', 'composer')

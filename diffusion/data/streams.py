@@ -16,6 +16,7 @@ from diffusion.config import sample_order
 from diffusion.config.image_shapes import Shape, apportion
 from diffusion.data.bad_samples import MAX_ATTEMPTS, BadSample, replacement
 from diffusion.data.caption_choice import CAPTION_COLUMNS, caption_chances, captions_of
+from diffusion.data.epoch_position import keep_data_position
 from diffusion.data.evaluation_order import EvaluationOrder, evaluation_order
 from diffusion.data.image_block import ImageBlock
 from diffusion.data.verified_dataset import VerifiedDataset
@@ -24,6 +25,8 @@ from diffusion.models import batch_keys
 from diffusion.models.randomness import Purpose, keyed_uniforms
 
 log = logging.getLogger(__name__)
+
+keep_data_position()
 
 
 MAX_SHARE_ERROR = 0.01

@@ -1,0 +1,135 @@
+"""Position of the training data: derived from Composer's timestamp, in checkpoints and at the start of every epoch.
+
+Composer 0.32.1 asks a StreamingDataset for its own position when it saves. At the end of an epoch the two disagree:
+the timestamp is at the start of the next epoch, the dataset at the finished one, because it counts an epoch when its
+iteration begins. The checkpoint then holds sample 0 of the finished epoch, and the resumed run serves that epoch twice
+(Streaming issue 869, Composer issue 3725). The dataset also counts iterations that are not training, such as an
+evaluation on the training data, and a new dataset of a second `fit` counts from 0.
+
+`keep_data_position` wraps the methods of Composer that move positions between the two. It can be removed once
+Composer saves the timestamp's epoch and sets it when an epoch begins.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from composer import Trainer
+from composer.core import State, Timestamp
+from composer.trainer.trainer import TrainerMode
+from composer.utils import dist
+from streaming import StreamingDataset
+from streaming.base.world import World
+
+from diffusion.compatibility.private_names import private_attribute, set_private_attribute
+from diffusion.errors import DataError
+
+log = logging.getLogger(__name__)
+
+
+def streaming_dataset(state: State) -> StreamingDataset | None:
+    """Return the dataset of the training loader if it is a StreamingDataset, otherwise None."""
+    dataset = private_attribute(state, '_dataset_of')(state.train_dataloader)
+    return dataset if isinstance(dataset, StreamingDataset) else None
+
+
+def position_to_save(dataset: StreamingDataset, timestamp: Timestamp) -> dict[str, Any]:
+    """Return the dataset's state at the position of the timestamp.
+
+    Raises:
+        DataError: The dataset is in another epoch than the run, so a resumed run would continue with other samples.
+    """
+    epoch, sample = timestamp.epoch.value, timestamp.sample_in_epoch.value
+    found = dataset.state_dict(sample, from_beginning=True)
+    # Between two epochs the dataset is still in the finished one, and `place_dataset` sets it before the next.
+    if timestamp.batch_in_epoch.value and found['epoch'] != epoch:
+        raise DataError(
+            f'checkpoint not saved: the run is in epoch {epoch}, but its training data in epoch {found["epoch"]}. '
+            'Something else iterates over the training dataset; give it a dataset of its own'
+        )
+    return found | {'epoch': epoch}
+
+
+def place_dataset(dataset: StreamingDataset, timestamp: Timestamp) -> None:
+    """Set the position at which the dataset's next iteration starts to that of the timestamp; a collective call."""
+    wanted = timestamp.epoch.value, timestamp.sample_in_epoch.value
+    found = private_attribute(dataset, '_resume')(World.detect(), dataset.next_epoch)
+    # The ranks of a node share the position: all of them must have read it before the first one writes it.
+    dist.barrier()
+    if found == wanted:
+        return
+    # A position before `next_epoch` counts as stale.
+    dataset.next_epoch = wanted[0]
+    dataset.load_state_dict(dataset.state_dict(wanted[1], from_beginning=True) | {'epoch': wanted[0]})
+    dist.barrier()
+
+
+def keep_data_position() -> None:
+    """Make Composer's timestamp the only owner of the training data's position, in every Trainer of this process."""
+    collect = private_attribute(State, '_dataset_state_dict')
+    if hasattr(collect, '__wrapped__'):  # replaced by an earlier call
+        return
+    set_private_attribute(State, '_dataset_state_dict', _saves_timestamp(collect))
+    State.load_state_dict = _names_earlier_version(State.load_state_dict)
+    iterate = private_attribute(Trainer, '_iter_dataloader')
+    set_private_attribute(Trainer, '_iter_dataloader', _starts_at_timestamp(iterate))
+    spin = private_attribute(Trainer, '_spin_dataloaders_to_cur_epoch')
+    set_private_attribute(Trainer, '_spin_dataloaders_to_cur_epoch', _skips_training_data(spin))
+
+
+def _saves_timestamp(collect: Callable[[State], dict[str, Any]]) -> Callable[[State], dict[str, Any]]:
+    """Wrap the method that collects the datasets' states for a checkpoint."""
+
+    @functools.wraps(collect)
+    def wrapped(state: State) -> dict[str, Any]:
+        dataset = streaming_dataset(state)
+        if dataset is None:
+            return collect(state)
+        return {'train': position_to_save(dataset, state.timestamp), 'eval': {}}
+
+    return wrapped
+
+
+def _names_earlier_version(load: Callable[..., None]) -> Callable[..., None]:
+    """Wrap the method that loads a checkpoint: log that its two positions disagree, as earlier versions saved them."""
+
+    @functools.wraps(load)
+    def wrapped(state: State, saved: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        data = (saved.get('dataset_state') or {}).get('train') or {}
+        data_epoch = data.get('epoch')
+        load(state, saved, *args, **kwargs)
+        epoch = state.timestamp.epoch.value
+        if data_epoch is not None and data_epoch != epoch and dist.get_global_rank() == 0:
+            log.warning(
+                'the checkpoint is from an earlier version, which saved epoch %d as the position of the training data '
+                'at epoch %d of the run; training continues with the data of epoch %d',
+                *(data_epoch, epoch, epoch),
+            )
+
+    return wrapped
+
+
+def _starts_at_timestamp(iterate: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    """Wrap the method that iterates over a loader, in training from the position of the timestamp."""
+
+    @functools.wraps(iterate)
+    def wrapped(trainer: Trainer, trainer_mode: TrainerMode) -> Iterator[Any]:
+        dataset = streaming_dataset(trainer.state) if trainer_mode == TrainerMode.TRAIN else None
+        if dataset is not None:
+            place_dataset(dataset, trainer.state.timestamp)
+        yield from iterate(trainer, trainer_mode)
+
+    return wrapped
+
+
+def _skips_training_data(spin: Callable[[Trainer], None]) -> Callable[[Trainer], None]:
+    """Wrap the method that iterates to the current epoch and batch, which `place_dataset` makes unnecessary."""
+
+    @functools.wraps(spin)
+    def wrapped(trainer: Trainer) -> None:
+        if streaming_dataset(trainer.state) is not None:
+            trainer.state.dataset_resumption['train'] = True
+        spin(trainer)
+
+    return wrapped

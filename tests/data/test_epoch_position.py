@@ -1,0 +1,85 @@
+"""Position of the training data in checkpoints: always the timestamp's, at every event and in every fit."""
+
+import pytest
+import yaml
+from composer.core import Callback, State
+from ranks import read_losses
+
+from diffusion.compatibility.private_names import private_attribute
+from diffusion.config.load import load
+from diffusion.errors import DataError
+from diffusion.training.components import build_loader
+from diffusion.training.train import build_trainer, train
+
+
+class AtEvent(Callback):
+    """Callback that calls a function with the trainer's state after a number of batches, at an event."""
+
+    def __init__(self, event, batch, act):
+        self.event, self.batch, self.act = event, batch, act
+
+    def run_event(self, event, state, logger):
+        if event.value == self.event and state.timestamp.batch.value == self.batch:
+            self.act(state)
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory, tiny_recipe):
+    """Losses of an uninterrupted run of three epochs."""
+    root = tmp_path_factory.mktemp('whole')
+    path = root / 'whole.yaml'
+    path.write_text(yaml.safe_dump(tiny_recipe(root / 'runs', name='whole')))
+    train(load(path, ['trainer.max_duration=3ep', 'trainer.save_interval=3ep'])).close()
+    return read_losses(root / 'runs' / 'whole')
+
+
+def test_run_extended_by_an_epoch_trains_on_the_next_one(write_recipe, tmp_path, whole):
+    path = write_recipe()
+    for duration in ('1ep', '2ep', '3ep'):
+        train(load(path, [f'trainer.max_duration={duration}', 'trainer.save_interval=1ep'])).close()
+    assert read_losses(tmp_path / 'runs' / 'run') == whole
+
+
+@pytest.mark.parametrize('end', ['1ep', '7ba'])
+def test_checkpoint_of_an_earlier_version_continues_at_the_epoch_of_the_run(
+    write_recipe, tmp_path, whole, monkeypatch, caplog, end
+):
+    """Saved at the end of an epoch, and within one by a run that had served its data an epoch late."""
+    path = write_recipe()
+    collect = private_attribute(State, '_dataset_state_dict')
+
+    def earlier(state):
+        saved = collect(state)
+        return saved | {'train': saved['train'] | {'epoch': saved['train']['epoch'] - 1}}
+
+    monkeypatch.setattr(State, '_dataset_state_dict', collect.__wrapped__ if end == '1ep' else earlier)
+    train(load(path, [f'trainer.max_duration={end}', 'trainer.save_interval=1ep'])).close()
+    monkeypatch.undo()
+    train(load(path, ['trainer.max_duration=3ep', 'trainer.save_interval=1ep'])).close()
+    assert read_losses(tmp_path / 'runs' / 'run') == whole
+    assert 'training continues with the data of epoch 1' in caplog.text
+
+
+def test_second_fit_continues_within_the_epoch_and_with_a_new_loader(write_recipe, tmp_path, whole):
+    path = write_recipe()
+    recipe = load(path, ['trainer.max_duration=3ep', 'trainer.save_interval=3ep'])
+    trainer = build_trainer(recipe)
+    trainer.fit(duration='3ba')
+    trainer.fit(duration='4ba')
+    trainer.fit(train_dataloader=build_loader(load(path, ['name=other'])), duration='8ba')
+    trainer.close()
+    assert read_losses(tmp_path / 'runs' / 'run') == whole
+
+
+def test_no_checkpoint_is_written_while_data_and_run_disagree(write_recipe, tmp_path):
+    trainer = build_trainer(load(write_recipe(), ['trainer.save_interval=1ba']))
+
+    def iterate(state):
+        state.train_dataloader.dataset.next_epoch += 1
+
+    trainer.state.callbacks.insert(0, AtEvent('batch_end', 2, iterate))
+    with pytest.raises(DataError, match='the run is in epoch 0, but its training data in epoch 1'):
+        trainer.fit()
+    trainer.close()
+    assert not (tmp_path / 'runs' / 'run' / 'ba2').exists()
+    assert (tmp_path / 'runs' / 'run' / 'ba1').exists()

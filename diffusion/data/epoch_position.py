@@ -17,7 +17,7 @@ from typing import Any
 
 from composer import Trainer
 from composer.core import State, Timestamp
-from composer.trainer.trainer import TrainerMode
+from composer.core.types import TrainerMode
 from composer.utils import dist
 from streaming import StreamingDataset
 from streaming.base.world import World

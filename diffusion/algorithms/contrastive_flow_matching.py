@@ -24,7 +24,8 @@ class ContrastiveFlowMatching(Algorithm):
         loss_i = ||v - v_i||^2 - weight * ||v - v_j||^2
 
     The samples of the global batch are put into a random cycle, in which j follows i. The cycle depends on the samples'
-    ids, epoch and batch, but not on the number of devices. Hence a device's batch must be one microbatch.
+    ids, epoch and batch, but not on the number of devices. Hence a device's batch must be one microbatch. If an epoch
+    repeats samples, j is the next sample in the cycle with another id than i.
 
     The minimum of the loss is v = (E[v_i | x_t] - weight * E[v_j]) / (1 - weight). Where the mean velocity E[v_j] is
     near 0, predictions are larger by 1 / (1 - weight); the authors undo that when they sample with guidance (their
@@ -55,17 +56,22 @@ class ContrastiveFlowMatching(Algorithm):
         else:
             assert self._model is not None, 'Composer runs Event.INIT first'
             outputs: Denoised = state.outputs  # type: ignore[assignment]
-            negatives = negatives_of(outputs.target, self._model.draws_of(state.batch))
-            state.loss = state.loss - self.weight * contrastive_error(outputs, negatives)  # type: ignore[operator]
+            error = contrastive_error(outputs, *negatives_of(outputs.target, self._model.draws_of(state.batch)))
+            state.loss = state.loss - self.weight * error  # type: ignore[operator]
 
 
-def contrastive_error(outputs: Denoised, negatives: Tensor) -> Tensor:
-    """Return the mean squared difference of the predictions and the targets of other samples [B, C, H, W], weighted."""
-    return (outputs.weight * squared_error(outputs._replace(target=negatives))).mean()
+def contrastive_error(outputs: Denoised, negatives: Tensor, exists: Tensor) -> Tensor:
+    """Return the mean squared difference of the predictions and the targets of other samples [B, C, H, W], weighted.
+
+    Samples without a negative count 0; `exists` is False for them, bool [B].
+    """
+    return (outputs.weight * squared_error(outputs._replace(target=negatives)) * exists).mean()
 
 
-def negatives_of(targets: Tensor, draws: Draws) -> Tensor:
+def negatives_of(targets: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
     """Return the target of another sample of the global batch for each of a device's samples; a collective.
+
+    The second tensor, bool [B], is False if all samples of the global batch are copies of one.
 
     Args:
         targets: Targets of the device's samples, [B, C, H, W], of one shape on all devices.
@@ -80,11 +86,12 @@ def negatives_of(targets: Tensor, draws: Draws) -> Tensor:
     if len(everything) < 2:
         raise UserError('contrastive_flow_matching: a global_batch of 1 has no other sample; use 2 or more')
     start = dist.get_global_rank() * len(targets)
-    return everything[successors(*keys)[start : start + len(targets)]]
+    after = successors(*keys)[start : start + len(targets)]
+    return everything[after], keys[0, after] != draws.sample_id
 
 
 def successors(sample_id: Tensor, words: Tensor) -> Tensor:
-    """Return the index of the sample that follows each sample in a random cycle of all of them, int64 [G].
+    """Return the index of the next sample with another id for each sample, in a random cycle of all of them, int64 [G].
 
     Args:
         sample_id: Ids of the samples, int64 [G]; the cycle does not depend on their order.
@@ -93,7 +100,13 @@ def successors(sample_id: Tensor, words: Tensor) -> Tensor:
     # Sort samples by random words. Equal words are rare and are sorted by sample id.
     by_id = sample_id.argsort(stable=True)
     cycle = by_id[words[by_id].argsort(stable=True)]
-    return torch.empty_like(cycle).scatter_(0, cycle, cycle.roll(-1))
+    # The next sample with another id follows the last copy in a row: the first position p, from the sample's own on,
+    # with ids[p] != ids[p + 1]. The cycle is laid out twice, since that position may be beyond its end.
+    ids, size = sample_id[cycle], len(cycle)
+    position = torch.arange(2 * size, device=ids.device)
+    last_copy = torch.where((ids != ids.roll(-1)).repeat(2), position, 2 * size - 1)
+    last_copy = last_copy.flip(0).cummin(0).values.flip(0)[:size]
+    return torch.empty_like(cycle).scatter_(0, cycle, cycle[(last_copy + 1) % size])
 
 
 def _checked(model: object) -> LatentDiffusion:

@@ -187,6 +187,8 @@ class LatentsDataset(BucketedDataset):
         streaming: Keyword arguments for StreamingDataset.
     """
 
+    copies = 'each with its own caption, timestep and noise, but all with the one crop that was encoded'
+
     def __init__(
         self,
         buckets: Sequence[Bucket],

@@ -35,7 +35,7 @@ from diffusion.errors import DataError, UserError
 from diffusion.launch.stop_signals import STOP_SIGNALS
 from diffusion.launch.watchdog import collective_timeout
 from diffusion.models import batch_keys
-from diffusion.models.randomness import Draws, Purpose
+from diffusion.models.randomness import Draws, Purpose, epoch_word
 
 log = logging.getLogger(__name__)
 
@@ -152,8 +152,8 @@ class BucketedLoader(StreamingDataLoader):
             assert batch is not None
             batch[batch_keys.BATCH_INDEX] = torch.full_like(batch[batch_keys.SAMPLE_ID], index)
             if self.stratified:
-                all_ids = self._gather_ids(batch[batch_keys.SAMPLE_ID])
-                batch[batch_keys.TIMESTEP_QUANTILE] = timestep_quantiles(self.dataset.seed, batch, all_ids, world.rank)
+                copies = self._gather_copies(batch)
+                batch[batch_keys.TIMESTEP_QUANTILE] = timestep_quantiles(self.dataset.seed, batch, copies, world.rank)
             self.num_samples_yielded += len(batch[batch_keys.SAMPLE_ID])
             if not self.dataset.elastic:
                 batch = without_repetitions(batch, int(self.dataset.evaluation_order.counts[index, world.rank]))
@@ -289,9 +289,12 @@ class BucketedLoader(StreamingDataLoader):
         if problem is not None:
             raise DataError(f'{problem}{pointer}. Way out: prepare the data again, or raise the limit')
 
-    def _gather_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the ids of all samples in the global batch, in rank order; a collective call."""
-        return ids if dist.get_world_size() == 1 else torch.cat(list(dist.all_gather(ids, group=self._gloo_group())))
+    def _gather_copies(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the ids and occurrences of all samples in the global batch in rank order, [2, G]; a collective."""
+        copies = torch.stack([batch[batch_keys.SAMPLE_ID], batch[batch_keys.OCCURRENCE]])
+        if dist.get_world_size() == 1:
+            return copies
+        return torch.cat(list(dist.all_gather(copies, group=self._gloo_group())), dim=1)
 
     def _gloo_group(self) -> torch.distributed.ProcessGroup | None:
         """Return the loader's process group for CPU tensors, created on first use; None without torch.distributed."""
@@ -350,17 +353,18 @@ def without_repetitions(batch: dict[str, torch.Tensor], count: int) -> dict[str,
     return kept | {batch_keys.IS_COUNTED: torch.arange(max(1, count)) < count}
 
 
-def timestep_quantiles(seed: int, batch: Mapping[str, torch.Tensor], all_ids: torch.Tensor, rank: int) -> torch.Tensor:
+def timestep_quantiles(seed: int, batch: Mapping[str, torch.Tensor], copies: torch.Tensor, rank: int) -> torch.Tensor:
     """Return a stratified timestep quantile in [0, 1) for each sample in a rank's part of a global batch, float64 [B].
 
     Args:
         seed: Seed of the draws.
         batch: This rank's batch of B samples.
-        all_ids: Sample ids of the global batch in rank order.
+        copies: Sample ids and occurrences of the global batch in rank order, int64 [2, G].
         rank: Global rank.
     """
-    first = {name: batch[name][:1].expand(len(all_ids)) for name in (batch_keys.EPOCH, batch_keys.BATCH_INDEX)}
-    draws = Draws(seed, all_ids, first[batch_keys.EPOCH], first[batch_keys.BATCH_INDEX])
+    ids, occurrences = copies
+    epoch, index = (batch[name][:1].expand(len(ids)) for name in (batch_keys.EPOCH, batch_keys.BATCH_INDEX))
+    draws = Draws(seed, ids, epoch_word(epoch, occurrences), index)
     size = len(batch[batch_keys.SAMPLE_ID])
     return draws.stratified(Purpose.STRATUM, Purpose.TIMESTEP)[rank * size : (rank + 1) * size]
 

@@ -19,10 +19,11 @@ from diffusion.data.caption_choice import CAPTION_COLUMNS, caption_chances, capt
 from diffusion.data.epoch_position import keep_data_position
 from diffusion.data.evaluation_order import EvaluationOrder, evaluation_order
 from diffusion.data.image_block import ImageBlock
+from diffusion.data.repeated_samples import OccurrenceSpanner, numbered_ids
 from diffusion.data.verified_dataset import VerifiedDataset
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
-from diffusion.models.randomness import Purpose, keyed_uniforms
+from diffusion.models.randomness import Purpose, epoch_word, keyed_uniforms
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,8 @@ class Bucket:
 class BucketedDataset(VerifiedDataset):
     """Base class of datasets over several streams, each with its own image shape; subclasses implement `item`.
 
-    Samples carry their id and epoch, which key all randomness.
+    Samples carry their id, epoch and occurrence in it, which key all randomness. The `index` that a method takes is a
+    numbered id (`diffusion.data.repeated_samples`), which for the first copy of a sample in an epoch is its id.
 
     Args:
         buckets: The streams.
@@ -59,6 +61,9 @@ class BucketedDataset(VerifiedDataset):
             (`diffusion.data.bad_samples`).
         streaming: Keyword arguments for VerifiedDataset and StreamingDataset.
     """
+
+    copies = 'each with its own crop, caption, timestep and noise'
+    """Difference between the copies of a sample that an epoch repeats, for log messages."""
 
     def __init__(
         self,
@@ -82,6 +87,7 @@ class BucketedDataset(VerifiedDataset):
         self.is_proportional = bool(given) or streaming.get('epoch_size') is not None
         super().__init__({bucket.name: bucket.stream for bucket in buckets}, batch_size=batch_size, **streaming)
         self.buckets = [replace(bucket, stream=stream) for bucket, stream in zip(buckets, self.streams, strict=True)]
+        self.spanner = OccurrenceSpanner(self.spanner)
         self._check_columns(columns)
         if elastic:
             self._round_to_whole_batches()
@@ -193,7 +199,8 @@ class BucketedDataset(VerifiedDataset):
         """Return the stream, row and shard of a sample as text, for error messages."""
         shard, row = self.spanner[index]
         reader = self.shards[shard]
-        return f'streams.{self.bucket_of(index).name}: sample {index} (row {row} of {reader.raw_data.basename})'
+        sample = index % self.num_samples
+        return f'streams.{self.bucket_of(index).name}: sample {sample} (row {row} of {reader.raw_data.basename})'
 
     def current_epoch(self) -> int:
         """Return the number of the epoch whose samples this dataset serves now, counted from 0."""
@@ -201,20 +208,28 @@ class BucketedDataset(VerifiedDataset):
         return max(self.next_epoch - 1, 0)
 
     def draws(self, index: int, purpose: Purpose) -> tuple[float, float, float, float]:
-        """Return four uniform random numbers in [0, 1), keyed by seed, purpose, sample and epoch."""
-        return keyed_uniforms(self.seed, purpose, index, self.current_epoch())
+        """Return four uniform random numbers in [0, 1), keyed by seed, purpose, sample, epoch and occurrence."""
+        occurrence, sample = divmod(int(index), self.num_samples)
+        return keyed_uniforms(self.seed, purpose, sample, epoch_word(self.current_epoch(), occurrence))
 
     def identity(self, index: int) -> dict[str, int]:
-        """Return the id and epoch of a sample as batch entries, which key the sample's random draws on the device."""
-        return {batch_keys.SAMPLE_ID: int(index), batch_keys.EPOCH: self.current_epoch()}
+        """Return the sample's id, epoch and occurrence as batch entries, which key its random draws on the device."""
+        occurrence, sample = divmod(int(index), self.num_samples)
+        return {
+            batch_keys.SAMPLE_ID: sample,
+            batch_keys.EPOCH: self.current_epoch(),
+            batch_keys.OCCURRENCE: occurrence,
+        }
 
     def _replacement(self, index: int, attempt: int) -> int:
-        """Return the id of the sample that replaces an undecodable one at this attempt (1, 2, ...)."""
+        """Return the numbered id of the sample that replaces an undecodable one at this attempt (1, 2, ...)."""
         # From the same shard: it has the same shape, so the batch stays uniform, and it is already on the local disk.
         shard, _ = self.spanner[index]
         first = int(self.sample_offset_per_shard[shard])
         samples = int(self.samples_per_shard[shard])
-        return first + replacement(self.seed, index, self.current_epoch(), attempt, samples=samples)
+        occurrence, sample = divmod(index, self.num_samples)
+        served = first + replacement(self.seed, sample, self.current_epoch(), attempt, samples=samples)
+        return served + occurrence * self.num_samples
 
     def _replacement_note(self, index: int, served: int, errors: Sequence[str]) -> str:
         """Return a JSON object that describes a replaced sample, for the quarantine file."""
@@ -222,7 +237,8 @@ class BucketedDataset(VerifiedDataset):
         raw = self.shards[shard].file_pairs[0][0].basename
         key = self.get_item(index).get('key')
         name = self.bucket_of(index).name
-        line = {'sample_id': index, 'served': served, 'stream': name, 'shard': raw, 'row': int(row), 'key': key}
+        ids = {'sample_id': index % self.num_samples, 'served': served % self.num_samples}
+        line = ids | {'stream': name, 'shard': raw, 'row': int(row), 'key': key}
         return json.dumps(line | {'epoch': self.current_epoch(), 'error': errors[0]}, default=str)
 
     def load_state_dict(self, obj: dict[str, Any]) -> None:
@@ -284,6 +300,11 @@ class BucketedDataset(VerifiedDataset):
         """Return the number of samples per rank in an epoch of the evaluation order."""
         assert isinstance(self.batch_size, int)
         return sum(-(-int(stream.choose) // self.global_batch) for stream in self.streams) * self.batch_size
+
+    def resample_streams(self, epoch: int, stream_id: int | None = None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the shuffle units and the numbered ids of the samples of an epoch; Streaming shuffles them."""
+        units, samples = super().resample_streams(epoch, stream_id)
+        return units, numbered_ids(samples, self.num_samples) if self.elastic else samples
 
     def _get_work(self, epoch: int, sample_in_epoch: int) -> NDArray[np.int64]:
         """Return the samples of this rank's worker in an epoch; Streaming calls this when an epoch begins."""
@@ -359,9 +380,11 @@ class BucketedDataset(VerifiedDataset):
             )
         if samples < self.global_batch:
             log.warning(
-                'streams.%s: its %d samples do not fill a global batch of %d; a batch will hold duplicate samples',
-                *(bucket.name, samples, self.global_batch),
+                'streams.%s: its %d samples do not fill a global batch of %d; a batch will hold copies of a sample, %s',
+                *(bucket.name, samples, self.global_batch, self.copies),
             )
+        elif taken > samples:
+            log.info('streams.%s: %.3g copies of each sample per epoch, %s', bucket.name, taken / samples, self.copies)
 
     def _check_columns(self, columns: Sequence[tuple[str, ...]]) -> None:
         """Raise UserError if a stream has no samples or lacks a required column."""

@@ -37,6 +37,9 @@ SAMPLE_ID = 'sample_id'
 EPOCH = 'epoch'
 """Epoch that the sample belongs to, int64 [B]."""
 
+OCCURRENCE = 'occurrence'
+"""Number of earlier copies of the sample in its epoch, int64 [B]: 0 unless the epoch repeats samples."""
+
 BATCH_INDEX = 'batch_index'
 """Index of the global batch within the epoch, int64 [B]."""
 

@@ -42,7 +42,7 @@ from diffusion.models.objective import (
 from diffusion.models.part_checks import check_parts, check_perceptual
 from diffusion.models.perceptual_losses import PerceptualLosses, load_perceptual_loss
 from diffusion.models.pixel_space import PixelSpace
-from diffusion.models.randomness import Draws, Purpose, RandomBits, draws_for, random_bits
+from diffusion.models.randomness import Draws, Purpose, RandomBits, draws_for, epoch_word, random_bits
 from diffusion.models.representation_alignment import (
     FeatureEncoder,
     RepresentationAlignment,
@@ -363,13 +363,14 @@ class LatentDiffusion(ComposerModel):
         return losses.mean()
 
     def draws_of(self, batch: Mapping[str, Tensor]) -> Draws:
-        """Return the source of random numbers for a training batch, keyed by the samples' ids, epochs and batches."""
+        """Return the source of random numbers for a batch, keyed by its samples' ids, epochs, copies and batches."""
         sample_id = batch.get(batch_keys.SAMPLE_ID)
         if sample_id is None:
             sample_id = torch.randint(2**32, (len(batch[batch_keys.INPUT_IDS]),), device=self.device)
         zeros = torch.zeros_like(sample_id)
-        epoch, batch_index = (batch.get(key, zeros) for key in (batch_keys.EPOCH, batch_keys.BATCH_INDEX))
-        return Draws(self.seed, sample_id, epoch, batch_index)
+        keys = (batch_keys.EPOCH, batch_keys.OCCURRENCE, batch_keys.BATCH_INDEX)
+        epoch, occurrence, batch_index = (batch.get(key, zeros) for key in keys)
+        return Draws(self.seed, sample_id, epoch_word(epoch, occurrence), batch_index)
 
     def route_tokens(self, route: Route) -> TokenRouter:
         """Let image tokens skip blocks of the denoiser in training; call before the denoiser is wrapped by FSDP.

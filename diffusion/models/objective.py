@@ -59,8 +59,8 @@ class Objective:
     logit_std: float = 1.0
     """Standard deviation of logit(t) of logit_normal timesteps."""
     uniform_fraction: float = 0.0
-    """Fraction of logit_normal timesteps that are drawn uniformly instead, so that both ends are trained too. `snr_shift`
-    does not apply to them, as in the training code of PRX."""
+    """Fraction of logit_normal timesteps that are drawn uniformly instead, so that both ends are trained too.
+    `snr_shift` does not apply to them, as in the training code of PRX."""
 
     def __post_init__(self) -> None:
         defaults = {each.name: each.default for each in fields(Objective) if each.default is not MISSING}

@@ -196,8 +196,8 @@ class Draws:
     Attributes:
         seed: Seed of the run, in [0, 2**32).
         sample_id: Index of each sample in its dataset, int64 [B].
-        epoch: Epoch of each sample, int64 [B].
-        batch_index: Index of the global batch, int64 [B]; distinguishes repetitions of a sample within an epoch.
+        epoch: Epoch of each sample, which repetitions of a sample within it extend by `epoch_word`, int64 [B].
+        batch_index: Index of the global batch, int64 [B].
         ready_words: Words drawn by `precompute_draws`, as integers and as fractions [B], by purpose.
         ready_normals: Normal numbers drawn by `precompute_draws`, by purpose.
     """
@@ -291,8 +291,13 @@ def _blocks(count: int) -> int:
     return -(-count // 4)
 
 
+def epoch_word(epoch: Words, occurrence: Words) -> Words:
+    """Return the word of a counter for an epoch and the number of earlier copies of the sample in it."""
+    return epoch + (occurrence << 16)
+
+
 def keyed_uniforms(seed: int, purpose: Purpose, sample_id: int, epoch: int) -> tuple[float, float, float, float]:
-    """Return four random numbers in [0, 1) for one sample in one epoch, without tensors, for data workers."""
+    """Return four random numbers in [0, 1) for a sample and an `epoch_word`, without tensors, for data workers."""
     # int(): Streaming passes NumPy integers, which warn when a product overflows.
     w0, w1, w2, w3 = philox((0, int(sample_id) & _MASK, int(epoch) & _MASK, 0), (seed, int(purpose)))
     return w0 * 2.0**-32, w1 * 2.0**-32, w2 * 2.0**-32, w3 * 2.0**-32

@@ -32,10 +32,11 @@ def test_loss_and_gradient_equal_the_papers_formula():
     predicted.requires_grad_()
     draws = draws_for([3, 1, 4, 15, 9], seed=5)
     outputs = Denoised(predicted, noise - latents, torch.ones(5))
-    negatives = negatives_of(outputs.target, draws)
+    negatives, exists = negatives_of(outputs.target, draws)
+    assert exists.all()
     own = [next(j for j in range(5) if torch.equal(negatives[i], noise[j] - latents[j])) for i in range(5)]
     assert sorted(own) == list(range(5)) and all(i != j for i, j in enumerate(own))
-    loss = (predicted - outputs.target).square().mean() - 0.05 * contrastive_error(outputs, negatives)
+    loss = (predicted - outputs.target).square().mean() - 0.05 * contrastive_error(outputs, negatives, exists)
     loss.backward()
     total, gradient = 0.0, torch.zeros_like(predicted)
     for i, j in enumerate(own):
@@ -64,6 +65,26 @@ def test_negatives_form_one_random_cycle_whatever_the_order_of_the_batch(count):
     assert dict(zip(ids.tolist(), ids[after].tolist(), strict=True)) == dict(
         zip(ids[order].tolist(), ids[order][shuffled].tolist(), strict=True)
     )
+
+
+@pytest.mark.parametrize('count', [2, 3, 64])
+def test_no_negative_is_a_copy_of_its_sample(count):
+    generator = torch.Generator().manual_seed(count)
+    ids = torch.randint(0, max(2, count // 8), (count,), generator=generator)
+    ids[0], ids[1] = 0, 1
+    words = torch.randperm(count, generator=generator)
+    cycle = [int(ids[i]) for i in words.argsort()]
+    for i, j in enumerate(successors(ids, words).tolist()):
+        place = int((words < words[i]).sum())
+        expected = next(each for each in cycle[place:] + cycle[:place] if each != ids[i])
+        assert ids[j] == expected != ids[i]
+
+
+def test_batch_of_copies_of_one_sample_has_no_negatives():
+    outputs = Denoised(torch.randn(4, 2, 2, 2), torch.randn(4, 2, 2, 2), torch.ones(4))
+    negatives, exists = negatives_of(outputs.target, draws_for([7] * 4, seed=5))
+    assert not exists.any()
+    assert contrastive_error(outputs, negatives, exists) == 0
 
 
 def samples(model, count: int = 8):
@@ -105,7 +126,7 @@ def test_trainer_subtracts_the_term_from_the_loss(make_model):
     model = make_model(objective=FLOW)
     batch = torch.utils.data.default_collate(samples(model, 4))
     outputs = model(batch)
-    term = contrastive_error(outputs, negatives_of(outputs.target, model.draws_of(batch)))
+    term = contrastive_error(outputs, *negatives_of(outputs.target, model.draws_of(batch)))
     assert with_term == pytest.approx(plain - 0.2 * float(term.detach()), rel=1e-5)
     assert plain - with_term > 0.1
 

@@ -55,7 +55,8 @@ def test_replacements_do_not_depend_on_workers_or_resume(tmp_path):
 def test_replacement_notes_are_removed_from_batches(tmp_path):
     local = write_samples(tmp_path / 'local', bad=BAD)
     for batch in loader_over(None, local, substitute=True, workers=1, loader=LENIENT):
-        assert set(batch) == {'number', batch_keys.SAMPLE_ID, batch_keys.EPOCH, batch_keys.BATCH_INDEX}
+        numbers = {batch_keys.SAMPLE_ID, batch_keys.EPOCH, batch_keys.OCCURRENCE, batch_keys.BATCH_INDEX}
+        assert set(batch) == {'number', *numbers}
 
 
 @pytest.mark.parametrize('workers', [0, 2])

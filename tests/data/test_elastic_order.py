@@ -17,6 +17,7 @@ from streaming.base.world import World
 from diffusion.config import sample_order
 from diffusion.config.image_shapes import square
 from diffusion.config.load import RecipeError, load
+from diffusion.data.repeated_samples import OccurrenceSpanner
 from diffusion.data.streams import Bucket, BucketedDataset
 from diffusion.models import batch_keys
 from diffusion.training.components import build_loader
@@ -84,7 +85,8 @@ def dataset_without_shards(
     dataset.samples_per_shard = np.concatenate(sizes)
     dataset.sample_offset_per_shard = dataset.samples_per_shard.cumsum() - dataset.samples_per_shard
     dataset.stream_per_shard = np.repeat(np.arange(len(streams)), dataset.shards_per_stream)
-    dataset.spanner = Spanner(dataset.samples_per_shard)
+    dataset.spanner = OccurrenceSpanner(Spanner(dataset.samples_per_shard))
+    dataset.num_samples = int(dataset.samples_per_shard.sum())
     dataset.epoch_size = Stream.apply_weights(
         dataset.streams, dataset.samples_per_stream, epoch_size, dataset.shuffle_seed
     )
@@ -96,7 +98,7 @@ def dataset_without_shards(
 
 
 def batches(dataset: BucketedDataset, layout: Layout, *, epoch: int = 0, skipped: int = 0) -> list[list[int]]:
-    """Return the sorted ids of every global batch that the loaders of all ranks together would serve."""
+    """Return the sorted numbered ids of every global batch that the loaders of all ranks together would serve."""
     global_batch = dataset.global_batch
     dataset.batch_size = global_batch // layout.ranks
     dataset._parallel_rank_world = layout.world
@@ -179,7 +181,7 @@ def _rows(dataset: BucketedDataset) -> int:
 )
 def test_epoch_has_no_repeats_and_omits_less_than_one_batch_per_stream(sizes, global_batch, shuffle):
     dataset = dataset_without_shards([(stream(), shards) for shards in sizes], global_batch, **shuffle)
-    served = Counter(index for batch in batches(dataset, LAYOUTS[0]) for index in batch)
+    served = Counter(index % dataset.num_samples for batch in batches(dataset, LAYOUTS[0]) for index in batch)
     by_stream = Counter(dataset.bucket_of(index).name for index in served)
     for bucket, shards in zip(dataset.buckets, sizes, strict=True):
         if sum(shards) >= global_batch:
@@ -221,7 +223,7 @@ def test_samples_per_epoch_are_rounded_to_whole_batches_and_logged(caplog):
     assert (dataset.epoch_size, dataset.length) == (224, 224)
     assert sum(stream.proportion for stream in dataset.streams) == pytest.approx(1)
     assert 'streams.s1: 64 samples (2 batches) per epoch; 6 of its 70 are left for another epoch' in caplog.text
-    assert 'streams.s2: its 5 samples do not fill a global batch of 32; a batch will hold duplicate' in caplog.text
+    assert 'streams.s2: its 5 samples do not fill a global batch of 32; a batch will hold copies' in caplog.text
 
 
 @pytest.mark.parametrize('by', ['proportion', 'samples'])

@@ -21,21 +21,26 @@ def global_batch(size: int, *, index: int = 3) -> dict[str, torch.Tensor]:
     ids = torch.randperm(10 * size, generator=torch.Generator().manual_seed(index))[:size]
     return {
         batch_keys.SAMPLE_ID: ids,
+        batch_keys.OCCURRENCE: torch.zeros_like(ids),
         batch_keys.EPOCH: torch.full_like(ids, 1),
         batch_keys.BATCH_INDEX: torch.full_like(ids, index),
     }
 
 
+def copies_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.stack([batch[batch_keys.SAMPLE_ID], batch[batch_keys.OCCURRENCE]])
+
+
 @pytest.mark.parametrize('ranks', [1, 2, 4, 8, 16])
 def test_quantiles_depend_on_samples_not_ranks(ranks):
     batch = global_batch(48)
-    on_one_rank = timestep_quantiles(17, batch, batch[batch_keys.SAMPLE_ID], 0)
+    on_one_rank = timestep_quantiles(17, batch, copies_of(batch), 0)
     expected = dict(zip(batch[batch_keys.SAMPLE_ID].tolist(), on_one_rank.tolist(), strict=True))
     # Streaming assigns sample i to rank i % ranks.
     parts = [{name: tensor[rank::ranks] for name, tensor in batch.items()} for rank in range(ranks)]
-    all_ids = torch.cat([part[batch_keys.SAMPLE_ID] for part in parts])
+    copies = torch.cat([copies_of(part) for part in parts], dim=1)
     for rank, part in enumerate(parts):
-        quantiles = timestep_quantiles(17, part, all_ids, rank)
+        quantiles = timestep_quantiles(17, part, copies, rank)
         assert quantiles.dtype == torch.float64
         assert quantiles.tolist() == [expected[index] for index in part[batch_keys.SAMPLE_ID].tolist()]
     assert sorted((on_one_rank * 48).long().tolist()) == list(range(48))

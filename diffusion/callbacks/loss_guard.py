@@ -258,18 +258,16 @@ class LossGuard(Callback):
         for optimizer in state.optimizers:
             optimizer.zero_grad(set_to_none=True)
         if dist.get_global_rank() == 0:
-            line = {
-                'batch': batch,
-                'epoch': state.timestamp.epoch.value,
-                'reason': reason,
-                'loss': loss if math.isfinite(loss) else None,
-                'median': median(self.history) if self.history else None,
-                'sample_ids': ids,
-                'action': 'skip' if skip else 'stop',
-            }
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with append_text(self.path) as file:
-                file.write(json.dumps(line) + '\n')
+            append_bad_batch(
+                self.path,
+                batch=batch,
+                epoch=state.timestamp.epoch.value,
+                reason=reason,
+                loss=loss,
+                history=self.history,
+                sample_ids=ids,
+                action='skip' if skip else 'stop',
+            )
             action = 'update skipped' if skip else 'the run stops'
             self.on_bad_batch(f'batch {batch}: {reason}; {action}; {describe_samples(ids, self.path)}')
         if not skip:
@@ -301,6 +299,32 @@ def record_microbatch(loss: Any, batch: Any, sample_losses: Tensor | None) -> Mi
     if sample_losses is None or (ids is not None and len(sample_losses) != len(ids)):
         sample_losses = total.expand(1 if ids is None else len(ids))
     return Microbatch(total, sample_losses, ids)
+
+
+def append_bad_batch(
+    path: Path,
+    *,
+    batch: int,
+    epoch: int,
+    reason: str,
+    sample_ids: Sequence[int],
+    loss: float = math.nan,
+    history: Sequence[float] = (),
+    action: Literal['skip', 'stop'] = 'stop',
+) -> None:
+    """Append a line about a bad batch to `bad_batches.jsonl`."""
+    line = {
+        'batch': batch,
+        'epoch': epoch,
+        'reason': reason,
+        'loss': loss if math.isfinite(loss) else None,
+        'median': median(history) if history else None,
+        'sample_ids': list(sample_ids),
+        'action': action,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with append_text(path) as file:
+        file.write(json.dumps(line) + '\n')
 
 
 def _ignore(text: str) -> None:

@@ -15,6 +15,8 @@ class SavesInTime(Protocol):
 
     def save_in_time(self, state: State, logger: Logger, notice_seconds: float | None) -> None: ...
 
+    def finish_save(self, logger: Logger) -> None: ...
+
 
 def save_now(state: State, logger: Logger, *, notice_seconds: float | None = None) -> str | None:
     """Save a checkpoint immediately, unless this batch already has one; a collective, which every rank must call.

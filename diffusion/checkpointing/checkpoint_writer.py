@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.storage import WriteResult
 
+from diffusion.algorithms.finite_weights import NOT_SAVED, check_weights
 from diffusion.checkpointing import checkpoint_store
 from diffusion.checkpointing.checkpoint_store import FileRecord
 from diffusion.checkpointing.rank_agreement import gather_on_rank_zero, raise_on_all_ranks
@@ -87,6 +88,7 @@ class SaveInProgress:
 
     Raises:
         SaveFailed: A rank met a storage fault; on every rank.
+        NonFiniteWeights: Weights are NaN or infinite; on every rank, before anything is written.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class SaveInProgress:
         self._results: list[WriteResult] = []
         self._copies: TensorCopies | None = None
         self._reductions: dict[int, Any] | None = None
+        check_weights(state, f'batch {self.batch}', NOT_SAVED)
         with self._discard_on_error():
             with self._as_save_failed():
                 storage.begin(self.batch, every_rank=sharded_tensors)

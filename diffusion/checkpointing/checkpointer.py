@@ -264,6 +264,11 @@ class Checkpointer(CheckpointSaver):
         if states is not None and len(states) == dist.get_world_size():
             reproducibility.load_rng_state(states)
 
+    def finish_save(self, logger: Logger) -> None:
+        """Wait for a save in the background and publish it, before the run stops without another save; a collective."""
+        if self._running is not None:
+            self._finish_running(logger)
+
     def _start_copies(self) -> None:
         """Start the copies of the snapshots that the running saves write."""
         if self._running is not None:

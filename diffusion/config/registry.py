@@ -61,6 +61,7 @@ TARGETS: dict[str, dict[str, Any]] = {
         'loss_guard': 'diffusion.callbacks.loss_guard:LossGuard',
         'lr_monitor': 'composer.callbacks.lr_monitor:LRMonitor',
         'memory_monitor': 'composer.callbacks.memory_monitor:MemoryMonitor',
+        'nan_guard': 'diffusion.callbacks.nan_guard:NaNGuard',
         'nan_monitor': 'composer.callbacks.nan_monitor:NaNMonitor',
         'node_health': 'diffusion.callbacks.node_health:NodeHealth',
         'optimizer_monitor': 'composer.callbacks.optimizer_monitor:OptimizerMonitor',

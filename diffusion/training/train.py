@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from composer import Trainer
+from composer.callbacks import CheckpointSaver
 from composer.core import Algorithm, Callback, State, TimeUnit
 from composer.loggers import LoggerDestination
 from composer.models import ComposerModel
@@ -16,11 +17,13 @@ from composer.utils import dist, get_device
 from torch.nn.parallel import DistributedDataParallel
 
 from diffusion.algorithms.encode_together import EncodeTogether
+from diffusion.algorithms.finite_weights import check_before_saves, check_weights
 from diffusion.callbacks.compile_cache import CompileCache
 from diffusion.callbacks.evaluation_results import EvaluationResults
 from diffusion.callbacks.heartbeat import Heartbeat
 from diffusion.callbacks.in_run_evaluation import InRunEvaluation
 from diffusion.callbacks.loss_guard import LossGuard
+from diffusion.callbacks.nan_guard import NaNGuard
 from diffusion.callbacks.optimizer_settings import OptimizerSettings
 from diffusion.callbacks.preemption import Preemption
 from diffusion.callbacks.recipe_keeper import RecipeKeeper
@@ -125,6 +128,7 @@ def _train(recipe: Recipe, attempt: Attempt | None, notifier: Notifier, mirror: 
         log.info('%s: already trained to %s', recipe.run_dir, trainer.state.max_duration)
         return trainer
     try:
+        check_start(recipe, trainer.state)
         fit(trainer)
     except BaseException:
         # The engine alone, which flushes the loggers and logs errors of their close. Trainer.close() also waits for all
@@ -142,7 +146,7 @@ def connect(callbacks: Sequence[Callback], attempt: Attempt | None, notifier: No
             callback.attempt, callback.on_record = attempt, notifier.check_goodput
         elif isinstance(callback, Preemption) and attempt is not None:
             callback.on_interrupt = partial(record_interrupt, notifier.run, attempt, notifier)
-        elif isinstance(callback, LossGuard):
+        elif isinstance(callback, LossGuard | NaNGuard):
             callback.on_bad_batch = partial(notifier.send, 'loss_guard')
         elif isinstance(callback, Checkpointer):
             callback.failed_saves.on_failure = partial(notifier.send, 'checkpoint_failed')
@@ -226,7 +230,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         callbacks=[
             # First, so that the heartbeat before a save precedes callbacks that save themselves and raise.
             Heartbeat(),
-            *components.build_all(recipe, 'callback', recipe.callbacks),
+            *with_guard(components.build_all(recipe, 'callback', recipe.callbacks), recipe),
             keeper,
             OptimizerSettings(optimizer, schedule=schedule_of(recipe)),
             *_own_callbacks(recipe, parts, loader, checkpointer),
@@ -242,6 +246,9 @@ def build_trainer(recipe: Recipe) -> Trainer:
         # FSDP has moved only what it shards to a GPU.
         model.place(trainer.state.device.tensor_to_device(torch.empty(0)).device)
     set_group_timeouts(dist_timeout(recipe))
+    for saver in trainer.state.callbacks:
+        if isinstance(saver, CheckpointSaver) and not isinstance(saver, Checkpointer):
+            check_before_saves(saver)
     reduce_step_overhead(trainer)
     average_gradients_on_cpu(trainer.state.model)
     if checkpointer is None and trainer.state.timestamp.batch.value:
@@ -286,6 +293,24 @@ def build_checkpointer(recipe: Recipe) -> Checkpointer | None:
         recipe_text=to_yaml(recipe),
         tiers=tiers,
     )
+
+
+def check_start(recipe: Recipe, state: State) -> None:
+    """Raise UserError if the weights that training starts from are NaN or infinite; a collective."""
+    if state.timestamp.batch.value:
+        where = str(state.load_path or f'batch {state.timestamp.batch.value}')
+        check_weights(state, where, 'to resume from an earlier checkpoint, move this one away')
+    else:
+        where = (
+            'the initial weights' if recipe.initial_weights is None else f'init_from: {recipe.initial_weights.source}'
+        )
+        check_weights(state, where, 'start from other weights')
+
+
+def with_guard(callbacks: Sequence[Callback], recipe: Recipe) -> list[Callback]:
+    """Return callbacks with a `NaNGuard`, unless they have one or a `LossGuard`, which checks more."""
+    guarded = any(isinstance(each, LossGuard | NaNGuard) for each in callbacks)
+    return [*callbacks, *([] if guarded else [NaNGuard(folder=str(recipe.run_dir))])]
 
 
 def check_unused(storage: RunStorage) -> None:

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from diffusion.callbacks import loss_guard
 from diffusion.callbacks.loss_guard import LossGuard
+from diffusion.callbacks.nan_guard import NaNGuard
 from diffusion.callbacks.preemption import Preemption
 from diffusion.errors import UserError
 from diffusion.exit_codes import PREEMPTED, Preempted
@@ -185,7 +186,11 @@ def main(scenario: str, folder: Path) -> int:
     else:
         # Four samples per rank in batch 1: 108, 110, 112, 114 on rank 0 and 109, 111, 113, 115 on rank 1.
         data = make_data(bad=[111])
-        callbacks.append(LossGuard(action=scenario.partition('-')[0], folder=str(folder)))  # type: ignore[arg-type]
+        if scenario.startswith('nan_guard'):
+            callbacks.append(NaNGuard(folder=str(folder)))
+            settings['save_interval'] = '1ba'
+        else:
+            callbacks.append(LossGuard(action=scenario.partition('-')[0], folder=str(folder)))  # type: ignore[arg-type]
     if scenario.endswith('-fsdp2'):
         from composer.utils.parallelism import FSDP2Config
 

@@ -1,0 +1,91 @@
+"""Check that a Trainer's weights are finite, before they are saved and before training starts from them."""
+
+import math
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from composer.callbacks import CheckpointSaver
+from composer.core import State
+from composer.loggers import Logger
+from composer.utils import dist
+from torch import Tensor
+
+from diffusion.algorithms.average import Averager, local_shard
+from diffusion.compatibility.private_names import _foreach_norm, private_attribute, set_private_attribute
+from diffusion.errors import UserError
+
+MAX_NAMES_SHOWN = 3
+"""Number of parameter names in an error message."""
+NOT_SAVED = (
+    'they are not saved, and earlier checkpoints are kept; resume from one with a smaller optimizer.lr or clipped '
+    'gradients (algorithms.gradient_clipping); callbacks.loss_guard finds the batch'
+)
+
+
+class NonFiniteWeights(UserError):
+    """Error for weights that are NaN or infinite.
+
+    A UserError although it occurs in the middle of a run: a retry would repeat the same batches with the same result
+    until the recipe or the data is changed.
+    """
+
+
+def check_weights(state: State, where: str, remedy: str) -> None:
+    """Check that all trained weights and their averages are finite on every rank; a collective.
+
+    It reads each weight once and waits for the device, which takes milliseconds per save.
+
+    Args:
+        state: The trainer's state.
+        where: Start of the error message, such as `batch 7`.
+        remedy: End of the error message.
+
+    Raises:
+        NonFiniteWeights: A weight is NaN or infinite; on every rank.
+    """
+    bad = state.device.tensor_to_device(count_non_finite(tensor for _, tensor in _weights(state)).float())
+    dist.all_reduce(bad, reduce_operation='SUM')
+    if not bad.item():
+        return
+    found = dist.all_gather_object([name for name, tensor in _weights(state) if count_non_finite([tensor]).item()])
+    names = list(dict.fromkeys(name for each in found for name in each))
+    more = f' and {len(names) - MAX_NAMES_SHOWN} more' if len(names) > MAX_NAMES_SHOWN else ''
+    listed = ', '.join(names[:MAX_NAMES_SHOWN])
+    raise NonFiniteWeights(f'{where}: weights are NaN or infinite, in {listed}{more}; {remedy}')
+
+
+def check_before_saves(saver: CheckpointSaver) -> None:
+    """Let one of Composer's savers check that the weights are finite before each save."""
+    # Composer saves from several events, all of which call this method; no public one is called for each save.
+    save = private_attribute(saver, '_save_checkpoint')
+    set_private_attribute(saver, '_save_checkpoint', partial(_save_if_finite, save))
+
+
+@torch.no_grad()
+def count_non_finite(tensors: Iterable[Tensor]) -> Tensor:
+    """Return how many of the tensors have a NaN or an infinity, int64 [], on their device, without waiting for it."""
+    # An empty shard of FSDP has no largest element.
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    if not filled:
+        return torch.zeros((), dtype=torch.int64)
+    # The largest magnitude, unlike the L2 norm, cannot overflow, and NaN is the largest of all.
+    return (~torch.stack([each.float() for each in _foreach_norm(filled, math.inf)]).isfinite()).sum()
+
+
+def _save_if_finite(save: Any, state: State, logger: Logger) -> None:
+    """Save a checkpoint if the weights are finite."""
+    check_weights(state, f'batch {state.timestamp.batch.value}', NOT_SAVED)
+    save(state, logger)
+
+
+def _weights(state: State) -> Iterator[tuple[str, Tensor]]:
+    """Yield this rank's shards of the trained weights and of their averages, with their names."""
+    for name, parameter in state.model.named_parameters():
+        if parameter.requires_grad:
+            yield name.removeprefix('module.'), local_shard(parameter.detach())
+    for algorithm in state.algorithms:
+        if isinstance(algorithm, Averager):
+            for label, average in algorithm.averages.items():
+                yield from ((f'{label} of {name}', tensor) for name, tensor in average.tensors.items())

@@ -1,0 +1,170 @@
+"""NaNGuard: every run stops on all ranks at a NaN loss, keeps its last good checkpoint, and never saves bad weights."""
+
+import json
+import math
+from collections.abc import Callable
+
+import guarded_run
+import pytest
+import torch
+from composer.callbacks import CheckpointSaver
+from composer.core import Event
+from guarded_run import At, make_data, make_trainer, weights_of
+
+from diffusion.algorithms.finite_weights import NonFiniteWeights, check_before_saves, count_non_finite
+from diffusion.callbacks.loss_guard import BadLoss, LossGuard
+from diffusion.callbacks.nan_guard import NaNGuard
+from diffusion.checkpointing.checkpoint_weights import weights_of as weights_of_run
+from diffusion.checkpointing.run_folder import find_checkpoint
+from diffusion.config.load import load
+from diffusion.exit_codes import CONFIG_ERROR
+from diffusion.models import batch_keys
+from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.tasks import run_recipe
+from diffusion.training.train import build_trainer, train
+
+BAD = 121
+"""ID of a sample of batch 2."""
+BAD_BATCH = 6
+
+
+@pytest.mark.parametrize('value', [math.nan, math.inf])
+@pytest.mark.parametrize('keep_sample_losses', [True, False])
+def test_run_stops_after_the_batch_and_names_its_samples(tmp_path, value, keep_sample_losses):
+    data = make_data(bad=[BAD], value=value)
+    trainer = make_trainer(
+        data,
+        [NaNGuard(folder=str(tmp_path))],
+        folder=tmp_path,
+        save_interval='1ba',
+        keep_sample_losses=keep_sample_losses,
+    )
+    samples = 'sample 121' if keep_sample_losses else r'samples 116, 117, .* 123'
+    with pytest.raises(BadLoss, match=rf'batch 2: loss is {value}; {samples}; the newest checkpoint, .*/ba2.pt'):
+        trainer.fit()
+    trainer.close()
+    assert sorted(path.name for path in tmp_path.glob('ba*.pt')) == ['ba1.pt', 'ba2.pt']
+    (line,) = (tmp_path / 'bad_batches.jsonl').read_text().splitlines()
+    assert (json.loads(line)['batch'], json.loads(line)['action']) == (2, 'stop')
+
+
+def test_check_of_the_loss_can_be_turned_off(tmp_path):
+    trainer = make_trainer(make_data(bad=[BAD]), [NaNGuard(check_loss=False, folder=str(tmp_path))], duration='4ba')
+    trainer.fit()
+    trainer.close()
+    assert not any(weight.isfinite().all() for weight in weights_of(trainer.state))
+
+
+@pytest.mark.parametrize('event', [Event.BATCH_END, Event.EPOCH_END])
+def test_composers_savers_save_no_bad_weights(tmp_path, event):
+    """The loss of batch 2 is finite, its gradients are not; without the guard all later checkpoints are NaN."""
+    unit = '1ba' if event == Event.BATCH_END else '1ep'
+    trainer = make_trainer(make_data(bad_gradient=[BAD]), [], folder=tmp_path, save_interval=unit)
+    (saver,) = (each for each in trainer.state.callbacks if isinstance(each, CheckpointSaver))
+    check_before_saves(saver)
+    with pytest.raises(
+        NonFiniteWeights, match=r'batch [36]: weights are NaN or infinite, in network.0.weight, .* and 1'
+    ):
+        trainer.fit()
+    trainer.close()
+    assert sorted(path.name for path in tmp_path.glob('ba*.pt')) == (['ba1.pt', 'ba2.pt'] if unit == '1ba' else [])
+
+
+@pytest.mark.parametrize('scenario', ['nan_guard', 'nan_guard-fsdp2'])
+def test_two_ranks_stop_together(ranks, tmp_path, scenario):
+    job = ranks.start_program(2, guarded_run.__file__, scenario, tmp_path)
+    assert job.wait() == [CONFIG_ERROR] * 2, job.output()
+    for rank, output in enumerate(job.outputs()):
+        assert f'rank {rank}: batch 1: loss is nan; sample 111; the newest checkpoint, from before' in output
+    assert [path.name for path in tmp_path.glob('ba*.pt')] == ['ba1.pt']
+
+
+@pytest.fixture
+def broken_loss(monkeypatch) -> list[int]:
+    """Make the loss of one sample of batch 6 of a run NaN; the list gets the ID of the fourth sample of each batch."""
+    loss, seen = LatentDiffusion.loss, []
+
+    def broken(self, outputs, batch):
+        seen.append(int(batch[batch_keys.SAMPLE_ID][3]))
+        outputs.weight[3] *= torch.nan if len(seen) == BAD_BATCH + 1 else 1
+        return loss(self, outputs, batch)
+
+    monkeypatch.setattr(LatentDiffusion, 'loss', broken)
+    return seen
+
+
+@pytest.mark.parametrize('asynchronous', [False, True])
+def test_every_recipe_has_the_guard_and_keeps_its_last_good_checkpoint(
+    write_recipe, tmp_path, broken_loss, capsys, asynchronous
+):
+    path = write_recipe(checkpointing={'asynchronous': asynchronous, 'keep': {'last': 1}})
+    assert run_recipe.main([str(path), 'trainer.save_interval=1ba']) == CONFIG_ERROR
+    message = capsys.readouterr().err
+    assert f'error: batch {BAD_BATCH}: loss is nan; sample {broken_loss[-1]}; the newest checkpoint, from' in message
+    run = tmp_path / 'runs' / 'run'
+    checkpoint = find_checkpoint(run)
+    assert checkpoint.name == f'ba{BAD_BATCH}' and str(checkpoint) in message
+    assert all(weight.isfinite().all() for weight in weights_of_run(checkpoint, 'training')[0].values())
+    assert (run / 'bad_batches.jsonl').is_file()
+
+
+def test_loss_guard_takes_its_place(write_recipe):
+    def guards(**callbacks) -> list[type]:
+        trainer = build_trainer(load(write_recipe(callbacks=callbacks)))
+        trainer.close()
+        return [type(each) for each in trainer.state.callbacks if isinstance(each, LossGuard | NaNGuard)]
+
+    assert guards() == [NaNGuard]
+    assert guards(loss_guard=None) == [LossGuard]
+    assert guards(nan_guard={'check_loss': False}) == [NaNGuard]
+
+
+def poison(trainer, batch: int, spoil: Callable[[torch.Tensor], object]) -> None:
+    """Let a trained weight become bad at the end of a batch, unseen by any loss."""
+
+    def do() -> None:
+        weight = [each for each in trainer.state.model.parameters() if each.requires_grad][-1]
+        spoil(weight.data.to_local() if hasattr(weight.data, 'to_local') else weight.data)
+
+    trainer.state.callbacks.insert(0, At(Event.BATCH_END, batch, do))
+
+
+@pytest.mark.parametrize('parallelism', [{}, {'strategy': 'fsdp2', 'checkpoints': 'sharded'}])
+@pytest.mark.parametrize('checkpointing', [{}, {'asynchronous': True}])
+def test_bad_weights_are_not_saved_whole_or_sharded(write_recipe, alone, tmp_path, parallelism, checkpointing):
+    recipe = load(
+        write_recipe(
+            parallelism=parallelism, checkpointing=checkpointing, callbacks={'nan_guard': {'check_loss': False}}
+        ),
+        ['trainer.save_interval=2ba'],
+    )
+    trainer = build_trainer(recipe)
+    poison(trainer, 4, lambda weight: weight.flatten()[:1].fill_(torch.inf))
+    with pytest.raises(NonFiniteWeights, match='batch 4: weights are NaN or infinite, in .*; they are not saved'):
+        trainer.fit()
+    trainer.close()
+    run = tmp_path / 'runs' / 'run'
+    assert sorted(path.name for path in run.glob('ba*')) == ['ba2']
+    assert not [path for path in run.iterdir() if path.name.startswith('.ba')], 'no unfinished files'
+
+
+def test_training_does_not_start_from_bad_weights(write_recipe, monkeypatch):
+    recipe = load(write_recipe())
+    trainer = build_trainer(recipe)
+    poisoned = next(each for each in trainer.state.model.parameters() if each.requires_grad)
+    poisoned.data.flatten()[0] = torch.nan
+    monkeypatch.setattr('diffusion.training.train.build_trainer', lambda recipe: trainer)
+    with pytest.raises(
+        NonFiniteWeights, match='the initial weights: weights are NaN or infinite, in .*start from other'
+    ):
+        train(recipe)
+
+
+def test_non_finite_tensors_are_counted_in_every_dtype():
+    big = torch.tensor([torch.finfo(torch.float32).max])
+    good = [torch.ones(3), torch.zeros(0), big, -big, torch.ones(2, dtype=torch.bfloat16), torch.zeros(())]
+    assert count_non_finite(good).item() == 0
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+            assert count_non_finite([*good, torch.tensor([1.0, bad, 2.0], dtype=dtype)]).item() == 1
+    assert count_non_finite([]).item() == 0

@@ -104,8 +104,13 @@ def copies_of_gradients(model: nn.Module) -> int:
 
 def gradients_of(state: State) -> list[Tensor | None]:
     """Return the gradients of all parameters that a Trainer's optimizers update."""
+    return [parameter.grad for parameter in trained_parameters(state)]
+
+
+def trained_parameters(state: State) -> list[nn.Parameter]:
+    """Return all parameters that a Trainer's optimizers update; under FSDP2 they are always DTensors."""
     groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
-    return [parameter.grad for group in groups for parameter in group['params']]
+    return [parameter for group in groups for parameter in group['params']]
 
 
 def sum_dtype(tensor: Tensor) -> torch.dtype:

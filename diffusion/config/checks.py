@@ -371,6 +371,17 @@ def _check_parallelism(recipe: Recipe, gather: Gatherer) -> None:
             f'auto works only under fsdp1, not {settings.strategy}: ranks that run out of memory at different sizes '
             'would wait for each other forever; set a number',
         )
+    # OptimizerMonitor leaves the sum over ranks to the optimizer: Composer's has one for the tensors of fsdp1, which
+    # fails with the DTensors of fsdp2; others have none, so that under fsdp1 the norms are those of rank 0's shards.
+    monitored = {'fsdp1': 'adamw', 'fsdp2': 'decoupled_adamw'}.get(settings.strategy)
+    if isinstance(recipe.optimizer, Component) and recipe.optimizer.name == monitored:
+        for where, kind, component in _components(recipe):
+            if kind == 'callback' and component.name == 'optimizer_monitor':
+                gather.problem(
+                    where,
+                    f"optimizer_monitor cannot combine the ranks' norms of {monitored} under {settings.strategy}; use "
+                    'loss_guard, which logs the norm of all gradients as grad_norm/total',
+                )
     if settings.strategy == 'fsdp1' and isinstance(recipe.optimizer, Component) and recipe.optimizer.name == 'muon':
         gather.problem('optimizer.name', 'muon needs matrices, and fsdp1 flattens them; use strategy: fsdp2 or ddp')
     if settings.strategy == 'fsdp1' and isinstance(recipe.trainer, dict) and recipe.trainer.get('device') == 'cpu':

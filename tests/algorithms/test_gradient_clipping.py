@@ -1,6 +1,7 @@
 """GradientClipping: the gradients of torch's functions, with one collective for clipping and the loss guard."""
 
 import copy
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 from diffusion.algorithms.gradient_clipping import GradientClipping
 from diffusion.algorithms.gradient_norms import Gradients, summarize_gradients
-from diffusion.config.load import Component
+from diffusion.config.load import Component, load
 from diffusion.config.registry import build, resolve
 from diffusion.errors import UserError
 
@@ -49,6 +50,98 @@ def test_gradients_equal_composers_to_the_last_bit(kind, threshold):
         not torch.equal(one, other) for one, other in zip(gradients(ours)[:3], gradients(model())[:3], strict=True)
     )
     assert changed == (threshold < 1e6)
+
+
+PARTS = """
+import sys, torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from types import SimpleNamespace
+from composer.core import Event, Precision
+from diffusion.algorithms.gradient_clipping import GradientClipping
+
+torch.distributed.init_process_group('gloo')
+mesh = init_device_mesh('cpu', (torch.distributed.get_world_size(),))
+
+def layers():
+    # 7 rows and 5 elements do not divide over the ranks; the last vector has fewer elements than there are ranks.
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Conv2d(3, 4, 3), nn.LayerNorm(5), nn.PReLU(1), nn.Linear(6, 3))
+    gradients = [torch.randn_like(weight) * 10 ** (i % 3 - 1) for i, weight in enumerate(model.parameters())]
+    model[4].weight.data.zero_()
+    gradients[4] = torch.zeros_like(gradients[4])
+    return model, gradients
+
+for threshold in (0.01, 0.5, 1e9):
+    # The paper's rule, written out: a factor for each row, and one for a vector.
+    model, gradients = layers()
+    expected = []
+    for weight, gradient in zip(model.parameters(), gradients):
+        rows = (1, -1) if weight.ndim == 1 else (len(weight), -1)
+        norm = gradient.double().reshape(rows).square().sum(1, keepdim=True).sqrt()
+        limit = threshold * weight.detach().double().reshape(rows).square().sum(1, keepdim=True).sqrt()
+        factor = torch.where(norm > limit, limit / norm, torch.ones_like(norm))
+        expected.append((gradient.double().reshape(rows) * factor).reshape(gradient.shape))
+    model, gradients = layers()
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+    parameters = list(model.parameters())
+    for weight, gradient in zip(parameters, gradients):
+        weight.grad = distribute_tensor(gradient, mesh, weight.placements)
+    # A matrix sharded within its rows, and one that every rank has as a whole.
+    for placement in (Shard(1), Replicate()):
+        other = nn.Parameter(distribute_tensor(layers()[0][0].weight.detach(), mesh, [placement]))
+        other.grad = distribute_tensor(layers()[1][0], mesh, [placement])
+        parameters.append(other)
+        expected.append(expected[0])
+    optimizer = SimpleNamespace(param_groups=[{'params': parameters}])
+    state = SimpleNamespace(
+        model=model, optimizers=[optimizer], callbacks=[], precision=Precision.FP32, fsdp_config_version=2
+    )
+    GradientClipping('adaptive', threshold).apply(Event.AFTER_TRAIN_BATCH, state, None)
+    for weight, right in zip(parameters, expected, strict=True):
+        error = (weight.grad.full_tensor() - right).abs().max() / right.abs().max().clamp(min=1e-30)
+        assert error < 2e-7, (threshold, weight.shape, weight.placements, error)
+print('same')
+"""
+
+
+@pytest.mark.parametrize('count', [1, 2])
+def test_adaptive_clipping_of_shards_equals_the_papers_formula(ranks, tmp_path, count):
+    script = tmp_path / 'clip.py'
+    script.write_text(PARTS)
+    job = ranks.start_program(count, script)
+    assert job.wait() == [0] * count, job.output()
+    assert all('same' in output for output in job.outputs())
+
+
+def test_adaptive_clipping_is_refused_under_fsdp1(write_recipe):
+    sections = {'algorithms': {'gradient_clipping': {'clipping_type': 'adaptive', 'clipping_threshold': 0.1}}}
+    with pytest.raises(UserError, match=r'gradient_clipping\.clipping_type: adaptive needs the shapes .* fsdp2'):
+        load(write_recipe(parallelism={'strategy': 'fsdp1'}, **sections), ['trainer.device=gpu'])
+    load(write_recipe(parallelism={'strategy': 'fsdp2'}, **sections))
+    with pytest.raises(UserError, match='adaptive needs the shapes'):
+        GradientClipping('adaptive', 0.1).apply(Event.AFTER_TRAIN_BATCH, state_of(model(), fsdp_config_version=1), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ('strategy', 'optimizer', 'refused'),
+    [
+        ('fsdp1', 'adamw', True),
+        ('fsdp1', 'decoupled_adamw', False),
+        ('fsdp2', 'adamw', False),
+        ('fsdp2', 'decoupled_adamw', True),
+        ('ddp', 'decoupled_adamw', False),
+    ],
+)
+def test_norms_of_shards_that_composer_cannot_combine_are_refused(write_recipe, strategy, optimizer, refused):
+    path = write_recipe(
+        parallelism={'strategy': strategy}, callbacks={'optimizer_monitor': None}, optimizer={'name': optimizer}
+    )
+    with pytest.raises(UserError, match=r'callbacks\.optimizer_monitor: .* norms') if refused else nullcontext():
+        load(path, ['trainer.device=gpu'])
 
 
 class Source:

@@ -149,6 +149,12 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--gpus-per-node', type=_positive_integer, default=8, metavar='N', help='with --gpus (default: %(default)s)'
     )
+    parser.add_argument(
+        '--resume',
+        action='store_true',
+        help='also show which settings have changed since the newest checkpoint of the run, and the learning rate with '
+        'which it would resume; imports torch',
+    )
     parser.set_defaults(run=run_check)
 
 
@@ -174,6 +180,11 @@ def run_check(args: argparse.Namespace) -> int:
             print(f'#   {problem}')
     else:
         print(f'# {args.recipe}: ok, checked in {time.perf_counter() - started:.1f} s')
+    if args.resume:
+        from diffusion.tasks.resume_check import describe_resume
+
+        for line in describe_resume(recipe):
+            print(f'# {line}')
     return 0
 
 

@@ -4,21 +4,31 @@ Loading a checkpoint also restores the settings of its optimizer and scheduler. 
 silently keep the former weight decay, betas, epsilon and base learning rate.
 """
 
+import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from composer.core import Callback, State
+from composer.core import Callback, State, Timestamp
 from composer.loggers import Logger
+from composer.utils import dist
 from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 MUON_SETTINGS = ('momentum', 'nesterov', 'newton_schulz_steps', 'newton_schulz_dtype')
 SETTINGS = ('betas', 'eps', 'weight_decay', *MUON_SETTINGS)
 """Settings of a parameter group besides the learning rate, of all optimizers that have them."""
+MAX_CALM_FACTOR = 2.0
+"""A learning rate that changes by more than this factor from one batch to the next is logged as a warning."""
 
 
 class OptimizerSettings(Callback):
     """Callback that records the settings an optimizer was built with, and applies those that change on resume.
+
+    If the schedule or the length of the run changes, the log says the learning rate of the last batch before the resume
+    and of the first batch after it.
 
     Settings that training itself changes, such as the learning rate under a schedule, are replaced only if the recipe
     has changed; otherwise a resumed run equals an uninterrupted one bit for bit.
@@ -32,9 +42,20 @@ class OptimizerSettings(Callback):
         self.groups = [_settings(group) for group in optimizer.param_groups]
         self.schedule = dict(schedule)
         self._saved: dict[str, Any] = {}
+        self._last: dict[str, Any] = {}
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        rate = state.optimizers[0].param_groups[0]['lr']
+        # A rate on the GPU would have to be waited for.
+        known = not (isinstance(rate, Tensor) and rate.is_cuda)
+        length = state.dataloader_len
+        self._last = {
+            'rate': float(rate) if known else None,
+            'batches_per_epoch': None if length is None else int(length),
+        }
 
     def state_dict(self) -> dict[str, Any]:
-        return {'groups': self.groups, 'schedule': self.schedule}
+        return {'groups': self.groups, 'schedule': self.schedule, 'last': self._last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._saved = state
@@ -49,7 +70,40 @@ class OptimizerSettings(Callback):
             group.update({key: now[key] for key in SETTINGS if key in now and before.get(key) != now[key]})
         before, now = ([group['lr'] for group in each] for each in (saved, self.groups))
         if not self._saved or self._saved['schedule'] != self.schedule or before != now:
+            saved_rate = float(groups[0]['lr'])
             set_learning_rates(state, now)
+            self._log_rates(state.timestamp.batch.value, saved_rate, float(groups[0]['lr']))
+
+    def _log_rates(self, batch: int, saved: float, now: float) -> None:
+        """Log the learning rate before and after a resume that changes it, as a warning if it jumps.
+
+        Args:
+            batch: Number of the first batch after the resume.
+            saved: Rate of this batch by the checkpoint, as if nothing had changed.
+            now: Rate of this batch now.
+        """
+        if dist.get_global_rank() != 0 or math.isclose(saved, now, rel_tol=1e-9):
+            return
+        last = self._saved.get('last', {}).get('rate')
+        jumps = not 1 / MAX_CALM_FACTOR <= now / (last or saved or now or 1) <= MAX_CALM_FACTOR
+        text = describe_rates(batch, last=last, saved=saved, now=now)
+        log.log(logging.WARNING if jumps else logging.INFO, 'resumed with another schedule: %s', text)
+
+
+def describe_rates(batch: int, *, last: float | None, saved: float, now: float) -> str:
+    """Return the learning rates around a resume as text, such as `learning rate 1e-05 in batch 7, 4e-05 in batch 8`.
+
+    Args:
+        batch: Number of the first batch after the resume.
+        last: Rate of the batch before; None if the checkpoint is of an earlier version, which did not record it.
+        saved: Rate of the first batch as if nothing had changed.
+        now: Rate of the first batch.
+    """
+    before = saved if last is None else last
+    factor = f' ({now / before:.4g} times)' if before else ''
+    start = f'{last:.4g} in batch {batch - 1}, ' if last is not None else ''
+    same = math.isclose(saved, now, rel_tol=1e-9)
+    return f'learning rate {start}{now:.4g} in batch {batch}{factor}' + (f', {saved:.4g} without changes' * (not same))
 
 
 def set_learning_rates(state: State, base: list[float]) -> None:
@@ -71,12 +125,17 @@ def factors_of(scheduler: Any, state: State) -> list[float]:
     # time n. So evaluate the schedule one batch earlier; the next batch then gets the rate it would have had without
     # the restart.
     now = state.timestamp
-    batch, sample = now.batch.value, now.sample.value
-    state.timestamp = now.copy(batch=batch - 1, sample=sample * (batch - 1) // batch)
+    state.timestamp = one_batch_earlier(now)
     try:
         return [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
     finally:
         state.timestamp = now
+
+
+def one_batch_earlier(now: Timestamp) -> Timestamp:
+    """Return a timestamp with one batch, and its samples, less."""
+    batch, sample = now.batch.value, now.sample.value
+    return now.copy(batch=batch - 1, sample=sample * (batch - 1) // batch)
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

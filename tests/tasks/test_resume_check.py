@@ -1,0 +1,83 @@
+"""`diffusion check --resume` and the log of a resumed run: changed settings, and the learning rate before and after."""
+
+import logging
+import math
+
+import pytest
+
+from diffusion.cli import main
+from diffusion.config.load import load
+from diffusion.exit_codes import USAGE_ERROR
+from diffusion.training.train import build_trainer, train
+
+LONGER = 'trainer.max_duration=16ba'
+
+
+def cosine(batch: int, end: int) -> float:
+    """Return the rate of a batch of a cosine schedule that ends at `end`: Composer gives it that of the time before."""
+    return 1e-3 * (1 + math.cos(math.pi * max(0, batch - 1) / end)) / 2
+
+
+@pytest.fixture
+def finished(write_recipe):
+    """Recipe of a run that has ended after 8 batches of a cosine schedule."""
+    path = str(write_recipe(scheduler={'name': 'cosine'}))
+    train(load(path)).close()
+    return path
+
+
+class Rates:
+    """Learning rates of batches that were trained, by their number."""
+
+    def __init__(self, trainer) -> None:
+        self.found: dict[int, float] = {}
+        trainer.state.callbacks[0].batch_start = lambda state, logger: self.found.update(
+            {state.timestamp.batch.value: state.optimizers[0].param_groups[0]['lr']}
+        )
+
+
+def test_extended_run_says_its_learning_rate_before_and_after(finished, caplog, capsys):
+    last, now, same = cosine(7, 8), cosine(8, 16), cosine(8, 8)
+    assert now / last == pytest.approx(4.08, abs=0.01)
+    expected = f'learning rate {last:.4g} in batch 7, {now:.4g} in batch 8 ({now / last:.4g} times), {same:.4g} without'
+    assert main(['check', finished, LONGER, '--resume', '--quiet']) == 0
+    out = capsys.readouterr().out
+    assert expected in out
+    assert 'trainer.max_duration 8ba -> 16ba (applied: the length of the run; the learning rate follows)' in out
+    caplog.set_level(logging.INFO, logger='diffusion')
+    trainer = build_trainer(load(finished, [LONGER]))
+    (record,) = (each for each in caplog.records if 'learning rate' in each.message)
+    assert expected in record.message and record.levelno == logging.WARNING
+    rates = Rates(trainer)
+    trainer.fit()
+    trainer.close()
+    assert rates.found == pytest.approx({batch: cosine(batch, 16) for batch in range(8, 16)})
+
+
+def test_unchanged_run_resumes_without_a_line_about_its_rate(finished, caplog, capsys):
+    assert main(['check', finished, '--resume', '--quiet']) == 0
+    out = capsys.readouterr().out
+    assert 'ba8, no changed settings' in out
+    assert out.rstrip().endswith(f'{cosine(8, 8):.4g} in batch 8 ({cosine(8, 8) / cosine(7, 8):.4g} times)')
+    caplog.set_level(logging.INFO, logger='diffusion')
+    build_trainer(load(finished)).close()
+    assert 'learning rate' not in caplog.text
+
+
+def test_setting_that_cannot_change_fails_the_check(finished, capsys):
+    assert main(['check', finished, 'seed=18', '--resume', '--quiet']) == USAGE_ERROR
+    assert 'seed: 17 in the checkpoint, 18 now' in capsys.readouterr().err
+
+
+def test_run_without_checkpoint_starts_at_batch_0(write_recipe, capsys):
+    assert main(['check', str(write_recipe()), '--resume', '--quiet']) == 0
+    assert 'has no checkpoint, so the run would start at batch 0' in capsys.readouterr().out
+
+
+def test_schedule_in_epochs_uses_the_length_of_an_epoch(write_recipe, capsys):
+    path = str(write_recipe(scheduler={'name': 'cosine', 't_max': '1ep'}))
+    trainer = train(load(path))
+    length = int(trainer.state.dataloader_len or 0)
+    trainer.close()
+    assert main(['check', path, 'scheduler.t_max=2ep', 'trainer.max_duration=9ba', '--resume', '--quiet']) == 0
+    assert f' {cosine(8, 2 * length):.4g} in batch 8' in capsys.readouterr().out

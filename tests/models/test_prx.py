@@ -1,6 +1,7 @@
 """PRX against diffusers alone: parameter counts, the loss, text masks, pretrained parts, and mistakes."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
 from transformers.models.t5gemma.configuration_t5gemma import T5GemmaConfig
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
+from diffusion.config import registry
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.activation_memory import blocks_of
@@ -25,6 +27,8 @@ from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective
 from diffusion.models.prx_builders import FLOW, prx, tiny_prx
 from diffusion.models.randomness import Draws, Purpose
+from diffusion.models.representation_alignment import RepresentationAlignment
+from diffusion.models.sampler import inference_scheduler
 
 CAPTIONS = ['a red square', 'two cats', '', 'a very long caption of a small green circle and more']
 TINY: dict[str, Any] = {'hidden_size': 32, 'num_heads': 2, 'depth': 2, 'text_width': 32, 'text_layers': 1}
@@ -249,3 +253,25 @@ def test_transformer_also_trains_diffusion(small_vae):
 def test_denoiser_of_no_known_family_is_refused():
     with pytest.raises(UserError, match='denoiser: Linear is of no known family; use UNet2DConditionModel, PRX'):
         family_of(torch.nn.Linear(1, 1))
+
+
+def test_documented_differences_from_the_published_code_are_the_values_here():
+    text = (Path(__file__).parents[2] / 'docs' / 'cheaper-training.md').read_text(encoding='utf-8')
+    rows = [line.split('|')[1:-1] for line in text.partition('## Differences from the PRX')[2].splitlines()]
+    table = {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in rows if len(cells) == 4}
+    euler = table["last times of Euler's method, 28 steps"]
+    for shift, with_shift in ((1.0, ''), (3.0, 'with shift 3 ')):
+        scheduler = inference_scheduler('euler', replace(FLOW, snr_shift=shift))
+        scheduler.set_timesteps(28)
+        ours = '..., ' + ', '.join(f'{time:.4f}'.rstrip('0').rstrip('.') for time in scheduler.sigmas[-3:].tolist())
+        assert with_shift + ours.replace('0.038,', '0.0380,') in euler[0]
+        # Theirs: equal steps from 1 to 0, shifted.
+        theirs = [shift * t / (1 + (shift - 1) * t) for t in (2 / 28, 1 / 28, 0)]
+        assert with_shift + '..., ' + ', '.join(f'{time:.4f}'.rstrip('0').rstrip('.') for time in theirs) in euler[1]
+    assert table["hidden width of REPA's MLP"][0].startswith(str(RepresentationAlignment(encoder='x').hidden_size))
+    settings = registry.signature('optimizer', 'muon').defaults()
+    assert table["Muon's defaults"][0] == f'betas {tuple(settings["betas"])}, weight decay {settings["weight_decay"]}'
+    weight = registry.signature('algorithm', 'contrastive_flow_matching').defaults()['weight']
+    assert table['contrastive weight'][0].startswith(f'{weight},')
+    for name in ('prx_256', 'speedrun', 'speedrun_1024'):
+        assert f'yamls/{name}.yaml' in text

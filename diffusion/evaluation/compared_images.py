@@ -1,13 +1,11 @@
 """Images of one side of a comparison, read from a folder in which numbers match images with prompts."""
 
-import contextlib
-import io
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from PIL import Image, ImageCms
+from PIL import Image
 from xxhash import xxh3_128_hexdigest
 
 from diffusion.errors import UserError
@@ -101,19 +99,11 @@ def read_image(file: Path) -> Image.Image:
     Raises:
         UserError: It is not an image, or a damaged one.
     """
-    # Decoding needs torch's package of transforms, and the checks above must not wait for its import.
-    from diffusion.data.transforms import Undecodable, decode
+    # The pages of a blind comparison, which `diffusion compare` writes, must not wait for the decoders' imports.
+    from diffusion.data.image_reading import UnreadableImage
+    from diffusion.data.image_reading import read_image as read_content
 
-    content = file.read_bytes()
     try:
-        image = decode(content)
-    except Undecodable as error:
+        return read_content(file.read_bytes(), first_frame=True).image
+    except UnreadableImage as error:
         raise UserError(f'{file}: cannot be read as an image ({error}); replace it') from error
-    profile = image.info.get('icc_profile')
-    if profile:
-        # A damaged profile, or one of another color space, is ignored, as browsers do.
-        with contextlib.suppress(ImageCms.PyCMSError, OSError):
-            image = ImageCms.profileToProfile(image, io.BytesIO(profile), ImageCms.createProfile('sRGB'))
-    assert image is not None, 'profileToProfile returns None only for inPlace'
-    image.info.clear()
-    return image

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from composer.utils import dist
-from PIL import Image
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -17,6 +16,7 @@ from xxhash import xxh3_128
 from diffusion.data.fingerprint import index_hash
 from diffusion.data.streams import BucketedDataset
 from diffusion.errors import UserError
+from diffusion.evaluation.compared_images import IMAGE_ENDINGS, read_image
 from diffusion.evaluation.evaluated_checkpoint import EvaluatedCheckpoint
 from diffusion.evaluation.feature_networks import FeatureNetwork
 from diffusion.evaluation.gather import from_rank_zero, gather_rows
@@ -25,7 +25,8 @@ from diffusion.models import batch_keys
 from diffusion.storage.atomic import atomic_file
 
 BATCH_SIZE = 64
-IMAGE_ENDINGS = ('.png', '.jpg', '.jpeg', '.webp')
+PIXELS = 'upright, sRGB, transparency over white'
+"""Description of how files become pixels; features of files that were read in another way are not reused."""
 
 
 class ReferenceImages(Protocol):
@@ -109,17 +110,13 @@ class FolderImages:
         return len(self._files)
 
     def __getitem__(self, index: int) -> Tensor:
-        try:
-            with Image.open(self._files[index]) as image:
-                return torch.from_numpy(np.array(image.convert('RGB'))).permute(2, 0, 1)
-        except (OSError, SyntaxError, ValueError) as error:
-            raise UserError(f'{self._files[index]}: cannot be read as an image ({error}); remove it') from error
+        return torch.from_numpy(np.array(read_image(self._files[index]))).permute(2, 0, 1)
 
     def description(self) -> dict[str, Any]:
         digest = xxh3_128()
         for file in self._files:
             digest.update(f'{file.relative_to(self._folder)} {file.stat().st_size}\n'.encode())
-        return {'count': len(self), 'names_and_sizes': digest.hexdigest()}
+        return {'count': len(self), 'names_and_sizes': digest.hexdigest(), 'pixels': PIXELS}
 
 
 class ReferenceFeatures:

@@ -27,7 +27,7 @@ Modules, in the order of the data flow:
 | | `engines` | runs jobs on Ray or another engine |
 | parts | `convert_part` | converts one input part into one folder of shards |
 | | `process_sample` | converts an entry into a sample per bucket, or rejects it with a reason |
-| | `image_decoding` | decodes an image file into upright sRGB pixels; `color_profiles` applies ICC profiles |
+| | `image_decoding` | decodes an image file by `data.image_reading`, also in optional formats; encodes it for storage |
 | | `optional_formats` | HEIC, JPEG XL and SVG, which need extra packages |
 | | `svg_rendering` | renders SVG in a process of its own, `svg_process` |
 | | `rejection` | the exception that rejects an input with a reason |

@@ -1,60 +1,29 @@
-"""Decode an untrusted image file into upright sRGB pixels, or reject it with a reason."""
+"""Decode an image of a source, also in an optional format, or reject it with a reason; encode it for storage."""
 
 import io
-import re
-import struct
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import cast
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-import numpy as np
-import simplejpeg
-from PIL import ExifTags, Image, ImageColor, ImageFile, ImageOps, UnidentifiedImageError, features
+from PIL import Image
 
 from diffusion.config.image_shapes import Shape
-from diffusion.prepare.color_profiles import is_srgb, to_srgb
+from diffusion.data.image_reading import (
+    FORMATS,
+    MAX_PIXELS,
+    DecodedImage,
+    UnreadableImage,
+    check_pixels,
+    read_image,
+    unreadable,
+)
 from diffusion.prepare.optional_formats import pillow_formats, read_jxl_header
 from diffusion.prepare.rejection import Unfit
 from diffusion.prepare.svg_rendering import looks_like_svg, render_svg
 
-FORMATS = ('JPEG', 'PNG', 'WEBP', 'GIF', 'BMP', 'TIFF', *(['AVIF'] if 'avif' in features.get_supported() else []))
-"""Formats that need no extra package, by Pillow's names."""
-MAX_PIXELS = 100_000_000
-"""Default maximum of width times height; a decoded RGB image of this size takes 300 MB."""
+__all__ = ['FORMATS', 'MAX_PIXELS', 'DecodedImage', 'Unfit', 'covering_size', 'decode_image', 'encode', 'shrink']
+
 FULL_CHROMA_QUALITY = 95
 """JPEG quality at and above which chroma is stored at full resolution."""
-PNG_END = b'IEND\xaeB`\x82'
-"""Name and checksum of the last chunk of a PNG, which has no content."""
-SIDEWAYS = range(5, 9)
-"""EXIF orientations in which width and height are exchanged."""
-JPEG_FACTORS = (8, 4, 2)
-"""Factors by which libjpeg decodes an image smaller, at a fraction of the time; other factors are not faster."""
-SCALING_RESERVE = 2
-"""Least size of a JPEG that is decoded smaller, relative to the size that it is then resized to."""
-HARMLESS_WARNINGS = re.compile('Invalid SOS parameters|Unknown Adobe color transform')
-"""libjpeg warnings that do not affect any pixel; some cameras write such files."""
-
-
-@dataclass(frozen=True)
-class DecodedImage:
-    """A decoded and corrected image, and properties of its file that determine how it is stored."""
-
-    image: Image.Image
-    """Upright RGB image in sRGB, without metadata."""
-    width: int
-    """Width of the upright image in the file, in pixels; `image` is smaller if a JPEG was decoded smaller."""
-    height: int
-    format: str
-    """Format of the file by Pillow's name, such as JPEG or PNG."""
-    lossless: bool
-    """True for PNG files, mostly drawings and screenshots, and for SVG: they are stored losslessly."""
-    is_unmodified: bool
-    """True for a JPEG, PNG or WebP file that needed no correction, so that any decoder returns these pixels."""
-    pixels: np.ndarray | None = None
-    """The pixels of `image`, uint8 [H, W, 3], if they are at hand."""
 
 
 def decode_image(
@@ -66,7 +35,7 @@ def decode_image(
     svg_side: int = 0,
     resized_to: Callable[[int, int], tuple[int, int]] | None = None,
 ) -> DecodedImage:
-    """Decode an image completely, apply its orientation, convert it to sRGB, and fill transparent areas.
+    """Read an image by `data.image_reading.read_image`, also in the optional formats.
 
     Args:
         encoded: The file; may be damaged or not an image at all.
@@ -74,28 +43,26 @@ def decode_image(
         max_pixels: Maximum width times height, compared with the header of the file before it is decoded.
         formats: Names of optional formats to decode: heic, jxl and svg (`optional_formats`).
         svg_side: Minimum of the shorter side of an SVG drawing, in pixels.
-        resized_to: Returns the largest (width, height) to which an image of some width and height is resized. Given it,
-            a JPEG is decoded by libjpeg at 1/2, 1/4 or 1/8 of its size, if that is `SCALING_RESERVE` times as large.
+        resized_to: Returns the largest (width, height) to which an image of some width and height is resized; a JPEG
+            that is much larger is decoded smaller.
 
     Raises:
-        Unfit: The image is rejected: empty, unknown_format, too_many_pixels, animated, truncated, float_pixels,
-            deep_pixels (32-bit integers), undecodable, or for SVG also svg_text, svg_other_file or svg_too_complex. No
-            other exception is raised for any input.
+        Unfit: The image is rejected for one of the reasons of `read_image`, or for SVG also svg_text, svg_other_file or
+            svg_too_complex. No other exception is raised for any input.
     """
-    rgb = ImageColor.getrgb(background)[:3]
-    if not encoded:
-        raise Unfit('empty', 'the file has no bytes')
-    with _strict_pillow(max_pixels):
-        try:
-            is_svg = 'svg' in formats and looks_like_svg(encoded)
-            file = render_svg(encoded, side=svg_side, max_pixels=max_pixels) if is_svg else encoded
-            decoded = _decode_checked(file, rgb, max_pixels, formats, resized_to)
-            return replace(decoded, format='SVG', is_unmodified=False) if is_svg else decoded
-        except Unfit:
-            raise
-        except Exception as error:  # for damaged files Pillow's decoders raise exceptions of many types
-            reason = 'truncated' if 'truncated' in str(error).lower() else 'undecodable'
-            raise Unfit(reason, f'{type(error).__name__}: {error}') from error
+    is_svg = 'svg' in formats and looks_like_svg(encoded)
+    file = render_svg(encoded, side=svg_side, max_pixels=max_pixels) if is_svg else encoded
+    extra = pillow_formats(formats)
+    try:
+        if 'jxl' in formats:
+            with unreadable():
+                _check_jxl(file, max_pixels)
+        decoded = read_image(
+            file, background=background, max_pixels=max_pixels, extra_formats=extra, resized_to=resized_to
+        )
+    except UnreadableImage as error:
+        raise Unfit(error.reason, str(error)) from error
+    return replace(decoded, format='SVG', is_unmodified=False) if is_svg else decoded
 
 
 def encode(image: Image.Image, *, lossless: bool, jpeg_quality: int) -> bytes:
@@ -129,208 +96,10 @@ def shrink(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     return image.resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)
 
 
-def _decode_checked(
-    encoded: bytes,
-    background: tuple[int, ...],
-    max_pixels: int,
-    formats: Sequence[str],
-    resized_to: Callable[[int, int], tuple[int, int]] | None,
-) -> DecodedImage:
-    if 'jxl' in formats and (header := read_jxl_header(encoded)) is not None:
-        _check_pixels(header.width, header.height, max_pixels)
+def _check_jxl(encoded: bytes, max_pixels: int) -> None:
+    """Raise UnreadableImage if the header of a JPEG XL file states too many pixels or an animation."""
+    header = read_jxl_header(encoded)
+    if header is not None:
+        check_pixels(header.width, header.height, max_pixels)
         if header.is_animated:
-            raise Unfit('animated', 'the file has several frames')
-    image = _open(encoded, (*FORMATS, *pillow_formats(formats)))
-    name = 'JPEG' if image.format == 'MPO' else cast(str, image.format)  # JPEG from a phone, with a preview appended
-    _check_pixels(image.width, image.height, max_pixels)
-    # The second frame of a phone's MPO is a preview, so a JPEG is never an animation. The images of a HEIC file are
-    # photographs, of which Pillow opens the primary one.
-    if name not in ('JPEG', 'HEIF') and getattr(image, 'n_frames', 1) > 1:
-        raise Unfit('animated', 'the file has several frames or pages')
-    array, factor, (width, height) = None, 1, image.size
-    if name == 'JPEG':
-        if _orientation(image) in SIDEWAYS:
-            width, height = height, width
-        if resized_to is not None:
-            factor = _jpeg_factor((width, height), resized_to(width, height))
-        decoded, array = _decode_jpeg(encoded, image, factor)
-    else:
-        decoded = _decode_other(image)
-    opaque, is_unchanged = _to_opaque_srgb(decoded, image.info.get('icc_profile'), background)
-    # Read after decoding: Pillow has turned a TIFF then, and its orientation is 1.
-    upright = _apply_orientation(opaque, _orientation(image))
-    upright.info = {}
-    is_unmodified = (
-        name in ('JPEG', 'PNG', 'WEBP')
-        and image.mode in ('RGB', 'L')
-        and is_unchanged
-        and upright is opaque
-        and factor == 1
-    )
-    pixels = array if upright is decoded else None
-    if factor == 1:
-        width, height = upright.size
-    return DecodedImage(
-        upright, width, height, name, lossless=name == 'PNG', is_unmodified=is_unmodified, pixels=pixels
-    )
-
-
-def _check_pixels(width: int, height: int, max_pixels: int) -> None:
-    if width * height > max_pixels:
-        raise Unfit('too_many_pixels', f'{width} x {height} pixels exceed the limit of {max_pixels}')
-
-
-def _open(encoded: bytes, formats: Sequence[str]) -> Image.Image:
-    """Open an image, and check that the file is complete where its format allows this."""
-    expected = _signature(encoded)
-    try:
-        if expected == 'PNG':
-            _check_png(encoded)
-        elif expected == 'WEBP':
-            _check_webp(encoded)
-        return Image.open(io.BytesIO(encoded), formats=tuple(formats))
-    except UnidentifiedImageError as error:
-        if expected in formats:
-            raise Unfit(
-                'undecodable', 'the first bytes are those of an image, but the header cannot be read'
-            ) from error
-        raise Unfit('unknown_format', f'the format is none of {", ".join(formats)}') from error
-    except Image.DecompressionBombError as error:
-        raise Unfit('too_many_pixels', str(error)) from error
-
-
-def _signature(encoded: bytes) -> str | None:
-    """Return the format according to the first bytes, or None if unknown."""
-    if encoded[:4] == b'RIFF' and encoded[8:12] == b'WEBP':
-        return 'WEBP'
-    if encoded[4:12] == b'ftypavif':
-        return 'AVIF'
-    signatures = {b'\xff\xd8\xff': 'JPEG', b'\x89PNG\r\n\x1a\n': 'PNG', b'GIF8': 'GIF'}
-    return next((name for start, name in signatures.items() if encoded.startswith(start)), None)
-
-
-def _check_png(encoded: bytes) -> None:
-    """Raise an error if a PNG file has no last chunk, or if the checksum of one of its chunks is wrong."""
-    # Pillow does not check them when it decodes. `verify` leaves an image unusable, so open another one.
-    if PNG_END not in encoded:
-        raise Unfit('truncated', 'the last chunk is missing or incomplete')
-    with Image.open(io.BytesIO(encoded), formats=['PNG']) as image:
-        image.verify()
-
-
-def _check_webp(encoded: bytes) -> None:
-    expected = struct.unpack_from('<I', encoded, 4)[0] + 8
-    if expected > len(encoded):
-        raise Unfit('truncated', f'{len(encoded)} of {expected} bytes')
-
-
-def _jpeg_factor(size: tuple[int, int], resized: tuple[int, int]) -> int:
-    """Return the factor by which a JPEG of some size may be decoded smaller before it is resized."""
-    enough = [
-        factor
-        for factor in JPEG_FACTORS
-        if all(side >= factor * SCALING_RESERVE * least for side, least in zip(size, resized, strict=True))
-    ]
-    return enough[0] if enough else 1
-
-
-def _decode_jpeg(encoded: bytes, image: Image.Image, factor: int) -> tuple[Image.Image, np.ndarray | None]:
-    """Decode a JPEG, and return also its pixels if it is RGB; reject it if libjpeg warns of missing or corrupt data.
-
-    The image is smaller than that of the file by `factor`, rounded up.
-    """
-    # Pillow ignores these warnings and returns an image in which libjpeg made up the missing pixels. simplejpeg raises
-    # ValueError for every warning, so decode again without checks after one that is known to be harmless.
-    colorspace = {'L': 'GRAY', 'RGB': 'RGB', 'CMYK': 'CMYK'}[image.mode]
-    # Of all of libjpeg's factors, simplejpeg takes the largest whose result has at least these sides.
-    least = (0, 0) if factor == 1 else (-(-image.height // factor), -(-image.width // factor))
-    decode = partial(simplejpeg.decode_jpeg, encoded, colorspace, min_height=least[0], min_width=least[1])
-    try:
-        pixels = decode()
-    except ValueError as error:
-        if not HARMLESS_WARNINGS.search(str(error)):
-            reason = 'truncated' if 'Premature end of JPEG' in str(error) else 'undecodable'
-            raise Unfit(reason, str(error)) from error
-        pixels = decode(strict=False)
-    if image.mode == 'CMYK':  # Adobe stores inverted CMYK, which Pillow handles and simplejpeg does not
-        if factor > 1:
-            image.draft(None, (image.width // factor, image.height // factor))
-        image.load()
-        return image, None
-    return (Image.fromarray(pixels[:, :, 0]), None) if image.mode == 'L' else (Image.fromarray(pixels), pixels)
-
-
-def _decode_other(image: Image.Image) -> Image.Image:
-    image.load()
-    if image.mode == 'F':
-        raise Unfit('float_pixels', 'pixels are floating-point numbers of unknown range')
-    if image.mode.startswith('I;16') or (image.mode == 'I' and image.format == 'PNG'):
-        return _scale_to_8_bits(image)
-    if image.mode == '1':
-        gray = image.convert('L')
-        if 'transparency' in image.info:  # is 0 or 1 in the file, but compared with 0 and 255 after conversion to L
-            gray.info['transparency'] = 255 * image.info['transparency']
-        return gray
-    if image.mode == 'I':
-        raise Unfit('deep_pixels', 'pixels are 32-bit integers of unknown range')
-    return image
-
-
-def _scale_to_8_bits(image: Image.Image) -> Image.Image:
-    """Scale 16-bit gray to 8 bits."""
-    # Pillow's conversion clips values above 255 instead of scaling, which makes the image almost completely white.
-    gray16 = np.asarray(image).astype(np.uint32)
-    gray = Image.fromarray(((gray16 * 255 + 32767) // 65535).astype(np.uint8))
-    transparent = image.info.get('transparency')
-    if isinstance(transparent, int):
-        gray.putalpha(Image.fromarray(np.where(gray16 == transparent, 0, 255).astype(np.uint8)))
-    return gray
-
-
-def _to_opaque_srgb(
-    pixels: Image.Image, profile: bytes | None, background: tuple[int, ...]
-) -> tuple[Image.Image, bool]:
-    """Convert to sRGB and fill transparent areas with the background; return the image, and True if nothing changed."""
-    if not pixels.has_transparency_data:
-        plain = pixels.convert('RGB') if pixels.mode == 'P' else pixels
-        return to_srgb(plain, profile), is_srgb(plain, profile)
-    # Convert the colors before blending: the background is sRGB already.
-    rgba = pixels.convert('RGBA')
-    opaque = to_srgb(rgba.convert('RGB'), profile)
-    return Image.composite(opaque, Image.new('RGB', opaque.size, background), rgba.getchannel('A')), False
-
-
-def _orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation of an image that was opened, 1 (upright) to 8."""
-    # libjxl applies the orientation that a JPEG XL file states itself, and its EXIF does not count (ISO/IEC 18181-2);
-    # but one that stores a JPEG is decoded as that JPEG.
-    if image.format == 'JXL' and not getattr(image, 'jpeg', False):
-        return 1
-    try:
-        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
-    except Exception:  # a damaged EXIF block; treat the image as one without EXIF
-        return 1
-    return orientation if orientation in range(2, 9) else 1
-
-
-def _apply_orientation(image: Image.Image, orientation: int) -> Image.Image:
-    """Apply an EXIF orientation to an image; return the same object if it is upright already."""
-    if orientation == 1:
-        return image
-    # Pixels from simplejpeg have no EXIF, and `exif_transpose` reads the orientation from the image itself.
-    image.getexif()[ExifTags.Base.Orientation] = orientation
-    return ImageOps.exif_transpose(image)
-
-
-@contextmanager
-def _strict_pillow(max_pixels: int) -> Iterator[None]:
-    """Make Pillow reject truncated files, use our pixel limit, and issue no warnings."""
-    # These are globals of Pillow that other libraries set too, so set them for each image and restore them afterwards.
-    lenient, pixels = ImageFile.LOAD_TRUNCATED_IMAGES, Image.MAX_IMAGE_PIXELS
-    ImageFile.LOAD_TRUNCATED_IMAGES, Image.MAX_IMAGE_PIXELS = False, max_pixels
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter('ignore')
-            yield
-    finally:
-        ImageFile.LOAD_TRUNCATED_IMAGES, Image.MAX_IMAGE_PIXELS = lenient, pixels
+            raise UnreadableImage('animated', 'the file has several frames')

@@ -228,8 +228,8 @@ def test_sixteen_bit_values_are_scaled_not_clipped():
     assert decode_for_model(encoded(image), square(8)).unique().tolist() == [0x40]
 
 
-def test_jpeg_readable_only_by_pillow_is_decoded():
-    """Some cameras write padding between segments, about which libjpeg warns."""
+def test_padding_between_segments_of_a_jpeg_is_ignored():
+    """Some cameras write it, and libjpeg warns about it."""
     source = encoded(noise(32, 32), 'JPEG')
     scan = source.index(b'\xff\xda')
     padded = source[:scan] + b'\0\0\0' + source[scan:]
@@ -252,10 +252,10 @@ def huge_jpeg():
 @pytest.mark.parametrize(
     ('broken', 'message'),
     [
-        (b'', 'cannot identify'),
-        (b'not an image', 'cannot identify'),
-        (b'\xff\xd8\xff', 'cannot identify'),
-        (encoded(noise(64, 64), 'JPEG')[:-700], 'truncated'),
+        (b'', 'no bytes'),
+        (b'not an image', 'format is none of'),
+        (b'\xff\xd8\xff', 'header cannot be read'),
+        (encoded(noise(64, 64), 'JPEG')[:-700], 'Premature end'),
         (encoded(noise(64, 64), 'JPEG')[:300], '.'),
         (encoded(noise(64, 64))[:-700], '.'),
         (encoded(noise(64, 64), 'WEBP')[:-700], '.'),
@@ -269,7 +269,7 @@ def test_invalid_images_are_undecodable(broken, message):
 
 
 def test_valid_jpeg_with_too_many_pixels_is_rejected():
-    with pytest.raises(Undecodable, match='decompression bomb'):
+    with pytest.raises(Undecodable, match='13400 x 13400 pixels exceed the limit'):
         decode_for_model(encoded(Image.new('L', (13_400, 13_400)), 'JPEG'), square(32))
 
 

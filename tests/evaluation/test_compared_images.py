@@ -9,6 +9,7 @@ from PIL import Image, ImageCms, PngImagePlugin
 from diffusion.errors import UserError
 from diffusion.evaluation.compared_images import has_images, numbered_images, read_image
 from diffusion.evaluation.generated_images import MANIFEST, GeneratedImages, Sampling
+from diffusion.evaluation.reference_images import FolderImages
 
 PROMPTS = ['a cat', 'a dog', 'a fox']
 
@@ -103,3 +104,20 @@ def test_images_are_read_upright_in_srgb_over_white(tmp_path):
     (tmp_path / 'cut.png').write_bytes((tmp_path / 'clear.png').read_bytes()[:40])
     with pytest.raises(UserError, match='cut.png: cannot be read as an image .*; replace it'):
         read_image(tmp_path / 'cut.png')
+
+
+def test_reference_images_of_a_folder_are_read_as_compared_ones(tmp_path):
+    turned = Image.linear_gradient('L').resize((8, 4)).convert('RGB')
+    exif = turned.getexif()
+    exif[0x0112] = 6
+    turned.save(tmp_path / 'turned.png', exif=exif)
+    Image.new('RGBA', (4, 4), (0, 0, 0, 0)).save(tmp_path / 'clear.png')
+    Image.fromarray(np.full((4, 4), 0x8000, np.uint16)).save(tmp_path / 'deep.png')
+    (tmp_path / 'notes.png').write_text('not an image')
+    images = FolderImages(tmp_path)
+    clear, deep = images[0], images[1]
+    assert clear.unique().tolist() == [255]
+    assert deep.unique().tolist() == [128]
+    assert np.array_equal(images[3].permute(1, 2, 0), read_image(tmp_path / 'turned.png'))
+    with pytest.raises(UserError, match='notes.png: cannot be read as an image .*; replace it'):
+        images[2]

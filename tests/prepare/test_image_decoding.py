@@ -3,6 +3,7 @@
 import io
 import struct
 import time
+import tracemalloc
 import warnings
 import zlib
 from typing import Any
@@ -311,10 +312,43 @@ def test_only_images_without_correction_are_unmodified() -> None:
     assert not any(decode_image(encoded).is_unmodified for encoded in corrected)
 
 
-def test_decompression_bomb_in_a_text_chunk_is_rejected() -> None:
+def test_decompression_bomb_in_a_text_of_a_png_is_not_decompressed() -> None:
     info = PngImagePlugin.PngInfo()
-    info.add_text('Comment', 'x' * (PngImagePlugin.MAX_TEXT_CHUNK + 1), zip=True)
-    assert reason(file_of(smooth(), 'PNG', pnginfo=info)) == 'undecodable'
+    info.add_text('Comment', 'x' * 200_000_000, zip=True)
+    encoded = file_of(smooth(), 'PNG', pnginfo=info)
+    tracemalloc.start()
+    decoded = decode_image(encoded)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20_000_000
+    assert difference(decoded.image, smooth()) == 0
+    assert not decoded.is_unmodified  # other decoders refuse the file
+
+
+@pytest.mark.parametrize('kind', ['zTXt', 'iTXt', 'after the pixels', 'damaged'])
+def test_large_or_damaged_texts_of_a_png_are_ignored(kind: str) -> None:
+    info, text = PngImagePlugin.PngInfo(), 'workflow ' * 300_000
+    if kind == 'iTXt':
+        info.add_itxt('workflow', text, zip=True)
+    elif kind == 'after the pixels':
+        info.add(b'zTXt', b'workflow\0\0' + zlib.compress(text.encode()), after_idat=True)
+    else:
+        info.add_text('workflow', text, zip=True)
+    encoded = file_of(smooth(), 'PNG', pnginfo=info)
+    if kind == 'damaged':
+        at = encoded.index(b'workflow\0\0') + 15
+        encoded = encoded[:at] + b'!' + encoded[at + 1 :]
+    assert difference(decode_image(encoded).image, smooth()) == 0
+
+
+def test_large_color_profile_of_a_png_is_applied_and_a_damaged_or_huge_one_ignored() -> None:
+    image = Image.new('RGB', (16, 16), (200, 30, 30))
+    profile = swapped_profile()
+    padded = (len(profile) + 2_000_000).to_bytes(4, 'big') + profile[4:] + bytes(2_000_000)
+    red, green, _ = decode_image(file_of(image, 'PNG', icc_profile=padded)).image.getpixel((8, 8))  # type: ignore[misc]
+    assert green > red
+    for unusable in (b'no profile' * 300_000, bytes(100_000_000)):
+        assert difference(decode_image(file_of(image, 'PNG', icc_profile=unusable)).image, image) == 0
 
 
 SEEDS = {

@@ -6,6 +6,8 @@ import io
 import numpy as np
 from PIL import Image, ImageCms
 
+MAX_CACHED_PROFILE_BYTES = 2**20
+"""Size above which the transform of a profile is not kept, so that the cache stays small."""
 MAX_SRGB_DIFFERENCE = 2
 """Maximum difference, in levels of 255, at which a profile is treated as sRGB and pixels are not converted."""
 
@@ -30,9 +32,12 @@ def is_srgb(image: Image.Image, profile: bytes | None) -> bool:
     return not profile or _transform(profile, image.mode) is None
 
 
-@functools.lru_cache(maxsize=128)  # building a transform is slow, and most files have one of a few common profiles
 def _transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
     """Return the transform from an ICC profile to sRGB; None if it changes nothing or the profile is unusable."""
+    return (_cached_transform if len(profile) <= MAX_CACHED_PROFILE_BYTES else _built_transform)(profile, mode)
+
+
+def _built_transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
     try:
         transform = ImageCms.buildTransform(
             ImageCms.getOpenProfile(io.BytesIO(profile)),
@@ -46,6 +51,10 @@ def _transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
         return None if mode == 'RGB' and _is_identity(transform) else transform
     except (ImageCms.PyCMSError, OSError, ValueError, TypeError):
         return None
+
+
+# Building a transform is slow, and most files have one of a few common profiles.
+_cached_transform = functools.lru_cache(maxsize=128)(_built_transform)
 
 
 def _is_identity(transform: ImageCms.ImageCmsTransform) -> bool:

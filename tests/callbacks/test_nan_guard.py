@@ -148,6 +148,52 @@ def test_bad_weights_are_not_saved_whole_or_sharded(write_recipe, alone, tmp_pat
     assert not [path for path in run.iterdir() if path.name.startswith('.ba')], 'no unfinished files'
 
 
+ONE_BAD_SHARD = """
+from types import SimpleNamespace
+import torch
+from composer.devices import DeviceCPU
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from diffusion.algorithms.finite_weights import NonFiniteWeights, check_weights
+
+torch.distributed.init_process_group('gloo')
+model = nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 5))
+for module in (*model, model):
+    fully_shard(module, mesh=init_device_mesh('cpu', (2,)))
+state = SimpleNamespace(model=model, algorithms=[], device=DeviceCPU())
+check_weights(state, 'batch 3', 'stop')
+if torch.distributed.get_rank() == 1:
+    model[1].bias.to_local().data[-1] = torch.inf
+try:
+    check_weights(state, 'batch 4', 'stop')
+except NonFiniteWeights as error:
+    print(error)
+"""
+
+
+def test_bad_weights_of_one_rank_stop_all_ranks(ranks, tmp_path):
+    """The first layer has one row, so that rank 1 has empty shards."""
+    script = tmp_path / 'shards.py'
+    script.write_text(ONE_BAD_SHARD)
+    job = ranks.start_program(2, script)
+    assert job.wait() == [0, 0], job.output()
+    assert all('batch 4: weights are NaN or infinite, in 1.bias; stop' in output for output in job.outputs())
+
+
+def test_run_does_not_resume_from_bad_weights(write_recipe, monkeypatch):
+    """Earlier versions saved such checkpoints."""
+    path = write_recipe()
+    trainer = build_trainer(load(path, ['trainer.max_duration=2ba']))
+    poison(trainer, 2, lambda weight: weight.fill_(torch.nan))
+    with monkeypatch.context() as patch:
+        patch.setattr('diffusion.checkpointing.checkpoint_writer.check_weights', lambda *arguments: None)
+        trainer.fit()
+    trainer.close()
+    with pytest.raises(NonFiniteWeights, match='/ba2: weights are NaN or infinite, in .*; to resume from an earlier'):
+        train(load(path))
+
+
 def test_training_does_not_start_from_bad_weights(write_recipe, monkeypatch):
     recipe = load(write_recipe())
     trainer = build_trainer(recipe)

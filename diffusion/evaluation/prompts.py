@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffusion.errors import UserError
+from diffusion.storage.text_tables import csv_rows, is_misread
 
 if TYPE_CHECKING:
     from diffusion.data.streams import BucketedDataset
@@ -106,6 +107,8 @@ def _prompt(where: str, row: dict[str, Any], column: str | None) -> Prompt:
     text = row[names[0]]
     if not isinstance(text, str) or not text.strip():
         raise UserError(f'{where}: its {names[0]} is {text!r}, not a prompt; correct or remove the line')
+    if is_misread(text):
+        raise UserError(f'{where}: its {names[0]} {text[:40]!r} is not UTF-8 text; save the file as UTF-8')
     category = row.get(named.get(CATEGORY_COLUMN, ''))
     metadata = row if where.rpartition(' line ')[0].endswith('.jsonl') else {}
     return Prompt(text.strip(), category.strip() if isinstance(category, str) else '', metadata)
@@ -119,20 +122,11 @@ def _text_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _table_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (position, columns) of each row of a CSV or TSV."""
-    with file.open(encoding='utf-8-sig', newline='') as lines:
-        # PartiPrompts has quotation marks within its cells that do not quote them.
-        tabs = file.suffix.lower() == '.tsv'
-        quoting = csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL
-        reader = csv.DictReader(lines, delimiter=DELIMITERS[file.suffix.lower()], quoting=quoting, strict=True)
-        try:
-            for row in reader:
-                where = f'{file} line {reader.line_num}'
-                if None in row:
-                    raise UserError(f'{where}: has more columns than line 1; quote cells that contain the delimiter')
-                yield where, row
-        except csv.Error as error:
-            raise UserError(f'{file} line {reader.reader.line_num}: cannot be parsed ({error}); correct it') from error
+    """Return (position, columns) of each row of a CSV or TSV."""
+    # PartiPrompts has quotation marks within its cells that do not quote them.
+    tabs = file.suffix.lower() == '.tsv'
+    quoting = csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL
+    return csv_rows(file, str(file), delimiter=DELIMITERS[file.suffix.lower()], quoting=quoting)
 
 
 def _json_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:

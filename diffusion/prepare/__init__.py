@@ -22,6 +22,7 @@ Modules, in the order of the data flow:
 | | `openmoji` | emoji from an installed package, rendered at each size |
 | | `file_listing` | lists files in a local folder or an object store |
 | | `extra_columns` | converts metadata to JSON types |
+| | `table_values` | rows of an Arrow table as Python objects, whatever bytes and times they hold |
 | plan | `input_plan` | settings, versions and parts, fixed before work begins |
 | jobs | `worker_pool` | runs jobs in local processes; reports the job whose process died |
 | | `engines` | runs jobs on Ray or another engine |

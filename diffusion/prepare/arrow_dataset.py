@@ -15,9 +15,9 @@ from diffusion.prepare.image_table import (
     entry_of,
     find_columns,
     raise_if_io_error,
-    times_to_text,
 )
 from diffusion.prepare.source import Entry, Part
+from diffusion.prepare.table_values import row_values
 
 SUFFIX = '.arrow'
 STATE = 'state.json'
@@ -93,7 +93,7 @@ def _rows(path: Path, names: ColumnNames, where: str) -> Iterator[tuple[Columns,
         for batch in batches:
             chosen = batch.select(columns.all)
             for start in range(0, batch.num_rows, BATCH_ROWS):
-                yield columns, times_to_text(chosen.slice(start, BATCH_ROWS)).to_pylist()
+                yield columns, row_values(chosen.slice(start, BATCH_ROWS))
 
 
 def _open(file: pa.NativeFile) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:

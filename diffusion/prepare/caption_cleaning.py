@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from diffusion.prepare.rejection import Unfit
+from diffusion.storage.text_tables import is_misread
 
 MIN_LENGTH = 1
 """Default minimum length of a caption in characters."""
@@ -37,8 +38,8 @@ def usable_captions(
         max_length: Maximum length of a cleaned caption in characters.
 
     Raises:
-        Unfit: No caption is usable: no_caption, caption_not_text, caption_too_short or caption_too_long; for several
-            captions, the first reason other than no_caption.
+        Unfit: No caption is usable: no_caption, caption_not_text, caption_not_utf8, caption_too_short or
+            caption_too_long; for several captions, the first reason other than no_caption.
     """
     kept: dict[str, int] = {}
     rejections: list[Unfit] = []
@@ -64,6 +65,8 @@ def _clean_caption(caption: Any, min_length: int, max_length: int) -> str:
         raise Unfit('no_caption', 'the image has no caption')
     if not isinstance(caption, str):
         raise Unfit('caption_not_text', f'the caption has type {type(caption).__name__}, not str')
+    if is_misread(caption):
+        raise Unfit('caption_not_utf8', f'the caption {caption[:40]!r} was not written as UTF-8')
     # Check the raw length first: NFC normalization of 100 kB of combining accents takes minutes in Python. Cleaning
     # shortens a text (white space, combining characters), so compare with a multiple of the maximum.
     too_long = len(caption) > 4 * max_length

@@ -1,20 +1,29 @@
-"""Reader for a CSV or JSONL file with the captions of a folder of images."""
+"""Reader for a CSV, JSONL or Parquet file with the captions of a folder of images."""
 
-import csv
 import json
 import os
-from collections.abc import Container, Iterator, Sequence
+import re
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from diffusion.errors import UserError
-from diffusion.prepare.source import captions_of_columns
+from diffusion.prepare.caption_cleaning import usable_captions
+from diffusion.prepare.rejection import Unfit
+from diffusion.prepare.source import captions_of_columns, texts_of
+from diffusion.prepare.table_values import row_values
+from diffusion.storage.text_tables import csv_rows
 
 FILE_COLUMNS = ('file', 'file_name')
 """Names of the column with the path of an image; the second is that of Hugging Face's imagefolder."""
 CAPTION_COLUMNS = ('captions', 'caption', 'text')
 """Names of the column with the captions, in order of precedence; the last is that of Hugging Face's imagefolder."""
+_REJECTED_ROWS = ('no_caption', 'caption_not_text', 'caption_not_utf8')
+"""Reasons for which a row is rejected here, with its position, rather than when its image is converted."""
+NO_PATH = ('no_file_name', 'outside_folder')
+"""Problems of rows whose path is not that of an image in the folder."""
+_DRIVE = re.compile('[A-Za-z]:[/\\\\]')
 
 
 @dataclass(frozen=True)
@@ -23,35 +32,82 @@ class CaptionRow:
 
     where: str
     """Position for messages, such as `captions.csv line 7`."""
-    path: Path
-    captions: list[Any]
+    file: str
+    """The path as it is written; the value as text if it is not a path."""
+    captions: list[str]
     metadata: dict[str, Any]
     caption_columns: list[str]
     """The column of each caption, if they are from several; otherwise empty."""
+    problem: str | None = None
+    """Reason why the row cannot be used, such as `no_caption`."""
+
+    @property
+    def paths(self) -> list[str]:
+        """Normalized paths that the file may have: as written, and with its backslashes as separators."""
+        return [os.path.normpath(path) for path in dict.fromkeys((self.file, self.file.replace('\\', '/')))]
 
 
 def read_caption_rows(file: Path, caption_columns: Sequence[str] = ()) -> Iterator[CaptionRow]:
     """Yield the rows of a CSV with columns `file` and `caption`, or of a JSONL with `file` and `caption` or `captions`.
 
-    The `file_name` and `text` of Hugging Face's imagefolder are accepted too.
+    The `file_name` and `text` of Hugging Face's imagefolder are accepted too. A row without a usable caption or path
+    has a problem.
 
     Args:
         file: The file.
         caption_columns: Columns with captions, of which a row of a JSONL may lack some; empty for the common names.
 
     Raises:
-        UserError: The file does not exist or cannot be parsed, or a row has a missing or invalid column.
+        UserError: The file does not exist or cannot be parsed, or no row has a column of paths and one of captions.
     """
+    wanted = (FILE_COLUMNS, caption_columns or CAPTION_COLUMNS)
+    columns: dict[str, None] = {}
     for where, row in _rows(file, caption_columns):
-        image, caption = (_column(row, names) for names in (FILE_COLUMNS, CAPTION_COLUMNS))
-        # A row may have both `caption` and `captions`; the one that is not read is no metadata.
-        used = {None, image, 'caption', 'captions', *(caption_columns or [caption])}
-        others = {name: value for name, value in row.items() if name not in used}
-        if caption_columns:
-            captions, names = _named_captions(row, caption_columns, where)
-        else:
-            captions, names = _captions_of(row, caption, where), []
-        yield CaptionRow(where, _file_of(row, image, where), captions, others, names)
+        columns |= dict.fromkeys(row)
+        yield _caption_row(where, row, caption_columns)
+    for names in wanted:
+        if columns and _column(columns, names) is None:
+            raise UserError(f'{file.name}: has no column {_either(names)}, only {list(columns)}; rename one')
+
+
+def _caption_row(where: str, row: dict[str, Any], caption_columns: Sequence[str]) -> CaptionRow:
+    image, caption = (_column(row, names) for names in (FILE_COLUMNS, CAPTION_COLUMNS))
+    # A row may have both `caption` and `captions`; the one that is not read is not metadata.
+    used = {image, 'caption', 'captions', *(caption_columns or [caption])}
+    others = {name: value for name, value in row.items() if name not in used}
+    if caption_columns:
+        captions, names = captions_of_columns(row, caption_columns)
+    else:
+        captions, names = [] if caption is None else texts_of(row[caption]), []
+    path = None if image is None else row[image]
+    problem = _path_problem(path) or _caption_problem(captions)
+    names = names if len(caption_columns) > 1 else []
+    names = [name for name, text in zip(names, captions, strict=False) if isinstance(text, str)]
+    texts = [text for text in captions if isinstance(text, str)]
+    return CaptionRow(where, path if isinstance(path, str) else repr(path), texts, others, names, problem)
+
+
+def _path_problem(path: Any) -> str | None:
+    """Return the reason why the path of a row's image cannot be used, or None."""
+    if not isinstance(path, str) or not path.strip() or '\0' in path:
+        return 'no_file_name'
+    forms = (path, path.replace('\\', '/'))
+    if _DRIVE.match(path) or any(os.path.isabs(form) or '..' in Path(os.path.normpath(form)).parts for form in forms):
+        return 'outside_folder'
+    return None
+
+
+def _caption_problem(captions: Sequence[Any]) -> str | None:
+    """Return the reason why none of a row's captions can be used, if it is one of those that name the row."""
+    try:
+        usable_captions(captions)
+    except Unfit as unfit:
+        return str(unfit) if str(unfit) in _REJECTED_ROWS else None
+    return None
+
+
+def _either(names: Sequence[str]) -> str:
+    return ' or '.join(map(repr, names))
 
 
 def _column(row: Container[str], names: Sequence[str]) -> str | None:
@@ -59,44 +115,41 @@ def _column(row: Container[str], names: Sequence[str]) -> str | None:
     return next((name for name in names if name in row), None)
 
 
+def _check(caption_columns: Sequence[str], where: str) -> Callable[[Sequence[str]], None]:
+    """Return a function that raises an error if the columns of a table lack one that is needed."""
+
+    def check(columns: Sequence[str]) -> None:
+        for names in (FILE_COLUMNS, *([(name,) for name in caption_columns] or [CAPTION_COLUMNS])):
+            if _column(columns, names) is None:
+                raise UserError(f'{where}: has no column {_either(names)}, only {list(columns)}; rename the right one')
+
+    return check
+
+
 def _rows(file: Path, caption_columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (position, columns) of each row; a position is text such as 'captions.csv line 7'."""
+    """Return the (position, columns) of each row; a position is text such as 'captions.csv line 7'."""
     readers = {'.csv': _csv_rows, '.jsonl': _jsonl_rows, '.parquet': _parquet_rows}
     if file.suffix.lower() not in readers:
         raise UserError(f'--captions: {file} is neither .csv nor .jsonl nor .parquet')
     if not file.is_file():
         raise UserError(f'--captions: {file} does not exist')
-    try:
-        yield from readers[file.suffix.lower()](file, caption_columns)
-    except UnicodeDecodeError as error:
-        raise UserError(f'--captions: {file} is not UTF-8 ({error}); save it as UTF-8') from error
+    return readers[file.suffix.lower()](file, caption_columns)
 
 
 def _csv_rows(file: Path, caption_columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    with file.open(encoding='utf-8-sig', newline='') as lines:
-        reader = csv.DictReader(lines, strict=True)
-        try:
-            columns = list(reader.fieldnames or [])
-            named = [((name,), name) for name in caption_columns] or [(CAPTION_COLUMNS[1:], 'caption')]
-            for names, wanted in ((FILE_COLUMNS, 'file'), *named):
-                if _column(columns, names) is None:
-                    raise UserError(
-                        f'{file.name} line 1: has no column {wanted!r}, only {columns}; rename the matching column'
-                    )
-            for row in reader:
-                yield f'{file.name} line {reader.line_num}', row
-        except csv.Error as error:
-            raise UserError(
-                f'{file.name} line {reader.reader.line_num}: is not valid CSV ({error}); correct it'
-            ) from error
+    # A row with bytes that are not UTF-8 is rejected when its captions are looked at.
+    check = _check(caption_columns, f'{file.name} line 1')
+    return csv_rows(file, file.name, check=check, errors='surrogateescape')
 
 
 def _jsonl_rows(file: Path, _: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    with file.open(encoding='utf-8-sig') as lines:
+    with file.open(encoding='utf-8-sig', errors='surrogateescape') as lines:
         for number, line in enumerate(lines, start=1):
             where = f'{file.name} line {number}'
             if not line.strip():
                 continue
+            if number == 1 and '\0' in line:
+                raise UserError(f'{where}: is not UTF-8 text, but UTF-16 or another encoding; save the file as UTF-8')
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:  # ValueError: also a number of more than 4300 digits
@@ -112,46 +165,11 @@ def _parquet_rows(file: Path, caption_columns: Sequence[str]) -> Iterator[tuple[
 
     try:
         table = pq.ParquetFile(file)
-        missing = [name for name in caption_columns if name not in table.schema_arrow.names]
-        if missing:
-            raise UserError(f'{file}: has no column {missing[0]!r}, only {table.schema_arrow.names}; correct it')
+        _check(caption_columns, file.name)(table.schema_arrow.names)
         number = 0
         for batch in table.iter_batches():
-            for row in batch.to_pylist():
+            for row in row_values(batch):
                 number += 1
                 yield f'{file.name} row {number}', row
     except pa.ArrowException as error:
         raise UserError(f'{file}: is not valid Parquet ({" ".join(str(error).split())}); write it again') from error
-
-
-def _file_of(row: dict[str, Any], column: str | None, where: str) -> Path:
-    """Return the path of a row's image, which is in this column."""
-    name = column or FILE_COLUMNS[0]
-    file = row.get(name)
-    if not isinstance(file, str) or not file:
-        raise UserError(f'{where}: `{name}` is {file!r}; give a path relative to the image folder')
-    path = Path(os.path.normpath(file))
-    if path.is_absolute() or '..' in path.parts:
-        raise UserError(f'{where}: `{name}` is {file!r}, outside the image folder; give a path relative to it')
-    return path
-
-
-def _captions_of(row: dict[str, Any], column: str | None, where: str) -> list[str]:
-    """Return the captions of a row, which are in this column."""
-    if column is None:
-        raise UserError(f'{where}: has neither `caption` nor `captions` nor `text`; it has {sorted(row)}')
-    captions = row[column] if column == 'captions' else [row[column]]
-    if not isinstance(captions, list) or not all(isinstance(caption, str) for caption in captions):
-        raise UserError(f'{where}: the caption is {row[column]!r}; it must be text')
-    return captions
-
-
-def _named_captions(row: dict[str, Any], columns: Sequence[str], where: str) -> tuple[list[Any], list[str]]:
-    """Return the captions in the columns that the user named, and the column of each if they are several."""
-    if not any(column in row for column in columns):
-        raise UserError(f'{where}: has no column {" or ".join(columns)}, only {sorted(row)}; correct --caption-column')
-    captions, names = captions_of_columns(row, columns)
-    for caption, name in zip(captions, names, strict=True):
-        if not isinstance(caption, str | None):
-            raise UserError(f'{where}: the caption in {name} is {caption!r}; it must be text')
-    return captions, names if len(columns) > 1 else []

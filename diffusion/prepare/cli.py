@@ -16,7 +16,7 @@ SETTINGS = (
 )
 """Settings with a command-line option of the same name; the others are set with --set."""
 SOURCE_OPTIONS = (
-    *('location', 'captions', 'caption_text', 'image_column', 'caption_column'),
+    *('location', 'captions', 'caption_text', 'caption_suffix', 'image_column', 'caption_column'),
     *('config', 'token_variable', 'select', 'split', 'limit', 'offset', 'seed'),
 )
 """Options that only some source kinds have."""
@@ -156,6 +156,11 @@ def _add_caption_text(parser: argparse.ArgumentParser) -> None:
         choices=('whole', 'lines', 'first'),
         help='what a .txt file holds; whole: one caption; lines: a caption per line, of which training chooses; '
         'first: the first line alone (default: whole)',
+    )
+    parser.add_argument(
+        '--caption-suffix',
+        metavar='SUFFIX',
+        help='suffix of the text file of an image, such as caption (default: txt)',
     )
 
 

@@ -14,7 +14,7 @@ from diffusion.prepare.dataset_card import DataFiles, choose_config
 from diffusion.prepare.dataset_listing import DatasetListing
 from diffusion.prepare.dataset_splits import KEYWORDS, TRAIN, choose_split, group_by_split, split_in
 from diffusion.prepare.file_listing import is_inside
-from diffusion.prepare.folder_source import BESIDE, METADATA_FILES
+from diffusion.prepare.folder_source import METADATA_FILES, texts_beside
 from diffusion.prepare.image_table import CAPTION_COLUMNS, URL_COLUMNS, download_first
 from diffusion.prepare.sorted_files import File
 from diffusion.prepare.source import PassedOver
@@ -56,6 +56,7 @@ class Chooser:
     split: str | None
     config: str | None
     image_suffixes: tuple[str, ...]
+    caption_suffix: str = 'txt'
 
     def choose(self) -> Choice:
         """Return the files to read.
@@ -173,7 +174,7 @@ class Chooser:
             file.name.split('/')[0]
             for file in files
             if file.name.count('/') == 2
-            and file.name.endswith(parquet.SUFFIX)
+            and file.name.lower().endswith(parquet.SUFFIX)
             and file.name.split('/')[1].removeprefix('partial-') in KEYWORDS
             and split_in(file.name.split('/')[0]) is None
         }
@@ -211,10 +212,9 @@ class Chooser:
 
     def _has_captions(self, files: Sequence[File]) -> bool:
         """Return True if there are no images, or captions for them: in a metadata file, or beside one."""
-        stems = {file.name.rpartition('.')[0] for file in self.data_files('folder', files)}
-        names = [file.name.rpartition('.') for file in files]
-        beside = any(stem in stems and suffix in BESIDE for stem, _, suffix in names)
-        return not stems or beside or any(file.name.rpartition('/')[2] in METADATA_FILES for file in files)
+        images = self.data_files('folder', files)
+        beside = texts_beside(images, files, self.caption_suffix)
+        return not images or bool(beside) or any(map(_is_metadata, files))
 
     def _refuse_table(self, file: File) -> None:
         """Refuse a table of addresses; return if it has none."""
@@ -236,11 +236,11 @@ class Chooser:
             suffixes = tuple(f'.{suffix}' for suffix in self.image_suffixes)
             return [file for file in files if file.name.lower().endswith(suffixes)]
         suffixes = LAYOUTS[layout]
-        return [
-            file
-            for file in files
-            if file.name.lower().endswith(suffixes) and file.name.rpartition('/')[2] not in METADATA_FILES
-        ]
+        return [file for file in files if file.name.lower().endswith(suffixes) and not _is_metadata(file)]
+
+
+def _is_metadata(file: File) -> bool:
+    return file.name.rpartition('/')[2].lower() in METADATA_FILES
 
 
 def _others(

@@ -16,7 +16,7 @@ from typing import Any
 import xxhash
 
 from diffusion.errors import UserError
-from diffusion.prepare.caption_files import read_caption_rows
+from diffusion.prepare.caption_files import NO_PATH, read_caption_rows
 from diffusion.prepare.dataset_splits import refuse_mixed_splits
 from diffusion.prepare.extra_columns import json_value
 from diffusion.prepare.file_listing import (
@@ -47,7 +47,11 @@ from diffusion.prepare.source import (
 METADATA_FILES = ('metadata.jsonl', 'metadata.csv', 'metadata.parquet')
 """Captions files of Hugging Face's imagefolder, in order of precedence."""
 BESIDE = ('txt', 'json')
-"""Suffixes of the files beside an image that hold its captions."""
+"""Kinds of the files beside an image that hold its captions: text, of the suffix in the settings, and JSON."""
+OTHER_TEXT = 'caption'
+"""Suffix of text files that other programs write beside images, which is read if the settings name it."""
+TABLE_KINDS = ('.csv', '.jsonl', '.json', '.parquet', '.tsv', '.xlsx')
+"""Kinds of files that may be tables of captions under another name."""
 PART_IMAGES = 1000
 """Images per part."""
 MIN_IMAGES = 32
@@ -76,6 +80,8 @@ class FolderSource:
     """Columns of the captions file, or keys of the .json and `txt` for the .txt; None for the rule above."""
     image_suffixes: tuple[str, ...] = IMAGE_SUFFIXES
     """Suffixes of the images, in lower case and without a dot."""
+    caption_suffix: str = 'txt'
+    """Suffix of the text files, in lower case and without a dot."""
 
     def parts(self) -> Sequence[Part]:
         """Split the images into parts, which jobs convert in parallel; the rows of a captions file are stored in them.
@@ -99,7 +105,7 @@ class FolderSource:
         for file in visible:
             if self._is_image(file):
                 image_of_folder.setdefault(file.name.rpartition('/')[0], file.name)
-            has_table = has_table or file.name in METADATA_FILES
+            has_table = has_table or file.name.lower() in METADATA_FILES
         if not is_pattern(self.location):
             # Only folders tell the splits of images, so one image of each will do.
             refuse_mixed_splits(self.location, [*image_of_folder.values()], 'folder')
@@ -139,20 +145,29 @@ class FolderSource:
             formats = {format_of_suffix(file.name.rpartition('.')[2].lower()) for file in files.values()} - {None}
             hint = f'; read others with --formats {" ".join(sorted(map(str, formats)))}' if formats else ''
             raise UserError(f'{self.location}: contains no images ({suffixes}){hint}')
+        beside = texts_beside(images, files.values(), self.caption_suffix)
         if self.captions is not None:
             tables = [File(self.captions, 0, '', '')]
-        elif any(f'{_stem(file)}.{suffix}' in files for file in images for suffix in BESIDE):
+        elif beside:
             tables = []
         elif metadata is not None:
             tables = list(metadata)
         else:
-            tables = [files[name] for name in METADATA_FILES if name in files][:1]
-        found = self._listed(tables, images, files, elsewhere, copy) if tables else self._paired(images, files)
+            tables = metadata_in('', files.values())
+        notes: list[str] = []
+        found = (
+            self._listed(tables, images, files, elsewhere, copy, notes)
+            if tables
+            else (_with_captions(image, beside.get(_stem(image), {})) for image in images)
+        )
         parts = _parts(found)
         passed_over: dict[str, NamedCount] = {}
-        for file in (*others, *_others(images, listed, {table.url for table in tables})):
+        read = [*images, *(file for each in beside.values() for file in each.values() if not tables)]
+        for file in (*others, *_others(read, listed, {table.url for table in tables})):
             count_named(passed_over, file.kind, 1, [file.key])
-        parts.report_in_first(passed_over=passed_over)
+        parts.report_in_first(
+            passed_over=passed_over, notes=(*notes, *self._notes(passed_over, bool(beside or tables)))
+        )
         return parts
 
     def read(self, part: Part) -> Iterator[Entry]:
@@ -189,7 +204,7 @@ class FolderSource:
         parts = _parts(images())
         for link in broken:
             count_named(passed_over, link.kind, 1, [link.key])
-        parts.report_in_first(passed_over=passed_over)
+        parts.report_in_first(passed_over=passed_over, notes=self._notes(passed_over, captioned))
         return parts, captioned
 
     @cached_property
@@ -201,6 +216,28 @@ class FolderSource:
 
     def _images(self, files: Iterable[File]) -> list[File]:
         return [file for file in files if self._is_image(file)]
+
+    def _notes(self, passed_over: Mapping[str, NamedCount], captioned: bool) -> tuple[str, ...]:
+        """Return hints about files that are not read but may hold the captions.
+
+        Args:
+            passed_over: Files that are not read, by kind.
+            captioned: True if an image has captions.
+        """
+        notes = []
+        others = passed_over.get(f'.{OTHER_TEXT}')
+        if others is not None:
+            notes.append(
+                f'{others.count} .{OTHER_TEXT} files were not read; read them with --caption-suffix {OTHER_TEXT}'
+            )
+        if not captioned:
+            found = [name for kind in TABLE_KINDS if kind in passed_over for name in passed_over[kind].names]
+            have = f'it has {", ".join(found[:3])}, which --captions reads if it is a .csv, .jsonl or .parquet'
+            notes.append(
+                f'{self.location}: no image has a .{self.caption_suffix} or .json beside it, and the folder has no '
+                f'{", ".join(METADATA_FILES)}; {have if found else "write the captions in one of these ways"}'
+            )
+        return tuple(notes)
 
     def _entry(self, image: '_ImageFile') -> Entry:
         """Read an image and its captions."""
@@ -217,20 +254,13 @@ class FolderSource:
                 entry.problem = 'unreadable'
         return entry
 
-    def _paired(self, images: Iterable[File], files: dict[str, File]) -> Iterator['_ImageFile']:
-        """Yield each image with the URLs of the .txt and .json files of its stem, which hold its captions.
-
-        Used without a captions file. No file is read yet; an image with neither file gets the problem `no_caption`.
-        """
-        for file in images:
-            beside = {kind: files.get(f'{_stem(file)}.{kind}') for kind in BESIDE}
-            yield _with_captions(file, {kind: other for kind, other in beside.items() if other is not None})
-
     def _paired_in_order(self, files: Iterable[File], passed_over: dict[str, NamedCount]) -> Iterator['_ImageFile']:
-        """Yield what `_paired` yields, given all files in the order of their names, without a look at all of them.
+        """Yield each image with the files beside it that hold its captions, of which none is read yet.
+
+        The files are not held in memory, as their order puts those of one stem together.
 
         Args:
-            files: The files, hidden ones too.
+            files: The files in the order of their names, hidden ones too.
             passed_over: Counts to which the files are added that are neither images nor beside one.
         """
         # All names that begin with the stem of an image and a dot follow each other, among them its captions, and such
@@ -250,9 +280,9 @@ class FolderSource:
             while waiting and not waiting[0][1].open:
                 image, span = waiting.popleft()
                 yield _with_captions(image, span.beside)
-            suffix = file.name.rpartition('.')[2]
+            kind = kind_beside(file, self.caption_suffix)
             is_image = self._is_image(file)
-            if is_hidden(file.name) or not (is_image or suffix in BESIDE):
+            if is_hidden(file.name) or not (is_image or kind):
                 _pass_over(passed_over, file)
                 continue
             prefix = f'{_stem(file)}.'
@@ -261,8 +291,10 @@ class FolderSource:
             if is_image:
                 spans[-1].has_image = True
                 waiting.append((file, spans[-1]))
-            else:
-                spans[-1].beside[suffix] = file
+            elif kind:
+                extra = _put_beside(spans[-1].beside, kind, file)
+                if extra is not None:
+                    _pass_over(passed_over, extra)
         while spans:
             close()
         yield from (_with_captions(image, span.beside) for image, span in waiting)
@@ -270,32 +302,43 @@ class FolderSource:
     def _listed(
         self,
         tables: Sequence[File],
-        images: Iterable[File],
+        images: Sequence[File],
         files: Mapping[str, File],
         elsewhere: Collection[str],
         copy: Callable[[str], AbstractContextManager[Path]],
+        notes: list[str],
     ) -> Iterator['_ImageFile']:
         """Yield the images in the order of the captions files, then those that none lists, which are rejected.
 
-        A row of a missing or repeated image is yielded as a rejected image too.
+        A row of a missing or repeated image, or without a caption, is yielded as a rejected image too. If no row names
+        an image, `notes` gets a hint.
         """
+        unknown = None
         seen: set[str] = set()
         for table in tables:
             folder = table.name.rpartition('/')[0]
             with copy(table.url) as path:
                 for row in read_caption_rows(path, column_list(self.caption_column)):
-                    name = as_utf8((folder / row.path).as_posix())
-                    if name in elsewhere:
+                    names = [as_utf8(os.path.normpath(os.path.join(folder, path))) for path in row.paths]
+                    if any(name in elsewhere for name in names):
                         continue
-                    file = files.get(name)
-                    if name in seen or file is None:
+                    name = next((name for name in names if name in files), names[-1])
+                    file = None if row.problem in NO_PATH else files.get(name)
+                    if name in seen or file is None or row.problem is not None:
                         problem = 'missing_file' if file is None else 'duplicate_row'
+                        problem = problem if name in seen else row.problem or problem
                         yield _ImageFile(f'{name} ({row.where})', problem=problem)
                     else:
                         image = _ImageFile(name, file.stamp, file.url, file.size, row.captions)
                         image.metadata, image.caption_columns = json_value(row.metadata), row.caption_columns
                         yield image
-                    seen.add(name)
+                    if file is not None:
+                        seen.add(name)
+                    elif unknown is None:
+                        unknown = f'{row.where}: no row names an image of the folder: it has {row.file!r}'
+        if unknown is not None and not seen:
+            example = next((file.name for file in images), '')
+            notes.append(f'{unknown}, and the folder {example!r}; write paths relative to the folder')
         for file in images:
             if file.name not in seen:
                 yield _ImageFile(file.name, problem='no_caption')
@@ -311,7 +354,7 @@ class _ImageFile:
     size: int = 0
     captions: list[str] = field(default_factory=list)
     beside: dict[str, str] = field(default_factory=dict)
-    """URLs of its .txt and .json file, by suffix."""
+    """URLs of its text and .json file, by kind, a value of `BESIDE`."""
     metadata: dict[str, Any] = field(default_factory=dict)
     problem: str | None = None
     caption_columns: list[str] = field(default_factory=list)
@@ -329,14 +372,14 @@ class _Span:
 
     prefix: str
     beside: dict[str, File] = field(default_factory=dict)
-    """The files that hold captions of images with this stem, by suffix."""
+    """The files that hold captions of images with this stem, by kind."""
     has_image: bool = False
     open: bool = True
     """True until a file is listed that is not in the span."""
 
 
 def _with_captions(file: File, beside: Mapping[str, File]) -> _ImageFile:
-    """Return an image with the files beside it that hold its captions, by suffix."""
+    """Return an image with the files beside it that hold its captions, by kind."""
     found = {kind: beside[kind] for kind in BESIDE if kind in beside}
     stamp = ' '.join([file.stamp, *(other.stamp for other in found.values())])
     image = _ImageFile(file.name, stamp, file.url, file.size, beside={kind: each.url for kind, each in found.items()})
@@ -352,11 +395,45 @@ def _stem(file: File) -> str:
     return file.name.rpartition('.')[0]
 
 
-def _others(images: Sequence[File], files: Sequence[File], tables: Collection[str]) -> Iterator[PassedOver]:
-    """Yield the files that are neither images nor hold the captions of one; `tables` are URLs of captions files."""
-    used = {file.name for file in images}
-    if not tables:
-        used |= {f'{_stem(file)}.{suffix}' for file in images for suffix in BESIDE}
+def kind_beside(file: File, caption_suffix: str) -> str | None:
+    """Return `txt` for a text file of captions, `json` for a .json file, None for others; case does not matter."""
+    suffix = file.name.rpartition('.')[2].lower()
+    return 'txt' if suffix == caption_suffix else 'json' if suffix == 'json' else None
+
+
+def texts_beside(images: Iterable[File], files: Iterable[File], caption_suffix: str) -> dict[str, dict[str, File]]:
+    """Return the files with captions beside some images: by the stem of the image and by kind."""
+    stems = {_stem(image) for image in images}
+    found: dict[str, dict[str, File]] = {}
+    for file in files:
+        kind = kind_beside(file, caption_suffix)
+        if kind is not None and _stem(file) in stems:
+            _put_beside(found.setdefault(_stem(file), {}), kind, file)
+    return found
+
+
+def metadata_in(folder: str, files: Iterable[File]) -> list[File]:
+    """Return the captions file of a folder, in a list, or an empty list; the case of its name does not matter."""
+    prefix = f'{folder}/' if folder else ''
+    names = [f'{prefix}{name}' for name in METADATA_FILES]
+    found = {
+        f'{prefix}{file.name.removeprefix(prefix).lower()}': file for file in files if file.name.startswith(prefix)
+    }
+    return [found[name] for name in names if name in found][:1]
+
+
+def _put_beside(beside: dict[str, File], kind: str, file: File) -> File | None:
+    """Add a file to those of an image by kind; of `a.TXT` and `a.txt` the latter stays. Return the other one."""
+    other = beside.get(kind)
+    if other is not None and other.name.rpartition('.')[2].islower():
+        return file
+    beside[kind] = file
+    return other
+
+
+def _others(read: Iterable[File], files: Iterable[File], tables: Collection[str]) -> Iterator[PassedOver]:
+    """Yield the files that are not read; `tables` are URLs of captions files."""
+    used = {file.name for file in read}
     yield from (PassedOver(file.name) for file in files if file.name not in used and file.url not in tables)
 
 

@@ -20,7 +20,7 @@ from diffusion.prepare.dataset_card import license_of
 from diffusion.prepare.dataset_choice import LAYOUTS, Choice, Chooser
 from diffusion.prepare.dataset_listing import DatasetListing
 from diffusion.prepare.file_listing import is_remote, local_copy, single_file_part, with_passed_over
-from diffusion.prepare.folder_source import BESIDE, METADATA_FILES, FolderSource, divide_images
+from diffusion.prepare.folder_source import FolderSource, divide_images, metadata_in, texts_beside
 from diffusion.prepare.hub_repository import HubRepository, endpoint, parse_name
 from diffusion.prepare.image_table import ColumnNames, LocalImages, ReadImage, find_columns, paths_inside
 from diffusion.prepare.parquet import parquet_entries, parquet_parts
@@ -54,13 +54,18 @@ class HuggingFaceSource:
     caption_column: str | Sequence[str] | None = None
     caption_text: CaptionText = 'whole'
     image_suffixes: tuple[str, ...] = IMAGE_SUFFIXES
+    caption_suffix: str = 'txt'
     commit: str | None = None
     """Commit to read on the Hub instead of the revision in the location."""
 
     @property
     def _captions(self) -> dict[str, Any]:
         """Keywords of the readers of captions in files beside the images."""
-        return {'caption_text': self.caption_text, 'caption_column': self.caption_column}
+        return {
+            'caption_text': self.caption_text,
+            'caption_column': self.caption_column,
+            'caption_suffix': self.caption_suffix,
+        }
 
     def pinned_to(self, parts: Iterable[Mapping[str, Any]]) -> 'HuggingFaceSource':
         """Return the source at the commit that an earlier start listed, given the parts of its plan."""
@@ -79,7 +84,7 @@ class HuggingFaceSource:
             DataError: The Hub does not answer.
         """
         dataset = self._listing()
-        chooser = Chooser(dataset, self.location, self.split, self.config, self.image_suffixes)
+        chooser = Chooser(dataset, self.location, self.split, self.config, self.image_suffixes, self.caption_suffix)
         choice = chooser.choose()
         if choice.layout == 'folder':
             parts = list(self._image_parts(choice, dataset, chooser))
@@ -90,7 +95,7 @@ class HuggingFaceSource:
             parts = with_passed_over(parts, [*dataset.hidden, *choice.others])
         if choice.layout == 'parquet':
             self._check_columns(choice.files[0], dataset)
-        notes = (f'{dataset.title}, split {choice.split}',)
+        notes = (f'{dataset.title}, split {choice.split}', *parts[0].notes)
         license_ = license_of(dataset.card)
         first = replace(parts[0], notes=notes, license=license_ or ('' if dataset.is_repository else None))
         parts = [first, *parts[1:]]
@@ -134,12 +139,8 @@ class HuggingFaceSource:
     def _image_parts(self, choice: Choice, dataset: DatasetListing, chooser: Chooser) -> Sequence[Part]:
         """Return the parts of the images of a split, with the captions beside them or in metadata files."""
         images, others = choice.files, [*dataset.hidden, *choice.others]
-        stems = {file.name.rpartition('.')[0] for file in images}
-        beside = [
-            file
-            for file in dataset.files
-            if file.name.rpartition('.')[0] in stems and file.name.rpartition('.')[2] in BESIDE
-        ]
+        paired = texts_beside(images, dataset.files, self.caption_suffix)
+        beside = [file for each in paired.values() for file in each.values()]
         metadata = _metadata_of(images, dataset.files)
         if not beside and not metadata:
             raise UserError(
@@ -239,12 +240,7 @@ def _metadata_of(images: Sequence[File], files: Sequence[File]) -> list[File]:
     for image in images:
         pieces = image.name.split('/')[:-1]
         folders |= {'/'.join(pieces[:depth]) for depth in range(1, len(pieces) + 1)}
-    by_name = {file.name: file for file in files}
-    found = []
-    for folder in sorted(folders, reverse=True):
-        names = [f'{folder}/{name}' if folder else name for name in METADATA_FILES]
-        found += [by_name[name] for name in names if name in by_name][:1]
-    return found
+    return [table for folder in sorted(folders, reverse=True) for table in metadata_in(folder, files)]
 
 
 def _files_of(image: dict[str, Any]) -> list[File]:

@@ -159,16 +159,6 @@ def entry_of(
     return entry
 
 
-def times_to_text(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Convert the date and time columns of a batch to strings, because Python's datetime cannot hold nanoseconds."""
-    # Parquet has nanoseconds and Python's datetime does not, so `to_pylist` cannot convert every value.
-    arrays = [
-        array.cast(pa.string()) if pa.types.is_temporal(array.type) and not pa.types.is_duration(array.type) else array
-        for array in batch.columns
-    ]
-    return pa.RecordBatch.from_arrays(arrays, names=batch.schema.names)
-
-
 def raise_if_io_error(error: BaseException) -> None:
     """Raise an error of reading again if it is a fault of the disk or the network, not damage in the file."""
     # pyarrow raises OSError for damaged files as well, but without an errno. A real I/O error must propagate, since it

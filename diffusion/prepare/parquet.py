@@ -31,9 +31,9 @@ from diffusion.prepare.image_table import (
     find_columns,
     image_path,
     raise_if_io_error,
-    times_to_text,
 )
 from diffusion.prepare.source import Entry, Part
+from diffusion.prepare.table_values import row_values
 
 SUFFIX = '.parquet'
 DOWNLOADS = 16
@@ -159,7 +159,7 @@ def _rows(
     batches = file.iter_batches(BATCH_ROWS, list(groups), columns.all, use_threads=False)
     while True:
         try:
-            rows = times_to_text(next(batches)).to_pylist()
+            rows = row_values(next(batches))
         except StopIteration:
             return
         except (pa.ArrowException, OSError) as error:

@@ -234,7 +234,7 @@ class Preparation:
         repeats = catalog.drop_duplicates(
             self.settings.duplicates, max_distance=self.settings.max_distance, saved=self.work.duplicates
         )
-        self.check_accepted(catalog)
+        self.check_accepted(catalog, [note for head in plan.parts.heads for note in head.notes])
         catalog.hold_out(self.settings.hold_out)
         counts = self.pack_shards(catalog)
         shards = self.shards_of_samples(catalog)
@@ -267,8 +267,12 @@ class Preparation:
         # After the reports and every shard: this file marks the datasets as complete.
         write_atomically(self.work.complete, (self.work.train.dataset / REPORT).read_text(encoding='utf-8'))
 
-    def check_accepted(self, catalog: Catalog) -> None:
+    def check_accepted(self, catalog: Catalog, notes: Iterable[str]) -> None:
         """Check that an image is left for training; if not, remove the work folder.
+
+        Args:
+            catalog: All inputs.
+            notes: Messages of the source, which may say why no image has a caption.
 
         Raises:
             UserError: All images were rejected or would be held out.
@@ -284,7 +288,7 @@ class Preparation:
                 f'hold_out: {title} has {accepted} accepted images, so {hold_out} cannot be held out; '
                 f'give at most {accepted - 1}'
             )
-        raise UserError('\n'.join([problem, *rejection_lines(catalog.rejected)]))
+        raise UserError('\n'.join([problem, *notes, *rejection_lines(catalog.rejected)]))
 
     def report_and_entries(
         self, catalog: Catalog, plan: InputPlan, split: int, counts: Mapping[tuple[int, str], int]

@@ -32,10 +32,13 @@ from diffusion.storage.writable import why_not_writable
 log = logging.getLogger(__name__)
 
 SETTINGS_OF_SOURCE = {
-    'folder': ('location', 'captions', 'caption_text', 'caption_column'),
-    'webdataset': ('location', 'caption_text', 'caption_column'),
+    'folder': ('location', 'captions', 'caption_text', 'caption_suffix', 'caption_column'),
+    'webdataset': ('location', 'caption_text', 'caption_suffix', 'caption_column'),
     'parquet': ('location', 'image_column', 'caption_column'),
-    'huggingface': ('location', 'split', 'config', 'token_variable', 'image_column', 'caption_column', 'caption_text'),
+    'huggingface': (
+        *('location', 'split', 'config', 'token_variable', 'image_column'),
+        *('caption_column', 'caption_text', 'caption_suffix'),
+    ),
     'openmoji': ('select', 'split', 'limit', 'offset', 'seed'),
 }
 """Setting names that each source kind accepts."""
@@ -65,6 +68,9 @@ class SourceSettings:
     caption_text: CaptionText = 'whole'
     """folder, webdataset, huggingface: what a .txt file holds. whole: one caption, of any number of lines; lines: one
     caption per line, of which training chooses; first: its first line alone."""
+    caption_suffix: str = 'txt'
+    """folder, webdataset, huggingface: suffix of the text file of an image, such as caption; its case does not
+    matter."""
     image_column: str | None = None
     """parquet and huggingface: image column; null detects it by common names."""
     caption_column: str | list[str] | None = None
@@ -125,6 +131,7 @@ class SourceSettings:
                 image_column=self.image_column,
                 caption_column=self.caption_column,
                 caption_text=self.caption_text,
+                caption_suffix=self.caption_suffix.lower(),
                 image_suffixes=image_suffixes(formats),
             )
         if self.kind == 'folder':
@@ -134,6 +141,7 @@ class SourceSettings:
                 self.location,
                 captions=self.captions,
                 caption_text=self.caption_text,
+                caption_suffix=self.caption_suffix.lower(),
                 caption_column=self.caption_column,
                 image_suffixes=image_suffixes(formats),
             )
@@ -143,6 +151,7 @@ class SourceSettings:
             return WebDatasetSource(
                 self.location,
                 caption_text=self.caption_text,
+                caption_suffix=self.caption_suffix.lower(),
                 caption_column=self.caption_column,
                 image_suffixes=image_suffixes(formats),
             )
@@ -276,6 +285,8 @@ class PrepareSettings:
         former = FORMER_CAPTION_TEXT.get(self.source.kind, 'whole')
         if self.source.captions is not None or self.source.caption_text == former:
             del values['source']['caption_text']
+        if self.source.caption_suffix.lower() == 'txt':
+            del values['source']['caption_suffix']
         if not self.fills_every_bucket or len(self.sizes) == 1:
             del values['buckets']
         if self.columns_from is not None:
@@ -378,6 +389,8 @@ def _check_source(source: SourceSettings, gather: Gatherer) -> None:
     named = column_list(source.caption_column)
     if source.caption_column == [] or len(set(named)) < len(named) or '' in named:
         gather.problem('source.caption_column', f'{source.caption_column} is not a column or several different ones')
+    if not re.fullmatch('[A-Za-z0-9_-]+', source.caption_suffix) or source.caption_suffix.lower() == 'json':
+        gather.problem('source.caption_suffix', f'{source.caption_suffix!r} is not a suffix of text files; give txt')
     if source.kind == 'openmoji' and source.split not in (None, *OPENMOJI_SPLITS):
         near = did_you_mean(source.split, OPENMOJI_SPLITS)
         gather.problem('source.split', f'{source.split!r} is not one of {", ".join(OPENMOJI_SPLITS)}; {near}')

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from diffusion.prepare.extra_columns import read_columns
-from diffusion.prepare.source import CaptionText, Entry, captions_in, captions_of_columns
+from diffusion.prepare.source import CaptionText, Entry, captions_in, captions_of_columns, texts_of
 
 TEXT_COLUMN = 'txt'
 """Name of the .txt file among several caption columns, whose others are keys of the .json file."""
@@ -15,10 +15,10 @@ def read_sidecars(
     """Set the captions and the metadata of an entry.
 
     The captions are `captions` in the .json file if it is a list, else those in the .txt file, else `caption` in the
-    .json file.
+    .json file, a text or a list of texts.
 
     Args:
-        entry: The entry; it gets a problem if the text is not UTF-8.
+        entry: The entry; it gets a problem if the text is not UTF-8, or the only captions are in an unreadable .json.
         text: Content of the .txt file; None if there is none.
         columns: Content of the .json file; None if there is none.
         rule: What the .txt file holds.
@@ -36,8 +36,11 @@ def read_sidecars(
             entry.captions = captions
         elif text is not None:
             entry.captions = captions_in(text, rule)
-        elif caption is not None:
-            entry.captions = [caption]
+        else:
+            value = captions if caption is None else caption
+            entry.captions = [] if value is None else texts_of(value)
+            if 'bad_metadata' in entry.metadata:
+                entry.problem = entry.problem or 'bad_json'
     except UnicodeDecodeError:
         entry.problem = entry.problem or 'caption_not_utf8'
     for name in ('captions', 'caption', *caption_columns):

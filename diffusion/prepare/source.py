@@ -3,6 +3,7 @@
 A part is the unit of input that one job converts, such as a tar. Implement `Source` to read another format.
 """
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -18,16 +19,30 @@ CaptionText = Literal['whole', 'lines', 'first']
 
 
 def captions_in(text: bytes, kind: CaptionText) -> list[str]:
-    """Return the captions in the content of a text file.
+    """Return the captions in the content of a text file; the texts of a JSON list are captions whatever the kind.
 
     Raises:
         UnicodeDecodeError: The text is not UTF-8.
     """
     decoded = str(text, 'utf-8-sig')
-    if kind == 'whole':
-        return [decoded]
-    lines = [line for line in decoded.splitlines() if line.strip()]
-    return lines[:1] if kind == 'first' else lines
+    texts = texts_of(decoded)
+    if texts == [decoded] and kind != 'whole':
+        texts = [line for line in decoded.splitlines() if line.strip()]
+    return texts[:1] if kind == 'first' else texts
+
+
+def texts_of(value: Any) -> list[Any]:
+    """Return the captions in a value: those of a list or of a text with a JSON list of texts, or else the value."""
+    if isinstance(value, list):
+        return value
+    if isinstance(value, str) and value.lstrip()[:1] == '[':
+        try:
+            found = json.loads(value)
+        except (ValueError, RecursionError):
+            return [value]
+        if isinstance(found, list) and found and all(isinstance(text, str) for text in found):
+            return found
+    return [value]
 
 
 def column_list(given: str | Sequence[str] | None) -> list[str]:
@@ -40,8 +55,7 @@ def captions_of_columns(values: Mapping[str, Any], columns: Sequence[str]) -> tu
     captions: list[Any] = []
     names: list[str] = []
     for column in columns:
-        value = values.get(column)
-        found = value if isinstance(value, list) else [value]
+        found = texts_of(values.get(column))
         captions += found
         names += [column] * len(found)
     return captions, names

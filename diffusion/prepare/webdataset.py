@@ -18,8 +18,6 @@ from diffusion.prepare.source import IMAGE_SUFFIXES, CaptionText, Entry, Part, P
 from diffusion.prepare.tar_reading import DamagedTar, Member, members
 
 SUFFIXES = ('.tar', '.tar.gz', '.tgz')
-BESIDE = ('txt', 'json')
-"""Suffixes of the members beside an image that hold its caption and metadata."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +42,8 @@ class WebDatasetSource:
     """Keys of the JSON with captions, and `txt` for the .txt; None for the rule above."""
     image_suffixes: tuple[str, ...] = IMAGE_SUFFIXES
     """Suffixes of the images, in lower case and without a dot."""
+    caption_suffix: str = 'txt'
+    """Suffix of the text members, in lower case and without a dot."""
 
     def parts(self) -> list[Part]:
         """Return one part (unit of input that one job converts) per tar.
@@ -72,7 +72,7 @@ class WebDatasetSource:
         # duplicate; otherwise the members of one sample were not adjacent, so that image and caption were read as two.
         had_image: dict[str, bool] = {}
         try:
-            for sample in _samples(path, self.image_suffixes):
+            for sample in _samples(path, self.image_suffixes, (self.caption_suffix, 'json')):
                 if isinstance(sample, Member):
                     yield PassedOver(f'{stem}/{as_utf8(sample.name)}')
                     continue
@@ -95,7 +95,8 @@ class WebDatasetSource:
             entry.problem = 'file_too_large'
         else:
             entry.image = sample.image.content
-        text, columns = (sample.members[name].content or b'' if name in sample.members else None for name in BESIDE)
+        names = (self.caption_suffix, 'json')
+        text, columns = (sample.members[name].content or b'' if name in sample.members else None for name in names)
         read_sidecars(entry, text, columns, rule=self.caption_text, caption_columns=column_list(self.caption_column))
         return entry
 
@@ -114,12 +115,12 @@ class _Sample:
         return next((self.members[suffix] for suffix in self.image_suffixes if suffix in self.members), None)
 
 
-def _samples(path: Path, image_suffixes: Sequence[str]) -> Iterator[_Sample | Member]:
+def _samples(path: Path, image_suffixes: Sequence[str], beside: Sequence[str]) -> Iterator[_Sample | Member]:
     """Group adjacent members of a tar with the same stem into samples; yield other members one by one.
 
-    A repeated suffix starts a new sample.
+    A repeated suffix starts a new sample. `beside` are the suffixes of captions and metadata.
     """
-    known = {*image_suffixes, *BESIDE}
+    known = {*image_suffixes, *beside}
     group = _Group('', image_suffixes)
     try:
         for member in members(path):

@@ -21,7 +21,7 @@ def reason(*raw: Any, **limits: int) -> str:
 
 
 @pytest.mark.parametrize(
-    'raw', [None, float('nan'), np.float64('nan'), '', ' \n\t\u3000', '\0\u200b\ufeff', '\u200d\u200c']
+    'raw', [None, float('nan'), np.float64('nan'), '', ' \n\t\u3000', '\u200b\ufeff', '\u200d\u200c']
 )
 def test_empty_values_are_no_caption(raw: Any) -> None:
     assert reason(raw) == 'no_caption'
@@ -31,6 +31,13 @@ def test_empty_values_are_no_caption(raw: Any) -> None:
 @pytest.mark.parametrize('raw', [3, 2.5, True, b'a cat', ['a cat'], {'a': 'cat'}])
 def test_values_that_are_not_text_are_rejected(raw: Any) -> None:
     assert reason(raw) == 'caption_not_text'
+
+
+@pytest.mark.parametrize('text', ['a red cat', 'красный', 'κόκκινο', 'a'])
+@pytest.mark.parametrize('encoding', ['utf-16-le', 'utf-16-be', 'utf-32-le'])
+def test_text_in_another_encoding_is_rejected(text: str, encoding: str) -> None:
+    assert reason(text.encode(encoding).decode('utf-8', 'surrogateescape')) == 'caption_not_utf8'
+    assert clean_captions([text]) == [unicodedata.normalize('NFC', text)]
 
 
 def test_lengths_count_characters_after_cleaning() -> None:
@@ -53,7 +60,7 @@ def test_worst_case_accents_are_rejected_quickly() -> None:
 @pytest.mark.parametrize(
     ('raw', 'clean'),
     [
-        ('a\0b\x07c\x1b[31m', 'abc[31m'),
+        ('a bell\x07 and \x1b[31m', 'a bell and [31m'),
         ('a\r\n b\t\tc\x0b\x0c\x85d\u2028e\u00a0f', 'a b c d e f'),
         ('cafe\u0301', 'café'),
         ('a\ud800b', 'a\ufffdb'),

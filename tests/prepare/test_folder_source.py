@@ -154,8 +154,6 @@ def test_deleted_image_raises_an_os_error(tmp_path: Path) -> None:
     ('name', 'content', 'message'),
     [
         ('c.csv', 'path,caption\na.jpg,x\n', r"c\.csv line 1: has no column 'file'"),
-        ('c.jsonl', '{"file": "a.jpg", "caption": 3}\n', r'c\.jsonl line 1: the caption is 3; it must be text'),
-        ('c.jsonl', '{"file": "../a.jpg", "caption": "x"}\n', r'line 1: `file` is .* outside'),
         ('c.txt', '', 'neither .csv nor .jsonl'),
     ],
 )
@@ -186,3 +184,81 @@ def test_folder_in_an_object_store_is_read(store: Store) -> None:
     assert (named[0].key, named[0].image, named[0].captions) == ('03.jpg', b'3', ['three'])
     with pytest.raises(ValueError, match=r'^s3://pictures/none.csv: there is no such bucket or object'):
         FolderSource(f'{bucket}/in', captions=f'{bucket}/none.csv').parts()
+
+
+ROWS = [
+    ({'file': 'a.jpg', 'caption': 'a cat'}, 'a.jpg', None),
+    ({'file': 'b.jpg', 'caption': None}, 'b.jpg', 'no_caption'),
+    ({'file': 'c.jpg', 'caption': 7}, 'c.jpg', 'caption_not_text'),
+    ({'file': 'd.jpg', 'caption': [1, 2]}, 'd.jpg', 'caption_not_text'),
+    ({'file': 'e.jpg'}, 'e.jpg', 'no_caption'),
+    ({'file': '/data/f.jpg', 'caption': 'x'}, '/data/f.jpg', 'outside_folder'),
+    ({'file': '../f.jpg', 'caption': 'x'}, '../f.jpg', 'outside_folder'),
+    ({'file': 'C:\\f.jpg', 'caption': 'x'}, 'C:/f.jpg', 'outside_folder'),
+    ({'file': None, 'caption': 'x'}, 'None', 'no_file_name'),
+    ({'caption': 'x'}, 'None', 'no_file_name'),
+    ({'file': 'gone.jpg', 'caption': 'x'}, 'gone.jpg', 'missing_file'),
+    ({'file': 'g.jpg', 'caption': ['a dog', 'a hound']}, 'g.jpg', None),
+    ({'file': 'sub\\h.jpg', 'caption': '["one", "two"]'}, 'sub/h.jpg', None),
+]
+"""Rows of a captions file, with the key and the problem of each."""
+
+
+def test_a_row_that_cannot_be_used_is_rejected_with_its_line(tmp_path: Path) -> None:
+    put(tmp_path / 'in', **{f'{name}.jpg': 'x' for name in ('a', 'b', 'c', 'd', 'e', 'f', 'g', 'sub/h')})
+    put(tmp_path, **{'c.jsonl': ''.join(json.dumps(row) + '\n' for row, _, _ in ROWS)})
+    found = entries(FolderSource(str(tmp_path / 'in'), str(tmp_path / 'c.jsonl')))
+    wanted = [
+        (key if problem is None else f'{key} (c.jsonl line {number})', problem)
+        for number, (_, key, problem) in enumerate(ROWS, start=1)
+    ]
+    assert [(entry.key, entry.problem) for entry in found] == [*wanted, ('f.jpg', 'no_caption')]
+    assert [entry.captions for entry in found if entry.problem is None] == [
+        ['a cat'],
+        ['a dog', 'a hound'],
+        ['one', 'two'],
+    ]
+
+
+def test_short_and_undecodable_rows_of_a_csv_are_rejected(tmp_path: Path) -> None:
+    put(tmp_path, **{f'{name}.jpg': 'x' for name in 'abcd'})
+    put(tmp_path, **{'Metadata.CSV': b'file_name,text\na.jpg\nb.jpg,caf\xe9\nc.jpg,a\x00b\x00\nd.jpg,good\n'})
+    assert [(entry.key, entry.problem, entry.captions) for entry in entries(FolderSource(str(tmp_path)))] == [
+        ('a.jpg (Metadata.CSV line 2)', 'no_caption', []),
+        ('b.jpg (Metadata.CSV line 3)', 'caption_not_utf8', []),
+        ('c.jpg (Metadata.CSV line 4)', 'caption_not_utf8', []),
+        ('d.jpg', None, ['good']),
+    ]
+
+
+def test_suffixes_are_compared_without_case(tmp_path: Path) -> None:
+    put(tmp_path, **{'a.JPG': 'x', 'a.TXT': 'one', 'b.jpg': 'x', 'b.Json': '{"caption": "two"}'})
+    put(tmp_path, **{'c.jpg': 'x', 'c.Txt': 'other', 'c.txt': 'three'})
+    source = FolderSource(str(tmp_path))
+    assert [entry.captions for entry in entries(source)] == [['one'], ['two'], ['three']]
+    assert {kind: files.names for kind, files in source.parts()[0].passed_over.items()} == {'.txt': ['c.Txt']}
+
+
+def test_text_files_of_another_suffix_are_read_by_an_option(tmp_path: Path) -> None:
+    put(tmp_path, **{'a.jpg': 'x', 'a.caption': 'one', 'a.txt': 'tags'})
+    default = FolderSource(str(tmp_path))
+    assert [entry.captions for entry in entries(default)] == [['tags']]
+    assert default.parts()[0].notes == ('1 .caption files were not read; read them with --caption-suffix caption',)
+    source = FolderSource(str(tmp_path), caption_suffix='caption')
+    assert [entry.captions for entry in entries(source)] == [['one']]
+    assert {kind: files.names for kind, files in source.parts()[0].passed_over.items()} == {'.txt': ['a.txt']}
+
+
+def test_a_json_list_of_texts_in_a_text_file_is_several_captions(tmp_path: Path) -> None:
+    put(tmp_path, **{'a.jpg': 'x', 'a.txt': '["a dog", "a hound"]\n', 'b.jpg': 'x', 'b.txt': '[1, 2]'})
+    assert [entry.captions for entry in entries(FolderSource(str(tmp_path)))] == [['a dog', 'a hound'], ['[1, 2]']]
+
+
+def test_notes_say_where_captions_were_found_and_expected(tmp_path: Path) -> None:
+    put(tmp_path, **{'a.jpg': 'x', 'sub/metadata.csv': 'file_name,text\na.jpg,x\n', 'metadata.json': '[]'})
+    (note,) = FolderSource(str(tmp_path)).parts()[0].notes
+    assert 'no image has a .txt or .json beside it' in note
+    assert 'it has sub/metadata.csv, metadata.json, which --captions reads' in note
+    put(tmp_path, **{'metadata.csv': 'file_name,text\n/data/a.jpg,x\n'})
+    (note,) = FolderSource(str(tmp_path)).parts()[0].notes
+    assert note.startswith("metadata.csv line 2: no row names an image of the folder: it has '/data/a.jpg', and the")

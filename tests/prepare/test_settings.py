@@ -103,7 +103,7 @@ def test_yaml_extends_another_and_overrides_take_precedence(tmp_path: Path) -> N
         ({'source': {'kind': 'webdataset'}}, 'source.location: is missing; give a folder, a file'),
         (
             {'source': VALID['source'] | {'limit': 5}},
-            'source.limit: is not a setting of webdataset, which takes location and caption_text and caption_column;',
+            'source.limit: is not a setting of webdataset, which takes location and caption_text and caption_suffix',
         ),
         ({'source': {'kind': 'openmoji', 'location': 'a'}}, 'source.location: is not a setting of openmoji, which'),
         ({'source': VALID['source'] | {'captions': 'c.csv'}}, 'source.captions: is not a setting of webdataset'),

@@ -1,0 +1,79 @@
+"""Reading of CSV and TSV files that people write by hand, whose mistakes are reported with file and line."""
+
+import csv
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from diffusion.errors import UserError
+
+_NEVER = re.compile('[\0\udc80-\udcff]')
+"""Characters that no UTF-8 text has: NUL, and undecodable bytes."""
+_CONTROL = re.compile('[\x01-\x08\x0e-\x1f]')
+
+
+def csv_rows(
+    file: Path,
+    name: str,
+    *,
+    check: Callable[[Sequence[str]], None] = lambda columns: None,
+    delimiter: str = ',',
+    quoting: int = csv.QUOTE_MINIMAL,
+    errors: str = 'strict',
+) -> Iterator[tuple[str, dict[str, str | None]]]:
+    """Yield (position, cells by column) of each row of a CSV whose first line has the names of its columns.
+
+    A position is text such as `captions.csv line 7`. Cells that a short row lacks are None.
+
+    Args:
+        file: The file.
+        name: Its name in messages.
+        check: Called with the names of the columns before the first row; raises an error about a missing column.
+        delimiter: Character between the cells.
+        quoting: Rule of the quotation marks, a constant of `csv`.
+        errors: How bytes that are not UTF-8 are decoded, as in `open`.
+
+    Raises:
+        UserError: The file is not CSV, two columns have one name, or a row has more cells than there are columns.
+        UnicodeDecodeError: The file is not UTF-8, and `errors` is `strict`.
+    """
+    with file.open(encoding='utf-8-sig', errors=errors, newline='') as lines:
+        reader = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)  # pyright: ignore[reportArgumentType]
+        try:
+            columns = next(reader, [])
+            _check_header(columns, f'{name} line 1')
+            check(columns)
+            for cells in reader:
+                where = f'{name} line {reader.line_num}'
+                if len(cells) > len(columns) and any(cells[len(columns) :]):
+                    raise UserError(
+                        f'{where}: has {len(cells)} cells, more than the {len(columns)} columns of line 1 '
+                        f'({", ".join(columns)}); put cells that contain the delimiter in quotation marks'
+                    )
+                if cells:
+                    given: list[str | None] = [*cells[: len(columns)], *[None] * (len(columns) - len(cells))]
+                    yield where, dict(zip(columns, given, strict=True))
+        except csv.Error as error:
+            raise UserError(f'{name} line {reader.line_num}: is not valid CSV ({error}); correct it') from error
+
+
+def is_misread(text: str) -> bool:
+    """Return True if a text was in another encoding than the UTF-8 that it was decoded as.
+
+    Such a text has undecodable bytes as surrogates (`surrogateescape`), a NUL, or one control character in four:
+    UTF-16 without a byte-order mark is valid UTF-8 with a NUL after each Latin letter, and with the control character
+    U+0004 after each Cyrillic one.
+    """
+    if text.isascii() and text.isprintable():
+        return False
+    start = text[:1000]
+    return bool(_NEVER.search(text)) or 4 * len(_CONTROL.findall(start)) >= len(start)
+
+
+def _check_header(columns: Sequence[str], where: str) -> None:
+    if any(map(is_misread, columns)):
+        raise UserError(f'{where}: is not UTF-8 text, but UTF-16 or another encoding; save the file as UTF-8')
+    repeated = [name for name, count in Counter(columns).items() if count > 1 and name]
+    if repeated:
+        raise UserError(f'{where}: has two columns {repeated[0]!r}; rename or remove one')

@@ -228,6 +228,10 @@ def make_the_loss_nan(case: Case, recipe: dict[str, Any]) -> None:
     recipe['callbacks'] = {'loss_guard': {}}
 
 
+def make_the_loss_nan_unwatched(case: Case, recipe: dict[str, Any]) -> None:
+    recipe['optimizer']['lr'] = 1e30
+
+
 def answer_of_hub(answer: str | int) -> Prepare:
     """Return a function that takes the VAE from a model hub that gives every request this answer."""
 
@@ -270,6 +274,9 @@ SINGLE = [
     Ending('another job trains into the folder', 78, '', 'trains this run', NEVER, prepare=lock_the_run),
     Ending('objective changed on resume', 78, 'mistake', 'prediction_type: ', NEVER, prepare=change_the_objective),
     Ending('loss is NaN', 78, 'mistake', 'loss is nan', NEVER, prepare=make_the_loss_nan),
+    Ending(
+        'loss is NaN, without `loss_guard`', 78, 'mistake', 'loss is nan', NEVER, prepare=make_the_loss_nan_unwatched
+    ),
     Ending('store refuses access to data (403)', 78, 'mistake', '(403)', NEVER, prepare=refuse_reads(403, 'GET index')),
     Ending(
         'memory errors of a GPU, with `node_health.action: leave`',

@@ -16,7 +16,7 @@ import simplejpeg
 from PIL import ExifTags, Image, ImageColor, ImageFile, ImageOps, UnidentifiedImageError, features
 
 from diffusion.data.color_profiles import is_srgb, to_srgb
-from diffusion.data.jpeg_segments import without_stray_bytes
+from diffusion.data.jpeg_segments import ends_with_stray_bytes, without_stray_bytes
 from diffusion.data.png_texts import without_texts
 
 FORMATS = ('JPEG', 'PNG', 'WEBP', 'GIF', 'BMP', 'TIFF', *(['AVIF'] if 'avif' in features.get_supported() else []))
@@ -43,6 +43,10 @@ class UnreadableImage(ValueError):
         super().__init__(detail)
         self.reason = reason
         """Reason in snake case, such as `truncated`."""
+
+
+STRAY_WARNING = re.compile('Corrupt JPEG data: ([0-9]+) extraneous bytes before marker 0x(d9|da|c4)')
+"""libjpeg warning of bytes after the data of a scan: before the end of the image, another scan, or its tables."""
 
 
 @dataclass(frozen=True)
@@ -142,13 +146,13 @@ def _read_checked(
     # photographs, of which Pillow opens the primary one.
     if not first_frame and name not in ('JPEG', 'HEIF') and getattr(image, 'n_frames', 1) > 1:
         raise UnreadableImage('animated', 'the file has several frames or pages')
-    array, factor, (width, height) = None, 1, image.size
+    array, is_repaired, factor, (width, height) = None, False, 1, image.size
     if name == 'JPEG':
         if orientation_of(image) in SIDEWAYS:
             width, height = height, width
         if resized_to is not None:
             factor = _jpeg_factor((width, height), resized_to(width, height))
-        decoded, array = _decode_jpeg(encoded, image, factor)
+        decoded, array, is_repaired = _decode_jpeg(encoded, image, factor)
     else:
         decoded = decode_other(image)
     opaque, is_unchanged = _to_opaque_srgb(decoded, profile or image.info.get('icc_profile'), background)
@@ -161,12 +165,20 @@ def _read_checked(
         and is_unchanged
         and upright is opaque
         and factor == 1
+        and not is_repaired
     )
     pixels = array if upright is decoded else None
     if factor == 1:
         width, height = upright.size
     return DecodedImage(
-        upright, width, height, name, lossless=name == 'PNG', is_unmodified=is_unmodified, pixels=pixels
+        upright,
+        width,
+        height,
+        name,
+        lossless=name == 'PNG',
+        is_unmodified=is_unmodified,
+        is_repaired=is_repaired,
+        pixels=pixels,
     )
 
 
@@ -229,8 +241,10 @@ def _jpeg_factor(size: tuple[int, int], resized: tuple[int, int]) -> int:
     return enough[0] if enough else 1
 
 
-def _decode_jpeg(encoded: bytes, image: Image.Image, factor: int) -> tuple[Image.Image, np.ndarray | None]:
-    """Decode a JPEG, and return also its pixels if it is RGB; reject it if libjpeg warns of missing or corrupt data.
+def _decode_jpeg(encoded: bytes, image: Image.Image, factor: int) -> tuple[Image.Image, np.ndarray | None, bool]:
+    """Decode a JPEG; return also its pixels if it is RGB, and True if stray bytes after a scan were ignored.
+
+    It is rejected if libjpeg warns of missing or corrupt data.
 
     The image is smaller than that of the file by `factor`, rounded up.
     """
@@ -240,10 +254,14 @@ def _decode_jpeg(encoded: bytes, image: Image.Image, factor: int) -> tuple[Image
     # Of all of libjpeg's factors, simplejpeg takes the largest whose result has at least these sides.
     least = (0, 0) if factor == 1 else (-(-image.height // factor), -(-image.width // factor))
     decode = partial(simplejpeg.decode_jpeg, encoded, colorspace, min_height=least[0], min_width=least[1])
+    is_repaired = False
     try:
         pixels = decode()
     except ValueError as error:
-        if not HARMLESS_WARNINGS.search(str(error)):
+        is_repaired = (stray := STRAY_WARNING.search(str(error))) is not None and ends_with_stray_bytes(
+            encoded, int(stray[1]), bytes.fromhex(f'ff{stray[2]}'), colorspace
+        )
+        if not is_repaired and not HARMLESS_WARNINGS.search(str(error)):
             reason = 'truncated' if 'Premature end of JPEG' in str(error) else 'undecodable'
             raise UnreadableImage(reason, str(error)) from error
         pixels = decode(strict=False)
@@ -251,8 +269,10 @@ def _decode_jpeg(encoded: bytes, image: Image.Image, factor: int) -> tuple[Image
         if factor > 1:
             image.draft(None, (image.width // factor, image.height // factor))
         image.load()
-        return image, None
-    return (Image.fromarray(pixels[:, :, 0]), None) if image.mode == 'L' else (Image.fromarray(pixels), pixels)
+        return image, None, is_repaired
+    if image.mode == 'L':
+        return Image.fromarray(pixels[:, :, 0]), None, is_repaired
+    return Image.fromarray(pixels), pixels, is_repaired
 
 
 def decode_other(image: Image.Image) -> Image.Image:

@@ -3,11 +3,17 @@
 import re
 from collections.abc import Iterator
 
+import numpy as np
+import simplejpeg
+
 START, END, SCAN = b'\xff\xd8', b'\xff\xd9', b'\xff\xda'
 SEGMENT_MARKER = re.compile(rb'\xff[\xc0-\xcf\xda-\xdf\xe0-\xef\xfe]')
 """Marker of a segment with a length."""
 AFTER_SCAN = re.compile(rb'\xff[\x01-\xcf\xd8-\xfe]')
 """Marker that ends the data of a scan; in them, 0 follows 255, and restart markers are part of the data."""
+
+BUFFERED_BYTES = 9
+"""Number of bytes that libjpeg may have read of what follows the data of a scan."""
 
 
 def header_segments(jpeg: bytes) -> Iterator[bytes]:
@@ -37,6 +43,45 @@ def without_stray_bytes(jpeg: bytes) -> bytes:
         at = end
     repaired = b''.join([*kept, jpeg[at:]])
     return repaired if len(repaired) < len(jpeg) else jpeg
+
+
+def ends_with_stray_bytes(jpeg: bytes, count: int, marker: bytes, colorspace: str) -> bool:
+    """Return True if bytes that follow the complete data of one scan are all that is wrong with a JPEG.
+
+    Damaged data may end early as well, and the rest of it looks like stray bytes. Data that is complete ends with its
+    last byte filled up with ones, which damaged data does by chance only.
+
+    Args:
+        jpeg: The file.
+        count: Number of bytes that libjpeg has skipped; a few more may be in its buffer.
+        marker: The marker before which they are.
+        colorspace: Color space to decode to, by simplejpeg's name.
+    """
+    for end in scan_ends(jpeg):
+        start = end - count
+        if not jpeg.startswith(marker, end) or (pixels := _decoded(jpeg[:start] + jpeg[end:], colorspace)) is None:
+            continue
+
+        def is_enough(data: bytes, end: int = end, pixels: np.ndarray = pixels) -> bool:
+            found = _decoded(data + jpeg[end:], colorspace)
+            return found is not None and np.array_equal(found, pixels)
+
+        used = next((at for at in range(start - BUFFERED_BYTES, start) if is_enough(jpeg[:at])), start)
+        last = jpeg[used - 1]
+        for mask in (127, 63, 31, 15, 7, 3, 1):
+            changed = bytes([last ^ mask]) + (b'\0' if last ^ mask == 0xFF else b'')
+            if is_enough(jpeg[: used - 1] + changed):
+                return last & mask == mask
+        return True
+    return False
+
+
+def _decoded(jpeg: bytes, colorspace: str) -> np.ndarray | None:
+    """Return the pixels of a JPEG; None if libjpeg warns."""
+    try:
+        return simplejpeg.decode_jpeg(jpeg, colorspace)
+    except ValueError:
+        return None
 
 
 def scan_ends(jpeg: bytes) -> Iterator[int]:

@@ -16,7 +16,7 @@ from xxhash import xxh3_128
 from diffusion.data.fingerprint import index_hash
 from diffusion.data.streams import BucketedDataset
 from diffusion.errors import UserError
-from diffusion.evaluation.compared_images import IMAGE_ENDINGS, read_image
+from diffusion.evaluation.compared_images import read_image
 from diffusion.evaluation.evaluated_checkpoint import EvaluatedCheckpoint
 from diffusion.evaluation.feature_networks import FeatureNetwork
 from diffusion.evaluation.gather import from_rank_zero, gather_rows
@@ -25,6 +25,7 @@ from diffusion.models import batch_keys
 from diffusion.storage.atomic import atomic_file
 
 BATCH_SIZE = 64
+IMAGE_ENDINGS = ('.png', '.jpg', '.jpeg', '.webp', '.gif', '.bmp', '.tif', '.tiff', '.avif')
 PIXELS = 'upright, sRGB, transparency over white'
 """Description of how files become pixels; features of files that were read in another way are not reused."""
 

@@ -29,7 +29,16 @@ from diffusion.prepare.process_sample import (
 from diffusion.prepare.rejection import Unfit
 from diffusion.prepare.sample_table import InputRow, SampleRow, write_tables
 from diffusion.prepare.settings import PrepareSettings
-from diffusion.prepare.source import Entry, NamedCount, Part, PassedOver, Source, count_named
+from diffusion.prepare.source import (
+    NAMES_SHOWN,
+    Entry,
+    NamedCount,
+    Part,
+    PassedOver,
+    Source,
+    count_details,
+    count_named,
+)
 from diffusion.prepare.stored_parts import fetch_tables, store_tables
 from diffusion.prepare.work_dir import read_json
 from diffusion.prepare.worker_pool import Note
@@ -43,6 +52,10 @@ THUMBNAILS_FILE = 'thumbnails.json'
 COUNTS_FILE = 'part.json'
 """File of a part with its counts."""
 THUMBNAILS_PER_REASON = 6
+DECODER_REASONS = ('undecodable', 'truncated')
+"""Reasons for which the report lists the messages of the decoder."""
+MAX_DETAIL = 200
+"""Maximum length of such a message, in characters."""
 ATTEMPTS = 4
 """Attempts at reading a part before the preparation fails."""
 BACKOFF_SECONDS = 1.0
@@ -62,6 +75,10 @@ class PartCounts:
     """Names of the metadata columns."""
     passed_over: dict[str, NamedCount] = field(default_factory=dict)
     """Files that are neither images nor belong to one, by suffix; not among the inputs."""
+    details: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Messages of the decoder by rejection reason, with the number of images."""
+    repaired: NamedCount = field(default_factory=NamedCount)
+    """Images that were converted although their files have stray bytes."""
 
 
 @dataclass(frozen=True)
@@ -140,10 +157,13 @@ class PartJob:
         for kind, files in self.part.passed_over.items():
             count_named(counts.passed_over, kind, files.count, files.names)
         pending: list[tuple[int, Candidate]] = []
+        repaired: dict[str, None] = {}
 
         def reject(entry: Entry, row: InputRow, unfit: Unfit) -> None:
             row.reason = str(unfit)
             counts.rejected[row.reason] += 1
+            if row.reason in DECODER_REASONS and unfit.detail:
+                count_details(counts.details, row.reason, {unfit.detail[:MAX_DETAIL]: 1})
             if counts.rejected[row.reason] <= THUMBNAILS_PER_REASON:
                 thumbnails.extend(_thumbnails(entry, unfit, self.settings))
 
@@ -157,6 +177,8 @@ class PartJob:
                     except Unfit as unfit:
                         reject(entry, row, unfit)
                         continue
+                if candidate.decoded.is_repaired:
+                    repaired[row.key] = None
                 stored.extend(
                     SampleRow(number, bucket, *shards.add(shards.format.encode(sample))) for bucket, sample in samples
                 )
@@ -178,6 +200,7 @@ class PartJob:
                 store_pending()
         store_pending()
         counts.inputs = len(inputs)
+        counts.repaired = NamedCount(len(repaired), list(repaired)[:NAMES_SHOWN])
         shards.flush()
         # The folder is flushed and renamed as a whole.
         write_tables(folder, inputs, stored)
@@ -187,6 +210,8 @@ class PartJob:
             'rejected': counts.rejected,
             'columns': sorted(counts.columns),
             'passed_over': {kind: vars(files) for kind, files in sorted(counts.passed_over.items())},
+            'details': counts.details,
+            'repaired': vars(counts.repaired),
         }
         (folder / COUNTS_FILE).write_text(json.dumps(summary), encoding='utf-8')
         (folder / mds.INDEX).write_text(mds.index_text(shards.entries), encoding='utf-8')
@@ -287,9 +312,17 @@ class _ShardBuffer:
 def read_counts(folder: Path, part: Part) -> PartCounts:
     """Read the counts that were saved when a part of the input was converted."""
     content = read_json(folder / COUNTS_FILE)
-    # Parts that earlier versions have converted do not count what they passed over.
+    # Parts that earlier versions have converted do not count what they passed over, nor details and repaired images.
     passed_over = {kind: NamedCount(**files) for kind, files in content.get('passed_over', {}).items()}
-    return PartCounts(part.size, content['inputs'], Counter(content['rejected']), set(content['columns']), passed_over)
+    return PartCounts(
+        part.size,
+        content['inputs'],
+        Counter(content['rejected']),
+        set(content['columns']),
+        passed_over,
+        content.get('details', {}),
+        NamedCount(**content.get('repaired', {})),
+    )
 
 
 def read_sample(folder: Path, shard: int, offset: int, size: int) -> dict[str, Any]:

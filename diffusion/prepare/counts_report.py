@@ -53,6 +53,10 @@ class PrepareReport:
     """Counts of the held-out images; None if there are none."""
     rejected: dict[str, NamedCount] = field(default_factory=dict)
     """Rejected inputs by reason."""
+    details: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Messages of the decoder by rejection reason, with the number of images."""
+    repaired: NamedCount = field(default_factory=NamedCount)
+    """Images that were converted although their files have stray bytes; kept unless rejected as duplicates."""
     passed_over: dict[str, NamedCount] = field(default_factory=dict)
     """Files of the input that are no images of a known format and belong to none, by suffix."""
     inputs: int | None = None
@@ -98,6 +102,8 @@ class PrepareReport:
             'bytes': self.bytes,
             **({} if self.held_out is None else {'held_out': vars(self.held_out)}),
             'rejected': {reason: vars(rejected) for reason, rejected in sorted(self.rejected.items())},
+            **({'details': self.details} if self.details else {}),
+            **({'repaired': vars(self.repaired)} if self.repaired.count else {}),
             'passed_over': {kind: vars(files) for kind, files in sorted(self.passed_over.items())},
             'rejected_share': self.rejected_share,
             'max_rejected': self.max_rejected,
@@ -119,6 +125,7 @@ class PrepareReport:
         content.setdefault('license', content.get('licence'))  # spelling used by earlier versions
         for name in ('rejected', 'passed_over'):  # reports of earlier versions have no files that were passed over
             content[name] = {key: NamedCount(**values) for key, values in content.get(name, {}).items()}
+        content['repaired'] = NamedCount(**content.get('repaired', {}))
         if content.get('held_out'):
             content['held_out'] = HeldOut(**content['held_out'])
         names = {entry.name for entry in fields(cls)}
@@ -131,6 +138,11 @@ class PrepareReport:
             held_out = self.held_out
             lines.append(f'{held_out.out}: {held_out.pictures} held-out images ({_counts(held_out.buckets)})')
         lines += rejection_lines(self.rejected)
+        lines += [
+            f'{reason}: {detail} ({count})' for reason, found in self.details.items() for detail, count in found.items()
+        ]
+        if self.repaired.count:
+            lines.append(f'repaired (stray bytes in the file): {self.repaired.count} ({self.repaired.shown})')
         lines += count_lines('passed over', self.passed_over)
         if self.empty_buckets:
             names = ', '.join(self.empty_buckets[:5]) + (', ...' if len(self.empty_buckets) > 5 else '')

@@ -52,6 +52,7 @@ def report_page(
         *_held_out(report.held_out, held_out),
         '<h2>Rejected</h2>',
         _bars({reason: (entry.count, '') for reason, entry in sorted(report.rejected.items())}),
+        *(_details(reason, found) for reason, found in sorted(report.details.items())),
         *(_figures(reason, shown) for reason, shown in sorted(rejected.items())),
         '<h2>Passed over</h2>',
         _bars({kind: (files.count, files.shown) for kind, files in sorted(report.passed_over.items())}),
@@ -70,6 +71,7 @@ def _summary(report: PrepareReport) -> str:
         'kept': f'{report.pictures:,}',
         **({'held out': f'{report.held_out.pictures:,}'} if report.held_out else {}),
         'rejected': f'{rejected:,} ({report.rejected_share:.2%}; the limit is {report.max_rejected:.2%})',
+        **({'repaired': f'{report.repaired.count:,} ({report.repaired.shown})'} if report.repaired.count else {}),
         'passed over': f'{sum(files.count for files in report.passed_over.values()):,} files',
         **({'removed later': f'{report.removed:,}'} if report.removed else {}),
         'license': report.license or 'not given',
@@ -126,6 +128,12 @@ def _histogram(name: str, values: Mapping[str, Any]) -> str:
     counts = {label: (count, '') for label, count in zip(names, values['counts'], strict=True) if count}
     quantiles = ', '.join(f'{share} {value:g}' for share, value in values['quantiles'].items())
     return f'<h2>{html.escape(name.capitalize())}</h2>{_bars(counts)}<p>Quantiles: {html.escape(quantiles)}</p>'
+
+
+def _details(reason: str, found: Mapping[str, int]) -> str:
+    """Return an HTML table of the messages of the decoder for one rejection reason."""
+    rows = _bars({message: (count, '') for message, count in found.items()})
+    return f'<p>Messages of the decoder, {html.escape(reason)}:</p>{rows}'
 
 
 def _figures(name: str, shown: Iterable[Figure]) -> str:

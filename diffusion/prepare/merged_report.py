@@ -7,7 +7,7 @@ from typing import Any
 from diffusion.prepare.catalog import DUPLICATE
 from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.dataset_record import Entries
-from diffusion.prepare.source import NamedCount, count_named
+from diffusion.prepare.source import NamedCount, count_details, count_named
 
 
 def merged_report(
@@ -42,6 +42,8 @@ def merged_report(
         },
         held_out=held_out,
         rejected=_sum([report.rejected for report in reports]),
+        details=_summed_details(reports),
+        repaired=_sum([{'': report.repaired} for report in reports])[''],
         passed_over=_sum([report.passed_over for report in reports]),
         inputs=sum(report.inputs or 0 for report in reports),
         notes=list(dict.fromkeys(note for report in reports for note in report.notes)),
@@ -77,6 +79,14 @@ def _sum(counts: Sequence[dict[str, NamedCount]]) -> dict[str, NamedCount]:
     return total
 
 
+def _summed_details(reports: Sequence[PrepareReport]) -> dict[str, dict[str, int]]:
+    total: dict[str, dict[str, int]] = {}
+    for report in reports:
+        for reason, found in report.details.items():
+            count_details(total, reason, found)
+    return total
+
+
 def _merged_statistics(statistics: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return histograms with the sums of the counts; of the quantiles, only minimum and maximum can be merged."""
     merged: dict[str, Any] = {}
@@ -104,8 +114,9 @@ def without_names(report: PrepareReport, keys: frozenset[str]) -> PrepareReport:
         }
 
     return PrepareReport(
-        **{name: value for name, value in vars(report).items() if name not in ('rejected', 'passed_over')},
+        **{name: value for name, value in vars(report).items() if name not in ('rejected', 'repaired', 'passed_over')},
         rejected=kept(report.rejected),
+        repaired=kept({'': report.repaired})[''],
         passed_over=kept(report.passed_over),
     )
 

@@ -44,7 +44,7 @@ from diffusion.prepare.pack_shards import ShardJob, plan_shards, write_indexes
 from diffusion.prepare.pieces import Piece, pieces_of
 from diffusion.prepare.process_sample import sample_columns
 from diffusion.prepare.settings import PrepareSettings, check_settings
-from diffusion.prepare.source import NamedCount, Source, count_named
+from diffusion.prepare.source import NamedCount, Source, count_details, count_named
 from diffusion.prepare.stored_parts import list_stored
 from diffusion.prepare.work_dir import Share, WorkFolder
 from diffusion.prepare.worker_pool import WorkerJob, run_jobs
@@ -377,6 +377,7 @@ class Preparation:
             report.inputs, report.notes = len(images), [f'held out from {self.settings.out}']
         else:
             report.rejected, report.passed_over = catalog.rejected, self.passed_over(plan)
+            report.details, report.repaired = self.decoding(plan)
             report.inputs = len(catalog) + sum(files.count for files in report.passed_over.values())
             report.notes = self.notes(plan, report.passed_over)
             long_captions = long_captions_note(report.statistics)
@@ -398,6 +399,17 @@ class Preparation:
             for kind, files in read_counts(self.work.part(piece.name), piece.part).passed_over.items():
                 count_named(total, kind, files.count, files.names)
         return total
+
+    def decoding(self, plan: InputPlan) -> tuple[dict[str, dict[str, int]], NamedCount]:
+        """Return the messages of the decoder by rejection reason, and the images that were repaired."""
+        details: dict[str, dict[str, int]] = {}
+        repaired: dict[str, NamedCount] = {'': NamedCount()}
+        for piece in self.pieces(plan):
+            counts = read_counts(self.work.part(piece.name), piece.part)
+            for reason, found in counts.details.items():
+                count_details(details, reason, found)
+            count_named(repaired, '', counts.repaired.count, counts.repaired.names)
+        return details, repaired['']
 
     def notes(self, plan: InputPlan, passed_over: Iterable[str]) -> list[str]:
         """Return messages for the report: of the source, images of formats that were not named, copies of held-out

@@ -82,6 +82,14 @@ def count_named(counts: dict[str, NamedCount], kind: str, count: int, names: Seq
     total.names += names[: NAMES_SHOWN - len(total.names)]
 
 
+def count_details(details: dict[str, dict[str, int]], reason: str, found: Mapping[str, int]) -> None:
+    """Add explanations of one reason with their counts; at most `NAMES_SHOWN` different ones are kept."""
+    total = details.setdefault(reason, {})
+    for detail, count in found.items():
+        if detail in total or len(total) < NAMES_SHOWN:
+            total[detail] = total.get(detail, 0) + count
+
+
 @dataclass(frozen=True)
 class PassedOver:
     """File of the input that is neither an image nor belongs to one, such as `cat.svg`."""

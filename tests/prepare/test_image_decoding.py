@@ -259,6 +259,34 @@ def test_jpeg_with_missing_data_is_rejected(options: dict[str, Any]) -> None:
     assert decode_image(encoded + b'\0' * 100).image.size == (400, 300)  # trailing bytes are ignored
 
 
+@pytest.mark.parametrize('options', [{}, {'progressive': True}, {'restart_marker_blocks': 8}])
+def test_jpeg_with_stray_bytes_and_complete_pixels_is_repaired(options: dict[str, Any]) -> None:
+    encoded = file_of(smooth(96, 64), **options)
+    expected, tables = decode_image(encoded), encoded.index(b'\xff\xdb')
+    assert not expected.is_repaired
+    for stray in (bytes(100), b'stray bytes' * 20):
+        for file in (encoded[:-2] + stray + encoded[-2:], encoded[:tables] + stray + encoded[tables:]):
+            found = decode_image(file)
+            assert found.is_repaired and not found.is_unmodified
+            assert difference(found.image, expected.image) == 0
+            assert reason(file[: len(file) // 2]) in ('truncated', 'undecodable')
+
+
+def test_most_jpegs_with_damaged_pixels_are_not_taken_for_ones_with_stray_bytes() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (64, 96, 3), np.uint8)
+    encoded = file_of(Image.fromarray(noise), quality=95, subsampling='4:4:4')
+    damaged = [encoded[:at] + bytes([encoded[at] ^ 8]) + encoded[at + 1 :] for at in range(1000, len(encoded) - 2, 50)]
+    outcomes = [outcome(file) for file in damaged]
+    assert outcomes.count('rejected') > 2 * outcomes.count('repaired')
+
+
+def outcome(encoded: bytes) -> str:
+    try:
+        return 'repaired' if decode_image(encoded).is_repaired else 'kept'
+    except Unfit:
+        return 'rejected'
+
+
 def test_png_with_a_changed_byte_is_rejected() -> None:
     encoded = bytearray(file_of(smooth(100, 100), 'PNG'))
     encoded[len(encoded) // 2] ^= 1

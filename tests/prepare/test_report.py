@@ -1,6 +1,7 @@
 """The report: consistent counts, and an HTML page that is self-contained and small."""
 
 import base64
+import html
 import html.parser
 import io
 import json
@@ -18,6 +19,7 @@ from diffusion.evaluation.image_sheet import Figure
 from diffusion.prepare import html_report, report_thumbnails
 from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.html_report import report_page
+from diffusion.prepare.merged_report import merged_report, without_names
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.source import Entry, NamedCount
 
@@ -173,3 +175,31 @@ def test_report_has_license_and_settings(prepared: tuple[Path, PrepareReport]) -
     assert saved['license'] == f'CC0 {HOSTILE}'
     assert saved['arguments']['duplicates'] == 'exact' and saved['arguments']['sizes'] == [16, 32]
     assert saved['versions'].keys() >= {'pillow', 'simplejpeg', 'numpy'}
+
+
+class Damaged(DrawnSource):
+    """Source with intact images, JPEGs with stray bytes, and PNGs with a changed byte."""
+
+    def entry(self, key: str, number: int) -> Entry:
+        jpeg, png = (encode(draw(number, width=64, height=48), kind) for kind in ('JPEG', 'PNG'))
+        at = len(png) // 2
+        changed = png[:at] + bytes([png[at] ^ 1]) + png[at + 1 :]
+        return Entry(key, [png, jpeg[:-2] + bytes(100) + jpeg[-2:], changed][number % 3], [f'image {number}'])
+
+
+def test_report_has_the_messages_of_the_decoder_and_repaired_images(tmp_path: Path) -> None:
+    report = prepare(settings(tmp_path / 'out', sizes=[16]), source=Damaged(3, 3))
+    assert report is not None and report.pictures == 6
+    assert report.rejected['undecodable'].count == 3
+    (message,) = report.details['undecodable']
+    assert report.details == {'undecodable': {message: 3}} and 'broken PNG file' in message
+    assert report.repaired.count == 3
+    saved = json.loads((tmp_path / 'out/report.json').read_text())
+    assert saved['details'] == report.details and saved['repaired'] == vars(report.repaired)
+    page = html.unescape((tmp_path / 'out/report.html').read_text())
+    assert message in page and report.repaired.shown in page
+    assert message in report.text('out')
+    again = merged_report([report, report], {}, removed=0)
+    assert again.details == {'undecodable': {message: 6}} and again.repaired.count == 6
+    kept = without_names(report, frozenset(report.repaired.names))
+    assert kept.repaired == NamedCount(3, [])

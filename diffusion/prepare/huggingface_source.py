@@ -143,9 +143,12 @@ class HuggingFaceSource:
         beside = [file for each in paired.values() for file in each.values()]
         metadata = _metadata_of(images, dataset.files)
         if not beside and not metadata:
+            names = {file.name for file in images}
+            found = [file.name for file in dataset.files if file.name not in names][:3]
             raise UserError(
                 f'{self.location}: has images without captions; they need a metadata.jsonl or metadata.csv with '
-                'file_name and text, or a .txt or .json beside each image'
+                f'file_name and text, or a .{self.caption_suffix} or .json beside each image'
+                + (f'; it has {", ".join(found)}' if found else '')
             )
         used = {file.name for file in [*images, *beside, *metadata]}
         elsewhere = {file.name for file in chooser.data_files('folder', dataset.files)} - used

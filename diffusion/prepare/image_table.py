@@ -171,15 +171,17 @@ def paths_inside(path: str, folder: str) -> list[str]:
     """Return what the path of a row may mean, relative to the dataset's root: from the table's folder, or the root.
 
     Args:
-        path: Path in a row.
+        path: Path in a row, whose backslashes may be separators.
         folder: Folder of the table, relative to the root; empty if it is the root.
 
     Raises:
         Unfit: The path is absolute or leaves the dataset.
     """
-    joined = [os.path.normpath(f'{base}/{path}' if base else path) for base in dict.fromkeys([folder, ''])]
+    forms = dict.fromkeys((path, path.replace('\\', '/')))
+    bases = dict.fromkeys((folder, ''))
+    joined = [os.path.normpath(f'{base}/{form}' if base else form) for form in forms for base in bases]
     inside = [name for name in joined if name != '..' and not name.startswith('../')]
-    if os.path.isabs(path) or not inside or '\0' in path:
+    if any(map(os.path.isabs, forms)) or not inside or '\0' in path:
         raise Unfit('image_outside_dataset', f'the image {path!r} is outside the dataset')
     return inside
 

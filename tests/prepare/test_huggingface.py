@@ -375,6 +375,19 @@ def test_captions_beside_images_are_downloaded(hub: HubServer) -> None:
     assert captions(add(hub, files)) == ['train 1', 'train 2']
 
 
+def test_captions_beside_images_are_found_whatever_the_case_of_suffixes(tmp_path: Path) -> None:
+    files = {
+        'train/1.PNG': image(1),
+        'train/1.TXT': b'text 1',
+        'train/2.png': image(2),
+        'train/2.Json': b'{"caption": "text 2"}',
+    }
+    files |= {'train/1.caption': b'other 1', 'train/2.Caption': b'other 2'}
+    write_files(tmp_path / 'snapshot', files)
+    assert captions(tmp_path / 'snapshot') == ['text 1', 'text 2']
+    assert captions(tmp_path / 'snapshot', caption_suffix='caption') == ['other 1', 'other 2']
+
+
 @pytest.mark.parametrize(
     ('files', 'split', 'message'),
     [
@@ -383,6 +396,7 @@ def test_captions_beside_images_are_downloaded(hub: HubServer) -> None:
         ({'a.parquet': b''}, 'test', r"has no split 'test'; known: train"),
         ({'images.zip': b''}, None, r'has its images in images\.zip; download it'),
         ({'cats/1.png': b'', 'dogs/2.png': b''}, None, r'has images without captions; they need a metadata\.jsonl'),
+        ({'cats/1.png': b'', 'meta.csv': b''}, None, r'or a \.txt or \.json beside each image; it has meta\.csv'),
         ({'notes.txt': b''}, None, 'has no Parquet files, tars, Arrow files or images'),
     ],
 )

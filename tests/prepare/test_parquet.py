@@ -237,3 +237,29 @@ def test_images_that_rows_name_by_path_are_read_in_an_object_store(store: Store,
     assert [entry.image for entry in found[45:]] == [b'image 3', b'inside']
     (alone, *_) = entries(ParquetSource(f'{bucket}/set/tables/a.parquet'))
     assert alone.image == b'image 0'
+
+
+def test_text_that_is_not_utf8_does_not_end_the_file(tmp_path: Path) -> None:
+    cells = pa.array([b'a cat', b'caf\xe9', None], pa.binary())
+    text = pa.Array.from_buffers(pa.string(), 3, cells.buffers())
+    lists = pa.ListArray.from_arrays(pa.array([0, 1, 2, 2], pa.int32()), text)
+    day = [datetime.date(2026, 1, 2)] * 3
+    for column in (text, lists):
+        found = read(tmp_path / 'a.parquet', {'jpg': [b'0', b'1', b'2'], 'text': column, 'day': day, 'note': text})
+        assert [entry.captions for entry in found] == [['a cat'], ['caf\udce9'], [] if column is lists else [None]]
+        assert [entry.metadata for entry in found] == [
+            {'day': '2026-01-02', 'note': note} for note in ('a cat', 'caf?', None)
+        ]
+
+
+def test_cell_with_a_json_list_of_texts_is_several_captions(tmp_path: Path) -> None:
+    (entry,) = read(tmp_path / 'a.parquet', {'jpg': [b'x'], 'text': ['["a dog", "a hound"]']})
+    assert entry.captions == ['a dog', 'a hound']
+
+
+def test_paths_with_backslashes_are_read(tmp_path: Path) -> None:
+    (tmp_path / 'sub').mkdir()
+    (tmp_path / 'sub/0.jpg').write_bytes(b'0')
+    rows = ['sub\\0.jpg', '..\\..\\0.jpg']
+    found = read(tmp_path / 'a.parquet', {'image': rows, 'text': ['a', 'b']})
+    assert [(entry.image, entry.problem) for entry in found] == [(b'0', None), (None, 'missing_file')]

@@ -374,3 +374,11 @@ def test_tars_in_an_object_store_are_read(store: Store) -> None:
     store.client.delete_object(Bucket='pictures', Key='laion/00000.tar')
     with pytest.raises(ValueError, match=r'^s3://pictures/laion/00000\.tar: there is no such bucket or object'):
         list(source.read(part))
+
+
+def test_text_members_of_another_suffix_are_read_by_an_option(tmp_path: Path) -> None:
+    (tmp_path / 'a.TAR').write_bytes(tar_of([('1.JPG', b'x'), ('1.Caption', b'one'), ('1.txt', b'tags')]))
+    (found,) = entries(WebDatasetSource(str(tmp_path), caption_suffix='caption'))
+    assert (found.image, found.captions) == (b'x', ['one'])
+    (found,) = entries(WebDatasetSource(str(tmp_path)))
+    assert found.captions == ['tags']

@@ -35,6 +35,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 LONGEST = (
+    'test_resume_matrix.py',
     'test_same_curve.py',
     'test_local.py',
     'test_endings.py',

@@ -103,7 +103,9 @@ class BucketedLoader(StreamingDataLoader):
     ) -> None:
         # PyTorch's timeout only serves to poll: `_next_batch` catches it, checks for failures, and calls next() again.
         poll_seconds = min(timeout or math.inf, POLL_SECONDS) if num_workers else 0
-        settings = {'collate_fn': dataset.image_block.collate} | settings
+        # PyTorch draws a seed for the workers when it starts them, more often after a resume. Draw it from another
+        # generator than dropout layers do, so that these do not depend on it.
+        settings = {'collate_fn': dataset.image_block.collate, 'generator': torch.Generator()} | settings
         super().__init__(dataset, num_workers=num_workers, timeout=poll_seconds, **settings)
         if stratified and not dataset.elastic:
             raise UserError(

@@ -15,13 +15,9 @@ from composer.core import Event
 from guarded_run import At, make_data, make_trainer, weights_of
 
 from diffusion.callbacks.preemption import Preemption
-from diffusion.checkpointing.checkpoint_weights import weights_of as weights_of_run
-from diffusion.checkpointing.run_folder import find_checkpoint
-from diffusion.config.load import load
 from diffusion.exit_codes import PREEMPTED, Preempted
 from diffusion.launch.stop_signals import STOP_SIGNALS
 from diffusion.tasks import run_recipe
-from diffusion.training.train import build_trainer, train
 
 
 @pytest.fixture(autouse=True)
@@ -65,25 +61,6 @@ def test_resumed_run_ends_with_the_same_weights(tmp_path, batch):
     assert second.state.timestamp.batch == 12
     for one, other in zip(weights_of(second.state), weights_of(reference.state), strict=True):
         assert torch.equal(one, other)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    'batch', [2, pytest.param(4, marks=pytest.mark.filterwarnings('ignore:No batches were trained'))]
-)
-def test_real_run_resumes_where_it_was_stopped(write_recipe, tmp_path, batch):
-    """Stopped in the middle of an epoch of 5 batches, and at its end."""
-    train(load(str(write_recipe('reference')))).close()
-    recipe = load(str(write_recipe('run')))
-    trainer = build_trainer(recipe)
-    trainer.state.callbacks.append(signal_at(batch=batch))
-    with pytest.raises(Preempted, match=f'stopped at batch {batch + 1} on SIGTERM; .*/run/ba{batch + 1} is saved'):
-        trainer.fit()
-    trainer.close()
-    train(recipe).close()
-    runs = tmp_path / 'runs'
-    reference, resumed = (weights_of_run(find_checkpoint(runs / name), 'training')[0] for name in ('reference', 'run'))
-    assert all(torch.equal(reference[name], resumed[name]) for name in reference)
 
 
 @pytest.mark.parametrize(('interval', 'stops_at'), [('2ba', 4), ('1ep', 6)])

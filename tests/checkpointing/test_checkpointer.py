@@ -85,27 +85,6 @@ def test_run_resumes_on_any_number_of_ranks_with_any_strategy(uninterrupted, ran
     assert dict(state['algorithms'])['EMA']['updates'] == 5, 'batches 4 to 8'
 
 
-@pytest.mark.slow
-def test_interrupted_sharded_run_equals_uninterrupted_sharded_run(uninterrupted, ranks, pictures):
-    """Bit for bit, weights and averages: Composer's own EMA corrupts the weights in this case."""
-    reference, write = uninterrupted
-    sections = {
-        'parallelism': STRATEGIES['sharded'],
-        # Forward passes right before a checkpoint, both before and after the start of averaging.
-        'eval_streams': {'other': {'local': str(pictures[64]), 'resolution': 32}},
-        'callbacks': {'image_grid': {'prompts': ['a'], 'every': '2ba', 'num_inference_steps': 1}},
-    }
-    overrides = ['trainer.save_interval=1ba', 'trainer.eval_interval=4ba']
-    ranks.run(2, write('sharded', **sections), *overrides)
-    for duration in ('5ba', '8ba'):
-        ranks.run(2, write('sharded-parts', **sections), *overrides, f'trainer.max_duration={duration}')
-    runs = reference.parent
-    assert read_losses(runs / 'sharded') == read_losses(runs / 'sharded-parts')
-    for which in ('training', 'ema'):
-        one, other = (weights_of(find_checkpoint(runs / name), which)[0] for name in ('sharded', 'sharded-parts'))
-        assert distance(one, other) == 0
-
-
 def test_newest_checkpoint_is_skipped_if_it_is_damaged(uninterrupted, caplog):
     reference, write = uninterrupted
     path = write('damaged')

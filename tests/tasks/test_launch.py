@@ -1,10 +1,8 @@
-"""run.py under the composer launcher: two gloo processes that are killed and resumed."""
+"""run.py on several gloo processes, and under the composer launcher."""
 
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -30,42 +28,8 @@ def start(processes: int, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def run(processes: int, *arguments: str) -> str:
-    process = start(processes, *arguments)
-    output, _ = process.communicate(timeout=400)
-    assert process.returncode == 0, output
-    return output
-
-
-def kill_when(process: subprocess.Popen[str], appears: Path) -> None:
-    """Send SIGKILL to the launcher and all processes it started, as soon as a file exists."""
-    deadline = time.monotonic() + 300
-    while not appears.exists():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, f'{appears} does not exist after 300 s'
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-
-
 def losses(folder: Path) -> dict[int, float]:
     return read_metrics(folder / 'metrics.jsonl')['loss/train/total']
-
-
-@pytest.mark.slow
-def test_two_killed_processes_resume_bit_for_bit(ranks, write_recipe, tmp_path):
-    sections = {'algorithms': {'ema': {'ema_start': '3ba', 'smoothing': 0.5}}}
-    duration = ['trainer.max_duration=10ba', 'trainer.save_interval=2ba']
-    runs = tmp_path / 'runs'
-    ranks.run(2, write_recipe('whole', **sections), *duration)
-    path = str(write_recipe('killed', **sections))
-    kill_when(start(2, path, *duration), runs / 'killed' / 'ba4')
-    run(2, path, *duration)
-    assert losses(runs / 'killed') == losses(runs / 'whole')
-    assert len(losses(runs / 'whole')) == 10
-    for which in ('training', 'ema'):
-        whole, killed = (weights_of(find_checkpoint(runs / name), which)[0] for name in ('whole', 'killed'))
-        assert all((whole[name] == killed[name]).all() for name in whole)
 
 
 @pytest.mark.slow

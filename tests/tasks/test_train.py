@@ -93,24 +93,6 @@ def test_checkpoints_contain_training_and_averaged_weights_without_frozen_parts(
     assert trained.keys() == averaged.keys()
 
 
-def test_interrupted_and_resumed_equals_uninterrupted(write_recipe, tmp_path):
-    """Losses, weights and averages are equal bit for bit after an interruption in the middle of an epoch."""
-    sections = {'algorithms': EMA, 'dataset': {'name': 'image_text', 'crop': 'random', 'min_crop_scale': 0.5}}
-    train(load(write_recipe('whole', **sections))).close()
-    path = write_recipe('parts', **sections)
-    recipe = load(path, ['trainer.save_interval=1ba'])
-    trainer = build_trainer(recipe)
-    trainer.fit(duration='3ba')
-    trainer.close()
-    train(load(path)).close()
-    train(load(path)).close()  # starting a finished run again does nothing
-    runs = tmp_path / 'runs'
-    assert losses(runs / 'parts') == losses(runs / 'whole')
-    for which in ('training', 'ema'):
-        whole, parts = (weights_of(find_checkpoint(runs / name), which)[0] for name in ('whole', 'parts'))
-        assert all(torch.equal(whole[name], parts[name]) for name in whole)
-
-
 @pytest.mark.slow
 def test_flow_resumes_equal_and_its_export_generates_the_same_images(write_recipe, tiny_recipe, tmp_path, capsys):
     model = tiny_recipe(tmp_path)['model'] | {

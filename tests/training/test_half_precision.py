@@ -106,16 +106,12 @@ def assert_float32_checkpoint(folder: Path) -> None:
         pytest.param(2, {'parallelism': SHARDED | {'activation_checkpointing': True}}, id='unet, fsdp2'),
     ],
 )
-def test_bfloat16_run_has_the_losses_of_float32_and_resumes_exactly(run, request, count, sections):
+def test_bfloat16_run_has_the_losses_of_float32(run, request, count, sections):
     name = request.node.callspec.id.replace(', ', '_')
     whole = run(name, count, 'amp_bf16', **sections)
     single = run(f'{name}_float32', count, 'fp32', **sections)
     assert read_losses(whole) != read_losses(single)
     assert largest_difference(read_losses(whole), read_losses(single)) < 3e-3
-    run(f'{name}_resumed', count, 'amp_bf16', batches=2, **sections)
-    resumed = run(f'{name}_resumed', count, 'amp_bf16', **sections)
-    assert read_losses(resumed) == read_losses(whole)
-    assert_same_weights(resumed, whole)
     assert_float32_checkpoint(whole)
 
 

@@ -1,0 +1,282 @@
+"""Interrupted and resumed runs equal uninterrupted ones, bit for bit: an orthogonal matrix over all that may matter.
+
+Each run combines one level of every factor, and together the runs hold every pair of levels. A run has 8 batches in
+epochs of 3, so that an error after the end of an epoch shows. It must have the losses of the uninterrupted run, its
+weights, averages and optimizer state, and torch's random state at the start of every batch.
+"""
+
+import itertools
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from forkserver import ROOT
+from object_store import Store
+from ranks import Ranks, read_losses
+
+from diffusion.checkpointing.checkpoint_weights import is_sharded, read_checkpoint
+from diffusion.checkpointing.run_folder import find_checkpoint
+from diffusion.checkpointing.sharded_state import read_all_tensors
+from diffusion.config.load import load
+from diffusion.exit_codes import PREEMPTED
+from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE
+from diffusion.tasks.precompute import precompute
+
+PROGRAM = ROOT / 'tests' / 'training' / 'interrupted_run.py'
+EPOCH, BATCHES = 3, 8
+SIDE = 32
+
+FACTORS: dict[str, dict[str, Any]] = {
+    'family': {
+        'unet': {},
+        'mmdit': {'name': 'tiny_mmdit', 'depth': 2, 'dual_attention_blocks': 1, 'patch_size': 2, 'text_width': 32},
+        'prx': {
+            'name': 'tiny_prx',
+            'hidden_size': 32,
+            'num_heads': 2,
+            'depth': 2,
+            'patch_size': 2,
+            'text_width': 32,
+            'text_layers': 1,
+        },
+        'latents': {'train_text_encoder': False},
+    },
+    'ranks': {
+        '1': {},
+        '2 ddp': {},
+        '2 fsdp2': {'strategy': 'fsdp2'},
+        '2 sharded': {'strategy': 'fsdp2', 'checkpoints': 'sharded', 'reshard_after_forward': False},
+    },
+    'save': {
+        'within an epoch': 'AFTER_LOSS 1',
+        'last batch of an epoch': 'AFTER_LOSS 2',
+        'end of an epoch': 'EPOCH_END 3',
+        'evaluation': 'EVAL_BATCH_END 3',
+    },
+    'storage': {'folder': {}, 'asynchronous': {}, 'bucket': {}, 'tier': {}},
+    'interruption': {'kill -9': signal.SIGKILL, 'SIGTERM': signal.SIGTERM, 'extension': None},
+    'averaging': {'ema': {'ema': {'ema_start': '2ba', 'smoothing': 0.5}}, 'post hoc': {'post_hoc_ema': None}},
+    'optimizer': {'adamw': {'name': 'adamw', 'lr': 1.0e-3}, 'muon': {'name': 'muon', 'lr': 1.0e-3}},
+    'precision': {'fp32': 'fp32', 'bf16': 'amp_bf16'},
+    'data': {'one stream': None, 'proportions, repeats, and other workers': None},
+}
+KILLED_AFTER = {
+    'within an epoch': ('2ba', 'BATCH_START 2'),
+    'last batch of an epoch': ('3ba', 'EVAL_BATCH_END 3'),
+    'end of an epoch': ('1ep', 'BATCH_START 3'),
+    'evaluation': ('3ba', 'EVAL_END 3'),
+}
+"""Save interval, and event and batch of a kill -9 after that save."""
+ENDS_AT = {'within an epoch': '2ba', 'last batch of an epoch': '3ba', 'end of an epoch': '1ep', 'evaluation': '1ep'}
+"""Duration of a run that is extended afterwards."""
+
+ROWS = (
+    '000001101',
+    '011211110',
+    '022300000',
+    '033121000',
+    '101110000',
+    '110320000',
+    '123200111',
+    '132011011',
+    '202220110',
+    '213020001',
+    '220111111',
+    '231301111',
+    '303310011',
+    '312101010',
+    '321020100',
+    '330200000',
+)
+"""Number of the level of each factor, for every run."""
+
+
+def levels_of(row: str) -> dict[str, str]:
+    """Return the level of each factor by the factor's name."""
+    return {name: [*levels][int(digit)] for (name, levels), digit in zip(FACTORS.items(), row, strict=True)}
+
+
+def test_rows_hold_every_pair_of_levels():
+    found = {pair for row in ROWS for pair in itertools.combinations(levels_of(row).items(), 2)}
+    levels = [[(factor, level) for level in found] for factor, found in FACTORS.items()]
+    pairs = {pair for one, other in itertools.combinations(levels, 2) for pair in itertools.product(one, other)}
+    for factor, names in FACTORS.items():
+        print(f'{factor}: {", ".join(names)}')
+    print(f'{len(ROWS)} runs hold {len(found & pairs)} of {len(pairs)} pairs of levels')
+    assert found == pairs
+
+
+class Runs:
+    """Runs of the rows, on images and latents that are written once."""
+
+    def __init__(self, root: Path, tiny_recipe: Any, pictures: dict[int, Path], ranks: Ranks) -> None:
+        self.root, self.tiny_recipe, self.ranks = root, tiny_recipe, ranks
+        self.images = {'a': pictures[64], 'b': pictures[32]}
+        self._latents: dict[str, Path] = {}
+
+    def latents(self) -> dict[str, Path]:
+        """Return the folders of the precomputed latents of both streams."""
+        if not self._latents:
+            streams = {name: {'local': str(folder), 'resolution': SIDE} for name, folder in self.images.items()}
+            model = self.tiny_recipe(self.root)['model'] | FACTORS['family']['latents']
+            out = self.root / 'latents'
+            settings = {'out': str(out), 'streams': streams, 'latents': 'image', 'batch_size': 8}
+            path = self.root / 'precompute.yaml'
+            content = self.tiny_recipe(self.root, name='precompute', task='precompute', precompute=settings)
+            path.write_text(yaml.safe_dump(content | {'model': model}))
+            precompute(load(path))
+            self._latents = {name: out / name for name in streams}
+        return self._latents
+
+    def recipe(self, name: str, levels: dict[str, str], runs_dir: str) -> Path:
+        """Write the recipe of a row's run, and return its path."""
+        of = {factor: FACTORS[factor][level] for factor, level in levels.items()}
+        is_latents = levels['family'] == 'latents'
+        folders = self.latents() if is_latents else self.images
+        streams = {'a': {'local': str(folders['a']), 'resolution': SIDE}}
+        if levels['data'] != 'one stream':
+            streams['a']['proportion'] = 2.0  # 16 of 24 samples, or all of them and some twice
+            streams['b'] = {'local': str(folders['b']), 'resolution': SIDE, 'proportion': 1.0}
+        content = self.tiny_recipe(self.root, name=name, parallelism=of['ranks'], algorithms=of['averaging'])
+        content |= {'runs_dir': runs_dir, 'streams': streams, 'optimizer': of['optimizer']}
+        content['loader'] = {'num_workers': 0} | ({'epoch_size': 8 * EPOCH} if len(streams) > 1 else {})
+        content['dataset'] = (
+            {'name': 'latents'} if is_latents else {'name': 'image_text', 'crop': 'random', 'flip': True}
+        )
+        content['model'] = (content['model'] if levels['family'] in ('unet', 'latents') else {}) | of['family']
+        if levels['family'] == 'prx' and levels['optimizer'] == 'adamw':
+            content['model']['mup_base_width'] = 16  # two parameter groups
+        content['model'] |= {'resolution': SIDE, 'vae': self.tiny_recipe(self.root)['model']['vae']}
+        content['eval_streams'] = {'eval': {'local': str(folders['a']), 'resolution': SIDE}}
+        content['trainer'] |= {'max_duration': f'{BATCHES}ba', 'eval_interval': '1ep', 'precision': of['precision']}
+        if of['precision'] != 'fp32':
+            del content['trainer']['device']  # with it, a recipe of the CPU in half precision is refused
+        content['checkpointing'] = {'asynchronous': levels['storage'] == 'asynchronous'}
+        if levels['storage'] == 'tier':
+            (self.root / f'memory-{name}').mkdir()
+            tier = {'save_interval': '1ba', 'folder': str(self.root / f'memory-{name}'), 'replicate': False}
+            content['checkpointing']['tiers'] = {'memory': tier}
+        path = self.root / f'{name}.yaml'
+        path.write_text(yaml.safe_dump(content))
+        return path
+
+    def start(
+        self, count: int, path: Path, *overrides: str, interruption: str = '', environment: dict[str, str]
+    ) -> Any:
+        """Start the program on a number of ranks."""
+        own = environment | {'RANDOM_STATES': str(path.with_suffix('.random'))}
+        own |= {'INTERRUPTION': interruption} if interruption else {}
+        return self.ranks.start_program(count, PROGRAM, path, *overrides, environment=own)
+
+
+@pytest.fixture(scope='module')
+def runs(tmp_path_factory, tiny_recipe, pictures, ranks) -> Runs:
+    return Runs(tmp_path_factory.mktemp('matrix'), tiny_recipe, pictures, ranks)
+
+
+def random_states(path: Path, rank: int) -> dict[str, str]:
+    """Return the digest of a rank's random state by batch, the last of each batch."""
+    return dict(line.split() for line in Path(f'{path.with_suffix(".random")}-{rank}').read_text().splitlines())
+
+
+def tensors_in(value: Any, name: str = '') -> dict[str, torch.Tensor]:
+    """Return all tensors inside dicts, lists and tuples by their path."""
+    if isinstance(value, torch.Tensor):
+        return {name: value}
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    return {key: found for each, inner in items for key, found in tensors_in(inner, f'{name}.{each}').items()}
+
+
+def state_of(place: str) -> dict[str, torch.Tensor]:
+    """Return the weights, averages and optimizer state in a run's newest checkpoint."""
+    checkpoint = find_checkpoint(place)
+    if is_sharded(checkpoint):
+        return read_all_tensors(checkpoint, '')
+    state = read_checkpoint(checkpoint)
+    return tensors_in({name: state[name] for name in ('model', 'optimizers', 'algorithms')})
+
+
+def interrupt(runs: Runs, count: int, path: Path, levels: dict[str, str], environment: dict[str, str]) -> None:
+    """Start a run and end it as the row says."""
+    save = levels['save']
+    if levels['interruption'] == 'extension':
+        overrides = [f'trainer.max_duration={ENDS_AT[save]}', 'trainer.save_interval=1ep']
+        job = runs.start(count, path, *overrides, environment=environment)
+        assert job.wait() == [0] * count, job.output()
+        return
+    if levels['interruption'] == 'SIGTERM':
+        interruption = f'{FACTORS["save"][save]} {int(signal.SIGTERM)}'
+        job = runs.start(count, path, 'trainer.save_interval=100ba', interruption=interruption, environment=environment)
+        assert job.wait() == [75] * count, job.output()
+        return
+    interval, event = KILLED_AFTER[save]
+    interruption = f'{event} {int(signal.SIGKILL)}'
+    job = runs.start(
+        count, path, f'trainer.save_interval={interval}', interruption=interruption, environment=environment
+    )
+    job.wait_for_death(count - 1)
+    job.kill()
+
+
+@pytest.mark.parametrize('row', ROWS)
+def test_interrupted_and_resumed_run_equals_uninterrupted(runs, store: Store, monkeypatch, row):
+    levels = levels_of(row)
+    count = int(levels['ranks'][0])
+    environment, runs_dir = {}, str(runs.root / 'runs')
+    if levels['storage'] == 'bucket':
+        monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(runs.root / 'working'))
+        environment = store.environment | {WORKING_FOLDER_VARIABLE: str(runs.root / 'working')}
+        runs_dir = store.bucket('matrix') + '/runs'
+    whole, parts = (runs.recipe(f'{name}-{row}', levels, runs_dir) for name in ('whole', 'parts'))
+    job = runs.start(count, whole, 'trainer.save_interval=100ba', environment=environment)
+    assert job.wait() == [0] * count, job.output()
+    interrupt(runs, count, parts, levels, environment)
+    workers = 0 if levels['data'] == 'one stream' else 1
+    overrides = ['trainer.save_interval=100ba', f'loader.num_workers={workers}']
+    job = runs.start(count, parts, *overrides, environment=environment)
+    assert job.wait() == [0] * count, job.output()
+    # A kill may come before a save in the background is published.
+    assert 'resumed from' in job.output() or (levels['storage'], levels['interruption']) == ('asynchronous', 'kill -9')
+    one, other = load(whole), load(parts)
+    assert read_losses(other.run_dir) == read_losses(one.run_dir)
+    for rank in range(count):
+        assert random_states(parts, rank) == random_states(whole, rank)
+    ours, theirs = state_of(other.run_place), state_of(one.run_place)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('count', [1, 2])
+def test_run_interrupted_at_any_event_of_two_epochs_resumes_exactly(runs, count):
+    """kill -9 and SIGTERM in turn, at every EVENT_STRIDE-th event, counted from the number of ranks."""
+    levels = {factor: next(iter(found)) for factor, found in FACTORS.items()}
+    levels['ranks'] = '1' if count == 1 else '2 ddp'
+    duration = ['trainer.max_duration=2ep', 'trainer.save_interval=1ep']
+    whole, recorded = runs.recipe(f'events-{count}', levels, str(runs.root / 'runs')), runs.root / f'{count}.events'
+    assert runs.start(count, whole, *duration, environment={'EVENTS': str(recorded)}).wait() == [0] * count
+    points = list(dict.fromkeys(recorded.read_text().splitlines()))
+    assert {point.split()[0] for point in points} >= {
+        'fit_start',
+        'batch_checkpoint',
+        'eval_batch_end',
+        'epoch_checkpoint',
+    }
+    stride = int(os.environ.get('EVENT_STRIDE', '16'))
+    chosen = [(number, point) for number, point in enumerate(points) if (number - count) % stride == 0]
+    print(f'{len(chosen)} of {len(points)} events on {count} ranks')
+    for number, point in chosen:
+        kind = (signal.SIGKILL, signal.SIGTERM)[number // stride % 2]
+        path = runs.recipe(f'event-{count}-{number}', levels, str(runs.root / 'runs'))
+        job = runs.start(count, path, *duration, interruption=f'{point} {int(kind)}', environment={})
+        assert job.processes[-1].poll(60) is not None, f'{point}\n{job.output()}'
+        if kind == signal.SIGTERM and job.processes[-1].status == PREEMPTED:
+            assert job.wait(60) == [PREEMPTED] * count, f'{point}\n{job.output()}'
+        job.kill()
+        job = runs.start(count, path, *duration, environment={})
+        assert job.wait(60) == [0] * count, f'{point}\n{job.output()}'
+        assert read_losses(load(path).run_dir) == read_losses(load(whole).run_dir), f'{kind.name} at {point}'

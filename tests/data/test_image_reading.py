@@ -1,0 +1,196 @@
+"""Files in odd encodings have the same pixels for preparation, training, reference images, comparisons and grids."""
+
+import io
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageCms, PngImagePlugin
+
+from diffusion.config.image_shapes import Shape
+from diffusion.data.transforms import decode, decode_for_model
+from diffusion.evaluation.compared_images import read_image
+from diffusion.evaluation.reference_images import FolderImages
+from diffusion.prepare.image_decoding import decode_image
+
+Y, X = np.mgrid[0:16, 0:24]
+RGB = np.stack([X * 10, Y * 15, 255 - X * 5 - Y * 5], axis=2).astype(np.uint8)
+GRAY, ALPHA = RGB[..., 0], (Y * 17).astype(np.uint8)
+DEEP = (X * 2700 + Y * 100).astype(np.uint16)
+PICTURE = Image.fromarray(RGB)
+PALETTE = PICTURE.quantize(16)
+INDEX_ALPHA = np.arange(0, 256, 17, dtype=np.uint8)
+
+
+def encode(image: Image.Image, kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def turned(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return exif
+
+
+def texts(add: Callable[[PngImagePlugin.PngInfo], Any]) -> PngImagePlugin.PngInfo:
+    info = PngImagePlugin.PngInfo()
+    add(info)
+    return info
+
+
+def over_white(pixels: np.ndarray, alpha: np.ndarray) -> np.ndarray:
+    opacity = alpha[..., None] / 255
+    return pixels * opacity + 255 * (1 - opacity)
+
+
+def gray(values: np.ndarray) -> np.ndarray:
+    return np.repeat(values[..., None], 3, axis=2)
+
+
+def swapped_profile() -> bytes:
+    """Return an sRGB profile with red and green exchanged."""
+    content = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile('sRGB')).tobytes())
+    red, green = content.index(b'rXYZ'), content.index(b'gXYZ')
+    content[red : red + 1], content[green : green + 1] = b'g', b'r'
+    return bytes(content)
+
+
+def in_srgb(pixels: np.ndarray) -> np.ndarray:
+    source, target = ImageCms.getOpenProfile(io.BytesIO(swapped_profile())), ImageCms.createProfile('sRGB')
+    intent, flags = ImageCms.Intent.RELATIVE_COLORIMETRIC, ImageCms.Flags.BLACKPOINTCOMPENSATION
+    converted = ImageCms.profileToProfile(
+        Image.fromarray(pixels), source, target, renderingIntent=intent, outputMode='RGB', flags=flags
+    )
+    return np.asarray(converted)
+
+
+def plain(encoded: bytes) -> np.ndarray:
+    """Return the pixels of a file that needs no correction, by Pillow."""
+    return np.asarray(Image.open(io.BytesIO(encoded)).convert('RGB'))
+
+
+JPEG = encode(PICTURE, 'JPEG')
+CMYK = encode(PICTURE.convert('CMYK'), 'JPEG')
+WORKFLOW, XMP = 'workflow ' * 300_000, '<x xmlns:tiff="t" tiff:Orientation="3"/>'
+PROFILE = swapped_profile()
+PALETTE_RGB = np.asarray(PALETTE.convert('RGB'))
+TABLES = JPEG.index(b'\xff\xdb')
+WITH_INDEX = PALETTE_RGB, np.where(np.asarray(PALETTE) == 3, 0, 255)
+FILES: dict[str, tuple[bytes, np.ndarray]] = {
+    'rgb.png': (encode(PICTURE, 'PNG'), RGB),
+    'gray.png': (encode(Image.fromarray(GRAY), 'PNG'), gray(GRAY)),
+    'bits.png': (encode(Image.fromarray(GRAY > 100), 'PNG'), gray((GRAY > 100) * 255)),
+    'palette.png': (encode(PALETTE, 'PNG'), PALETTE_RGB),
+    'palette-index.png': (encode(PALETTE, 'PNG', transparency=3), over_white(*WITH_INDEX)),
+    'palette-alpha.png': (
+        encode(PALETTE, 'PNG', transparency=INDEX_ALPHA.tobytes()),
+        over_white(PALETTE_RGB, INDEX_ALPHA[np.asarray(PALETTE)]),
+    ),
+    'gray-alpha.png': (
+        encode(Image.merge('LA', [Image.fromarray(GRAY), Image.fromarray(ALPHA)]), 'PNG'),
+        over_white(gray(GRAY), ALPHA),
+    ),
+    'alpha.png': (encode(Image.fromarray(np.dstack([RGB, ALPHA])), 'PNG'), over_white(RGB, ALPHA)),
+    'color-key.png': (
+        encode(PICTURE, 'PNG', transparency=(0, 0, 255)),
+        over_white(RGB, np.where((RGB == (0, 0, 255)).all(axis=2), 0, 255)),
+    ),
+    'gray-key.png': (
+        encode(Image.fromarray(GRAY), 'PNG', transparency=50),
+        over_white(gray(GRAY), np.where(GRAY == 50, 0, 255)),
+    ),
+    'deep.png': (encode(Image.fromarray(DEEP), 'PNG'), gray(np.round(DEEP / 257))),
+    'deep-key.png': (
+        encode(Image.fromarray(DEEP), 'PNG', transparency=2700),
+        over_white(gray(np.round(DEEP / 257)), np.where(DEEP == 2700, 0, 255)),
+    ),
+    'mirrored.png': (encode(PICTURE, 'PNG', exif=turned(2)), RGB[:, ::-1]),
+    'half-turn.png': (encode(PICTURE, 'PNG', exif=turned(3)), RGB[::-1, ::-1]),
+    'right.png': (encode(PICTURE, 'PNG', exif=turned(6)), np.rot90(RGB, -1)),
+    'left.png': (encode(PICTURE, 'PNG', exif=turned(8)), np.rot90(RGB)),
+    'xmp.png': (
+        encode(PICTURE, 'PNG', pnginfo=texts(lambda info: info.add_itxt('XML:com.adobe.xmp', XMP))),
+        RGB[::-1, ::-1],
+    ),
+    'profile.png': (encode(PICTURE, 'PNG', icc_profile=PROFILE), in_srgb(RGB)),
+    'profile-alpha.png': (
+        encode(Image.fromarray(np.dstack([RGB, ALPHA])), 'PNG', icc_profile=PROFILE),
+        over_white(in_srgb(RGB), ALPHA),
+    ),
+    'damaged-profile.png': (encode(PICTURE, 'PNG', icc_profile=b'no profile'), RGB),
+    'large-profile.png': (encode(PICTURE, 'PNG', icc_profile=bytes(3_000_000)), RGB),
+    'ztxt.png': (
+        encode(PICTURE, 'PNG', pnginfo=texts(lambda info: info.add_text('workflow', WORKFLOW, zip=True))),
+        RGB,
+    ),
+    'itxt-turned.png': (
+        encode(
+            PICTURE,
+            'PNG',
+            pnginfo=texts(lambda info: info.add_itxt('workflow', WORKFLOW, zip=True)),
+            exif=turned(6),
+        ),
+        np.rot90(RGB, -1),
+    ),
+    'late-text.png': (
+        encode(
+            PICTURE,
+            'PNG',
+            pnginfo=texts(lambda info: info.add(b'zTXt', b'w\0\0' + zlib.compress(WORKFLOW.encode()), after_idat=True)),
+        ),
+        RGB,
+    ),
+    'rgb.jpg': (JPEG, plain(JPEG)),
+    'gray.jpg': (encode(Image.fromarray(GRAY), 'JPEG'), plain(encode(Image.fromarray(GRAY), 'JPEG'))),
+    'cmyk.jpg': (CMYK, plain(CMYK)),
+    'progressive.jpg': (
+        encode(PICTURE, 'JPEG', progressive=True),
+        plain(encode(PICTURE, 'JPEG', progressive=True)),
+    ),
+    'turned.jpg': (encode(PICTURE, 'JPEG', exif=turned(6)), np.rot90(plain(JPEG), -1)),
+    'xmp.jpg': (encode(PICTURE, 'JPEG', xmp=XMP.encode()), plain(JPEG)[::-1, ::-1]),
+    'profile.jpg': (encode(PICTURE, 'JPEG', icc_profile=PROFILE), in_srgb(plain(JPEG))),
+    'stray.jpg': (JPEG[:TABLES] + b'stray' + JPEG[TABLES:], plain(JPEG)),
+    'stray-end.jpg': (JPEG[:-2] + bytes(100) + JPEG[-2:], plain(JPEG)),
+    'alpha.webp': (
+        encode(Image.fromarray(np.dstack([RGB, ALPHA])), 'WEBP', lossless=True, exact=True),
+        over_white(RGB, ALPHA),
+    ),
+    'turned.webp': (encode(PICTURE, 'WEBP', lossless=True, exif=turned(8)), np.rot90(RGB)),
+    'index.gif': (encode(PALETTE, 'GIF', transparency=3), over_white(*WITH_INDEX)),
+    'rgb.bmp': (encode(PICTURE, 'BMP'), RGB),
+    'deep.tiff': (encode(Image.fromarray(DEEP), 'TIFF'), gray(np.round(DEEP / 257))),
+    'turned.tiff': (encode(PICTURE, 'TIFF', exif=turned(6), compression='tiff_lzw'), np.rot90(RGB, -1)),
+}
+
+
+@pytest.mark.parametrize('name', FILES)
+def test_all_readers_return_the_pixels_that_a_viewer_shows(name: str, tmp_path: Path) -> None:
+    encoded, expected = FILES[name]
+    (tmp_path / name).write_bytes(encoded)
+    shape = Shape(expected.shape[1], expected.shape[0])
+    found = {
+        'preparation': np.asarray(decode_image(encoded).image),
+        'loader': decode_for_model(encoded, shape).permute(1, 2, 0).numpy(),
+        'check of shards': np.asarray(decode(encoded)),
+        'reference folder': FolderImages(tmp_path)[0].permute(1, 2, 0).numpy(),
+        'comparison': np.asarray(read_image(tmp_path / name)),
+    }
+    for reader, pixels in found.items():
+        assert pixels.shape == expected.shape, reader
+        assert np.array_equal(pixels, found['preparation']), reader
+    assert np.abs(found['preparation'] - expected.astype(float)).max() <= 1
+
+
+@pytest.mark.parametrize(
+    'name', [name for name in FILES if not name.startswith(('large', 'ztxt', 'itxt', 'stray', 'late'))]
+)
+def test_image_that_a_shard_decodes_has_the_pixels_of_its_file(name: str) -> None:
+    encoded, _ = FILES[name]
+    opened = Image.open(io.BytesIO(encoded))
+    assert np.array_equal(np.asarray(decode(opened)), np.asarray(decode(encoded)))

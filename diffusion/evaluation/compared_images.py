@@ -88,8 +88,9 @@ def _prompt_of(file: Path) -> str | None:
         with Image.open(file) as image:
             # Other programs write other things under the key `prompt`.
             found = image.info.get('prompt') if 'guidance_scale' in image.info else None
-    except (OSError, SyntaxError, ValueError) as error:
-        raise UserError(f'{file}: cannot be read as an image ({error}); replace it') from error
+    except (OSError, SyntaxError, ValueError):
+        # Either damaged, which `read_image` reports, or with larger texts than `diffusion evaluate` writes.
+        return None
     return found if isinstance(found, str) else None
 
 

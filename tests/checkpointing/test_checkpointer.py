@@ -62,12 +62,12 @@ def uninterrupted(tmp_path_factory, tiny_recipe):
     ids=lambda legs: '-'.join(f'{count}{strategy}' for count, strategy in legs),
 )
 def test_run_resumes_on_any_number_of_ranks_with_any_strategy(uninterrupted, ranks, legs):
-    """The run is stopped twice after averaging has started: 4 batches, 2 more, and to the end."""
+    """The run is stopped twice after averaging has started: at the end of an epoch of 5 batches, and in the next."""
     reference, write = uninterrupted
     name = '-'.join(f'{count}{strategy}' for count, strategy in legs)
-    for (count, strategy), duration in zip(legs, ('4ba', '6ba', '8ba'), strict=True):
+    for (count, strategy), duration in zip(legs, ('1ep', '7ba', '8ba'), strict=True):
         path = write(name, parallelism=STRATEGIES[strategy])
-        ranks.run(count, path, f'trainer.max_duration={duration}', 'trainer.save_interval=2ba')
+        ranks.run(count, path, f'trainer.max_duration={duration}', 'trainer.save_interval=1ep')
         checkpoint = find_checkpoint(reference.parent / name)
         assert is_sharded(checkpoint) == (strategy == 'sharded')
         verify_checkpoint(checkpoint)

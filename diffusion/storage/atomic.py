@@ -1,10 +1,12 @@
 """Atomic writes of files and folders: after a crash each is either complete or absent.
 
-Each is written under a temporary name in the same folder, flushed to the disk and renamed.
+Each is written under a temporary name in the same folder, flushed to the disk and renamed. Files get the permissions
+of the umask, whichever library writes them.
 """
 
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,6 +14,8 @@ from uuid import uuid4
 
 UNFINISHED = '.unfinished-'
 """Substring in the name of every incomplete file and folder, including those that a killed process leaves behind."""
+PRIVATE = 0o600
+"""Permissions of a file that was created with `tempfile`."""
 
 
 def new_unfinished(path: Path) -> Path:
@@ -140,7 +144,21 @@ def sync_folder(folder: Path) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Flush a file's content to the disk."""
+    """Flush a file's content to the disk, and give a file that only its owner may read the usual permissions."""
     # Network mounts may report a full disk only at fsync, and without it a power cut can leave an empty file.
     with path.open('rb+') as file:
+        # safetensors 0.8 writes through a temporary file with 0600, so nobody else could load exported weights.
+        if stat.S_IMODE(os.fstat(file.fileno()).st_mode) == PRIVATE:
+            os.fchmod(file.fileno(), _usual_permissions(path.parent))
         os.fsync(file.fileno())
+
+
+def _usual_permissions(folder: Path) -> int:
+    """Return the permissions of a new file in a folder, as the umask and the folder's access list set them."""
+    # Create a file to see them: os.umask can only read the umask by changing it for all threads.
+    probe = new_unfinished(folder / 'permissions')
+    probe.touch()
+    try:
+        return stat.S_IMODE(probe.stat().st_mode)
+    finally:
+        probe.unlink()

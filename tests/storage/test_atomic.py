@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from diffusion.storage.atomic import (
     atomic_file,
@@ -123,3 +125,18 @@ def test_remove_handles_files_folders_links_and_missing_paths(tmp_path: Path) ->
     for name in ('folder', 'file', 'missing'):
         remove(tmp_path / name)
     assert not names(tmp_path)
+
+
+@pytest.mark.parametrize(('umask', 'mode'), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+@pytest.mark.parametrize('writer', [atomic_file, atomic_folder])
+def test_weights_have_the_permissions_of_the_umask(tmp_path: Path, writer, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        with writer(tmp_path / 'out') as unfinished:
+            file = unfinished / 'file' if unfinished.is_dir() else unfinished
+            save_file({'weight': torch.zeros(2)}, file)
+    finally:
+        os.umask(before)
+    found = tmp_path / 'out/file' if writer is atomic_folder else tmp_path / 'out'
+    assert found.stat().st_mode & 0o777 == mode
+    assert names(tmp_path) == ['out'] and names(found.parent) == [found.name]

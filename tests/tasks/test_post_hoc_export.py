@@ -55,6 +55,16 @@ def test_width_with_a_snapshot_exports_that_snapshot(run, tmp_path, capsys, plac
     assert same(denoiser_of(tmp_path / 'sd'), load_file(run / SNAPSHOT_FOLDER / f'width0.1-ba{batch}.safetensors'))
 
 
+def test_files_of_a_run_and_its_exports_have_the_permissions_of_the_umask(run, tmp_path):
+    export(run, tmp_path / 'folder')
+    export(run, tmp_path / 'file.safetensors')
+    (tmp_path / 'plain').touch()
+    expected = (tmp_path / 'plain').stat().st_mode
+    files = [path for root in (run, tmp_path) for path in root.rglob('*') if path.is_file()]
+    assert sum(path.suffix == '.safetensors' for path in files) > 10
+    assert not [path for path in files if path.stat().st_mode != expected]
+
+
 def test_width_without_a_snapshot_is_reconstructed(run, tmp_path):
     assert export(run, tmp_path / 'sd', ema_width=0.15) == 'post-hoc EMA 0.15 (batch 8)'
     found = denoiser_of(tmp_path / 'sd')

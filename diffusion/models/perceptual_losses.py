@@ -5,6 +5,7 @@ images [B, 3, H, W] in [-1, 1].
 """
 
 import pickle
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -124,8 +125,8 @@ def lpips_network(settings: PerceptualLosses) -> nn.Module:
     except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
         first = str(error).partition('\n')[0].partition('. ')[0]
         raise UserError(f'{where} cannot be read as weights ({first}); download them again') from error
-    # torchvision's layers keep their numbers: slice3.10.weight is features.10.weight.
-    names = {name: f'features.{name.partition(".")[2]}' for name in network.net.state_dict()}
+    # torchvision's layers keep their numbers: slice3.10.weight and slices.3.10.weight are features.10.weight.
+    names = {name: re.sub(r'^slices?\.?\d+', 'features', name) for name in network.net.state_dict()}
     missing = [source for source in names.values() if source not in found]
     if missing:
         raise UserError(f'{where} has no {missing[0]}, so it is not a {settings.lpips_network} of torchvision')

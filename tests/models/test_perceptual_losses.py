@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional
 from torchmetrics.functional.image import lpips as torchmetrics_lpips
-from torchvision.models import alexnet
+from torchvision.models import alexnet, get_model
 from transformers import Dinov2Config, Dinov2Model
 
 from diffusion.config.load import load
@@ -16,7 +16,7 @@ from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective
-from diffusion.models.perceptual_losses import PerceptualLosses
+from diffusion.models.perceptual_losses import PerceptualLosses, lpips_network
 from diffusion.models.pixel_space import PixelSpace
 from diffusion.models.prx_builders import tiny_prx
 from diffusion.models.representation_alignment import FeatureEncoder, RepresentationAlignment
@@ -90,6 +90,39 @@ def lpips_by_hand(weights: dict[str, str], one: torch.Tensor, other: torch.Tenso
         if index == max(LAYERS.values()):
             return total
     raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ('network', 'architecture', 'file'),
+    [
+        ('alex', 'alexnet', 'alexnet-owt-7be5be79.pth'),
+        ('vgg', 'vgg16', 'vgg16-397923af.pth'),
+        ('squeeze', 'squeezenet1_1', 'squeezenet1_1-b8a52dc0.pth'),
+    ],
+)
+def test_lpips_of_each_network_equals_torchmetrics(tmp_path, monkeypatch, network, architecture, file):
+    path = tmp_path / 'hub/checkpoints' / file  # from which torchvision reads weights that it has downloaded
+    path.parent.mkdir(parents=True)
+    monkeypatch.setenv('TORCH_HOME', str(tmp_path))
+    with torch.device('meta'):
+        shapes = {name: each.shape for name, each in get_model(architecture).state_dict().items()}
+    generator = torch.Generator().manual_seed(0)
+    # The last layers of VGG are 500 MB, and LPIPS does not use them.
+    weights = {
+        name: torch.randn(shape, generator=generator) / shape[1:].numel() ** 0.5
+        if name.startswith('features.')
+        else torch.zeros(()).expand(shape)
+        for name, shape in shapes.items()
+    }
+    torch.save(weights, path)
+    one, other = torch.rand(2, 2, 3, 64, 64, generator=generator) * 2 - 1
+    expected = [
+        torchmetrics_lpips.learned_perceptual_image_patch_similarity(*pair, net_type=network)
+        for pair in zip(one.split(1), other.split(1), strict=True)
+    ]
+    ours = lpips_network(PerceptualLosses(lpips_network=network, lpips_backbone=str(path), features_weight=0.0))
+    torch.testing.assert_close(ours(one, other).flatten(), torch.stack(expected), rtol=1e-5, atol=0)
+    assert all(each > 0.01 for each in expected)
 
 
 def features_by_hand(weights: dict[str, str], one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from diffusion.checkpointing import sharded_state
 from diffusion.checkpointing.checkpoint_store import STATE, read_with_retries
 from diffusion.checkpointing.verification import verify_checkpoint
 from diffusion.errors import UserError
+from diffusion.storage.refused_pickles import code_to_run
 
 log = logging.getLogger(__name__)
 
@@ -60,12 +61,12 @@ def _read_file(file: Path) -> dict[str, Any]:
         with torch.serialization.safe_globals(_safe_globals()):
             content = torch.load(file, map_location='cpu', weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
-        found = re.search(r'Unsupported (?:global: GLOBAL|class) (\S+)', str(error))
-        if found is None:
+        if (code := code_to_run(error)) is None:
             raise UserError(f'{file}: not a checkpoint (its pickle is damaged); use another one') from error
         raise UserError(
-            f'{file}: contains a pickled {found[1]}, which is not loaded; if it belongs to a component of yours, allow '
-            'the class with torch.serialization.add_safe_globals in a module that the recipe imports'
+            f'{file}: {code}, so it is not loaded; use a checkpoint from a source that you trust. If that is a class '
+            'of a component of yours, allow it with torch.serialization.add_safe_globals in a module that the recipe '
+            'imports'
         ) from error
     except RuntimeError as error:
         # torch has no error class for a damaged zip archive; the name of its reader is in the message.

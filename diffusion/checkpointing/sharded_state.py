@@ -29,6 +29,7 @@ from diffusion.checkpointing.checkpoint_store import INDEX, read_with_retries
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
 from diffusion.checkpointing.storage_faults import storage_fault
 from diffusion.errors import UserError
+from diffusion.storage.refused_pickles import code_to_run
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def read_tensors(tensors: dict[str, Tensor], folder: Path, fetch: Fetch = presen
         fetch: Called with the files that this rank reads, before any rank reads.
 
     Raises:
-        UserError: A tensor is missing in the checkpoint or has another shape.
+        UserError: A tensor is missing in the checkpoint or has another shape, or a shard wants to run code.
         OSError: The index cannot be read, or a file cannot be fetched; on every rank.
         CheckpointException: A rank cannot read its shards, after several tries of all ranks; on every rank.
     """
@@ -66,6 +67,7 @@ def read_tensors(tensors: dict[str, Tensor], folder: Path, fetch: Fetch = presen
                 load(tensors, storage_reader=_Reader(folder), planner=DefaultLoadPlanner())
             return
         except CheckpointException as error:
+            _raise_for_pickled_code(error, folder)
             # All ranks raise the same failures, so that all of them try again, or none does.
             if pause is None or storage_fault(error) is None:
                 raise
@@ -86,6 +88,7 @@ def read_all_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
             with quiet():
                 load(dict(tensors), storage_reader=_Reader(folder), planner=DefaultLoadPlanner(), no_dist=True)
         except CheckpointException as error:
+            _raise_for_pickled_code(error, folder)
             fault = storage_fault(error)
             if fault is None:
                 raise
@@ -93,6 +96,13 @@ def read_all_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
 
     read_with_retries(read)
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+def _raise_for_pickled_code(error: CheckpointException, folder: Path) -> None:
+    """Raise UserError if a shard was refused because its pickle wants to run code."""
+    for failure, _ in error.failures.values():
+        if (code := code_to_run(failure)) is not None:
+            raise UserError(f'{folder}: a shard {code}, so it is not loaded; use another checkpoint') from error
 
 
 def shapes(folder: Path) -> dict[str, torch.Size]:
@@ -131,7 +141,11 @@ class _Reader(filesystem.FileSystemReader):
         except FileNotFoundError as error:
             raise UserError(f'{path}: does not exist; use a folder that is a sharded checkpoint') from error
         except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError, KeyError) as error:
-            raise UserError(f'{path}: not the index of a sharded checkpoint ({error}); use another one') from error
+            code = code_to_run(error)
+            reason = (
+                f'not the index of a sharded checkpoint ({error})' if code is None else f'{code}, so it is not loaded'
+            )
+            raise UserError(f'{path}: {reason}; use another checkpoint') from error
         if not isinstance(found, metadata.Metadata):
             raise UserError(f'{path}: not the index of a sharded checkpoint (contains a {type(found).__name__})')
         found.storage_meta = found.storage_meta or metadata.StorageMeta()
@@ -163,7 +177,7 @@ class _IndexUnpickler(pickle.Unpickler):
         # Only classes defined in these modules: what they import, such as os or pickle, must not be reachable.
         if isinstance(found, type) and found.__module__ == module_name:
             return found
-        raise pickle.UnpicklingError(f'contains a pickled {module_name}.{global_name}, which is not loaded')
+        raise pickle.UnpicklingError(f'unsupported global {module_name}.{global_name}')
 
 
 def _layout(name: str) -> torch.layout:

@@ -23,6 +23,7 @@ from diffusion.errors import ExternalError, UserError
 from diffusion.evaluation.resize import bicubic_resize, clean_resize
 from diffusion.models.pretrained import load_pretrained
 from diffusion.models.representation_alignment import IMAGENET_MEAN, IMAGENET_STD, load_feature_encoder
+from diffusion.storage.refused_pickles import code_to_run
 
 INCEPTION_FILE = 'weights-inception-2015-12-05-6726825d.pth'
 INCEPTION_URL = f'https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/{INCEPTION_FILE}'
@@ -119,6 +120,8 @@ class Inception(FeatureNetwork):
                 torch.load(io.BytesIO(content), 'cpu', weights_only=True)
             self.network = module.FeatureExtractorInceptionV3('inception', ['2048'], io.BytesIO(content))
         except Exception as error:  # bytes that are no pickle of tensors can raise any
+            if (code := code_to_run(error)) is not None:
+                raise UserError(f'{path}: {code}, so it is not loaded; download it from {INCEPTION_URL}') from error
             digest = hashlib.sha256(content).hexdigest()[:8]
             raise UserError(
                 f"{path} (SHA-256 {digest}...): does not contain the weights of torch-fidelity's InceptionV3 "

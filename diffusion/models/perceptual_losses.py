@@ -19,6 +19,7 @@ from diffusion.compatibility.private_names import _LPIPS
 from diffusion.config.perceptual_checks import perceptual_problems
 from diffusion.errors import UserError
 from diffusion.models.representation_alignment import FeatureEncoder, load_feature_encoder
+from diffusion.storage.refused_pickles import code_to_run
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,8 @@ def lpips_network(settings: PerceptualLosses) -> nn.Module:
     except FileNotFoundError as error:
         raise UserError(f'{where} does not exist; download the weights of torchvision, or correct the path') from error
     except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
+        if (code := code_to_run(error)) is not None:
+            raise UserError(f'{where} {code}, so it is not loaded; download the weights of torchvision') from error
         first = str(error).partition('\n')[0].partition('. ')[0]
         raise UserError(f'{where} cannot be read as weights ({first}); download them again') from error
     # torchvision's layers keep their numbers: slice3.10.weight and slices.3.10.weight are features.10.weight.

@@ -203,6 +203,11 @@ def _check_lora(path: str, pipeline: str) -> None:
     """Raise UserError unless a path has a LoRA that can be added to a pipeline of this class."""
     if not lora_file(Path(path)).is_file():
         raise UserError(f'--lora: {lora_file(Path(path))} does not exist; give the output of diffusion export')
+    if not is_single_file(lora_file(Path(path))):
+        raise UserError(
+            f'--lora: {path} is not a .safetensors file, and pickled files may run code; give the output of diffusion '
+            'export, or convert the file'
+        )
     if pipeline not in LORA_PIPELINES:
         raise UserError(f'--lora: diffusers loads none into a {pipeline}; export the run with --merge instead')
 

@@ -51,6 +51,8 @@ def test_sources_without_a_pipeline_are_refused_with_the_way_out(tmp_path, capsy
     assert f'give the exported base model, and --lora {lora}; or the run' in problem(lora)
     prx = pipeline(tmp_path / 'prx', 'PRXPipeline', FLOW)
     assert '--lora: diffusers loads none into a PRXPipeline; export the run' in problem(prx, '--lora', str(lora))
+    (pickled := tmp_path / 'lora.bin').touch()
+    assert f'--lora: {pickled} is not a .safetensors file, and pickled' in problem(sd3, '--lora', str(pickled))
     file = tmp_path / 'model.safetensors'
     file.touch()
     assert f'{file}: is a single file, which does not record how to sample; give the run' in problem(file)

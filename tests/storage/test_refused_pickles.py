@@ -1,0 +1,89 @@
+"""Files with a pickle that wants to run code: each reader says so, and runs nothing."""
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from diffusion.checkpointing.checkpoint_weights import read_content
+from diffusion.checkpointing.sharded_state import read_all_tensors, shapes
+from diffusion.errors import UserError
+from diffusion.evaluation.feature_networks import Inception
+from diffusion.models.perceptual_losses import PerceptualLosses, lpips_network
+
+
+class Calls:
+    """Object whose pickle calls a function with the command or program that creates a file."""
+
+    def __init__(self, function, argument: str) -> None:
+        self.call = function, (argument,)
+
+    def __reduce__(self):
+        return self.call
+
+
+def write_checkpoint(folder: Path, harmful: Calls) -> None:
+    torch.save({'state': {'model': {}, 'x': harmful}}, folder / 'ba1.pt')
+
+
+def write_sharded(folder: Path) -> None:
+    state_dict_saver.save({'model.weight': torch.zeros(2)}, storage_writer=FileSystemWriter(folder), no_dist=True)
+
+
+def write_index(folder: Path, harmful: Calls) -> None:
+    write_sharded(folder)
+    (folder / '.metadata').write_bytes(pickle.dumps(harmful))
+
+
+def write_shard(folder: Path, harmful: Calls) -> None:
+    write_sharded(folder)
+    (shard,) = folder.glob('*.distcp')
+    torch.save({'x': harmful}, folder / 'longer')
+    content = (folder / 'longer').read_bytes()
+    shard.write_bytes(content)
+    # The index names the bytes of the tensor in the shard.
+    index = pickle.loads((folder / '.metadata').read_bytes())
+    for info in index.storage_data.values():
+        info.offset, info.length = 0, len(content)
+    (folder / '.metadata').write_bytes(pickle.dumps(index))
+
+
+def write_weights(folder: Path, harmful: Calls) -> None:
+    torch.save({'features.0.weight': harmful}, folder / 'weights.pth')
+
+
+def read_lpips(folder: Path) -> None:
+    settings = PerceptualLosses(lpips_network='alex', lpips_backbone=str(folder / 'weights.pth'), features_weight=0.0)
+    lpips_network(settings)
+
+
+READERS = {
+    'checkpoint': (write_checkpoint, lambda folder: read_content(folder / 'ba1.pt')),
+    'index': (write_index, shapes),
+    'shard': (write_shard, lambda folder: read_all_tensors(folder, 'model.')),
+    'lpips': (write_weights, read_lpips),
+    'inception': (write_weights, lambda folder: Inception(str(folder / 'weights.pth'))),
+}
+
+
+@pytest.mark.filterwarnings('ignore')  # torch warns about the protocol of the pickle
+@pytest.mark.parametrize(('function', 'name'), [(os.system, r'posix\.system'), (exec, r'(builtins\.)?exec')])
+@pytest.mark.parametrize('reader', READERS)
+def test_pickle_that_wants_to_run_code_is_called_that(tmp_path, reader, function, name):
+    write, read = READERS[reader]
+    ran = tmp_path / 'ran'
+    write(tmp_path, Calls(function, f'touch {ran}' if function is os.system else f'open({str(ran)!r}, "w")'))
+    with pytest.raises(UserError, match=rf'wants to run code when it is read \(its pickle calls {name}\).*; \w+'):
+        read(tmp_path)
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize('content', [b'', b'\x80\x02}q\x00', b'<html>'])
+def test_damaged_file_is_not_called_code(tmp_path, content):
+    (tmp_path / 'weights.pth').write_bytes(content)
+    with pytest.raises(UserError, match='cannot be read as weights'):
+        read_lpips(tmp_path)

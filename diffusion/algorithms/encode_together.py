@@ -39,6 +39,8 @@ class EncodeTogether(Algorithm):
                 state.batch, self._given = self._given, None
             return
         model, size = unwrapped(state.model), state.device_train_microbatch_size
+        if isinstance(model, LatentDiffusion):
+            batch_keys.check_batch(state.batch)
         if isinstance(model, LatentDiffusion) and size is not None and len(state.batch[batch_keys.INPUT_IDS]) > size:
             model.place(state.device.tensor_to_device(torch.empty(0)).device)
             self._given, state.batch = state.batch, model.encode_batch(state.batch, self.batch_size)

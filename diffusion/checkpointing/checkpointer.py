@@ -19,7 +19,7 @@ from diffusion.checkpointing.failed_saves import FailedSaves, make_room_after
 from diffusion.checkpointing.node_tier import NodeTier, open_tiers
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks, run_on_each_rank
 from diffusion.checkpointing.run_storage import RunStorage, run_storage
-from diffusion.checkpointing.save_interval import timed_interval
+from diffusion.checkpointing.save_interval import check_interval, timed_interval
 from diffusion.checkpointing.sharded_state import present
 from diffusion.checkpointing.snapshot import SnapshotBuffers, StateTensors
 from diffusion.checkpointing.snapshot_memory import reserve_on_all_ranks
@@ -28,6 +28,7 @@ from diffusion.checkpointing.tier_restore import find_resume_point, stored_batch
 from diffusion.checkpointing.tier_saves import TierSaves
 from diffusion.checkpointing.trainer_state import load_checkpoint
 from diffusion.config.checkpointing import KeepConfig, TiersConfig
+from diffusion.errors import UserError
 from diffusion.launch import run_lock
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,16 @@ Outcome = Literal['saved', 'failed', 'made room']
 
 def _ignore(message: str) -> None:
     """Do nothing about a failed save."""
+
+
+def _check_resume(resume: object) -> None:
+    """Raise UserError unless a value names the checkpoint to resume from."""
+    if resume is not None and resume != 'auto' and not isinstance(resume, Path):
+        path = f', Path({resume!r})' if isinstance(resume, str) else ''
+        raise UserError(
+            f"resume: {resume!r} is not a checkpoint; use 'auto' for the run's newest one, the pathlib.Path of a "
+            f'checkpoint{path}, or None'
+        )
 
 
 class Checkpointer(CheckpointSaver):
@@ -75,6 +86,9 @@ class Checkpointer(CheckpointSaver):
         on_failed_save: Called on rank 0 with the message of each failed save.
         tiers: Tiers of the nodes for recent checkpoints: a `TiersConfig`, or pairs of an open tier and its save
             interval, fastest first.
+
+    Raises:
+        UserError: `save_interval` or `resume` has no meaning.
     """
 
     # A subclass of Composer's CheckpointSaver, since the Trainer looks for one by type and asks it when to save. Its
@@ -94,6 +108,8 @@ class Checkpointer(CheckpointSaver):
         on_failed_save: Callable[[str], None] = _ignore,
         tiers: TiersConfig | Sequence[tuple[NodeTier, str]] = (),
     ) -> None:
+        check_interval(save_interval)
+        _check_resume(resume)
         self.storage = run_storage(storage) if isinstance(storage, str | Path) else storage
         self._timed = timed_interval(save_interval, self.storage.place)
         super().__init__(

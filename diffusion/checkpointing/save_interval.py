@@ -3,11 +3,11 @@
 import logging
 from pathlib import Path
 
-from composer.core import Event, State
+from composer.core import Event, State, Time, TimeUnit
 from composer.utils import dist
 
 from diffusion.callbacks.preemption import is_last_batch
-from diffusion.config.save_intervals import AUTO, seconds_of
+from diffusion.config.save_intervals import AUTO, is_time, seconds_of
 from diffusion.errors import UserError
 from diffusion.launch.attempts import Attempt, read_attempts
 from diffusion.planning.checkpoint_interval import chosen_interval, default_mtbf_hours, observed_mtbf_hours
@@ -25,6 +25,22 @@ LOGGED_CHANGE = 0.1
 """Relative change of the interval that is logged."""
 
 
+def check_interval(interval: object) -> None:
+    """Raise UserError unless a value is a save interval: one of Composer's, a time such as `10m`, or `auto`."""
+    if isinstance(interval, Time) or callable(interval) or is_time(interval):
+        return
+    way_out = 'use batches, such as 500ba, epochs, such as 1ep, a time, such as 10m, or auto'
+    problem = f'save_interval: {interval!r} is not an interval; {way_out}'
+    if not isinstance(interval, str | int) or isinstance(interval, bool):
+        raise UserError(problem)
+    try:
+        value = Time.from_input(interval, TimeUnit.EPOCH).value
+    except ValueError as error:
+        raise UserError(problem) from error
+    if value <= 0:  # Composer reads '' as 0 seconds, and never saves
+        raise UserError(problem)
+
+
 def timed_interval(interval: object, run: Path | str) -> 'TimedInterval | None':
     """Return the save interval of a time such as `10m` or of `auto`; None for Composer's durations. A collective.
 
@@ -32,7 +48,7 @@ def timed_interval(interval: object, run: Path | str) -> 'TimedInterval | None':
         interval: Value of `trainer.save_interval`.
         run: The run's folder or URL.
     """
-    if interval == AUTO:
+    if isinstance(interval, str) and interval == AUTO:  # a Time cannot be compared with 'auto'
         return AutoInterval(run)
     seconds = seconds_of(interval)
     return None if seconds is None else TimedInterval(seconds)

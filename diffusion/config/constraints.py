@@ -83,7 +83,10 @@ CONSTRAINTS: dict[str, type[Constraint]] = {
 
 
 def constrained(function: Function) -> Function:
-    """Return the function with a check of its arguments: it raises UserError if one violates its constraints."""
+    """Return the function with a check of its arguments: it raises UserError if one violates its constraints.
+
+    Text in the place of a number violates them too.
+    """
     signature, hints = inspect.signature(function), get_type_hints(function, include_extras=True)
     constraints = {name: found for name, hint in hints.items() if (found := declared(hint))}
 
@@ -91,6 +94,8 @@ def constrained(function: Function) -> Function:
     def checked(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         for name in constraints.keys() & given.keys():
+            if (problem := _text_problem(given[name])) is not None:
+                raise UserError(f'{name}: {problem}')
             for constraint in constraints[name]:
                 if (problem := constraint.problem(given[name])) is not None:
                     raise UserError(f'{name}: {problem}')
@@ -103,6 +108,13 @@ def declared(annotation: Any) -> tuple[Constraint, ...]:
     """Return the constraints that an evaluated annotation declares."""
     extras = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
     return tuple(extra for extra in extras if isinstance(extra, Constraint))
+
+
+def _text_problem(value: Any) -> str | None:
+    """Return why a value that must be a number or a list of numbers is neither, if it is or has text, or None."""
+    values = value if isinstance(value, list | tuple) else [value]
+    wrong = next((each for each in values if isinstance(each, str | bytes | bool)), None)
+    return None if wrong is None else f'{wrong!r} is not a number; pass a number without quotes, such as 64'
 
 
 def _numbers(value: Any) -> list[int | float]:

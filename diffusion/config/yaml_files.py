@@ -138,6 +138,8 @@ def merge_and_resolve(
     Raises:
         UnreadableYAML: An override or an interpolation cannot be read.
     """
+    if isinstance(overrides, str):  # a sequence too, of characters
+        raise UnreadableYAML(f'overrides: {overrides!r} is one string; pass a list of them: [{overrides!r}]')
     merged: dict[str, Any] = {}
     for content in contents:
         _drop_renamed(merged, content)

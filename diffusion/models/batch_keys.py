@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from diffusion.errors import UserError
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -53,8 +55,38 @@ REPLACED = 'replaced'
 """Note about the bad sample that this one replaces, or ''; a string, used only between a worker and the loader."""
 
 
+def check_batch(batch: 'Mapping[str, Tensor]') -> None:
+    """Check the keys of a batch and the shape of its images, which needs no values and so does not wait for a GPU.
+
+    Raises:
+        UserError: The batch is not a dict with token ids, or its images are not [B, 3, H, W].
+    """
+    if not isinstance(batch, Mapping) or INPUT_IDS not in batch:
+        has = f'has {sorted(batch)}' if isinstance(batch, Mapping) else f'is a {type(batch).__name__}'
+        raise UserError(
+            f'batch: {has}, but must be a dict with {INPUT_IDS}, the token ids [B, E, L] of the captions; '
+            'diffusion.models.text_conditioner.tokenize makes them'
+        )
+    if IMAGE in batch:
+        check_images(batch[IMAGE])
+
+
+def check_images(images: 'Tensor') -> None:
+    """Raise UserError unless images have the shape [B, 3, H, W]."""
+    if images.ndim == 4 and images.shape[1] == 3:
+        return
+    channels_last = images.ndim == 4 and images.shape[3] == 3
+    way_out = 'use image.permute(0, 3, 1, 2)' if channels_last else 'convert them to RGB and stack them'
+    raise UserError(f'{IMAGE}: shape {tuple(images.shape)}; images must be [B, 3, H, W], so {way_out}')
+
+
 def device_of(batch: 'Mapping[str, Tensor]') -> 'torch.device':
-    """Return the device of a batch's token ids, which every batch has."""
+    """Return the device of a batch's token ids, which every batch has; the batch is checked first.
+
+    Raises:
+        UserError: The batch lacks token ids, or its images have another shape.
+    """
+    check_batch(batch)
     return batch[INPUT_IDS].device
 
 

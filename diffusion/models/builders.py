@@ -90,6 +90,7 @@ def sd2(
             with a `vae` subfolder, or `pixels` to train on pixels.
         objective: Training objective. The keywords from here on are those of `diffusion.LatentDiffusion`.
     """
+    check_sources(pretrained=pretrained, vae=vae)
     if vae is not None:
         autoencoder = load_vae(vae)
     elif pretrained is not None:
@@ -161,6 +162,7 @@ def tiny(
         max_length: L, number of tokens to which captions are padded and truncated, start and end included.
         objective: Training objective. The keywords from here on are those of `diffusion.LatentDiffusion`.
     """
+    check_sources(vae=vae)
     autoencoder = load_vae(vae or str(TINY_VAE))
     channels = latent_channels(autoencoder)
     denoiser = UNet2DConditionModel(
@@ -211,6 +213,26 @@ def tiny_text(*, width: int, layers: int, max_length: int, mask_padding: bool = 
         pad_token_id=0,
     )
     return TextConditioner([CLIPTextModel(config)], tiny_tokenizers(max_length=max_length), mask_padding=mask_padding)
+
+
+def check_sources(**sources: str | None) -> None:
+    """Check the folders and repositories that a builder loads its parts from, before it loads the first one.
+
+    Args:
+        sources: Values by the builder's keyword; None if it loads nothing.
+
+    Raises:
+        UserError: A path is not a folder.
+    """
+    for name, source in sources.items():
+        # A repository on the Hub is `org/name`, or `name` for some old ones.
+        if source is None or not (source.startswith(('/', '.', '~')) or source.count('/') > 1):
+            continue
+        if not Path(source).is_dir():
+            raise UserError(
+                f'{name}: {source} is not a folder on this machine; give a folder written by save_pretrained of '
+                'diffusers or transformers, or the name of a repository on the Hugging Face Hub, org/name'
+            )
 
 
 def load_vae(source: str, *, revision: str | None = None) -> Vae:

@@ -419,6 +419,7 @@ class LatentDiffusion(ComposerModel):
         """
         if images.dtype != torch.uint8:
             raise UserError(f'{batch_keys.IMAGE}: dtype {images.dtype}; images must be uint8 in [0, 255]')
+        batch_keys.check_images(images)
         vae = self.vae
         with self._encoding(images.device):
             pixels = (images.float() / 127.5 - 1).to(vae.dtype)
@@ -432,6 +433,7 @@ class LatentDiffusion(ComposerModel):
             batch: Batch on any device. Outputs that it has already are kept.
             batch_size: Number of samples that are encoded at a time.
         """
+        batch_keys.check_batch(batch)
         encoded, device = dict(batch), self.device
         images, has_encoder = encoded.pop(batch_keys.IMAGE, None), not isinstance(self.vae, PixelSpace)
         if images is not None:
@@ -683,6 +685,7 @@ class LatentDiffusion(ComposerModel):
         if draws is not None and self.caption_dropout:
             keep = draws.uniform(Purpose.CAPTION_DROPOUT) >= self.caption_dropout
         if keep is not None and self.caption_dropout_mode == 'empty':
+            self._check_token_ids(input_ids)
             # Replace the token ids, not only the embeddings: the padding mask is made of the ids.
             input_ids = torch.where(keep[:, None, None], input_ids, self.empty_ids)
             if text is not None:
@@ -691,6 +694,16 @@ class LatentDiffusion(ComposerModel):
                 mask = torch.where(keep[:, None], mask, self.text.padding_mask(self.empty_ids[None]))
             keep = None
         return self._condition(input_ids, keep, text, mask=mask, sizes=sizes)
+
+    def _check_token_ids(self, input_ids: Tensor) -> None:
+        """Raise UserError unless token ids have the shape of those of the empty caption, which may replace them."""
+        if input_ids.shape[1:] != self.empty_ids.shape:
+            encoders, tokens = self.empty_ids.shape
+            raise UserError(
+                f'{batch_keys.INPUT_IDS}: shape {tuple(input_ids.shape)}, but captions are dropped for ids of shape '
+                f'[B, {encoders}, {tokens}]; pad or cut captions to {tokens} tokens, as '
+                'diffusion.models.text_conditioner.tokenize does, or set caption_dropout=0'
+            )
 
     def _condition(
         self,

@@ -17,7 +17,7 @@ from transformers import (
 from diffusion.config.constraints import AtLeast, MultipleOf, constrained
 from diffusion.errors import UserError
 from diffusion.models import mmdit_config
-from diffusion.models.builders import TINY_VAE, latent_side, load_vae, tokenizes_with
+from diffusion.models.builders import TINY_VAE, check_sources, latent_side, load_vae, tokenizes_with
 from diffusion.models.byte_tokenizer import byte_tokenizer
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective
@@ -111,6 +111,7 @@ def mmdit(
         objective: Training objective. The keywords from here on are those of `diffusion.LatentDiffusion`. The default
             is a flow with logit-normal timesteps and a shift of 3 at 1024 px, in proportion to the resolution.
     """
+    check_sources(pretrained=pretrained, vae=vae)
     if pretrained is not None:
         check_revision(pretrained, revision)
     if vae is not None:
@@ -203,6 +204,7 @@ def tiny_mmdit(
         objective: Training objective. The keywords from here on are those of `diffusion.LatentDiffusion`. The default
             is a flow with logit-normal timesteps.
     """
+    check_sources(vae=vae)
     autoencoder = load_vae(vae or str(TINY_VAE))
     width = 4 * text_width
     t5_config = T5Config(

@@ -16,7 +16,15 @@ from diffusion.config.constraints import AtLeast, MultipleOf, constrained
 from diffusion.config.width_checks import base_width_problem
 from diffusion.errors import UserError
 from diffusion.models import prx_config
-from diffusion.models.builders import TINY_VAE, latent_side, load_vae, tiny_text, tiny_tokenizers, tokenizes_with
+from diffusion.models.builders import (
+    TINY_VAE,
+    check_sources,
+    latent_side,
+    load_vae,
+    tiny_text,
+    tiny_tokenizers,
+    tokenizes_with,
+)
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective
 from diffusion.models.perceptual_losses import PerceptualLosses
@@ -95,6 +103,7 @@ def prx(
         objective: Training objective. The keywords from here on are those of `diffusion.LatentDiffusion`. By
             default a flow with logit-normal timesteps, as published.
     """
+    check_sources(pretrained=pretrained, vae=vae)
     if pretrained is not None:
         check_revision(pretrained, revision)
     if vae is not None:
@@ -181,6 +190,7 @@ def tiny_prx(
         objective: Training objective. The keywords from here on are those of `diffusion.LatentDiffusion`. By
             default a flow with logit-normal timesteps.
     """
+    check_sources(vae=vae)
     autoencoder = load_vae(vae or str(TINY_VAE))
     text = tiny_text(width=text_width, layers=text_layers, max_length=max_length, mask_padding=True)
     denoiser = transformer(

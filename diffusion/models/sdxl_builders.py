@@ -17,7 +17,7 @@ from transformers import (
 from diffusion.config.constraints import AtLeast, MultipleOf, constrained
 from diffusion.errors import UserError
 from diffusion.models import sdxl_config
-from diffusion.models.builders import TINY_VAE, latent_side, load_vae, takes_image_sizes, tokenizes_with
+from diffusion.models.builders import TINY_VAE, check_sources, latent_side, load_vae, takes_image_sizes, tokenizes_with
 from diffusion.models.denoisers.condition import SIZES
 from diffusion.models.frozen_parts import encoder_precision
 from diffusion.models.latent_diffusion import LatentDiffusion
@@ -75,6 +75,7 @@ def sdxl(
         vae_revision: Commit of the repository `vae`.
         objective: Training objective. The keywords from here on are those of `diffusion.LatentDiffusion`.
     """
+    check_sources(pretrained=pretrained, vae=vae)
     if vae is None and pretrained is None:
         autoencoder = AutoencoderKL(**sdxl_config.VAE)
     else:
@@ -146,6 +147,7 @@ def tiny_sdxl(
         max_length: L, number of tokens to which captions are padded and truncated, start and end included.
         objective: Training objective. The keywords from here on are those of `diffusion.LatentDiffusion`.
     """
+    check_sources(vae=vae)
     autoencoder = load_vae(vae or str(TINY_VAE))
     channels, levels = latent_channels(autoencoder), len(block_out_channels)
     denoiser = UNet2DConditionModel(

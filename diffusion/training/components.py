@@ -42,11 +42,25 @@ QUARANTINE = 'quarantine.jsonl'
 
 
 def build_model(recipe: Recipe) -> ComposerModel:
-    """Build the model of a recipe; the initial weights of its denoiser depend only on the recipe's seed."""
+    """Build the model of a recipe; the initial weights of its denoiser depend only on the recipe's seed.
+
+    Raises:
+        UserError: The argument is not a recipe, or its model cannot be built.
+    """
+    _check_is_recipe(recipe)
     # fork_rng restores the generator's state, so that building a model does not change other random numbers.
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
         return registry.build('model', recipe.model, offered={'seed': recipe.seed})
+
+
+def _check_is_recipe(recipe: object) -> None:
+    """Raise UserError unless a value is a recipe, for functions that users call."""
+    if not isinstance(recipe, Recipe):
+        is_path = isinstance(recipe, str | Path)
+        way_out = f'diffusion.load({str(recipe)!r})' if is_path else 'the result of diffusion.load'
+        shown = repr(recipe) if is_path else f'a {type(recipe).__name__}'
+        raise UserError(f'recipe: {shown} is not a recipe; pass {way_out}')
 
 
 def add_lora(recipe: Recipe, model: ComposerModel) -> None:
@@ -144,8 +158,12 @@ def build_loader(
     """Build the loader of a recipe's `streams`, or of its `eval_streams` (center crops, first captions, no shuffle).
 
     Raises:
-        UserError: The recipe has no such streams, or the number of devices does not divide the global batch.
+        UserError: An argument is wrong, the recipe has no such streams, or the number of devices does not divide the
+            global batch.
     """
+    _check_is_recipe(recipe)
+    if split not in ('train', 'eval'):
+        raise UserError(f"split: {split!r} is unknown; use 'train' for streams or 'eval' for eval_streams")
     settings, evaluating = recipe.loader, split == 'eval'
     streams = recipe.eval_streams if evaluating else recipe.streams
     if not streams:

@@ -99,9 +99,9 @@ def many_datasets() -> None:
     # The second position of a dataset is written to the segment of the first, which would be released with its object.
     load = StreamingDataset.load_state_dict
 
-    def load_and_keep_segment(self: Any, position: dict[str, Any]) -> None:
+    def load_and_keep_segment(self: Any, obj: dict[str, Any]) -> None:
         self.__dict__.setdefault('earlier_segments', []).append(getattr(self, '_resume_shm', None))
-        load(self, position)
+        load(self, obj)
 
     StreamingDataset.load_state_dict = load_and_keep_segment
 

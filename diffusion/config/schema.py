@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 import math
+import re
 import textwrap
 import types
 from collections.abc import Iterable
@@ -222,7 +223,16 @@ def _hint(kind: Any, value: Any) -> str:
         return f"; did you mean '{near[0]}'?" if near else ''
     if kind is str or (get_origin(kind) in (Union, types.UnionType) and str in get_args(kind)):
         return '; put it in quotes' if isinstance(value, int | float) else ''
-    return ''
+    return _hint_of_text(kind, value) if isinstance(value, str) else ''
+
+
+def _hint_of_text(kind: Any, text: str) -> str:
+    """Return the way out for text that YAML 1.1 reads as a number or a boolean, with a leading semicolon, or ''."""
+    kinds = {kind, *get_args(kind)}
+    if {int, float} & kinds and re.fullmatch(r'[-+]?0\d+', text):
+        return f'; write it without leading zeros: {int(text)}'
+    meaning = {'yes': 'true', 'on': 'true', 'no': 'false', 'off': 'false'}.get(text.lower())
+    return f'; write {meaning}' if bool in kinds and meaning else ''
 
 
 def _look_for_missing(value: Any, where: str, gather: Gatherer) -> None:

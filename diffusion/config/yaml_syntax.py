@@ -51,9 +51,11 @@ def yaml_error(error: yaml.YAMLError) -> tuple[str, str]:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads 1e-4 as a number and a date as a string, and rejects duplicate keys and alias bombs.
+    """SafeLoader for YAML 1.2 that rejects duplicate keys and alias bombs.
 
-    PyYAML implements YAML 1.1, in which 1e-4 is a string (it wants 1.0e-4), and keeps the last of duplicate keys.
+    PyYAML implements YAML 1.1, in which 1e-4 is a string (it wants 1.0e-4), `no` and `on` are booleans, 010 is 8 and
+    1:30 is 90; it keeps the last of duplicate keys. Here a number with a leading zero is text, since readers disagree
+    about its value, and so is a number with colons.
     """
 
     def __init__(self, text: str) -> None:
@@ -125,6 +127,8 @@ def _construct_text(loader: _Loader, node: yaml.ScalarNode) -> str:
 
 def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
     """Return an integer of at most 64 bits."""
+    if not _INT.match(str(node.value)):
+        raise ValueError('!!int of another form')  # construct_object says where
     value = yaml.SafeLoader.construct_yaml_int(loader, node)  # type: ignore[no-untyped-call]
     if abs(value) >= 2**63:
         problem = f'{_shortened(node.value)} does not fit into 64 bits; use a smaller number, or put it in quotes'
@@ -183,24 +187,34 @@ for _kind in (str, Interpolation):
     Dumper.add_representer(_kind, _represent_text)
     InlineDumper.add_representer(_kind, _represent_inline)
 
+_BOOL = re.compile('^(?:true|True|TRUE|false|False|FALSE)$')
+_INT = re.compile('^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)$')
 # PyYAML's pattern, extended to exponents without a decimal point or a sign.
-_FLOAT = re.compile(
-    r"""^(?:[-+]?[0-9][0-9_]*(?:\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[eE][-+]?[0-9]+)
+_FLOAT_PATTERN = r"""^(?:[-+]?{digits}(?:\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[eE][-+]?[0-9]+)
     |[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?
     |[-+]?\.(?:inf|Inf|INF)
-    |\.(?:nan|NaN|NAN))$""",
-    re.X,
-)
+    |\.(?:nan|NaN|NAN))$"""
+_FLOAT = re.compile(_FLOAT_PATTERN.format(digits='(?:0|[1-9][0-9_]*)'), re.X)
+_QUOTED_FLOAT = re.compile(_FLOAT_PATTERN.format(digits='[0-9][0-9_]*'), re.X)
+"""Text that is written in quotes, since another program may read it as a float."""
 
 
-def _resolve_as_1_2(schema: Any) -> None:
-    """Make a loader or dumper treat floats and dates as YAML 1.2 does: 1e-4 is a float, a date is a string."""
+def _forget(schema: Any, *kinds: str) -> None:
+    """Remove PyYAML's patterns of kinds of scalars from a loader or dumper."""
+    tags = {f'tag:yaml.org,2002:{kind}' for kind in kinds}
     schema.yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != 'tag:yaml.org,2002:timestamp']
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in tags]
         for first, resolvers in schema.yaml_implicit_resolvers.items()
     }
-    schema.add_implicit_resolver('tag:yaml.org,2002:float', _FLOAT, list('-+0123456789.'))
 
 
-_resolve_as_1_2(_Loader)
-_resolve_as_1_2(Dumper)
+_forget(_Loader, 'timestamp', 'bool', 'int', 'float')
+for _tag, _pattern, _first in (
+    ('bool', _BOOL, 'tTfF'),
+    ('int', _INT, '-+0123456789'),
+    ('float', _FLOAT, '-+.0123456789'),
+):
+    _Loader.add_implicit_resolver(f'tag:yaml.org,2002:{_tag}', _pattern, list(_first))
+# The dumper keeps the patterns of YAML 1.1: text such as `no` is written in quotes, for other programs.
+_forget(Dumper, 'timestamp')
+Dumper.add_implicit_resolver('tag:yaml.org,2002:float', _QUOTED_FLOAT, list('-+.0123456789'))

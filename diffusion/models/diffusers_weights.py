@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -24,6 +25,7 @@ WEIGHT_FILE = 'diffusion_pytorch_model.safetensors'
 NO_EFFECT = {'sample_size', 'upcast_attention', 'in_channels', 'out_channels', 'dropout'}
 """Settings of a denoiser that do not change what its weights compute; numbers of channels show in the shapes."""
 Found = TypeVar('Found')
+log = logging.getLogger(__name__)
 
 
 def denoiser_folder(denoiser: ModelMixin, folder: Path) -> Path:
@@ -165,18 +167,23 @@ def _weight_files(folder: Path) -> list[Path]:
     Raises:
         UserError: There is none, or a shard is missing.
     """
-    file, index = folder / WEIGHT_FILE, folder / f'{WEIGHT_FILE}.index.json'
+    index = folder / f'{WEIGHT_FILE}.index.json'
     if index.is_file():
         check_config(index)
         names = json.loads(index.read_bytes()).get('weight_map')
         if not fits(dict[str, str], names):
             raise UserError(f'{index}: has no weight_map of tensors to files; save the model again')
-        files = [folder / Path(name).name for name in sorted({*names.values()})]
-    else:
-        files = [file]
-    missing = [each for each in files if not each.is_file()]
-    if missing:
-        raise UserError(f'{missing[0]} does not exist; save the model with save_pretrained(safe_serialization=True)')
+        missing = [name for name in sorted({*names.values()}) if not (folder / Path(name).name).is_file()]
+        if missing:
+            raise UserError(f'{folder / missing[0]} does not exist, but {index.name} lists it; copy it again')
+    found = hub_files.weight_files(folder)
+    if found is None:
+        raise UserError(
+            f'{folder / WEIGHT_FILE} does not exist; save the model with save_pretrained(safe_serialization=True)'
+        )
+    variant, files = found
+    if variant is not None:
+        log.warning('%s: has half precision only (%s), which is loaded', folder, variant)
     return files
 
 

@@ -48,6 +48,9 @@ WEIGHTS = re.compile(r'(diffusion_pytorch_)?model(-\d{5}-of-\d{5})?\.safetensors
 """Names of weight files, without variants such as `model.fp16.safetensors`."""
 STEMS = ('model', 'diffusion_pytorch_model')
 """Names of weight files without endings: of transformers, and of diffusers."""
+VARIANTS = (None, 'fp16', 'bf16')
+"""Variants of weights that a local folder may have, the preferred first."""
+NO_WEIGHTS = 'has no weights in the format safetensors'
 TOKENIZER_FILES = ('.json', '.txt', '.model')
 COMMIT = re.compile(r'[0-9a-f]{40}')
 Answer = TypeVar('Answer')
@@ -161,9 +164,19 @@ def _download(part: type, repository: str, subfolder: str, revision: str | None,
     for name in sorted(needed, key=lambda name: (_decides(part, name), name)):
         _download_file(repository, _inside(subfolder, name), commit)
     if not _is_cached(part, repository, subfolder, commit, weights):
-        lacks = _inside(subfolder, 'config.json' if issubclass(part, nn.Module) else 'vocabulary')
-        raise UserError(f'{_url(repository, revision)}: has no {lacks}')
+        raise UserError(f'{_url(repository, revision)}: {_lack(part, subfolder, names)}')
     return commit
+
+
+def _lack(part: type, subfolder: str, names: Collection[str]) -> str:
+    """Return what a repository lacks for loading a model or tokenizer, given the names of the subfolder's files."""
+    if not issubclass(part, nn.Module):
+        return f'has no {_inside(subfolder, "vocabulary")}'
+    if 'config.json' not in names:
+        return f'has no {_inside(subfolder, "config.json")}'
+    halves = [f'{stem}.{variant}.safetensors' for stem in STEMS for variant in VARIANTS[1:]]
+    found = [_inside(subfolder, name) for name in halves if name in names]
+    return f'has half precision only, as {found[0]}, which is read from a local folder' if found else NO_WEIGHTS
 
 
 def _files(repository: str, subfolder: str, revision: str | None) -> tuple[str, list[str]]:
@@ -200,7 +213,7 @@ def _weight_files(repository: str, subfolder: str, commit: str, names: Collectio
             if missing := sorted(shards - {*names}):
                 raise UserError(f'{where}: has no {missing[0]}, which {index} lists')
             return sorted(shards)
-    raise UserError(f'{where}: has no weights in the format safetensors')
+    raise UserError(f'{_url(repository, commit)}: {_lack(nn.Module, subfolder, [*names, "config.json"])}')
 
 
 def _size(repository: str, path: str, commit: str) -> int:
@@ -256,16 +269,28 @@ def _ask(request: Callable[[], Answer], url: str) -> Answer:
 
 def has_weights(folder: Path) -> bool:
     """Return True if a model's local folder has its weights: one safetensors file, or all shards of an index."""
-    for stem in STEMS:
-        index = folder / f'{stem}.safetensors.index.json'
-        if (folder / f'{stem}.safetensors').is_file():
-            return True
-        if index.is_file():
-            try:
-                return all((folder / name).is_file() for name in _shards(index))
-            except (ValueError, KeyError, TypeError, AttributeError):  # the index is damaged
-                return False
-    return False
+    return weight_files(folder) is not None
+
+
+def weight_files(folder: Path) -> tuple[str | None, list[Path]] | None:
+    """Return the variant and the safetensors files of a model's local folder, one file or all shards of an index.
+
+    The variant is None for files without one, which are preferred; a folder may have half precision only, as
+    `model.fp16.safetensors`. Without weights, or if a shard is missing, None is returned.
+    """
+    for variant in VARIANTS:
+        infix = '' if variant is None else f'.{variant}'
+        for stem in STEMS:
+            file, index = folder / f'{stem}{infix}.safetensors', folder / f'{stem}.safetensors.index{infix}.json'
+            if file.is_file():
+                return variant, [file]
+            if index.is_file():
+                try:
+                    files = [folder / Path(name).name for name in sorted(_shards(index))]
+                except (ValueError, KeyError, TypeError, AttributeError):  # the index is damaged
+                    return None
+                return (variant, files) if all(each.is_file() for each in files) else None
+    return None
 
 
 def _is_cached(part: type, repository: str, subfolder: str, revision: str, weights: bool) -> bool:

@@ -17,6 +17,7 @@ from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from peft import LoraConfig as PeftConfig
 from peft.utils import get_peft_model_state_dict  # type: ignore[reportPrivateImportUsage]
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from diffusion.config.recipe import LoraConfig
@@ -77,8 +78,18 @@ def lora_weights(denoiser: nn.Module, settings: LoraConfig) -> dict[str, Tensor]
     return {name: each * scale if '.lora_B.' in name else each for name, each in weights.items()}
 
 
-def save_lora(denoiser: nn.Module, settings: LoraConfig, file: Path, dtype: torch.dtype) -> None:
+def save_lora(
+    denoiser: nn.Module, settings: LoraConfig, file: Path, dtype: torch.dtype, *, single_file: bool = False
+) -> None:
     """Write a denoiser's LoRA to a safetensors file that pipelines of diffusers load.
+
+    Args:
+        denoiser: The denoiser with the LoRA.
+        settings: The LoRA's settings.
+        file: The file.
+        dtype: Precision of the weights.
+        single_file: Use the names that ComfyUI reads too: for a U-Net those of kohya's scripts instead of diffusers';
+            for Stable Diffusion 3's transformer they are the same.
 
     Raises:
         UserError: The pipeline of this denoiser does not load a LoRA.
@@ -91,8 +102,27 @@ def save_lora(denoiser: nn.Module, settings: LoraConfig, file: Path, dtype: torc
             '--merge to export the whole pipeline'
         )
     loader, keyword = LOADERS[found]
+    if single_file and isinstance(denoiser, UNet2DConditionModel):
+        save_file(comfyui_weights(denoiser, settings, dtype), file)
+        return
     layers = {name: each.detach().to(dtype).contiguous() for name, each in lora_weights(denoiser, settings).items()}
     loader.save_lora_weights(file.parent, **{keyword: layers}, weight_name=file.name)
+
+
+def comfyui_weights(unet: nn.Module, settings: LoraConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the weights of a U-Net's LoRA by the names that ComfyUI looks up, which kohya's scripts introduced.
+
+    Layer `mid_block.attentions.0.proj_in` has A in `lora_unet_mid_block_attentions_0_proj_in.lora_down.weight`, B in
+    `....lora_up.weight`, and the scalar `....alpha`. ComfyUI and diffusers add (alpha / rank) B A.
+    """
+    found = {}
+    for name, each in get_peft_model_state_dict(unet, adapter_name=NAME).items():
+        layer, _, matrix = name.removesuffix('.weight').rpartition('.')
+        prefix = f'lora_unet_{layer.replace(".", "_")}'
+        part = {'lora_A': 'lora_down', 'lora_B': 'lora_up'}[matrix]
+        found[f'{prefix}.{part}.weight'] = each.detach().to(dtype).contiguous()
+        found[f'{prefix}.alpha'] = torch.tensor(settings.alpha, dtype=dtype)
+    return found
 
 
 def merge_lora(denoiser: ModelMixin) -> None:

@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import logging
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from diffusion.models import hub_files
 from diffusion.models.clip_vocabulary import vocabulary_files
 from diffusion.models.hub_errors import WAY_OUT, check_config, loading_error
 
+log = logging.getLogger(__name__)
 Loadable = TypeVar('Loadable')
 
 _without_weights = False
@@ -100,6 +102,7 @@ def load_pretrained(
     if weights:
         options['use_safetensors'] = True  # unpickling a downloaded file could run any code
         options['output_loading_info'] = True
+        options |= _variant(Path(source, subfolder))
     if weights and issubclass(part, ModelMixin):
         options['low_cpu_mem_usage'] = False  # otherwise diffusers logs a long request to install accelerate
     loader: Any = part
@@ -129,6 +132,15 @@ def load_pretrained(
             f'{len(info["missing_keys"])} tensors of {part.__name__}, such as {name}; {WAY_OUT}'
         )
     return model
+
+
+def _variant(folder: Path) -> dict[str, str]:
+    """Return the argument of `from_pretrained` for a local folder with weights in half precision only; else {}."""
+    found = hub_files.weight_files(folder)
+    if found is None or found[0] is None:
+        return {}
+    log.warning('%s: has half precision only (%s), which is loaded', folder, found[0])
+    return {'variant': found[0]}
 
 
 def _check_weights(part: type[nn.Module], source: str, subfolder: str, revision: str | None) -> str:

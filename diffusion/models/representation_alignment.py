@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoConfig, Dinov2Model, Dinov2WithRegistersModel, DINOv3ViTModel, PreTrainedModel
+from transformers import Dinov2Model, Dinov2WithRegistersModel, DINOv3ViTModel, PreTrainedModel
 
 from diffusion.config.alignment_checks import alignment_problems
 from diffusion.errors import UserError
 from diffusion.models.denoisers.family import DenoiserFamily, TokenBlocks
-from diffusion.models.pretrained import load_pretrained
+from diffusion.models.pretrained import load_pretrained, read_config
 
 ENCODERS: dict[str, type[PreTrainedModel]] = {
     'dinov2': Dinov2Model,
@@ -186,10 +186,13 @@ def load_feature_encoder(source: str, revision: str | None, *, where: str) -> Fe
         UserError: It cannot be loaded, or it is not one of `ENCODERS`.
     """
     options: dict[str, Any] = {'subfolder': '', 'revision': revision}
-    config: Any = load_pretrained(AutoConfig, source, **options)
-    kind = config.model_type
+    # AutoConfig would ask on the terminal whether to run the code that `auto_map` names.
+    config = read_config(PreTrainedModel, source, **options)
+    kind = config.get('model_type')
     if kind not in ENCODERS:
-        raise UserError(f'{where}: {source} is a {kind}; use one of {", ".join(ENCODERS)}')
+        what = 'has no config.json with a model_type' if kind is None else f'is a {kind}'
+        code = '' if 'auto_map' not in config else ' with code of its own (auto_map), which is not run'
+        raise UserError(f'{where}: {source} {what}{code}; use one of {", ".join(ENCODERS)}')
     return FeatureEncoder(load_pretrained(ENCODERS[kind], source, **options))
 
 

@@ -33,6 +33,8 @@ U_NET_PIPELINES = ('StableDiffusionPipeline', 'StableDiffusionXLPipeline')
 LORA_PIPELINES = (*U_NET_PIPELINES, 'StableDiffusion3Pipeline')
 PIPELINES = (*LORA_PIPELINES, 'PRXPipeline', 'PRXPixelPipeline')
 """Pipelines of diffusers that `diffusion export` writes."""
+SAFETY_CHECKER = ('stable_diffusion', 'StableDiffusionSafetyChecker')
+"""Part of published pipelines of Stable Diffusion, by the module of diffusers' pipelines and its class."""
 WITHOUT_SINGLE_FILE = ('prx', 'tiny_prx', 'autoencoder')
 """Models of this package that no program reads from a single file."""
 UNSCALED = ('ddim', 'ddpm', 'dpm++', 'pndm', 'unipc')
@@ -42,6 +44,40 @@ UNSCALED = ('ddim', 'ddpm', 'dpm++', 'pndm', 'unipc')
 def is_export(folder: Path) -> bool:
     """Return True if a folder is a pipeline of diffusers, as `diffusion export` writes it."""
     return (folder / MODEL_INDEX).is_file()
+
+
+def check_pipeline(folder: Path) -> str:
+    """Check that a folder is a pipeline whose parts are classes of diffusers and transformers; return its class.
+
+    Raises:
+        UserError: It is another pipeline, or names other classes, whose modules would run when they are imported.
+    """
+    place = folder / MODEL_INDEX
+    content = _read_json(place)
+    name = content.get('_class_name')
+    if name is None:
+        raise UserError(f'{place}: does not name a pipeline; export the run again')
+    if name not in PIPELINES:
+        raise UserError(f'{folder}: is a {name}; use a folder of {", ".join(PIPELINES)}')
+    for part, value in content.items():
+        if isinstance(value, list) and value != [None, None] and not _is_known_class(value):
+            named = '.'.join(map(str, value))
+            raise UserError(
+                f'{place}: {part} is {named}, which would run code that is not of diffusers or transformers; use a '
+                'folder whose parts are classes of these two'
+            )
+        if isinstance(value, list) and (code := folder / part / f'{value[0]}.py').exists():
+            raise UserError(f'{code}: is code that comes with the weights, which is not run; remove the file')
+    return name
+
+
+def _is_known_class(value: list[Any]) -> bool:
+    """Return True if a part of a pipeline, [library, class], may be imported."""
+    if len(value) != 2 or not all(isinstance(each, str) for each in value):
+        return False
+    # AutoModel and its kind import the class that the part's own configuration names.
+    is_class = re.fullmatch(r'(?!Auto(?!encoder))[A-Z]\w*', value[1]) is not None
+    return tuple(value) == SAFETY_CHECKER or (value[0] in ('diffusers', 'transformers') and is_class)
 
 
 def is_single_file(out: str | Path) -> bool:
@@ -66,11 +102,7 @@ def check_generate(args: argparse.Namespace) -> None:
     if is_export(source):
         if args.weights is not None:
             raise UserError(f'--weights: {source} is an export, which holds one set of weights; remove --weights')
-        name = _read_json(source / MODEL_INDEX).get('_class_name')
-        if name is None:
-            raise UserError(f'{source / MODEL_INDEX}: does not name a pipeline; export the run again')
-        if name not in PIPELINES:
-            raise UserError(f'{source}: is a {name}; use a folder of {", ".join(PIPELINES)}')
+        name = check_pipeline(source)
         if args.lora is not None:
             _check_lora(args.lora, name)
         problems = _problems_of_export(given, name, _read_json(source / 'scheduler' / 'scheduler_config.json'))

@@ -48,7 +48,7 @@ def export(
     Of a run with a LoRA, the LoRA alone is exported, as `pytorch_lora_weights.safetensors`, unless `merge` is True.
 
     If `out` ends with `.safetensors`, the pipeline is one file in the layout that ComfyUI reads; see
-    `models.single_file`. A LoRA is the same file as in a folder.
+    `models.single_file`. The LoRA of a U-Net has ComfyUI's names there, and diffusers' in a folder.
 
     A folder has a model card, README.md.
 

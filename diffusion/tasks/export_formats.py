@@ -58,7 +58,7 @@ def write_file(model: nn.Module, recipe: Recipe, file: Path, precision: torch.dt
     assert isinstance(model, LatentDiffusion)
     if lora:
         assert recipe.lora is not None
-        save_lora(model.denoiser, recipe.lora, file, precision)
+        save_lora(model.denoiser, recipe.lora, file, precision, single_file=True)
         return LORA
     content = model.family.single_file(model)
     side = model.latent_size * downsampling(model.vae)

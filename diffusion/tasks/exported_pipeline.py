@@ -18,7 +18,7 @@ from torch import Tensor
 from diffusion.models.denoisers.mmdit import T5_LENGTH
 from diffusion.models.randomness import Purpose, draws_for
 from diffusion.models.sampler import scheduler_class
-from diffusion.tasks.argument_checks import is_flow_scheduler, lora_file, missing_parts
+from diffusion.tasks.argument_checks import check_pipeline, is_flow_scheduler, lora_file, missing_parts
 
 
 class ExportedPipeline:
@@ -27,9 +27,13 @@ class ExportedPipeline:
     Args:
         folder: Folder of the pipeline.
         lora: Exported LoRA to add, a file or a folder.
+
+    Raises:
+        UserError: The folder names classes that are not of diffusers or transformers.
     """
 
     def __init__(self, folder: Path, *, lora: Path | None = None) -> None:
+        check_pipeline(folder)
         diffusers.utils.logging.disable_progress_bar()
         with warnings.catch_warnings():
             # A base class of diffusers 0.39 that is of no use to a PRXPipeline announces its removal.

@@ -18,6 +18,7 @@ from diffusion.config.recipe import StreamConfig
 from diffusion.config.weight_sources import REPOSITORY, hub_repository
 from diffusion.launch.attempts import ATTEMPTS, format_duration, read_attempts, time_breakdown
 from diffusion.prepare.counts_report import REPORT, PrepareReport
+from diffusion.tasks.argument_checks import LORA_WEIGHTS
 
 CARD = 'README.md'
 AUTOENCODER, LORA, SINGLE_FILE = 'AutoencoderKL', 'LoRA', 'single file'
@@ -74,7 +75,7 @@ def model_card(
     run = run_of_checkpoint(checkpoint)
     sections = [
         f'# {recipe.name}',
-        f'{_about(written)}, trained with diffusion {diffusion.__version__} on MosaicML Composer.',
+        f'{_about(written, file)}, trained with diffusion {diffusion.__version__} on MosaicML Composer.',
         *_usage(recipe, source, written, file),
         '## Training',
         _table(_training(recipe, checkpoint, weights, num_parameters)),
@@ -86,10 +87,10 @@ def model_card(
     return hide_environment(recipe, f'---\n{front}---\n\n' + '\n\n'.join(sections) + '\n')
 
 
-def _about(written: str) -> str:
+def _about(written: str, file: str) -> str:
     """Return what was exported, as the start of a sentence."""
     return {
-        LORA: 'A LoRA for pipelines of diffusers and for ComfyUI',
+        LORA: 'A LoRA for pipelines of diffusers' + (' and for ComfyUI' if file != LORA_WEIGHTS else ''),
         SINGLE_FILE: 'A text-to-image model in one file, in the layout that ComfyUI reads',
         AUTOENCODER: 'An autoencoder for diffusers',
     }.get(written, f'A `{written}` of diffusers')

@@ -1,6 +1,7 @@
 """Reading, merging and writing of YAML files."""
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -63,6 +64,23 @@ def test_override_from_dump_inline_restores_the_value(value):
         ('550000ba', '550000ba'),
         ('2024-01-01', '2024-01-01'),
         ('08', '08'),
+        ('010', '010'),
+        ('-007', '-007'),
+        ('00.5', '00.5'),
+        ('0012e4', '0012e4'),
+        ('0', 0),
+        ('-0', 0),
+        ('0.5', 0.5),
+        ('0x1F', 31),
+        ('1:30', '1:30'),
+        ('1:30.5', '1:30.5'),
+        ('yes', 'yes'),
+        ('No', 'No'),
+        ('ON', 'ON'),
+        ('off', 'off'),
+        ('y', 'y'),
+        ('True', True),
+        ('false', False),
         ('._', '._'),
         ("'1e-4'", '1e-4'),
     ],
@@ -141,3 +159,25 @@ def test_circular_extends_is_detected_under_another_spelling_of_the_path(files):
 def test_invalid_override_is_an_error(override, message):
     with pytest.raises(UnreadableYAML, match=message):
         merge([{'l': [1], 'x': 1}], [override])
+
+
+@pytest.mark.parametrize('text', ['yes', 'no', 'on', 'off', '010', '00e5', '1:30', '2024-01-01', 'true'])
+def test_text_is_written_so_that_readers_of_yaml_1_1_keep_it(text):
+    for written in (dump({'key': text}), f'key: {dump_inline(text)}'):
+        content = yaml.load(written, yaml.SafeLoader)
+        assert str(content['key']) == text
+        assert merge([{}], [f'key={dump_inline(text)}']) == {'key': text}
+
+
+def test_words_of_yaml_1_1_are_text_as_keys_too(tmp_path):
+    path = tmp_path / 'a.yaml'
+    path.write_text('env: {YES: no, on: 010, 010: x}\n')
+    assert read_yaml(path) == {'env': {'YES': 'no', 'on': '010', '010': 'x'}}
+
+
+@pytest.mark.parametrize('written', ['!!int 010', '!!int 1:30'])
+def test_tag_does_not_turn_such_text_into_a_number(tmp_path, written):
+    path = tmp_path / 'a.yaml'
+    path.write_text(f'seed: {written}\n')
+    with pytest.raises(UnreadableYAML, match='a.yaml:1:7: .* is not a valid int; correct it, or put it in quotes'):
+        read_yaml(path)

@@ -118,7 +118,7 @@ def test_reference_images_of_a_folder_are_read_as_compared_ones(tmp_path):
     clear, deep = images[0], images[1]
     assert clear.unique().tolist() == [255]
     assert deep.unique().tolist() == [128]
-    assert np.array_equal(images[3].permute(1, 2, 0), read_image(tmp_path / 'turned.png'))
+    assert np.array_equal(images[3].permute(1, 2, 0), np.asarray(read_image(tmp_path / 'turned.png')))
     with pytest.raises(UserError, match='notes.png: cannot be read as an image .*; replace it'):
         images[2]
 

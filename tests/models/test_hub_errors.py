@@ -9,6 +9,7 @@ import struct
 from pathlib import Path
 
 import pytest
+import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
@@ -52,6 +53,21 @@ def test_folder_without_the_part_is_a_user_error(tmp_path, part, content):
         (tmp_path / name).write_bytes(data)
     with pytest.raises(UserError, match=r'could not be loaded from this folder|config\.json: is not valid JSON'):
         load_pretrained(part, str(tmp_path), subfolder='')
+
+
+@pytest.mark.parametrize('variant', ['fp16', 'bf16'])
+@pytest.mark.parametrize('part', [AutoencoderKL, CLIPTextModel])
+def test_folder_with_half_precision_only_is_loaded(small_vae, small_text_encoder, tmp_path, part, variant, caplog):
+    whole = small_vae if part is AutoencoderKL else small_text_encoder
+    model = load_pretrained(part, str(whole), subfolder='')
+    halves = model.to(torch.float16 if variant == 'fp16' else torch.bfloat16)
+    halves.save_pretrained(tmp_path / 'halves', variant=variant)
+    assert [each.name for each in (tmp_path / 'halves').glob(f'*.{variant}.safetensors')]
+    caplog.clear()
+    loaded = load_pretrained(part, str(tmp_path), subfolder='halves').state_dict()
+    assert caplog.messages == [f'{tmp_path}/halves: has half precision only ({variant}), which is loaded']
+    expected = {name: each.float() for name, each in halves.state_dict().items()}
+    torch.testing.assert_close(loaded, expected, rtol=0, atol=0)
 
 
 def test_truncated_weights_are_a_user_error(small_vae, tmp_path):

@@ -14,6 +14,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from diffusion.errors import ExternalError, UserError
 from diffusion.models.builders import load_vae
+from diffusion.models.hub_files import check_weights
 from diffusion.models.pretrained import clip_tokenizer, load_pretrained, without_weights
 
 PARTS = {'vae': AutoencoderKL, 'text_encoder': CLIPTextModel, 'tokenizer': CLIPTokenizer}
@@ -152,6 +153,22 @@ def test_branch_is_resolved_to_a_commit(hub):
 def test_missing_subfolder_is_a_user_error(hub):
     with pytest.raises(UserError, match='could not be loaded .*has no nowhere/config.json'):
         load_pretrained(AutoencoderKL, 'someone/model', subfolder='nowhere', revision=COMMIT)
+
+
+def test_half_precision_alone_on_the_hub_is_refused_with_the_way_out(repository, tmp_path, monkeypatch):
+    folder = shutil.copytree(repository, tmp_path / 'repository')
+    (folder / 'vae/diffusion_pytorch_model.safetensors').unlink()
+    message = (
+        'has half precision only, as vae/diffusion_pytorch_model.fp16.safetensors, which is read from a local fold'
+    )
+    with serving(folder, tmp_path, monkeypatch):
+        with pytest.raises(UserError, match=message):
+            load('vae')
+        with pytest.raises(UserError, match=message):
+            check_weights(AutoencoderKL, 'someone/model', subfolder='vae', revision=COMMIT)
+        (folder / 'vae/diffusion_pytorch_model.fp16.safetensors').unlink()
+        with pytest.raises(UserError, match='has no weights in the format safetensors'):
+            load('vae')
 
 
 def test_missing_folder_is_a_user_error(hub):

@@ -1,12 +1,18 @@
 """LoRA of a denoiser: trained parameters, the update that it computes, its file, and targets that do not exist."""
 
 import copy
+import re
 from typing import Any
 
 import pytest
 import torch
-from diffusers.loaders.lora_pipeline import SD3LoraLoaderMixin
+from diffusers.loaders.lora_pipeline import (
+    SD3LoraLoaderMixin,
+    StableDiffusionLoraLoaderMixin,
+    StableDiffusionXLLoraLoaderMixin,
+)
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -115,6 +121,114 @@ def test_file_has_the_matrices_scaled_for_alpha_equal_to_rank(make_model, tmp_pa
         UserError, match=r'diffusers loads the LoRA of a UNet.*, SD3.*, but the denoiser is a Linear; use --merge'
     ):
         save_lora(nn.Linear(2, 2), settings, tmp_path / 'other.safetensors', torch.float32)
+
+
+SD2 = {
+    'cross_attention_dim': 16,
+    'block_out_channels': (8, 8, 16, 16),
+    'attention_head_dim': 4,
+    'norm_num_groups': 4,
+    'use_linear_projection': True,
+}
+SDXL = {
+    'cross_attention_dim': 16,
+    'block_out_channels': (8, 16, 16),
+    'attention_head_dim': 4,
+    'norm_num_groups': 4,
+    'use_linear_projection': True,
+    'down_block_types': ('DownBlock2D', 'CrossAttnDownBlock2D', 'CrossAttnDownBlock2D'),
+    'up_block_types': ('CrossAttnUpBlock2D', 'CrossAttnUpBlock2D', 'UpBlock2D'),
+    'transformer_layers_per_block': [1, 2, 10],
+    'addition_embed_type': 'text_time',
+    'addition_time_embed_dim': 4,
+    'projection_class_embeddings_input_dim': 32,
+}
+"""Stable Diffusion's U-Nets with their structure, and narrow layers."""
+
+
+def attention_layers(block: str, attentions: int, depth: int) -> list[str]:
+    """Return the names of the linear layers of a block's transformers, by diffusers' names."""
+    names = []
+    for i in range(attentions):
+        names += [f'{block}.attentions.{i}.{each}' for each in ('proj_in', 'proj_out')]
+        for j in range(depth):
+            inside = [f'attn{n}.{each}' for n in (1, 2) for each in ('to_q', 'to_k', 'to_v', 'to_out.0')]
+            inside += ['ff.net.0.proj', 'ff.net.2']
+            names += [f'{block}.attentions.{i}.transformer_blocks.{j}.{each}' for each in inside]
+    return names
+
+
+def resnet_layers(block: str, shortcuts: list[bool]) -> list[str]:
+    """Return the names of the layers of a block's residual blocks; True for one with a shortcut."""
+    names = []
+    for i, shortcut in enumerate(shortcuts):
+        parts = ('conv1', 'time_emb_proj', 'conv2', *(['conv_shortcut'] if shortcut else []))
+        names += [f'{block}.resnets.{i}.{each}' for each in parts]
+    return names
+
+
+def layer_names(family: str) -> list[str]:
+    """Return the names of all linear and convolutional layers of a U-Net, from the papers' architectures."""
+    names = ['conv_in', 'conv_out', 'time_embedding.linear_1', 'time_embedding.linear_2']
+    depths = {'sd2': [1, 1, 1, 0], 'sdxl': [0, 2, 10]}[family]
+    if family == 'sdxl':
+        names += ['add_embedding.linear_1', 'add_embedding.linear_2']
+    last = len(depths) - 1
+    # A block whose width differs from the one before has a shortcut first; with these widths as in the real models.
+    wider = {'sd2': [False, False, True, False], 'sdxl': [False, True, False]}[family]
+    for i, depth in enumerate(depths):
+        names += resnet_layers(f'down_blocks.{i}', [wider[i], False])
+        names += attention_layers(f'down_blocks.{i}', 2, depth) if depth else []
+        names += [f'down_blocks.{i}.downsamplers.0.conv'] if i < last else []
+        up = f'up_blocks.{last - i}'
+        names += resnet_layers(up, [True] * 3)
+        names += attention_layers(up, 3, depth) if depth else []
+        names += [f'{up}.upsamplers.0.conv'] if i else []
+    return [*names, *resnet_layers('mid_block', [False, False]), *attention_layers('mid_block', 1, max(depths))]
+
+
+@pytest.mark.parametrize(('family', 'sizes'), [('sd2', SD2), ('sdxl', SDXL)])
+def test_file_for_comfyui_has_its_name_of_every_layer(family, sizes, tmp_path):
+    """ComfyUI looks up `lora_unet_` and diffusers' name with underscores, of every weight of the U-Net."""
+    unet = UNet2DConditionModel(sample_size=8, **sizes)
+    kinds = sorted(
+        {re.sub(r'.*\.(?=\D)', '', name) if not name.endswith('.0') else 'to_out.0' for name in layer_names(family)}
+    )
+    settings = LoraConfig(rank=2, alpha=8.0, targets=kinds)
+    add_lora(unet, settings, seed=7)
+    save_lora(unet, settings, tmp_path / 'lora.safetensors', torch.float32, single_file=True)
+    found = load_file(tmp_path / 'lora.safetensors')
+    prefixes = {f'lora_unet_{name.replace(".", "_")}' for name in layer_names(family)}
+    parts = ('lora_down.weight', 'lora_up.weight', 'alpha')
+    assert found.keys() == {f'{prefix}.{part}' for prefix in prefixes for part in parts}
+    assert {float(found[f'{prefix}.alpha']) for prefix in prefixes} == {8.0}
+
+
+@pytest.mark.parametrize('single_file', [True, False])
+@pytest.mark.parametrize(('family', 'sizes'), [('sd2', SD2), ('sdxl', SDXL)])
+def test_diffusers_loads_both_files(family, sizes, single_file, tmp_path):
+    torch.manual_seed(3)
+    plain = UNet2DConditionModel(sample_size=8, **sizes)
+    trained, loaded = copy.deepcopy(plain), copy.deepcopy(plain)
+    settings = LoraConfig(rank=2, alpha=8.0)
+    add_lora(trained, settings, seed=7)
+    with torch.no_grad():
+        for name, weight in trained.named_parameters():
+            if 'lora_B' in name:
+                weight.normal_(std=0.2)
+    save_lora(trained, settings, tmp_path / 'lora.safetensors', torch.float32, single_file=single_file)
+    mixin = {'sd2': StableDiffusionLoraLoaderMixin, 'sdxl': StableDiffusionXLLoraLoaderMixin}[family]
+    weights, alphas, *_ = mixin.lora_state_dict(tmp_path, weight_name='lora.safetensors', unet_config=loaded.config)
+    mixin.load_lora_into_unet(weights, network_alphas=alphas, unet=loaded)
+    merge_lora(trained)
+    merge_lora(loaded)
+    ours, theirs = trained.state_dict(), loaded.state_dict()
+    assert ours.keys() == theirs.keys()
+    torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-6)
+    changed = [name for name, each in plain.state_dict().items() if not torch.equal(each, theirs[name])]
+    assert {name.removesuffix('.weight') for name in changed} == {
+        name for name in layer_names(family) if re.search(r'attn\d', name)
+    }
 
 
 def test_transformer_of_stable_diffusion_3_loads_its_lora(tmp_path):

@@ -1,5 +1,7 @@
 """Representation alignment against plain PyTorch, with TREAD, in checkpoints, and its errors."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from diffusion.models.builders import tiny
 from diffusion.models.denoisers.families import family_of
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.prx_builders import tiny_prx
-from diffusion.models.representation_alignment import RepresentationAlignment, build_alignment
+from diffusion.models.representation_alignment import RepresentationAlignment, build_alignment, load_feature_encoder
 from diffusion.models.token_routing import Route
 from diffusion.training.initial_weights import SourceWeights, load_source
 
@@ -244,3 +246,24 @@ def test_first_layer_of_the_projection_is_an_output_layer_for_mup(make_prx):
     factors = scaled.learning_rate_factors
     assert {name: each for name, each in factors.items() if 'projector' in name} == {'feature_projector.0.weight': 0.25}
     assert plain.learning_rate_factors == {}
+
+
+@pytest.mark.parametrize('kind', ['custom', None])
+def test_code_of_an_encoder_is_neither_run_nor_asked_for(encoders, tmp_path, monkeypatch, kind):
+    def asked(*_: object) -> str:
+        raise AssertionError('asked on the terminal')
+
+    monkeypatch.setattr('builtins.input', asked)
+    folder = shutil.copytree(encoders['dinov2'], tmp_path / 'encoder')
+    (folder / 'evil.py').write_text(f'open({str(tmp_path / "ran")!r}, "w")\nclass Evil: pass\n')
+    auto_map = {'auto_map': {'AutoConfig': 'evil.Evil', 'AutoModel': 'evil.Evil'}}
+    config = json.loads((folder / 'config.json').read_text()) | auto_map
+    (folder / 'config.json').write_text(json.dumps(config))
+    load_feature_encoder(str(folder), None, where='encoder')
+    config.pop('model_type')
+    (folder / 'config.json').write_text(json.dumps(config | ({} if kind is None else {'model_type': kind})))
+    what = 'has no config.json with a model_type' if kind is None else 'is a custom'
+    message = rf'^encoder: .*/encoder {what} with code of its own \(auto_map\), which is not run; use one of dinov2'
+    with pytest.raises(UserError, match=message):
+        load_feature_encoder(str(folder), None, where='encoder')
+    assert not (tmp_path / 'ran').exists()

@@ -131,7 +131,7 @@ def test_missing_weight_files_are_found(recipe, hub, small_vae, tmp_path):
     for vae, message in (
         ('someone/model', 'someone/model/vae: AutoencoderKL .*has no weights in the format safetensors'),
         (str(folder), f'{folder}: has no diffusion_pytorch_model.safetensors'),
-        (str(tmp_path / 'nowhere'), 'neither a local folder nor the name of a repository'),
+        (str(tmp_path / 'nowhere'), 'nowhere is not a folder on this machine'),
     ):
         (found,) = check_sources(recipe(vae=vae))
         assert (found.ok, found.status) == (False, CONFIG_ERROR)

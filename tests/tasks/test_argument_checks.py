@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 
 from diffusion.cli import main
+from diffusion.errors import UserError
+from diffusion.tasks.argument_checks import check_pipeline
+from diffusion.tasks.exported_pipeline import ExportedPipeline
 
 FLOW = {'_class_name': 'FlowMatchEulerDiscreteScheduler', 'shift': 3.0, 'num_train_timesteps': 1000}
 SAMPLE = {'_class_name': 'DPMSolverMultistepScheduler', 'use_flow_sigmas': True, 'prediction_type': 'sample'}
@@ -33,6 +36,52 @@ def test_scheduler_that_a_pipeline_cannot_use_is_refused(name, scheduler, wanted
     folder = pipeline(tmp_path / 'export', name, scheduler)
     assert main(['generate', str(folder), 'a', '--out', str(tmp_path / 'out'), '--scheduler', wanted]) == 2
     assert f'--scheduler: {message}' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    'part',
+    [
+        ['evil', 'Evil'],
+        ['os', 'system'],
+        ['diffusers.utils', 'Evil'],
+        ['transformers', 'AutoModel'],
+        ['transformers', 'pipeline'],
+        ['stable_diffusion', 'Evil'],
+        ['diffusers', 'UNet2DConditionModel', 'x'],
+        [None, 'Evil'],
+    ],
+)
+def test_pipeline_of_other_classes_is_refused_and_nothing_is_imported(part, tmp_path, monkeypatch, capsys):
+    (tmp_path / 'evil.py').write_text(f'open({str(tmp_path / "ran")!r}, "w")\nclass Evil: pass\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = pipeline(tmp_path / 'export', 'StableDiffusionPipeline', DIFFUSION)
+    content = {'_class_name': 'StableDiffusionPipeline', 'safety_checker': [None, None], 'unet': part}
+    (folder / 'model_index.json').write_text(json.dumps(content))
+    assert main(['generate', str(folder), 'a', '--out', str(tmp_path / 'out')]) == 2
+    named = '.'.join(map(str, part))
+    assert f'{folder}/model_index.json: unet is {named}, which would run code' in capsys.readouterr().err
+    with pytest.raises(UserError, match='which would run code'):
+        ExportedPipeline(folder)
+    assert not (tmp_path / 'ran').exists()
+
+
+def test_published_parts_of_a_pipeline_are_accepted_and_code_beside_them_is_refused(tmp_path):
+    folder = pipeline(tmp_path / 'export', 'StableDiffusionPipeline', DIFFUSION)
+    content = {
+        '_class_name': 'StableDiffusionPipeline',
+        '_diffusers_version': '0.6.0',
+        'feature_extractor': ['transformers', 'CLIPImageProcessor'],
+        'requires_safety_checker': True,
+        'safety_checker': ['stable_diffusion', 'StableDiffusionSafetyChecker'],
+        'text_encoder': ['transformers', 'CLIPTextModel'],
+        'vae': ['diffusers', 'AutoencoderKL'],
+    }
+    (folder / 'model_index.json').write_text(json.dumps(content))
+    assert check_pipeline(folder) == 'StableDiffusionPipeline'
+    (folder / 'vae').mkdir()
+    (folder / 'vae/diffusers.py').touch()
+    with pytest.raises(UserError, match=r'vae/diffusers\.py: is code that comes with the weights'):
+        check_pipeline(folder)
 
 
 def test_sources_without_a_pipeline_are_refused_with_the_way_out(tmp_path, capsys):

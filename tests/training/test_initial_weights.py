@@ -131,11 +131,12 @@ def test_trained_text_encoder_is_loaded_too(published, recipe_from, caplog):
         build_trainer(recipe_from(folder / 'unet', train_text_encoder=True, name='other'))
 
 
-def test_sharded_half_precision_weights_are_read(published, recipe_from, tmp_path):
+@pytest.mark.parametrize(('variant', 'size'), [(None, '300KB'), ('fp16', '300KB'), ('fp16', '10GB')])
+def test_half_precision_weights_are_read(published, recipe_from, tmp_path, variant, size):
     model, folder = published
     unet = UNet2DConditionModel.from_pretrained(folder / 'unet', low_cpu_mem_usage=False)
-    unet.half().save_pretrained(tmp_path / 'shards', max_shard_size='300KB')
-    assert len([*(tmp_path / 'shards').glob('*.safetensors')]) > 1
+    unet.half().save_pretrained(tmp_path / 'shards', max_shard_size=size, variant=variant)
+    assert (len([*(tmp_path / 'shards').glob('*.safetensors')]) > 1) == (size == '300KB')
     expected = {name: each.half().float() for name, each in denoiser_of(model).items()}
     assert_equal(started(recipe_from(tmp_path / 'shards')), expected)
 

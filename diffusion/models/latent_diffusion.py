@@ -71,6 +71,8 @@ log = logging.getLogger(__name__)
 NUM_VALIDATION_TIMESTEPS = 8
 STEP_WORDS = (Purpose.TIMESTEP, Purpose.CAPTION_DROPOUT)
 """Purposes for which a training step draws one random number per sample."""
+FIRST_BATCH = 'captions of the first batch'
+"""What `LatentDiffusion` says that it has looked at for captions of full length."""
 CAPTION_DROPOUT_MODES = ('empty', 'zeros')
 
 
@@ -197,6 +199,7 @@ class LatentDiffusion(ComposerModel):
         self.random_bits = random_bits
         self.encoders_in_inference_mode = False
         self._scale_checked = False
+        self._captions_checked: set[str] = set()
         self._empty_text: TextOutput | None = None
         self._placed_on: torch.device | None = None
         self._denoiser_flops = FlopCount(denoiser)
@@ -317,6 +320,7 @@ class LatentDiffusion(ComposerModel):
         draws = self.draws_of(batch).precompute_draws(STEP_WORDS, self._normals_of_a_step(batch), self.random_bits)
         latents = self.latents_of(batch, draws)
         self._check_scale(latents)
+        self._check_captions(batch[batch_keys.INPUT_IDS], FIRST_BATCH)
         timesteps = training_timesteps(self.objective, draws, batch.get(batch_keys.TIMESTEP_QUANTILE))
         noise = draws.normal(Purpose.NOISE, latents.shape[1:])
         if self.objective.offset_noise:
@@ -676,6 +680,27 @@ class LatentDiffusion(ComposerModel):
                 std,
             )
 
+    def _check_captions(self, input_ids: Tensor, what: str) -> None:
+        """Log once how many captions, as token ids [B, E, L], fill the text encoder: in training, and of prompts.
+
+        Args:
+            input_ids: Token ids; of the first batch only in training, since reading them waits for the GPU.
+            what: `FIRST_BATCH` or `prompts`, for the message.
+        """
+        if what in self._captions_checked or input_ids.shape[1:] != self.empty_ids.shape:
+            return
+        count = int(self.text.fills(input_ids).sum())
+        if count or what == FIRST_BATCH:
+            self._captions_checked.add(what)
+        if count:
+            log.warning(
+                '%s: %d of %d fill all %d tokens of the text encoder; longer ones are cut to that',
+                what,
+                count,
+                len(input_ids),
+                self.text.token_length,
+            )
+
     def _condition_of(self, batch: Mapping[str, Tensor], draws: Draws | None = None) -> Condition:
         """Return the denoiser's condition for a batch; with `draws`, drop random captions for guidance."""
         input_ids, keep = batch[batch_keys.INPUT_IDS], None
@@ -791,7 +816,9 @@ class LatentDiffusion(ComposerModel):
 
     def _tokens(self, captions: Sequence[str]) -> Tensor:
         """Return the token ids of captions on the model's device, int64 [B, E, L]."""
-        return tokenize(self.text.tokenizers, captions).to(self.device)
+        ids = tokenize(self.text.tokenizers, captions)
+        self._check_captions(ids, 'prompts')
+        return ids.to(self.device)
 
 
 def squared_error(outputs: Denoised) -> Tensor:

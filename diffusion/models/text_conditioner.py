@@ -137,6 +137,18 @@ class TextConditioner(nn.Module):
         """Number of token ids per caption and encoder, as `tokenize` returns them."""
         return longest(self.tokenizers)
 
+    def fills(self, input_ids: Tensor) -> Tensor:
+        """Return which of the captions, as token ids [B, E, L], fill the longest tokenizer, bool [B].
+
+        A longer caption was cut to this length.
+        """
+        lengths = [tokenizer.model_max_length for tokenizer in self.tokenizers]
+        index = lengths.index(max(lengths))
+        tokenizer: Any = self.tokenizers[index]
+        # The last token of a full caption ends it, and may be the padding token too.
+        last = input_ids[:, index, lengths[index] - 2]
+        return last.ne(tokenizer.pad_token_id) & last.ne(tokenizer.eos_token_id)
+
     def embeddings_per_caption(self, token_length: int) -> int:
         """Return the number of text embeddings for captions of `token_length` token ids."""
         return token_length

@@ -11,9 +11,14 @@ from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
+from diffusion.models.builders import tiny
 from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.mmdit_builders import tiny_mmdit
 from diffusion.models.objective import Objective
+from diffusion.models.prx_builders import tiny_prx
 from diffusion.models.randomness import Draws, Purpose
+from diffusion.models.sdxl_builders import tiny_sdxl
+from diffusion.models.text_conditioner import tokenize
 from diffusion.models.timestep_sampling import training_timesteps
 
 BATCH = 4
@@ -408,6 +413,23 @@ def test_latents_of_the_wrong_scale_are_logged_once(make_model, caplog):
     for _ in range(2):
         model(batch)
     assert caplog.text.count('the noise schedule expects about 1') == 1
+
+
+@pytest.mark.parametrize('builder', [tiny, tiny_sdxl, tiny_mmdit, tiny_prx])
+def test_captions_that_fill_the_text_encoder_are_counted_once(builder, caplog):
+    model = builder()
+    length = model.text.token_length
+    texts = ['a', 'a cat ' * 3 * length, 'on ' * (length // 6), 'b ' * 2 * length]
+    batch = batch_of(model) | {batch_keys.INPUT_IDS: tokenize(model.text.tokenizers, texts)}
+    batch[batch_keys.IMAGE_SIZES] = torch.tensor([[64, 64, 0, 0, 64, 64]] * 4)
+    for _ in range(2):
+        model(batch)
+    wanted = f'{{}}: 2 of 4 fill all {length} tokens of the text encoder; longer ones are cut to that'
+    assert [each for each in caplog.messages if 'fill all' in each] == [wanted.format('captions of the first batch')]
+    model.generate(texts[:1], num_inference_steps=1)
+    for _ in range(2):
+        model.generate(texts, num_inference_steps=1)
+    assert [each for each in caplog.messages if 'fill all' in each][1:] == [wanted.format('prompts')]
 
 
 def test_frozen_parts_and_buffers_follow_the_batch(make_model, monkeypatch):

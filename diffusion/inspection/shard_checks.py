@@ -187,7 +187,7 @@ def sample_problems(sample: Mapping[str, Any], manifest: Manifest | None) -> Ite
 
 def _image_problems(sample: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     """Yield (problem, harmless) if an image is damaged or its size differs from the columns width and height."""
-    # libjpeg-turbo warns of stray bytes in a JPEG, which `decode`, to which the loader falls back, ignores.
+    # libjpeg-turbo warns of stray bytes in a JPEG, of which `decode`, as the loader does, ignores the harmless ones.
     encoded, warning, size = sample['image'], None, None
     if isinstance(encoded, bytes) and encoded.startswith(JPEG_START):
         try:

@@ -124,11 +124,18 @@ def test_bad_images_and_captions_are_reported_by_row(verify, tmp_path):
     assert '  warning: shard.00000.mds, row 4: its image has 32x32 pixels, but its columns state 31x32' in report
 
 
-def test_zeroed_bytes_inside_jpeg_are_a_warning(verify, tmp_path):
-    """Pillow decodes such an image without an error."""
+def test_zeroed_bytes_inside_jpeg_are_reported(verify, tmp_path):
+    """Pillow decodes such an image without an error, and the loader rejects it."""
     damaged = bytearray(jpeg(256))
     damaged[20_000:22_000] = bytes(2000)
     status, lines = verify({'a': write(tmp_path / 'd', [{'image': bytes(damaged)}], {'image': 'bytes'})})
+    assert status == DAMAGED
+    assert lines[1].startswith('  shard.00000.mds, row 0: its image cannot be decoded (Corrupt JPEG data')
+
+
+def test_stray_bytes_in_jpeg_are_a_warning(verify, tmp_path):
+    stray = jpeg(256)[:-2] + bytes(7) + b'\xff\xd9'
+    status, lines = verify({'a': write(tmp_path / 'd', [{'image': stray}], {'image': 'bytes'})})
     assert status == UNDAMAGED
     assert lines[1].startswith(
         '  warning: shard.00000.mds, row 0: its image can be decoded, but libjpeg reports: Corrupt'

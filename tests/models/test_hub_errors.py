@@ -7,6 +7,7 @@ import pickle
 import shutil
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def test_folder_without_the_part_is_a_user_error(tmp_path, part, content):
 @pytest.mark.parametrize('part', [AutoencoderKL, CLIPTextModel])
 def test_folder_with_half_precision_only_is_loaded(small_vae, small_text_encoder, tmp_path, part, variant, caplog):
     whole = small_vae if part is AutoencoderKL else small_text_encoder
-    model = load_pretrained(part, str(whole), subfolder='')
+    model: Any = load_pretrained(part, str(whole), subfolder='')
     halves = model.to(torch.float16 if variant == 'fp16' else torch.bfloat16)
     halves.save_pretrained(tmp_path / 'halves', variant=variant)
     assert [each.name for each in (tmp_path / 'halves').glob(f'*.{variant}.safetensors')]

@@ -93,9 +93,20 @@ def make_photographs(folder: Path, *, count: int, size: tuple[int, int]) -> None
         (folder / f'{index:04}.txt').write_text(f'photograph number {index}')
 
 
-def test_quickstart_page(checkout):
-    said = checkout.read(DOCS / 'quickstart.md')
-    assert 'Retrieval top-1' in said
+@pytest.fixture(scope='module')
+def quickstart(checkout) -> str:
+    """Output of the page whose files other pages use."""
+    return checkout.read(DOCS / 'quickstart.md')
+
+
+@pytest.fixture(scope='module')
+def own_images(checkout, quickstart) -> str:
+    """Output of the page whose files the page about data uses."""
+    return checkout.read(DOCS / 'own-images.md')
+
+
+def test_quickstart_page(checkout, quickstart):
+    assert 'Retrieval top-1' in quickstart
     run = checkout.folder / 'runs' / 'quickstart'
     results = ('samples.png', 'loss.png', 'images', 'ba24', 'export/model_index.json', 'report.html')
     assert all((run / name).exists() for name in results)
@@ -104,8 +115,7 @@ def test_quickstart_page(checkout):
     assert (checkout.folder / 'frog.png').exists()
 
 
-def test_own_images_page_from_photographs_to_an_export(checkout):
-    checkout.read(DOCS / 'own-images.md')
+def test_own_images_page_from_photographs_to_an_export(checkout, own_images):
     folder = checkout.folder
     counts = [
         sum(
@@ -122,7 +132,7 @@ def test_own_images_page_from_photographs_to_an_export(checkout):
 
 
 @pytest.mark.slow
-def test_data_page(checkout):
+def test_data_page(checkout, own_images):
     for number in range(2):
         write_tar(checkout.folder / 'laion' / f'{number:05}.tar', number)
     write_parquet(checkout.folder / 'parquet' / '0.parquet', checkout.folder / 'photos')
@@ -179,7 +189,7 @@ def test_models_page(checkout):
 
 
 @pytest.mark.slow
-def test_extending_page(checkout):
+def test_extending_page(checkout, quickstart):
     said = checkout.read(DOCS / 'extending.md')
     assert re.search(r'loss \d\.\d{4}', said), 'the callback of the page prints the loss'
 
@@ -190,7 +200,7 @@ def test_recipes_and_planning_pages(checkout):
 
 
 @pytest.mark.slow
-def test_clusters_page(checkout):
+def test_clusters_page(checkout, quickstart):
     said = checkout.read(DOCS / 'clusters.md')
     assert 'ok; nothing was submitted' in said
     assert (checkout.folder / 'runs' / 'quickstart-local' / 'ba24').exists()

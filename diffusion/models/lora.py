@@ -121,7 +121,7 @@ def comfyui_weights(unet: nn.Module, settings: LoraConfig, dtype: torch.dtype) -
         prefix = f'lora_unet_{layer.replace(".", "_")}'
         part = {'lora_A': 'lora_down', 'lora_B': 'lora_up'}[matrix]
         found[f'{prefix}.{part}.weight'] = each.detach().to(dtype).contiguous()
-        found[f'{prefix}.alpha'] = torch.tensor(settings.alpha, dtype=dtype)
+        found[f'{prefix}.alpha'] = torch.tensor(settings.alpha)
     return found
 
 

@@ -134,6 +134,7 @@ def test_step_benchmark_has_a_row_per_part(rows):
     assert names == [f'+ {part}' for part in ADDED]
 
 
+@pytest.mark.slow
 def test_step_benchmark_runs_the_statements_for_a_gpu(module, monkeypatch, tmp_path):
     """On the CPU, with CUDA's events, memory and name replaced."""
 
@@ -191,6 +192,7 @@ def test_step_benchmark_runs_the_statements_for_a_gpu(module, monkeypatch, tmp_p
         assert row['gpu_seconds'] == row['kernels'] == 0, 'no GPU took part'
 
 
+@pytest.mark.slow
 def test_preparation_into_a_store_needs_little_disk_and_has_the_same_bytes(module, capsys):
     module('prepare_to_store').main('0.01', '0')
     text = capsys.readouterr().out

@@ -105,6 +105,7 @@ def own_images(checkout, quickstart) -> str:
     return checkout.read(DOCS / 'own-images.md')
 
 
+@pytest.mark.slow
 def test_quickstart_page(checkout, quickstart):
     assert 'Retrieval top-1' in quickstart
     run = checkout.folder / 'runs' / 'quickstart'
@@ -115,6 +116,7 @@ def test_quickstart_page(checkout, quickstart):
     assert (checkout.folder / 'frog.png').exists()
 
 
+@pytest.mark.slow
 def test_own_images_page_from_photographs_to_an_export(checkout, own_images):
     folder = checkout.folder
     counts = [

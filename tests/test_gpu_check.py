@@ -154,6 +154,7 @@ def test_results_contain_neither_secrets_nor_names_of_the_machine(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_whole_check_runs_on_a_cpu_and_makes_one_file(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv('SOME_TOKEN', 'not-for-others')
     slices = import_module('gpu_check_slices')

@@ -56,6 +56,7 @@ def train(folder: Path, local: Path) -> tuple[str, int, int, float, str]:
     return *json.loads(result.stdout.splitlines()[-1]), result.stderr
 
 
+@pytest.mark.slow
 def test_restart_on_another_machine_compiles_nothing_and_a_damaged_file_is_replaced(tmp_path):
     folder = tmp_path / 'compiled'
     folder.mkdir()

@@ -108,7 +108,7 @@ def assert_same_end(run: Path, reference: Path) -> None:
 
 @pytest.mark.parametrize(
     'parallelism',
-    [{}, SHARDED, pytest.param({'strategy': 'fsdp2'}, marks=pytest.mark.slow)],
+    [pytest.param({}, marks=pytest.mark.slow), SHARDED, pytest.param({'strategy': 'fsdp2'}, marks=pytest.mark.slow)],
     ids=['ddp', 'sharded', 'fsdp2'],
 )
 def test_checkpoint_equals_that_of_a_blocking_save_though_training_continues(write, ranks, tmp_path, parallelism):

@@ -171,7 +171,7 @@ def test_killed_run_resumes_from_the_tier(cluster, undisturbed, tier):
     assert not [*cluster.node(path.stem, 0).glob('diffusion-*/*')], 'a complete run leaves nothing in memory'
 
 
-@pytest.mark.parametrize('parallelism', [{}, SHARDED], ids=['ddp', 'sharded'])
+@pytest.mark.parametrize('parallelism', [pytest.param({}, marks=pytest.mark.slow), SHARDED], ids=['ddp', 'sharded'])
 def test_lost_node_gets_its_files_from_its_peer(cluster, undisturbed, parallelism):
     sections = {'parallelism': parallelism} if parallelism else {}
     path = cluster.recipe(f'lost-{len(parallelism)}', **sections)

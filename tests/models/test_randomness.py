@@ -100,6 +100,7 @@ class CountKernels(TorchDispatchMode):
         return result
 
 
+@pytest.mark.slow
 def test_compiled_draws_of_a_step_take_ten_kernels_and_equal_the_eager_ones():
     torch._dynamo.reset()
     compiled = torch.compile(fusible_random_bits, dynamic=True, backend='inductor')

@@ -101,7 +101,8 @@ def test_run_logs_every_batch_and_crosses_an_epoch(runs):
 
 
 @pytest.mark.parametrize(
-    ('count', 'strategy'), [(2, 'ddp'), (2, 'fsdp2'), pytest.param(4, 'fsdp2', marks=pytest.mark.slow)]
+    ('count', 'strategy'),
+    [pytest.param(2, 'ddp', marks=pytest.mark.slow), (2, 'fsdp2'), pytest.param(4, 'fsdp2', marks=pytest.mark.slow)],
 )
 def test_other_numbers_of_ranks_and_strategies_give_the_same_curve(runs, count, strategy):
     one, other = runs.whole(1, 'ddp'), runs.whole(count, strategy)

@@ -275,6 +275,7 @@ def test_run_in_a_bucket_with_faults(tmp_path, store, caplog):
     assert len(site.started()) == 2
 
 
+@pytest.mark.slow
 def test_command_evaluates_a_run_with_a_real_model(tmp_path, write_recipe, ranks, capsys):
     path = write_recipe()
     content = yaml.safe_load(path.read_text())

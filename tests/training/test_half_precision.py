@@ -96,14 +96,21 @@ def assert_float32_checkpoint(folder: Path) -> None:
     ('count', 'sections'),
     [
         pytest.param(2, {}, id='unet, ddp'),
-        pytest.param(1, {'parallelism': SHARDED, 'model': MMDIT, 'optimizer': MUON}, id='mmdit, fsdp2, muon'),
+        pytest.param(
+            1,
+            {'parallelism': SHARDED, 'model': MMDIT, 'optimizer': MUON},
+            id='mmdit, fsdp2, muon',
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             1,
             {'parallelism': SHARDED, 'model': MMDIT | SHALLOW, 'optimizer': MUON, 'speed': COMPILED},
             id='mmdit, fsdp2, muon, compiled',
             marks=pytest.mark.slow,
         ),
-        pytest.param(2, {'parallelism': SHARDED | {'activation_checkpointing': True}}, id='unet, fsdp2'),
+        pytest.param(
+            2, {'parallelism': SHARDED | {'activation_checkpointing': True}}, id='unet, fsdp2', marks=pytest.mark.slow
+        ),
     ],
 )
 def test_bfloat16_run_has_the_losses_of_float32(run, request, count, sections):

@@ -232,9 +232,9 @@ def test_interrupted_and_resumed_run_equals_uninterrupted(runs, store: Store, mo
         environment = store.environment | {WORKING_FOLDER_VARIABLE: str(runs.root / 'working')}
         runs_dir = store.bucket('matrix') + '/runs'
     whole, parts = (runs.recipe(f'{name}-{row}', levels, runs_dir) for name in ('whole', 'parts'))
-    job = runs.start(count, whole, 'trainer.save_interval=100ba', environment=environment)
-    assert job.wait() == [0] * count, job.output()
+    undisturbed = runs.start(count, whole, 'trainer.save_interval=100ba', environment=environment)
     interrupt(runs, count, parts, levels, environment)
+    assert undisturbed.wait() == [0] * count, undisturbed.output()
     workers = 0 if levels['data'] == 'one stream' else 1
     overrides = ['trainer.save_interval=100ba', f'loader.num_workers={workers}']
     job = runs.start(count, parts, *overrides, environment=environment)

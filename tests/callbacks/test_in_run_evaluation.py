@@ -78,7 +78,7 @@ def test_results_are_those_of_a_checkpoint_and_losses_are_unchanged(site, ranks,
     assert not (plain / 'evaluations').exists()
 
 
-@pytest.mark.parametrize('strategy', ['ddp', 'fsdp2'])
+@pytest.mark.parametrize('strategy', [pytest.param('ddp', marks=pytest.mark.slow), 'fsdp2'])
 def test_two_ranks_have_the_results_of_one(site, ranks, evaluated, strategy):
     """Three batches of images on two ranks: under FSDP2, one rank has to take part without a batch of its own."""
     path, run = site(strategy, evaluators_interval='2ba', parallelism={'strategy': strategy})

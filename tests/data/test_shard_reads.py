@@ -56,7 +56,7 @@ def test_a_shard_leaves_the_store_once_for_four_nodes_and_three_epochs(store: St
 
 @pytest.mark.skipif(not can_isolate(), reason='only root can give each node its mounts')
 @pytest.mark.usefixtures('many_datasets')
-@pytest.mark.parametrize('share', [None, 0.7])
+@pytest.mark.parametrize('share', [None, pytest.param(0.7, marks=pytest.mark.slow)])
 def test_nodes_share_a_cache_on_a_file_system_of_the_cluster(store: Store, tmp_path: Path, share: float | None) -> None:
     """In an order in which every node reads every shard, a shard leaves the store once, if the common cache holds all.
 
@@ -81,7 +81,7 @@ def test_nodes_share_a_cache_on_a_file_system_of_the_cluster(store: Store, tmp_p
 
 @pytest.mark.skipif(not can_isolate(), reason='only root can give each node its mounts')
 @pytest.mark.usefixtures('many_datasets')
-@pytest.mark.parametrize('share', [None, 0.9])
+@pytest.mark.parametrize('share', [None, pytest.param(0.9, marks=pytest.mark.slow)])
 def test_stopped_slow_killed_and_lying_nodes_of_a_common_cache_do_not_stop_others(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float | None
 ) -> None:
@@ -150,7 +150,7 @@ def test_stopped_slow_killed_and_lying_nodes_of_a_common_cache_do_not_stop_other
 
 @pytest.mark.skipif(not can_isolate(), reason='only root can mount a small disk')
 @pytest.mark.usefixtures('many_datasets')
-@pytest.mark.parametrize('workers', [0, 2])
+@pytest.mark.parametrize('workers', [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_full_disk_evicts_shards_instead_of_ending_the_run(store: Store, tmp_path: Path, workers: int) -> None:
     """Without cache_limit, on a disk that holds less than half of the dataset and is filled by others meanwhile."""
     url = store.upload(write_samples(tmp_path / 'source', count=COUNT, size_limit=4 * SHARD))

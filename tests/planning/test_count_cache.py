@@ -17,6 +17,8 @@ from tests.planning.recipes import PHASES, YAMLS
 
 TINY = {'block_out_channels': [32, 64], 'text_layers': 1}
 SHIPPED_FILES = sorted(SHIPPED.glob('*.json'))
+LARGE = ('mmdit', 'sd2', 'sdxl')
+"""Models that take seconds to count."""
 
 
 @pytest.fixture
@@ -44,7 +46,13 @@ def precisions_of(content):
     return ('float32', 'half') if content['name'] in COUNTERS else PRECISIONS
 
 
-@pytest.mark.parametrize('path', SHIPPED_FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    'path',
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem.startswith(LARGE) else [])
+        for path in SHIPPED_FILES
+    ],
+)
 def test_shipped_counts_match_the_models(path):
     """Check one shape per file; if it fails, run benchmarks/model_counts.py."""
     content = json.loads(path.read_text())

@@ -163,7 +163,13 @@ def test_preparation_resumes_from_the_store_when_its_disk_is_gone(tmp_path: Path
     assert converted == [2, 3]
 
 
-@pytest.mark.parametrize('damage', ['no shard', 'short shard', 'no tables', 'other tables'])
+@pytest.mark.parametrize(
+    'damage',
+    [
+        'short shard',
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ('no shard', 'no tables', 'other tables')),
+    ],
+)
 def test_damaged_part_in_the_store_is_converted_again(tmp_path: Path, store: Store, damage: str) -> None:
     store.bucket('mds')
     assert share_of(tmp_path / 'one', 0, 1) is None

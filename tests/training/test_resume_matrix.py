@@ -1,6 +1,6 @@
 """Interrupted and resumed runs equal uninterrupted ones, bit for bit: an orthogonal matrix over all that may matter.
 
-Each run combines one level of every factor, and together the runs hold every pair of levels. A run has 8 batches in
+Each run combines one level of every factor, and together the runs hold every pair of levels. A run has 7 batches in
 epochs of 3, so that an error after the end of an epoch shows. It must have the losses of the uninterrupted run, its
 weights, averages and optimizer state, and torch's random state at the start of every batch.
 """
@@ -27,7 +27,7 @@ from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE
 from diffusion.tasks.precompute import precompute
 
 PROGRAM = ROOT / 'tests' / 'training' / 'interrupted_run.py'
-EPOCH, BATCHES = 3, 8
+EPOCH, BATCHES = 3, 7
 SIDE = 32
 
 FACTORS: dict[str, dict[str, Any]] = {

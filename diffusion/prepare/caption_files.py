@@ -21,7 +21,7 @@ CAPTION_COLUMNS = ('captions', 'caption', 'text')
 """Names of the column with the captions, in order of precedence; the last is that of Hugging Face's imagefolder."""
 _REJECTED_ROWS = ('no_caption', 'caption_not_text', 'caption_not_utf8')
 """Reasons for which a row is rejected here, with its position, rather than when its image is converted."""
-NO_PATH = ('no_file_name', 'outside_folder')
+NO_PATH = ('no_file_name', 'not_json', 'outside_folder')
 """Problems of rows whose path is not that of an image in the folder."""
 _DRIVE = re.compile('[A-Za-z]:[/\\\\]')
 
@@ -63,8 +63,9 @@ def read_caption_rows(file: Path, caption_columns: Sequence[str] = ()) -> Iterat
     wanted = (FILE_COLUMNS, caption_columns or CAPTION_COLUMNS)
     columns: dict[str, None] = {}
     for where, row in _rows(file, caption_columns):
-        columns |= dict.fromkeys(row)
-        yield _caption_row(where, row, caption_columns)
+        columns |= dict.fromkeys(row or ())
+        unreadable = CaptionRow(where, 'None', [], {}, [], 'not_json')
+        yield unreadable if row is None else _caption_row(where, row, caption_columns)
     for names in wanted:
         if columns and _column(columns, names) is None:
             raise UserError(f'{file.name}: has no column {_either(names)}, only {list(columns)}; rename one')
@@ -121,14 +122,23 @@ def _check(caption_columns: Sequence[str], where: str) -> Callable[[Sequence[str
     def check(columns: Sequence[str]) -> None:
         for names in (FILE_COLUMNS, *([(name,) for name in caption_columns] or [CAPTION_COLUMNS])):
             if _column(columns, names) is None:
-                raise UserError(f'{where}: has no column {_either(names)}, only {list(columns)}; rename the right one')
+                other = len(columns) == 1 and next((each for each in ';\t|' if each in columns[0]), None)
+                way_out = f'separate its cells with commas, not with {other!r}' if other else 'rename the right one'
+                raise UserError(f'{where}: has no column {_either(names)}, only {list(columns)}; {way_out}')
 
     return check
 
 
-def _rows(file: Path, caption_columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Return the (position, columns) of each row; a position is text such as 'captions.csv line 7'."""
-    readers = {'.csv': _csv_rows, '.jsonl': _jsonl_rows, '.parquet': _parquet_rows}
+def _rows(file: Path, caption_columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """Return the (position, columns) of each row; a position is text such as 'captions.csv line 7'.
+
+    The columns are None for a line of a JSONL that is not a JSON object.
+    """
+    readers: dict[str, Callable[[Path, Sequence[str]], Iterator[tuple[str, dict[str, Any] | None]]]] = {
+        '.csv': _csv_rows,
+        '.jsonl': _jsonl_rows,
+        '.parquet': _parquet_rows,
+    }
     if file.suffix.lower() not in readers:
         raise UserError(f'--captions: {file} is neither .csv nor .jsonl nor .parquet')
     if not file.is_file():
@@ -142,7 +152,8 @@ def _csv_rows(file: Path, caption_columns: Sequence[str]) -> Iterator[tuple[str,
     return csv_rows(file, file.name, check=check, errors='surrogateescape')
 
 
-def _jsonl_rows(file: Path, _: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _jsonl_rows(file: Path, _: Sequence[str]) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    found = False
     with file.open(encoding='utf-8-sig', errors='surrogateescape') as lines:
         for number, line in enumerate(lines, start=1):
             where = f'{file.name} line {number}'
@@ -152,11 +163,14 @@ def _jsonl_rows(file: Path, _: Sequence[str]) -> Iterator[tuple[str, dict[str, A
                 raise UserError(f'{where}: is not UTF-8 text, but UTF-16 or another encoding; save the file as UTF-8')
             try:
                 row = json.loads(line)
+                problem = '' if isinstance(row, dict) else f'is {type(row).__name__}'
             except (ValueError, RecursionError) as error:  # ValueError: also a number of more than 4300 digits
-                raise UserError(f'{where}: is not JSON ({error}); write one object per line') from error
-            if not isinstance(row, dict):
-                raise UserError(f'{where}: is {type(row).__name__}, not an object with `file` and `caption`')
-            yield where, row
+                row, problem = None, f'is not JSON ({error})'
+            # The first line shows whether the file is a JSONL at all.
+            if problem and not found:
+                raise UserError(f'{where}: {problem}; write one object with `file` and `caption` per line')
+            found = True
+            yield where, None if problem else row
 
 
 def _parquet_rows(file: Path, caption_columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:

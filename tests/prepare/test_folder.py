@@ -182,7 +182,8 @@ def test_jsonl_with_several_captions_is_read(source: Path, out: Path, tmp_path: 
         ('c.jsonl', b'{"file": \n', r'line 1: is not JSON'),
         ('c.jsonl', b'{"file": "a.jpg", "caption": ' + b'[' * 100_000 + b'\n', r'line 1: is not JSON'),
         ('c.jsonl', b'{"file": "a.jpg", "caption": ' + b'1' * 5000 + b'}\n', r'line 1: is not JSON'),
-        ('c.jsonl', b'["a.jpg"]\n', r'line 1: is list, not an object'),
+        ('c.jsonl', b'["a.jpg"]\n', r'line 1: is list; write one object with `file` and `caption` per line'),
+        ('c.csv', b'file;caption\na.jpg;x\n', r"only \['file;caption'\]; separate its cells with commas, not with ';'"),
         ('c.txt', b'', 'neither .csv nor .jsonl'),
     ],
 )

@@ -197,16 +197,19 @@ ROWS = [
     ({'file': 'C:\\f.jpg', 'caption': 'x'}, 'C:/f.jpg', 'outside_folder'),
     ({'file': None, 'caption': 'x'}, 'None', 'no_file_name'),
     ({'caption': 'x'}, 'None', 'no_file_name'),
+    ('["f.jpg", "x"]', 'None', 'not_json'),
     ({'file': 'gone.jpg', 'caption': 'x'}, 'gone.jpg', 'missing_file'),
     ({'file': 'g.jpg', 'caption': ['a dog', 'a hound']}, 'g.jpg', None),
     ({'file': 'sub\\h.jpg', 'caption': '["one", "two"]'}, 'sub/h.jpg', None),
+    ('{"file": "f.jpg", "capt', 'None', 'not_json'),
 ]
 """Rows of a captions file, with the key and the problem of each."""
 
 
 def test_a_row_that_cannot_be_used_is_rejected_with_its_line(tmp_path: Path) -> None:
     put(tmp_path / 'in', **{f'{name}.jpg': 'x' for name in ('a', 'b', 'c', 'd', 'e', 'f', 'g', 'sub/h')})
-    put(tmp_path, **{'c.jsonl': ''.join(json.dumps(row) + '\n' for row, _, _ in ROWS)})
+    lines = [row if isinstance(row, str) else json.dumps(row) for row, _, _ in ROWS]
+    put(tmp_path, **{'c.jsonl': ''.join(f'{line}\n' for line in lines)})
     found = entries(FolderSource(str(tmp_path / 'in'), str(tmp_path / 'c.jsonl')))
     wanted = [
         (key if problem is None else f'{key} (c.jsonl line {number})', problem)

@@ -315,6 +315,7 @@ class FolderSource:
         """
         unknown = None
         seen: set[str] = set()
+        by_suffix: dict[str, str] = {}
         for table in tables:
             folder = table.name.rpartition('/')[0]
             with copy(table.url) as path:
@@ -323,6 +324,9 @@ class FolderSource:
                     if any(name in elsewhere for name in names):
                         continue
                     name = next((name for name in names if name in files), names[-1])
+                    if name not in files and not row.problem:
+                        by_suffix = by_suffix or {_lower_suffix(each): each for each in files}
+                        name = by_suffix.get(_lower_suffix(name), name)
                     file = None if row.problem in NO_PATH else files.get(name)
                     if name in seen or file is None or row.problem is not None:
                         problem = 'missing_file' if file is None else 'duplicate_row'
@@ -342,6 +346,12 @@ class FolderSource:
         for file in images:
             if file.name not in seen:
                 yield _ImageFile(file.name, problem='no_caption')
+
+
+def _lower_suffix(name: str) -> str:
+    """Return a path with its suffix in lower case."""
+    stem, dot, suffix = name.rpartition('.')
+    return f'{stem}{dot}{suffix.lower()}'
 
 
 @dataclass

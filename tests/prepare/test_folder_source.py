@@ -242,6 +242,18 @@ def test_suffixes_are_compared_without_case(tmp_path: Path) -> None:
     assert {kind: files.names for kind, files in source.parts()[0].passed_over.items()} == {'.txt': ['c.Txt']}
 
 
+def test_a_captions_file_may_write_suffixes_in_another_case(tmp_path: Path) -> None:
+    put(tmp_path, **{'a.JPG': 'x', 'b.jpg': 'x', 'c.PNG': 'x', 'c.png': 'y'})
+    put(tmp_path, **{'metadata.csv': 'file_name,text\na.jpg,one\nb.JPEG,two\nb.JPG,three\nc.png,four\n'})
+    assert [(entry.key, entry.problem, entry.captions) for entry in entries(FolderSource(str(tmp_path)))] == [
+        ('a.JPG', None, ['one']),
+        ('b.JPEG (metadata.csv line 3)', 'missing_file', []),
+        ('b.jpg', None, ['three']),
+        ('c.png', None, ['four']),
+        ('c.PNG', 'no_caption', []),
+    ]
+
+
 def test_text_files_of_another_suffix_are_read_by_an_option(tmp_path: Path) -> None:
     put(tmp_path, **{'a.jpg': 'x', 'a.caption': 'one', 'a.txt': 'tags'})
     default = FolderSource(str(tmp_path))

@@ -169,11 +169,16 @@ class TextConditioner(nn.Module):
         return TextOutput(torch.cat(embeds, dim=-1), torch.cat(pooled, dim=-1) if pooled else None)
 
     def _check_ids(self, input_ids: Tensor) -> None:
-        """Raise UserError unless token ids have the shape [B, E, L]."""
+        """Raise UserError unless token ids have the shape [B, E, L], of at most the tokens that the encoders take."""
         if input_ids.ndim != 3 or input_ids.shape[1] != len(self.encoders):
             raise UserError(
                 f'input_ids: shape {tuple(input_ids.shape)}; '
                 f'expected [batch, {len(self.encoders)} text encoders, tokens]'
+            )
+        if input_ids.shape[2] > self.token_length:
+            raise UserError(
+                f'input_ids: {input_ids.shape[2]} tokens per caption, but the text encoder takes {self.token_length}; '
+                'cut captions, as diffusion.models.text_conditioner.tokenize does'
             )
 
     def padding_mask(self, input_ids: Tensor) -> Tensor:

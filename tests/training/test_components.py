@@ -10,7 +10,7 @@ from composer.core import Time
 from diffusion import Checkpointer, build_loader, build_model, load, sd2, tiny
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
-from diffusion.models.mmdit_builders import mmdit
+from diffusion.models.mmdit_builders import mmdit, tiny_mmdit
 from diffusion.models.prx_builders import prx
 from diffusion.models.sdxl_builders import sdxl
 
@@ -125,3 +125,12 @@ def test_token_ids_of_another_length_are_refused_where_captions_are_dropped(mode
 def test_shorter_token_ids_are_taken_where_no_caption_is_dropped(model, batch):
     batch[batch_keys.INPUT_IDS] = batch[batch_keys.INPUT_IDS][:, :, :7]
     assert model.eval_forward(batch).shape == (8, 2)
+
+
+@pytest.mark.parametrize('builder', [tiny, tiny_mmdit])
+def test_more_token_ids_than_the_text_encoder_takes_are_refused(builder, batch):
+    model = builder(caption_dropout=0.0)
+    encoders, length = model.empty_ids.shape
+    batch[batch_keys.INPUT_IDS] = torch.zeros(2, encoders, length + 1, dtype=torch.long)
+    with pytest.raises(UserError, match=f'{length + 1} tokens per caption, but the text encoder takes {length}; cut'):
+        model(batch)

@@ -204,18 +204,24 @@ def test_file_for_comfyui_has_its_name_of_every_layer(family, sizes, tmp_path):
     assert {float(found[f'{prefix}.alpha']) for prefix in prefixes} == {8.0}
 
 
-@pytest.mark.parametrize('single_file', [True, False])
-@pytest.mark.parametrize(('family', 'sizes'), [('sd2', SD2), ('sdxl', SDXL)])
-def test_diffusers_loads_both_files(family, sizes, single_file, tmp_path):
-    torch.manual_seed(3)
-    plain = UNet2DConditionModel(sample_size=8, **sizes)
-    trained, loaded = copy.deepcopy(plain), copy.deepcopy(plain)
-    settings = LoraConfig(rank=2, alpha=8.0)
+def with_trained_lora(plain: Any, settings: LoraConfig) -> Any:
+    """Return a copy of a denoiser with a LoRA whose matrices are all drawn, as after training."""
+    trained = copy.deepcopy(plain)
     add_lora(trained, settings, seed=7)
     with torch.no_grad():
         for name, weight in trained.named_parameters():
             if 'lora_B' in name:
                 weight.normal_(std=0.2)
+    return trained
+
+
+@pytest.mark.parametrize('single_file', [True, False])
+@pytest.mark.parametrize(('family', 'sizes'), [('sd2', SD2), ('sdxl', SDXL)])
+def test_diffusers_loads_both_files(family, sizes, single_file, tmp_path):
+    torch.manual_seed(3)
+    plain = UNet2DConditionModel(sample_size=8, **sizes)
+    settings = LoraConfig(rank=2, alpha=8.0)
+    trained, loaded = with_trained_lora(plain, settings), copy.deepcopy(plain)
     save_lora(trained, settings, tmp_path / 'lora.safetensors', torch.float32, single_file=single_file)
     mixin = {'sd2': StableDiffusionLoraLoaderMixin, 'sdxl': StableDiffusionXLLoraLoaderMixin}[family]
     weights, alphas, *_ = mixin.lora_state_dict(tmp_path, weight_name='lora.safetensors', unet_config=loaded.config)
@@ -235,13 +241,8 @@ def test_transformer_of_stable_diffusion_3_loads_its_lora(tmp_path):
     sizes: dict[str, Any] = {'num_attention_heads': 2, 'attention_head_dim': 8, 'joint_attention_dim': 16}
     sizes |= {'num_layers': 2, 'caption_projection_dim': 16, 'pooled_projection_dim': 16, 'pos_embed_max_size': 4}
     plain = SD3Transformer2DModel(sample_size=8, in_channels=4, **sizes)
-    trained, loaded = copy.deepcopy(plain), copy.deepcopy(plain)
     settings = LoraConfig(rank=3, alpha=6.0)
-    add_lora(trained, settings, seed=7)
-    with torch.no_grad():
-        for name, weight in trained.named_parameters():
-            if 'lora_B' in name:
-                weight.normal_(std=0.2)
+    trained, loaded = with_trained_lora(plain, settings), copy.deepcopy(plain)
     save_lora(trained, settings, tmp_path / 'lora.safetensors', torch.float32)
     SD3LoraLoaderMixin.load_lora_into_transformer(load_file(tmp_path / 'lora.safetensors'), loaded)
     draw = torch.Generator().manual_seed(1)

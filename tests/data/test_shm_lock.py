@@ -2,11 +2,13 @@
 
 import gc
 import json
+import os
 import tempfile
 from pathlib import Path
 
 import pytest
 from numbered import expected, loader_over, served, write_samples
+from streaming.base.shared import prefix
 
 PROGRAM = """
 import os
@@ -37,13 +39,11 @@ def test_ranks_that_find_different_free_names_agree(ranks, tmp_path):
 
 
 @pytest.mark.usefixtures('many_datasets')
-def test_position_that_a_killed_job_left_in_shared_memory_is_not_resumed(tmp_path):
-    # The number before must be taken, but have no position: Streaming looks for a free number by each kind of file.
-    other = loader_over(None, write_samples(tmp_path / 'other'))
-    folder = write_samples(tmp_path / 'local')
-    number = loader_over(None, folder).dataset._shm_prefix_int
-    gc.collect()
-    assert number > other.dataset._shm_prefix_int
+def test_position_that_a_killed_job_left_in_shared_memory_is_not_resumed(tmp_path, monkeypatch):
+    folder = write_samples(tmp_path)
+    # Streaming takes the first number without a dataset. No other test has a number as high.
+    number = 200_000 + os.getpid() % 100_000
+    monkeypatch.setattr(prefix, '_check_and_find', lambda *arguments: number)
     position = {'epoch': 0, 'num_canonical_nodes': 1, 'sample_in_epoch': 8, 'shuffle_seed': 17}
     leftover = Path(f'/dev/shm/{number:06}_resume')
     leftover.write_bytes(json.dumps(position).encode().ljust(4096, b'\0'))

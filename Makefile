@@ -1,13 +1,14 @@
 # `make` lists the targets. Each target creates .venv if needed: with uv if it is installed, else with venv and pip.
-# PYTHON=python3.12 selects the interpreter, and UV= uses pip even if uv is installed. TORCH=newest uses the versions of
-# constraints-newest.txt, with any target, in an environment of its own: `make install TORCH=newest`.
+# PYTHON=python3.12 selects the interpreter, and UV= uses pip even if uv is installed. STACK=resolvable uses the versions
+# that pip resolves to by itself, with any target, in an environment of its own: `make install STACK=resolvable`.
 
 PYTHON ?=
-TORCH ?=
+STACK ?= current
 UV ?= $(shell command -v uv 2>/dev/null)
 PYTHONS := python3.11 python3.12 python3.10 python3.13 python3
 EXTRAS := quickstart,dev
-VENV := .venv$(if $(TORCH),-$(TORCH))
+VENV := .venv$(if $(filter-out current,$(STACK)),-$(STACK))
+CONSTRAINTS := constraints-$(STACK).txt
 BIN := $(VENV)/bin
 CODE := $(wildcard diffusion tests benchmarks docs/*.py run.py)
 
@@ -44,21 +45,23 @@ else \
 fi
 endef
 
-# The newest torch is outside mosaicml's bounds: uv can override them, pip can only skip them.
-ifeq ($(TORCH),)
-PACKAGES = $(call install,"$$($$python -c 'import sys; print(sys.executable)')",$(VENV),-c constraints.txt -e '.[$(EXTRAS)]')
-else ifeq ($(TORCH),newest)
-NEWEST := $(if $(UV),--override overrides-newest.txt -c constraints-newest.txt -e '.[$(EXTRAS)]',--no-deps -r constraints-newest.txt -e .)
-PACKAGES = $(call install,"$$($$python -c 'import sys; print(sys.executable)')",$(VENV),$(NEWEST))
+# The current versions are outside the bounds of mosaicml and mosaicml-streaming: uv can override them, pip can only skip
+# them.
+ifeq ($(STACK),resolvable)
+PACKAGES := -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
+else ifneq ($(STACK),current)
+$(error STACK=$(STACK): use current or resolvable)
+else ifneq ($(UV),)
+PACKAGES := --override overrides-current.txt -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
 else
-$(error TORCH=$(TORCH): leave it out for the versions of constraints.txt, or use TORCH=newest)
+PACKAGES := --no-deps -r $(CONSTRAINTS) -e .
 endif
 
 .PHONY: install
-install: $(VENV)/installed ## create .venv, or .venv-newest with TORCH=newest
+install: $(VENV)/installed ## create .venv, or .venv-resolvable with STACK=resolvable
 
 # Run each candidate instead of looking for it on PATH: a pyenv shim can be there without an interpreter behind it.
-$(VENV)/installed: pyproject.toml $(if $(TORCH),overrides-newest.txt constraints-newest.txt,constraints.txt)
+$(VENV)/installed: pyproject.toml $(CONSTRAINTS)
 	@python=; \
 	for candidate in $(or $(PYTHON),$(PYTHONS)); do \
 	  if $$candidate -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null; then \
@@ -71,7 +74,7 @@ $(VENV)/installed: pyproject.toml $(if $(TORCH),overrides-newest.txt constraints
 	fi; \
 	echo "installing into $(VENV) with $$($$python --version) and $(if $(UV),uv,pip): 6 GB, 1 to 10 minutes"; \
 	rm -rf $(VENV); \
-	$(PACKAGES)
+	$(call install,"$$($$python -c 'import sys; print(sys.executable)')",$(VENV),$(PACKAGES))
 	@touch $@
 
 # SkyPilot gets an environment of its own, because it needs other versions of packages that Composer pins. Only slow
@@ -138,23 +141,22 @@ test-all: $(VENV)/installed .venv-skypilot/installed ## run all tests: 30 to 60 
 gpu-check: $(VENV)/installed ## check tests and speed on this machine's GPUs; one file to send in; hours, resumable
 	@$(BIN)/python benchmarks/gpu_check.py $(GPU_CHECK_ARGS)
 
-# What touches torch most, and a run of 20 batches whose losses must be those of the other environment.
-NEWEST_MODELS := activation_memory latent_diffusion lora mmdit objective perceptual_losses prx randomness \
+# What depends on the versions most, and a run of 20 batches whose losses must be those of the other environment.
+SLICE_MODELS := activation_memory latent_diffusion lora mmdit objective perceptual_losses prx randomness \
   representation_alignment sdxl
-NEWEST_TRAINING := adamw block_graphs step_overhead initial_weights matrix_exchange muon parallelism performance resume
-NEWEST_TESTS := tests/compatibility tests/algorithms $(NEWEST_TRAINING:%=tests/training/test_%.py) \
-  $(NEWEST_MODELS:%=tests/models/test_%.py) tests/checkpointing/test_snapshot.py \
+SLICE_TRAINING := adamw block_graphs step_overhead initial_weights matrix_exchange muon parallelism performance resume
+SLICE := tests/compatibility tests/algorithms $(SLICE_TRAINING:%=tests/training/test_%.py) \
+  $(SLICE_MODELS:%=tests/models/test_%.py) tests/checkpointing/test_snapshot.py \
   tests/checkpointing/test_checkpointer.py
 
-.PHONY: test-newest
-test-newest: ## run the tests that depend on torch's version with the newest torch, in .venv-newest
-	@$(MAKE) --no-print-directory TORCH= .venv/installed
-	@$(MAKE) --no-print-directory TORCH=newest test-slice
+.PHONY: test-resolvable
+test-resolvable: .venv/installed ## run the tests that depend on versions with those that pip resolves to
+	@$(MAKE) --no-print-directory STACK=resolvable test-slice
 
 .PHONY: test-slice
 test-slice: $(VENV)/installed
-	@echo 'running $(NEWEST_TESTS)'
-	@REFERENCE_PYTHON=$(CURDIR)/.venv/bin/python $(PYTEST) -m 'not slow' $(NEWEST_TESTS) $(PYTEST_ARGS)
+	@echo 'running $(SLICE)'
+	@OTHER_PYTHON=$(CURDIR)/.venv/bin/python $(PYTEST) -m 'not slow' $(SLICE) $(PYTEST_ARGS)
 
 .PHONY: docs
 docs: $(VENV)/installed ## build the documentation into site/: seconds
@@ -173,7 +175,25 @@ format: $(VENV)/installed ## format the code and apply ruff's automatic fixes
 	@$(BIN)/ruff format $(CODE)
 	@$(BIN)/ruff check --fix $(CODE)
 
+# Conditions that hold on each machine that the files are for; uv repeats them in every line.
+ALWAYS := (python_full_version < '3\.14'|platform_machine == 'x86_64'|sys_platform == 'linux'|[a-z_]*implementation[a-z_]* != 'PyPy')
+
+# $(call resolve,STACK,ARGUMENTS): resolve the packages for each Python, and replace the lines of the file after its comment.
+define resolve
+'$(UV)' pip compile --quiet --universal --python-version 3.10 --all-extras --no-annotate --no-header $(2) \
+  --output-file constraints-$(1).new pyproject.toml
+{ sed '/^[^#]/,$$d' constraints-$(1).txt; \
+  sed -E "s/$(ALWAYS) and //g; s/ and $(ALWAYS)//g; s/ ; $(ALWAYS)$$//" constraints-$(1).new; } > constraints-$(1).tmp
+mv constraints-$(1).tmp constraints-$(1).txt
+rm constraints-$(1).new
+endef
+
+.PHONY: constraints
+constraints: ## resolve both constraints files with the newest versions; needs uv
+	@$(call resolve,current,--override overrides-current.txt)
+	@$(call resolve,resolvable)
+
 .PHONY: clean
 clean: ## remove .venv, caches and builds, but not data/ and runs/
-	rm -rf .venv .venv-newest .venv-skypilot build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-resolvable .venv-skypilot build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +

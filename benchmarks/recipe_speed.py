@@ -28,10 +28,11 @@ from gpu_check_training import COLUMNS, ROOT, draw_samples
 from machine import heading
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torchvision.models import vgg16
-from transformers import Dinov2Config, Dinov2Model, GemmaTokenizerFast
+from transformers import Dinov2Config, Dinov2Model
 from transformers.models.t5gemma.configuration_t5gemma import T5GemmaConfig
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
+from diffusion.compatibility.transformers_versions import fast_tokenizer
 from diffusion.config.load import load
 from diffusion.config.recipe import Recipe
 from diffusion.errors import UserError
@@ -135,7 +136,8 @@ def prx_folder(folder: Path) -> Path:
     if not path.exists():
         device = 'cuda' if torch.cuda.is_available() else 'cpu'
         with torch.device('meta'):
-            encoder: Any = T5GemmaEncoder(T5GemmaConfig().encoder)
+            config: Any = T5GemmaConfig().encoder
+            encoder: Any = T5GemmaEncoder(config)
         encoder = encoder.to(torch.bfloat16)
         encoder.to_empty(device=device)
         with torch.no_grad():
@@ -147,7 +149,7 @@ def prx_folder(folder: Path) -> Path:
         words.pre_tokenizer = pre_tokenizers.Metaspace()
         special = ['<pad>', '<eos>', '<bos>', '<unk>']
         words.train_from_iterator(['image of random colors'], trainers.BpeTrainer(special_tokens=special))
-        GemmaTokenizerFast(tokenizer_object=words, pad_token='<pad>').save_pretrained(path / 'tokenizer')
+        fast_tokenizer('Gemma')(tokenizer_object=words, pad_token='<pad>').save_pretrained(path / 'tokenizer')
     return path
 
 

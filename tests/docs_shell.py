@@ -40,6 +40,7 @@ STAND_INS = {
             while [ $# -gt 0 ]; do
               case "$1" in
                 --python) python=$2; shift 2 ;;
+                --override | --torch-backend) shift 2 ;;
                 *) words+=("$1"); shift ;;
               esac
             done

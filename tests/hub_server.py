@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hub_client import forget_sessions, set_address
 from local_server import LocalServer
 
 COMMIT = 'c0ffee' + '0' * 34
@@ -100,7 +101,9 @@ class Hub(LocalServer):
                 return self.send(request, 403, b'')
             name = f'{wanted["organization"]}/{wanted["name"]}'
             status = 409 if name in self.uploaded else 200
-            self.uploaded.setdefault(name, Repository(private=wanted['private']))
+            # huggingface_hub 0.36 sends the former, version 2 the latter.
+            private = wanted.get('private') or wanted.get('visibility') == 'private'
+            self.uploaded.setdefault(name, Repository(private=private))
             return self.send(request, status, json.dumps({'url': f'{self.url}/{name}'}).encode())
         elif path.endswith('/preupload/main'):
             files = [each['path'] for each in json.loads(body)['files']]
@@ -146,38 +149,35 @@ def serving(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     """Context with a running `Hub`, which huggingface_hub uses with an empty cache and retries without pauses."""
     # Imported here, because programs that only serve start faster without.
     from huggingface_hub import constants
-    from huggingface_hub.utils import _http
 
     from diffusion.models import hub_files
     from diffusion.storage import retry
     from diffusion.storage.retry import RetryPolicy
 
     with serve(folder) as server:
-        monkeypatch.setattr(constants, 'ENDPOINT', server.url)
-        template = server.url + '/{repo_id}/resolve/{revision}/{filename}'
-        monkeypatch.setattr('huggingface_hub.file_download.HUGGINGFACE_CO_URL_TEMPLATE', template)
+        set_address(server.url, monkeypatch.setattr)
         monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(tmp_path / 'cache'))
         monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', False)
         monkeypatch.setattr(constants, 'HF_HUB_ETAG_TIMEOUT', 0.3)
         monkeypatch.setattr(constants, 'HF_HUB_DOWNLOAD_TIMEOUT', 0.3)
         monkeypatch.setattr(retry, 'LONGEST_PAUSE_SECONDS', 0.01)
         monkeypatch.setattr(hub_files, 'POLICY', RetryPolicy(tries=3, timeout_seconds=0.3))
-        _http.reset_sessions()
+        forget_sessions()
         yield server
-    _http.reset_sessions()
+    forget_sessions()
 
 
 @contextlib.contextmanager
 def logged_in(folder: Path, monkeypatch: Any) -> Iterator[Hub]:
     """Context with a running `Hub` that huggingface_hub uses with the token of `someone`."""
     from huggingface_hub import constants
-    from huggingface_hub.utils import _http
 
     with serve(folder) as hub:
         monkeypatch.setattr(constants, 'ENDPOINT', hub.url)
         monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', False)
         monkeypatch.setattr(constants, 'HF_TOKEN_PATH', str(folder / 'no-token'))
+        monkeypatch.setattr(constants, 'HF_HUB_DISABLE_XET', True)  # the server has the older protocol
         monkeypatch.setenv('HF_TOKEN', TOKEN)
-        _http.reset_sessions()
+        forget_sessions()
         yield hub
-    _http.reset_sessions()
+    forget_sessions()

@@ -138,7 +138,7 @@ class Cloud:
                 for key, content in files.items()
                 if key == below or not below or (rest.startswith('tree') and key.startswith(below + '/'))
             ]
-            if rest.startswith('tree') and query.get('recursive') != 'True':
+            if rest.startswith('tree') and query.get('recursive', '').lower() != 'true':
                 inner = {each['path'].removeprefix(below).strip('/').partition('/') for each in found}
                 folders = {f'{below}/{name}'.strip('/') for name, slash, _ in inner if slash}
                 found = [each for each in found if each['path'].removeprefix(below).strip('/').count('/') == 0]

@@ -55,7 +55,7 @@ def checkout(tmp_path_factory, forkserver) -> Reader:
     """A folder like a checkout after `make .venv/installed`, with a quickstart of a few batches."""
     folder = tmp_path_factory.mktemp('checkout')
     reader = Reader(folder, forkserver.path)
-    for name in ('Makefile', 'pyproject.toml', 'constraints.txt'):
+    for name in ('Makefile', 'pyproject.toml', 'constraints-current.txt'):
         shutil.copy(ROOT / name, folder)
     shutil.copytree(ROOT / 'yamls', folder / 'yamls')
     for name in ('diffusion', 'docker', 'tests'):

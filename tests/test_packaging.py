@@ -1,20 +1,23 @@
-"""Packaging: version bounds, pins, declared dependencies, package data, Docker image and Makefile."""
+"""Packaging: version bounds, pins, declared dependencies, package data, Docker image, Makefile and `.ci/run`."""
 
 import ast
+import fnmatch
 import importlib
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
-from importlib.metadata import packages_distributions
+from collections.abc import Iterable, Iterator
+from importlib.metadata import packages_distributions, requires
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import tomli
+from docs_shell import blocks_of, make_overlay
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import NormalizedName, canonicalize_name
@@ -23,21 +26,38 @@ from diffusion.compatibility.private_names import CHECKED_VERSIONS
 
 ROOT = Path(__file__).parents[1]
 PYTHONS = ('3.10', '3.11', '3.12', '3.13')
+STACKS = ('current', 'resolvable')
 
 project = tomli.loads((ROOT / 'pyproject.toml').read_text())['project']
 extras: dict[str, list[str]] = project['optional-dependencies']
 everything = [Requirement(line) for line in [*project['dependencies'], *(r for rs in extras.values() for r in rs)]]
 
 
-def pins(python: str, file: str = 'constraints.txt') -> dict[NormalizedName, str]:
-    """Return the versions that a file pins under a Python version, by package name."""
-    lines = (ROOT / file).read_text().splitlines()
-    found = [Requirement(line) for line in lines if not line.startswith('#')]
-    environment = {**default_environment(), 'python_version': python, 'python_full_version': f'{python}.0'}
-    applying = [r for r in found if r.marker is None or r.marker.evaluate(environment)]
+def pins(python: str, stack: str) -> dict[NormalizedName, str]:
+    """Return the versions that a set pins under a Python version, by package name."""
+    applying = applicable(lines_of(f'constraints-{stack}.txt'), python)
     versions = {canonicalize_name(r.name): str(r.specifier).removeprefix('==') for r in applying}
     assert len(versions) == len(applying), 'a package is pinned twice'
     return versions
+
+
+def lines_of(file: str) -> list[str]:
+    """Return the lines of a requirements file without comments."""
+    return [line for line in (ROOT / file).read_text().splitlines() if not line.startswith('#')]
+
+
+def applicable(lines: Iterable[str], python: str) -> list[Requirement]:
+    """Return the requirements that apply under a Python version, without those of extras."""
+    environment = {**default_environment(), 'python_version': python, 'python_full_version': f'{python}.0', 'extra': ''}
+    found = map(Requirement, lines)
+    return [each for each in found if each.marker is None or each.marker.evaluate(environment)]
+
+
+def outside(pinned: dict[NormalizedName, str], bounds: Iterable[Requirement]) -> dict[NormalizedName, str]:
+    """Return the bounds that the pinned versions violate, by package name."""
+    found = {canonicalize_name(each.name): each for each in bounds}
+    wrong = {name: each for name, each in found.items() if not each.specifier.contains(pinned.get(name, 'not pinned'))}
+    return {name: f'{each}: {pinned.get(name, "not pinned")}' for name, each in wrong.items()}
 
 
 def imported_packages(folder: Path) -> Iterator[tuple[Path, str]]:
@@ -50,12 +70,30 @@ def imported_packages(folder: Path) -> Iterator[tuple[Path, str]]:
                 yield path, node.module.split('.')[0]
 
 
+@pytest.mark.parametrize('stack', STACKS)
 @pytest.mark.parametrize('python', PYTHONS)
-def test_every_pin_is_within_its_bounds(python: str):
-    pinned = pins(python)
-    found = {requirement: pinned.get(canonicalize_name(requirement.name), 'not pinned') for requirement in everything}
-    outside = [f'{wanted}: {pin}' for wanted, pin in found.items() if not wanted.specifier.contains(pin)]
-    assert outside == []
+def test_every_pin_is_within_its_bounds(python: str, stack: str):
+    for requirement in everything:
+        assert outside(pins(python, stack), [requirement]) == {}
+
+
+@pytest.mark.parametrize('package', ['mosaicml', 'mosaicml-streaming'])
+@pytest.mark.parametrize('python', PYTHONS)
+def test_only_current_pins_that_are_overridden_are_outside_the_bounds_of_composer(python: str, package: str):
+    bounds = applicable(requires(package) or [], python)
+    assert outside(pins(python, 'resolvable'), bounds) == {}
+    overrides = applicable(lines_of('overrides-current.txt'), python)
+    overridden = {canonicalize_name(each.name) for each in overrides}
+    excluded = outside(pins(python, 'current'), bounds)
+    assert excluded and excluded.keys() <= overridden
+    assert outside(pins(python, 'current'), overrides) == {}
+
+
+@pytest.mark.parametrize('python', PYTHONS)
+def test_both_sets_pin_the_same_direct_dependencies(python: str):
+    direct = {canonicalize_name(each.name) for each in everything}
+    current, resolvable = ({name for name in pins(python, stack) if name in direct} for stack in STACKS)
+    assert current == resolvable == direct
 
 
 def test_every_requirement_has_a_lower_and_an_upper_bound():
@@ -63,31 +101,32 @@ def test_every_requirement_has_a_lower_and_an_upper_bound():
     assert [each for each, found in operators.items() if found != {'>=', '<'}] == []
 
 
-@pytest.mark.parametrize('python', PYTHONS)
-def test_newest_pins_differ_only_in_what_torch_needs(python: str):
-    tested, newest = pins(python), pins(python, 'constraints-newest.txt')
-    needs = re.compile(r'torch|torchvision|triton|setuptools|(nvidia|cuda)-.*')
-    others = {name for name in tested.keys() | newest.keys() if not needs.fullmatch(name) or name == 'nvidia-ml-py'}
-    assert {name: tested.get(name) for name in others} == {name: newest.get(name) for name in others}
-    overridden = [
-        Requirement(line) for line in (ROOT / 'overrides-newest.txt').read_text().splitlines() if line[0] != '#'
-    ]
-    assert {each.name for each in overridden} == {'torch', 'torchvision'}
-    for each in overridden:
-        assert newest[canonicalize_name(each.name)] == str(each.specifier).removeprefix('==')
+@pytest.mark.parametrize('name', CHECKED_VERSIONS)
+def test_checked_versions_are_those_of_both_sets(name: str):
+    assert {pins('3.11', stack)[canonicalize_name(name)] for stack in STACKS} == {*CHECKED_VERSIONS[name]}
 
 
-def test_newest_torch_is_a_checked_version():
-    assert pins('3.11', 'constraints-newest.txt')[canonicalize_name('torch')] in CHECKED_VERSIONS['torch']
-    for name, versions in CHECKED_VERSIONS.items():
-        assert pins('3.11')[canonicalize_name(name)] in versions
+@pytest.mark.parametrize('stack', STACKS)
+def test_constraints_are_plain_pins(stack: str):
+    condition = r"python_full_version (<|>=) '3\.1[0-3]'|python_full_version == '3\.1[0-3]\.\*'"
+    pin = rf'[a-z0-9-]+==[\w.]+( ; ({condition}))?'
+    assert [line for line in lines_of(f'constraints-{stack}.txt') if not re.fullmatch(pin, line)] == []
 
 
-@pytest.mark.parametrize('file', ['constraints.txt', 'constraints-newest.txt'])
-def test_constraints_are_plain_pins(file: str):
-    lines = [line for line in (ROOT / file).read_text().splitlines() if not line.startswith('#')]
-    pin = r"[a-z0-9-]+==[\w.]+( ; python_full_version (<|>=) '3\.1[0-3]')?"
-    assert [line for line in lines if not re.fullmatch(pin, line)] == []
+def test_documented_versions_are_the_pins():
+    page = (ROOT / 'docs' / 'install.md').read_text()
+    rows = re.findall(r'^\| `([\w-]+)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$', page, re.MULTILINE)
+    assert len(rows) > 8
+    for name, *shown in rows:
+        for python in PYTHONS:
+            expected = shown[python == '3.10'], shown[2]
+            assert tuple(pins(python, stack)[canonicalize_name(name)] for stack in STACKS) == expected, (name, python)
+
+
+def test_documented_overrides_are_those_of_the_file():
+    blocks = [tomli.loads(block.text) for block in blocks_of(ROOT / 'docs' / 'install.md') if block.language == 'toml']
+    (shown,) = [block['tool']['uv']['override-dependencies'] for block in blocks if 'tool' in block]
+    assert shown == lines_of('overrides-current.txt')
 
 
 def test_every_imported_package_is_declared():
@@ -127,16 +166,214 @@ def test_console_script_exists():
     assert callable(getattr(importlib.import_module(module), function))
 
 
+# -- the image --
+
+UV = """#!/bin/bash
+echo "$*" >> "$ROOT/uv.log"
+if [[ "$*" == *--editable* ]]; then
+  exec "$PYTHON" -m pip --python "$OVERLAY" install --quiet --no-deps --no-index --no-build-isolation --editable .
+fi
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --constraint | --override | --requirement) test -f "$2" || exit 2; shift 2 ;;
+    *) shift ;;
+  esac
+done
+"""
+"""Stand-in for uv, which installs this package alone and checks that the other files it is given exist."""
+
+
+def last_stage(dockerfile: Path) -> list[tuple[str, str]]:
+    """Return the name and the arguments of each instruction of the last stage of a Dockerfile."""
+    text = re.sub(r'^ *#.*\n', '', dockerfile.read_text(), flags=re.MULTILINE).replace('\\\n', '')
+    found = [(line.split()[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line.strip()]
+    start = max(index for index, (name, _) in enumerate(found) if name == 'FROM')
+    return found[start + 1 :]
+
+
+def copy_build_context(folder: Path) -> None:
+    """Copy the files of this repository that .dockerignore sends to the builder."""
+    *patterns, caches = [line for line in (ROOT / '.dockerignore').read_text().splitlines() if line[0] != '#']
+    assert caches == '**/__pycache__'
+    for path in ROOT.iterdir():
+        matching = [pattern for pattern in patterns if fnmatch.fnmatch(path.name, pattern.removeprefix('!'))]
+        if matching[-1].startswith('!'):
+            copy_into(path, folder / path.name)
+
+
+def copy_into(source: Path, target: Path) -> None:
+    """Copy a file, or the contents of a folder, as COPY does."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_dir():
+        shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns('__pycache__'))
+    else:
+        shutil.copy(source, target)
+
+
+def build_image(root: Path, **arguments: str) -> subprocess.CompletedProcess[str]:
+    """Execute COPY and RUN of the Dockerfile's last stage in a folder, with stand-ins for what needs root or a network.
+
+    Args:
+        root: The file system of the image; it gets `overlay`, an environment, and `uv.log`, the commands of uv.
+        arguments: Build arguments.
+
+    Returns:
+        The first command that failed, else the last one.
+    """
+    programs, context = root / 'programs', root / 'context'
+    programs.mkdir(parents=True)
+    for name, script in {'uv': UV, 'chown': '#!/bin/sh\n', 'mkdir': '#!/bin/sh\n'}.items():
+        (programs / name).write_text(script)
+        (programs / name).chmod(0o755)
+    copy_build_context(context)
+    folder, environment = root, dict(os.environ)
+    environment |= {'PATH': f'{programs}:{os.environ["PATH"]}', 'PYTHON': sys.executable, 'ROOT': str(root)}
+    environment |= {'OVERLAY': str(make_overlay(root / 'overlay'))}
+    done = None
+    for name, words in last_stage(ROOT / 'docker' / 'Dockerfile'):
+        if name == 'WORKDIR':
+            folder = root / words.lstrip('/')
+            folder.mkdir(parents=True)
+        elif name == 'ARG':
+            argument, _, default = words.partition('=')
+            environment[argument] = arguments.get(argument, default)
+        elif name == 'COPY':
+            *patterns, target = words.split()
+            for pattern in patterns:
+                sources = [*context.glob(pattern)]
+                assert sources, f'{pattern} is not in the build context'
+                for source in sources:
+                    copy_into(source, folder / target / source.name if target == './' else folder / target)
+        elif name == 'RUN':
+            command = re.sub(r'^(--mount=\S+ +)*', '', words)
+            done = subprocess.run(
+                ['sh', '-c', command], cwd=folder, env=environment, capture_output=True, text=True, check=False
+            )
+            if done.returncode != 0:
+                return done
+    assert done is not None
+    return done
+
+
+@pytest.mark.parametrize(
+    ('stack', 'files'),
+    [
+        ('current', '--constraint constraints-current.txt --override overrides-current.txt'),
+        ('resolvable', '--constraint constraints-resolvable.txt'),
+    ],
+)
+def test_image_installs_the_packages_of_each_set_and_this_package(stack: str, files: str, tmp_path: Path):
+    done = build_image(tmp_path, **({} if stack == 'current' else {'STACK': stack}))
+    assert done.returncode == 0, done.stderr
+    dependencies, package = (tmp_path / 'uv.log').read_text().splitlines()
+    assert dependencies == f'pip install --compile-bytecode {files} --requirement pyproject.toml --extra eval'
+    assert package == 'pip install --no-deps --editable .'
+    workspace = tmp_path / 'workspace'
+    for words, expected in {
+        ('-c', 'import diffusion; print(diffusion.__file__)'): str(workspace / 'diffusion' / '__init__.py'),
+        ('-m', 'diffusion', 'check', 'yamls/quickstart.yaml'): 'yamls/quickstart.yaml: ok',
+    }.items():
+        environment = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'}
+        python = tmp_path / 'overlay' / 'bin' / 'python'
+        run = subprocess.run(
+            [python, *words], cwd=workspace, env=environment, capture_output=True, text=True, check=False
+        )
+        assert expected in run.stdout, run.stderr
+
+
+def test_image_of_an_unknown_set_is_refused(tmp_path: Path):
+    done = build_image(tmp_path, STACK='newest')
+    assert done.returncode != 0
+    assert done.stderr == 'STACK=newest is unknown; use current or resolvable\n'
+    assert not (tmp_path / 'uv.log').exists()
+
+
+# -- make and .ci/run --
+
+
+def run_make(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run make without the variables of a make that runs these tests."""
+    environment = {name: value for name, value in os.environ.items() if name not in ('MAKEFLAGS', 'MFLAGS')}
+    return subprocess.run(['make', *words], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
 def test_make_without_a_usable_python_fails_with_a_message(tmp_path: Path):
-    for name in ('Makefile', 'pyproject.toml', 'constraints.txt'):
+    for name in ('Makefile', 'pyproject.toml', 'constraints-current.txt'):
         shutil.copy(ROOT / name, tmp_path)
-    run = subprocess.run(['make', 'test', 'PYTHON=no-such-python'], cwd=tmp_path, capture_output=True, text=True)
+    run = run_make('test', 'PYTHON=no-such-python', folder=tmp_path)
     assert run.returncode != 0
     assert 'none of no-such-python is a Python from 3.10 to 3.13' in run.stderr
     assert not (tmp_path / '.venv').exists()
 
 
-def test_tests_of_the_newest_torch_exist():
-    run = subprocess.run(['make', '--dry-run', 'test-slice'], cwd=ROOT, capture_output=True, text=True, check=True)
-    (named,) = re.findall(r"echo 'running (.*)'", run.stdout)
-    assert [path for path in named.split() if not (ROOT / path).exists()] == []
+def test_make_with_an_unknown_set_fails_with_a_message():
+    run = run_make('--dry-run', 'install', 'STACK=newest')
+    assert run.returncode != 0
+    assert 'STACK=newest: use current or resolvable' in run.stderr
+
+
+def slice_of_tests() -> list[str]:
+    """Return the files and folders of tests that `make test-resolvable` runs."""
+    (named,) = re.findall(r"echo 'running (.*)'", run_make('--dry-run', 'test-slice').stdout)
+    return named.split()
+
+
+def test_tests_of_the_resolvable_set_exist():
+    assert [path for path in slice_of_tests() if not (ROOT / path).exists()] == []
+
+
+@pytest.fixture
+def ci(tmp_path: Path):
+    """Function that commits a change of a file, runs `.ci/run` and returns the last command that it gave to make."""
+    repository, programs = tmp_path / 'repository', tmp_path / 'programs'
+    programs.mkdir()
+    for name in ('make', 'slurmctld', 'faketime', 'chromium'):
+        (programs / name).write_text('#!/bin/sh\necho "$*" >> ../make.log\n')
+        (programs / name).chmod(0o755)
+    (repository / '.ci').mkdir(parents=True)
+    shutil.copy(ROOT / '.ci' / 'run', repository / '.ci')
+
+    def git(*words: str) -> str:
+        identity = ['-c', 'user.name=test', '-c', 'user.email=test@example.com']
+        done = subprocess.run(['git', *identity, *words], cwd=repository, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    def run(changed: str, base: str | None = None) -> str:
+        before = git('rev-parse', 'HEAD')
+        path = repository / changed
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('changed')
+        git('add', '.')
+        git('commit', '--quiet', '--message', f'Change {changed}')
+        environment = os.environ | {
+            'PATH': f'{programs}:{os.environ["PATH"]}',
+            'BASE': before if base is None else base,
+        }
+        subprocess.run(['.ci/run'], cwd=repository, env=environment, check=True, capture_output=True)
+        return (tmp_path / 'make.log').read_text().splitlines()[-1]
+
+    git('init', '--quiet')
+    git('add', '.')
+    git('commit', '--quiet', '--message', 'Add .ci/run')
+    return run
+
+
+ALL, PART = 'test-resolvable TEST_WORKERS', 'test-resolvable SLICE=tests/compatibility TEST_WORKERS'
+
+
+def test_ci_runs_the_whole_slice_if_a_file_that_it_depends_on_changed(ci):
+    for path in slice_of_tests():
+        assert ci(path if path.endswith('.py') else f'{path}/test_new.py').startswith(ALL), path
+    for path in ('Makefile', 'pyproject.toml', 'constraints-current.txt', 'overrides-current.txt', 'tests/conftest.py'):
+        assert ci(path).startswith(ALL), path
+    assert ci('diffusion/data/loader.py').startswith(ALL)
+
+
+@pytest.mark.parametrize('path', ['docs/install.md', 'tests/data/test_loader.py', 'CHANGELOG.md'])
+def test_ci_runs_a_part_of_the_slice_if_no_file_that_it_depends_on_changed(ci, path: str):
+    assert ci(path).startswith(PART)
+
+
+@pytest.mark.parametrize('base', ['', '0' * 40, '1' * 40, 'no-such-branch'])
+def test_ci_runs_the_whole_slice_without_a_known_commit_to_compare_with(ci, base: str):
+    assert ci('docs/install.md', base).startswith(ALL)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 import torch
 from composer.utils import dist
@@ -66,7 +66,7 @@ def new_group() -> ProcessGroup | None:
     """Create a group of all ranks for the exchange of files; a collective. None if there is only one rank."""
     if dist.get_world_size() == 1:
         return None
-    return torch.distributed.new_group(backend='gloo', timeout=TIMEOUT)
+    return cast(ProcessGroup, torch.distributed.new_group(backend='gloo', timeout=TIMEOUT))
 
 
 def exchange_files(

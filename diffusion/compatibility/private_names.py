@@ -23,7 +23,7 @@ CHECKED_VERSIONS = {
     'torch': ('2.7.0', '2.14.1'),
     'mosaicml': ('0.32.1',),
     'mosaicml-streaming': ('0.13.0',),
-    'torchmetrics': ('1.7.4',),
+    'torchmetrics': ('1.7.4', '1.9.0'),
 }
 """Versions of each distribution that the tests ran with."""
 
@@ -73,7 +73,7 @@ class PrivateName:
         return UserError(
             f'{self.distribution} {version}: it has no {place}.{self.name}, which this package needs ({self.reason}); '
             f'checked with {self.distribution} {" and ".join(CHECKED_VERSIONS[self.distribution])}. '
-            'Way out: install the tested versions with `pip install -c constraints.txt -e .`, see docs/install.md'
+            'To fix: install the tested versions with `make install`, see docs/install.md'
         )
 
 

@@ -284,7 +284,7 @@ def decode_other(image: Image.Image) -> Image.Image:
     if image.mode == '1':
         gray = image.convert('L')
         if 'transparency' in image.info:  # is 0 or 1 in the file, but compared with 0 and 255 after conversion to L
-            gray.info['transparency'] = 255 * image.info['transparency']
+            gray.info['transparency'] = 255 * bool(image.info['transparency'])
         return gray
     if image.mode == 'I':
         raise UnreadableImage('deep_pixels', 'pixels are 32-bit integers of unknown range')

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from multiprocessing import connection
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from composer.core import DataSpec
@@ -305,7 +305,8 @@ class BucketedLoader(StreamingDataLoader):
             # The default group's timeout is not inherited: one rank may be saving a checkpoint for minutes, and a hang
             # must be found by the watchdog first.
             timeout = datetime.timedelta(seconds=collective_timeout())
-            self._gloo = torch.distributed.new_group(backend='gloo', timeout=timeout)
+            group = torch.distributed.new_group(backend='gloo', timeout=timeout)
+            self._gloo = cast(torch.distributed.ProcessGroup, group)
         return self._gloo
 
 

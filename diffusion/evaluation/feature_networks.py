@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 from urllib.error import URLError
 
 import torch
@@ -154,7 +154,7 @@ class Clip(FeatureNetwork):
         self, source: str, revision: str | None = None, *, resize: Literal['clean', 'bicubic'] = 'bicubic'
     ) -> None:
         network = load_pretrained(CLIPVisionModelWithProjection, source, subfolder='', revision=revision)
-        super().__init__(network.config.image_size, resize=resize, mean=CLIP_MEAN, std=CLIP_STD)
+        super().__init__(cast(int, network.config.image_size), resize=resize, mean=CLIP_MEAN, std=CLIP_STD)
         self.network = network.eval().requires_grad_(False)
 
     def forward(self, pixels: Tensor) -> Tensor:

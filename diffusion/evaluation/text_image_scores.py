@@ -6,8 +6,9 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizerFast
+from transformers import CLIPImageProcessor, CLIPModel
 
+from diffusion.compatibility.transformers_versions import fast_tokenizer
 from diffusion.models.pretrained import load_pretrained
 
 CLIP_SCORE_SCALE = 100.0
@@ -37,7 +38,7 @@ class TextImageScore(nn.Module):
         self.kind = kind
         options: dict[str, Any] = {'subfolder': '', 'revision': revision}
         self.network = load_pretrained(CLIPModel, source, **options).eval().requires_grad_(False)
-        self._tokenizer = load_pretrained(CLIPTokenizerFast, source, **options)
+        self._tokenizer = load_pretrained(fast_tokenizer('CLIP'), source, **options)
         self._processor = load_pretrained(CLIPImageProcessor, source, **options)
 
     @torch.inference_mode()
@@ -49,8 +50,8 @@ class TextImageScore(nn.Module):
             prompts: One per image; longer ones than the network's text length are truncated.
         """
         device = self.network.logit_scale.device
-        length = self.network.config.text_config.max_position_embeddings
         network, tokenizer = cast(Any, self.network), cast(Any, self._tokenizer)  # their annotations are too narrow
+        length = network.config.text_config.max_position_embeddings
         text = tokenizer(list(prompts), padding=True, truncation=True, max_length=length, return_tensors='pt')
         pixels = [self._processor(each, return_tensors='pt')['pixel_values'] for each in images]  # of any sizes
         seen = network.get_image_features(pixel_values=torch.cat(pixels).to(device))

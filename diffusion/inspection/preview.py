@@ -111,8 +111,9 @@ def _caption(item: Mapping[str, Any], tokenizers: Sequence[PreTrainedTokenizerBa
     if batch_keys.INPUT_IDS not in item or not tokenizers:
         return ''
     ids = item[batch_keys.INPUT_IDS][0].tolist()
-    end: Any = tokenizers[0].eos_token_id
-    return tokenizers[0].decode(ids[1 : ids.index(end)] if end in ids else ids[1:]).strip()
+    tokenizer: Any = tokenizers[0]
+    end = tokenizer.eos_token_id
+    return tokenizer.decode(ids[1 : ids.index(end)] if end in ids else ids[1:]).strip()
 
 
 def _vae(recipe: Recipe, *, download: bool) -> Vae | None:

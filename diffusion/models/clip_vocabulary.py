@@ -21,17 +21,17 @@ def vocabulary() -> tuple[list[str], list[str]]:
     source = Path(package.origin).parent / 'bpe_simple_vocab_16e6.txt.gz'
     # A header line, then 49152 - 256 - 2 merges: the same slice as in transformers' tokenizer.
     merges = gzip.decompress(source.read_bytes()).decode('utf-8').split('\n')[1 : 49152 - 256 - 2 + 1]
-    letters = _byte_letters()
+    letters = list(byte_letters().values())
     tokens = letters + [letter + '</w>' for letter in letters] + [merge.replace(' ', '') for merge in merges]
     # open_clip names these <start_of_text> and <end_of_text>; under those names transformers would add new ids.
     return [*tokens, '<|startoftext|>', '<|endoftext|>'], merges
 
 
-def _byte_letters() -> list[str]:
+def byte_letters() -> dict[int, str]:
     """Return a printable character for each byte, in the order of their token ids in GPT-2's and CLIP's vocabularies.
 
     Printable characters come first and stand for themselves.
     """
     printable = [*range(ord('!'), ord('~') + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-    others = 256 - len(printable)
-    return [chr(byte) for byte in printable] + [chr(256 + index) for index in range(others)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + index) for index, byte in enumerate(others)}

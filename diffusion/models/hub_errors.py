@@ -3,7 +3,7 @@
 import errno
 import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -16,6 +16,7 @@ WAY_OUT = (
     '(model.pretrained=/path/to/folder)'
 )
 """How to load pretrained models without the Hub, for messages."""
+TOKENIZER_FILE = 'tokenizer.json'
 
 
 def way_out(subfolder: str) -> str:
@@ -67,14 +68,28 @@ def check_config(path: Path) -> None:
         raise UserError(f'{path}: has {type(content).__name__}, expected a JSON object; {WAY_OUT}')
 
 
+def missing_tokenizer_file(part: type, source: str, subfolder: str) -> FileNotFoundError | None:
+    """Return an error for the first file that a tokenizer needs and its local folder lacks; None for other classes."""
+    if not issubclass(part, PreTrainedTokenizerBase) or not Path(source).is_dir():
+        return None
+    folder = Path(source, subfolder)
+    names = list(part.vocab_files_names.values())
+    # tokenizer.json has all that a tokenizer of the package tokenizers needs.
+    if TOKENIZER_FILE in names and (folder / TOKENIZER_FILE).is_file():
+        return None
+    return _missing_file(folder / name for name in names if name != TOKENIZER_FILE)
+
+
 def _find_missing_file(part: type, source: str, subfolder: str) -> FileNotFoundError | None:
     """Return an error for the first file that a model or tokenizer needs and its local folder lacks, or None."""
-    is_tokenizer = issubclass(part, PreTrainedTokenizerBase)
-    for name in part.vocab_files_names.values() if is_tokenizer else ['config.json']:
-        path = Path(source, subfolder, name)
-        if Path(source).is_dir() and not path.is_file():
-            return FileNotFoundError(errno.ENOENT, 'No such file', str(path))
-    return None
+    if issubclass(part, PreTrainedTokenizerBase):
+        return missing_tokenizer_file(part, source, subfolder)
+    return _missing_file([Path(source, subfolder, 'config.json')]) if Path(source).is_dir() else None
+
+
+def _missing_file(paths: Iterable[Path]) -> FileNotFoundError | None:
+    missing = next((path for path in paths if not path.is_file()), None)
+    return None if missing is None else FileNotFoundError(errno.ENOENT, 'No such file', str(missing))
 
 
 def _is_mistake(error: BaseException) -> bool:

@@ -1,5 +1,7 @@
 """Model builders of MMDiT: Stable Diffusion 3's transformer, and a miniature of it."""
 
+import json
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
@@ -9,11 +11,12 @@ from transformers import (
     CLIPTextModelWithProjection,
     CLIPTokenizer,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
     T5Config,
     T5EncoderModel,
-    T5TokenizerFast,
 )
 
+from diffusion.compatibility.transformers_versions import GENERAL_TOKENIZERS, fast_tokenizer
 from diffusion.config.constraints import AtLeast, MultipleOf, constrained
 from diffusion.errors import UserError
 from diffusion.models import mmdit_config
@@ -58,13 +61,23 @@ def mmdit_tokenizers(
     names = ['tokenizer', 'tokenizer_2', 'tokenizer_3'] if t5 else ['tokenizer', 'tokenizer_2']
     tokenizers: list[PreTrainedTokenizerBase] = [
         load_pretrained(
-            T5TokenizerFast if name == 'tokenizer_3' else CLIPTokenizer, pretrained, subfolder=name, revision=revision
+            _t5_tokenizer_class(pretrained) if name == 'tokenizer_3' else CLIPTokenizer,
+            pretrained,
+            subfolder=name,
+            revision=revision,
         )
         for name in names
     ]
     for tokenizer in tokenizers[2:]:
         tokenizer.model_max_length = t5_length
     return tokenizers
+
+
+def _t5_tokenizer_class(source: str) -> type[PreTrainedTokenizerBase]:
+    """Return the class of a pipeline's third tokenizer: T5's, or that of `byte_tokenizer` if a local folder has one."""
+    file = Path(source, 'tokenizer_3', 'tokenizer_config.json')
+    name = json.loads(file.read_bytes()).get('tokenizer_class') if file.is_file() else None
+    return PreTrainedTokenizerFast if name in GENERAL_TOKENIZERS else fast_tokenizer('T5')
 
 
 @tokenizes_with(mmdit_tokenizers)

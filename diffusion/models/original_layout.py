@@ -12,6 +12,7 @@ from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from torch import Tensor, nn
 
+from diffusion.compatibility.transformers_versions import with_text_model
 from diffusion.errors import UserError
 from diffusion.models.original_weights import UNET_PREFIX
 
@@ -181,7 +182,7 @@ def open_clip_tensors(encoder: nn.Module, *, layers: int | None = None) -> Tenso
         layers: Number of layers to write, if programs build more than the encoder has and use none after those: the
             last one repeats.
     """
-    state = encoder.state_dict()
+    state = with_text_model(encoder).state_dict()
     found = {original: state[name] for name, original in OPEN_CLIP_LAYERS.items()}
     own: int = encoder.config.num_hidden_layers  # type: ignore[assignment,union-attr]
     for number in range(layers or own):

@@ -10,17 +10,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from diffusers.models.modeling_utils import ModelMixin
 from safetensors import SafetensorError
 from torch import nn
 from transformers import CLIPTokenizer, PreTrainedModel
 
+from diffusion.compatibility.diffusers_versions import without_deprecated_arguments
 from diffusion.config.byte_sizes import bytes_text
 from diffusion.config.weight_sources import revision_problem
 from diffusion.errors import UserError
 from diffusion.models import hub_files
 from diffusion.models.clip_vocabulary import vocabulary_files
-from diffusion.models.hub_errors import WAY_OUT, check_config, loading_error
+from diffusion.models.hub_errors import WAY_OUT, check_config, loading_error, missing_tokenizer_file
 
 log = logging.getLogger(__name__)
 Loadable = TypeVar('Loadable')
@@ -103,19 +105,27 @@ def load_pretrained(
         options['use_safetensors'] = True  # unpickling a downloaded file could run any code
         options['output_loading_info'] = True
         options |= _variant(Path(source, subfolder))
+    if weights and issubclass(part, PreTrainedModel):
+        options['dtype'] = torch.float32  # the default of transformers 4; that of 5 is the type in the file
     if weights and issubclass(part, ModelMixin):
         options['low_cpu_mem_usage'] = False  # otherwise diffusers logs a long request to install accelerate
     loader: Any = part
     try:
         if _without_weights and issubclass(part, ModelMixin):
-            return loader.from_config(loader.load_config(source, subfolder=subfolder, **options))
+            with without_deprecated_arguments():
+                config = loader.load_config(source, subfolder=subfolder, **options)
+            return loader.from_config(config)
         if issubclass(part, PreTrainedModel) and (_without_weights or read_config is not None):
-            config: Any = part.config_class
-            content, _ = config.get_config_dict(source, subfolder=subfolder, **options)
-            options['config'] = config(**content) if read_config is None else read_config(content)
+            config_class: Any = part.config_class
+            content, _ = config_class.get_config_dict(source, subfolder=subfolder, **options)
+            options['config'] = config_class(**content) if read_config is None else read_config(content)
             if _without_weights:
                 return loader(options['config'])
-        loaded = loader.from_pretrained(source, subfolder=subfolder, **options)
+        # Without its files, a tokenizer of transformers 5 would be an empty one.
+        if (missing := missing_tokenizer_file(part, source, subfolder)) is not None:
+            raise missing
+        with without_deprecated_arguments():
+            loaded = loader.from_pretrained(source, subfolder=subfolder, **options)
     except (OSError, ValueError, TypeError, SafetensorError) as error:
         replacement = loading_error(error, part, source, subfolder=subfolder, revision=revision)
         if replacement is None:

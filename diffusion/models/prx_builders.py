@@ -6,12 +6,13 @@ from typing import Annotated, Any, Literal
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.transformers.transformer_prx import PRXTransformer2DModel
-from transformers import GemmaTokenizerFast, PreTrainedModel, PreTrainedTokenizerBase, Qwen2TokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
 from transformers.models.t5gemma.configuration_t5gemma import T5GemmaConfig
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
+from diffusion.compatibility.transformers_versions import fast_tokenizer
 from diffusion.config.constraints import AtLeast, MultipleOf, constrained
 from diffusion.config.width_checks import base_width_problem
 from diffusion.errors import UserError
@@ -257,7 +258,7 @@ def at_width(denoiser: PRXTransformer2DModel, width: int) -> PRXTransformer2DMod
 def _text_encoder(pretrained: str | None, revision: str | None) -> PreTrainedModel:
     """Return a pretrained text encoder, or T5-Gemma 2B's encoder with random weights if `pretrained` is None."""
     if pretrained is None:
-        return T5GemmaEncoder(T5GemmaConfig().encoder)
+        return T5GemmaEncoder(_t5gemma_config({}))
     encoder_class, _, settings = _text_classes(pretrained, revision)
     place = {'subfolder': 'text_encoder', 'revision': revision}
     return load_pretrained(encoder_class, pretrained, **place, read_config=settings)
@@ -271,15 +272,15 @@ def _text_classes(source: str, revision: str | None) -> tuple[type[Any], type[An
     """
     kind = read_config(T5GemmaEncoder, source, subfolder='text_encoder', revision=revision).get('model_type', '')
     if kind in ('t5gemma', 't5_gemma_module'):
-        return T5GemmaEncoder, GemmaTokenizerFast, _t5gemma_config
+        return T5GemmaEncoder, fast_tokenizer('Gemma'), _t5gemma_config
     if kind in ('qwen3_vl', 'qwen3_vl_text'):
-        return Qwen3VLTextModel, Qwen2TokenizerFast, _qwen_config
+        return Qwen3VLTextModel, fast_tokenizer('Qwen2'), _qwen_config
     raise UserError(f'{source}/text_encoder: {kind or "no model"} is not supported; use T5-Gemma or Qwen3-VL')
 
 
 def _t5gemma_config(content: dict[str, Any]) -> Any:
     """Return the configuration of a T5GemmaEncoder; files are published with that of encoder and decoder."""
-    return T5GemmaConfig(encoder=content.get('encoder', content)).encoder
+    return T5GemmaConfig(encoder=content.get('encoder', content) or None).encoder
 
 
 def _qwen_config(content: dict[str, Any]) -> Qwen3VLTextConfig:

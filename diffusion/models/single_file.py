@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
+from diffusion.compatibility.transformers_versions import with_text_model
 from diffusion.errors import UserError
 from diffusion.models.objective import Objective
 from diffusion.models.original_layout import Tensors, mmdit_tensors, open_clip_tensors, unet_tensors, vae_tensors
@@ -163,7 +164,8 @@ def _clip(encoder: Any) -> CLIPTextModel | CLIPTextModelWithProjection:
 
 def _text_model(encoder: torch.nn.Module) -> Tensors:
     """Return the tensors of CLIP without its projection, by the names of transformers, which CLIP ViT-L keeps."""
-    return {name: each for name, each in encoder.state_dict().items() if name.startswith('text_model.')}
+    state = with_text_model(encoder).state_dict()
+    return {name: each for name, each in state.items() if name.startswith('text_model.')}
 
 
 def _fold_projection(transformer: Tensors, encoder: Any) -> None:

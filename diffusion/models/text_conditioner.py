@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, PreTrainedModel, PreTrainedTokenizerBase
 
+from diffusion.compatibility.transformers_versions import mask_without_values, with_text_model
 from diffusion.errors import UserError
 from diffusion.models.clip_tokens import token_ids
 
@@ -97,12 +98,12 @@ class TextConditioner(nn.Module):
                     f'tokenizer: captions of {tokenizer.model_max_length} tokens, but its text encoder takes '
                     f'{positions}; load both from the same source'
                 )
-        self.encoders = nn.ModuleList(encoders)
+        self.encoders = nn.ModuleList(with_text_model(encoder) for encoder in encoders)
         self.tokenizers = list(tokenizers)
         self.mask_padding = mask_padding
         self.layer: Literal['last', 'penultimate'] = layer
         if layer == 'penultimate':
-            for encoder in encoders:
+            for encoder in self.encoders:
                 _freeze_unused_layer(encoder)
         # Where a caption ends is known by its end-of-text token, or by the padding token where captions have no end.
         # Not always by the padding token: CLIP pads with the end-of-text token, Stable Diffusion 2 with `!`.
@@ -114,12 +115,13 @@ class TextConditioner(nn.Module):
     @property
     def width(self) -> int:
         """Width D of the text embeddings, summed over the encoders."""
-        return sum(encoder.config.hidden_size for encoder in self.encoders)  # type: ignore[union-attr]
+        encoders: Any = self.encoders
+        return sum(encoder.config.hidden_size for encoder in encoders)
 
     @property
     def pooled_width(self) -> int | None:
         """Width P of the pooled text, summed over the encoders that project; None if none does."""
-        projecting = [encoder for encoder in self.encoders if isinstance(encoder, CLIPTextModelWithProjection)]
+        projecting: list[Any] = [each for each in self.encoders if isinstance(each, CLIPTextModelWithProjection)]
         return sum(encoder.config.projection_dim for encoder in projecting) if projecting else None
 
     @property
@@ -157,6 +159,8 @@ class TextConditioner(nn.Module):
         """Return the text embeddings of token ids [B, E, L], the encoders' hidden states, and the pooled text."""
         self._check_ids(input_ids)
         mask = self.padding_mask(input_ids) if self.mask_padding else None
+        if input_ids.is_meta:
+            mask = mask_without_values(input_ids[:, 0])
         penultimate = self.layer == 'penultimate'
         keywords = {'attention_mask': mask} | ({'output_hidden_states': True} if penultimate else {})
         outputs = [encoder(input_ids[:, i], **keywords) for i, encoder in enumerate(self.encoders)]
@@ -190,7 +194,7 @@ class TextConditioner(nn.Module):
         return torch.cat([torch.ones_like(ended[:, :1]), ended[:, :-1] == 0], dim=-1).bool()
 
 
-def _freeze_unused_layer(encoder: PreTrainedModel) -> None:
+def _freeze_unused_layer(encoder: Any) -> None:
     """Freeze the last layer and the final norm of a CLIP encoder whose penultimate hidden states alone are used.
 
     Raises:
@@ -202,5 +206,6 @@ def _freeze_unused_layer(encoder: PreTrainedModel) -> None:
         )
     # They get no gradient unless a projection follows, and DDP waits in vain for gradients of trained parameters.
     if isinstance(encoder, CLIPTextModel):
-        encoder.text_model.encoder.layers[-1].requires_grad_(False)
-        encoder.text_model.final_layer_norm.requires_grad_(False)
+        parts: Any = encoder.text_model
+        parts.encoder.layers[-1].requires_grad_(False)
+        parts.final_layer_norm.requires_grad_(False)

@@ -21,7 +21,8 @@ PACKAGE_INDEX_CUDA: tuple[tuple[tuple[float, int], tuple[int, int]], ...] = (
     ((math.inf, 0), (13, 0)),
 )
 """CUDA version of the package index's wheels, by the newest release of torch that has it."""
-WAY_OUT = 'use torch 2.9 or newer (make install TORCH=newest; for an image, see "Blackwell" in docker/README.md)'
+NEWER_TORCH = 'use torch 2.9 or newer (make install; docs/install.md)'
+OLDER_TORCH = 'use torch 2.7 with CUDA 12.6 (make install STACK=resolvable; docs/install.md)'
 
 
 def capability_of(text: str) -> Capability:
@@ -130,8 +131,8 @@ def missing_kernels_message(gpu: str, capability: Capability, architectures: Ite
     if has_kernels(capability, names):
         return None
     have = ', '.join(names) if names else 'no GPU'
-    # The newest torch drops the oldest GPUs; a GPU older than all of Blackwell's builds needs an older one.
-    way_out = WAY_OUT if capability >= (7, 5) else 'use torch 2.7 with CUDA 12.6, which constraints.txt installs'
+    # CUDA 13 has dropped the GPUs before Turing (7.5).
+    way_out = NEWER_TORCH if capability >= (7, 5) else OLDER_TORCH
     return (
         f'torch {version} has no kernels for {gpu} (compute capability {capability[0]}.{capability[1]}; '
         f'it has kernels for {have}); {way_out}'

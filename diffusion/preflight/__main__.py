@@ -154,7 +154,9 @@ def run_checks(recipe: Recipe, *, deep: bool) -> list[Finding]:
         findings += downgrade_shared_faults(_gather(check_cuda(int(os.environ['LOCAL_RANK']))), nodes)
         if findings_exit_status(findings):
             return findings
-    group = dist.group.WORLD if device == 'cpu' else dist.new_group(timeout=collective_checks.TIMEOUT, backend='nccl')
+    group: Any = dist.group.WORLD
+    if device == 'cuda':
+        group = dist.new_group(timeout=collective_checks.TIMEOUT, backend='nccl')
     assert group is not None
     return findings + check_ranks(device, CollectiveLimits.of(device, deep=deep), group)
 

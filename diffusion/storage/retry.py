@@ -40,7 +40,7 @@ INVALID_SETTINGS = frozenset({'ParamValidationError', 'InvalidRegionError', 'HFV
 MISSING_BUCKET = frozenset({'NoSuchBucket', 'ContainerNotFound'})
 """Codes of S3 and Azure for a bucket that does not exist."""
 CLIENT_PACKAGES = frozenset(
-    {'azure', 'boto3', 'botocore', 'google', 'http', 'huggingface_hub', 'oci', 'requests', 's3transfer', 'urllib3'}
+    'azure boto3 botocore google http httpcore2 httpx2 huggingface_hub oci requests s3transfer urllib3'.split()  # noqa: SIM905
 )
 """Packages whose errors without an HTTP status mean that a request failed on the network."""
 _GOOGLE = 'set GCS_KEY and GCS_SECRET, or Application Default Credentials'

@@ -359,7 +359,7 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if ctx.replayed.waiting.pop() != ctx.place:
             raise UserError(
                 f'speed.cuda_graphs: the backward pass of {type(ctx.call.block).__name__} is not in the order in which '

@@ -46,6 +46,8 @@ def parallelism_config(settings: ParallelismConfig) -> dict[str, Any] | None:
         if settings.replicas > 1 and not torch.cuda.is_available():
             # When it reduces over replicas, FSDP2 in torch 2.7 asserts that a CUDA stream event exists.
             raise UserError(f'parallelism.replicas: {settings.replicas} groups need GPUs; use 1 on CPUs')
+        # torch 2.14 warns that changing PRX's prediction in place would be wrong; nothing does.
+        warnings.filterwarnings('ignore', message='FSDP2-wrapped module .* returned a view tensor')
         with warnings.catch_warnings():
             warnings.filterwarnings('ignore', message='FSDP2 Config/APIs are experimental')
             config = HybridFSDP2Config(

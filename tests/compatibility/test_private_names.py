@@ -144,7 +144,7 @@ def test_missing_name_says_which_versions_have_it_and_the_way_out(monkeypatch):
     message = str(error.value)
     assert 'it has no torch.utils._pytree.gone' in message and 'walks nested tensors' in message
     assert f'checked with torch {CHECKED_VERSIONS["torch"][0]} and ' in message
-    assert 'pip install -c constraints.txt' in message
+    assert 'make install' in message and 'docs/install.md' in message
 
 
 def test_missing_module_says_the_same():

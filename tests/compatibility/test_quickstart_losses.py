@@ -1,4 +1,4 @@
-"""The quickstart with the newest torch: 20 batches with the losses of the tested versions."""
+"""The quickstart with both sets of versions: equal losses of 20 batches."""
 
 import math
 import os
@@ -11,8 +11,8 @@ import pytest
 from diffusion.loggers.metrics_file import read_metrics
 
 ROOT = Path(__file__).parents[2]
-REFERENCE = os.environ.get('REFERENCE_PYTHON')
-"""Interpreter of an environment with the versions of constraints.txt; set by `make test-newest`."""
+OTHER_PYTHON = os.environ.get('OTHER_PYTHON')
+"""Interpreter of the environment with the current versions. `make test-resolvable` sets it."""
 
 
 def run(python: str, *words: str) -> None:
@@ -27,7 +27,7 @@ def losses(path: Path) -> dict[tuple[int, str], float]:
     return {(batch, name): value for name in metrics if 'loss' in name for batch, value in metrics[name].items()}
 
 
-@pytest.mark.skipif(REFERENCE is None, reason='compares two environments: run `make test-newest`')
+@pytest.mark.skipif(OTHER_PYTHON is None, reason='compares two environments: run `make test-resolvable`')
 def test_quickstart_has_equal_losses_in_both_environments(tmp_path):
     images, latents = tmp_path / 'images', tmp_path / 'latents'
     places = [f'precompute.streams.openmoji.local={images}/64px', f'precompute.out={latents}']
@@ -37,20 +37,23 @@ def test_quickstart_has_equal_losses_in_both_environments(tmp_path):
         sys.executable, '-m', 'diffusion', 'prepare', 'openmoji', '--out', str(images), '--sizes', '64', '--limit', '64'
     )
     run(sys.executable, 'run.py', recipe, 'task=precompute', *places)
-    short = ['trainer.max_duration=20ba', 'callbacks.image_grid=false', 'algorithms.ema.ema_start=5ba']
+    places += [f'runs_dir={tmp_path}', 'callbacks.image_grid=false', 'algorithms.ema.ema_start=5ba']
+    # transformers 5 draws initial weights in another order than transformers 4, so both runs start from one checkpoint.
+    run(str(OTHER_PYTHON), 'run.py', recipe, *places, 'trainer.max_duration=1ba', 'name=weights')
+    start = ['trainer.max_duration=20ba', f'init_from={tmp_path}/weights']
     found = []
-    for python in (str(REFERENCE), sys.executable):
+    for python in (str(OTHER_PYTHON), sys.executable):
         name = f'run{len(found)}'
-        run(python, 'run.py', recipe, *places, *short, f'runs_dir={tmp_path}', f'name={name}')
+        run(python, 'run.py', recipe, *places, *start, f'name={name}')
         found.append(losses(tmp_path / name / 'metrics.jsonl'))
-    expected, ours = found
+    others, ours = found
     print(
-        *(f'{batch:3} {name:32} {value:.6f} {ours[batch, name]:.6f}' for (batch, name), value in expected.items()),
+        *(f'{batch:3} {name:32} {value:.6f} {ours[batch, name]:.6f}' for (batch, name), value in others.items()),
         sep='\n',
     )
-    assert len({batch for batch, _ in expected}) >= 20
-    assert ours.keys() == expected.keys()
+    assert len({batch for batch, _ in others}) >= 20
+    assert ours.keys() == others.keys()
     different = {
-        key: (value, ours[key]) for key, value in expected.items() if not math.isclose(value, ours[key], rel_tol=5e-5)
+        key: (value, ours[key]) for key, value in others.items() if not math.isclose(value, ours[key], rel_tol=1e-6)
     }
-    assert not different, 'they differ within 4 digits'
+    assert not different, 'they differ within 6 digits'

@@ -47,9 +47,10 @@ def planes(image):
 
 
 def bicubic(image, box, shape):
-    """Return the crop of an image, resized by Pillow."""
+    """Return the crop of an image, resized by Pillow, whose version 13 may choose another order of the two steps."""
     inside = image.crop((box.left, box.top, box.left + box.width, box.top + box.height))
-    return inside.resize((shape.width, shape.height), Image.Resampling.BICUBIC)
+    wide = inside.resize((shape.width, box.height), Image.Resampling.BICUBIC)
+    return wide.resize((shape.width, shape.height), Image.Resampling.BICUBIC)
 
 
 def psnr_db(actual, expected):

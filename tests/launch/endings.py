@@ -238,15 +238,14 @@ def answer_of_hub(answer: str | int) -> Prepare:
     def prepare(case: Case, recipe: dict[str, Any]) -> None:
         case.hub.always = answer
         recipe['model']['vae'] = 'someone/model'
-        url, template = case.hub.url, case.hub.url + '/{repo_id}/resolve/{revision}/{filename}'
         # huggingface_hub has read its variables when the fork server imported it.
         statement = f"""
-import huggingface_hub.file_download
 from huggingface_hub import constants
+from tests.hub_client import set_address
 from diffusion.models import hub_files
 from diffusion.storage import retry
-constants.ENDPOINT, constants.HF_HUB_OFFLINE, constants.HF_HUB_CACHE = {url!r}, False, {str(case.folder / 'hub')!r}
-huggingface_hub.file_download.HUGGINGFACE_CO_URL_TEMPLATE = {template!r}
+set_address({case.hub.url!r}, setattr)
+constants.HF_HUB_OFFLINE, constants.HF_HUB_CACHE = False, {str(case.folder / 'hub')!r}
 hub_files.POLICY, retry.LONGEST_PAUSE_SECONDS = retry.RetryPolicy(tries=2), 0.01
 """
         case.faults.append(Fault(0, 'diffusion.training.train:build_trainer@1', statement))

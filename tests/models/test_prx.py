@@ -11,13 +11,13 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.transformers.transformer_prx import PRXTransformer2DModel
 from diffusers.pipelines.prx.pipeline_prx import PRXPipeline
 from diffusers.pipelines.prx.pipeline_prx_pixel import PRXPixelPipeline
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GemmaTokenizerFast, Qwen2TokenizerFast
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
 from transformers.models.t5gemma.configuration_t5gemma import T5GemmaConfig
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
+from diffusion.compatibility.transformers_versions import fast_tokenizer
 from diffusion.config import registry
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
@@ -49,13 +49,15 @@ def pipeline_folder(tmp_path_factory, small_vae):
     words.pre_tokenizer = pre_tokenizers.Metaspace()
     special = ['<pad>', '<eos>', '<bos>', '<unk>']
     words.train_from_iterator(CAPTIONS * 5, trainers.BpeTrainer(vocab_size=120, special_tokens=special))
-    tokenizer = GemmaTokenizerFast(tokenizer_object=words, model_max_length=12, pad_token='<pad>')
+    words.post_processor = processors.TemplateProcessing(single='<bos> $A', special_tokens=[('<bos>', 2)])
+    tokenizer = fast_tokenizer('Gemma')(tokenizer_object=words, model_max_length=12, pad_token='<pad>')
     tokenizer.save_pretrained(folder / 'tokenizer')
     part = {'hidden_size': 32, 'intermediate_size': 64, 'num_hidden_layers': 2, 'num_attention_heads': 2}
     part |= {'num_key_value_heads': 1, 'head_dim': 16, 'vocab_size': 128, 'query_pre_attn_scalar': 16}
     config = T5GemmaConfig(encoder=part, decoder=part)
     torch.manual_seed(0)
-    encoder = T5GemmaEncoder(config.encoder)
+    part_config: Any = config.encoder
+    encoder = T5GemmaEncoder(part_config)
     encoder.config = config  # as published: the configuration of encoder and decoder
     encoder.save_pretrained(folder / 'text_encoder')
     return folder
@@ -70,7 +72,7 @@ def qwen_folder(tmp_path_factory):
     words.decoder = decoders.ByteLevel()
     words.train_from_iterator(CAPTIONS * 5, trainers.BpeTrainer(vocab_size=120, special_tokens=['<|endoftext|>']))
     # As published: the padding token is no end token, which captions do not have.
-    tokenizer = Qwen2TokenizerFast(tokenizer_object=words, pad_token='<|endoftext|>', eos_token='<|im_end|>')
+    tokenizer = fast_tokenizer('Qwen2')(tokenizer_object=words, pad_token='<|endoftext|>', eos_token='<|im_end|>')
     tokenizer.save_pretrained(folder / 'tokenizer')
     part: dict[str, Any] = {'hidden_size': 32, 'intermediate_size': 64, 'num_hidden_layers': 2, 'vocab_size': 128}
     part |= {'num_attention_heads': 2, 'num_key_value_heads': 1, 'head_dim': 16}
@@ -201,7 +203,7 @@ def test_language_part_of_qwen_is_read_and_a_saved_pixel_pipeline_draws_the_same
     ids = model._tokens(CAPTIONS)
     mask = model.text.padding_mask(ids)
     tokenizer, encoder = model.text.tokenizers[0], model.text.encoders[0]
-    assert isinstance(tokenizer, Qwen2TokenizerFast) and isinstance(encoder, Qwen3VLTextModel)
+    assert isinstance(tokenizer, fast_tokenizer('Qwen2')) and isinstance(encoder, Qwen3VLTextModel)
     assert mask.sum(dim=1).tolist() == [len(tokenizer(caption).input_ids) for caption in CAPTIONS]
     assert 0 < mask[0].sum() < 12 and not mask[2].any()
     embeds = model.embed(ids).embeds

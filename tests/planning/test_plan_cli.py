@@ -260,7 +260,7 @@ def test_every_training_recipe_can_be_planned(capsys, recipe):
     [
         (['--gpu', 'a100'], "--gpu: no GPU is called 'a100'; did you mean a100-40gb or a100-80gb"),
         (['--gpu', 'hopper'], "--gpu: no GPU is called 'hopper'; known: a100-40gb"),
-        (['--gpu', 'v100-32gb'], '--gpu v100-32gb does not support bf16'),
+        (['--gpu', 'v100-32gb', '--torch', '2.7'], '--gpu v100-32gb does not support bf16'),
         (['--gpus', '100'], 'global_batch: 2048 does not divide over 100 devices; use 2000 or 2100'),
         (['--gpus', '512'], "device_train_microbatch_size: 16 does not divide a device's 4 samples"),
         (['trainer.max_duration=3ep'], 'pass --samples 790e6, set loader.epoch_size, or use batches'),

@@ -74,6 +74,14 @@ def test_every_shipped_gpu_has_a_capability_and_a_torch_that_runs_on_it():
     assert [name for name, gpu in GPUS.items() if missing_kernels(gpu, '2.14')] == ['v100-32gb', 'v100-16gb']
 
 
+@pytest.mark.parametrize(
+    ('gpu', 'version', 'command'),
+    [('b200', '2.7.0', 'make install;'), ('v100-32gb', '2.14', 'make install STACK=resolvable;')],
+)
+def test_message_names_the_command_that_installs_a_torch_with_kernels(gpu, version, command):
+    assert command in str(missing_kernels(GPUS[gpu], version))
+
+
 @pytest.mark.parametrize('capability', BLACKWELL)
 @pytest.mark.parametrize(('version', 'runs'), [('2.7.0', False), ('2.7.0+cu128', True), ('2.14', True)])
 def test_blackwell_needs_cuda_12_8(capability, version, runs):

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
+from hub_client import forget_sessions
 from local_server import LocalServer
 
 TOKEN = 'hf_of_a_reader'
@@ -145,7 +146,6 @@ def entry_of(file: tuple[str, bytes]) -> dict[str, Any]:
 def serving(datasets: dict[str, HubDataset], monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """Context with a running `HubServer` that this process uses as the Hub, without a token and without pauses."""
     from huggingface_hub import constants
-    from huggingface_hub.utils import _http
 
     from diffusion.storage import retry
 
@@ -155,9 +155,9 @@ def serving(datasets: dict[str, HubDataset], monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', False)
     monkeypatch.setattr(constants, 'HF_TOKEN_PATH', '/nowhere/token')
     monkeypatch.setattr(retry, 'LONGEST_PAUSE_SECONDS', 0.01)
-    _http.reset_sessions()
+    forget_sessions()
     try:
         yield hub
     finally:
-        _http.reset_sessions()
+        forget_sessions()
         hub.close()

@@ -184,4 +184,5 @@ def test_example_scores_by_a_model_from_a_local_folder(tmp_path, monkeypatch):
     for image, texts, columns in zip(images, captions, found, strict=True):
         with torch.no_grad():
             logits = model(**processor(images=image, text=texts[:1], return_tensors='pt')).logits_per_image
-        assert columns['clip_similarity'] == pytest.approx(float(logits / model.logit_scale.exp()), abs=1e-5)
+            similarity = logits / model.logit_scale.exp()
+        assert columns['clip_similarity'] == pytest.approx(similarity.item(), abs=1e-5)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hub_client import forget_sessions, set_address
 from object_store import Store
 from other_clouds import Cloud, serve
 
@@ -123,12 +124,10 @@ def test_listing_of_a_folder_does_not_list_what_its_folders_contain(
 
 def test_hugging_face_is_listed_and_read(clouds: Cloud, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from huggingface_hub import HfFileSystem, constants
-    from huggingface_hub.utils._http import reset_sessions
 
     monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', False)
-    template = clouds.url + '/{repo_id}/resolve/{revision}/{filename}'
-    monkeypatch.setattr(constants, 'HUGGINGFACE_CO_URL_TEMPLATE', template)
-    reset_sessions()
+    set_address(clouds.url, monkeypatch.setattr)
+    forget_sessions()
     make = partial(HfFileSystem, endpoint=clouds.url, token=False, skip_instance_cache=True)
     monkeypatch.setattr(FsspecClient, 'file_system', lambda self, scheme: make())
     for name in ('mds/a', 'mds/b/1', 'other'):
@@ -147,7 +146,7 @@ def test_hugging_face_is_listed_and_read(clouds: Cloud, monkeypatch: pytest.Monk
     assert (tmp_path / 'a').read_bytes() == b'mds/a'
     with pytest.raises(UserError, match='there is no such bucket or object'):
         object_store.read(f'{folder}/mds/none')
-    reset_sessions()
+    forget_sessions()
 
 
 @pytest.mark.parametrize(('status', 'tries'), [(403, 1), (404, 1), (429, 2), (500, 2), (503, 2)])

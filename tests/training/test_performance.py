@@ -315,7 +315,7 @@ def test_fused_optimizer_makes_the_same_steps(make_model):
     assert largest_error(weights, expected) < 1e-4
 
 
-def backends() -> list[bool]:
+def backends() -> list[bool | str]:
     """Return the settings: TF32 in matrix products, TF32 in convolutions, and cuDNN's benchmark mode."""
     cudnn = torch.backends.cudnn
     return [torch.backends.cuda.matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark]

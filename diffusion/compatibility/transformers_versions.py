@@ -1,0 +1,80 @@
+"""Differences between transformers 4, which mosaicml-streaming 0.13 requires, and transformers 5."""
+
+import json
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import CLIPPreTrainedModel, CLIPTextModel, CLIPTokenizer, PreTrainedTokenizerFast
+
+GENERAL_TOKENIZERS = ('PreTrainedTokenizerFast', 'TokenizersBackend')
+"""Names in files of the class for tokenizers of any kind, by version 4 and by version 5."""
+IS_VERSION_5 = int(transformers.__version__.partition('.')[0]) >= 5
+
+
+class _WithTextModel(CLIPTextModel):
+    """CLIP's text model as transformers 4 has it, with its parts in a module `text_model`."""
+
+    def __init__(self, encoder: CLIPTextModel) -> None:
+        CLIPPreTrainedModel.__init__(self, encoder.config)
+        self.text_model = encoder
+        self.train(encoder.training)
+
+    @classmethod
+    def from_pretrained(cls, *arguments: Any, output_loading_info: bool = False, **keywords: Any) -> Any:
+        kind: Any = CLIPTextModel
+        encoder, info = kind.from_pretrained(*arguments, output_loading_info=True, **keywords)
+        return (cls(encoder), info) if output_loading_info else cls(encoder)
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        return self.text_model(*arguments, **keywords)
+
+
+# diffusers and transformers write the names of the class and its package into the files of a pipeline.
+_WithTextModel.__name__, _WithTextModel.__module__ = CLIPTextModel.__name__, CLIPTextModel.__module__
+
+
+def with_text_model(encoder: nn.Module) -> nn.Module:
+    """Return a CLIPTextModel whose tensors have the names of published files, `text_model.embeddings...`.
+
+    transformers 5.6 removed the module `text_model`, and with it the first part of the names, from CLIPTextModel but
+    not from CLIPTextModelWithProjection. Checkpoints have the names of version 4, so that both versions resume them.
+    Other modules are returned unchanged. Remove this function with the support of transformers 4.
+    """
+    if isinstance(encoder, CLIPTextModel) and not hasattr(encoder, 'text_model'):
+        return _WithTextModel(encoder)
+    return encoder
+
+
+def fast_tokenizer(name: str) -> type[PreTrainedTokenizerFast]:
+    """Return the class of a model's tokenizers that the package tokenizers implements, such as T5TokenizerFast.
+
+    transformers 5 has no others: there the class is T5Tokenizer, and T5TokenizerFast is a second name of it that type
+    checkers do not know. Remove this function with the support of transformers 4.
+    """
+    return getattr(transformers, f'{name}TokenizerFast')
+
+
+def byte_pairs(tokenizer: CLIPTokenizer) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Return the vocabulary of CLIP's tokenizer, and its merges, the first to apply first.
+
+    The tokenizer of transformers 4 is written in Python, that of version 5 is one of the package tokenizers. Remove the
+    former with the support of transformers 4.
+    """
+    parts: Any = tokenizer
+    if hasattr(parts, 'bpe_ranks'):
+        return parts.encoder, sorted(parts.bpe_ranks, key=parts.bpe_ranks.get)
+    model = json.loads(parts.backend_tokenizer.to_str())['model']
+    return model['vocab'], [tuple(pair) for pair in model['merges']]
+
+
+def mask_without_values(input_ids: Tensor) -> Tensor | None:
+    """Return the attention mask for a text encoder whose token ids [B, L] are on the meta device, to count its cost.
+
+    transformers 5 looks at the values of a mask of tokens, its own too if it is given none, but not at those of a mask
+    of pairs of tokens, bool [B, 1, L, L]. CLIP of transformers 4 does not take the latter. Remove this function with
+    the support of transformers 4.
+    """
+    batch, length = input_ids.shape
+    return torch.ones(batch, 1, length, length, dtype=torch.bool, device='meta') if IS_VERSION_5 else None

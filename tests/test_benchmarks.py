@@ -1,7 +1,9 @@
 """Benchmarks run at a tiny size, where times mean nothing, and their counts are checked."""
 
 import json
+import os
 import runpy
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +18,7 @@ import torch
 from forkserver import Server
 
 from diffusion.config.load import load
+from diffusion.launch.openmp_spin import SPIN_COUNT
 from diffusion.models.builders import tiny
 from diffusion.models.objective import Objective
 from diffusion.training import performance
@@ -93,6 +96,38 @@ def test_ema_allocates_nothing_before_its_start_or_during_updates(rows):
     assert table['allocated during an update, MiB'][0] == table['held before the start, MiB'][0] == '0.0'
     assert table['allocated during an update, MiB'][2] == '0 and 3 of the model'
     assert table['held after the start, MiB'][2] == '1 and 1 of the model'
+
+
+def test_busy_machine_prints_ratios_to_the_first_row_alone(module, capsys):
+    before = {0: [[0.1, 0.1], [0.1, 0.3]], 1: [[0.8, 0.8]], 2: [[0.9, 0.9]]}
+    after = {0: [[0.1]], 1: [[0.2, 0.2], [0.2, 0.4]], 2: [[0.3]]}
+    module('busy_machine').print_table({'before': before, 'after': after}, {'before': '300000', 'after': '2000'})
+    table = rows_of(capsys.readouterr().out)
+
+    assert table['before'][1:3] == ['0.100 (0.100 to 0.200)', '1.00']
+    assert table['after'] == [
+        *('2000', '0.100 (0.100 to 0.100)', '1.00'),
+        *('0.200 (0.200 to 0.300)', '2.00', '0.300 (0.300 to 0.300)', '3.00'),
+    ]
+
+
+@pytest.mark.slow
+def test_busy_machine_trains_the_quickstart_with_each_setting():
+    command = [sys.executable, str(BENCHMARKS / 'busy_machine.py'), '--batches', '2', '--rounds', '1', '--images', '40']
+    environment = os.environ | {'GOMP_SPINCOUNT': '7', 'OMP_WAIT_POLICY': 'PASSIVE'}
+    result = subprocess.run([*command, '--spins', '70'], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    table = rows_of(result.stdout)
+
+    spins = {name: cells[0] for name, cells in table.items()}
+    assert spins == {
+        'setting': 'GOMP_SPINCOUNT',
+        "before: libgomp's default": '300000',
+        'after: set by this package': str(SPIN_COUNT),
+        'after, with one thread': str(SPIN_COUNT),
+        'GOMP_SPINCOUNT=70': '70',
+    }
+    assert all(float(cells[1].split()[0]) > 0 for name, cells in table.items() if name != 'setting')
 
 
 @pytest.mark.slow

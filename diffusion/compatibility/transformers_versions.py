@@ -1,12 +1,19 @@
 """Differences between transformers 4, which mosaicml-streaming 0.13 requires, and transformers 5."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import CLIPPreTrainedModel, CLIPTextModel, CLIPTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    CLIPPreTrainedModel,
+    CLIPTextModel,
+    CLIPTokenizer,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 GENERAL_TOKENIZERS = ('PreTrainedTokenizerFast', 'TokenizersBackend')
 """Names in files of the class for tokenizers of any kind, by version 4 and by version 5."""
@@ -78,3 +85,37 @@ def mask_without_values(input_ids: Tensor) -> Tensor | None:
     """
     batch, length = input_ids.shape
     return torch.ones(batch, 1, length, length, dtype=torch.bool, device='meta') if IS_VERSION_5 else None
+
+
+def make_readable_by_version_4(folder: Path, pipeline: Any) -> None:
+    """Change the files of tokenizers in a folder that a pipeline was saved to, so that both versions load it.
+
+    transformers 5 writes names of classes that version 4 does not have or that need other files, and CLIP's vocabulary
+    in a file that version 4 does not read. Remove this function with the support of transformers 4.
+    """
+    if not IS_VERSION_5:
+        return
+    index = folder / 'model_index.json'
+    content = json.loads(index.read_bytes())
+    for name, part in pipeline.components.items():
+        if not isinstance(part, PreTrainedTokenizerBase):
+            continue
+        is_clip = isinstance(part, CLIPTokenizer)
+        kind = type(part).__name__
+        kind = 'PreTrainedTokenizerFast' if kind in GENERAL_TOKENIZERS else kind if is_clip else f'{kind}Fast'
+        content[name] = ['transformers', kind]
+        file = folder / name / 'tokenizer_config.json'
+        settings = json.loads(file.read_bytes()) | {'tokenizer_class': kind}
+        if not settings.get('extra_special_tokens'):  # version 5 writes a list, and version 4 reads a dictionary
+            settings.pop('extra_special_tokens', None)
+        _write_json(file, settings)
+        if is_clip:
+            vocabulary, merges = byte_pairs(part)
+            _write_json(folder / name / 'vocab.json', vocabulary)
+            lines = ['#version: 0.2', *(' '.join(pair) for pair in merges), '']
+            (folder / name / 'merges.txt').write_text('\n'.join(lines), encoding='utf-8')
+    _write_json(index, content)
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + '\n', encoding='utf-8')

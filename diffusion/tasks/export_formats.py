@@ -6,6 +6,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from diffusion.compatibility.transformers_versions import make_readable_by_version_4
 from diffusion.config.load import Recipe
 from diffusion.models.autoencoder import Autoencoder
 from diffusion.models.latent_diffusion import LatentDiffusion
@@ -46,6 +47,7 @@ def write_folder(model: nn.Module, recipe: Recipe, folder: Path, precision: torc
     # It warns of the parts that a pipeline does not have, such as Stable Diffusion 3's T5.
     with errors_only('diffusers.pipelines.pipeline_utils'):
         pipeline.save_pretrained(folder)
+    make_readable_by_version_4(folder, pipeline)
     return type(pipeline).__name__
 
 

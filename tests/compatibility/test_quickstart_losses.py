@@ -1,4 +1,4 @@
-"""The quickstart with both sets of versions: equal losses of 20 batches."""
+"""The quickstart with both sets of versions: equal losses of 20 batches, and each resumes a run of the other."""
 
 import math
 import os
@@ -28,7 +28,7 @@ def losses(path: Path) -> dict[tuple[int, str], float]:
 
 
 @pytest.mark.skipif(OTHER_PYTHON is None, reason='compares two environments: run `make test-resolvable`')
-def test_quickstart_has_equal_losses_in_both_environments(tmp_path):
+def test_quickstart_has_equal_losses_in_both_environments_and_resumes_in_the_other(tmp_path):
     images, latents = tmp_path / 'images', tmp_path / 'latents'
     places = [f'precompute.streams.openmoji.local={images}/64px', f'precompute.out={latents}']
     places += [f'streams.openmoji.local={latents}/openmoji', f'eval_streams.openmoji.local={images}/64px']
@@ -41,17 +41,19 @@ def test_quickstart_has_equal_losses_in_both_environments(tmp_path):
     # transformers 5 draws initial weights in another order than transformers 4, so both runs start from one checkpoint.
     run(str(OTHER_PYTHON), 'run.py', recipe, *places, 'trainer.max_duration=1ba', 'name=weights')
     start = ['trainer.max_duration=20ba', f'init_from={tmp_path}/weights']
-    found = []
-    for python in (str(OTHER_PYTHON), sys.executable):
-        name = f'run{len(found)}'
+    found, pythons = [], (str(OTHER_PYTHON), sys.executable)
+    for number, python in enumerate(pythons):
+        name = f'run{number}'
         run(python, 'run.py', recipe, *places, *start, f'name={name}')
+        # The other one resumes it for two more batches.
+        run(pythons[1 - number], 'run.py', recipe, *places, *start, 'trainer.max_duration=22ba', f'name={name}')
         found.append(losses(tmp_path / name / 'metrics.jsonl'))
     others, ours = found
     print(
         *(f'{batch:3} {name:32} {value:.6f} {ours[batch, name]:.6f}' for (batch, name), value in others.items()),
         sep='\n',
     )
-    assert len({batch for batch, _ in others}) >= 20
+    assert len({batch for batch, _ in others}) >= 22
     assert ours.keys() == others.keys()
     different = {
         key: (value, ours[key]) for key, value in others.items() if not math.isclose(value, ours[key], rel_tol=1e-6)

@@ -3,6 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from diffusion.launch.openmp_spin import shorten_spin
+
 if TYPE_CHECKING:
     from diffusion.algorithms.ema import EMA
     from diffusion.checkpointing.checkpointer import Checkpointer
@@ -29,6 +31,9 @@ __all__ = [
     'sd2',
     'tiny',
 ]
+
+# Every program of this package imports this file before torch, and its child processes inherit the variable.
+shorten_spin()
 
 # Names are imported on first use (PEP 562): importing Composer, Streaming and diffusers takes 18 to 32 s on a
 # slow core, and commands such as `diffusion check` need none of them.

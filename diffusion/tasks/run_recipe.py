@@ -22,9 +22,12 @@ from diffusion.errors import DataError, ExternalError, UserError, exit_status, p
 from diffusion.exit_codes import BAD_HARDWARE, INTERRUPTED, PREEMPTED, USAGE_ERROR, HardwareFault, Preempted
 from diffusion.launch import heartbeat_file
 from diffusion.launch.lost_output import discarding_lost_output
+from diffusion.launch.openmp_spin import describe_spin
 from diffusion.launch.stop_signals import StoppedEarly, stopping_early
 from diffusion.loggers import status_line
 from diffusion.loggers.status_line import PrintableFormatter, WrappingFormatter
+
+log = logging.getLogger(__name__)
 
 RANK_ZERO_SECONDS = 5.0
 """Time in which rank 0 should have printed the mistakes in a recipe, for which the other ranks wait."""
@@ -95,6 +98,8 @@ def checked(path: str, overrides: Sequence[str]) -> Recipe:
 def run_task(recipe: Recipe) -> None:
     """Import and run the task that a recipe names: train, precompute, evaluate or generate."""
     configure_logging()
+    if spin := describe_spin():
+        log.info(spin)
     if recipe.task == 'train':
         with stopping_early():
             from diffusion.training.train import train

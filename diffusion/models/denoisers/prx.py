@@ -10,6 +10,7 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.transformers.transformer_prx import PRXBlock, PRXTransformer2DModel
 from torch import Tensor
 
+from diffusion.compatibility.diffusers_versions import keep_prx_masks_small
 from diffusion.errors import UserError
 from diffusion.models.denoisers.condition import Condition
 from diffusion.models.denoisers.family import DenoiserFamily, DenoiserSizes, TokenBlocks
@@ -18,6 +19,8 @@ from diffusion.models.sampler import inference_scheduler
 from diffusion.models.vae import downsampling, with_folded_statistics
 
 log = logging.getLogger(__name__)
+
+keep_prx_masks_small()
 
 
 def _loadable_in_pipeline(encoder: Any) -> Any:

@@ -1,0 +1,36 @@
+"""Short spin of OpenMP threads: how long idle CPU threads of PyTorch check for work before they sleep."""
+
+import os
+import sys
+from collections.abc import Container, MutableMapping
+
+SPIN_COUNT = 2000
+"""Checks of an idle thread before it sleeps, about 20 us; benchmarks/busy_machine.py compares values."""
+SPIN_VARIABLE = 'GOMP_SPINCOUNT'
+POLICY_VARIABLE = 'OMP_WAIT_POLICY'
+
+
+def shorten_spin(environ: MutableMapping[str, str] = os.environ, loaded: Container[str] = sys.modules) -> None:
+    """Set GOMP_SPINCOUNT for this process and its children, unless the user set it or OMP_WAIT_POLICY.
+
+    Does nothing if torch is loaded, since libgomp reads the variable only when it is loaded.
+
+    Args:
+        environ: Environment of this process.
+        loaded: Names of imported modules.
+    """
+    # libgomp's default is 300,000 checks, 3 to 15 ms. When other processes need the cores, a thread that spins keeps a
+    # core from the thread that it waits for, and a batch takes several times as long. GPU machines get the short spin
+    # too: it changes no result, and their ranks and loader workers share cores as well.
+    if 'torch' not in loaded and SPIN_VARIABLE not in environ and POLICY_VARIABLE not in environ:
+        environ[SPIN_VARIABLE] = str(SPIN_COUNT)
+
+
+def describe_spin(environ: MutableMapping[str, str] = os.environ) -> str | None:
+    """Return a log line if GOMP_SPINCOUNT has this package's value, else None."""
+    if environ.get(SPIN_VARIABLE) != str(SPIN_COUNT):
+        return None
+    return (
+        f'{SPIN_VARIABLE}={SPIN_COUNT}: idle CPU threads sleep early, so that other processes can use the cores; '
+        f'set {SPIN_VARIABLE} or {POLICY_VARIABLE} to choose another wait'
+    )

@@ -1,0 +1,111 @@
+"""The spin of OpenMP threads reaches libgomp in every program, and never replaces the user's."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from diffusion.launch.openmp_spin import SPIN_COUNT, describe_spin, shorten_spin
+
+ROOT = Path(__file__).parents[2]
+RECIPE = str(ROOT / 'yamls' / 'quickstart.yaml')
+LOAD_LIBGOMP = """
+    import ctypes, importlib.util
+    from pathlib import Path
+
+    def load_libgomp():
+        folder = Path(importlib.util.find_spec('torch').origin).parent / 'lib'
+        ctypes.CDLL(str(next(folder.glob('libgomp*'))))
+"""
+"""Function that loads torch's libgomp without torch, which takes seconds. libgomp prints its settings when loaded."""
+
+
+def spins(folder: Path, *command: str, **variables: str) -> tuple[list[str], str]:
+    """Run Python; return the spin of each libgomp that was loaded, in this process or a child, and stderr."""
+    unset = ('GOMP_SPINCOUNT', 'OMP_WAIT_POLICY', 'DIFFUSION_JOB')
+    environ = {name: value for name, value in os.environ.items() if name not in unset}
+    environ |= {'OMP_DISPLAY_ENV': 'VERBOSE', 'PYTHONPATH': f'{ROOT}:{folder}', 'CUDA_VISIBLE_DEVICES': ''}
+    result = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environ | variables, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    return re.findall(r"GOMP_SPINCOUNT = '(\d+)'", result.stderr), result.stderr
+
+
+def write(folder: Path, name: str, code: str) -> str:
+    (folder / name).write_text(textwrap.dedent(LOAD_LIBGOMP) + textwrap.dedent(code))
+    return str(folder / name)
+
+
+def test_run_and_its_loader_worker_spin_shortly_and_say_so(tmp_path):
+    code = """
+        import sys, types
+
+        class Samples:
+            def __len__(self):
+                return 1
+
+            def __getitem__(self, index):
+                return index
+
+        def precompute(recipe):
+            from torch.utils.data import DataLoader
+
+            assert list(DataLoader(Samples(), num_workers=1, multiprocessing_context='spawn', batch_size=None)) == [0]
+
+        # The task takes long to import.
+        sys.modules['diffusion.tasks.precompute'] = types.SimpleNamespace(precompute=precompute)
+    """
+    write(tmp_path, 'task.py', code)
+    # The path of a local stream would have to exist.
+    overrides = ['task=precompute', 'imports=[task]', 'precompute.streams.openmoji.remote=s3://bucket/64px']
+    found, output = spins(tmp_path, str(ROOT / 'run.py'), RECIPE, *overrides)
+    assert found == [str(SPIN_COUNT)] * 2
+    assert output.count(f'GOMP_SPINCOUNT={SPIN_COUNT}: idle CPU threads sleep early') == 1
+
+
+def test_worker_of_preparation_spins_shortly(tmp_path):
+    code = """
+        from dataclasses import dataclass
+        from diffusion.prepare.worker_pool import run_jobs
+
+        @dataclass
+        class Job:
+            name = 'job'
+
+            def __call__(self, note):
+                load_libgomp()
+
+        if __name__ == '__main__':
+            assert list(run_jobs([Job()], workers=1)) == [None]
+    """
+    assert spins(tmp_path, write(tmp_path, 'program.py', code))[0] == [str(SPIN_COUNT)]
+
+
+def test_rank_of_a_node_spins_shortly(tmp_path):
+    program = write(tmp_path, 'program.py', 'load_libgomp()')
+    node = ['-m', 'diffusion.launch.node', '--', program, RECIPE]
+    one = {'DIFFUSION_NODES': '1', 'DIFFUSION_PROCESSES_PER_NODE': '1', 'DIFFUSION_SCHEDULER': 'local'}
+    assert spins(tmp_path, *node, **one)[0] == [str(SPIN_COUNT)]
+
+
+@pytest.mark.parametrize(
+    ('given', 'expected'),
+    [({}, '2000'), ({'GOMP_SPINCOUNT': '70'}, '70'), ({'OMP_WAIT_POLICY': 'PASSIVE'}, '0')],
+    ids=['nothing set', 'spin set', 'policy set'],
+)
+def test_libgomp_has_the_short_spin_unless_the_user_chose_a_wait(tmp_path, given, expected):
+    program = write(tmp_path, 'program.py', 'import diffusion\nload_libgomp()')
+    assert spins(tmp_path, program, **given)[0] == [expected]
+
+
+def test_nothing_is_set_or_said_after_torch_is_loaded():
+    environ: dict[str, str] = {}
+    shorten_spin(environ, loaded=['torch'])
+    assert environ == {} and describe_spin(environ) is None
+    shorten_spin(environ, loaded=[])
+    assert environ == {'GOMP_SPINCOUNT': str(SPIN_COUNT)} and describe_spin(environ)

@@ -65,8 +65,7 @@ class Training:
         return self._answer()
 
     def close(self) -> None:
-        """End the process."""
-        self._process.kill()
+        """End the process, which ends when its input does."""
         self._process.communicate()
 
     def _answer(self) -> Any:
@@ -186,10 +185,12 @@ def train(name: str) -> None:
                 self._begin()
 
         def _begin(self) -> None:
-            self._left, self._seconds = int(sys.stdin.readline()), []
+            line = sys.stdin.readline()
+            if not line:
+                sys.exit()  # not killed: Streaming would leave shared memory behind
+            self._left, self._seconds = int(line), []
             self._since = time.perf_counter()
 
-    # The parent kills this process.
     forever = ['trainer.max_duration=1000000ba', 'trainer.save_interval=1000000ba', 'trainer.eval_interval=1000000ba']
     trainer = build_trainer(load(RECIPE, [f'name={name}', *forever, 'callbacks.image_grid=false']))
     trainer.state.callbacks.append(Turn())

@@ -33,7 +33,7 @@ def test_preflight_names_the_gpu_and_the_way_out(gpus, monkeypatch):
     monkeypatch.setenv('RANK', '1')
     (found,) = preflight.check_cuda(1)
     assert not found.ok and found.status == CONFIG_ERROR
-    assert 'NVIDIA B200' in found.detail and 'docker/README.md' in found.detail
+    assert 'NVIDIA B200' in found.detail and 'docs/install.md' in found.detail
 
 
 def test_run_stops_before_its_model_is_built(gpus, monkeypatch):

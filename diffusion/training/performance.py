@@ -106,8 +106,8 @@ def fuse_attention(denoiser: Any) -> None:
     On GPUs, this function uses flash attention in half precision, for heads of up to 256 channels (64 in SD2) without a
     mask. With `mask_padding`, cross-attention uses the memory-efficient kernel.
     """
-    # One processor for all layers, which has no state: Dynamo of torch 2.7, unlike that of 2.14, guards its identity, so
-    # that with one per layer transformer blocks of equal shapes would each be compiled (SD2: 39 graphs instead of 28).
+    # One processor for all layers, which has no state. Dynamo of torch 2.7 guards its identity: with one per layer, it
+    # would compile each transformer block, although their shapes are equal (SD2: 39 graphs instead of 28).
     shared: dict[type, Any] = {AttnProcessor: AttnProcessor2_0()}
     shared[AttnProcessor2_0] = shared[AttnProcessor]
     processors = denoiser.attn_processors.items()

@@ -5,6 +5,7 @@ import os
 import runpy
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -109,6 +110,37 @@ def test_busy_machine_prints_ratios_to_the_first_row_alone(module, capsys):
         *('2000', '0.100 (0.100 to 0.100)', '1.00'),
         *('0.200 (0.200 to 0.300)', '2.00', '0.300 (0.300 to 0.300)', '3.00'),
     ]
+
+
+def test_library_coverage_counts_the_executed_lines_of_functions(module, monkeypatch, tmp_path, capsys):
+    used = """
+        LIMIT = len('lines of a module are not counted')
+
+        def absolute(number):
+            if number < 0:
+                return -number
+            return number
+
+        class Unused:
+            def method(self):
+                return 0
+    """
+    for name, code in {'__init__.py': '', 'part/used.py': used, 'part/unused.py': 'def f():\n    return 1\n'}.items():
+        file = tmp_path / 'counted_package' / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(textwrap.dedent(code))
+    monkeypatch.syspath_prepend(tmp_path)
+    benchmark = module('library_coverage')
+    monkeypatch.setattr(benchmark, 'PACKAGES', ['counted_package'])
+    monkeypatch.setattr(benchmark, 'train', lambda folder: import_module('counted_package.part.used').absolute(-1))
+    benchmark.main()
+
+    # absolute: its definition and two of three lines. Of the other functions' lines, nothing ran.
+    assert rows_of(capsys.readouterr().out) == {
+        'package': ['modules used', 'lines executed'],
+        '`counted_package.part`': ['1 of 2', '3 of 8 (38%)'],
+        '**counted_package**': ['1 of 3', '3 of 8 (38%)'],
+    }
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import torch
 from composer.core import State
 from composer.loggers import Logger
 from composer.utils import collect_env, reproducibility
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -19,13 +19,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from diffusion.algorithms.average import Averager, empty_average, local_shard, reshard
 from diffusion.checkpointing import sharded_state
 from diffusion.checkpointing.checkpoint_weights import check_architecture, is_sharded, read_content
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
 from diffusion.checkpointing.sharded_state import Fetch
+from diffusion.compatibility.torch_versions import distribute_tied_weights
 from diffusion.data.epoch_position import keep_data_position
 from diffusion.errors import UserError
 
@@ -153,7 +153,7 @@ def load_checkpoint(
     if not all(dict(saved.get('scaler', {})).values()):
         del saved['scaler']
     if not sharded:
-        _distribute_tied_weights(state.model, saved['model'])
+        distribute_tied_weights(state.model, saved['model'])
     with warnings.catch_warnings():
         # A callback or scheduler that the recipe has added has no state yet; RecipeKeeper logs that it was added.
         warnings.filterwarnings('ignore', message='.* is not in the state_dict. Its state will not be restored')
@@ -191,19 +191,6 @@ def _load_shards(state: State, settings: Mapping[str, Mapping[str, Any]], checkp
     restored = optimizer | {name: wanted[f'optimizer.{name}'] for name in moments}
     restored |= settings[type(state.optimizers[0]).__qualname__]
     set_optimizer_state_dict(state.model, state.optimizers[0], restored, options=_FLAT)
-
-
-def _distribute_tied_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Replace the second names of FSDP2's tied weights, such as T5's embedding, by DTensors, in place; a collective."""
-    # torch 2.7's set_model_state_dict distributes a tensor only under the first name of its parameter, and then copies
-    # the plain tensor of the second name into a DTensor, which fails.
-    seen: set[int] = set()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in seen and isinstance(parameter, DTensor):
-            name = name.replace('_checkpoint_wrapped_module.', '')
-            plain = weights[name].to(parameter.device)
-            weights[name] = distribute_tensor(plain, parameter.device_mesh, parameter.placements)
-        seen.add(id(parameter))
 
 
 def _load_averages(state: State, saved: Mapping[str, Any], checkpoint: Path, fetch: Fetch) -> None:

@@ -10,14 +10,15 @@ from torch import Tensor
 
 
 @contextmanager
-def without_deprecated_arguments() -> Iterator[None]:
-    """Context for downloads by diffusers, without a warning about an argument that the user has not given.
+def without_own_deprecations() -> Iterator[None]:
+    """Context without the deprecation warnings that diffusers causes by itself, whatever the user does.
 
-    diffusers 0.42 always passes `local_dir_use_symlinks`, which huggingface-hub 2 ignores with a warning. Remove this
-    function when diffusers does not.
+    diffusers 0.42 always passes `local_dir_use_symlinks`, which huggingface-hub 2 ignores with a warning, and its
+    PRXPipeline inherits from a class that announces its own removal. Remove this function when diffusers does neither.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings('ignore', message='The `local_dir_use_symlinks` argument is deprecated')
+        warnings.filterwarnings('ignore', message='`LoraLoaderMixin` is deprecated')
         yield
 
 

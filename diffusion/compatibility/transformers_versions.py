@@ -76,6 +76,14 @@ def byte_pairs(tokenizer: CLIPTokenizer) -> tuple[dict[str, int], list[tuple[str
     return model['vocab'], [tuple(pair) for pair in model['merges']]
 
 
+def features(output: Any) -> Tensor:
+    """Return the features [B, D] from what CLIP's get_image_features or get_text_features returned.
+
+    transformers 5 wraps them in another object. Remove this function with the support of transformers 4.
+    """
+    return output if isinstance(output, Tensor) else output.pooler_output
+
+
 def mask_without_values(input_ids: Tensor) -> Tensor | None:
     """Return the attention mask for a text encoder whose token ids [B, L] are on the meta device, to count its cost.
 

@@ -4,8 +4,8 @@ import os
 import sys
 from collections.abc import Container, MutableMapping
 
-SPIN_COUNT = 2000
-"""Checks of an idle thread before it sleeps, about 20 us by the estimate in libgomp's env.c (100,000 per ms).
+SPIN_COUNT = 1500
+"""Checks of an idle thread before it sleeps, about 15 us by the estimate in libgomp's env.c (100,000 per ms).
 
 benchmarks/busy_machine.py compares values.
 """

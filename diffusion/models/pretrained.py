@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import CLIPTokenizer, PreTrainedModel
 
-from diffusion.compatibility.diffusers_versions import without_deprecated_arguments
+from diffusion.compatibility.diffusers_versions import without_own_deprecations
 from diffusion.config.byte_sizes import bytes_text
 from diffusion.config.weight_sources import revision_problem
 from diffusion.errors import UserError
@@ -112,7 +112,7 @@ def load_pretrained(
     loader: Any = part
     try:
         if _without_weights and issubclass(part, ModelMixin):
-            with without_deprecated_arguments():
+            with without_own_deprecations():
                 config = loader.load_config(source, subfolder=subfolder, **options)
             return loader.from_config(config)
         if issubclass(part, PreTrainedModel) and (_without_weights or read_config is not None):
@@ -124,7 +124,7 @@ def load_pretrained(
         # Without its files, a tokenizer of transformers 5 would be an empty one.
         if (missing := missing_tokenizer_file(part, source, subfolder)) is not None:
             raise missing
-        with without_deprecated_arguments():
+        with without_own_deprecations():
             loaded = loader.from_pretrained(source, subfolder=subfolder, **options)
     except (OSError, ValueError, TypeError, SafetensorError) as error:
         replacement = loading_error(error, part, source, subfolder=subfolder, revision=revision)

@@ -5,7 +5,6 @@ Shapes: B images, C channels of the noise, H W its size.
 
 import argparse
 import inspect
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from torch import Tensor
 
+from diffusion.compatibility.diffusers_versions import without_own_deprecations
 from diffusion.models.denoisers.mmdit import T5_LENGTH
 from diffusion.models.randomness import Purpose, draws_for
 from diffusion.models.sampler import scheduler_class
@@ -35,9 +35,7 @@ class ExportedPipeline:
     def __init__(self, folder: Path, *, lora: Path | None = None) -> None:
         check_pipeline(folder)
         diffusers.utils.logging.disable_progress_bar()
-        with warnings.catch_warnings():
-            # A base class of diffusers 0.39 that is of no use to a PRXPipeline announces its removal.
-            warnings.filterwarnings('ignore', message='`LoraLoaderMixin` is deprecated')
+        with without_own_deprecations():
             # low_cpu_mem_usage needs accelerate, which is not a dependency; diffusers warns if it is not turned off.
             self._pipeline: Any = DiffusionPipeline.from_pretrained(
                 folder,

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from diffusion.compatibility import private_names
+from diffusion.compatibility.torch_versions import average_by_summing, ignore_views_of_fsdp2, set_group_timeout
 from diffusion.config.recipe import ParallelismConfig
 from diffusion.errors import UserError
 
@@ -46,8 +47,7 @@ def parallelism_config(settings: ParallelismConfig) -> dict[str, Any] | None:
         if settings.replicas > 1 and not torch.cuda.is_available():
             # When it reduces over replicas, FSDP2 in torch 2.7 asserts that a CUDA stream event exists.
             raise UserError(f'parallelism.replicas: {settings.replicas} groups need GPUs; use 1 on CPUs')
-        # torch 2.14 warns that changing PRX's prediction in place would be wrong; nothing does.
-        warnings.filterwarnings('ignore', message='FSDP2-wrapped module .* returned a view tensor')
+        ignore_views_of_fsdp2()
         with warnings.catch_warnings():
             warnings.filterwarnings('ignore', message='FSDP2 Config/APIs are experimental')
             config = HybridFSDP2Config(
@@ -77,14 +77,12 @@ def parallelism_config(settings: ParallelismConfig) -> dict[str, Any] | None:
 def set_group_timeouts(seconds: float) -> None:
     """Set the timeout of collectives in all process groups of this process, such as those of FSDP's device mesh."""
     # torch creates the groups of a mesh with replicas with its own default, 10 minutes for NCCL, whatever the timeout
-    # of the default group: a collective in them would end a run that hangs before the watchdog does. torch 2.7 has only
-    # private functions for it, neither init_device_mesh nor a setter; torch 2.14 has set_timeout.
+    # of the default group: a collective in them would end a run that hangs before the watchdog does.
     if not torch.distributed.is_initialized():
         return
-    set_timeout = getattr(torch.distributed, 'set_timeout', None) or private_names._set_pg_timeout
     for group in list(private_names._world.pg_map):
         if torch.distributed.get_backend(group) in ('nccl', 'gloo') and torch.distributed.get_world_size(group) > 0:
-            set_timeout(datetime.timedelta(seconds=seconds), group)
+            set_group_timeout(datetime.timedelta(seconds=seconds), group)
 
 
 def settle_buckets(model: DistributedDataParallel) -> None:
@@ -152,14 +150,4 @@ def average_gradients_on_cpu(model: nn.Module) -> None:
         mesh = next((each.device_mesh for each in module.parameters() if isinstance(each, DTensor)), None)
         if mesh is None or mesh.device_type != 'cpu' or mesh.size() == 1:
             continue
-        request_sum: Any = getattr(module, 'set_force_sum_reduction_for_comms', None)
-        if request_sum is not None:  # torch 2.9 or newer; FSDP2 divides the sum
-            request_sum(True)
-        else:
-            module.set_all_reduce_hook(functools.partial(_divide_sum, ranks=mesh.size()))
-
-
-def _divide_sum(gradients: Tensor, ranks: int) -> None:
-    """Turn a sum over ranks into an average, in place: a hook of FSDP2 after it reduced gradients, for torch < 2.9."""
-    if gradients.dtype in (torch.float32, torch.bfloat16):  # for float16, FSDP2 requests a sum and divides it itself
-        gradients.div_(ranks)
+        average_by_summing(module, mesh.size())

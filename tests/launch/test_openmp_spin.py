@@ -95,7 +95,7 @@ def test_rank_of_a_node_spins_shortly(tmp_path):
 
 @pytest.mark.parametrize(
     ('given', 'expected'),
-    [({}, '2000'), ({'GOMP_SPINCOUNT': '70'}, '70'), ({'OMP_WAIT_POLICY': 'PASSIVE'}, '0')],
+    [({}, '1500'), ({'GOMP_SPINCOUNT': '70'}, '70'), ({'OMP_WAIT_POLICY': 'PASSIVE'}, '0')],
     ids=['nothing set', 'spin set', 'policy set'],
 )
 def test_libgomp_has_the_short_spin_unless_the_user_chose_a_wait(tmp_path, given, expected):

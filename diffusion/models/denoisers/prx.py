@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,7 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.transformers.transformer_prx import PRXBlock, PRXTransformer2DModel
 from torch import Tensor
 
-from diffusion.compatibility.diffusers_versions import keep_prx_masks_small
+from diffusion.compatibility.diffusers_versions import keep_prx_masks_small, without_own_deprecations
 from diffusion.errors import UserError
 from diffusion.models.denoisers.condition import Condition
 from diffusion.models.denoisers.family import DenoiserFamily, DenoiserSizes, TokenBlocks
@@ -25,7 +24,7 @@ keep_prx_masks_small()
 
 def _loadable_in_pipeline(encoder: Any) -> Any:
     """Return a text encoder that a saved PRXPipeline loads again; that of T5-Gemma needs another configuration."""
-    # diffusers 0.39 reads the file as a T5GemmaConfig and takes its `encoder`. The configuration of a T5GemmaEncoder is
+    # diffusers reads the file as a T5GemmaConfig and takes its `encoder`. The configuration of a T5GemmaEncoder is
     # that encoder's alone, so diffusers would use its defaults, those of the 2B model.
     if encoder.config.model_type != 't5_gemma_module':
         return encoder
@@ -78,9 +77,7 @@ class PRX(DenoiserFamily):
             )
         if model.caption_dropout_mode == 'zeros':
             log.warning('export: trained with zeros for dropped captions; a PRXPipeline uses the empty caption instead')
-        with warnings.catch_warnings():
-            # A base class of diffusers 0.39 that is of no use to a PRXPipeline announces its removal.
-            warnings.filterwarnings('ignore', message='`LoraLoaderMixin` is deprecated')
+        with without_own_deprecations():
             if isinstance(model.vae, PixelSpace):
                 return _pixel_pipeline(model)
             self.check_exportable(model, 'PRXPipeline')

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,7 +62,16 @@ LONG_COLLECTION_SECONDS = 0.1
 RANK_VARIABLES = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK', 'MASTER_ADDR', 'MASTER_PORT')
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption('--slow-part', metavar='I/N', default='0/1', help='run only the I-th of N parts of the slow tests')
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part, parts = (int(number) for number in config.getoption('--slow-part').split('/'))
+    left_out = {item for item in items if item.get_closest_marker('slow') and part_of(item.nodeid, parts) != part}
+    if left_out:
+        config.hook.pytest_deselected(items=[*left_out])
+        items[:] = [item for item in items if item not in left_out]
     order = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
     if not any(item.get_closest_marker('gpu') for item in items):
@@ -72,6 +82,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker('gpu'):
                 item.add_marker(pytest.mark.skip(reason='needs a GPU; torch.cuda.is_available() is False'))
+
+
+def part_of(nodeid: str, parts: int) -> int:
+    """Return the number of the part that a slow test is in; the cases of a test are in one part."""
+    return zlib.crc32(nodeid.partition('[')[0].encode()) % parts
 
 
 @pytest.fixture(

@@ -168,6 +168,7 @@ class _IndexUnpickler(pickle.Unpickler):
             ('collections', 'OrderedDict'): collections.OrderedDict,
             ('datetime', 'timedelta'): datetime.timedelta,
             ('pathlib', 'PosixPath'): PosixPath,
+            ('pathlib._local', 'PosixPath'): PosixPath,  # its name in Python 3.13
         }
         if (module_name, global_name) in plain:
             return plain[module_name, global_name]

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,17 @@ def test_damaged_file_is_not_called_code(tmp_path, content):
     (tmp_path / 'weights.pth').write_bytes(content)
     with pytest.raises(UserError, match='cannot be read as weights'):
         read_lpips(tmp_path)
+
+
+@pytest.mark.filterwarnings('ignore:torch.distributed is disabled')
+@pytest.mark.parametrize('module', ['pathlib', 'pathlib._local'], ids=['other versions', 'Python 3.13'])
+def test_index_of_any_version_of_python_is_read(tmp_path, module):
+    write_sharded(tmp_path)
+    expected = shapes(tmp_path)
+    index = pickle.loads((tmp_path / '.metadata').read_bytes())
+    # Protocol 2 has the names as lines of text.
+    path = re.compile(rb'cpathlib(\._local)?\nPosixPath\n')
+    content, count = path.subn(f'c{module}\nPosixPath\n'.encode(), pickle.dumps(index, protocol=2))
+    assert count == 1
+    (tmp_path / '.metadata').write_bytes(content)
+    assert shapes(tmp_path) == expected

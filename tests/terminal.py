@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-CODES = re.compile(r'\x1b\[(\d*)([AK])|[\r\n]|[^\x00-\x1f\x7f]')
+CODES = re.compile(r'\x1b\[([\d;]*)([AKm])|[\r\n]|[^\x00-\x1f\x7f]')
 """The control codes that the emulation knows, and printable characters."""
 
 
@@ -42,6 +42,8 @@ class Screen:
 
     def _obey(self, code: re.Match[str]) -> None:
         count, letter = code.groups()
+        if letter == 'm':  # a color, as of tracebacks since Python 3.13
+            return
         if letter is None and code[0] not in '\r\n':
             self._put(code[0])
             return

@@ -67,7 +67,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    part, parts = (int(number) for number in config.getoption('--slow-part').split('/'))
+    part, parts = (int(number) for number in str(config.getoption('--slow-part')).split('/'))
     left_out = {item for item in items if item.get_closest_marker('slow') and part_of(item.nodeid, parts) != part}
     if left_out:
         config.hook.pytest_deselected(items=[*left_out])

@@ -1,1 +1,5 @@
-"""Names of other packages that are not part of their public interface."""
+"""Private names of other packages, and differences between their versions."""
+
+from diffusion.compatibility.version_bounds import check_bounds
+
+check_bounds()

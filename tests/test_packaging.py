@@ -139,6 +139,7 @@ def test_documented_overrides_are_those_of_the_file():
     assert shown == lines_of('overrides-current.txt')
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason='Python 3.10 does not know the modules of most packages')
 def test_every_imported_package_is_declared():
     declared = {canonicalize_name(Requirement(r).name) for r in project['dependencies'] + extras['quickstart']}
     optional = [line for name in ('eval', 'formats', 'kubernetes', 'mcli', 'ray') for line in extras[name]]

@@ -8,7 +8,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from diffusion.errors import UserError
 
@@ -106,7 +106,9 @@ def constrained(function: Function) -> Function:
 
 def declared(annotation: Any) -> tuple[Constraint, ...]:
     """Return the constraints that an evaluated annotation declares."""
-    extras = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
+    # In Python 3.10, the annotation of an argument whose default is None is Optional[Annotated[...]].
+    parts = get_args(annotation) if get_origin(annotation) is Union else (annotation,)
+    extras = [extra for part in parts if get_origin(part) is Annotated for extra in get_args(part)[1:]]
     return tuple(extra for extra in extras if isinstance(extra, Constraint))
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -39,6 +40,8 @@ def csv_rows(
         UnicodeDecodeError: The file is not UTF-8, and `errors` is `strict`.
     """
     with file.open(encoding='utf-8-sig', errors=errors, newline='') as lines:
+        if sys.version_info < (3, 11):  # whose csv refuses NUL; is_misread finds surrogates too
+            lines = (line.replace('\0', '\udc80') for line in lines)
         reader = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)  # pyright: ignore[reportArgumentType]
         try:
             columns = next(reader, [])

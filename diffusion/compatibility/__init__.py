@@ -1,5 +1,5 @@
 """Private names of other packages, and differences between their versions."""
 
-from diffusion.compatibility.version_bounds import check_bounds
+from diffusion.compatibility.diffusers_bounds import check_diffusers
 
-check_bounds()
+check_diffusers()

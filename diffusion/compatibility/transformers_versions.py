@@ -76,7 +76,7 @@ def byte_pairs(tokenizer: CLIPTokenizer) -> tuple[dict[str, int], list[tuple[str
     return model['vocab'], [tuple(pair) for pair in model['merges']]
 
 
-def features(output: Any) -> Tensor:
+def clip_features(output: Any) -> Tensor:
     """Return the features [B, D] from what CLIP's get_image_features or get_text_features returned.
 
     transformers 5 wraps them in another object. Remove this function with the support of transformers 4.

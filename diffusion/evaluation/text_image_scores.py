@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import CLIPImageProcessor, CLIPModel
 
-from diffusion.compatibility.transformers_versions import fast_tokenizer, features
+from diffusion.compatibility.transformers_versions import clip_features, fast_tokenizer
 from diffusion.models.pretrained import load_pretrained
 
 CLIP_SCORE_SCALE = 100.0
@@ -56,7 +56,7 @@ class TextImageScore(nn.Module):
         pixels = [self._processor(each, return_tensors='pt')['pixel_values'] for each in images]  # of any sizes
         seen = network.get_image_features(pixel_values=torch.cat(pixels).to(device))
         read = network.get_text_features(**text.to(device))
-        similarity = functional.cosine_similarity(features(seen).float(), features(read).float(), dim=1)
+        similarity = functional.cosine_similarity(clip_features(seen).float(), clip_features(read).float(), dim=1)
         if self.kind == 'clip_score':
             return (CLIP_SCORE_SCALE * similarity).clamp(min=0)
         return self.network.logit_scale.exp().float() * similarity

@@ -1,0 +1,30 @@
+"""Bounds of diffusers, which pyproject.toml names without any, checked when this package is imported.
+
+With bounds in the metadata, pip before 26.3 would choose the version of diffusers before that of transformers, which
+mosaicml-streaming bounds; pip 23.2.1 had not found versions that fit after ten minutes. Remove this module when
+mosaicml-streaming allows transformers 5.
+"""
+
+import importlib.metadata
+import re
+
+from diffusion.errors import UserError
+
+BOUNDS = '>=0.39,<0.43'
+"""U-Net, VAE, noise schedulers and pipelines; configs change in minor releases."""
+
+
+def check_diffusers() -> None:
+    """Check the installed version of diffusers.
+
+    Raises:
+        UserError: It is outside the bounds.
+    """
+    version = importlib.metadata.version('diffusers')
+    oldest, too_new = ((int(major), int(minor)) for major, minor in re.findall(r'(\d+)\.(\d+)', BOUNDS))
+    major, minor = version.split('.')[:2]
+    if not oldest <= (int(major), int(minor)) < too_new:
+        raise UserError(
+            f'diffusers {version} is installed, but this package needs {BOUNDS}; install it with pip install '
+            f"'diffusers{BOUNDS}', or the tested versions with `make install`, see docs/install.md"
+        )

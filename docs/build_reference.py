@@ -249,7 +249,7 @@ def _component(kind: str, name: str) -> Iterator[str]:
     supplied = {*SUPPLIED.get(kind, ()), *(('model',) if kind == 'trainer' else ())}
     signature = registry.signature(kind, name)
     rows = [
-        (each.name, each.annotation, in_yaml(defaults.get(each.name, 'required')), meanings.get(each.name, ''))
+        (each.name, each.annotation, in_yaml(defaults.get(each.name, 'required')), meanings.get(each.name, each.doc))
         for each in signature.parameters
         if each.name not in supplied
     ]
@@ -289,11 +289,15 @@ def in_yaml(default: str) -> str:
 
 
 def _resolved_defaults(module: str, node: ast.FunctionDef | ast.ClassDef) -> dict[str, str]:
-    """Return the defaults of a builder that are constants of other modules, by their values."""
+    """Return the defaults of a builder that are constants of other modules, or declared with the shared keywords."""
     if not BUILDERS.match(module):
         return {}
-    values = of_source(module, node.name).defaults()
-    return {name: value for name, value in values.items() if isinstance(value, str)}
+    own = _defaults(node)
+    return {
+        name: value if isinstance(value, str) else str(value)
+        for name, value in of_source(module, node.name).defaults().items()
+        if isinstance(value, str) or name not in own
+    }
 
 
 @cache

@@ -10,6 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from typing_extensions import Unpack
+
+from diffusion.config.keyword_meaning import Default
 from diffusion.errors import UserError
 
 Function = TypeVar('Function', bound=Callable[..., Any])
@@ -85,10 +88,13 @@ CONSTRAINTS: dict[str, type[Constraint]] = {
 def constrained(function: Function) -> Function:
     """Return the function with a check of its arguments: it raises UserError if one violates its constraints.
 
-    Text in the place of a number violates them too.
+    Text in the place of a number violates them too. If the function takes `**keywords: Unpack[...]`, it gets all
+    keywords of that TypedDict, with the defaults of those that are not given.
     """
-    signature, hints = inspect.signature(function), get_type_hints(function, include_extras=True)
+    signature, hints = full_signature(function), keyword_hints(function)
     constraints = {name: found for name, hint in hints.items() if (found := declared(hint))}
+    own = inspect.signature(function).parameters
+    unpacked = {name: each.default for name, each in signature.parameters.items() if name not in own}
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -99,17 +105,63 @@ def constrained(function: Function) -> Function:
             for constraint in constraints[name]:
                 if (problem := constraint.problem(given[name])) is not None:
                     raise UserError(f'{name}: {problem}')
-        return function(*args, **kwargs)
+        return function(*args, **unpacked | kwargs)
 
+    checked.__signature__ = signature  # type: ignore[attr-defined]
     return checked  # type: ignore[return-value]
+
+
+def defaults(**values: Any) -> Callable[[Function], Function]:
+    """Return a decorator that sets defaults of keywords that a function takes as `**keywords: Unpack[...]`."""
+
+    def decorate(function: Function) -> Function:
+        function.keyword_defaults = values  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+def full_signature(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a function or class, with the keywords of a TypedDict in place of `**keywords`."""
+    signature = inspect.signature(function)
+    init = function.__init__ if inspect.isclass(function) else function
+    values = getattr(init, 'keyword_defaults', {})
+    found = []
+    for each in signature.parameters.values():
+        if get_origin(each.annotation) is not Unpack:
+            found.append(each)
+            continue
+        for name, hint in get_type_hints(*get_args(each.annotation), include_extras=True).items():
+            default = next((extra.value for extra in extras_of(hint) if isinstance(extra, Default)), each.empty)
+            default = values.get(name, default)
+            found.append(inspect.Parameter(name, each.KEYWORD_ONLY, default=default, annotation=hint))
+    return signature.replace(parameters=found)
+
+
+def keyword_hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the evaluated annotations of a function, with the keywords of a TypedDict in place of `**keywords`."""
+    found: dict[str, Any] = {}
+    for name, hint in get_type_hints(function, include_extras=True).items():
+        unpacked = get_origin(hint) is Unpack
+        found |= get_type_hints(*get_args(hint), include_extras=True) if unpacked else {name: hint}
+    return found
 
 
 def declared(annotation: Any) -> tuple[Constraint, ...]:
     """Return the constraints that an evaluated annotation declares."""
+    return tuple(extra for extra in extras_of(annotation) if isinstance(extra, Constraint))
+
+
+def plain_type(annotation: Any) -> Any:
+    """Return an evaluated annotation without the constraints and meanings that it declares."""
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def extras_of(annotation: Any) -> list[Any]:
+    """Return everything that an evaluated annotation declares beside the type: constraints and meanings."""
     # In Python 3.10, the annotation of an argument whose default is None is Optional[Annotated[...]].
     parts = get_args(annotation) if get_origin(annotation) is Union else (annotation,)
-    extras = [extra for part in parts if get_origin(part) is Annotated for extra in get_args(part)[1:]]
-    return tuple(extra for extra in extras if isinstance(extra, Constraint))
+    return [extra for part in parts if get_origin(part) is Annotated for extra in get_args(part)[1:]]
 
 
 def _text_problem(value: Any) -> str | None:

@@ -8,8 +8,9 @@ import importlib
 import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import is_dataclass
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
+from diffusion.config.constraints import keyword_hints, plain_type
 from diffusion.config.recipe import Component
 from diffusion.config.schema import MISSING, Gatherer, Problem, did_you_mean, join
 from diffusion.config.schema import build_dataclass as build_value
@@ -158,7 +159,7 @@ def build(kind: str, component: Component, *, offered: Mapping[str, Any] | None 
     # The annotation may be `Objective | None`, so look at the union's members too.
     for key, value in kwargs.items():
         if isinstance(value, Mapping):
-            hint = get_type_hints(target.__init__ if inspect.isclass(target) else target).get(key)
+            hint = plain_type(keyword_hints(target.__init__ if inspect.isclass(target) else target).get(key))
             choices = [choice for choice in (hint, *get_args(hint)) if is_dataclass(choice)]
             values[key] = choices[0](**value) if choices else value  # type: ignore[operator]
     return target(**values, **supplied)

@@ -150,8 +150,13 @@ def attribute_docs(kind: type) -> dict[str, str]:
     # Python does not keep doc strings of attributes at run time, so parse the source.
     tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     assert isinstance(tree, ast.ClassDef)
+    return doc_strings(tree)
+
+
+def doc_strings(node: ast.ClassDef) -> dict[str, str]:
+    """Return the doc string under each annotated attribute of a class that `ast` has parsed."""
     docs = {}
-    for statement, following in zip(tree.body, tree.body[1:], strict=False):
+    for statement, following in zip(node.body, node.body[1:], strict=False):
         if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
             continue
         if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):

@@ -5,11 +5,21 @@ import functools
 import importlib.util
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union
 
-from diffusion.config.constraints import CONSTRAINTS, Constraint, declared
+from diffusion.config.constraints import CONSTRAINTS, Constraint, declared, extras_of, full_signature, plain_type
+from diffusion.config.keyword_meaning import (
+    MEANINGS,
+    NAMED_MEANINGS,
+    Default,
+    Meaning,
+    NotArchitecture,
+    OnResume,
+    WeightsOf,
+)
+from diffusion.config.schema import doc_strings
 from diffusion.errors import UserError
 
 # Types that YAML values can have; keywords of any other type are not checked.
@@ -33,6 +43,25 @@ class Parameter:
     """Constraints that its annotation declares, as in `Annotated[int, MultipleOf(8)]`."""
     default: Any = None
     """Default value; None if it is required, and the source text of a default that is not a plain value."""
+    meanings: tuple[Meaning, ...] = ()
+    """What its annotation declares beside type and constraints, as in `Annotated[int, NotArchitecture()]`."""
+    doc: str = ''
+    """Doc string under its declaration in a dataclass or a TypedDict."""
+
+    @property
+    def on_resume(self) -> OnResume | None:
+        """Effect of a changed value when a run resumes, if the annotation declares it."""
+        return next((each for each in self.meanings if isinstance(each, OnResume)), None)
+
+    @property
+    def changes_architecture(self) -> bool:
+        """False if the annotation declares that the keyword of a model changes no parameters, FLOPs or activations."""
+        return not any(isinstance(each, NotArchitecture) for each in self.meanings)
+
+    @property
+    def weights_of(self) -> tuple[str, ...]:
+        """Parts of a model that are loaded from the folder or repository that is the value; empty for other values."""
+        return next((each.parts for each in self.meanings if isinstance(each, WeightsOf)), ())
 
 
 @dataclass(frozen=True)
@@ -44,6 +73,8 @@ class Signature:
     """True if the component takes any other keyword too (`**kwargs`)."""
     nested: Mapping[str, str]
     """Dataclasses that the component's file imports from this package, as `module:attribute`, by name in that file."""
+    on_resume: OnResume | None = None
+    """Effect of adding or removing the component when a run resumes, if its class declares it."""
 
     def names(self) -> set[str]:
         """Return the names of the keywords that the component accepts."""
@@ -61,7 +92,7 @@ class Signature:
 
 def of_object(target: Any) -> Signature:
     """Return the parameters of an imported class or function, to check or select its keyword arguments by."""
-    found = inspect.signature(target).parameters.values()
+    found = full_signature(target).parameters.values()
     named = [p for p in found if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     parameters = tuple(
         Parameter(
@@ -70,6 +101,7 @@ def of_object(target: Any) -> Signature:
             p.default is p.empty,
             declared(p.annotation),
             None if p.default is p.empty else p.default,
+            tuple(each for each in extras_of(p.annotation) if isinstance(each, Meaning)),
         )
         for p in named
     )
@@ -84,25 +116,89 @@ def of_source(module: str, attribute: str) -> Signature:
         UserError: The module cannot be found, or does not define the attribute.
     """
     tree = _source(module)
-    definitions = {n.name: n for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef)}
+    definitions = _definitions(tree)
     node = definitions.get(attribute)
     if node is None:
         raise UserError(f'{module} defines no {attribute}; register it with the module that defines it')
-    nested = {name: f'{home}:{original}' for name, home, original in _imports(tree) if _is_dataclass_in(home, original)}
-    # Annotations may name type aliases such as CaptionChoice, of this file or of one that it imports them from.
-    aliases = _aliases(tree) | {name: _aliases(_source(home)).get(original) for name, home, original in _imports(tree)}
+    on_resume = _class_on_resume(node)
     # Follow a class without __init__ to its first base in the same file; a base from another file is not looked up.
     while isinstance(node, ast.ClassDef):
         inits = [item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == '__init__']
         if inits:
-            return Signature(_arguments(inits[0], aliases, tree)[1:], _takes_any(inits[0], module), nested)
+            found = _of_function(inits[0], module)
+            return replace(found, parameters=found.parameters[1:], on_resume=on_resume)
         if _is_dataclass(node):
-            return Signature(_fields(node, aliases, tree), False, nested)
+            return Signature(_fields(node, module), False, _dataclasses_of(module), on_resume)
         bases = [base.id for base in node.bases if isinstance(base, ast.Name) and base.id in definitions]
         if not bases:
-            return Signature((), False, nested)
+            return Signature((), False, _dataclasses_of(module), on_resume)
         node = definitions[bases[0]]
-    return Signature(_arguments(node, aliases, tree), _takes_any(node, module), nested)
+        on_resume = on_resume or _class_on_resume(node)
+    return _of_function(node, module)
+
+
+def _of_function(node: ast.FunctionDef, module: str) -> Signature:
+    """Return the signature of a function, with the keywords of a TypedDict in place of `**keywords: Unpack[...]`."""
+    parameters, nested = _arguments(node, module), _dataclasses_of(module)
+    kwarg = node.args.kwarg
+    if kwarg is None:
+        return Signature(parameters, False, nested)
+    name = _unpacked_name(kwarg.annotation)
+    home, original = _home(name, module) if name is not None else ('', '')
+    if home:
+        defaults = _decorated_defaults(node)
+        parameters += tuple(
+            replace(each, default=defaults.get(each.name, each.default)) for each in _entries(home, original)
+        )
+        return Signature(parameters, False, {**_dataclasses_of(home), **nested})
+    # Classes of this package take **kwargs only for values that the program sets, such as StreamingDataset's keywords.
+    # Accepting them from a recipe would hide typos and bypass the `loader` section.
+    return Signature(parameters, not module.startswith('diffusion.'), nested)
+
+
+def _unpacked_name(annotation: ast.expr | None) -> str | None:
+    """Return the name of the class in `Unpack[NAME]`, or None for another annotation."""
+    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value).split('.')[-1] == 'Unpack':
+        return ast.unparse(annotation.slice)
+    return None
+
+
+def _home(name: str, module: str) -> tuple[str, str]:
+    """Return the module of this package that defines a class named in a file, and its name there; '' if none does."""
+    if name in _definitions(_source(module)):
+        return module, name
+    return next(((home, original) for local, home, original in _imports(_source(module)) if local == name), ('', ''))
+
+
+def _entries(module: str, name: str) -> tuple[Parameter, ...]:
+    """Return the entries of a TypedDict and of the classes in its file that it inherits from, base classes first."""
+    node = _definitions(_source(module))[name]
+    assert isinstance(node, ast.ClassDef)
+    known = [base.id for base in node.bases if isinstance(base, ast.Name) and base.id in _definitions(_source(module))]
+    found = [entry for base in known for entry in _entries(module, base)]
+    return (*found, *_fields(node, module))
+
+
+def _decorated_defaults(node: ast.FunctionDef) -> dict[str, Any]:
+    """Return the values of the decorator `defaults` of a function."""
+    calls = [each for each in node.decorator_list if isinstance(each, ast.Call)]
+    return {
+        keyword.arg: ast.literal_eval(keyword.value)
+        for call in calls
+        if ast.unparse(call.func) == 'defaults'
+        for keyword in call.keywords
+        if keyword.arg
+    }
+
+
+def _class_on_resume(node: ast.ClassDef | ast.FunctionDef) -> OnResume | None:
+    """Return the value of a class's attribute `on_resume`, if it has one."""
+    for statement in node.body if isinstance(node, ast.ClassDef) else ():
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == 'on_resume':
+            found = _meaning(statement.value)
+            assert isinstance(found, OnResume), f'{node.name}.on_resume'
+            return found
+    return None
 
 
 def simple_type(annotation: str) -> Any:
@@ -180,6 +276,18 @@ def _source(module: str) -> ast.Module:
     return ast.parse(source_file(module).read_text(encoding='utf-8'))
 
 
+def _definitions(tree: ast.Module) -> dict[str, ast.ClassDef | ast.FunctionDef]:
+    """Return the classes and functions of a file by name."""
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+
+
+@functools.cache
+def _dataclasses_of(module: str) -> Mapping[str, str]:
+    """Return the dataclasses that a file imports from this package, as in `Signature.nested`."""
+    found = _imports(_source(module))
+    return {name: f'{home}:{original}' for name, home, original in found if _is_dataclass_in(home, original)}
+
+
 def _imports(tree: ast.Module) -> list[tuple[str, str, str]]:
     """List imports from this package as (name in the file, module, name in that module)."""
     return [
@@ -201,8 +309,15 @@ def _value(node: ast.expr, tree: ast.Module) -> Any:
     raise UserError(f'{homes[node.value.id]}: defines no {node.attr}')
 
 
-def _aliases(tree: ast.Module) -> dict[str, ast.expr | None]:
-    """Return the type aliases of a file, such as `Choice = Literal['first', 'random']`, by name."""
+@functools.cache
+def _aliases(module: str) -> _Aliases:
+    """Return the type aliases of a file, such as `Choice = Literal['first', 'random']`, and of those it imports."""
+    imported = {name: _own_aliases(_source(home)).get(original) for name, home, original in _imports(_source(module))}
+    return _own_aliases(_source(module)) | imported
+
+
+def _own_aliases(tree: ast.Module) -> dict[str, ast.expr]:
+    """Return the type aliases that a file defines, by name."""
     return {
         target.id: statement.value
         for statement in tree.body
@@ -213,18 +328,27 @@ def _aliases(tree: ast.Module) -> dict[str, ast.expr | None]:
 
 
 def _parameter(
-    name: str, annotation: ast.expr | None, default: ast.expr | None, aliases: _Aliases, tree: ast.Module
+    name: str, annotation: ast.expr | None, default: ast.expr | None, module: str, doc: str = ''
 ) -> Parameter:
-    """Return a parameter, with a type alias as annotation replaced by its definition."""
-    if isinstance(annotation, ast.Name):
-        annotation = aliases.get(annotation.id) or annotation
-    constraints: tuple[Constraint, ...] = ()
-    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value).split('.')[-1] == 'Annotated':
+    """Return a parameter, with type aliases in its annotation replaced by their definitions."""
+    extras: list[ast.expr] = []
+    while True:
+        alias = _aliases(module).get(annotation.id) if isinstance(annotation, ast.Name) else None
+        annotation = alias or annotation
+        if not isinstance(annotation, ast.Subscript) or ast.unparse(annotation.value).split('.')[-1] != 'Annotated':
+            break
         assert isinstance(annotation.slice, ast.Tuple)
-        annotation, *extras = annotation.slice.elts
-        constraints = tuple(found for extra in extras if (found := _constraint(extra)) is not None)
+        annotation, *more = annotation.slice.elts
+        extras += more
+    constraints = tuple(found for extra in extras if (found := _constraint(extra)) is not None)
+    meanings = tuple(meaning for extra in extras if (meaning := _meaning(extra)) is not None)
+    value = None if default is None else _plain(default, _source(module))
+    # An entry of a TypedDict has no place for a default.
+    declared_default = next((each for each in meanings if isinstance(each, Default)), None)
+    required = default is None and declared_default is None
+    value = declared_default.value if declared_default is not None else value
     text = ast.unparse(annotation) if annotation else ''
-    return Parameter(name, text, default is None, constraints, None if default is None else _plain(default, tree))
+    return Parameter(name, text, required, constraints, value, meanings, doc)
 
 
 def _plain(node: ast.expr, tree: ast.Module) -> Any:
@@ -242,35 +366,37 @@ def _constraint(node: ast.expr) -> Constraint | None:
     return CONSTRAINTS[ast.unparse(node.func)](*(ast.literal_eval(argument) for argument in node.args))
 
 
+def _meaning(node: ast.expr) -> Meaning | None:
+    """Evaluate a meaning of an annotation, such as `NotArchitecture()` or `FROZEN_PARTS`; return None for others."""
+    if isinstance(node, ast.Name):
+        return NAMED_MEANINGS.get(node.id)
+    if not isinstance(node, ast.Call) or ast.unparse(node.func) not in MEANINGS:
+        return None
+    return MEANINGS[ast.unparse(node.func)](*(ast.literal_eval(argument) for argument in node.args))
+
+
 def _format_plain(annotation: Any) -> str:
     """Return the text of an evaluated annotation without its constraints."""
     if annotation is inspect.Parameter.empty:
         return ''
-    plain = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
-    return inspect.formatannotation(plain)
+    return inspect.formatannotation(plain_type(annotation))
 
 
-def _arguments(node: ast.FunctionDef, aliases: _Aliases, tree: ast.Module) -> tuple[Parameter, ...]:
+def _arguments(node: ast.FunctionDef, module: str) -> tuple[Parameter, ...]:
     """Return the parameters of a function that `ast` has parsed, without *args and **kwargs."""
     arguments = node.args
     positional = [*arguments.posonlyargs, *arguments.args]
     missing = len(positional) - len(arguments.defaults)
     found = list(zip(positional, [*[None] * missing, *arguments.defaults], strict=True))
     found += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    return tuple(_parameter(argument.arg, argument.annotation, value, aliases, tree) for argument, value in found)
+    return tuple(_parameter(argument.arg, argument.annotation, value, module) for argument, value in found)
 
 
-def _takes_any(node: ast.FunctionDef, module: str) -> bool:
-    """Return True if a recipe may set any keyword of a function, because the function takes **kwargs."""
-    # Classes of this package take **kwargs only for values that the program sets, such as StreamingDataset's keywords.
-    # Accepting them from a recipe would hide typos and bypass the `loader` section.
-    return node.args.kwarg is not None and not module.startswith('diffusion.')
-
-
-def _fields(node: ast.ClassDef, aliases: _Aliases, tree: ast.Module) -> tuple[Parameter, ...]:
-    """Return the fields of a dataclass definition as parameters."""
+def _fields(node: ast.ClassDef, module: str) -> tuple[Parameter, ...]:
+    """Return the fields of a dataclass or the entries of a TypedDict as parameters."""
+    docs = doc_strings(node)
     return tuple(
-        _parameter(item.target.id, item.annotation, item.value, aliases, tree)
+        _parameter(item.target.id, item.annotation, item.value, module, docs.get(item.target.id, ''))
         for item in node.body
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
     )

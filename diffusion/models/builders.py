@@ -2,22 +2,30 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from diffusers.models.autoencoders.autoencoder_dc import AutoencoderDC
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, PreTrainedTokenizerBase
+from typing_extensions import Unpack
 
 from diffusion.config.autoencoders import PIXELS
 from diffusion.config.constraints import AtLeast, MultipleOf, constrained
 from diffusion.errors import UserError
 from diffusion.models import sd2_config
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.objective import Objective
 from diffusion.models.pixel_space import PixelSpace
 from diffusion.models.pretrained import clip_tokenizer, load_pretrained, read_config
 from diffusion.models.text_conditioner import TextConditioner
+from diffusion.models.training_keywords import (
+    MaskPadding,
+    PipelineSource,
+    Resolution,
+    Revision,
+    TrainingKeywords,
+    VaeSource,
+)
 from diffusion.models.vae import Vae, downsampling, latent_channels
 
 TINY_VAE = Path(__file__).parent / 'weights' / 'tiny_vae'
@@ -64,19 +72,14 @@ def sd2_tokenizers(
 @tokenizes_with(sd2_tokenizers)
 @constrained
 def sd2(
-    resolution: Annotated[int, MultipleOf(8)] = 512,
+    resolution: Annotated[Resolution, MultipleOf(8)] = 512,
     *,
-    pretrained: str | None = sd2_config.PRETRAINED,
-    revision: str | None = sd2_config.REVISION,
-    vae: str | None = None,
-    objective: Objective | None = None,
-    caption_dropout: float = 0.1,
-    caption_dropout_mode: Literal['empty', 'zeros'] = 'empty',
-    mask_padding: bool = False,
+    pretrained: PipelineSource = sd2_config.PRETRAINED,
+    revision: Revision = sd2_config.REVISION,
+    vae: VaeSource = None,
+    mask_padding: MaskPadding = False,
     train_text_encoder: bool = False,
-    encoder_dtype: Literal['auto', 'float32', 'float16', 'bfloat16'] = 'auto',
-    posterior: Literal['sample', 'mean'] = 'sample',
-    seed: int = 17,
+    **training: Unpack[TrainingKeywords],
 ) -> LatentDiffusion:
     """Build Stable Diffusion 2: a U-Net from scratch (865,910,724 parameters) with pretrained VAE and text encoder.
 
@@ -88,7 +91,7 @@ def sd2(
         revision: Commit of the repository `pretrained`.
         vae: Source of the VAE if it is not `pretrained`: a folder of an AutoencoderKL or AutoencoderDC, a repository
             with a `vae` subfolder, or `pixels` to train on pixels.
-        objective: Training objective. The keywords from here on are those of `diffusion.LatentDiffusion`.
+        training: The keywords that all models share; see `training_keywords.py`.
     """
     check_sources(pretrained=pretrained, vae=vae)
     if vae is not None:
@@ -112,14 +115,9 @@ def sd2(
         UNet2DConditionModel(**unet),
         autoencoder,
         TextConditioner([encoder], sd2_tokenizers(pretrained=pretrained, revision=revision)),
-        objective=objective,
-        caption_dropout=caption_dropout,
-        caption_dropout_mode=caption_dropout_mode,
         mask_padding=mask_padding,
         train_text_encoder=train_text_encoder,
-        encoder_dtype=encoder_dtype,
-        posterior=posterior,
-        seed=seed,
+        **training,
     )
 
 
@@ -131,22 +129,17 @@ def tiny_tokenizers(*, max_length: int = 16) -> list[PreTrainedTokenizerBase]:
 @tokenizes_with(tiny_tokenizers)
 @constrained
 def tiny(
-    resolution: Annotated[int, MultipleOf(8)] = 64,
+    resolution: Annotated[Resolution, MultipleOf(8)] = 64,
     *,
-    vae: str | None = None,
+    vae: VaeSource = None,
     block_out_channels: Annotated[Sequence[int], MultipleOf(32)] = (128, 256),
     layers_per_block: Annotated[int, AtLeast(0)] = 1,
     text_width: Annotated[int, MultipleOf(32)] = 128,
     text_layers: Annotated[int, AtLeast(0)] = 2,
     max_length: Annotated[int, AtLeast(3)] = 16,
-    objective: Objective | None = None,
-    caption_dropout: float = 0.1,
-    caption_dropout_mode: Literal['empty', 'zeros'] = 'empty',
-    mask_padding: bool = False,
+    mask_padding: MaskPadding = False,
     train_text_encoder: bool = True,
-    encoder_dtype: Literal['auto', 'float32', 'float16', 'bfloat16'] = 'auto',
-    posterior: Literal['sample', 'mean'] = 'sample',
-    seed: int = 17,
+    **training: Unpack[TrainingKeywords],
 ) -> LatentDiffusion:
     """Build a miniature Stable Diffusion: the same classes, small enough to train on a laptop.
 
@@ -160,7 +153,7 @@ def tiny(
         text_width: D, width of the text encoder, a multiple of 32.
         text_layers: Number of layers of the text encoder.
         max_length: L, number of tokens to which captions are padded and truncated, start and end included.
-        objective: Training objective. The keywords from here on are those of `diffusion.LatentDiffusion`.
+        training: The keywords that all models share; see `training_keywords.py`.
     """
     check_sources(vae=vae)
     autoencoder = load_vae(vae or str(TINY_VAE))
@@ -182,14 +175,9 @@ def tiny(
         denoiser,
         autoencoder,
         text,
-        objective=objective,
-        caption_dropout=caption_dropout,
-        caption_dropout_mode=caption_dropout_mode,
         mask_padding=mask_padding,
         train_text_encoder=train_text_encoder,
-        encoder_dtype=encoder_dtype,
-        posterior=posterior,
-        seed=seed,
+        **training,
     )
 
 

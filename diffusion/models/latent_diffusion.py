@@ -7,14 +7,16 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from composer.models import ComposerModel
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
+from typing_extensions import Unpack
 
+from diffusion.config.constraints import constrained
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.batch_conditions import image_sizes, sizes_of_uncropped, stored_mask, stored_text
@@ -40,12 +42,11 @@ from diffusion.models.objective import (
     target,
 )
 from diffusion.models.part_checks import check_parts, check_perceptual
-from diffusion.models.perceptual_losses import PerceptualLosses, load_perceptual_loss
+from diffusion.models.perceptual_losses import load_perceptual_loss
 from diffusion.models.pixel_space import PixelSpace
 from diffusion.models.randomness import Draws, Purpose, RandomBits, draws_for, epoch_word, random_bits
 from diffusion.models.representation_alignment import (
     FeatureEncoder,
-    RepresentationAlignment,
     alignment_losses,
     build_alignment,
 )
@@ -55,6 +56,7 @@ from diffusion.models.stage_hooks import stage
 from diffusion.models.text_conditioner import TextConditioner, TextOutput, tokenize
 from diffusion.models.timestep_sampling import training_timesteps
 from diffusion.models.token_routing import Route, TokenRouter
+from diffusion.models.training_keywords import PixelTransformerKeywords
 from diffusion.models.vae import (
     Vae,
     decode_latents,
@@ -113,23 +115,15 @@ class LatentDiffusion(ComposerModel):
         vae: Autoencoder with its latent statistics (scaling_factor, or means and standard deviations per channel), or
             PixelSpace.
         text: Text encoders and their tokenizers.
-        objective: Prediction type, noise schedule and loss weighting.
-        caption_dropout: Fraction of captions dropped, for classifier-free guidance.
-        caption_dropout_mode: Replacement of a dropped caption: the empty caption, or zeros as its embedding.
         mask_padding: Hide the padding after the end of the caption from the denoiser.
         train_text_encoder: Train the text encoders together with the denoiser.
-        encoder_dtype: Data type of the frozen parts; auto is float16 if there is a GPU, else float32.
-        posterior: Train on a sample of the VAE's posterior, or on its mean.
-        seed: Seed of noise, timesteps, posterior and caption dropout, in [0, 2**32).
         latent_size: Side of the latents of images that are generated without a size, in cells; None is the side that
             the denoiser was built for.
-        representation_alignment: Settings of the alignment of the denoiser's tokens with features of a frozen image
-            encoder; None turns it off.
-        perceptual_losses: Settings of perceptual losses of a model on pixels; None turns them off.
         mup_base: The denoiser at the width at which the learning rate was found, which may be on the meta device, to
             scale initial weights and learning rates for the width of `denoiser` by muP; None does not.
         feature_encoder: Frozen image encoder for the alignment and for perceptual losses, used instead of the one that
             their settings name; None loads that one.
+        training: The keywords that all models share; see `training_keywords.py`.
     """
 
     alpha_bars: Tensor
@@ -150,40 +144,34 @@ class LatentDiffusion(ComposerModel):
     encoders_in_inference_mode: bool
     """True to run frozen encoders in torch's inference mode, False to run them under no_grad."""
 
+    @constrained
     def __init__(
         self,
         denoiser: ModelMixin,
         vae: Vae,
         text: TextConditioner,
         *,
-        objective: Objective | None = None,
-        caption_dropout: float = 0.1,
-        caption_dropout_mode: Literal['empty', 'zeros'] = 'empty',
         mask_padding: bool = False,
         train_text_encoder: bool = False,
-        encoder_dtype: Literal['auto', 'float32', 'float16', 'bfloat16'] = 'auto',
-        posterior: Literal['sample', 'mean'] = 'sample',
-        seed: int = 17,
         latent_size: int | None = None,
-        representation_alignment: RepresentationAlignment | None = None,
-        perceptual_losses: PerceptualLosses | None = None,
         mup_base: ModelMixin | None = None,
         feature_encoder: FeatureEncoder | None = None,
+        **training: Unpack[PixelTransformerKeywords],
     ) -> None:
         super().__init__()
         self.family = family_of(denoiser)
         self.denoiser_sizes = self.family.sizes(denoiser)
         check_parts(self.denoiser_sizes, vae, text)
-        if not 0 <= caption_dropout <= 1:
-            raise UserError(f'caption_dropout: {caption_dropout} is not a fraction in [0, 1]')
-        if caption_dropout_mode not in CAPTION_DROPOUT_MODES:
-            raise UserError(f'caption_dropout_mode: {caption_dropout_mode!r}; use empty or zeros')
+        self.caption_dropout = training['caption_dropout']
+        self.caption_dropout_mode = training['caption_dropout_mode']
+        if not 0 <= self.caption_dropout <= 1:
+            raise UserError(f'caption_dropout: {self.caption_dropout} is not a fraction in [0, 1]')
+        if self.caption_dropout_mode not in CAPTION_DROPOUT_MODES:
+            raise UserError(f'caption_dropout_mode: {self.caption_dropout_mode!r}; use empty or zeros')
         self.denoiser = denoiser
         # Composer calls this function to choose the submodules that FSDP wraps.
         denoiser.fsdp_wrap_fn = self.family.is_block  # type: ignore[assignment]
-        self.objective = objective or Objective()
-        self.caption_dropout = caption_dropout
-        self.caption_dropout_mode = caption_dropout_mode
+        self.objective = training['objective'] or Objective()
         if mask_padding and not self.family.takes_text_mask:
             raise UserError(f'mask_padding: true, but a {type(denoiser).__name__} takes no mask of the text; use false')
         self.mask_padding = mask_padding
@@ -191,8 +179,8 @@ class LatentDiffusion(ComposerModel):
         if self.latent_size <= 0:
             raise UserError(f'latent_size: a {type(denoiser).__name__} has no size of its own; give the side in cells')
         self.train_text_encoder = train_text_encoder
-        self.posterior = posterior
-        self.seed = seed
+        self.posterior = training['posterior']
+        self.seed = training['seed']
         self.sample_losses = None
         self.denoiser_is_frozen = False
         self.router = None
@@ -210,24 +198,24 @@ class LatentDiffusion(ComposerModel):
 
         # A plain dict hides the frozen parts from nn.Module: FSDP would shard them, but `vae.encode` bypasses the hooks
         # that gather the shards ("got mixed torch.Tensor and DTensor"), and checkpoints would include them.
-        dtype = encoder_precision(encoder_dtype)
+        dtype = encoder_precision(training['encoder_dtype'])
         self._frozen: dict[str, nn.Module] = {'vae': freeze(vae, dtype)}
         if train_text_encoder:
             self.text_encoder = text
         else:
             self._frozen['text'] = freeze(text, dtype)
-        self.representation_alignment = representation_alignment
-        if representation_alignment is not None:
+        self.representation_alignment = training['representation_alignment']
+        if self.representation_alignment is not None:
             # A child of its own, so that the optimizer, checkpoints and FSDP treat the projection like the denoiser.
             encoder, self.feature_projector, self._capture = build_alignment(
-                representation_alignment,
+                self.representation_alignment,
                 denoiser,
                 self.family,
                 width=self.denoiser_sizes.token_width,
                 encoder=feature_encoder,
             )
             self._frozen['image_encoder'] = freeze(encoder, dtype)
-        if perceptual_losses is not None:
+        if (perceptual_losses := training['perceptual_losses']) is not None:
             check_perceptual(vae, self.objective)
             # In float32: gradients pass through them.
             self._frozen['perceptual_loss'] = freeze(

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
@@ -15,9 +15,11 @@ from transformers import (
     T5Config,
     T5EncoderModel,
 )
+from typing_extensions import Unpack
 
 from diffusion.compatibility.transformers_versions import GENERAL_TOKENIZERS, fast_tokenizer
-from diffusion.config.constraints import AtLeast, MultipleOf, constrained
+from diffusion.config.constraints import AtLeast, MultipleOf, constrained, defaults
+from diffusion.config.keyword_meaning import FROZEN_PARTS, WeightsOf
 from diffusion.errors import UserError
 from diffusion.models import mmdit_config
 from diffusion.models.builders import TINY_VAE, check_sources, latent_side, load_vae, tokenizes_with
@@ -25,8 +27,8 @@ from diffusion.models.byte_tokenizer import byte_tokenizer
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective
 from diffusion.models.pretrained import check_revision, clip_tokenizer, load_pretrained
-from diffusion.models.representation_alignment import RepresentationAlignment
 from diffusion.models.sd3_text import Sd3TextConditioner
+from diffusion.models.training_keywords import Resolution, Revision, TransformerKeywords, VaeSource
 from diffusion.models.vae import latent_channels
 
 CLIP_LENGTH = 77
@@ -82,25 +84,22 @@ def _t5_tokenizer_class(source: str) -> type[PreTrainedTokenizerBase]:
 
 @tokenizes_with(mmdit_tokenizers)
 @constrained
+@defaults(encoder_dtype='bfloat16')
 def mmdit(
-    resolution: Annotated[int, MultipleOf(16)] = 1024,
+    resolution: Annotated[Resolution, MultipleOf(16)] = 1024,
     *,
-    pretrained: str | None = mmdit_config.PRETRAINED,
-    revision: str | None = None,
-    vae: str | None = None,
-    t5: bool = True,
-    t5_length: Annotated[int, AtLeast(1)] = mmdit_config.T5_LENGTH,
+    pretrained: Annotated[
+        str | None, FROZEN_PARTS, WeightsOf(('vae', 'text_encoder', 'text_encoder_2', 'text_encoder_3'))
+    ] = mmdit_config.PRETRAINED,
+    revision: Revision = None,
+    vae: VaeSource = None,
+    t5: Annotated[bool, FROZEN_PARTS] = True,
+    t5_length: Annotated[int, AtLeast(1), FROZEN_PARTS] = mmdit_config.T5_LENGTH,
     depth: Annotated[int, AtLeast(1)] = 24,
     dual_attention_blocks: Annotated[int, AtLeast(0)] = 13,
     qk_norm: bool = True,
     pos_embed_max_size: Annotated[int, AtLeast(1)] = 384,
-    objective: Objective | None = None,
-    caption_dropout: float = 0.1,
-    caption_dropout_mode: Literal['empty', 'zeros'] = 'empty',
-    encoder_dtype: Literal['auto', 'float32', 'float16', 'bfloat16'] = 'bfloat16',
-    posterior: Literal['sample', 'mean'] = 'sample',
-    representation_alignment: RepresentationAlignment | None = None,
-    seed: int = 17,
+    **training: Unpack[TransformerKeywords],
 ) -> LatentDiffusion:
     """Build Stable Diffusion 3's MMDiT from scratch with pretrained VAE, two CLIP text encoders and T5.
 
@@ -121,8 +120,9 @@ def mmdit(
         dual_attention_blocks: Number of blocks, from the first, with a second attention among the image tokens.
         qk_norm: Normalize queries and keys by RMSNorm, against instability in 16 bits.
         pos_embed_max_size: Largest side of an image in patches of 16 px, the size of the table of position embeddings.
-        objective: Training objective. The keywords from here on are those of `diffusion.LatentDiffusion`. The default
-            is a flow with logit-normal timesteps and a shift of 3 at 1024 px, in proportion to the resolution.
+        objective: Training objective; by default a flow with logit-normal timesteps and a shift of 3 at 1024 px, in
+            proportion to the resolution.
+        training: The keywords that all models share; see `training_keywords.py`.
     """
     check_sources(pretrained=pretrained, vae=vae)
     if pretrained is not None:
@@ -141,6 +141,7 @@ def mmdit(
         width=mmdit_config.T5_WIDTH,
         t5_length=t5_length,
     )
+    training['objective'] = training.get('objective') or sd3_objective(resolution)
     return LatentDiffusion(
         transformer(
             latent_channels(autoencoder),
@@ -153,15 +154,9 @@ def mmdit(
         ),
         autoencoder,
         text,
-        objective=objective or sd3_objective(resolution),
-        caption_dropout=caption_dropout,
-        caption_dropout_mode=caption_dropout_mode,
         train_text_encoder=False,
-        encoder_dtype=encoder_dtype,
-        posterior=posterior,
-        representation_alignment=representation_alignment,
-        seed=seed,
         latent_size=latent_side(resolution, autoencoder),
+        **training,
     )
 
 
@@ -176,9 +171,9 @@ def tiny_mmdit_tokenizers(
 @tokenizes_with(tiny_mmdit_tokenizers)
 @constrained
 def tiny_mmdit(
-    resolution: Annotated[int, MultipleOf(16)] = 64,
+    resolution: Annotated[Resolution, MultipleOf(16)] = 64,
     *,
-    vae: str | None = None,
+    vae: VaeSource = None,
     depth: Annotated[int, AtLeast(1)] = 4,
     dual_attention_blocks: Annotated[int, AtLeast(0)] = 2,
     qk_norm: bool = True,
@@ -187,16 +182,10 @@ def tiny_mmdit(
     text_width: Annotated[int, MultipleOf(32)] = 64,
     text_layers: Annotated[int, AtLeast(1)] = 2,
     max_length: Annotated[int, AtLeast(3)] = 16,
-    t5: bool = True,
-    t5_length: Annotated[int, AtLeast(1)] = 24,
-    objective: Objective | None = None,
-    caption_dropout: float = 0.1,
-    caption_dropout_mode: Literal['empty', 'zeros'] = 'empty',
+    t5: Annotated[bool, FROZEN_PARTS] = True,
+    t5_length: Annotated[int, AtLeast(1), FROZEN_PARTS] = 24,
     train_text_encoder: bool = True,
-    encoder_dtype: Literal['auto', 'float32', 'float16', 'bfloat16'] = 'auto',
-    posterior: Literal['sample', 'mean'] = 'sample',
-    representation_alignment: RepresentationAlignment | None = None,
-    seed: int = 17,
+    **training: Unpack[TransformerKeywords],
 ) -> LatentDiffusion:
     """Build a miniature of Stable Diffusion 3: the same classes, small enough to train on a laptop.
 
@@ -214,8 +203,8 @@ def tiny_mmdit(
         max_length: Number of CLIP's tokens, to which captions are padded and truncated, start and end included.
         t5: Use T5; False puts zeros in the place of its tokens.
         t5_length: Number of T5's tokens, one per byte of the caption.
-        objective: Training objective. The keywords from here on are those of `diffusion.LatentDiffusion`. The default
-            is a flow with logit-normal timesteps.
+        objective: Training objective; by default a flow with logit-normal timesteps.
+        training: The keywords that all models share; see `training_keywords.py`.
     """
     check_sources(vae=vae)
     autoencoder = load_vae(vae or str(TINY_VAE))
@@ -237,6 +226,7 @@ def tiny_mmdit(
         width=width,
         t5_length=t5_length,
     )
+    training['objective'] = training.get('objective') or sd3_objective(resolution)
     return LatentDiffusion(
         transformer(
             latent_channels(autoencoder),
@@ -251,15 +241,9 @@ def tiny_mmdit(
         ),
         autoencoder,
         text,
-        objective=objective or sd3_objective(resolution),
-        caption_dropout=caption_dropout,
-        caption_dropout_mode=caption_dropout_mode,
         train_text_encoder=train_text_encoder,
-        encoder_dtype=encoder_dtype,
-        posterior=posterior,
-        representation_alignment=representation_alignment,
-        seed=seed,
         latent_size=latent_side(resolution, autoencoder),
+        **training,
     )
 
 

@@ -1,7 +1,7 @@
 """Model builders of PRX: the published transformer, and a miniature of it."""
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
@@ -11,9 +11,11 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfi
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
 from transformers.models.t5gemma.configuration_t5gemma import T5GemmaConfig
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
+from typing_extensions import Unpack
 
 from diffusion.compatibility.transformers_versions import fast_tokenizer
-from diffusion.config.constraints import AtLeast, MultipleOf, constrained
+from diffusion.config.constraints import AtLeast, MultipleOf, constrained, defaults
+from diffusion.config.keyword_meaning import NotArchitecture, fixed_on_resume
 from diffusion.config.width_checks import base_width_problem
 from diffusion.errors import UserError
 from diffusion.models import prx_config
@@ -28,14 +30,19 @@ from diffusion.models.builders import (
 )
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective
-from diffusion.models.perceptual_losses import PerceptualLosses
 from diffusion.models.pretrained import check_revision, clip_tokenizer, load_pretrained, read_config
-from diffusion.models.representation_alignment import RepresentationAlignment
 from diffusion.models.text_conditioner import TextConditioner
+from diffusion.models.training_keywords import PipelineSource, PixelTransformerKeywords, Resolution, Revision, VaeSource
 from diffusion.models.vae import latent_channels
 
 FLOW = Objective(path='flow', prediction_type='velocity', timesteps='logit_normal', uniform_fraction=0.1)
 """PRX's objective in latents."""
+BaseWidth = Annotated[
+    int | None,
+    AtLeast(1),
+    fixed_on_resume('the initial weights, and the learning rates of layers by their width'),
+    NotArchitecture(),
+]
 
 
 def prx_tokenizers(
@@ -56,12 +63,13 @@ def prx_tokenizers(
 
 @tokenizes_with(prx_tokenizers)
 @constrained
+@defaults(encoder_dtype='bfloat16')
 def prx(
-    resolution: Annotated[int, MultipleOf(16)] = 256,
+    resolution: Annotated[Resolution, MultipleOf(16)] = 256,
     *,
-    pretrained: str | None = prx_config.PRETRAINED,
-    revision: str | None = None,
-    vae: str | None = None,
+    pretrained: PipelineSource = prx_config.PRETRAINED,
+    revision: Revision = None,
+    vae: VaeSource = None,
     patch_size: Annotated[int, AtLeast(1)] = 2,
     bottleneck_size: int | None = None,
     resolution_embeds: bool = False,
@@ -69,15 +77,8 @@ def prx(
     num_heads: Annotated[int, AtLeast(1)] = 28,
     depth: Annotated[int, AtLeast(1)] = 16,
     max_length: Annotated[int, AtLeast(3)] = prx_config.TEXT_LENGTH,
-    mup_base_width: Annotated[int | None, AtLeast(1)] = None,
-    objective: Objective | None = None,
-    caption_dropout: float = 0.1,
-    caption_dropout_mode: Literal['empty', 'zeros'] = 'empty',
-    encoder_dtype: Literal['auto', 'float32', 'float16', 'bfloat16'] = 'bfloat16',
-    posterior: Literal['sample', 'mean'] = 'sample',
-    representation_alignment: RepresentationAlignment | None = None,
-    perceptual_losses: PerceptualLosses | None = None,
-    seed: int = 17,
+    mup_base_width: BaseWidth = None,
+    **training: Unpack[PixelTransformerKeywords],
 ) -> LatentDiffusion:
     """Build PRX: a transformer from scratch (1,170,691,648 parameters) with pretrained VAE and text encoder.
 
@@ -101,8 +102,8 @@ def prx(
             transformer and from the text encoder.
         mup_base_width: Width at which `optimizer.lr` was found; muP scales initial weights and learning rates of layers
             from there to `hidden_size`. null trains all layers with the same learning rate.
-        objective: Training objective. The keywords from here on are those of `diffusion.LatentDiffusion`. By
-            default a flow with logit-normal timesteps, as published.
+        objective: Training objective; by default a flow with logit-normal timesteps, as published.
+        training: The keywords that all models share; see `training_keywords.py`.
     """
     check_sources(pretrained=pretrained, vae=vae)
     if pretrained is not None:
@@ -128,31 +129,25 @@ def prx(
         bottleneck_size=bottleneck_size,
         resolution_embeds=resolution_embeds,
     )
+    training['objective'] = training.get('objective') or FLOW
     return LatentDiffusion(
         denoiser,
         autoencoder,
         text,
-        objective=objective or FLOW,
-        caption_dropout=caption_dropout,
-        caption_dropout_mode=caption_dropout_mode,
         mask_padding=True,
         train_text_encoder=False,
-        encoder_dtype=encoder_dtype,
-        posterior=posterior,
-        representation_alignment=representation_alignment,
-        perceptual_losses=perceptual_losses,
-        seed=seed,
         latent_size=latent_side(resolution, autoencoder),
         mup_base=None if mup_base_width is None else at_width(denoiser, mup_base_width),
+        **training,
     )
 
 
 @tokenizes_with(tiny_tokenizers)
 @constrained
 def tiny_prx(
-    resolution: Annotated[int, MultipleOf(16)] = 64,
+    resolution: Annotated[Resolution, MultipleOf(16)] = 64,
     *,
-    vae: str | None = None,
+    vae: VaeSource = None,
     hidden_size: Annotated[int, MultipleOf(4)] = 192,
     num_heads: Annotated[int, AtLeast(1)] = 6,
     depth: Annotated[int, AtLeast(1)] = 6,
@@ -161,16 +156,9 @@ def tiny_prx(
     text_width: Annotated[int, MultipleOf(32)] = 128,
     text_layers: Annotated[int, AtLeast(0)] = 2,
     max_length: Annotated[int, AtLeast(3)] = 16,
-    mup_base_width: Annotated[int | None, AtLeast(1)] = None,
-    objective: Objective | None = None,
-    caption_dropout: float = 0.1,
-    caption_dropout_mode: Literal['empty', 'zeros'] = 'empty',
+    mup_base_width: BaseWidth = None,
     train_text_encoder: bool = True,
-    encoder_dtype: Literal['auto', 'float32', 'float16', 'bfloat16'] = 'auto',
-    posterior: Literal['sample', 'mean'] = 'sample',
-    representation_alignment: RepresentationAlignment | None = None,
-    perceptual_losses: PerceptualLosses | None = None,
-    seed: int = 17,
+    **training: Unpack[PixelTransformerKeywords],
 ) -> LatentDiffusion:
     """Build a miniature PRX: the same transformer with a small text encoder, small enough to train on a laptop.
 
@@ -188,8 +176,8 @@ def tiny_prx(
         max_length: L, number of tokens to which captions are padded and truncated, start and end included.
         mup_base_width: Width at which `optimizer.lr` was found; muP scales initial weights and learning rates of layers
             from there to `hidden_size`. null trains all layers with the same learning rate.
-        objective: Training objective. The keywords from here on are those of `diffusion.LatentDiffusion`. By
-            default a flow with logit-normal timesteps.
+        objective: Training objective; by default a flow with logit-normal timesteps.
+        training: The keywords that all models share; see `training_keywords.py`.
     """
     check_sources(vae=vae)
     autoencoder = load_vae(vae or str(TINY_VAE))
@@ -203,22 +191,16 @@ def tiny_prx(
         patch_size=patch_size,
         bottleneck_size=bottleneck_size,
     )
+    training['objective'] = training.get('objective') or FLOW
     return LatentDiffusion(
         denoiser,
         autoencoder,
         text,
-        objective=objective or FLOW,
-        caption_dropout=caption_dropout,
-        caption_dropout_mode=caption_dropout_mode,
         mask_padding=True,
         train_text_encoder=train_text_encoder,
-        encoder_dtype=encoder_dtype,
-        posterior=posterior,
-        representation_alignment=representation_alignment,
-        perceptual_losses=perceptual_losses,
-        seed=seed,
         latent_size=latent_side(resolution, autoencoder),
         mup_base=None if mup_base_width is None else at_width(denoiser, mup_base_width),
+        **training,
     )
 
 

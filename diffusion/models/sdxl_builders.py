@@ -1,7 +1,7 @@
 """Model builders of Stable Diffusion XL: the published U-Net, and a miniature of it."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
@@ -13,17 +13,19 @@ from transformers import (
     CLIPTokenizer,
     PreTrainedTokenizerBase,
 )
+from typing_extensions import Unpack
 
 from diffusion.config.constraints import AtLeast, MultipleOf, constrained
+from diffusion.config.keyword_meaning import FROZEN_PARTS, WeightsOf
 from diffusion.errors import UserError
 from diffusion.models import sdxl_config
 from diffusion.models.builders import TINY_VAE, check_sources, latent_side, load_vae, takes_image_sizes, tokenizes_with
 from diffusion.models.denoisers.condition import SIZES
 from diffusion.models.frozen_parts import encoder_precision
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.objective import Objective
 from diffusion.models.pretrained import clip_tokenizer, load_pretrained
 from diffusion.models.text_conditioner import TextConditioner
+from diffusion.models.training_keywords import Resolution, Revision, TrainingKeywords, VaeSource
 from diffusion.models.vae import Vae, latent_channels
 
 TINY_SIZE_WIDTH = 32
@@ -49,18 +51,15 @@ def sdxl_tokenizers(
 @tokenizes_with(sdxl_tokenizers)
 @constrained
 def sdxl(
-    resolution: Annotated[int, MultipleOf(8)] = 1024,
+    resolution: Annotated[Resolution, MultipleOf(8)] = 1024,
     *,
-    pretrained: str | None = sdxl_config.PRETRAINED,
-    revision: str | None = sdxl_config.REVISION,
-    vae: str | None = None,
-    vae_revision: str | None = None,
-    objective: Objective | None = None,
-    caption_dropout: float = 0.1,
-    caption_dropout_mode: Literal['empty', 'zeros'] = 'empty',
-    encoder_dtype: Literal['auto', 'float32', 'float16', 'bfloat16'] = 'auto',
-    posterior: Literal['sample', 'mean'] = 'sample',
-    seed: int = 17,
+    pretrained: Annotated[
+        str | None, FROZEN_PARTS, WeightsOf(('vae', 'text_encoder', 'text_encoder_2'))
+    ] = sdxl_config.PRETRAINED,
+    revision: Revision = sdxl_config.REVISION,
+    vae: VaeSource = None,
+    vae_revision: Revision = None,
+    **training: Unpack[TrainingKeywords],
 ) -> LatentDiffusion:
     """Build Stable Diffusion XL: a U-Net from scratch (2,567,463,684 parameters) with pretrained VAE and text encoders.
 
@@ -73,7 +72,7 @@ def sdxl(
         vae: Source of the VAE if it is not `pretrained`, whose VAE overflows in float16: a folder or repository of an
             AutoencoderKL, such as madebyollin/sdxl-vae-fp16-fix, or one with a `vae` subfolder.
         vae_revision: Commit of the repository `vae`.
-        objective: Training objective. The keywords from here on are those of `diffusion.LatentDiffusion`.
+        training: The keywords that all models share; see `training_keywords.py`.
     """
     check_sources(pretrained=pretrained, vae=vae)
     if vae is None and pretrained is None:
@@ -84,7 +83,7 @@ def sdxl(
         else:
             assert pretrained is not None
             autoencoder = load_pretrained(AutoencoderKL, pretrained, subfolder='vae', revision=revision)
-        _check_precision(autoencoder, vae or f'{pretrained}/vae', encoder_dtype)
+        _check_precision(autoencoder, vae or f'{pretrained}/vae', training['encoder_dtype'])
     channels = latent_channels(autoencoder)
     unet: dict[str, Any] = sdxl_config.UNET | {
         'sample_size': latent_side(resolution, autoencoder),
@@ -100,12 +99,7 @@ def sdxl(
         UNet2DConditionModel(**unet),
         autoencoder,
         text,
-        objective=objective,
-        caption_dropout=caption_dropout,
-        caption_dropout_mode=caption_dropout_mode,
-        encoder_dtype=encoder_dtype,
-        posterior=posterior,
-        seed=seed,
+        **training,
     )
 
 
@@ -118,21 +112,16 @@ def tiny_sdxl_tokenizers(*, max_length: int = 16) -> list[PreTrainedTokenizerBas
 @tokenizes_with(tiny_sdxl_tokenizers)
 @constrained
 def tiny_sdxl(
-    resolution: Annotated[int, MultipleOf(8)] = 64,
+    resolution: Annotated[Resolution, MultipleOf(8)] = 64,
     *,
-    vae: str | None = None,
+    vae: VaeSource = None,
     block_out_channels: Annotated[Sequence[int], MultipleOf(32)] = (128, 256),
     layers_per_block: Annotated[int, AtLeast(0)] = 1,
     text_width: Annotated[int, MultipleOf(32)] = 64,
     text_layers: Annotated[int, AtLeast(1)] = 2,
     max_length: Annotated[int, AtLeast(3)] = 16,
-    objective: Objective | None = None,
-    caption_dropout: float = 0.1,
-    caption_dropout_mode: Literal['empty', 'zeros'] = 'empty',
     train_text_encoder: bool = True,
-    encoder_dtype: Literal['auto', 'float32', 'float16', 'bfloat16'] = 'auto',
-    posterior: Literal['sample', 'mean'] = 'sample',
-    seed: int = 17,
+    **training: Unpack[TrainingKeywords],
 ) -> LatentDiffusion:
     """Build a miniature Stable Diffusion XL: the same classes, small enough to train on a laptop.
 
@@ -145,7 +134,7 @@ def tiny_sdxl(
         text_width: Width of each of the two text encoders and of the pooled text, a multiple of 32.
         text_layers: Number of layers of each text encoder.
         max_length: L, number of tokens to which captions are padded and truncated, start and end included.
-        objective: Training objective. The keywords from here on are those of `diffusion.LatentDiffusion`.
+        training: The keywords that all models share; see `training_keywords.py`.
     """
     check_sources(vae=vae)
     autoencoder = load_vae(vae or str(TINY_VAE))
@@ -181,13 +170,8 @@ def tiny_sdxl(
         denoiser,
         autoencoder,
         TextConditioner(encoders, tiny_sdxl_tokenizers(max_length=max_length), layer='penultimate'),
-        objective=objective,
-        caption_dropout=caption_dropout,
-        caption_dropout_mode=caption_dropout_mode,
         train_text_encoder=train_text_encoder,
-        encoder_dtype=encoder_dtype,
-        posterior=posterior,
-        seed=seed,
+        **training,
     )
 
 

@@ -1,12 +1,15 @@
 """Constraints in the annotations of components: messages, enforcement, and checks without importing the component."""
 
+import inspect
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, TypedDict
 
 import pytest
+from typing_extensions import Unpack
 
 from diffusion.config import registry
-from diffusion.config.constraints import AtLeast, MultipleOf, constrained
+from diffusion.config.constraints import AtLeast, MultipleOf, constrained, defaults
+from diffusion.config.keyword_meaning import Default
 from diffusion.config.registry import check_keywords, register
 from diffusion.config.signatures import of_object, of_source
 from diffusion.errors import UserError
@@ -71,6 +74,36 @@ def test_constrained_function_raises_user_errors_and_is_otherwise_unchanged():
         part(4, levels=[1, 0])
     with pytest.raises(TypeError, match='unexpected keyword argument'):
         part(4, level=[1])  # type: ignore[call-arg]
+
+
+class Shared(TypedDict, total=False):
+    depth: Annotated[int, Default(2), AtLeast(1)]
+    """Number of blocks."""
+
+
+@constrained
+@defaults(depth=3)
+def deep(**shared: Unpack[Shared]) -> int:
+    return shared['depth']
+
+
+def test_unpacked_keywords_have_defaults_and_constraints():
+    assert (deep(), deep(depth=1)) == (3, 1)
+    assert inspect.signature(deep).parameters['depth'].default == 3
+    with pytest.raises(UserError, match='depth: 0 is less than 1'):
+        deep(depth=0)
+    with pytest.raises(TypeError, match='unexpected keyword argument'):
+        deep(deptth=1)  # type: ignore[call-arg]
+
+
+def test_unpacked_keywords_are_read_from_the_source_too():
+    of_file = {each.name: each for each in of_source('diffusion.models.prx_builders', 'prx').parameters}
+    assert of_file['encoder_dtype'].default == 'bfloat16'
+    assert of_file['posterior'].default == 'sample' and not of_file['posterior'].required
+    assert of_file['seed'].doc.startswith('Seed of noise')
+    assert not of_file['seed'].changes_architecture and of_file['depth'].changes_architecture
+    (depth,) = of_object(deep).parameters
+    assert (depth.annotation, depth.default, depth.constraints) == ('int', 3, (AtLeast(1),))
 
 
 def test_constraints_are_checked_without_importing_the_component(parts):

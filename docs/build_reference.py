@@ -22,7 +22,7 @@ from diffusion import cli, exit_codes
 from diffusion.config import registry
 from diffusion.config.checks import NAMED_COMPONENT_SECTIONS, SUPPLIED
 from diffusion.config.recipe import Component, Recipe
-from diffusion.config.resume_rules import RULES
+from diffusion.config.resume_rules import rules
 from diffusion.config.schema import attribute_docs
 from diffusion.config.signatures import of_source, source_file, words
 from diffusion.launch import environment
@@ -108,7 +108,7 @@ def resume_page() -> str:
           otherwise the run is refused unless the recipe sets `allow_data_change: true`.
         - *applied before averaging starts, then fixed*: refused if the checkpoint has averaged weights.
     """
-    rows = [(key, rule.effect.value, rule.reason) for rule in RULES for key in rule.keys]
+    rows = [(key, rule.effect.value, rule.reason) for rule in rules() for key in rule.keys]
     return _joined(textwrap.dedent(intro), table(('key', 'effect', 'reason'), rows, code=(0,)))
 
 
@@ -271,15 +271,10 @@ def _component(kind: str, name: str) -> Iterator[str]:
 
 def _dataclass_table(module: str, attribute: str) -> str:
     """Return the table of a dataclass that is read from its source."""
-    node = _definition(module, attribute)
-    docs = doc_strings(node.body)
     rows = [
-        (name, ast.unparse(item.annotation), ast.unparse(item.value) if item.value else 'required', docs.get(name, ''))
-        for item in node.body
-        if isinstance(item, ast.AnnAssign)
-        for name in [ast.unparse(item.target)]
+        (each.name, each.annotation, 'required' if each.required else in_yaml(repr(each.default)), each.doc)
+        for each in of_source(module, attribute).parameters
     ]
-    rows = [(name, kind, in_yaml(default), meaning) for name, kind, default, meaning in rows]
     return table(('key', 'type', 'default', 'meaning'), rows, code=(0, 1, 2))
 
 

@@ -387,10 +387,10 @@ def test_reference_has_every_exit_status_and_variable(reference):
 
 
 def test_reference_has_every_key_that_may_change_on_resume(reference):
-    from diffusion.config.resume_rules import RULES
+    from diffusion.config.resume_rules import rules
 
     page = reference['reference/resume.md']
-    for rule in RULES:
+    for rule in rules():
         assert all(f'| `{key}` | {rule.effect.value} | {rule.reason} |' in page for key in rule.keys), rule
 
 

@@ -10,6 +10,7 @@ from composer.utils import dist
 from torch import Tensor
 
 from diffusion.config.algorithm_checks import contrastive_problem, contrastive_weight_problem, microbatch_problem
+from diffusion.config.keyword_meaning import LOSS
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.latent_diffusion import Denoised, LatentDiffusion, squared_error
@@ -38,6 +39,8 @@ class ContrastiveFlowMatching(Algorithm):
     Args:
         weight: Weight of the term (lambda in the paper), in (0, 1); the default is the paper's.
     """
+
+    on_resume = LOSS
 
     def __init__(self, weight: float = 0.05) -> None:
         if (problem := contrastive_weight_problem(weight)) is not None:

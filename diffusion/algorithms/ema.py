@@ -3,13 +3,14 @@
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 from composer.core import Algorithm, Event, State, Time, TimeUnit
 from composer.loggers import Logger
 from torch import Tensor, nn
 
 from diffusion.algorithms.average import WeightAverage, averages_state
+from diffusion.config.keyword_meaning import applied_on_resume, fixed_once_averaging
 from diffusion.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -23,6 +24,7 @@ _EVENTS = (
     Event.EVAL_START,
     Event.EVAL_END,
 )
+DECAY = applied_on_resume('the average continues with the new decay')
 
 
 class EMA(Algorithm):
@@ -45,6 +47,10 @@ class EMA(Algorithm):
         update_interval: Time between updates, in batches (`1ba`) or epochs.
     """
 
+    on_resume = fixed_once_averaging(
+        'averaging cannot start in the past, and removing the algorithm would drop the averages'
+    )
+
     # Composer 0.32.1's EMA allocates its copy at INIT whatever `ema_start` is and swaps the roles of model and average
     # in checkpoints. It raises AttributeError under FSDP1, and under FSDP2 it silently corrupts the weights of a run
     # that resumes after the start (first losses 0.326 and 0.582 instead of 0.258 and 0.521).
@@ -53,9 +59,9 @@ class EMA(Algorithm):
         self,
         ema_start: str = '0ba',
         *,
-        smoothing: float | None = None,
-        half_life: str | None = None,
-        update_interval: str = '1ba',
+        smoothing: Annotated[float | None, DECAY] = None,
+        half_life: Annotated[str | None, DECAY] = None,
+        update_interval: Annotated[str, DECAY] = '1ba',
     ) -> None:
         self.ema_start = Time.from_timestring(ema_start)
         self.update_interval = Time.from_timestring(update_interval)

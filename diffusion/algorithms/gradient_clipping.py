@@ -22,6 +22,7 @@ from diffusion.algorithms.gradient_norms import (
 from diffusion.compatibility.private_names import _foreach_mul_
 from diffusion.config.algorithm_checks import ADAPTIVE_UNDER_FSDP1
 from diffusion.config.constraints import GreaterThan, constrained
+from diffusion.config.keyword_meaning import STATELESS
 from diffusion.errors import UserError
 
 EPSILON = 1e-6
@@ -40,6 +41,8 @@ class GradientClipping(ComposerGradientClipping):
         clipping_type: `norm`, `value` or `adaptive`.
         clipping_threshold: The limit, more than 0.
     """
+
+    on_resume = STATELESS
 
     # Composer's class calls clip_grad_norm_ with the DTensors of FSDP2, which takes the host 10 ms for the 686 tensors
     # of Stable Diffusion 2, half of a step on 128 GPUs, and loops over parameters in Python on CPUs. The loss guard

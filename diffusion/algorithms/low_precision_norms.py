@@ -14,6 +14,8 @@ from composer.loggers import Logger
 from torch import Tensor, nn
 from torch.nn import functional
 
+from diffusion.config.keyword_meaning import STATELESS
+
 log = logging.getLogger(__name__)
 
 
@@ -42,6 +44,7 @@ class LowPrecisionLayerNormLayer(nn.LayerNorm):
 class _LowPrecisionNorm(Algorithm):
     """Base class of algorithms that replace the denoiser's layers of class `plain` by class `fast` before training."""
 
+    on_resume = STATELESS
     plain: type[nn.Module]
     fast: type[nn.Module]
 

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from composer.core import Algorithm, Event, State, Time
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from diffusion.algorithms.average import WeightAverage, averages_state
 from diffusion.algorithms.power_function import beta, gamma_of_width
 from diffusion.algorithms.snapshots import label_of, write_snapshot
+from diffusion.config.keyword_meaning import applied_on_resume, fixed_on_resume
 from diffusion.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -21,6 +22,7 @@ log = logging.getLogger(__name__)
 # Not the checkpoint events: a run killed between its last checkpoint and its last snapshot would count as finished,
 # and never write the snapshot. The end of the batch or epoch comes before the checkpoint.
 _SNAPSHOT_EVENTS = (Event.BATCH_END, Event.EPOCH_END, Event.FIT_END)
+SNAPSHOTS = applied_on_resume('the snapshots after the resume')
 """Events at which a snapshot may be due. FIT_END is for runs that stop early."""
 
 
@@ -53,13 +55,15 @@ class PostHocEMA(Algorithm):
         folder: The run's folder.
     """
 
+    on_resume = fixed_on_resume('its averages start with the first batch')
+
     def __init__(
         self,
         *,
         widths: Sequence[float] = (0.05, 0.10),
-        every: str = '10000ba',
-        dtype: Literal['float16', 'bfloat16', 'float32'] = 'float16',
-        folder: str = 'runs',
+        every: Annotated[str, SNAPSHOTS] = '10000ba',
+        dtype: Annotated[Literal['float16', 'bfloat16', 'float32'], SNAPSHOTS] = 'float16',
+        folder: Annotated[str, SNAPSHOTS] = 'runs',
     ) -> None:
         self.widths = {label_of(width): width for width in widths}
         if not widths or len(self.widths) < len(widths):

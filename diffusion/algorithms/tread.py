@@ -6,6 +6,7 @@ from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 
 from diffusion.config.algorithm_checks import UNROUTED_BLOCKS, route_problems
+from diffusion.config.keyword_meaning import applied_on_resume
 from diffusion.errors import UserError
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.token_routing import Route, TokenRouter
@@ -36,6 +37,10 @@ class TREAD(Algorithm):
         end: Index of the first block after them, which has all tokens again; by default no token skips the last 3.
         fraction: Fraction of the image tokens that skip the blocks, in (0, 1).
     """
+
+    on_resume = applied_on_resume(
+        'the tokens that skip blocks after the resume; the weights have the same names and shapes'
+    )
 
     def __init__(self, *, start: int = 2, end: int | None = None, fraction: float = 0.5) -> None:
         self.start = start

@@ -8,8 +8,6 @@ from diffusion.config.objective_checks import objective_class, objective_setting
 from diffusion.config.recipe import Component, ParallelismConfig, Recipe
 from diffusion.config.schema import Problem
 
-U_NETS = ('sd2', 'tiny', 'sdxl', 'tiny_sdxl')
-"""Models of this package whose denoiser is a U-Net: without tokens, and by default with an objective of diffusion."""
 ADAPTIVE_UNDER_FSDP1 = 'adaptive needs the shapes of the weights, which fsdp1 flattens; use norm, or strategy: fsdp2'
 UNROUTED_BLOCKS = 3
 """Blocks after the route of TREAD by default."""
@@ -79,7 +77,7 @@ def microbatch_problem(microbatch: int, device_batch: int) -> str | None:
 
 
 def _tread_problems(recipe: Recipe, kwargs: Mapping[str, Any]) -> dict[str, str]:
-    if _has_no_denoiser(recipe) or recipe.model.name in U_NETS:
+    if _has_no_denoiser(recipe) or registry.traits(recipe.model.name).u_net:
         return {'': f'the model {recipe.model.name} has no image tokens; use a transformer, such as prx, or remove it'}
     settings = registry.signature('algorithm', 'tread').defaults() | dict(kwargs)
     start, end, fraction = (settings[key] for key in ('start', 'end', 'fraction'))
@@ -99,7 +97,7 @@ def _contrastive_problems(recipe: Recipe, kwargs: Mapping[str, Any]) -> dict[str
     if _has_no_denoiser(recipe):
         return {**problems, '': f'the model {recipe.model.name} has no denoiser; remove the algorithm'}
     # Transformers have a flow by default, which their builders set.
-    if isinstance(recipe.model.kwargs.get('objective'), Mapping) or recipe.model.name in U_NETS:
+    if isinstance(recipe.model.kwargs.get('objective'), Mapping) or registry.traits(recipe.model.name).u_net:
         problem = contrastive_problem(objective_settings(recipe))
         problems |= {} if problem is None else {'': problem}
     return problems

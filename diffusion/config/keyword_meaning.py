@@ -77,17 +77,15 @@ FROZEN_PARTS = fixed_on_resume('the frozen parts: the weights were trained on th
 OBJECTIVE = fixed_on_resume('the training objective: the weights predict its target under its noise schedule')
 CONDITIONING = fixed_on_resume('the conditioning of the denoiser on captions')
 LOSS = applied_on_resume('the loss after the resume')
+STATELESS = applied_on_resume('has no state')
+UPDATE = applied_on_resume('replaces the value that the checkpoint holds; the moments are kept')
+SAME_UPDATE = applied_on_resume('another implementation of the same update')
+OPTIMIZER_STATE = fixed_on_resume("the optimizer's state depends on it")
 
 MEANINGS = {
     each.__name__: each
     for each in (fixed_on_resume, applied_on_resume, fixed_once_averaging, NotArchitecture, WeightsOf, Default)
 }
 """Functions and classes of meanings by their names in annotations."""
-NAMED_MEANINGS = {
-    'ARCHITECTURE': ARCHITECTURE,
-    'FROZEN_PARTS': FROZEN_PARTS,
-    'OBJECTIVE': OBJECTIVE,
-    'CONDITIONING': CONDITIONING,
-    'LOSS': LOSS,
-}
+NAMED_MEANINGS = {name: each for name, each in globals().items() if isinstance(each, OnResume)}
 """Meanings of several keywords by their names in annotations."""

@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 from diffusion.config import registry
 from diffusion.config.checks import NAMED_COMPONENT_SECTIONS, SET_IN_OTHER_SECTIONS, SINGLE_COMPONENT_SECTIONS, SUPPLIED
 from diffusion.config.recipe import InitFrom, LoraConfig, Recipe, StreamConfig
-from diffusion.config.signatures import Signature, of_source, words
+from diffusion.config.signatures import Signature, of_source
 
 STREAM_SECTIONS = ('streams', 'eval_streams')
 """Sections that map names to streams."""
@@ -137,7 +137,7 @@ def _keywords(
             continue
         set_by_program = parameter.name in PROGRAM_DEFAULTS and parameter.name not in given
         value = given.get(parameter.name, offered.get(parameter.name, parameter.default))
-        nested = [target for text, target in signature.nested.items() if text in words(parameter.annotation)]
+        nested = signature.nested_in(parameter)
         if nested and (value is None or isinstance(value, Mapping)):
             inner = of_source(*nested[0].split(':'))
             found[parameter.name] = _keywords(f'{where}.{parameter.name}', inner, value or {}, {}, unknown)

@@ -11,10 +11,11 @@ from dataclasses import is_dataclass
 from typing import Any, get_args
 
 from diffusion.config.constraints import keyword_hints, plain_type
+from diffusion.config.model_traits import ModelTraits
 from diffusion.config.recipe import Component
 from diffusion.config.schema import MISSING, Gatherer, Problem, did_you_mean, join
 from diffusion.config.schema import build_dataclass as build_value
-from diffusion.config.signatures import Parameter, Signature, of_object, of_source, simple_type, words
+from diffusion.config.signatures import Parameter, Signature, of_object, of_source, simple_type
 from diffusion.errors import UserError
 
 TARGETS: dict[str, dict[str, Any]] = {
@@ -177,6 +178,14 @@ def signature(kind: str, name: str) -> Signature:
     return of_source(*target.split(':')) if isinstance(target, str) else of_object(target)
 
 
+def traits(model: str) -> ModelTraits:
+    """Return the traits of a model, without importing it if it is registered by address; the defaults if not found."""
+    try:
+        return signature('model', model).traits
+    except (KeyError, UserError):  # `check_keywords` reports it
+        return ModelTraits()
+
+
 def annotations(kind: str, name: str) -> dict[str, str]:
     """Return the annotations of a component's keywords as text; empty if the component is not known or not found."""
     try:
@@ -224,7 +233,7 @@ def _check(where: str, found: Signature, kwargs: Mapping[str, Any], supplied: se
             continue
         value = kwargs[parameter.name]
         # A keyword whose annotation names a dataclass of this package is checked against the fields of that dataclass.
-        nested = [target for text, target in found.nested.items() if text in words(parameter.annotation)]
+        nested = found.nested_in(parameter)
         if isinstance(value, Mapping) and nested:
             problems += _check(path, of_source(*nested[0].split(':')), value, set())
         else:

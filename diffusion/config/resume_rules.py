@@ -3,28 +3,18 @@
 Every key of a recipe matches a rule, so that no change is ignored: it is refused, or it takes effect and is logged.
 """
 
+import functools
 import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
-from diffusion.config.checks import NAMED_COMPONENT_SECTIONS, SINGLE_COMPONENT_SECTIONS
+from diffusion.config import registry
+from diffusion.config.checks import NAMED_COMPONENT_SECTIONS, SINGLE_COMPONENT_SECTIONS, SUPPLIED
+from diffusion.config.keyword_meaning import ARCHITECTURE, OPTIMIZER_STATE, UPDATE, Effect, OnResume
 from diffusion.config.recipe_values import STREAM_SECTIONS
-
-
-class Effect(Enum):
-    """Effect of a changed value on a run that resumes."""
-
-    FIXED = 'fixed'
-    """The run is refused."""
-    APPLIED = 'applied'
-    """The new value takes effect."""
-    DATA = 'needs allow_data_change'
-    """The new value takes effect if the samples and their order stay the same, or with `allow_data_change: true`."""
-    BEFORE_AVERAGING = 'applied before averaging starts, then fixed'
-    """The new value takes effect, unless the checkpoint has averaged weights."""
+from diffusion.config.signatures import Signature, of_source
 
 
 @dataclass(frozen=True)
@@ -42,61 +32,10 @@ def _rule(effect: Effect, reason: str, keys: str) -> Rule:
     return Rule(tuple(keys.split()), effect, reason)
 
 
-RULES = (
+SECTION_RULES = (
     # -- model --
     _rule(Effect.FIXED, 'another model', 'model.name'),
-    _rule(
-        Effect.FIXED,
-        'the architecture: the names and shapes of the weights follow from it',
-        'model.block_out_channels model.layers_per_block model.text_width model.text_layers model.max_length '
-        'model.latent_channels model.norm_num_groups model.train_text_encoder model.hidden_size model.num_heads '
-        'model.depth model.patch_size model.bottleneck_size model.resolution_embeds model.qk_norm '
-        'model.dual_attention_blocks model.pos_embed_max_size',
-    ),
-    _rule(
-        Effect.FIXED,
-        'the frozen parts: the weights were trained on their latents and embeddings',
-        'model.pretrained model.revision model.vae model.vae_revision model.resolution model.posterior model.t5 '
-        'model.t5_length',
-    ),
-    _rule(
-        Effect.FIXED,
-        'the training objective: the weights predict its target under its noise schedule',
-        'model.objective.path model.objective.prediction_type model.objective.beta_schedule '
-        'model.objective.beta_start model.objective.beta_end model.objective.num_train_timesteps '
-        'model.objective.zero_terminal_snr model.objective.min_snr_gamma model.objective.offset_noise '
-        'model.objective.snr_shift model.objective.timesteps model.objective.logit_mean model.objective.logit_std '
-        'model.objective.uniform_fraction model.objective.noise_scale model.l1_weight model.kl_weight',
-    ),
-    _rule(
-        Effect.FIXED,
-        'the conditioning of the denoiser on captions',
-        'model.caption_dropout_mode model.mask_padding',
-    ),
-    _rule(
-        Effect.FIXED,
-        'the projection to the features of this encoder is trained, and is part of the weights',
-        'model.representation_alignment model.representation_alignment.encoder '
-        'model.representation_alignment.revision model.representation_alignment.block '
-        'model.representation_alignment.hidden_size',
-    ),
-    _rule(
-        Effect.FIXED,
-        'the networks of the perceptual losses: the training objective',
-        'model.perceptual_losses model.perceptual_losses.lpips_network model.perceptual_losses.lpips_backbone '
-        'model.perceptual_losses.lpips_scale model.perceptual_losses.encoder model.perceptual_losses.revision '
-        'model.perceptual_losses.features_side',
-    ),
-    _rule(
-        Effect.APPLIED,
-        'the loss after the resume',
-        'model.representation_alignment.weight model.perceptual_losses.lpips_weight '
-        'model.perceptual_losses.features_weight',
-    ),
-    _rule(Effect.FIXED, 'the initial weights, and the learning rates of layers by their width', 'model.mup_base_width'),
-    _rule(Effect.APPLIED, 'the fraction of captions dropped after the resume', 'model.caption_dropout'),
-    _rule(Effect.APPLIED, 'the precision of the frozen parts', 'model.encoder_dtype'),
-    _rule(Effect.FIXED, 'all random numbers follow from the seed', 'seed model.seed'),
+    _rule(Effect.FIXED, 'all random numbers follow from the seed', 'seed'),
     _rule(Effect.FIXED, 'a keyword of your own model, whose effect on the weights is not known', 'model.*'),
     _rule(
         Effect.FIXED,
@@ -105,62 +44,12 @@ RULES = (
     ),
     # -- optimizer and schedule --
     _rule(Effect.FIXED, 'the state of an optimizer fits only its own class', 'optimizer.name'),
-    _rule(
-        Effect.APPLIED,
-        'replaces the value that the checkpoint holds; the moments are kept',
-        'optimizer.lr optimizer.weight_decay optimizer.eps optimizer.betas optimizer.adamw_lr optimizer.momentum '
-        'optimizer.nesterov optimizer.newton_schulz_steps optimizer.split_projections',
-    ),
-    _rule(
-        Effect.APPLIED,
-        'another implementation of the same update',
-        'optimizer.fused optimizer.foreach optimizer.newton_schulz_dtype',
-    ),
-    _rule(
-        Effect.FIXED,
-        "the optimizer's state depends on it",
-        'optimizer.amsgrad optimizer.maximize optimizer.capturable optimizer.differentiable optimizer.convolutions',
-    ),
+    # Keywords of Composer's optimizers, and of those of this package with the same names.
+    _rule(UPDATE.effect, UPDATE.reason, 'optimizer.lr optimizer.weight_decay optimizer.eps optimizer.betas'),
+    _rule(OPTIMIZER_STATE.effect, OPTIMIZER_STATE.reason, 'optimizer.amsgrad'),
     _rule(Effect.FIXED, 'a keyword of your own optimizer, whose effect on its state is not known', 'optimizer.*'),
     _rule(Effect.APPLIED, 'the learning rate follows the new schedule from the next batch on', 'scheduler.*'),
     # -- algorithms --
-    _rule(
-        Effect.BEFORE_AVERAGING,
-        'averaging cannot start in the past, and removing the algorithm would drop the averages',
-        'algorithms.ema algorithms.ema.ema_start',
-    ),
-    _rule(
-        Effect.APPLIED,
-        'the average continues with the new decay',
-        'algorithms.ema.smoothing algorithms.ema.half_life algorithms.ema.update_interval',
-    ),
-    _rule(
-        Effect.FIXED,
-        'its averages start with the first batch',
-        'algorithms.post_hoc_ema algorithms.post_hoc_ema.widths',
-    ),
-    _rule(
-        Effect.APPLIED,
-        'the snapshots after the resume',
-        'algorithms.post_hoc_ema.every algorithms.post_hoc_ema.dtype algorithms.post_hoc_ema.folder',
-    ),
-    _rule(
-        Effect.APPLIED,
-        'has no state',
-        'algorithms.gradient_clipping algorithms.gradient_clipping.clipping_type '
-        'algorithms.gradient_clipping.clipping_threshold algorithms.low_precision_groupnorm '
-        'algorithms.low_precision_layernorm',
-    ),
-    _rule(
-        Effect.APPLIED,
-        'the tokens that skip blocks after the resume; the weights have the same names and shapes',
-        'algorithms.tread algorithms.tread.start algorithms.tread.end algorithms.tread.fraction',
-    ),
-    _rule(
-        Effect.APPLIED,
-        'the loss after the resume',
-        'algorithms.contrastive_flow_matching algorithms.contrastive_flow_matching.weight',
-    ),
     _rule(Effect.FIXED, 'your own algorithm, whose effect on training is not known', 'algorithms.*'),
     # -- data --
     _rule(
@@ -238,12 +127,45 @@ RULES = (
     _rule(Effect.APPLIED, "the run's folder, which may be moved", 'name runs_dir'),
     _rule(Effect.APPLIED, 'the modules that register components', 'imports'),
 )
-"""The rule of every key of a recipe."""
+"""Rules of sections and of components of other packages. Those of this package declare theirs with their keywords."""
 UNKNOWN_KEY = Rule(('*',), Effect.FIXED, 'a key that no rule of this version names')
-"""Rule of a key that no entry of `RULES` matches; a test asserts that there is none."""
+"""Rule of a key that no other rule matches; a test asserts that there is none."""
+DECLARED_BY = {'model': 'model', 'optimizer': 'optimizer', 'algorithms': 'algorithm'}
+"""Sections whose components declare the meaning of their keywords on resume, with the kinds of these components."""
 
-RULE_OF_KEY = {key: rule for rule in RULES for key in rule.keys}
-"""Rules by key, as in `Rule.keys`."""
+
+@functools.cache
+def rules() -> tuple[Rule, ...]:
+    """Return the rule of every key of a recipe: those that components declare, and those of sections."""
+    keys: dict[OnResume, dict[str, None]] = {}
+    for section, kind in DECLARED_BY.items():
+        for name in registry.names(kind):
+            if registry.is_own(kind, name):
+                where = f'{section}.{name}' if section in NAMED_COMPONENT_SECTIONS else section
+                for key, meaning in _declared(where, kind, registry.signature(kind, name)):
+                    keys.setdefault(meaning, {})[key] = None
+    return *(Rule(tuple(keys[each]), each.effect, each.reason) for each in keys), *SECTION_RULES
+
+
+@functools.cache
+def rule_of_key() -> dict[str, Rule]:
+    """Return the rules by key, as in `Rule.keys`."""
+    return {key: rule for rule in rules() for key in rule.keys}
+
+
+def _declared(where: str, kind: str, signature: Signature) -> Iterator[tuple[str, OnResume]]:
+    """Yield each keyword of a component, as in `Rule.keys`, and the meaning that it or its component declares."""
+    of_component = ARCHITECTURE if kind == 'model' else signature.on_resume
+    if signature.on_resume is not None:
+        yield where, signature.on_resume
+    for parameter in signature.parameters:
+        meaning = parameter.on_resume or of_component
+        if meaning is None or parameter.name in SUPPLIED.get(kind, ()):
+            continue
+        yield f'{where}.{parameter.name}', meaning
+        for address in signature.nested_in(parameter):
+            for field in of_source(*address.split(':')).parameters:
+                yield f'{where}.{parameter.name}.{field.name}', field.on_resume or meaning
 
 
 @dataclass(frozen=True)
@@ -264,17 +186,18 @@ class Change:
 
 def rule_of(path: str) -> Rule:
     """Return the rule of a key, given as in `Rule.keys`, such as `algorithms.ema.smoothing`."""
-    if path in RULE_OF_KEY:
-        return RULE_OF_KEY[path]
+    known = rule_of_key()
+    if path in known:
+        return known[path]
     parts = path.split('.')
     for length in range(len(parts) - 1, 0, -1):
         prefix = '.'.join(parts[:length])
-        if f'{prefix}.*' in RULE_OF_KEY:
-            return RULE_OF_KEY[f'{prefix}.*']
+        if f'{prefix}.*' in known:
+            return known[f'{prefix}.*']
         # A key inside of a value, such as a mapping that a keyword takes.
-        if prefix in RULE_OF_KEY and length > 1:
-            return RULE_OF_KEY[prefix]
-    return RULE_OF_KEY.get(parts[0], RULE_OF_KEY.get(f'{parts[0]}.*', UNKNOWN_KEY))
+        if prefix in known and length > 1:
+            return known[prefix]
+    return known.get(parts[0], known.get(f'{parts[0]}.*', UNKNOWN_KEY))
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:

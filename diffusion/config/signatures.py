@@ -5,7 +5,7 @@ import functools
 import importlib.util
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Union
 
@@ -19,6 +19,7 @@ from diffusion.config.keyword_meaning import (
     OnResume,
     WeightsOf,
 )
+from diffusion.config.model_traits import ModelTraits
 from diffusion.config.schema import doc_strings
 from diffusion.errors import UserError
 
@@ -75,10 +76,16 @@ class Signature:
     """Dataclasses that the component's file imports from this package, as `module:attribute`, by name in that file."""
     on_resume: OnResume | None = None
     """Effect of adding or removing the component when a run resumes, if its class declares it."""
+    traits: ModelTraits = field(default_factory=ModelTraits)
+    """What the decorator `traits` of a model's builder declares."""
 
     def names(self) -> set[str]:
         """Return the names of the keywords that the component accepts."""
         return {parameter.name for parameter in self.parameters}
+
+    def nested_in(self, parameter: 'Parameter') -> list[str]:
+        """Return the dataclasses in a keyword's annotation, as `module:attribute`; its value may be a mapping then."""
+        return [address for name, address in self.nested.items() if name in words(parameter.annotation)]
 
     def defaults(self) -> dict[str, Any]:
         """Return the default of each keyword that has one, by name."""
@@ -105,7 +112,8 @@ def of_object(target: Any) -> Signature:
         )
         for p in named
     )
-    return Signature(parameters, any(p.kind == p.VAR_KEYWORD for p in found), {})
+    is_open = any(p.kind == p.VAR_KEYWORD for p in found)
+    return Signature(parameters, is_open, {}, traits=getattr(target, 'traits', ModelTraits()))
 
 
 @functools.cache
@@ -120,7 +128,7 @@ def of_source(module: str, attribute: str) -> Signature:
     node = definitions.get(attribute)
     if node is None:
         raise UserError(f'{module} defines no {attribute}; register it with the module that defines it')
-    on_resume = _class_on_resume(node)
+    on_resume = _class_on_resume(node, tree)
     # Follow a class without __init__ to its first base in the same file; a base from another file is not looked up.
     while isinstance(node, ast.ClassDef):
         inits = [item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == '__init__']
@@ -133,8 +141,8 @@ def of_source(module: str, attribute: str) -> Signature:
         if not bases:
             return Signature((), False, _dataclasses_of(module), on_resume)
         node = definitions[bases[0]]
-        on_resume = on_resume or _class_on_resume(node)
-    return _of_function(node, module)
+        on_resume = on_resume or _class_on_resume(node, tree)
+    return replace(_of_function(node, module), traits=ModelTraits(**_decorated(node, 'traits', module)))
 
 
 def _of_function(node: ast.FunctionDef, module: str) -> Signature:
@@ -146,7 +154,7 @@ def _of_function(node: ast.FunctionDef, module: str) -> Signature:
     name = _unpacked_name(kwarg.annotation)
     home, original = _home(name, module) if name is not None else ('', '')
     if home:
-        defaults = _decorated_defaults(node)
+        defaults = _decorated(node, 'defaults', module)
         parameters += tuple(
             replace(each, default=defaults.get(each.name, each.default)) for each in _entries(home, original)
         )
@@ -179,23 +187,34 @@ def _entries(module: str, name: str) -> tuple[Parameter, ...]:
     return (*found, *_fields(node, module))
 
 
-def _decorated_defaults(node: ast.FunctionDef) -> dict[str, Any]:
-    """Return the values of the decorator `defaults` of a function."""
-    calls = [each for each in node.decorator_list if isinstance(each, ast.Call)]
+def _decorated(node: ast.FunctionDef, name: str, module: str) -> dict[str, Any]:
+    """Return the keywords of a function's decorator of this name, which a constant of the file may hold."""
+    calls = [_call(each, _source(module)) for each in node.decorator_list]
     return {
-        keyword.arg: ast.literal_eval(keyword.value)
+        str(keyword.arg): ast.literal_eval(keyword.value)
         for call in calls
-        if ast.unparse(call.func) == 'defaults'
+        if call is not None and ast.unparse(call.func) == name
         for keyword in call.keywords
-        if keyword.arg
     }
 
 
-def _class_on_resume(node: ast.ClassDef | ast.FunctionDef) -> OnResume | None:
+def _call(node: ast.expr, tree: ast.Module) -> ast.Call | None:
+    """Return an expression that is a call, or the name of a constant of the file that is one; None for others."""
+    if isinstance(node, ast.Name):
+        found = (each.value for each in tree.body if isinstance(each, ast.Assign) and _assigns(each, node.id))
+        node = next(found, node)
+    return node if isinstance(node, ast.Call) else None
+
+
+def _assigns(node: ast.Assign, name: str) -> bool:
+    return ast.unparse(node.targets[0]) == name
+
+
+def _class_on_resume(node: ast.ClassDef | ast.FunctionDef, tree: ast.Module) -> OnResume | None:
     """Return the value of a class's attribute `on_resume`, if it has one."""
     for statement in node.body if isinstance(node, ast.ClassDef) else ():
-        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == 'on_resume':
-            found = _meaning(statement.value)
+        if isinstance(statement, ast.Assign) and _assigns(statement, 'on_resume'):
+            found = _meaning(statement.value, tree)
             assert isinstance(found, OnResume), f'{node.name}.on_resume'
             return found
     return None
@@ -340,9 +359,10 @@ def _parameter(
         assert isinstance(annotation.slice, ast.Tuple)
         annotation, *more = annotation.slice.elts
         extras += more
+    tree = _source(module)
     constraints = tuple(found for extra in extras if (found := _constraint(extra)) is not None)
-    meanings = tuple(meaning for extra in extras if (meaning := _meaning(extra)) is not None)
-    value = None if default is None else _plain(default, _source(module))
+    meanings = tuple(meaning for extra in extras if (meaning := _meaning(extra, tree)) is not None)
+    value = None if default is None else _plain(default, tree)
     # An entry of a TypedDict has no place for a default.
     declared_default = next((each for each in meanings if isinstance(each, Default)), None)
     required = default is None and declared_default is None
@@ -366,13 +386,13 @@ def _constraint(node: ast.expr) -> Constraint | None:
     return CONSTRAINTS[ast.unparse(node.func)](*(ast.literal_eval(argument) for argument in node.args))
 
 
-def _meaning(node: ast.expr) -> Meaning | None:
+def _meaning(node: ast.expr, tree: ast.Module) -> Meaning | None:
     """Evaluate a meaning of an annotation, such as `NotArchitecture()` or `FROZEN_PARTS`; return None for others."""
-    if isinstance(node, ast.Name):
-        return NAMED_MEANINGS.get(node.id)
-    if not isinstance(node, ast.Call) or ast.unparse(node.func) not in MEANINGS:
-        return None
-    return MEANINGS[ast.unparse(node.func)](*(ast.literal_eval(argument) for argument in node.args))
+    call = _call(node, tree)
+    if call is None:
+        return NAMED_MEANINGS.get(node.id) if isinstance(node, ast.Name) else None
+    make = MEANINGS.get(ast.unparse(call.func))
+    return None if make is None else make(*(ast.literal_eval(argument) for argument in call.args))
 
 
 def _format_plain(annotation: Any) -> str:

@@ -13,6 +13,8 @@ from torch import Tensor
 from torchmetrics import MeanMetric, Metric
 
 from diffusion.config.constraints import AtLeast, MultipleOf, constrained
+from diffusion.config.keyword_meaning import OBJECTIVE, NotArchitecture
+from diffusion.config.model_traits import traits
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.vae import decode_latents, posterior_of
@@ -106,6 +108,7 @@ def psnr_db(images: Tensor, references: Tensor) -> Tensor:
     return -10 * error.square().flatten(1).mean(dim=1).clamp(min=1e-10).log10()
 
 
+@traits(single_file=False)
 @constrained
 def tiny_autoencoder(
     *,
@@ -113,8 +116,8 @@ def tiny_autoencoder(
     latent_channels: Annotated[int, AtLeast(1)] = 16,
     layers_per_block: Annotated[int, AtLeast(0)] = 1,
     norm_num_groups: Annotated[int, AtLeast(1)] = 8,
-    l1_weight: float = 0.05,
-    kl_weight: float = 1e-4,
+    l1_weight: Annotated[float, OBJECTIVE, NotArchitecture()] = 0.05,
+    kl_weight: Annotated[float, OBJECTIVE, NotArchitecture()] = 1e-4,
 ) -> Autoencoder:
     """Build a small AutoencoderKL without attention, ready to train.
 

@@ -12,6 +12,7 @@ from typing_extensions import Unpack
 
 from diffusion.config.autoencoders import PIXELS
 from diffusion.config.constraints import AtLeast, MultipleOf, constrained
+from diffusion.config.model_traits import traits
 from diffusion.errors import UserError
 from diffusion.models import sd2_config
 from diffusion.models.latent_diffusion import LatentDiffusion
@@ -37,6 +38,8 @@ AUTOENCODERS: dict[str, type[AutoencoderKL] | type[AutoencoderDC]] = {
 }
 """Supported classes of autoencoders by name."""
 
+STABLE_DIFFUSION = traits(u_net=True, pipelines=('StableDiffusionPipeline',))
+
 Builder = TypeVar('Builder', bound=Callable[..., Any])
 
 
@@ -54,12 +57,6 @@ def tokenizes_with(tokenizers: Callable[..., list[PreTrainedTokenizerBase]]) -> 
     return decorate
 
 
-def takes_image_sizes(builder: Builder) -> Builder:
-    """Decorator for builders of models that are conditioned on the sizes of images: the dataset then returns them."""
-    builder.takes_image_sizes = True  # type: ignore[attr-defined]
-    return builder
-
-
 def sd2_tokenizers(
     *, pretrained: str | None = sd2_config.PRETRAINED, revision: str | None = sd2_config.REVISION
 ) -> list[PreTrainedTokenizerBase]:
@@ -69,6 +66,7 @@ def sd2_tokenizers(
     return [load_pretrained(CLIPTokenizer, pretrained, subfolder='tokenizer', revision=revision)]
 
 
+@STABLE_DIFFUSION
 @tokenizes_with(sd2_tokenizers)
 @constrained
 def sd2(
@@ -126,6 +124,7 @@ def tiny_tokenizers(*, max_length: int = 16) -> list[PreTrainedTokenizerBase]:
     return [clip_tokenizer(max_length=max_length)]
 
 
+@STABLE_DIFFUSION
 @tokenizes_with(tiny_tokenizers)
 @constrained
 def tiny(

@@ -20,6 +20,7 @@ from typing_extensions import Unpack
 from diffusion.compatibility.transformers_versions import GENERAL_TOKENIZERS, fast_tokenizer
 from diffusion.config.constraints import AtLeast, MultipleOf, constrained, defaults
 from diffusion.config.keyword_meaning import FROZEN_PARTS, WeightsOf
+from diffusion.config.model_traits import traits
 from diffusion.errors import UserError
 from diffusion.models import mmdit_config
 from diffusion.models.builders import TINY_VAE, check_sources, latent_side, load_vae, tokenizes_with
@@ -31,6 +32,7 @@ from diffusion.models.sd3_text import Sd3TextConditioner
 from diffusion.models.training_keywords import Resolution, Revision, TransformerKeywords, VaeSource
 from diffusion.models.vae import latent_channels
 
+STABLE_DIFFUSION_3 = traits(pipelines=('StableDiffusion3Pipeline',))
 CLIP_LENGTH = 77
 END = '<|endoftext|>'
 """Token that the first CLIP tokenizer pads with; the second pads with `!`."""
@@ -82,6 +84,7 @@ def _t5_tokenizer_class(source: str) -> type[PreTrainedTokenizerBase]:
     return PreTrainedTokenizerFast if name in GENERAL_TOKENIZERS else fast_tokenizer('T5')
 
 
+@STABLE_DIFFUSION_3
 @tokenizes_with(mmdit_tokenizers)
 @constrained
 @defaults(encoder_dtype='bfloat16')
@@ -168,6 +171,7 @@ def tiny_mmdit_tokenizers(
     return [*clips, *([byte_tokenizer(max_length=t5_length)] if t5 else [])]
 
 
+@STABLE_DIFFUSION_3
 @tokenizes_with(tiny_mmdit_tokenizers)
 @constrained
 def tiny_mmdit(

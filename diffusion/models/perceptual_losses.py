@@ -8,6 +8,7 @@ import pickle
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from safetensors import SafetensorError
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from diffusion.compatibility.private_names import _LPIPS
+from diffusion.config.keyword_meaning import LOSS
 from diffusion.config.perceptual_checks import perceptual_problems
 from diffusion.errors import UserError
 from diffusion.models.representation_alignment import FeatureEncoder, load_feature_encoder
@@ -34,7 +36,7 @@ class PerceptualLosses:
     network per image, and the memory of one with its activations.
     """
 
-    lpips_weight: float = 0.1
+    lpips_weight: Annotated[float, LOSS] = 0.1
     """Weight of LPIPS; 0 turns it off."""
     lpips_network: str = 'vgg'
     """Network of LPIPS: vgg, alex or squeeze."""
@@ -43,7 +45,7 @@ class PerceptualLosses:
     vgg16-397923af.pth."""
     lpips_scale: float = 0.5
     """Side of the images for LPIPS, as a fraction of their own; the default is PRX's."""
-    features_weight: float = 0.01
+    features_weight: Annotated[float, LOSS] = 0.01
     """Weight of the distance of patch features; 0 turns it off."""
     encoder: str | None = None
     """Image encoder: a folder or a repository on the Hub of a DINOv2 or DINOv3 ViT, such as facebook/dinov2-base."""

@@ -16,6 +16,7 @@ from typing_extensions import Unpack
 from diffusion.compatibility.transformers_versions import fast_tokenizer
 from diffusion.config.constraints import AtLeast, MultipleOf, constrained, defaults
 from diffusion.config.keyword_meaning import NotArchitecture, fixed_on_resume
+from diffusion.config.model_traits import traits
 from diffusion.config.width_checks import base_width_problem
 from diffusion.errors import UserError
 from diffusion.models import prx_config
@@ -35,6 +36,7 @@ from diffusion.models.text_conditioner import TextConditioner
 from diffusion.models.training_keywords import PipelineSource, PixelTransformerKeywords, Resolution, Revision, VaeSource
 from diffusion.models.vae import latent_channels
 
+PRX = traits(single_file=False, pipelines=('PRXPipeline', 'PRXPixelPipeline'), loads_lora=False)
 FLOW = Objective(path='flow', prediction_type='velocity', timesteps='logit_normal', uniform_fraction=0.1)
 """PRX's objective in latents."""
 BaseWidth = Annotated[
@@ -61,6 +63,7 @@ def prx_tokenizers(
     return [tokenizer]
 
 
+@PRX
 @tokenizes_with(prx_tokenizers)
 @constrained
 @defaults(encoder_dtype='bfloat16')
@@ -142,6 +145,7 @@ def prx(
     )
 
 
+@PRX
 @tokenizes_with(tiny_tokenizers)
 @constrained
 def tiny_prx(

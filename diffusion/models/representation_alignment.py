@@ -7,7 +7,7 @@ D width of a token, F width of the encoder's features.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.nn import functional
 from transformers import Dinov2Model, Dinov2WithRegistersModel, DINOv3ViTModel, PreTrainedModel
 
 from diffusion.config.alignment_checks import alignment_problems
+from diffusion.config.keyword_meaning import LOSS
 from diffusion.errors import UserError
 from diffusion.models.denoisers.family import DenoiserFamily, TokenBlocks
 from diffusion.models.pretrained import load_pretrained, read_config
@@ -51,7 +52,7 @@ class RepresentationAlignment:
     """Commit of the repository `encoder`."""
     block: int = 7
     """Index of the block whose output is aligned, from 0. 7 is the paper's encoder depth of 8."""
-    weight: float = 0.5
+    weight: Annotated[float, LOSS] = 0.5
     """Weight of the loss (lambda in the paper); the default is the paper's."""
     hidden_size: int = 2048
     """Width of the two hidden layers of the MLP; the default is the authors'."""

@@ -17,9 +17,10 @@ from typing_extensions import Unpack
 
 from diffusion.config.constraints import AtLeast, MultipleOf, constrained
 from diffusion.config.keyword_meaning import FROZEN_PARTS, WeightsOf
+from diffusion.config.model_traits import traits
 from diffusion.errors import UserError
 from diffusion.models import sdxl_config
-from diffusion.models.builders import TINY_VAE, check_sources, latent_side, load_vae, takes_image_sizes, tokenizes_with
+from diffusion.models.builders import TINY_VAE, check_sources, latent_side, load_vae, tokenizes_with
 from diffusion.models.denoisers.condition import SIZES
 from diffusion.models.frozen_parts import encoder_precision
 from diffusion.models.latent_diffusion import LatentDiffusion
@@ -28,6 +29,7 @@ from diffusion.models.text_conditioner import TextConditioner
 from diffusion.models.training_keywords import Resolution, Revision, TrainingKeywords, VaeSource
 from diffusion.models.vae import Vae, latent_channels
 
+STABLE_DIFFUSION_XL = traits(u_net=True, image_sizes=True, pipelines=('StableDiffusionXLPipeline',))
 TINY_SIZE_WIDTH = 32
 """Width of the embedding of each of the image sizes in the model `tiny_sdxl`."""
 
@@ -47,7 +49,7 @@ def sdxl_tokenizers(
     ]
 
 
-@takes_image_sizes
+@STABLE_DIFFUSION_XL
 @tokenizes_with(sdxl_tokenizers)
 @constrained
 def sdxl(
@@ -108,7 +110,7 @@ def tiny_sdxl_tokenizers(*, max_length: int = 16) -> list[PreTrainedTokenizerBas
     return _clip_tokenizers(max_length)
 
 
-@takes_image_sizes
+@STABLE_DIFFUSION_XL
 @tokenizes_with(tiny_sdxl_tokenizers)
 @constrained
 def tiny_sdxl(

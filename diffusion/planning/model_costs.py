@@ -9,7 +9,6 @@ from diffusion.config import registry
 from diffusion.config.autoencoders import PIXELS
 from diffusion.config.image_shapes import Shape
 from diffusion.config.recipe import Component, LoraConfig
-from diffusion.config.signatures import of_source
 from diffusion.errors import UserError
 from diffusion.planning.count_cache import ModelKey
 from diffusion.planning.counted_costs import CountedCosts, Precision
@@ -17,25 +16,6 @@ from diffusion.planning.token_route import TokenRoute
 
 FLOAT32 = 4
 HALF = 2
-_TRAINING = {'resolution', 'objective', 'encoder_dtype', 'posterior', 'seed', 'mask_padding'}
-_TRAINING |= {'caption_dropout', 'caption_dropout_mode'}
-_PRX_TRAINING = {'representation_alignment', 'perceptual_losses', 'mup_base_width', *_TRAINING} - {'mask_padding'}
-SAME_ARCHITECTURE = {
-    'sd2': {'revision', *_TRAINING},
-    'tiny': _TRAINING,
-    'prx': {'revision', *_PRX_TRAINING},
-    'tiny_prx': _PRX_TRAINING,
-    'sdxl': {'revision', 'vae_revision', *_TRAINING} - {'mask_padding'},
-    'tiny_sdxl': _TRAINING - {'mask_padding'},
-    'mmdit': {'revision', 'representation_alignment', *_TRAINING} - {'mask_padding'},
-    'tiny_mmdit': {'representation_alignment', *_TRAINING} - {'mask_padding'},
-    'autoencoder': {'l1_weight', 'kl_weight'},
-}
-"""Keywords that do not change the architecture, by built-in model; of other models, every keyword is assumed to."""
-WEIGHTS = {'pretrained': ('vae', 'text_encoder'), 'vae': ('vae',)}
-"""Keywords that name a folder or repository of pretrained weights, and the model parts that are loaded from it."""
-MORE_ENCODERS = {'sdxl': ('text_encoder_2',), 'mmdit': ('text_encoder_2', 'text_encoder_3')}
-"""Further parts that a built-in model loads from its `pretrained`."""
 
 
 class ModelCosts(CountedCosts):
@@ -159,15 +139,14 @@ def _flops_name(shape: Shape, route: TokenRoute | None) -> str:
 def _key_of(model: Component, imports: Sequence[str], notes: list[str]) -> ModelKey:
     """Return the cache key of a model: the settings and configuration files that determine its counts."""
     # The architecture of somebody else's model may depend on any keyword and on the code of the imported modules.
-    if model.name not in SAME_ARCHITECTURE:
+    if not registry.is_own('model', model.name):
         return ModelKey(model.name, model.kwargs, tuple(imports))
     # Defaults are part of the key, so that a recipe that spells one out uses the same counts as one that omits it.
-    defaults = of_source(*registry.TARGETS['model'][model.name].split(':')).defaults()
-    settings, contents = defaults | dict(model.kwargs), []
-    for keyword, parts in WEIGHTS.items():
-        parts += MORE_ENCODERS.get(model.name, ()) if keyword == 'pretrained' else ()
-        location = settings.get(keyword)
-        if location in (None, defaults.get(keyword)):
+    signature = registry.signature('model', model.name)
+    settings, contents = signature.defaults() | dict(model.kwargs), []
+    for keyword in (each for each in signature.parameters if each.weights_of):
+        location, parts = settings.get(keyword.name), keyword.weights_of
+        if location in (None, keyword.default):
             configs = None
         elif location == PIXELS:  # not a folder
             configs = []
@@ -176,10 +155,10 @@ def _key_of(model: Component, imports: Sequence[str], notes: list[str]) -> Model
             part = parts[configs.index(None)]
             notes.append(f"{location} is not a local folder with a {part}; assumed this model's default architecture")
             configs = None
-        if keyword in settings:
-            settings[keyword] = None if configs is None else str(location)
+        settings[keyword.name] = None if configs is None else str(location)
         contents += configs or []
-    kept = {key: value for key, value in settings.items() if key not in SAME_ARCHITECTURE[model.name]}
+    same = {each.name for each in signature.parameters if not each.changes_architecture}
+    kept = {key: value for key, value in settings.items() if key not in same}
     return ModelKey(model.name, kept, (), tuple(contents))
 
 

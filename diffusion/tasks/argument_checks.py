@@ -13,8 +13,9 @@ from typing import Any
 from diffusion.algorithms.power_function import SNAPSHOT_FOLDER, gamma_of_width
 from diffusion.checkpointing.checkpoint_download import download_checkpoint
 from diffusion.checkpointing.run_folder import find_checkpoint, recipe_of_checkpoint, run_of_checkpoint
-from diffusion.config import noise_schedulers
+from diffusion.config import noise_schedulers, registry
 from diffusion.config.load import Recipe, load
+from diffusion.config.model_traits import ModelTraits
 from diffusion.config.sampling_checks import is_flow, model_problem, num_train_timesteps, sampling_problems
 from diffusion.config.sampling_limits import seeds_problem
 from diffusion.config.weight_sources import REPOSITORY
@@ -29,16 +30,16 @@ OPTIONS = {'num_inference_steps': '--steps', 'guidance_scale': '--guidance', 'no
 
 MODEL_INDEX = 'model_index.json'
 LORA_WEIGHTS = 'pytorch_lora_weights.safetensors'
-U_NET_PIPELINES = ('StableDiffusionPipeline', 'StableDiffusionXLPipeline')
-LORA_PIPELINES = (*U_NET_PIPELINES, 'StableDiffusion3Pipeline')
-PIPELINES = (*LORA_PIPELINES, 'PRXPipeline', 'PRXPixelPipeline')
-"""Pipelines of diffusers that `diffusion export` writes."""
 SAFETY_CHECKER = ('stable_diffusion', 'StableDiffusionSafetyChecker')
 """Part of published pipelines of Stable Diffusion, by the module of diffusers' pipelines and its class."""
-WITHOUT_SINGLE_FILE = ('prx', 'tiny_prx', 'autoencoder')
-"""Models of this package that no program reads from a single file."""
 UNSCALED = ('ddim', 'ddpm', 'dpm++', 'pndm', 'unipc')
 """Noise schedulers of diffusion that do not scale the denoiser's input, which pipelines of transformers do not call."""
+
+
+def exported_pipelines() -> dict[str, ModelTraits]:
+    """Return the pipelines of diffusers that `diffusion export` writes, and the traits of their models."""
+    models = [registry.traits(name) for name in registry.names('model')]
+    return {pipeline: model for model in models for pipeline in model.pipelines}
 
 
 def is_export(folder: Path) -> bool:
@@ -57,8 +58,9 @@ def check_pipeline(folder: Path) -> str:
     name = content.get('_class_name')
     if name is None:
         raise UserError(f'{place}: does not name a pipeline; export the run again')
-    if name not in PIPELINES:
-        raise UserError(f'{folder}: is a {name}; use a folder of {", ".join(PIPELINES)}')
+    known = exported_pipelines()
+    if name not in known:
+        raise UserError(f'{folder}: is a {name}; use a folder of {", ".join(known)}')
     for part, value in content.items():
         if isinstance(value, list) and value != [None, None] and not _is_known_class(value):
             named = '.'.join(map(str, value))
@@ -208,7 +210,7 @@ def check_export(
         checkpoint = find_checkpoint(place)
     recipe = load(recipe_of_checkpoint(checkpoint), task='generate')
     whole = recipe.lora is None or merge
-    if is_single_file(out) and whole and recipe.model.name in WITHOUT_SINGLE_FILE:
+    if is_single_file(out) and whole and not registry.traits(recipe.model.name).single_file:
         raise UserError(f'--out: no program reads the model {recipe.model.name} from a single file; give a folder')
     if merge and recipe.lora is None:
         raise UserError(f'--merge: {checkpoint} has no LoRA, so its weights are whole; remove --merge')
@@ -240,7 +242,7 @@ def _check_lora(path: str, pipeline: str) -> None:
             f'--lora: {path} is not a .safetensors file, and pickled files may run code; give the output of diffusion '
             'export, or convert the file'
         )
-    if pipeline not in LORA_PIPELINES:
+    if not exported_pipelines()[pipeline].loads_lora:
         raise UserError(f'--lora: diffusers loads none into a {pipeline}; export the run with --merge instead')
 
 
@@ -281,11 +283,12 @@ def _problems_of_export(given: Mapping[str, Any], pipeline: str, config: Mapping
         return problems
     is_flow_match = noise_schedulers.class_name(name, flow=flow).startswith('FlowMatch')
     # Schedulers of flows alone take velocities, and lack the method with which pipelines of U-Nets scale their input.
-    refuses_flow_match = pipeline in U_NET_PIPELINES or config.get('prediction_type') == 'sample'
+    u_net = exported_pipelines()[pipeline].u_net
+    refuses_flow_match = u_net or config.get('prediction_type') == 'sample'
     if pipeline == 'PRXPixelPipeline' and noise_schedulers.class_name(name, flow=True) != config.get('_class_name'):
         problems['noise_scheduler'] = f'{name!r} does not fit into a {pipeline}; use euler, or generate from the run'
     elif is_flow_match and refuses_flow_match:
         problems['noise_scheduler'] = f'{name!r} does not fit into an exported pipeline; use dpm++ or unipc'
-    elif not flow and pipeline not in U_NET_PIPELINES and name not in UNSCALED:
+    elif not flow and not u_net and name not in UNSCALED:
         problems['noise_scheduler'] = f'{name!r} does not fit into a {pipeline}; use {", ".join(UNSCALED)}'
     return problems

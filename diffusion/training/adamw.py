@@ -10,6 +10,7 @@ from torch.optim.adamw import adamw
 from diffusion.algorithms.average import local_shard
 from diffusion.compatibility.private_names import _fused_adamw_
 from diffusion.config.constraints import AtLeast, Between, constrained
+from diffusion.config.keyword_meaning import OPTIMIZER_STATE, SAME_UPDATE
 
 
 class AdamW(torch.optim.AdamW):
@@ -46,11 +47,11 @@ class AdamW(torch.optim.AdamW):
         weight_decay: Annotated[float, AtLeast(0)] = 1e-2,
         amsgrad: bool = False,
         *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
+        maximize: Annotated[bool, OPTIMIZER_STATE] = False,
+        foreach: Annotated[bool | None, SAME_UPDATE] = None,
+        capturable: Annotated[bool, OPTIMIZER_STATE] = False,
+        differentiable: Annotated[bool, OPTIMIZER_STATE] = False,
+        fused: Annotated[bool | None, SAME_UPDATE] = None,
     ) -> None:
         super().__init__(
             params,

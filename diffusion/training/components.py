@@ -86,7 +86,7 @@ def build_tokenizers(recipe: Recipe) -> list[PreTrainedTokenizerBase]:
 
 def takes_image_sizes(recipe: Recipe) -> bool:
     """Return True if a recipe's model is conditioned on the sizes of images, so that its dataset must return them."""
-    return getattr(registry.resolve('model', recipe.model.name), 'takes_image_sizes', False)
+    return registry.traits(recipe.model.name).image_sizes
 
 
 def build_dataset(

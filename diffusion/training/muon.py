@@ -18,6 +18,7 @@ from torch.optim.adamw import adamw
 from diffusion.algorithms.average import local_shard
 from diffusion.compatibility.private_names import _foreach_add_, _foreach_lerp, _foreach_lerp_, _foreach_mul_
 from diffusion.config.constraints import AtLeast, Between, GreaterThan, constrained
+from diffusion.config.keyword_meaning import OPTIMIZER_STATE, SAME_UPDATE, UPDATE
 from diffusion.errors import UserError
 from diffusion.models.block_matrices import is_matrix
 from diffusion.training.matrix_exchange import layout_of, on_whole_matrices
@@ -78,17 +79,17 @@ class Muon(Optimizer):
         params: Iterable[Any],
         lr: Annotated[float, GreaterThan(0)] = 1e-3,
         *,
-        adamw_lr: Annotated[float | None, GreaterThan(0)] = None,
+        adamw_lr: Annotated[float | None, GreaterThan(0), UPDATE] = None,
         weight_decay: Annotated[float, AtLeast(0)] = 0.01,
-        momentum: Annotated[float, Between(0, 1)] = 0.95,
-        nesterov: bool = True,
-        newton_schulz_steps: Annotated[int, AtLeast(1)] = 5,
-        newton_schulz_dtype: Literal['auto', 'bfloat16', 'float32'] = 'auto',
-        convolutions: bool = True,
-        split_projections: bool = True,
+        momentum: Annotated[float, Between(0, 1), UPDATE] = 0.95,
+        nesterov: Annotated[bool, UPDATE] = True,
+        newton_schulz_steps: Annotated[int, AtLeast(1), UPDATE] = 5,
+        newton_schulz_dtype: Annotated[Literal['auto', 'bfloat16', 'float32'], SAME_UPDATE] = 'auto',
+        convolutions: Annotated[bool, OPTIMIZER_STATE] = True,
+        split_projections: Annotated[bool, UPDATE] = True,
         betas: Annotated[tuple[float, float], Between(0, 1)] = (0.9, 0.999),
         eps: Annotated[float, AtLeast(0)] = 1e-8,
-        fused: bool | None = None,
+        fused: Annotated[bool | None, SAME_UPDATE] = None,
     ) -> None:
         if newton_schulz_dtype not in ('auto', 'bfloat16', 'float32'):
             raise UserError(f'newton_schulz_dtype: {newton_schulz_dtype!r}; use auto, bfloat16 or float32')

@@ -288,7 +288,7 @@ def test_impossible_routes_are_refused(make_prx, write_recipe, settings, problem
 
 @pytest.mark.parametrize('name', registry.names('model'))
 def test_check_without_torch_agrees_with_the_models(name, write_recipe):
-    """A model that is added without tokens must be added to U_NETS."""
+    """A model that is added without tokens must declare the trait `u_net`."""
     parameters = registry.signature('model', name).names()
     without_weights = {'pretrained': None} if 'pretrained' in parameters else {}
     model = build_empty(name, without_weights)

@@ -2,7 +2,6 @@
 
 import os
 import re
-import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,8 @@ from typing import Any
 import yaml
 
 from diffusion.config.interpolation import InvalidInterpolation, Resolved, dotted, escaped, resolve
-from diffusion.config.yaml_syntax import MAX_BYTES, MAX_DEPTH, Dumper, InlineDumper, parse_yaml, yaml_error
+from diffusion.config.yaml_syntax import Dumper, InlineDumper, parse_yaml, yaml_error
 from diffusion.errors import UserError, is_wrong_path
-
-MAX_CHAIN = 20
-"""Maximum number of files that extend each other."""
 
 
 class UnreadableYAML(UserError):
@@ -31,8 +27,6 @@ def read_chain(path: Path) -> list[dict[str, Any]]:
         if _resolved(current) in [_resolved(p) for p in seen]:
             chain = ' -> '.join(str(p) for p in [*seen, current])
             raise UnreadableYAML(f'extends: circular reference: {chain}; remove one of these extends keys')
-        if len(seen) == MAX_CHAIN:
-            raise UnreadableYAML(f'{current}: extends: more than {MAX_CHAIN} files extend each other; merge some')
         seen.append(current)
         content = read_yaml(current, extended_by=seen[-2] if len(seen) > 1 else None)
         base = content.pop('extends', None)
@@ -62,7 +56,10 @@ def read_yaml(path: Path, *, extended_by: Path | None = None) -> dict[str, Any]:
         UnreadableYAML: The path is wrong, or the file is not a YAML mapping without duplicate keys.
     """
     try:
-        text = _read_regular_file(path)
+        if path.exists() and not path.is_file():  # reading a pipe would wait for a writer
+            kind = 'folder' if path.is_dir() else 'pipe or device'
+            raise UnreadableYAML(f'{path} cannot be read (it is a {kind}); use the path of a YAML file')
+        text = path.read_text(encoding='utf-8')
     except UnicodeDecodeError as error:
         raise UnreadableYAML(f'{path}: not UTF-8 text ({error.reason} at offset {error.start})') from error
     except ValueError as error:
@@ -85,29 +82,6 @@ def read_yaml(path: Path, *, extended_by: Path | None = None) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UnreadableYAML(f'{path} is not a mapping of sections (key: value) but {type(content).__name__}')
     return content
-
-
-def _read_regular_file(path: Path) -> str:
-    """Return the text of a regular file; anything else, such as a pipe that has no writer, is refused without waiting.
-
-    Raises:
-        UnreadableYAML: The path is not a regular file, or the file is too large.
-        OSError: The file cannot be read.
-    """
-    # O_NONBLOCK: opening a pipe would wait for a writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(descriptor)
-        kind = 'folder' if stat.S_ISDIR(status.st_mode) else 'pipe or device'
-        raise UnreadableYAML(f'{path} cannot be read (it is a {kind}); use the path of a YAML file')
-    with open(descriptor, 'rb') as file:
-        content = file.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise UnreadableYAML(
-            f'{path} has {status.st_size} bytes, the limit is {MAX_BYTES}; use the path of a YAML file'
-        )
-    return content.decode('utf-8').replace('\r\n', '\n')
 
 
 def merge(contents: Sequence[dict[str, Any]], overrides: Sequence[str]) -> dict[str, Any]:
@@ -200,7 +174,7 @@ def _merged(base: Any, later: Any, where: str) -> Any:
 def _update(merged: dict[str, Any], override: str, key: str, value: Any) -> None:
     """Set the value of a dotted key in place, such as `streams.laion.remote` or `generate.prompts[0]`."""
     parts = re.sub(r'\[([^\[\]]+)\]', r'.\1', key).split('.')
-    if '' in parts or len(parts) > MAX_DEPTH:
+    if '' in parts:
         raise UnreadableYAML(f'{override!r}: {key!r} is not a key; join the names of sections and keys by single dots')
     parent: Any = merged
     for depth, part in enumerate(parts):
@@ -219,7 +193,7 @@ def _step(parent: dict[str, Any] | list[Any], part: str, override: str) -> Any:
     if isinstance(parent, dict):
         same = [key for key in parent if str(key) == part]  # YAML keys may be numbers
         return same[0] if same else part
-    if not part.isdecimal() or len(part) > 9 or int(part) >= len(parent):
+    if not part.isdecimal() or int(part) >= len(parent):
         raise UnreadableYAML(f'{override!r}: {part!r} is not an index of a list of {len(parent)}; use 0 or more')
     return int(part)
 
@@ -240,6 +214,5 @@ def _value(override: str, text: str) -> Any:
     try:
         return parse_yaml(text) if text.strip() else ''
     except yaml.YAMLError as error:
-        shown = override if len(override) <= 200 else f'{override[:200]}...'
         _, what = yaml_error(error)
-        raise UnreadableYAML(f'{shown!r}: its value is not YAML; quote it ({what})') from error
+        raise UnreadableYAML(f'{override!r}: its value is not YAML; quote it ({what})') from error

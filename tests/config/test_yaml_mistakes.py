@@ -1,13 +1,13 @@
-"""Recipes and other YAML files that were written to harm: each is an error within a second, and none runs code."""
+"""Mistakes in YAML files, interpolations and overrides: each is an error that names it, and none runs code."""
 
 import contextlib
 import json
 import os
-import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from diffusion.config.load import RecipeError, load
 from diffusion.config.yaml_files import UnreadableYAML, merge, merge_and_resolve, read_chain, read_yaml
@@ -16,32 +16,7 @@ from diffusion.launch.job_checks import load_job_spec
 from diffusion.planning.gpus import load_gpus
 from diffusion.prepare.settings import load_settings
 
-SECONDS = 5.0
-"""Limit for a file that takes a few milliseconds on an idle machine; the files below would take hours, or never end."""
-
-
-def powers(first, line, levels):
-    """Return YAML of a first line and further levels; `line` makes each from its own and the previous letter."""
-    return first + ''.join(line(chr(98 + level), chr(97 + level)) for level in range(levels))
-
-
-HOSTILE = {
-    'lists of aliases': (
-        powers(
-            'a: &a [x, x, x, x, x, x, x, x, x]\n', lambda new, old: f'{new}: &{new} [{", ".join([f"*{old}"] * 9)}]\n', 9
-        ),
-        'more than 10000 values, aliases included',
-    ),
-    'mappings of aliases': (
-        powers('a: &a {x: 1}\n', lambda new, old: f'{new}: &{new} {{p: *{old}, q: *{old}, r: *{old}}}\n', 20),
-        'more than 10000 values, aliases included',
-    ),
-    'deep list': ('a: ' + '[' * 10000 + ']' * 10000, 'nested more than 40 levels deep'),
-    'deep mapping': ('a: ' + '{a: ' * 5000 + '1' + '}' * 5000, 'nested more than 40 levels deep'),
-    'deep blocks': ('a:\n  ' + '- ' * 3000 + 'x', 'nested more than 40 levels deep'),
-    'list in itself': ('a: &a [*a]', r'\*a refers to itself'),
-    'mapping in itself': ('a: &a\n  b: *a', r'\*a refers to itself'),
-    'large file': ('a: ' + 'x' * 600_000, 'has 600003 bytes, the limit is 524288'),
+MISTAKES = {
     'merge key': ('a: &a {x: 1}\nb: {<<: *a}', r'merge keys \(<<\) are not supported'),
     'duplicate key': ('a: 1\na: 2', "duplicate key 'a', first in line 1"),
     'duplicate number': ('1: 1\n1: 2', 'duplicate key 1'),
@@ -70,68 +45,57 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize('name', HOSTILE)
-def test_hostile_yaml_is_an_error_at_once(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize('name', MISTAKES)
+def test_mistake_in_yaml_is_an_error_that_names_it(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    text, message = HOSTILE[name]
+    text, message = MISTAKES[name]
     path = tmp_path / 'r.yaml'
     path.write_text(text)
-    began = time.monotonic()
     with pytest.raises(UnreadableYAML, match=message):
         read_yaml(path)
-    assert time.monotonic() - began < SECONDS
     assert os.listdir(tmp_path) == ['r.yaml'], 'code of the file ran'
 
 
-def references(count, times, first):
-    """Return an interpolation bomb: each of `count` texts repeats the previous one."""
-    return [first, *(''.join([f'${{a.{index}}}'] * times) for index in range(count))]
-
-
 INTERPOLATIONS = {
-    'two that refer to each other': ({'a': '${b}', 'b': '${a}'}, 'a: circular interpolation: a -> b -> a'),
-    'itself': ({'a': 'x${a}'}, 'circular interpolation: a -> a'),
-    'its section': ({'a': {'b': '${a}'}}, 'circular interpolation: a -> a.b -> a'),
-    'texts that double': ({'a': references(40, 2, 'x' * 50)}, 'produce more than 4194304 characters'),
-    'texts of many references': ({'a': references(9, 99, 'x' * 50)}, 'produce more than 4194304 characters'),
-    'sections that double': (
-        {'a0': {'x': 1}} | {f'a{i + 1}': {'x': f'${{a{i}}}', 'y': f'${{a{i}}}'} for i in range(30)},
-        'produce more than 10000 values',
-    ),
-    'a chain of 2000': ({'a': [f'${{a.{index + 1}}}' for index in range(2000)] + ['x']}, 'too many interpolations'),
-    'nested 3000 deep': ({'a': '${' * 3000 + 'b' + '}' * 3000}, 'has at most 10000 characters and 200 interpolations'),
-    'nested 150 deep': ({'a': '${' * 150 + 'b' + '}' * 150}, 'too many interpolations refer to each other|not found'),
-    'a long text': ({'a': '${b}' * 10_000, 'b': 1}, 'has at most 10000 characters'),
-    'decoding itself': ({'a': '${oc.decode:${a}}'}, 'circular interpolation'),
-    'decoding a deep list': ({'a': "${oc.decode:'" + '[' * 500 + ']' * 500 + "'}"}, 'too many interpolations'),
-    'decoding a long number': ({'a': '${oc.decode:' + '9' * 6000 + '}'}, 'a: cannot be resolved'),
-    'a module': ({'a': '${oc.coerce:payload.x,1}'}, r'oc\.coerce:\.\.\.} with 2 arguments is not supported'),
+    'two that refer to each other': ({'a': '${b}', 'b': '${a}'}, 'a: Recursive interpolation'),
+    'itself': ({'a': 'x${a}'}, 'a: Recursive interpolation'),
+    'its section': ({'a': {'b': '${a}'}}, 'a.b: Interpolation to parent node'),
+    'sections that refer to each other': ({'a': {'b': '${c}'}, 'c': {'d': '${a}'}}, 'refer to each other in a circle'),
+    'decoding itself': ({'a': '${oc.decode:${a}}'}, 'a: Recursive interpolation'),
+    'a value that is not set': ({'a': ['${b}'], 'b': '???'}, r'a\[0\]: Missing mandatory value: b; correct'),
+    'a key above the file': ({'a': '${..b}'}, r"a: .*'..b'; correct the interpolation"),
+    'a module': ({'a': '${oc.coerce:payload.x,1}'}, 'a: Unsupported interpolation type oc.coerce; use oc.env'),
     'a module by a computed name': (
         {'a': '${oc.${b}:payload.x,1}', 'b': 'coerce'},
-        r'oc\.coerce:\.\.\.} with 2 arguments is not supported',
+        'a: Unsupported interpolation type oc.coerce; use oc.env',
     ),
-    'an unknown resolver': ({'a': '${shell:ls}'}, 'is not supported; use'),
-    'an unclosed brace': ({'a': '${'}, r'write \\\$\{ for a literal'),
+    'an unknown resolver': ({'a': '${shell:ls}'}, 'a: Unsupported interpolation type shell; use oc.env'),
+    'a resolver of the program around the library': ({'a': '${mine:1}'}, 'a: Unsupported interpolation type mine'),
+    'no variable': ({'a': '${oc.env:}'}, "a: oc.env takes the name of an environment variable and one default, not ''"),
+    'an unclosed brace': ({'a': '${'}, r'a: .*write \\\$\{ for a literal'),
 }
 
 
 @pytest.mark.parametrize('name', INTERPOLATIONS)
-def test_hostile_interpolation_is_an_error_at_once(name, tmp_path, monkeypatch):
+def test_mistake_in_interpolation_is_an_error_that_names_it(name, tmp_path, monkeypatch):
     # A module of the working directory, which `${oc.coerce:payload.x,1}` of OmegaConf would import.
     (tmp_path / 'payload.py').write_text("open('pwned', 'w')\nx = int\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    OmegaConf.register_resolver('mine', lambda x: x, annotation_validation='off')
     content, message = INTERPOLATIONS[name]
-    began = time.monotonic()
-    with pytest.raises(UnreadableYAML, match=message):
-        merge([content], [])
-    assert time.monotonic() - began < SECONDS
+    try:
+        with pytest.raises(UnreadableYAML, match=message):
+            merge([content], [])
+        assert OmegaConf.create({'a': '${mine:1}'}).a == 1, 'resolvers of the program remain registered'
+    finally:
+        OmegaConf.clear_resolver('mine')
     assert not (tmp_path / 'pwned').exists()
 
 
-def test_hostile_text_is_an_error_in_every_kind_of_yaml_file(tmp_path):
+def test_mistake_is_an_error_in_every_kind_of_yaml_file(tmp_path):
     path = tmp_path / 'r.yaml'
-    for text, message in (HOSTILE['lists of aliases'], HOSTILE['deep list'], HOSTILE['python tag'], HOSTILE['NUL']):
+    for text, message in (MISTAKES['python tag'], MISTAKES['duplicate key'], MISTAKES['NUL']):
         path.write_text(text)
         for read in (load, load_job_spec, load_settings, load_gpus):
             with pytest.raises(UserError, match=message):
@@ -155,13 +119,6 @@ def test_path_that_is_no_text_file_is_refused_without_waiting(kind, tmp_path):
         load(path)
 
 
-def test_long_chain_of_extends_is_refused(tmp_path):
-    for index in range(30):
-        (tmp_path / f'{index}.yaml').write_text(f'extends: {index + 1}.yaml')
-    with pytest.raises(UnreadableYAML, match='more than 20 files extend each other'):
-        read_chain(tmp_path / '0.yaml')
-
-
 def test_extends_of_a_pipe_is_refused_without_waiting(tmp_path):
     os.mkfifo(tmp_path / 'pipe.yaml')
     (tmp_path / 'r.yaml').write_text('extends: pipe.yaml')
@@ -183,10 +140,8 @@ def test_huge_batch_is_refused_at_once(batch):
         load('yamls/quickstart.yaml', [f'global_batch={batch}', 'device_train_microbatch_size=3'])
 
 
-@pytest.mark.parametrize(
-    'override', ['a.' * 50 + 'b=1', 'a..b=1', '.a=1', 'l[5]=1', 'l[-1]=1', 'l.x=1', 'a=[' + '[' * 99]
-)
-def test_hostile_override_is_an_error(override):
+@pytest.mark.parametrize('override', ['a..b=1', '.a=1', 'l[5]=1', 'l[-1]=1', 'l.x=1', 'a=[['])
+def test_mistake_in_an_override_is_an_error(override):
     with pytest.raises(UnreadableYAML):
         merge([{'l': [1], 'a': 1}], [override])
 

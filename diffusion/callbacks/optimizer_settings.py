@@ -64,7 +64,7 @@ class OptimizerSettings(Callback):
         if not state.timestamp.batch.value:
             return
         groups = state.optimizers[0].param_groups
-        # A checkpoint of an earlier version has no record; its optimizer's own values are compared then.
+        # Without a record (trainer.load_ignore_keys), compare the values of the loaded optimizer.
         saved = self._saved.get('groups') or [_settings(group) for group in groups]
         for group, before, now in zip(groups, saved, self.groups, strict=True):
             group.update({key: now[key] for key in SETTINGS if key in now and before.get(key) != now[key]})
@@ -95,7 +95,7 @@ def describe_rates(batch: int, *, last: float | None, saved: float, now: float) 
 
     Args:
         batch: Number of the first batch after the resume.
-        last: Rate of the batch before; None if the checkpoint is of an earlier version, which did not record it.
+        last: Rate of the batch before; None if it was on a GPU and so not recorded.
         saved: Rate of the first batch as if nothing had changed.
         now: Rate of the first batch.
     """

@@ -1,7 +1,7 @@
 """Verify on resume that the run has the same seed and training data as when it started."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from composer.core import Callback, State
@@ -26,20 +26,11 @@ class SameRun(Callback):
     Args:
         identity: The values to compare, with those of the data under the key `data` (`diffusion.data.fingerprint`).
         allow_data_change: Log a warning about changed data instead of raising an error.
-        adopt_data: Called on resume with the saved data settings, before they are compared: it may keep defaults of
-            earlier versions, and returns the current data settings.
     """
 
-    def __init__(
-        self,
-        identity: Mapping[str, Any],
-        *,
-        allow_data_change: bool,
-        adopt_data: Callable[[Mapping[str, Any]], Any] | None = None,
-    ) -> None:
+    def __init__(self, identity: Mapping[str, Any], *, allow_data_change: bool) -> None:
         self.identity = dict(identity)
         self.allow_data_change = allow_data_change
-        self.adopt_data = adopt_data
         self._compared = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -54,8 +45,6 @@ class SameRun(Callback):
         self._compared = True
         if not state:
             return self._warn_unknown()
-        if self.adopt_data is not None:
-            self.identity[DATA] = self.adopt_data(state.get(DATA, {}))
         data = differences(state.get(DATA, {}), self.identity.get(DATA, {}))
         fixed = [
             f'{key}: {self.identity.get(key)}, but the run was started with {state.get(key)}'

@@ -50,7 +50,7 @@ def _section(name: str, hint: Any, given: Any, raw: Mapping[str, Any], unknown: 
     if name == 'init_from' and isinstance(given, str):
         given = {'from': given}
     if name in OPTIONAL_SECTIONS and isinstance(given, Mapping):
-        # With the defaults, so that a recipe of an earlier version, which lacks a key, is the same.
+        # With the defaults, so that a recipe that leaves out a key is the same.
         fields = {each.metadata.get('key', each.name): each for each in dataclasses.fields(OPTIONAL_SECTIONS[name])}
         return {key: _default(each) for key, each in fields.items()} | _plain(given)
     if name in SINGLE_COMPONENT_SECTIONS:

@@ -21,16 +21,8 @@ MAX_PICKS = 2**20
 def default_canonical_nodes(global_batch: int) -> int:
     """Return the default `num_canonical_nodes` of a new run: the largest common divisor of 960 and the global batch."""
     # 960 = 64 * 3 * 5: a batch of 1536 = 512 * 3 divides over 12 nodes of 8 GPUs, and with a power of two its samples
-    # would not. For batches without the factors 3 and 5 it is the same as before, a power of two up to 64.
+    # would not.
     return math.gcd(64 * 3 * 5, global_batch)
-
-
-def earlier_default_canonical_nodes(global_batch: int) -> int:
-    """Return the default `num_canonical_nodes` of runs that earlier versions started: a power of two up to 64.
-
-    A resumed run keeps the number that it was started with, since another one would change the order of its samples.
-    """
-    return math.gcd(64, global_batch)
 
 
 def canonical_nodes_problem(canonical_nodes: int, global_batch: int) -> str | None:

@@ -11,7 +11,6 @@ Composer saves the timestamp's epoch and sets it when an epoch begins.
 """
 
 import functools
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,8 +23,6 @@ from streaming.base.world import World
 
 from diffusion.compatibility.private_names import private_attribute, set_private_attribute
 from diffusion.errors import DataError
-
-log = logging.getLogger(__name__)
 
 
 def streaming_dataset(state: State) -> StreamingDataset | None:
@@ -71,7 +68,6 @@ def keep_data_position() -> None:
     if hasattr(collect, '__wrapped__'):  # replaced by an earlier call
         return
     set_private_attribute(State, '_dataset_state_dict', _saves_timestamp(collect))
-    State.load_state_dict = _names_earlier_version(State.load_state_dict)
     iterate = private_attribute(Trainer, '_iter_dataloader')
     set_private_attribute(Trainer, '_iter_dataloader', _starts_at_timestamp(iterate))
     spin = private_attribute(Trainer, '_spin_dataloaders_to_cur_epoch')
@@ -87,25 +83,6 @@ def _saves_timestamp(collect: Callable[[State], dict[str, Any]]) -> Callable[[St
         if dataset is None:
             return collect(state)
         return {'train': position_to_save(dataset, state.timestamp), 'eval': {}}
-
-    return wrapped
-
-
-def _names_earlier_version(load: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the method that loads a checkpoint: log that its two positions disagree, as earlier versions saved them."""
-
-    @functools.wraps(load)
-    def wrapped(state: State, saved: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        data = (saved.get('dataset_state') or {}).get('train') or {}
-        data_epoch = data.get('epoch')
-        load(state, saved, *args, **kwargs)
-        epoch = state.timestamp.epoch.value
-        if data_epoch is not None and data_epoch != epoch and dist.get_global_rank() == 0:
-            log.warning(
-                'the checkpoint is from an earlier version, which saved epoch %d as the position of the training data '
-                'at epoch %d of the run; training continues with the data of epoch %d',
-                *(data_epoch, epoch, epoch),
-            )
 
     return wrapped
 

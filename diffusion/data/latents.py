@@ -54,18 +54,18 @@ class LatentManifest:
     text_encoder: str | None = None
     """Fingerprint of the text encoders whose output is stored; None if they run during training."""
     text_output: str = 'last'
-    """Stored output of the text encoders, `TextConditioner.output`; manifests of earlier versions do not have it."""
+    """Stored output of the text encoders, `TextConditioner.output`."""
     text_padding: str = 'kept'
-    """`kept`: L embeddings per caption are stored; `removed`: only those of its tokens, for models that mask padding.
-    Manifests of earlier versions do not have it."""
+    """`kept`: L embeddings per caption are stored; `removed`: only those of its tokens, for models that mask
+    padding."""
     image_sizes: bool = False
-    """True if the sizes of the images are stored; manifests of earlier versions do not have it."""
+    """True if the sizes of the images are stored."""
     image_encoder: str | None = None
     """Fingerprint of the image encoder whose features are stored for representation alignment; None if none are."""
     image_encoder_source: str = ''
     """Folder or repository of the image encoder, with its revision; for the reader, not compared in training."""
     features_shape: list[int] | None = None
-    """Height and width of the grid of features, and their width. Manifests of earlier versions have none of these."""
+    """Height and width of the grid of features, and their width."""
     captions: str = 'all'
     """Captions stored per sample: `all`, `first` or `longest`."""
     source: str = ''
@@ -91,13 +91,11 @@ class LatentManifest:
         if not path.exists():
             raise UserError(f'{where}: no {MANIFEST} next to its shards; precompute the latents with task=precompute')
         known = {field.name for field in dataclasses.fields(cls)}
-        required = known - {'text_output', 'text_padding', 'image_sizes'}
-        required -= {'image_encoder', 'image_encoder_source', 'features_shape'}
         try:
             content = json.loads(path.read_text(encoding='utf-8'))
         except ValueError:
             content = {}
-        if not isinstance(content, dict) or not required <= set(content) <= known or content['version'] != 2:
+        if not isinstance(content, dict) or set(content) != known or content['version'] != 2:
             raise UserError(f'{where}: {path} is not a manifest of version 2; precompute the latents again')
         return cls(**content)
 

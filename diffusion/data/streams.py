@@ -264,8 +264,6 @@ class BucketedDataset(VerifiedDataset):
         # Streaming reads a stream's `choose` and `proportion`, and the dataset's `epoch_size` and `length`, only when
         # an epoch begins or the length is requested. So they can be replaced here, after its constructor has computed
         # them and before the first epoch. Every rank computes the same numbers from the same indexes.
-        self.default_order = {'num_canonical_nodes', 'shuffle_block_size'}
-        self.default_order -= {name for name in self.default_order if getattr(self, name) is not None}
         if self.num_canonical_nodes is None:
             self.num_canonical_nodes = sample_order.default_canonical_nodes(self.global_batch)
         self._check_order(self.num_canonical_nodes)
@@ -313,29 +311,6 @@ class BucketedDataset(VerifiedDataset):
         world = self._parallel_worker_world
         rank = world.node * world.ranks_per_node + world.rank_of_node
         return self.evaluation_order.for_workers(world.workers_per_rank)[rank, world.worker_of_rank]
-
-    def keep_earlier_order(self, saved: Mapping[str, Any]) -> None:
-        """Use the default order of earlier versions if the run was started with it; call it before the first epoch.
-
-        Args:
-            saved: The fingerprint of the run's data (`diffusion.data.fingerprint`) in the checkpoint that it resumes.
-
-        Raises:
-            UserError: The number of nodes does not suit the earlier order.
-        """
-        earlier = sample_order.earlier_default_canonical_nodes(self.global_batch)
-        started_with = saved.get('global_batch'), saved.get('num_canonical_nodes')
-        if 'num_canonical_nodes' not in self.default_order or self.num_canonical_nodes == earlier:
-            return
-        if started_with != (self.global_batch, earlier):
-            return
-        self._check_order(earlier)
-        if self._unique_rank_world.is_leader:
-            log.info('the run keeps its order of samples: num_canonical_nodes=%d, as it was started with', earlier)
-        self.num_canonical_nodes = earlier
-        if 'shuffle_block_size' in self.default_order:
-            self.shuffle_block_size = None
-            self._set_shuffle_block_size(self._parallel_rank_world)
 
     def _batches_of_streams(self, proportions: Sequence[float]) -> list[int]:
         """Return the number of batches per epoch of each stream; proportions are kept to within one batch."""

@@ -20,8 +20,6 @@ GENERATED = 'samples.png'
 MAX_SHEETS = 48
 SIDES = (256, 192, 128, 96, 64)
 """Sides in pixels of an image in a page; the largest that fits is used."""
-WHOLE_SHEET = 5
-"""Factor of the side for a sheet without the places of its figures, which is shown as one image."""
 FEW_SHEETS = 12
 """Number of sheets for which images are made smaller; beyond, sheets are left out."""
 MAX_FIGURES = 64
@@ -155,19 +153,17 @@ def encode_sheet(content: bytes, side: int) -> tuple[list[dict[str, Any]], dict[
     """
     encoded: dict[str, bytes] = {}
     with Image.open(io.BytesIO(content)) as opened:
-        text = getattr(opened, 'text', {}).get(FIGURES)
+        text = getattr(opened, 'text', {})[FIGURES]
         sheet = opened.convert('RGB')
 
-    def keep(image: Image.Image, largest: int) -> dict[str, Any]:
-        image.thumbnail((largest, largest), Image.Resampling.LANCZOS)
+    def keep(image: Image.Image) -> dict[str, Any]:
+        image.thumbnail((side, side), Image.Resampling.LANCZOS)
         buffer = io.BytesIO()
         image.save(buffer, 'WEBP', quality=80, method=4)
         key = xxh3_64_hexdigest(buffer.getvalue())
         encoded[key] = buffer.getvalue()
         return {'key': key, 'width': image.width, 'height': image.height}
 
-    if text is None:  # of an earlier version
-        return [{'caption': '', 'images': [keep(sheet, WHOLE_SHEET * side)]}], encoded
     figures = []
     for figure in json.loads(text)[:MAX_FIGURES]:
         images = []
@@ -175,7 +171,7 @@ def encode_sheet(content: bytes, side: int) -> tuple[list[dict[str, Any]], dict[
             image = sheet.crop((left, top, left + width, top + height))
             if 0 < real_width < width and 0 < real_height < height:
                 image = image.resize((real_width, real_height), Image.Resampling.NEAREST)  # undo the enlarging
-            images.append(keep(image, side))
+            images.append(keep(image))
         figures.append({'caption': str(figure['caption']), 'images': images})
     return figures, encoded
 

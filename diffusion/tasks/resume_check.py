@@ -40,22 +40,18 @@ def _rates(recipe: Recipe, checkpoint: Path) -> str:
     state: dict[str, Any] = dict(read_content(checkpoint)['state'])
     now = Timestamp()
     now.load_state_dict(state['timestamp']['Timestamp'])
-    settings = dict(state['callbacks']).get(OptimizerSettings.__name__, {})
+    settings = dict(state['callbacks'])[OptimizerSettings.__name__]
     last: dict[str, Any] = settings.get('last', {})
-    saved = _saved_rate(state, settings)
-    if saved is None:
-        return 'learning rate not known, the checkpoint was written by an earlier version'
     rate = _rate(recipe, one_batch_earlier(now), last.get('batches_per_epoch'))
-    return describe_rates(now.batch.value, last=last.get('rate'), saved=saved, now=rate)
+    return describe_rates(now.batch.value, last=last.get('rate'), saved=_saved_rate(state, settings), now=rate)
 
 
-def _saved_rate(state: dict[str, Any], settings: dict[str, Any]) -> float | None:
-    """Return the learning rate of the next batch by a checkpoint's content; None if it does not say."""
+def _saved_rate(state: dict[str, Any], settings: dict[str, Any]) -> float:
+    """Return the learning rate of the next batch by a checkpoint's content."""
     schedulers = dict(state.get('schedulers') or {})
     if schedulers:
         return float(next(iter(schedulers.values()))['_last_lr'][0])
-    groups = settings.get('groups')
-    return float(groups[0]['lr']) if groups else None
+    return float(settings['groups'][0]['lr'])
 
 
 def _rate(recipe: Recipe, time: Timestamp, batches_per_epoch: int | None) -> float:

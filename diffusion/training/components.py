@@ -217,21 +217,7 @@ def run_identity(recipe: Recipe, loader: BucketedLoader) -> dict[str, Any]:
     texts = saved_values(recipe)['dataset']
     variables = {str(path[1]) for path in recipe.from_environment if path[0] == 'dataset' and len(path) > 1}
     settings |= {key: texts[key] for key in variables}
-    if settings.get('caption_weights') is None:  # a setting that checkpoints of earlier versions do not have
-        settings.pop('caption_weights', None)
     return {'seed': recipe.seed, 'data': fingerprint(loader.dataset, {'name': recipe.dataset.name} | settings)}
-
-
-def adopt_data(recipe: Recipe, loader: BucketedLoader, saved: Mapping[str, Any]) -> Any:
-    """Keep the sample order that an earlier version chose by default for a run that resumes; return the data settings.
-
-    Args:
-        recipe: The recipe.
-        loader: The training loader, before its first epoch begins.
-        saved: Data settings of the run's start, `run_identity(...)['data']` of its checkpoint.
-    """
-    loader.dataset.keep_earlier_order(saved)
-    return run_identity(recipe, loader)['data']
 
 
 def evaluation_dataset(recipe: Recipe) -> Component:

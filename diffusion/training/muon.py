@@ -137,7 +137,7 @@ class Muon(Optimizer):
 
     def _keep_parts(self, param_group: dict[str, Any], shapes: list[tuple[int, ...]]) -> None:
         """Keep the `parts` of a group that is about to be added, by the group's index."""
-        # Not in the group itself: its keys are saved in checkpoints, and those of earlier versions lack this one.
+        # The group itself must not hold them: a checkpoint restores its keys, and a run may change `parts` on resume.
         # Composer removes all groups for FSDP2 and adds them again in their order, so that the indices stay the same.
         parts = param_group.get('parts')
         if parts is None:

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,6 @@ from diffusion.config.yaml_files import read_yaml, undump
 from diffusion.errors import UserError
 
 log = logging.getLogger(__name__)
-
-NOT_SHOWN = '<hidden>'
-"""Text in place of a saved value that may be a secret."""
 
 
 def compare_with_checkpoint(recipe: Recipe, checkpoint: Path | None) -> ResumedRecipe:
@@ -117,19 +113,14 @@ def _compare(recipe: Recipe, checkpoint: Path | None) -> ResumedRecipe:
 def _changes(recipe: Recipe, saved: Mapping[str, Any]) -> list[Change]:
     """Return the changes between the values that a recipe was saved with and its values now.
 
-    A value from an environment variable is compared by the name of the variable. Earlier versions saved the variable's
-    value: that is no change while it is the same, and otherwise it is not shown, since it may be a secret.
+    A value from an environment variable is compared by the name of the variable. A recipe that had the value itself
+    before has not changed while the variable has that value.
     """
     by_name = changes(saved, recipe_values(undump(to_yaml(recipe))).values)
     by_value = {change.key for change in changes(saved, recipe_values(plain_values(recipe)).values)}
     variables = [dotted(path).partition('[')[0] for path in recipe.from_environment]
-    found = []
-    for change in by_name:
-        if not any(overlap(change.key, each) for each in variables):
-            found.append(change)
-        elif change.key in by_value:
-            hides = change.saved is not None and '${' not in str(change.saved)
-            found.append(replace(change, saved=NOT_SHOWN) if hides else change)
+    from_variable = {each.key for each in by_name if any(overlap(each.key, name) for name in variables)}
+    found = [each for each in by_name if each.key not in from_variable - by_value]
     fixed = [each for each in variables if rule_of(each).effect is Effect.FIXED]
     if fixed:
         log.warning('from environment variables, whose values are not compared on resume: %s', ', '.join(fixed))

@@ -342,11 +342,7 @@ def _own_callbacks(
 ) -> list[Callback]:
     """Build the callbacks that every run gets in addition to the callbacks in its recipe."""
     return [
-        SameRun(
-            components.run_identity(recipe, loader),
-            allow_data_change=recipe.allow_data_change,
-            adopt_data=partial(components.adopt_data, recipe, loader),
-        ),
+        SameRun(components.run_identity(recipe, loader), allow_data_change=recipe.allow_data_change),
         Preemption(),
         ReplacedSamples(loader.tally),
         RunStatus(recipe.run_place),

@@ -182,7 +182,6 @@ def test_bad_weights_of_one_rank_stop_all_ranks(ranks, tmp_path):
 
 
 def test_run_does_not_resume_from_bad_weights(write_recipe, monkeypatch):
-    """Earlier versions saved such checkpoints."""
     path = write_recipe()
     trainer = build_trainer(load(path, ['trainer.max_duration=2ba']))
     poison(trainer, 2, lambda weight: weight.fill_(torch.nan))

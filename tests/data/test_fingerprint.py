@@ -5,17 +5,14 @@ import shutil
 
 import pytest
 from composer import Trainer
-from ranks import read_losses
 
 from diffusion.callbacks.same_run import SameRun
-from diffusion.config import sample_order
 from diffusion.config.load import load
 from diffusion.data.streams import BucketedDataset
 from diffusion.models import batch_keys
 from diffusion.storage.differences import differences
 from diffusion.training import components
 from diffusion.training.components import build_loader, run_identity
-from diffusion.training.train import train
 
 
 def streams_of(pictures):
@@ -185,22 +182,6 @@ def test_trainer_compares_data_on_resume_and_accepts_allowed_change(write_recipe
         '16 of 48 samples were used before, 2 more batches follow'
     )
     trainer.close()
-
-
-def test_run_of_an_earlier_version_keeps_its_sample_order(write_recipe, tmp_path, monkeypatch):
-    """Batches with a factor of 3 or 5 had another default number of canonical nodes, 4 for a batch of 12."""
-    trainer_keywords = load(write_recipe()).trainer | {'max_duration': '4ba'}
-    batch = {'global_batch': 12, 'trainer': trainer_keywords}
-    with monkeypatch.context() as patch:
-        patch.setattr(sample_order, 'default_canonical_nodes', sample_order.earlier_default_canonical_nodes)
-        train(load(write_recipe('old', **batch), ['trainer.max_duration=2ba'])).close()
-    train(load(write_recipe('old', **batch))).close()
-    train(load(write_recipe('expected', **batch, loader={'num_workers': 0, 'num_canonical_nodes': 4}))).close()
-    old, expected = (read_losses(tmp_path / 'runs' / name) for name in ('old', 'expected'))
-    assert len(old) == 4
-    assert old == expected
-    with pytest.raises(ValueError, match='num_canonical_nodes: 4 in the checkpoint, 6 now'):
-        train(load(write_recipe('old', **batch, loader={'num_workers': 0, 'num_canonical_nodes': 6})))
 
 
 def test_checkpoint_without_fingerprint_warns(write_recipe, caplog):

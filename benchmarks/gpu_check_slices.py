@@ -19,14 +19,13 @@ TEST_FILES = (
     'tests/planning/test_memory.py',
     'tests/profiling/test_syncs_on_devices.py',
     'tests/training/test_block_graphs.py',
-    'tests/training/test_parallelism.py',
     'tests/training/test_speed_on_devices.py',
     'tests/training/test_strategies_on_devices.py',
 )
 """Files with tests that are marked `gpu`, of which most are also marked `cpu_form`."""
 PIXELS = (256, 512)
 STEP = str(ROOT / 'benchmarks' / 'step.py')
-STRATEGIES = ('ddp', 'fsdp2', 'fsdp1')
+STRATEGIES = ('ddp', 'fsdp2')
 OFFLINE = {'HF_HUB_OFFLINE': '1', 'HF_HUB_DISABLE_TELEMETRY': '1', 'DO_NOT_TRACK': '1', 'PYTHONUNBUFFERED': '1'}
 
 

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     recipe = make_recipe(args.folder, images, size, args.strategy, args.gpus)
     path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding='utf-8')
     command = [str(ROOT / 'run.py'), str(path)]
-    # fsdp1 and fsdp2 need a process group, which the launcher's variables create, also for one process.
+    # fsdp2 needs a process group, which the launcher's variables create, also for one process.
     launcher = ['-m', 'composer.cli.launcher', '-n', str(max(1, args.gpus))]
     alone = args.strategy == 'ddp' and args.gpus <= 1
     try:

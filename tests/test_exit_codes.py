@@ -165,7 +165,7 @@ EARLY_RUN: dict[str, tuple[Words, str]] = {
     'unknown device': (lambda site: [site.recipe, 'trainer.device=cuda'], "trainer.device: 'cuda' is unknown"),
     'unknown precision': (
         lambda site: [site.recipe, 'trainer.precision=bf16'],
-        "trainer.precision: 'bf16' is unknown to Composer; did you mean 'amp_bf16'",
+        "trainer.precision: 'bf16' is not supported; did you mean 'amp_bf16'",
     ),
     'half precision on a CPU': (
         lambda site: [site.recipe, 'trainer.precision=amp_bf16'],

@@ -215,7 +215,7 @@ def test_slices_on_gpus_cover_every_test_and_row():
     assert list(training.command[-4:]) == ['--gpus', '2', '--memory-gib', '79.1']
 
 
-@pytest.mark.parametrize('strategy', ['ddp', 'fsdp2', 'fsdp1'])
+@pytest.mark.parametrize('strategy', ['ddp', 'fsdp2'])
 def test_recipes_of_training_runs_on_gpus_are_valid(tmp_path, strategy):
     training = import_module('gpu_check_training')
     recipe = training.make_recipe(tmp_path, tmp_path / 'images', training.FULL, strategy, 8)
@@ -322,7 +322,7 @@ def gpu_results(runner) -> list[Any]:
             '',
             {'metrics': metrics, 'losses': [1.0], 'strategy': 'ddp', 'devices': 2},
         ),
-        ('training-fsdp1', 'training', 'training', 'timed out', 'it took more than 530 s', None),
+        ('training-fsdp2', 'training', 'training', 'timed out', 'it took more than 530 s', None),
     ]
     return [
         runner.Result(name, title, kind, status, reason, 10.0, 'output & <more>', data, {})

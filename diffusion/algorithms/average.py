@@ -1,23 +1,22 @@
 """Running average of the trained weights, sharded over the devices in the same way as the weights."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from composer.utils import dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from diffusion.compatibility.private_names import _foreach_lerp_, private_attribute
-from diffusion.compatibility.private_names import _reshard as reshard_fsdp1
+from diffusion.compatibility.private_names import _foreach_lerp_
 from diffusion.errors import UserError
 
-_WRAPPERS = ('_fsdp_wrapped_module.', '_checkpoint_wrapped_module.', '_orig_mod.')
-"""Prefixes that FSDP1, activation checkpointing and torch.compile insert into parameter names."""
+FSDP1 = 'FSDP1 is not supported; use FSDP2 (FSDP2Config), whose reshard_after_forward=False is SHARD_GRAD_OP'
+"""Message for a Trainer that shards its model by FSDP1, in a program of the user's own."""
+_WRAPPERS = ('_checkpoint_wrapped_module.', '_orig_mod.')
+"""Prefixes that activation checkpointing and torch.compile insert into parameter names."""
 
 
 class WeightAverage:
@@ -33,7 +32,6 @@ class WeightAverage:
         self.tensors: dict[str, Tensor] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         self._saved: Mapping[str, Tensor] = {}
-        self._is_flat = False  # kept, because to walk through the modules of a U-Net takes the host milliseconds
 
     @property
     def started(self) -> bool:
@@ -44,18 +42,14 @@ class WeightAverage:
     def start(self, model: nn.Module) -> None:
         """Initialize the average with a copy of the model's current weights."""
         reshard(model)
-        self._parameters, self._is_flat = trained_parameters(model), _is_fsdp1(model)
+        self._parameters = trained_parameters(model)
         self.tensors = {name: local_shard(weight).clone() for name, weight in self._parameters.items()}
         self._saved = {}
 
     @torch.no_grad()
     def update(self, model: nn.Module, keep: float) -> None:
         """Update the average in place with the model's weights: average = keep * average + (1 - keep) * weights."""
-        # FSDP1's parameters are views into the gathered weights while these exist, else into the shard. FSDP2's shards
-        # are tensors of their own and stay valid, so there is no need to make it gather again.
-        self.place(model)
-        if self._is_flat:
-            reshard(model)
+        # FSDP2's shards are tensors of their own and stay valid, so there is no need to make it gather again.
         averages, weights = self.pairs(model)
         _foreach_lerp_(averages, weights, 1 - keep)
 
@@ -88,13 +82,6 @@ class WeightAverage:
                 not write.
         """
         self.place(model)
-        if _is_fsdp1(model):
-            # A rank's piece of an FSDP1 flat parameter has lost its shape and offset. Only FSDP1's own state dict code
-            # can assemble the pieces, and it reads them from the model: put the average there for the duration.
-            with self._in_model(model):
-                options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-                state: dict[str, Any] = get_model_state_dict(model, options=options)
-            return {name: state[name] for name in self.tensors} if keep else {}
         gathered = {}
         for name, shard in self.shards(model).items():
             # Move each tensor to the CPU before gathering the next, so that the device holds one full tensor at a time.
@@ -126,23 +113,10 @@ class WeightAverage:
         if not self._saved:
             return
         reshard(model)
-        self._parameters, self._is_flat = trained_parameters(model), _is_fsdp1(model)
-        # Under FSDP1 a parameter is a flat piece of this device, so its shape cannot be compared.
-        _check_same(self._saved, self._parameters, shapes=not self._is_flat)
-        if self._is_flat:
-            self.tensors = _shard_with_fsdp1(self._saved, self._parameters, model)
-        else:
-            self.tensors = {name: _shard_like(self._saved[name], weight) for name, weight in self._parameters.items()}
+        self._parameters = trained_parameters(model)
+        _check_same(self._saved, self._parameters)
+        self.tensors = {name: _shard_like(self._saved[name], weight) for name, weight in self._parameters.items()}
         self._saved = {}
-
-    @contextmanager
-    def _in_model(self, model: nn.Module) -> Iterator[None]:
-        """Context in which the model holds the average instead of its weights."""
-        self.exchange(model)
-        try:
-            yield
-        finally:
-            self.exchange(model)
 
 
 @runtime_checkable
@@ -220,27 +194,6 @@ def _shard_like(saved: Tensor, weight: Tensor) -> Tensor:
     return torch.empty_like(weight.detach()).copy_(saved)
 
 
-@torch.no_grad()
-def _shard_with_fsdp1(
-    saved: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter], model: nn.Module
-) -> dict[str, Tensor]:
-    """Return this device's flat pieces of a weight average from a checkpoint, as FSDP1 shards the model."""
-    # FSDP1 alone knows how it cuts its flat parameters. Load the average as if it were the weights, copy out the
-    # pieces, and put the weights back. strict=False: an average lacks the frozen parameters and the buffers.
-    weights = {name: weight.detach().clone() for name, weight in parameters.items()}
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False)
-    set_model_state_dict(model, dict(saved), options=options)
-    pieces = {name: weight.detach().clone() for name, weight in parameters.items()}
-    for name, weight in parameters.items():
-        weight.copy_(weights[name])
-    return pieces
-
-
-def _is_fsdp1(model: nn.Module) -> bool:
-    """Return True if FSDP1 wraps the model or one of its modules."""
-    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
-
-
 def reshard(model: nn.Module) -> None:
     """Free FSDP's gathered weights, so that the model's parameters are this device's shards."""
     # The root module keeps its weights gathered after a forward pass. Until they are freed, `named_parameters` returns
@@ -249,16 +202,13 @@ def reshard(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             module.reshard()
         elif isinstance(module, FullyShardedDataParallel):
-            # Private API: FSDP1 has no public way to free its gathered weights. Goes when support for FSDP1 does.
-            handle = private_attribute(module, '_handle')
-            if handle is not None and handle.uses_sharded_strategy:
-                reshard_fsdp1(module, handle, free_unsharded_flat_param=True)
+            raise UserError(FSDP1)
 
 
-def _check_same(saved: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter], *, shapes: bool) -> None:
-    """Raise UserError unless a saved average has the names and, if `shapes`, the shapes of the model's parameters."""
+def _check_same(saved: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise UserError unless a saved average has the names and the shapes of the model's parameters."""
     different: Sequence[str] = sorted(set(saved) ^ set(parameters))
-    if not different and shapes:
+    if not different:
         different = [name for name, weight in parameters.items() if saved[name].shape != weight.shape]
     if different:
         raise UserError(

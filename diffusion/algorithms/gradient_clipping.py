@@ -11,16 +11,15 @@ from composer.utils import dist
 from torch import Tensor
 
 from diffusion.algorithms.adaptive_clipping import clip_adaptively
+from diffusion.algorithms.average import FSDP1
 from diffusion.algorithms.gradient_norms import (
     Gradients,
     GradientSource,
-    copies_of_gradients,
     gradients_of,
     summarize_gradients,
     trained_parameters,
 )
 from diffusion.compatibility.private_names import _foreach_mul_
-from diffusion.config.algorithm_checks import ADAPTIVE_UNDER_FSDP1
 from diffusion.config.constraints import GreaterThan, constrained
 from diffusion.config.keyword_meaning import STATELESS
 from diffusion.errors import UserError
@@ -34,8 +33,7 @@ class GradientClipping(ComposerGradientClipping):
 
     `norm` scales all gradients by min(1, threshold / norm), where the norm is over all parameters and ranks: the values
     of `torch.nn.utils.clip_grad_norm_`. `value` limits each element to [-threshold, threshold]. `adaptive` limits the
-    gradient of each output unit to `threshold` times the norm of its weights (Brock et al. 2021). FSDP1 has its own
-    implementation, in which `value` clips by the largest element; it has no `adaptive`.
+    gradient of each output unit to `threshold` times the norm of its weights (Brock et al. 2021).
 
     Args:
         clipping_type: `norm`, `value` or `adaptive`.
@@ -62,14 +60,13 @@ class GradientClipping(ComposerGradientClipping):
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event != Event.AFTER_TRAIN_BATCH:
             return
-        fsdp1 = state.fsdp_config_version == 1
+        if state.fsdp_config_version == 1:
+            raise UserError(FSDP1)
         if self.clipping_type == 'adaptive':
-            if fsdp1:
-                raise UserError(f'gradient_clipping.clipping_type: {ADAPTIVE_UNDER_FSDP1}')
             clip_adaptively(trained_parameters(state), self.clipping_threshold)
             return
-        if self.clipping_type != 'norm' or fsdp1:
-            apply_gradient_clipping(state.model, self.clipping_type, self.clipping_threshold, fsdp_enabled=fsdp1)
+        if self.clipping_type == 'value':
+            apply_gradient_clipping(state.model, 'value', self.clipping_threshold, fsdp_enabled=False)
             return
         gradients, squared_norm = _known_gradients(state) or _summarized(state)
         clip_by_norm(gradients, squared_norm, self.clipping_threshold)
@@ -103,7 +100,7 @@ def _known_gradients(state: State) -> tuple[Gradients, Tensor] | None:
 
 def _summarized(state: State) -> tuple[Gradients, Tensor]:
     """Return a summary of the gradients, and their squared norm over all ranks; a collective if they are sharded."""
-    gradients = summarize_gradients(gradients_of(state), copies=copies_of_gradients(state.model))
+    gradients = summarize_gradients(gradients_of(state))
     total = gradients.squared_norm.clone()
     if gradients.is_sharded:
         dist.all_reduce(total, reduce_operation='SUM')

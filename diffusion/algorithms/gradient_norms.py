@@ -8,7 +8,6 @@ import torch
 from composer.core import State
 from composer.utils import dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from diffusion.algorithms.average import local_shard
@@ -39,12 +38,11 @@ class GradientSource(Protocol):
 
 
 @torch.no_grad()
-def summarize_gradients(gradients: Iterable[Tensor | None], *, copies: int) -> Gradients:
+def summarize_gradients(gradients: Iterable[Tensor | None]) -> Gradients:
     """Return whether this rank's gradients (or shards of them) are finite, their norms, and its part of the total norm.
 
     Args:
-        gradients: Gradients of the trained parameters, tensors or DTensors.
-        copies: Number of ranks that hold the same values of each plain tensor. DTensors know theirs.
+        gradients: Gradients of the trained parameters: plain tensors, which all ranks have, or DTensors.
     """
     # Under no_grad: otherwise to_local records autograd for every gradient, since Composer runs this in the optimizer's
     # closure, which enables gradients. With 686 DTensors on 2 gloo ranks this took 8 times as long.
@@ -58,24 +56,23 @@ def summarize_gradients(gradients: Iterable[Tensor | None], *, copies: int) -> G
     # finite gradients overflow.
     wide = torch.promote_types(local[0].dtype, torch.float32)
     norms = torch.stack(_foreach_norm(local, 2, dtype=wide))
-    squares = norms.to(sum_dtype(norms)).square()
-    counts = _copies_of_each(given, copies) if has_shards else [copies]
+    squares = norms.double().square()
+    counts = _copies_of_each(given) if has_shards else [dist.get_world_size()]
     if len(set(counts)) == 1:
         squared_norm = squares.sum() / counts[0]
     else:
         squared_norm = (squares / torch.tensor(counts, device=squares.device)).sum()
-    is_sharded = copies != dist.get_world_size() or has_shards
-    return Gradients(norms.sum().isfinite(), squared_norm, local, norms, is_sharded)
+    return Gradients(norms.sum().isfinite(), squared_norm, local, norms, is_sharded=has_shards)
 
 
-def _copies_of_each(gradients: Sequence[Tensor], copies: int) -> list[int]:
+def _copies_of_each(gradients: Sequence[Tensor]) -> list[int]:
     """Return the number of ranks that hold the same values of each gradient, or of this rank's shard of it."""
     # Most DTensors are sharded alike, and finding the count takes 5 microseconds.
     known: dict[tuple[int, Any], int] = {}
     counts = []
     for gradient in gradients:
         if not isinstance(gradient, DTensor):
-            counts.append(copies)
+            counts.append(dist.get_world_size())
             continue
         key = (id(gradient.device_mesh), gradient.placements)
         if key not in known:
@@ -91,17 +88,6 @@ def copies_of_shard(gradient: DTensor) -> int:
     return math.prod(sizes) * (dist.get_world_size() // mesh.size())
 
 
-def copies_of_gradients(model: nn.Module) -> int:
-    """Return the number of ranks that hold the same values of a gradient that is a plain tensor.
-
-    Under DDP all ranks have all gradients. Under FSDP1 each has a shard, once per replica of the model.
-    """
-    for module in model.modules():
-        if isinstance(module, FullyShardedDataParallel):
-            return dist.get_world_size() // module.process_group.size()  # type: ignore[reportAttributeAccessIssue]
-    return dist.get_world_size()
-
-
 def gradients_of(state: State) -> list[Tensor | None]:
     """Return the gradients of all parameters that a Trainer's optimizers update."""
     return [parameter.grad for parameter in trained_parameters(state)]
@@ -111,8 +97,3 @@ def trained_parameters(state: State) -> list[nn.Parameter]:
     """Return all parameters that a Trainer's optimizers update; under FSDP2 they are always DTensors."""
     groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
     return [parameter for group in groups for parameter in group['params']]
-
-
-def sum_dtype(tensor: Tensor) -> torch.dtype:
-    """Return float64, in which sums of squares do not overflow, or float32 on Apple's GPUs, which lack it."""
-    return torch.float32 if tensor.device.type == 'mps' else torch.float64

@@ -48,11 +48,6 @@ def gamma_of_width(width: float) -> float:
     return max(float(roots.real.max()), 0.0)
 
 
-def width_of_gamma(gamma: float) -> float:
-    """Return the width of a power-function average: its standard deviation over the training so far (section 3.1)."""
-    return (gamma + 1) ** 0.5 / ((gamma + 2) * (gamma + 3) ** 0.5)
-
-
 def beta(step: int, gamma: float) -> float:
     """Return the fraction of a power-function average that its update after a training step keeps; 0 at the first.
 

@@ -18,12 +18,10 @@ from composer.loggers import Logger
 from composer.utils import dist, ensure_tuple
 from torch import Tensor
 
-from diffusion.algorithms.average import unwrapped
+from diffusion.algorithms.average import FSDP1, unwrapped
 from diffusion.algorithms.gradient_norms import (
     Gradients,
-    copies_of_gradients,
     gradients_of,
-    sum_dtype,
     summarize_gradients,
 )
 from diffusion.callbacks.host_copy import HostCopy
@@ -135,7 +133,6 @@ class LossGuard(Callback):
         self._samples_left = 0
         self._first_batch = 0
         self._hooked = self._has_closure = False
-        self._copies = 1
 
     def init(self, state: State, logger: Logger) -> None:
         if self.action == 'skip' and state.precision == Precision.AMP_FP16:
@@ -146,8 +143,8 @@ class LossGuard(Callback):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self._first_batch = state.timestamp.batch.value
-        # Once: to walk through the modules of a U-Net takes the host milliseconds.
-        self._copies = copies_of_gradients(state.model)
+        if state.fsdp_config_version == 1:
+            raise UserError(FSDP1)
         for optimizer in () if self._hooked else state.optimizers:
             optimizer.register_step_pre_hook(partial(self._decide_after_closure, state, logger))
         self._hooked = True
@@ -167,7 +164,7 @@ class LossGuard(Callback):
         # clipped: Composer runs algorithms at AFTER_TRAIN_BATCH, before callbacks. state.batch is the microbatch.
         self._samples_left -= samples_in(state.batch)
         if self.check_gradients and self._samples_left <= 0:
-            self._gradients = summarize_gradients(gradients_of(state), copies=self._copies)
+            self._gradients = summarize_gradients(gradients_of(state))
 
     def gradients_of_batch(self, state: State) -> tuple[Gradients, Tensor] | None:
         """Return the summary of this batch's gradients and their squared norm over all ranks; a collective.
@@ -345,8 +342,7 @@ def reduce_over_ranks(
         Sum of the losses of all samples, number of samples, number of ranks with gradients that are not finite, and
         squared norm of the gradients; float64 [4].
     """
-    total = torch.stack([each.loss * len(each.sample_losses) for each in microbatches]).sum()
-    total = total.to(sum_dtype(total))
+    total = torch.stack([each.loss * len(each.sample_losses) for each in microbatches]).sum().double()
     count = torch.full_like(total, sum(len(each.sample_losses) for each in microbatches))
     bad = torch.zeros_like(total) if finite is None else (~finite).to(total)
     squares = torch.zeros_like(total) if squared_norm is None else squared_norm.to(total)

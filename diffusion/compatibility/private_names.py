@@ -101,7 +101,6 @@ IMPORTED = {
         ('torch', 'torch', '_fused_adamw_', 'the fused kernel of AdamW without a search of its tensors in each step'),
         ('torch', 'torch._dynamo.utils', 'counters', 'numbers of graphs that were compiled, and found in a cache'),
         ('torch', 'torch', '_foreach_norm', 'norms of many tensors by one kernel, as clip_grad_norm_ does'),
-        ('torch', 'torch.distributed.fsdp._runtime_utils', '_reshard', 'frees gathered weights of FSDP1'),
         ('torch', 'torch.distributed.distributed_c10d', '_world', 'lists the process groups of a device mesh'),
         (
             'torch',
@@ -136,7 +135,6 @@ ATTRIBUTES = {
         ),
         ('torch', 'torch:UntypedStorage', '_cdata', 'identifies the storage of a fake tensor, which has no address'),
         ('torch', 'torch:UntypedStorage', '_new_shared', 'shared memory for a batch, as default_collate allocates it'),
-        ('torch', 'torch.distributed.fsdp:FullyShardedDataParallel', '_handle', 'weights of FSDP1'),
         ('mosaicml', 'composer.core.engine:Engine', '_run_loggers', 'calls loggers only at events that they handle'),
         ('mosaicml', 'composer.core.engine:Engine', '_run_nonlogger_callbacks', 'the same for other callbacks'),
         ('mosaicml', 'composer.core.engine:Engine', '_run_algorithms', 'the part of an event that is kept'),

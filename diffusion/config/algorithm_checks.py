@@ -5,10 +5,9 @@ from typing import Any
 
 from diffusion.config import registry
 from diffusion.config.objective_checks import objective_class, objective_settings
-from diffusion.config.recipe import Component, ParallelismConfig, Recipe
+from diffusion.config.recipe import Component, Recipe
 from diffusion.config.schema import Problem
 
-ADAPTIVE_UNDER_FSDP1 = 'adaptive needs the shapes of the weights, which fsdp1 flattens; use norm, or strategy: fsdp2'
 UNROUTED_BLOCKS = 3
 """Blocks after the route of TREAD by default."""
 
@@ -18,7 +17,6 @@ def check_algorithms(recipe: Recipe) -> list[Problem]:
     checks = {
         'tread': _tread_problems,
         'contrastive_flow_matching': _contrastive_problems,
-        'gradient_clipping': _clipping_problems,
     }
     return [
         Problem('.'.join(part for part in (where, key) if part), problem)
@@ -101,12 +99,6 @@ def _contrastive_problems(recipe: Recipe, kwargs: Mapping[str, Any]) -> dict[str
         problem = contrastive_problem(objective_settings(recipe))
         problems |= {} if problem is None else {'': problem}
     return problems
-
-
-def _clipping_problems(recipe: Recipe, kwargs: Mapping[str, Any]) -> dict[str, str]:
-    sharded = isinstance(recipe.parallelism, ParallelismConfig) and recipe.parallelism.strategy == 'fsdp1'
-    adaptive = kwargs.get('clipping_type') == 'adaptive'
-    return {'clipping_type': ADAPTIVE_UNDER_FSDP1} if sharded and adaptive else {}
 
 
 def _has_no_denoiser(recipe: Recipe) -> bool:

@@ -79,8 +79,8 @@ DURATION_KEYS = {
     'every',
 }
 """Keywords of components and of the Trainer whose values are durations."""
-DEVICES = ('cpu', 'gpu', 'hpu', 'mps', 'neuron', 'tpu')
-"""Values of `trainer.device` that Composer knows."""
+DEVICES = ('cpu', 'gpu')
+"""Values of `trainer.device`; Composer knows others, on which nothing here has run."""
 PRECISIONS = ('amp_bf16', 'amp_fp16', 'amp_fp8', 'fp32')
 """Values of `trainer.precision` that Composer knows; on a CPU it computes in fp32 only."""
 
@@ -360,32 +360,20 @@ def _check_parallelism(recipe: Recipe, gather: Gatherer) -> None:
     if _not_positive(settings.replicas):
         gather.problem('parallelism.replicas', f'{settings.replicas} is not positive; 1 shards over all devices')
     elif settings.replicas != 1 and not sharded:
-        gather.problem('parallelism.replicas', 'needs fsdp2 or fsdp1; under ddp every device is a replica: remove it')
-    if settings.checkpoints == 'sharded' and settings.strategy != 'fsdp2':
-        gather.problem('parallelism.checkpoints', f'sharded needs strategy: fsdp2, not {settings.strategy}; use whole')
+        gather.problem('parallelism.replicas', 'needs fsdp2; under ddp every device is a replica: remove it')
+    if settings.checkpoints == 'sharded' and not sharded:
+        gather.problem('parallelism.checkpoints', 'sharded needs strategy: fsdp2, not ddp; use whole')
     if settings.mixed_precision != 'default' and not sharded:
-        gather.problem('parallelism.mixed_precision', 'needs fsdp2 or fsdp1; ddp follows trainer.precision: remove it')
-    if recipe.device_train_microbatch_size == 'auto' and settings.strategy != 'fsdp1':
-        gather.problem(
-            'device_train_microbatch_size',
-            f'auto works only under fsdp1, not {settings.strategy}: ranks that run out of memory at different sizes '
-            'would wait for each other forever; set a number',
-        )
-    # OptimizerMonitor leaves the sum over ranks to the optimizer: Composer's has one for the tensors of fsdp1, which
-    # fails with the DTensors of fsdp2; others have none, so that under fsdp1 the norms are those of rank 0's shards.
-    monitored = {'fsdp1': 'adamw', 'fsdp2': 'decoupled_adamw'}.get(settings.strategy)
-    if isinstance(recipe.optimizer, Component) and recipe.optimizer.name == monitored:
+        gather.problem('parallelism.mixed_precision', 'needs fsdp2; ddp follows trainer.precision: remove it')
+    # OptimizerMonitor leaves the sum over ranks to the optimizer, and Composer's fails with the DTensors of fsdp2.
+    if sharded and isinstance(recipe.optimizer, Component) and recipe.optimizer.name == 'decoupled_adamw':
         for where, kind, component in _components(recipe):
             if kind == 'callback' and component.name == 'optimizer_monitor':
                 gather.problem(
                     where,
-                    f"optimizer_monitor cannot combine the ranks' norms of {monitored} under {settings.strategy}; use "
+                    "optimizer_monitor cannot combine the ranks' norms of decoupled_adamw under fsdp2; use "
                     'loss_guard, which logs the norm of all gradients as grad_norm/total',
                 )
-    if settings.strategy == 'fsdp1' and isinstance(recipe.optimizer, Component) and recipe.optimizer.name == 'muon':
-        gather.problem('optimizer.name', 'muon needs matrices, and fsdp1 flattens them; use strategy: fsdp2 or ddp')
-    if settings.strategy == 'fsdp1' and isinstance(recipe.trainer, dict) and recipe.trainer.get('device') == 'cpu':
-        gather.problem('parallelism.strategy', 'fsdp1 needs GPUs in Composer; use fsdp2 on a CPU')
 
 
 def _check_speed(recipe: Recipe, gather: Gatherer) -> None:
@@ -393,8 +381,6 @@ def _check_speed(recipe: Recipe, gather: Gatherer) -> None:
     if not isinstance(recipe.speed, SpeedConfig) or not isinstance(recipe.parallelism, ParallelismConfig):
         return
     strategy = recipe.parallelism.strategy
-    if recipe.speed.compile is True and strategy == 'fsdp1':
-        gather.problem('speed.compile', 'GroupNorm under fsdp1 does not compile (pytorch#152185); use strategy: fsdp2')
     if recipe.speed.reduce_once is True and strategy != 'fsdp2':
         gather.problem('speed.reduce_once', f'needs strategy: fsdp2, not {strategy}; remove it')
     if recipe.speed.cuda_graphs and strategy != 'ddp':
@@ -414,14 +400,14 @@ def _check_speed(recipe: Recipe, gather: Gatherer) -> None:
 
 
 def _check_trainer(recipe: Recipe, gather: Gatherer) -> None:
-    """Report a device or a precision that Composer does not know, and precisions that it does not have on a CPU."""
+    """Report a device or a precision that is not supported, and precisions that Composer does not have on a CPU."""
     if not isinstance(recipe.trainer, dict):
         return
     # Composer accepts any case.
     device, precision = (str(recipe.trainer.get(key) or '').lower() for key in ('device', 'precision'))
     for key, value, known in (('device', device, DEVICES), ('precision', precision, PRECISIONS)):
         if value not in ('', MISSING, *known):
-            gather.problem(join('trainer', key), f'{value!r} is unknown to Composer; {did_you_mean(value, known)}')
+            gather.problem(join('trainer', key), f'{value!r} is not supported; {did_you_mean(value, known)}')
     if recipe.task in ('train', 'evaluate') and device == 'cpu' and precision in {*PRECISIONS} - {'fp32'}:
         gather.problem('trainer.precision', f'{precision} needs a GPU in Composer; use fp32 with trainer.device=cpu')
 

@@ -156,7 +156,7 @@ class _Pass:
         if self._tag in str(args[:1]):
             return self._new_placeholder(f'${{oc.decode:{self._quoted(args[0])}}}', self.variables(args[0]))
         try:
-            return oc.decode(*args, parent, node)
+            return oc.decode(*args, _parent_=parent, _node_=node)
         except Exception:
             if self._environ is None:
                 raise

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ class RecipeError(UserError):
         super().__init__('\n  '.join([f'{path or "the recipe"} has {count}:', *lines]))
 
 
+SHARDING = '; SHARD_GRAD_OP is strategy: fsdp2 with reshard_after_forward: false, and FULL_SHARD with true'
+"""Addition to the message about a wrong strategy or an unknown key in `parallelism`."""
 UNUSED_SECTIONS = {
     'train': ('precompute', 'generate'),
     'precompute': ('algorithms', 'callbacks', 'loggers', 'evaluators', 'streams', 'eval_streams', 'trainer'),
@@ -96,6 +99,12 @@ def load(
         what = f'this is a job file, which diffusion launch takes; its recipe is {raw["recipe"]}'
         raise RecipeError([Problem('', what)], path)
     recipe = build_dataclass(Recipe, _with_components(raw, gather), '', gather)
+    gather.problems = [
+        replace(each, what=each.what + SHARDING)
+        if each.where in ('parallelism.strategy', 'parallelism.sharding_strategy')
+        else each
+        for each in gather.problems
+    ]
     recipe.from_environment = resolved.from_environment
     unset = {dotted(key_path): names for key_path, names in resolved.unset.items()}
     # Components of `imports` are known only after importing these modules, which runs user code. Do not run it for a

@@ -7,9 +7,6 @@ from diffusion.config.recipe import SpeedConfig
 PARTS = tuple(field.name for field in fields(SpeedConfig) if field.name not in ('preset', 'encode_batch_size'))
 """Names of the `speed` settings that can be on or off."""
 
-OF_PRESET = tuple(name for name in PARTS if name != 'cuda_graphs')
-"""Those that the preset turns on; CUDA graphs need memory, so a recipe asks for them."""
-
 ON_CPU = ('fused_optimizer',)
 """Those that the preset turns on for a CPU too."""
 
@@ -22,9 +19,9 @@ def parts_without_effect(settings: SpeedConfig, effective: SpeedConfig) -> list[
 def effective_parts(settings: SpeedConfig, *, on_gpu: bool, strategy: str = 'ddp') -> SpeedConfig:
     """Return `speed` settings with every null replaced by the preset's value, and settings that cannot work off."""
     full = settings.preset == 'full'
-    # GroupNorm under FSDP1 does not compile since torch 2.6 (pytorch#152185). Composer's DDP already reduces once per
-    # batch, so reduce_once changes only FSDP2. copy_ahead overlaps host-to-GPU copies, which a CPU does not have.
-    impossible = {'compile': strategy == 'fsdp1', 'reduce_once': strategy != 'fsdp2', 'copy_ahead': not on_gpu}
+    # Composer's DDP already reduces once per batch, so reduce_once changes only FSDP2. copy_ahead overlaps host-to-GPU
+    # copies, which a CPU does not have.
+    impossible = {'reduce_once': strategy != 'fsdp2', 'copy_ahead': not on_gpu}
     # FSDP gathers weights at other addresses each time.
     impossible['cuda_graphs'] = not on_gpu or strategy != 'ddp'
     decided = {part: getattr(settings, part) for part in PARTS}

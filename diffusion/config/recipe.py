@@ -114,15 +114,15 @@ class LoaderConfig:
 class ParallelismConfig:
     """The `parallelism` section: how the model is distributed over devices."""
 
-    strategy: Literal['ddp', 'fsdp2', 'fsdp1'] = 'ddp'
+    strategy: Literal['ddp', 'fsdp2'] = 'ddp'
     """The parallelism strategy: ddp keeps a copy of the model on every device; fsdp2 shards it, the denoiser block by
-    block; fsdp1 is PyTorch's older sharding, for GPUs only."""
+    block."""
     reshard_after_forward: bool = True
     """Under FSDP, true frees gathered weights after the forward pass and gathers them again for the backward pass
     (FULL_SHARD); false keeps them until the optimizer step (SHARD_GRAD_OP)."""
     replicas: int = 1
     """The number of device groups that each hold a whole model, sharded within the group (HYBRID_SHARD); it must divide
-    the number of devices. 1 shards over all devices. Needs FSDP, and GPUs under fsdp2."""
+    the number of devices. 1 shards over all devices. Needs fsdp2 and GPUs."""
     mixed_precision: Literal['default', 'pure', 'full'] = 'default'
     """The precision of communication under FSDP: default gathers weights in `trainer.precision` and reduces gradients
     in float32; pure uses `trainer.precision` for both; full uses float32 for both."""
@@ -146,8 +146,7 @@ class SpeedConfig:
     need. Under FSDP, the denoiser's weights stay contiguous and only its activations change. Null follows `preset`."""
     compile: bool | None = None
     """True compiles the residual and transformer blocks of the denoiser and of a frozen VAE with torch.compile, once
-    per image shape, for training. It fuses GroupNorm, SiLU and additions. Not possible under fsdp1. Null follows
-    `preset`."""
+    per image shape, for training. It fuses GroupNorm, SiLU and additions. Null follows `preset`."""
     compile_cache: bool | None = None
     """True keeps what `compile` has compiled in the run's folder `compiled`, which all nodes must share, so that a
     restart takes seconds instead of minutes until its first batch. Null follows `preset`."""
@@ -315,10 +314,9 @@ class Recipe:
     """The Python modules to import before the recipe is checked, which register custom components."""
     runs_dir: str = 'runs'
     """The folder that holds the folders of runs, which all nodes share, or a URL such as s3://bucket/runs."""
-    device_train_microbatch_size: int | Literal['auto'] | None = None
+    device_train_microbatch_size: int | None = None
     """The number of samples that a device processes in one forward and backward pass; it must divide the batch per
-    device. Auto, only under fsdp1, searches for the largest that fits into memory. Null is the whole batch per
-    device."""
+    device. Null is the whole batch per device."""
     init_from: str | InitFrom | None = None
     """The weights that this run starts from: a checkpoint or another run (a folder or a URL), a folder of diffusers or
     a `.safetensors` file; or a mapping with the keys `from`, `weights`, `revision` and `resize`, for averaged weights

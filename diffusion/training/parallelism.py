@@ -40,38 +40,21 @@ class HybridFSDP2Config(FSDP2Config):
 
 def parallelism_config(settings: ParallelismConfig) -> dict[str, Any] | None:
     """Return the `parallelism_config` argument of composer.Trainer for a recipe's settings; None for DDP."""
-    precision = settings.mixed_precision.upper()
     if settings.strategy == 'ddp':
         return None
-    if settings.strategy == 'fsdp2':
-        if settings.replicas > 1 and not torch.cuda.is_available():
-            # When it reduces over replicas, FSDP2 in torch 2.7 asserts that a CUDA stream event exists.
-            raise UserError(f'parallelism.replicas: {settings.replicas} groups need GPUs; use 1 on CPUs')
-        ignore_views_of_fsdp2()
-        with warnings.catch_warnings():
-            warnings.filterwarnings('ignore', message='FSDP2 Config/APIs are experimental')
-            config = HybridFSDP2Config(
-                reshard_after_forward=settings.reshard_after_forward,
-                mixed_precision=precision,
-                state_dict_type='full',  # for Composer's own checkpoints; our Checkpointer writes sharded ones itself
-                replicas=settings.replicas,
-            )
-        return {'fsdp': config}
-    hybrid = settings.replicas > 1
-    # FSDP1 has one name per combination; FSDP2 has separate arguments. Keys: (reshard_after_forward, hybrid).
-    strategies = {
-        (True, False): 'FULL_SHARD',
-        (False, False): 'SHARD_GRAD_OP',
-        (True, True): 'HYBRID_SHARD',
-        (False, True): '_HYBRID_SHARD_ZERO2',
-    }
-    config = {
-        'sharding_strategy': strategies[settings.reshard_after_forward, hybrid],
-        'mixed_precision': precision,
-        'use_orig_params': True,
-        'state_dict_type': 'full',
-    }
-    return {'fsdp': config | ({'data_parallel_replicate_degree': settings.replicas} if hybrid else {})}
+    if settings.replicas > 1 and not torch.cuda.is_available():
+        # When it reduces over replicas, FSDP2 in torch 2.7 asserts that a CUDA stream event exists.
+        raise UserError(f'parallelism.replicas: {settings.replicas} groups need GPUs; use 1 on CPUs')
+    ignore_views_of_fsdp2()
+    with warnings.catch_warnings():
+        warnings.filterwarnings('ignore', message='FSDP2 Config/APIs are experimental')
+        config = HybridFSDP2Config(
+            reshard_after_forward=settings.reshard_after_forward,
+            mixed_precision=settings.mixed_precision.upper(),
+            state_dict_type='full',  # for Composer's own checkpoints; our Checkpointer writes sharded ones itself
+            replicas=settings.replicas,
+        )
+    return {'fsdp': config}
 
 
 def set_group_timeouts(seconds: float) -> None:

@@ -40,7 +40,7 @@ def apply_speed(model: ComposerModel, parts: SpeedConfig, *, strategy: str = 'dd
     Args:
         model: A LatentDiffusion; other models are not changed.
         parts: Settings as returned by `effective_parts`.
-        strategy: Parallelism strategy: ddp, fsdp2 or fsdp1.
+        strategy: Parallelism strategy: ddp or fsdp2.
         shapes: Number of image shapes in the data; blocks are compiled once per shape.
     """
     if not isinstance(model, LatentDiffusion):

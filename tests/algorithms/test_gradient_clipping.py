@@ -117,20 +117,15 @@ def test_adaptive_clipping_of_shards_equals_the_papers_formula(ranks, tmp_path, 
     assert all('same' in output for output in job.outputs())
 
 
-def test_adaptive_clipping_is_refused_under_fsdp1(write_recipe):
-    sections = {'algorithms': {'gradient_clipping': {'clipping_type': 'adaptive', 'clipping_threshold': 0.1}}}
-    with pytest.raises(UserError, match=r'gradient_clipping\.clipping_type: adaptive needs the shapes .* fsdp2'):
-        load(write_recipe(parallelism={'strategy': 'fsdp1'}, **sections), ['trainer.device=gpu'])
-    load(write_recipe(parallelism={'strategy': 'fsdp2'}, **sections))
-    with pytest.raises(UserError, match='adaptive needs the shapes'):
-        GradientClipping('adaptive', 0.1).apply(Event.AFTER_TRAIN_BATCH, state_of(model(), fsdp_config_version=1), None)  # type: ignore[arg-type]
+def test_fsdp1_of_a_program_is_refused():
+    state = state_of(model(), fsdp_config_version=1)
+    with pytest.raises(UserError, match='FSDP1 is not supported; use FSDP2'):
+        GradientClipping('norm', 0.1).apply(Event.AFTER_TRAIN_BATCH, state, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ('strategy', 'optimizer', 'refused'),
     [
-        ('fsdp1', 'adamw', True),
-        ('fsdp1', 'decoupled_adamw', False),
         ('fsdp2', 'adamw', False),
         ('fsdp2', 'decoupled_adamw', True),
         ('ddp', 'decoupled_adamw', False),
@@ -152,7 +147,7 @@ class Source:
 
     def gradients_of_batch(self, state: Any) -> tuple[Gradients, torch.Tensor]:
         self.calls += 1
-        summary = summarize_gradients(gradients(state.model), copies=1)
+        summary = summarize_gradients(gradients(state.model))
         return summary._replace(is_sharded=True), 100 * summary.squared_norm
 
 

@@ -165,7 +165,7 @@ def recorded_summaries() -> list[bool]:
     gradients = [distribute_tensor(torch.ones(8, requires_grad=True), mesh, [Shard(0)]) for _ in range(3)]
     calls = loss_guard.summarize_gradients, inspect.unwrap(loss_guard.summarize_gradients)
     with torch.enable_grad():  # as in the optimizer's closure
-        return [call(gradients, copies=1).squared_norm.requires_grad for call in calls]
+        return [call(gradients).squared_norm.requires_grad for call in calls]
 
 
 def keep_killing() -> None:

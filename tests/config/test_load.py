@@ -159,7 +159,7 @@ WRONG = {
     'replicas without sharding': (
         {'parallelism': {'replicas': 2}},
         [],
-        'parallelism.replicas: needs fsdp2 or fsdp1; under ddp every device is a replica: remove it',
+        'parallelism.replicas: needs fsdp2; under ddp every device is a replica: remove it',
     ),
     'zero replicas': (
         {'parallelism': {'strategy': 'fsdp2', 'replicas': 0}},
@@ -174,18 +174,19 @@ WRONG = {
     'mixed_precision without sharding': (
         {'parallelism': {'mixed_precision': 'pure'}},
         [],
-        'parallelism.mixed_precision: needs fsdp2 or fsdp1; ddp follows trainer.precision',
+        'parallelism.mixed_precision: needs fsdp2; ddp follows trainer.precision',
     ),
-    'fsdp1 on a CPU': (
+    'fsdp1': (
         {'parallelism': {'strategy': 'fsdp1'}},
-        ['trainer.device=cpu'],
-        'parallelism.strategy: fsdp1 needs GPUs in Composer; use fsdp2 on a CPU',
-    ),
-    'auto under fsdp2': (
-        {'parallelism': {'strategy': 'fsdp2'}, 'device_train_microbatch_size': 'auto'},
         [],
-        'device_train_microbatch_size: auto works only under fsdp1, not fsdp2: .* set a number',
+        "parallelism.strategy: 'fsdp1' is not one of ddp, fsdp2; .*; SHARD_GRAD_OP is strategy: fsdp2 with reshard",
     ),
+    'sharding strategy of FSDP1': (
+        {'parallelism': {'sharding_strategy': 'SHARD_GRAD_OP'}},
+        [],
+        'parallelism.sharding_strategy: unknown key; .*; SHARD_GRAD_OP is strategy: fsdp2 with reshard',
+    ),
+    'automatic microbatch': ({}, ['device_train_microbatch_size=auto'], "'auto' is not an integer"),
     "file name of Composer's checkpoints": (
         {},
         ['trainer.save_filename=x.pt'],
@@ -339,8 +340,13 @@ WRONG = {
         [],
         'device_train_microbatch_size: 16 does not divide .* of global_batch=33 on any .*; use 11, or .* of 32 or 48',
     ),
-    'unknown device': ({}, ['trainer.device=gpus'], "trainer.device: 'gpus' is unknown .*; did you mean 'gpu'"),
-    'unknown precision': ({}, ['trainer.precision=fp16'], "trainer.precision: 'fp16' is unknown .* mean 'amp_fp16'"),
+    'unknown device': ({}, ['trainer.device=gpus'], "trainer.device: 'gpus' is not supported; did you mean 'gpu'"),
+    'device of Composer': ({}, ['trainer.device=hpu'], "trainer.device: 'hpu' is not supported; did you mean 'gpu'"),
+    'unknown precision': (
+        {},
+        ['trainer.precision=fp16'],
+        "trainer.precision: 'fp16' is not supported; did you mean 'amp_fp16'",
+    ),
     'half precision on a CPU': (
         {},
         ['trainer.device=cpu', 'trainer.precision=amp_bf16'],

@@ -254,15 +254,13 @@ def test_reduce_once_keeps_unsharded_gradients_and_weights():
     assert (each.buckets, once.buckets) == (0, 4 * SD2)
     assert once.compute_weights == 2 * SD2 > each.compute_weights
     assert memory_of(work, Setup(128, 16, RESHARDED)).buckets == 0  # a single microbatch is reduced once anyway
-    fsdp1 = replace(RESHARDED, strategy='fsdp1')
-    assert memory_of(phase(PHASES[1]), Setup(128, 8, fsdp1)).buckets == 0  # FSDP1 reduces after every microbatch
 
 
-def test_compiled_blocks_keep_fewer_activations_except_under_fsdp1():
+def test_compiled_blocks_keep_fewer_activations():
     compiled = phase(PHASES[1])
-    for settings, less in ((DDP, True), (SHARDED, True), (replace(SHARDED, strategy='fsdp1'), False)):
+    for settings in (DDP, SHARDED):
         kept = [memory_of(work, Setup(128, 16, settings)).activations for work in (PHASE2, compiled)]
-        assert (kept[1] < 0.9 * kept[0]) == less
+        assert kept[1] < 0.9 * kept[0]
 
 
 def test_largest_microbatch_fits_and_its_double_does_not():

@@ -175,7 +175,7 @@ def test_speed_settings_and_algorithms_select_the_precision(tmp_path, part, prec
     assert phase(path).precision() == 'half+low_precision_norms'
 
 
-@pytest.mark.parametrize('strategy', ['ddp', 'fsdp1', 'fsdp2'])
+@pytest.mark.parametrize('strategy', ['ddp', 'fsdp2'])
 @pytest.mark.parametrize(
     'speed', [{}, {'preset': 'none'}, {'compile': False}, {'preset': 'none', 'fused_optimizer': True}]
 )

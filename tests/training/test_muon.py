@@ -306,7 +306,6 @@ def test_recipe_builds_muon_of_the_blocks(write_recipe, make_model):
         (['optimizer.lr=0'], 'optimizer.lr: 0 is not greater than 0'),
         (['optimizer.momentum=1'], 'optimizer.momentum: 1 is out of range; use at least 0 and less than 1'),
         (['optimizer.newton_schulz_dtype=float16'], 'optimizer.newton_schulz_dtype'),
-        (['parallelism.strategy=fsdp1'], 'optimizer.name: muon needs matrices, and fsdp1 flattens them'),
     ],
 )
 def test_check_reports_wrong_settings_in_a_recipe(write_recipe, overrides, message):

@@ -34,21 +34,6 @@ def test_fsdp2_settings_reach_composer(reshard):
     assert config.data_parallel_replicate_degree is None
 
 
-@pytest.mark.parametrize(
-    ('reshard', 'replicas', 'expected'),
-    [
-        (True, 1, 'FULL_SHARD'),
-        (False, 1, 'SHARD_GRAD_OP'),
-        (True, 2, 'HYBRID_SHARD'),
-        (False, 2, '_HYBRID_SHARD_ZERO2'),
-    ],
-)
-def test_fsdp1_settings_map_to_a_sharding_strategy(reshard, replicas, expected):
-    given = parallelism_config(ParallelismConfig('fsdp1', reshard_after_forward=reshard, replicas=replicas))
-    assert given is not None
-    assert given['fsdp']['sharding_strategy'] == expected
-
-
 def test_fsdp2_wraps_denoiser_blocks_but_no_frozen_part(write_recipe, alone):
     trainer = build_trainer(load(write_recipe(parallelism={'strategy': 'fsdp2'})))
     model: Any = trainer.state.model
@@ -148,54 +133,6 @@ def test_fsdp2_averages_gradients_over_two_ranks(tmp_path):
     run_ranks(tmp_path, GRADIENTS_UNDER_FSDP2, 'cpu', 2)
 
 
-EMA_UNDER_FSDP1 = """
-import sys
-import torch
-from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from diffusion.algorithms.average import WeightAverage
-
-device = torch.device(sys.argv[1])
-torch.distributed.init_process_group('nccl' if device.type == 'cuda' else 'gloo')
-torch.manual_seed(0)
-plain = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).to(device)
-sharded = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).to(device)
-sharded.load_state_dict(plain.state_dict())
-sharded = FullyShardedDataParallel(sharded, use_orig_params=True, device_id=device)
-ours, expected = WeightAverage(), WeightAverage()
-inputs = torch.randn(6, 5, device=device)
-
-def step():
-    for model in (plain, sharded):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        model.zero_grad()
-        model(inputs).square().mean().backward()
-        optimizer.step()
-
-def same():
-    for exchanges in range(2):
-        ours.exchange(sharded), expected.exchange(plain)
-        torch.testing.assert_close(sharded(inputs), plain(inputs))
-
-step()
-ours.start(sharded), expected.start(plain)
-for _ in range(3):
-    step()
-    ours.update(sharded, 0.6), expected.update(plain, 0.6)
-same()
-if device.type == 'cuda':
-    whole = ours.whole(sharded)
-    for name, tensor in expected.tensors.items():
-        torch.testing.assert_close(whole[name], tensor.cpu())
-    ours = WeightAverage()
-    ours.restore(whole)
-    step()
-    ours.update(sharded, 0.6), expected.update(plain, 0.6)
-    same()
-print('same')
-"""
-
-
 def run_ranks(tmp_path, program, device, count):
     script = tmp_path / 'script.py'
     script.write_text(program)
@@ -210,17 +147,6 @@ def run_ranks(tmp_path, program, device, count):
     statuses = [process.wait(timeout=200) for process in processes]
     assert statuses == [0] * count, '\n'.join(output.read_text() for output in outputs)
     assert all('same' in output.read_text() for output in outputs)
-
-
-@pytest.mark.slow
-def test_ema_under_fsdp1_on_two_ranks(tmp_path):
-    """Only averaging and exchanging run on a CPU; Composer's FSDP1 and torch's gathering of weights need a GPU."""
-    run_ranks(tmp_path, EMA_UNDER_FSDP1, 'cpu', 2)
-
-
-@pytest.mark.gpu
-def test_ema_under_fsdp1_is_gathered_and_restored(tmp_path):
-    run_ranks(tmp_path, EMA_UNDER_FSDP1, 'cuda', 1)
 
 
 def test_all_process_groups_get_the_timeout_of_the_watchdog(write_recipe, alone, monkeypatch, tmp_path):

@@ -22,7 +22,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     'fsdp2 resharded': {'strategy': 'fsdp2', 'reshard_after_forward': True},
     'fsdp2 sharded checkpoints': {'strategy': 'fsdp2', 'checkpoints': 'sharded'},
     'hsdp': {'strategy': 'fsdp2', 'replicas': 2},
-    'fsdp1': {'strategy': 'fsdp1', 'reshard_after_forward': False},
     'fsdp2 checkpointed activations': {'strategy': 'fsdp2', 'activation_checkpointing': True},
 }
 CASES = [

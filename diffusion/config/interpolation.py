@@ -5,6 +5,7 @@ printed or rendered has the interpolation instead; `Resolved.from_environment` h
 """
 
 import re
+import threading
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from omegaconf.resolvers import oc
 
 from diffusion.config.yaml_syntax import Interpolation
 from diffusion.errors import UserError
+
+_registry_lock = threading.Lock()
 
 KeyPath = tuple[str | int, ...]
 """Keys and list indexes that lead to a value, such as `('generate', 'prompts', 0)`."""
@@ -188,12 +191,14 @@ class _Pass:
 def _only_resolvers(resolvers: dict[str, Any]) -> Iterator[None]:
     """Let interpolations call only these resolvers: OmegaConf's `oc.coerce` imports any module."""
     # The registry is private, but its functions would drop the resolvers that the program around this library set.
-    everywhere = BaseContainer._resolvers
-    BaseContainer._resolvers = resolvers
-    try:
-        yield
-    finally:
-        BaseContainer._resolvers = everywhere
+    # It is one for all threads: without the lock, a second one would resolve with resolvers that the first puts back.
+    with _registry_lock:
+        everywhere = BaseContainer._resolvers
+        BaseContainer._resolvers = resolvers
+        try:
+            yield
+        finally:
+            BaseContainer._resolvers = everywhere
 
 
 def _texts(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:

@@ -32,7 +32,8 @@ STATE = 'state.pt'
 """File with everything but sharded tensors, in Composer's format."""
 RECEIPT = 'receipt.json'
 LATEST = 'latest'
-VERSION = 1
+FORMAT = 1
+"""Format of checkpoints, by which a version of this library recognizes those that it can read."""
 INDEX = '.metadata'
 """Index file of the sharded tensors, in which torch.distributed.checkpoint records the file of each shard."""
 RECIPE = 'recipe.yaml'
@@ -191,7 +192,7 @@ def publish(work: Path, final: Path, files: Mapping[str, FileRecord], about: Map
 def receipt_text(files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> str:
     """Return the content of a receipt.json; arguments as for `publish`."""
     records = {name: asdict(record) for name, record in sorted(files.items())}
-    return json.dumps({'version': VERSION, **about, 'files': records}, indent=2)
+    return json.dumps({'format': FORMAT, **about, 'files': records}, indent=2)
 
 
 def link_latest(checkpoint: Path) -> None:
@@ -213,6 +214,7 @@ def read_receipt(checkpoint: Path) -> dict[str, Any]:
     Raises:
         DamagedCheckpoint: The receipt is missing, cannot be parsed, lacks a required file, lists a path outside the
             folder, or is of another batch than the folder's name says.
+        UserError: The checkpoint has another format.
         OSError: The receipt cannot be read, or the checkpoint's folder has vanished.
     """
     path = checkpoint / RECEIPT
@@ -236,18 +238,21 @@ def parse_receipt(text: bytes, checkpoint: str, *, sharded: bool = False) -> dic
 
     Raises:
         DamagedCheckpoint: As for `read_receipt`.
+        UserError: The checkpoint has another format.
     """
     path = f'{checkpoint}/{RECEIPT}'
     try:
         content = json.loads(text)
-        version, batch = content['version'], content.get('batch')
-        if version != VERSION:
-            raise DamagedCheckpoint(f'{checkpoint}: its receipt has version {version}, expected {VERSION}')
+        batch, written = content.get('batch'), content.get('format')
         files = {name: FileRecord(**record) for name, record in content['files'].items()}
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        if isinstance(error, DamagedCheckpoint):
-            raise
         raise DamagedCheckpoint(f'{path}: not a valid receipt ({error})') from error
+    if written != FORMAT:
+        found = 'has no format number' if written is None else f'has format {written}'
+        raise UserError(
+            f'{path}: {found}, but this version of diffusion reads format {FORMAT}; resume with the version that wrote '
+            'it, or start over under another name'
+        )
     outside = [name for name in files if name in ('', '.', '..') or '/' in name or '\0' in name]
     if outside:
         raise DamagedCheckpoint(f'{path}: lists {outside[0]!r}, which is not the name of a file in its folder')
@@ -263,7 +268,7 @@ def parse_receipt(text: bytes, checkpoint: str, *, sharded: bool = False) -> dic
 
 
 def run_id_of(checkpoint: Path) -> str | None:
-    """Return the id of the run that saved a checkpoint; None for a checkpoint of an earlier version or damaged."""
+    """Return the id of the run that saved a checkpoint; None if its receipt is damaged or names none."""
     try:
         found = read_with_retries(lambda: read_receipt(checkpoint)).get('run')
     except DamagedCheckpoint:
@@ -304,7 +309,7 @@ def set_aside(newest: Path) -> None:
 
 def remove_unfinished_saves(folder: Path) -> None:
     """Remove incomplete checkpoints that a killed process left while it wrote, replaced or removed them."""
-    for pattern in ('.ba*.unfinished*', f'ba*{UNFINISHED}*', '.ba*.removed'):  # the last one of earlier versions
+    for pattern in ('.ba*.unfinished*', f'ba*{UNFINISHED}*'):
         for path in [*folder.glob(pattern)]:
             remove(path)
 

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 def open_run_folder(folder: Path) -> str:
     """Create or open a run's folder, verify that all ranks share it, and return the run's id; a collective.
 
-    The first start writes run.json. The folder of a run of an earlier version, which has none, gets one.
+    The first start writes run.json, and so does a start that finds none beside the checkpoints of a run.
 
     Raises:
         UserError: A new run's folder is not shared by all ranks.

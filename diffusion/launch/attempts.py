@@ -107,7 +107,7 @@ class Clock:
         last = _last_record(run) if run is not None else {}
         now, monotonic, boot = time.time(), time.monotonic(), boot_id()
         self._offset = now - monotonic
-        with contextlib.suppress(KeyError, TypeError):  # no records, or records of an earlier version
+        with contextlib.suppress(KeyError, TypeError):  # no records
             if last['boot'] == boot and boot:
                 self._offset = last['at'] - last['monotonic']
             else:

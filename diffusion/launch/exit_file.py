@@ -83,7 +83,7 @@ def earlier_attempt_has_begun(environ: Mapping[str, str]) -> bool | None:
         return None
     files = [_read_lines(Path(f'{stem}.{number}.exits')) for number in range(int(attempt))]
     # A node that ended before it started its ranks writes no cause, and one that a preflight found faulty `hardware`.
-    # Any other end counts as begun: earlier versions did not write that line.
+    # Any other end counts as begun: the line `begin` is missing if attempts.jsonl could not be written.
     causes = {line.split()[2] for lines in files for line in lines if len(line.split()) > 2}
     if causes - {'hardware'}:
         return True

@@ -125,8 +125,7 @@ def inspect_run(run: Path | str) -> RunReport:
     if training and current:
         _add_progress(report, current)
     else:
-        # A job of an earlier version writes no status files.
-        report.state = 'running' if training and not found and last is not None else 'starting'
+        report.state = 'starting'
     return report
 
 

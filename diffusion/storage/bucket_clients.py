@@ -232,36 +232,33 @@ class AzureClient:
         return f'{location.bucket}/{name}' if location.scheme == 'azure' else name
 
 
-class FsspecClient:
-    """Client of stores through fsspec: Hugging Face (read-only here) and Oracle (requires the package ocifs)."""
+class HubClient:
+    """Client of Hugging Face, to read."""
 
     policy: RetryPolicy
 
-    def __init__(self, scheme: str, _account: str, _timeout_seconds: float) -> None:
-        self.files = self.file_system(scheme)
+    def __init__(self, _scheme: str, _account: str, _timeout_seconds: float) -> None:
+        self.files = self.file_system()
 
-    def file_system(self, scheme: str) -> Any:
-        """Return a new fsspec file system for a URL scheme, not shared with other clients."""
-        import fsspec
+    def file_system(self) -> Any:
+        """Return a new file system of the Hub, not shared with other clients."""
+        from huggingface_hub import HfFileSystem
 
-        try:
-            # fsspec caches instances per process; each client here is used by one thread at a time.
-            return fsspec.filesystem(scheme, skip_instance_cache=True)
-        except ImportError as error:
-            raise UserError(f'{scheme}://: the package {scheme}fs is missing; pip install {scheme}fs') from error
+        # Instances are cached per process; each client here is used by one thread at a time.
+        return HfFileSystem(skip_instance_cache=True)
 
     def list(self, location: Location) -> Iterator[ObjectInfo]:
         """Yield the metadata of the object at a path and of all objects below the path."""
-        # fsspec caches listings; another process may have written since.
+        # Listings are cached; another process may have written since.
         self.files.invalidate_cache()
-        for path, found in self.files.find(f'{location.bucket}/{location.key}'.rstrip('/'), detail=True).items():
+        for path, found in self.files.find(self._path(location), detail=True).items():
             yield self._object(path, found)
 
     def list_folder(self, location: Location) -> FolderListing:
         """Return the keys of the folders and the metadata of the objects directly in a folder of the store."""
         self.files.invalidate_cache()
         try:
-            entries = self.files.ls(f'{location.bucket}/{location.key}'.rstrip('/'), detail=True)
+            entries = self.files.ls(self._path(location), detail=True)
         except FileNotFoundError:  # other stores do not distinguish an empty folder from a missing one
             return [], []
         folders = [found['name'].strip('/').partition('/')[2] for found in entries if found['type'] == 'directory']
@@ -270,10 +267,10 @@ class FsspecClient:
     def head(self, location: Location) -> ObjectInfo:
         """Return the key, size and etag of an object in the store."""
         self.files.invalidate_cache()
-        return self._object(f'{location.bucket}/{location.key}', self.files.info(f'{location.bucket}/{location.key}'))
+        return self._object(self._path(location), self.files.info(self._path(location)))
 
     def current_version(self, location: Location) -> tuple[int, str]:
-        """Return the size in bytes of an object, and no version: fsspec has no conditional reads."""
+        """Return the size in bytes of an object, and no version: the file system has no conditional reads."""
         return self.head(location).size, ''
 
     def read(
@@ -281,35 +278,33 @@ class FsspecClient:
     ) -> None:
         """Download an object to a file, or a byte range in one request; a version cannot be requested."""
         assert not version
-        path = f'{location.bucket}/{location.key}'
         if span is None:
-            self.files.get_file(path, file)
+            self.files.get_file(self._path(location), file)
         else:
-            file.write(self.files.cat_file(path, start=span[0], end=span[1]))
+            file.write(self.files.cat_file(self._path(location), start=span[0], end=span[1]))
 
     def write(self, location: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:
-        """Upload an object from bytes or a file; refuse conditional writes and uploads to Hugging Face."""
-        if location.scheme == 'hf' or if_absent or if_tag:
-            kind = 'a conditional write' if location.scheme != 'hf' else 'uploading'
-            raise UserError(
-                f'{location.scheme}://{location.bucket}/{location.key}: {kind} is not supported; use another store'
-            )
-        if isinstance(content, bytes):
-            self.files.pipe_file(f'{location.bucket}/{location.key}', content)
-        else:
-            self.files.put_file(str(content), f'{location.bucket}/{location.key}')
+        """Refuse to write."""
+        self._refuse(location, 'uploading')
 
     def delete(self, location: Location) -> None:
-        """Delete an object from the store."""
-        self.files.rm_file(f'{location.bucket}/{location.key}')
+        """Refuse to delete."""
+        self._refuse(location, 'deleting')
 
     def abort_uploads(self, location: Location, older_than_seconds: float) -> Iterator[str]:
-        """Do nothing: fsspec cannot list unfinished uploads; Oracle deletes them by a lifecycle rule."""
+        """Do nothing: there are no uploads."""
         return iter(())
+
+    def _refuse(self, location: Location, action: str) -> None:
+        raise UserError(f'hf://{self._path(location)}: {action} is not supported; use another store')
+
+    @staticmethod
+    def _path(location: Location) -> str:
+        return f'{location.bucket}/{location.key}'.rstrip('/')
 
     @staticmethod
     def _object(path: str, found: dict[str, Any]) -> ObjectInfo:
-        """Return an object's metadata from fsspec's description of the file at `path`."""
+        """Return an object's metadata from the description of the file at `path`."""
         tag = next((found[name] for name in ('etag', 'ETag', 'blob_id', 'md5') if found.get(name)), '')
         return ObjectInfo(path.strip('/').partition('/')[2], found['size'], str(tag).strip('"'))
 
@@ -326,7 +321,6 @@ CLIENTS: dict[str, Callable[[str, str, float], Client]] = {
     'azure': AzureClient,
     'az': AzureClient,
     'azure-dl': AzureClient,
-    'oci': FsspecClient,
-    'hf': FsspecClient,
+    'hf': HubClient,
 }
 """Client constructors by URL scheme; called with the scheme, the account, and the request timeout in seconds."""

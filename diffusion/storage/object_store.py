@@ -95,7 +95,7 @@ def list_folder(url: str, *, retry: RetryPolicy = DEFAULT) -> FolderListing:
         prefix = location.key.rstrip('/')
         with client_of(location, retry) as client:
             folders, objects = client.list_folder(location._replace(key=f'{prefix}/' if prefix else ''))
-        # Without the object that some programs create for the folder itself, and, in fsspec, a file at the URL.
+        # Without the object that some programs create for the folder itself, and, on Hugging Face, a file at the URL.
         objects = [found for found in objects if found.key.startswith(below) and found.key != below]
         return sorted(folders), sorted(objects)
 
@@ -151,7 +151,7 @@ def download(url: str, path: Path, *, size: int | None = None, retry: RetryPolic
 
     An object of more than RANGED_BYTES is downloaded in ranges by parallel threads (`request_threads.THREADS` per
     process), all from one version of the object: if it is overwritten meanwhile, the download starts again. Hugging
-    Face and Oracle are read in one stream, since their clients cannot request a version.
+    Face is read in one stream, since its client cannot request a version.
 
     Args:
         url: URL of the object, or path of the file.

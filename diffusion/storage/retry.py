@@ -40,7 +40,7 @@ INVALID_SETTINGS = frozenset({'ParamValidationError', 'InvalidRegionError', 'HFV
 MISSING_BUCKET = frozenset({'NoSuchBucket', 'ContainerNotFound'})
 """Codes of S3 and Azure for a bucket that does not exist."""
 CLIENT_PACKAGES = frozenset(
-    'azure boto3 botocore google http httpcore2 httpx2 huggingface_hub oci requests s3transfer urllib3'.split()  # noqa: SIM905
+    'azure boto3 botocore google http httpcore2 httpx2 huggingface_hub requests s3transfer urllib3'.split()  # noqa: SIM905
 )
 """Packages whose errors without an HTTP status mean that a request failed on the network."""
 _GOOGLE = 'set GCS_KEY and GCS_SECRET, or Application Default Credentials'
@@ -51,7 +51,6 @@ CREDENTIALS = {
     'azure': _AZURE,
     'azure-dl': _AZURE,
     'az': _AZURE,
-    'oci': 'write ~/.oci/config',
     'hf': 'set HF_TOKEN, or log in with `hf auth login`',
 }
 """How to provide credentials, by URL scheme; part of error messages."""
@@ -237,7 +236,7 @@ def _status(error: BaseException) -> int | None:
     response = getattr(error, 'response', None)
     if isinstance(response, dict):  # botocore
         return response.get('ResponseMetadata', {}).get('HTTPStatusCode')
-    for holder in (error, response):  # Azure, Oracle, Google; Hugging Face and Google's media requests
+    for holder in (error, response):  # Azure, Google; Hugging Face and Google's media requests
         for name in ('status_code', 'status', 'code'):
             value = getattr(holder, name, None)
             if isinstance(value, int):

@@ -146,7 +146,7 @@ def test_damaged_checkpoint_is_passed_over(write, undisturbed, bucket, store, tm
     content = bytearray(store.objects('bucket')[f'runs/{name}/ba6/state.pt'])
     content[len(content) // 2] ^= 1
     if damage == 'receipt':
-        store.put(place, 'receipt.json', b'{"version": 1}')
+        store.put(place, 'receipt.json', b'{"format": 1}')
     elif damage == 'deleted':
         store.delete(place, 'state.pt')
     else:

@@ -21,7 +21,7 @@ from diffusion.errors import UserError
 def has_same_records(receipt, other):
     try:
         one, two = json.loads(bytes(receipt)), json.loads(other)
-        return all(one[key] == two[key] for key in ('files', 'version', 'batch'))
+        return all(one[key] == two[key] for key in ('files', 'format', 'batch'))
     except (ValueError, KeyError):
         return False
 
@@ -132,6 +132,21 @@ def test_folder_that_cannot_be_listed_does_not_count_as_empty(tmp_path, monkeypa
         verification.newest_intact(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ('found', 'message'), [(None, r'has no format number'), (2, r'has format 2'), ('1', r'has format 1, but')]
+)
+def test_checkpoint_of_another_format_is_refused_and_not_skipped(tmp_path, found, message):
+    write(tmp_path, 5)
+    receipt = write(tmp_path, 10) / 'receipt.json'
+    content = json.loads(receipt.read_text()) | {'format': found}
+    if found is None:
+        del content['format']
+    receipt.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=rf'ba10/receipt\.json: {message}.* reads format 1; resume with the version'):
+        verification.newest_intact(tmp_path)
+    assert [path.name for path in checkpoint_store.list_checkpoints(tmp_path)] == ['ba10', 'ba5']
+
+
 def test_latest_points_to_the_newest_intact_checkpoint_after_set_aside(tmp_path):
     for batch in (5, 10, 15):
         write(tmp_path, batch)
@@ -158,7 +173,6 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path):
     write(tmp_path, 5)
     checkpoint_store.unfinished_path(tmp_path, 10).mkdir()
     (checkpoint_store.unfinished_path(tmp_path, 10) / 'state.pt').write_bytes(b'hal')
-    (tmp_path / '.ba3.removed').mkdir()
     assert verification.newest_intact(tmp_path) == tmp_path / 'ba5'
     checkpoint_store.remove_unfinished_saves(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {'ba5', 'latest'}

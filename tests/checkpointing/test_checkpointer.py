@@ -119,7 +119,7 @@ def test_newest_checkpoint_is_skipped_if_it_is_damaged(uninterrupted, caplog):
     ],
 )
 def test_checkpoint_of_another_model_or_optimizer_is_refused(uninterrupted, override, message):
-    """Also without the recipe in the checkpoint, as earlier versions saved it, and without that of the run."""
+    """Also without the recipe in the checkpoint and in the run's folder."""
     reference, write = uninterrupted
     path = write('other')
     other = reference.parent / 'other'

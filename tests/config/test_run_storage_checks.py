@@ -20,7 +20,6 @@ def test_folders_and_stores_with_conditional_writes_can_hold_runs(runs_dir):
     ('runs_dir', 'message'),
     [
         ('hf://org/name', 'hf:// cannot hold runs; use s3://bucket/runs, gs://'),
-        ('oci://bucket/runs', 'oci:// cannot hold runs'),
         ('file:///runs', 'or a folder that all nodes share'),
         ('s3:/bucket/runs', 'so it is a folder; for a store, write s3://bucket/runs'),
         ('s3://', 's3:// has no bucket; use a URL such as s3://bucket/runs'),

@@ -424,7 +424,7 @@ def test_run_after_kill_during_download_is_correct(store, bucket, tmp_path):
 
 
 def test_streams_from_several_clouds_and_a_mount(store, bucket, tmp_path, monkeypatch):
-    """An in-memory file system of fsspec stands in for Oracle's cloud."""
+    """An in-memory file system stands in for Hugging Face's."""
     import fsspec
     from streaming import Stream
 
@@ -434,10 +434,10 @@ def test_streams_from_several_clouds_and_a_mount(store, bucket, tmp_path, monkey
 
     memory = fsspec.filesystem('memory')
     memory.put(str(write_samples(tmp_path / 'other', salt='other')), '/other/mds', recursive=True)
-    monkeypatch.setattr(bucket_clients.FsspecClient, 'file_system', lambda self, scheme: memory)
+    monkeypatch.setattr(bucket_clients.HubClient, 'file_system', lambda self: memory)
     remotes = {
         's3': bucket,
-        'other': 'oci://other/mds',
+        'other': 'hf://other/mds',
         'mount': str(write_samples(tmp_path / 'mount', salt='mount')),
     }
     streams = {name: Stream(remote=remote, local=str(tmp_path / 'local' / name)) for name, remote in remotes.items()}

@@ -407,7 +407,7 @@ def test_later_attempt_with_an_empty_folder_does_not_start_from_batch_0(write_re
         assert f'submit the job anew, or create {recipe.run_dir}/attempts.jsonl to start from batch 0' in message
     last = Node(replace(position, rank=1), Settings.from_environ({}), ['-c', ''], recipe, environ)
     assert last._status_of_missing_run() == 0, 'its ranks compare its folder with those of the other nodes'
-    # The second as earlier versions wrote it.
+    # The second of an attempt whose attempts.jsonl could not be written.
     for exits in ('0 node1 begin\n76 node3 hardware GPU 0\n', '1 node3 crash rank 1 with 1\n'):
         (tmp_path / 'job-7.1.exits').write_text(exits)
         status, message = status_and_message(recipe, environ)

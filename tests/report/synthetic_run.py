@@ -109,7 +109,7 @@ def write_attempts(
 
 def write_checkpoint(folder: Path, batch: int) -> None:
     (folder / f'ba{batch}').mkdir()
-    receipt = {'version': 1, 'batch': batch, 'kind': 'sharded', 'world_size': 128, 'saved': '2026-11-18T09:00:00+00:00'}
+    receipt = {'format': 1, 'batch': batch, 'kind': 'sharded', 'world_size': 128, 'saved': '2026-11-18T09:00:00+00:00'}
     receipt |= {'files': {'state.pt': {'bytes': 3 * 2**30, 'xxh3_128': '0'}}}
     (folder / f'ba{batch}' / 'receipt.json').write_text(json.dumps(receipt))
 

@@ -15,7 +15,7 @@ from other_clouds import Cloud, serve
 
 from diffusion.errors import UserError
 from diffusion.storage import client_pool, object_store, ranged_download, s3_client, watched_reads
-from diffusion.storage.bucket_clients import FsspecClient, locate
+from diffusion.storage.bucket_clients import HubClient, locate
 from diffusion.storage.download import RemoteFolder
 from diffusion.storage.retry import GaveUp, PreconditionFailed, RetryPolicy
 
@@ -27,7 +27,6 @@ URLS = {
     'gs': 'gs://bucket/set',
     'azure': 'azure://me.blob.core.windows.net/bucket/set',
     'az': 'az://bucket/set',
-    'oci': 'oci://bucket@space/set',
 }
 ODD = 'ü ?#;%.mds'
 """A name with characters that must be escaped in URLs and XML."""
@@ -41,18 +40,14 @@ def _clouds() -> Iterator[Cloud]:
 
 @pytest.fixture
 def clouds(_clouds: Cloud, store: Store, monkeypatch: pytest.MonkeyPatch) -> Cloud:
-    """Every cloud on localhost, empty; an in-memory file system of fsspec stands in for Oracle's."""
+    """Every cloud on localhost, empty."""
     import google.auth
-    from fsspec.implementations.memory import MemoryFileSystem
     from google.auth.credentials import AnonymousCredentials
 
     _clouds.objects.clear()
     _clouds.lost_answers = 0
     store.bucket('bucket')
     monkeypatch.setattr(google.auth, 'default', lambda: (AnonymousCredentials(), None))
-    monkeypatch.setattr(FsspecClient, 'file_system', lambda self, scheme: MemoryFileSystem())
-    monkeypatch.setattr(MemoryFileSystem, 'store', {})
-    monkeypatch.setattr(MemoryFileSystem, 'pseudo_dirs', [''])
     for name, value in {
         'STORAGE_EMULATOR_HOST': _clouds.url,
         'AZURE_ACCOUNT_NAME': 'me',
@@ -88,7 +83,7 @@ def test_every_cloud_lists_reads_and_writes_the_same_way(clouds: Cloud, tmp_path
         assert path.read_bytes() == content
         stored = object_store.head(f'{bucket}/{key}')
         assert stored == found[container + key]
-        assert stored.tag or scheme == 'oci'
+        assert stored.tag
     assert object_store.read(f'{folder}/{ODD}', span=(3, 9)) == b'oadedu'
     object_store.delete(f'{folder}/a')
     for missing in (lambda: object_store.read(f'{folder}/a'), lambda: object_store.head(f'{folder}/a')):
@@ -101,12 +96,11 @@ def test_listing_of_a_folder_does_not_list_what_its_folders_contain(
     clouds: Cloud, store: Store, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = URLS[scheme]
-    names = ['a', 'z'] if scheme == 'oci' else ['a', 'b', 'z']  # b is an object and a folder
+    names = ['a', 'b', 'z']  # b is an object and a folder
     for name in (*names, f'{ODD}/1', 'b/1', 'b/c/2', 'b/3', 'd/4', 'e/5', 'f/6'):
         object_store.write(f'{folder}/{name}', b'content')
     object_store.write(f'{folder}2/a', b'content')
-    if scheme != 'oci':
-        object_store.write(f'{folder}/', b'')  # what some programs create for an empty folder
+    object_store.write(f'{folder}/', b'')  # what some programs create for an empty folder
     calls = len(store.requests) + clouds.requests
     prefix = 'bucket/set' if scheme == 'azure' else 'set'
     for url in (folder, f'{folder}/'):
@@ -129,7 +123,7 @@ def test_hugging_face_is_listed_and_read(clouds: Cloud, monkeypatch: pytest.Monk
     set_address(clouds.url, monkeypatch.setattr)
     forget_sessions()
     make = partial(HfFileSystem, endpoint=clouds.url, token=False, skip_instance_cache=True)
-    monkeypatch.setattr(FsspecClient, 'file_system', lambda self, scheme: make())
+    monkeypatch.setattr(HubClient, 'file_system', lambda self: make())
     for name in ('mds/a', 'mds/b/1', 'other'):
         clouds.put('datasets', f'org/name/{name}', name.encode())
     folder = 'hf://datasets/org/name'
@@ -257,9 +251,8 @@ def test_missing_object_may_be_deleted(clouds: Cloud, store: Store, scheme: str)
     else:
         with pytest.raises(UserError, match='there is no such bucket or object'):
             object_store.delete(urls[0])
-    if scheme != 'oci':
-        with pytest.raises(UserError, match='there is no such bucket or object'):
-            object_store.delete(urls[0].replace('bucket', 'missing'), missing_ok=True)
+    with pytest.raises(UserError, match='there is no such bucket or object'):
+        object_store.delete(urls[0].replace('bucket', 'missing'), missing_ok=True)
 
 
 @pytest.mark.parametrize('scheme', ['s3', 'gs', 'azure'])
@@ -287,7 +280,7 @@ def test_delete_all_retries_and_raises_the_first_refusal(store: Store) -> None:
     assert not store.requests  # no request is sent after the return
 
 
-@pytest.mark.parametrize('scheme', ['gs', 'azure', 'oci'])
+@pytest.mark.parametrize('scheme', ['gs', 'azure'])
 def test_other_clouds_delete_unfinished_uploads_themselves(clouds: Cloud, scheme: str) -> None:
     clouds.requests = 0
     assert object_store.abort_uploads(URLS[scheme], older_than_seconds=0) == clouds.requests == 0
@@ -296,7 +289,7 @@ def test_other_clouds_delete_unfinished_uploads_themselves(clouds: Cloud, scheme
 def test_clouds_without_conditional_writes_raise_an_error(clouds: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('GCS_KEY', 'key')
     monkeypatch.setenv('GCS_SECRET', 'secret')
-    for url in ('oci://bucket@space/lock', 'gs://bucket/lock', 'hf://datasets/org/name/lock'):
+    for url in ('gs://bucket/lock', 'hf://datasets/org/name/lock'):
         with pytest.raises(UserError, match='conditional write|uploading'):
             object_store.write(url, b'one', if_absent=True)
     assert client_pool.acquire_client(locate('gs://bucket/lock'), object_store.DEFAULT).google  # type: ignore[reportAttributeAccessIssue]
@@ -386,7 +379,7 @@ def test_credentials_come_from_every_source_of_boto3(
         ('sftp://host/a', 'sftp:// is not supported; use s3://, gs://, .* or a mounted folder'),
         ('s3:///a', 'the bucket is missing'),
         ('azure://me.blob.core.windows.net', 'the bucket is missing'),
-        ('oci://bucket/a', 'the package ocifs is missing; pip install ocifs'),
+        ('oci://bucket/a', 'oci:// is not supported'),
     ],
 )
 def test_unsupported_urls_raise_an_error(url: str, message: str) -> None:

@@ -13,7 +13,7 @@ from composer.utils import dist
 
 from diffusion.evaluation.evaluated_checkpoint import parse_results
 from diffusion.launch.evaluation_claims import EVALUATIONS
-from diffusion.storage.shared_files import shared_files
+from diffusion.storage.places import files_of_run
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class EvaluationResults(Callback):
 
     def __init__(self, run_dir: Path, run_url: str | None = None) -> None:
         # Evaluations of this job write to the folder, and their results appear at the URL later.
-        self.places = [shared_files(run_dir), *([shared_files(run_url)] if run_url else [])]
+        self.places = [files_of_run(run_dir), *([files_of_run(run_url)] if run_url else [])]
         self._logged: dict[str, float] | None = None
         self._found: list[dict[str, Any]] = []
         self._lock, self._looking = threading.Lock(), threading.Lock()

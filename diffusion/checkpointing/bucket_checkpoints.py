@@ -20,6 +20,7 @@ from diffusion.checkpointing.checkpoint_store import (
 from diffusion.errors import UserError
 from diffusion.storage import object_store
 from diffusion.storage.locks import hold_path_lock
+from diffusion.storage.places import StorePlace
 from diffusion.storage.retry import status_of
 
 log = logging.getLogger(__name__)
@@ -51,14 +52,8 @@ def object_names(url: str) -> dict[int, set[str]]:
     batches = [batch_number(Path(key)) for key in object_store.list_folder(url)[0]]
     found = [batch for batch in batches if batch is not None]
     with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
-        names = pool.map(lambda batch: set(object_sizes(f'{url}/{checkpoint_name(batch)}')), found)
+        names = pool.map(lambda batch: set(StorePlace(f'{url}/{checkpoint_name(batch)}').sizes()), found)
         return dict(zip(found, names, strict=True))
-
-
-def object_sizes(url: str) -> dict[str, int]:
-    """Return the size in bytes of each object of a checkpoint, by name."""
-    prefix = object_store.split(url)[1].rstrip('/') + '/'
-    return {each.key.removeprefix(prefix): each.size for each in object_store.list_objects(f'{url}/')}
 
 
 def read_checked_receipt(url: str, run_id: str = '') -> bytes:
@@ -68,7 +63,7 @@ def read_checked_receipt(url: str, run_id: str = '') -> bytes:
         DamagedCheckpoint: The receipt is damaged, or an object is missing or has another size.
         UserError: The checkpoint is of another run.
     """
-    text = object_store.read_if_exists(f'{url}/{RECEIPT}')
+    text = StorePlace(url).read(RECEIPT)
     if text is None:
         raise DamagedCheckpoint(f'{url}: {RECEIPT} is missing')
     receipt = parse_receipt(text, url)
@@ -77,7 +72,7 @@ def read_checked_receipt(url: str, run_id: str = '') -> bytes:
             f'{url}: it is of another run (id {receipt["run"]}, this run has {run_id}); move it away, or start a new '
             f'run from its weights with init_from: {url}'
         )
-    sizes = object_sizes(url)
+    sizes = StorePlace(url).sizes()
     for name, record in receipt['files'].items():
         if sizes.get(name) != record.bytes:
             found = f'{sizes[name]} bytes, expected {record.bytes}' if name in sizes else 'the object does not exist'
@@ -87,11 +82,10 @@ def read_checked_receipt(url: str, run_id: str = '') -> bytes:
 
 def delete_checkpoint(url: str) -> None:
     """Delete a checkpoint in a store: its receipt first, so that a partial checkpoint never looks whole."""
-    names = sorted(object_sizes(url), key=lambda name: name != RECEIPT)
-    if names[:1] == [RECEIPT]:
-        object_store.delete(f'{url}/{RECEIPT}')
-        names = names[1:]
-    object_store.delete_all([f'{url}/{name}' for name in names])
+    place = StorePlace(url)
+    names = place.sizes().keys()
+    place.delete(names & {RECEIPT})
+    place.delete(names - {RECEIPT})
 
 
 def download_missing_files(url: str, folder: Path, files: Mapping[str, FileRecord]) -> None:

@@ -28,7 +28,6 @@ from diffusion.checkpointing.bucket_checkpoints import (
     delete_checkpoint,
     download_missing_files,
     object_names,
-    object_sizes,
     published_batches,
     read_checked_receipt,
 )
@@ -53,7 +52,8 @@ from diffusion.launch.evaluation_claims import EvaluationClaims
 from diffusion.launch.run_id import check_run_id
 from diffusion.storage import object_store, request_threads
 from diffusion.storage.atomic import remove, replace_folder
-from diffusion.storage.retry import PreconditionFailed, RetryPolicy
+from diffusion.storage.places import StorePlace
+from diffusion.storage.retry import RetryPolicy
 from diffusion.storage.working_folder import working_folder
 
 log = logging.getLogger(__name__)
@@ -74,6 +74,7 @@ class BucketStorage:
     def __init__(self, url: str, folder: Path | None = None) -> None:
         self.place = url.rstrip('/')
         self.folder = working_folder(self.place) if folder is None else folder
+        self._store = StorePlace(self.place)
         self.run_id = ''
         self.before_publish: Callable[[], None] = _do_nothing
         """Called on rank 0 before a checkpoint is published, to store what should not be older than the checkpoint."""
@@ -149,7 +150,7 @@ class BucketStorage:
                 work.mkdir()
             if dist.get_global_rank() == 0 and batch in self._batches() | self._maybe_published:
                 # Its objects are overwritten one by one: until all are, it is no checkpoint.
-                object_store.delete(f'{self.name_of(batch)}/{RECEIPT}', missing_ok=True)
+                self._store.delete([f'{checkpoint_name(batch)}/{RECEIPT}'])
                 self._batches().discard(batch)
                 self._maybe_published.discard(batch)
 
@@ -168,27 +169,25 @@ class BucketStorage:
     def publish(self, work: Path, batch: int, files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> None:
         url = self.name_of(batch)
         with _as_storage_fault():
-            sizes = object_sizes(url)
+            sizes = StorePlace(url).sizes()
             different = sorted(name for name, record in files.items() if sizes.get(name) != record.bytes)
             if different:
                 name = different[0]
                 what = f'has {sizes[name]} of {files[name].bytes} bytes' if name in sizes else 'does not exist'
                 raise OSError(errno.EIO, f'the object {url}/{name} {what} after it was uploaded')
             self.before_publish()
-            receipt = checkpoint_store.receipt_text(files, about).encode()
+            receipt = checkpoint_store.receipt_text(files, about)
             self._maybe_published.add(batch)
-            try:
-                object_store.write(f'{url}/{RECEIPT}', receipt, if_absent=True)
-            except PreconditionFailed as error:
+            if not self._store.create(f'{checkpoint_name(batch)}/{RECEIPT}', receipt):
                 raise ExternalError(
                     f'{url}/{RECEIPT} exists already: another job saves to this URL; end one of the two, or give '
                     'this run another name'
-                ) from error
+                )
             self._maybe_published.discard(batch)
             self._batches().add(batch)
             self._saved[batch] = retention.time_of_receipt(about)
             try:
-                object_store.write(f'{self.place}/{LATEST}', checkpoint_name(batch).encode())
+                self._store.write(LATEST, checkpoint_name(batch))
             except (OSError, UserError) as error:  # the checkpoint is complete, and found without it
                 log.warning('%s: is saved, but %s still names an older checkpoint (%s)', url, LATEST, error)
 
@@ -216,11 +215,15 @@ class BucketStorage:
                 delete_checkpoint(self.name_of(batch))
                 self._batches().discard(batch)
 
+    def _pinned_batches(self) -> set[int]:
+        """Return the batches of the checkpoints that an object such as `ba500.pinned` keeps."""
+        return {int(pin[1]) for name in self._store.list().files if (pin := PIN.fullmatch(name))}
+
     def _infos(self, rules: KeepConfig) -> list[CheckpointInfo]:
         """Return the facts about the checkpoints in the store that the rules need."""
         # What `diffusion watch` evaluates stays too.
         held = EvaluationClaims(self.place, lease_seconds=0.0).held()
-        batches, claimed = self.list_batches(), _pinned_batches(self.place) | {int(name[2:]) for name in held}
+        batches, claimed = self.list_batches(), self._pinned_batches() | {int(name[2:]) for name in held}
         if rules.hourly or rules.daily:
             for batch in batches:
                 if batch not in self._saved:
@@ -296,16 +299,16 @@ class BucketStorage:
 
     def _set_aside(self, damaged: Collection[int], newest: int) -> None:
         """Take the receipts of damaged checkpoints away, and let `latest` name the newest intact one."""
-        if (object_store.read_if_exists(f'{self.place}/{LATEST}') or b'').decode() != checkpoint_name(newest):
-            object_store.write(f'{self.place}/{LATEST}', checkpoint_name(newest).encode())
+        if (self._store.read(LATEST) or b'').decode() != checkpoint_name(newest):
+            self._store.write(LATEST, checkpoint_name(newest))
         for batch in damaged:
-            url = self.name_of(batch)
-            content = object_store.read_if_exists(f'{url}/{RECEIPT}')
+            receipt = f'{checkpoint_name(batch)}/{RECEIPT}'
+            content = self._store.read(receipt)
             if content is not None:
-                object_store.write(f'{url}/{DAMAGED_RECEIPT}', content)
-                object_store.delete(f'{url}/{RECEIPT}')
+                self._store.write(f'{checkpoint_name(batch)}/{DAMAGED_RECEIPT}', content)
+                self._store.delete([receipt])
             self._batches().discard(batch)
-            log.warning('%s: damaged, its receipt is renamed to %s', url, DAMAGED_RECEIPT)
+            log.warning('%s: damaged, its receipt is renamed to %s', self.name_of(batch), DAMAGED_RECEIPT)
 
     def _remove_orphans(self) -> None:
         """Delete the objects of saves that were never completed; no other process may be saving to this run."""
@@ -343,15 +346,9 @@ def files_of_rank(receipt: Mapping[str, Any], node_ranks: Sequence[int]) -> dict
     return {name: files[name] for name in names}
 
 
-def _pinned_batches(url: str) -> set[int]:
-    """Return the batches of the checkpoints of the run at a URL that an object such as `ba500.pinned` keeps."""
-    names = [Path(found.key).name for found in object_store.list_folder(url)[1]]
-    return {int(pin[1]) for name in names if (pin := PIN.fullmatch(name))}
-
-
 def _saved_time(url: str) -> float | None:
     """Return the time when the checkpoint at a URL was saved, in seconds since 1970; None if it is unknown."""
-    text = object_store.read_if_exists(f'{url}/{RECEIPT}')
+    text = StorePlace(url).read(RECEIPT)
     try:
         return None if text is None else retention.time_of_receipt(parse_receipt(text, url))
     except DamagedCheckpoint:

@@ -21,8 +21,9 @@ from diffusion.checkpointing.checkpoint_store import batch_number
 from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.errors import UserError
 from diffusion.launch.run_id import RUN_FILE
-from diffusion.launch.run_lock import Owner, parse_owner, read_lock
+from diffusion.launch.run_lock import Owner, parse_owner
 from diffusion.storage.own_files import open_own_file
+from diffusion.storage.places import LocalPlace
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +141,10 @@ def claimed_batches(folder: Path) -> set[int]:
 
 def _counts(claim: Path) -> bool:
     """Return True if the owner of a claim exists, or if that is unknown and the claim was rewritten recently."""
-    owner = parse_owner(read_lock(claim))
+    owner = None
+    with suppress(OSError, UserError):
+        content = LocalPlace(claim.parent, is_run=True).read_version(claim.name)
+        owner = None if content is None else parse_owner(content.content.decode(errors='replace'))
     is_alive = None if owner is None else owner.is_alive()
     if is_alive is not None:
         return is_alive

@@ -7,6 +7,7 @@ from pathlib import Path
 from diffusion.checkpointing.checkpoint_download import download_checkpoint
 from diffusion.checkpointing.checkpoint_store import LATEST, RECIPE, STATE, batch_number, list_checkpoints
 from diffusion.errors import UserError
+from diffusion.storage.places import is_url
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +22,7 @@ def find_checkpoint(place: str | Path) -> Path:
     Raises:
         UserError: There is no such checkpoint; the message lists the existing ones.
     """
-    if '://' in str(place):
+    if is_url(place):
         return download_checkpoint(str(place))
     path = Path(place)
     run = path.parent if path.name == LATEST and path.is_symlink() else path

@@ -20,6 +20,7 @@ from diffusion.checkpointing.verification import newest_intact
 from diffusion.config.checkpointing import KeepConfig
 from diffusion.launch.run_id import check_run_id
 from diffusion.storage.atomic import remove
+from diffusion.storage.places import is_url
 
 log = logging.getLogger(__name__)
 
@@ -242,6 +243,6 @@ class FolderStorage:
 
 def run_storage(place: str | Path) -> RunStorage:
     """Return the storage of a run's checkpoints by its path or URL, not opened yet."""
-    if '://' in str(place):
+    if is_url(place):
         return BucketStorage(str(place))
     return FolderStorage(Path(place))

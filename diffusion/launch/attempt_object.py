@@ -11,7 +11,7 @@ from typing import Any
 
 from diffusion.storage.atomic import write_atomically
 from diffusion.storage.json_lines import parse_json_lines
-from diffusion.storage.shared_files import shared_files
+from diffusion.storage.places import files_of_run
 from diffusion.storage.working_folder import LAUNCH, working_folder
 
 ATTEMPTS = 'attempts.jsonl'
@@ -33,7 +33,7 @@ def append_to_object(url: str, record: dict[str, Any]) -> None:
         OSError: The object or its local copy cannot be read or written. The next call uploads this record too if it is
             in the local copy.
     """
-    path, files = working_folder(url, LAUNCH) / ATTEMPTS, shared_files(url)
+    path, files = working_folder(url, LAUNCH) / ATTEMPTS, files_of_run(url)
     with _update:
         path.parent.mkdir(parents=True, exist_ok=True)
         if record['event'] == 'begin' or path not in _reconciled or not path.exists():

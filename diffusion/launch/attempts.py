@@ -18,8 +18,8 @@ from diffusion.launch.run_id import RUN_FILE
 from diffusion.launch.run_lock import boot_id
 from diffusion.storage.json_lines import parse_json_lines
 from diffusion.storage.own_files import open_own_file
+from diffusion.storage.places import PATIENT, Place, files_of_run, is_url
 from diffusion.storage.retry import RetryPolicy
-from diffusion.storage.shared_files import PATIENT, SharedFiles, is_url, shared_files
 
 _MAX_BYTES = 2**24
 """Part of attempts.jsonl that is read; it has the records of weeks."""
@@ -130,7 +130,7 @@ class Clock:
 def _last_record(run: Path | str) -> dict[str, Any]:
     """Return the last complete record in attempts.jsonl of a run; empty if there is none."""
     try:
-        records = parse_json_lines(shared_files(run).read(ATTEMPTS, tail_bytes=_MAX_BYTES) or b'')
+        records = parse_json_lines(files_of_run(run).read(ATTEMPTS, tail_bytes=_MAX_BYTES) or b'')
     except OSError:
         return {}
     return records[-1] if records else {}
@@ -168,7 +168,7 @@ def has_begun(run: Path | str) -> bool:
     Raises:
         OSError: The storage fails.
     """
-    listing = shared_files(run, PATIENT).list()
+    listing = files_of_run(run, PATIENT).list()
     names = {*listing.files, *listing.folders}
     return bool(names & {RUN_FILE, ATTEMPTS}) or any(name[:2] == 'ba' and name[2:].isdigit() for name in names)
 
@@ -184,7 +184,7 @@ def read_attempts(run: Path | str, retry: RetryPolicy = PATIENT) -> list[Attempt
         UserError: The run has no attempts.jsonl.
         OSError: The storage fails.
     """
-    files = shared_files(run, retry)
+    files = files_of_run(run, retry)
     content = files.read(ATTEMPTS, tail_bytes=_MAX_BYTES)
     if content is None:
         path = files.locate(ATTEMPTS)
@@ -221,10 +221,10 @@ def record_fault(run: Path | str, machine: str, detail: str) -> None:
     at = time.time()
     name = re.sub(r'[^A-Za-z0-9_.-]', '_', machine)
     content = json.dumps({'at': at, 'machine': machine, 'detail': detail})
-    shared_files(run).write(f'{FAULTS}/{at:.3f}-{name}.json', content + '\n')
+    files_of_run(run).write(f'{FAULTS}/{at:.3f}-{name}.json', content + '\n')
 
 
-def _assign_faults(found: list[Attempt], files: SharedFiles) -> None:
+def _assign_faults(found: list[Attempt], files: Place) -> None:
     """Set cause, machine and detail of the attempts that a recorded hardware fault ended."""
     for name in sorted(name for name in files.list(FAULTS).files if name.endswith('.json')):
         try:

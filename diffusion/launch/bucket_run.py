@@ -6,9 +6,8 @@ from uuid import uuid4
 
 from diffusion.errors import UserError
 from diffusion.launch.run_id import RUN_FILE, create_run_id, parse_run_id, read_run_id, run_file_content
-from diffusion.storage import object_store
 from diffusion.storage.atomic import remove
-from diffusion.storage.retry import PreconditionFailed
+from diffusion.storage.places import StorePlace
 
 log = logging.getLogger(__name__)
 
@@ -20,15 +19,12 @@ def open_bucket_run(url: str) -> str:
         UserError: The store refuses the request, or cannot write on a condition, or the file is not a run.json.
         OSError: The store cannot be read or written.
     """
-    place = f'{url}/{RUN_FILE}'
-    content = object_store.read_if_exists(place)
+    place = StorePlace(url)
+    content = place.read(RUN_FILE)
     if content is None:
-        try:
-            object_store.write(place, run_file_content(uuid4().hex).encode(), if_absent=True)
-        except PreconditionFailed:
-            log.debug('%s: another process has written it at the same time', place)
-        content = object_store.read(place)
-    return parse_run_id(content.decode(errors='replace'), place)
+        place.create(RUN_FILE, run_file_content(uuid4().hex))  # unless another process does so at the same time
+        content = place.read(RUN_FILE) or b''
+    return parse_run_id(content.decode(errors='replace'), place.locate(RUN_FILE))
 
 
 def claim_working_folder(folder: Path, run_id: str) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from diffusion.errors import ExternalError, UserError, printable
 from diffusion.storage.atomic import write_atomically
-from diffusion.storage.shared_files import is_url
+from diffusion.storage.places import is_url
 
 if TYPE_CHECKING:
     from diffusion.launch.backends.base import Rendered

@@ -12,15 +12,11 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from diffusion.launch.run_lock import Owner, parse_owner
-from diffusion.storage import object_store
-from diffusion.storage.own_files import open_own_file
-from diffusion.storage.retry import PreconditionFailed
-from diffusion.storage.shared_files import is_url
+from diffusion.storage.object_store import DEFAULT
+from diffusion.storage.places import Place, files_of_run
 
 log = logging.getLogger(__name__)
 
@@ -34,26 +30,34 @@ class Claim:
     """Claim on the evaluation of a checkpoint.
 
     Args:
-        place: Path or URL of its file.
+        files: Files of the run.
+        name: Name of the claim's file.
         owner: Process that holds it.
         lease_seconds: Time without being rewritten after which it has expired.
         job: True if a job elsewhere evaluates, so that the evaluation may go on without its owner.
     """
 
-    place: str
+    files: Place
+    name: str
     owner: Owner
     lease_seconds: float
     job: bool = False
 
+    @property
+    def place(self) -> str:
+        """Path or URL of the claim's file."""
+        return self.files.locate(self.name)
+
     def renew(self) -> None:
         """Rewrite the claim, so that its lease begins again."""
-        _write(self.place, self._text(time.time()))
+        self.files.write(self.name, self.text(time.time()), in_place=True)
 
     def release(self) -> None:
         """Give the evaluation up: it failed, and the next try is free at once."""
-        _write(self.place, self._text(0.0))
+        self.files.write(self.name, self.text(0.0), in_place=True)
 
-    def _text(self, renewed: float) -> str:
+    def text(self, renewed: float) -> str:
+        """Return the content of the file of a claim that was written at a time."""
         content = {
             'owner': asdict(self.owner),
             'renewed': renewed,
@@ -73,7 +77,7 @@ class EvaluationClaims:
     """
 
     def __init__(self, run: str, *, lease_seconds: float, job: bool = False) -> None:
-        self._folder = f'{run.rstrip("/")}/{EVALUATIONS}'
+        self._files = files_of_run(run, DEFAULT, refusal_is_fault=False)
         self._lease_seconds, self._job = lease_seconds, job
 
     def tries(self) -> dict[str, int]:
@@ -83,7 +87,7 @@ class EvaluationClaims:
             OSError: The storage cannot be read.
         """
         found: dict[str, int] = {}
-        for name in _names(self._folder):
+        for name in self._files.list(EVALUATIONS).files:
             if claim := _CLAIM.fullmatch(name):
                 found[claim[1]] = max(found.get(claim[1], 0), int(claim[2]))
         return found
@@ -101,9 +105,9 @@ class EvaluationClaims:
         if tries and not self.has_ended(checkpoint, tries):
             return None
         owner = Owner.current(os.environ)
-        place = f'{self._folder}/{checkpoint}.claim-{tries + 1}'
-        claim = Claim(place, owner, self._lease_seconds, self._job)
-        return claim if _create(place, claim._text(time.time())) else None
+        name = f'{EVALUATIONS}/{checkpoint}.claim-{tries + 1}'
+        claim = Claim(self._files, name, owner, self._lease_seconds, self._job)
+        return claim if self._files.create(name, claim.text(time.time())) else None
 
     def held(self) -> set[str]:
         """Return the checkpoints that are being evaluated.
@@ -115,75 +119,15 @@ class EvaluationClaims:
 
     def has_ended(self, checkpoint: str, tries: int) -> bool:
         """Return True if a claim was released, has expired, or its owner has ended without a job that goes on."""
-        place = f'{self._folder}/{checkpoint}.claim-{tries}'
-        text = _read(place)
+        name = f'{checkpoint}.claim-{tries}'
+        text = (self._files.read(f'{EVALUATIONS}/{name}') or b'').decode(errors='replace')
         try:
             content = json.loads(text)
             renewed, lease = float(content['renewed']), float(content['lease_seconds'])
         except (ValueError, KeyError, TypeError):  # half written by a process that was killed, or just being rewritten
-            renewed, lease, content = _modified(place), self._lease_seconds, {}
+            listed = self._files.list(EVALUATIONS).files.get(name)
+            renewed, lease, content = (listed and listed.modified) or time.time(), self._lease_seconds, {}
         if time.time() - renewed > lease:
             return True
         owner = parse_owner(text) if isinstance(content, Mapping) and not content.get('job') else None
         return owner is not None and owner.is_alive() is False
-
-
-def _names(folder: str) -> list[str]:
-    if is_url(folder):
-        prefix = object_store.split(folder)[1].rstrip('/') + '/'
-        return [entry.key.removeprefix(prefix) for entry in object_store.list_folder(f'{folder}/')[1]]
-    with suppress(FileNotFoundError):
-        return os.listdir(folder)
-    return []
-
-
-def _create(place: str, text: str) -> bool:
-    """Create a file or object if it does not exist; return True if this call has created it."""
-    if is_url(place):
-        try:
-            object_store.write(place, text.encode(), if_absent=True)
-        except PreconditionFailed:
-            return False
-        return True
-    Path(place).parent.mkdir(parents=True, exist_ok=True)
-    try:
-        descriptor = os.open(place, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o644)
-    except FileExistsError:
-        return False
-    with open(descriptor, 'w', encoding='utf-8') as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    return True
-
-
-def _read(place: str) -> str:
-    if is_url(place):
-        return (object_store.read_if_exists(place) or b'').decode(errors='replace')
-    try:
-        with open(open_own_file(place, os.O_RDONLY), encoding='utf-8', errors='replace') as file:
-            return file.read(2**16)
-    except FileNotFoundError:
-        return ''
-
-
-def _write(place: str, text: str) -> None:
-    if is_url(place):
-        object_store.write(place, text.encode())
-        return
-    descriptor = open_own_file(place, os.O_WRONLY)
-    try:
-        os.pwrite(descriptor, text.encode(), 0)
-        os.ftruncate(descriptor, len(text.encode()))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _modified(place: str) -> float:
-    """Return the time when a file was written; for an object, which is never half written, the current time."""
-    if is_url(place):
-        return time.time()
-    with suppress(FileNotFoundError):
-        return os.stat(place).st_mtime
-    return time.time()

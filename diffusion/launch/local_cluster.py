@@ -19,7 +19,7 @@ from diffusion.launch.job_spec import Job
 from diffusion.launch.lost_output import discarding_lost_output
 from diffusion.launch.stop_signals import RepeatedInterrupt, handled_signals
 from diffusion.launch.workers import die_with_parent
-from diffusion.storage.shared_files import is_url
+from diffusion.storage.places import is_url
 from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE, working_root
 
 TICK_SECONDS = 0.1

@@ -1,34 +1,30 @@
-"""Places where the lock of a run is kept: a file in the run's folder, or an object in a bucket.
+"""Content of the lock of a run: how it is read, written and released in a folder and in an object store.
 
-`run_lock` decides who holds the lock; these classes read, write and release its content. An object is written only if
-it still is as it was read (compare-and-set), a file always.
+`run_lock` decides who holds the lock. An object is written only if it still is as it was read (compare-and-set), a file
+always: file locks do not work on every cluster's file system, so two jobs may both find the lock free.
 """
 
-import os
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from diffusion.errors import UserError
 from diffusion.storage import object_store
-from diffusion.storage.own_files import open_own_file
+from diffusion.storage.places import PATIENT, Place, files_of_run, is_url
 from diffusion.storage.retry import RetryPolicy, status_of
-from diffusion.storage.shared_files import PATIENT, is_url
 
 LOCK = 'run.lock'
 RELEASED = '{"owner": null, "released": true}\n'
 """Content of the lock object of a run that no job holds."""
 ONCE = RetryPolicy(tries=1, timeout_seconds=5.0)
 """For refreshes: the next one is the next try, and a store that hangs must not make the owner look dead."""
-_MAX_CHARACTERS = 2**16
-"""Characters of a lock that are read; it has a few hundred."""
 
 
 class LockContent(NamedTuple):
     """Content of a lock as it was read."""
 
     text: str
-    tag: str = ''
-    """The etag of the object, by which a conditional write recognizes this content; empty for a file."""
+    version: str = ''
+    """By which a conditional write recognizes this content."""
     readable: bool = True
     """False if the storage did not respond, so that the content is unknown."""
 
@@ -36,13 +32,20 @@ class LockContent(NamedTuple):
 UNREADABLE = LockContent('', readable=False)
 
 
-class LockPlace(Protocol):
-    """Interface of the file or object that holds a lock."""
+class RunLock:
+    """File or object that holds the lock of a run.
 
-    @property
-    def path(self) -> Path | str:
-        """Path or URL."""
-        ...
+    Args:
+        run: The run's folder or URL.
+
+    Attributes:
+        in_bucket: True if it is an object.
+        path: Its path or URL.
+    """
+
+    def __init__(self, run: Path | str) -> None:
+        self.run, self.in_bucket = run, is_url(run)
+        self.path = self._place().locate(LOCK)
 
     def read(self, *, patient: bool = False) -> LockContent | None:
         """Return the content, or None if there is no lock; UNREADABLE for a file whose storage fails.
@@ -52,13 +55,24 @@ class LockPlace(Protocol):
 
         Raises:
             OSError: Every try failed.
-            UserError: The store refuses the request.
+            UserError: The store refuses the request, or the file is a link.
         """
-        ...
+        try:
+            found = self._place(patient=patient).read_version(LOCK)
+        except OSError:  # for example ESTALE while a network file system fails over
+            if self.in_bucket:
+                raise
+            return UNREADABLE
+        return None if found is None else LockContent(found.content.decode(errors='replace'), found.version)
 
     def poll(self, content: LockContent) -> LockContent | None:
         """Return the current content, UNREADABLE after a fault; cheaper than `read` if it still is `content`."""
-        ...
+        if not self.in_bucket:
+            return self.read()
+        try:
+            return content if object_store.head(self.path, retry=ONCE).tag == content.version else self.read()
+        except (OSError, UserError) as error:
+            return None if status_of(error) == 404 else UNREADABLE
 
     def write(self, text: str, expected: LockContent | None, *, patient: bool = False) -> None:
         """Write the content.
@@ -71,102 +85,23 @@ class LockPlace(Protocol):
         Raises:
             PreconditionFailed: The lock has changed since `expected` was read; only for an object.
             OSError: The storage failed; the content may have been written.
-            UserError: The store refuses the request.
+            UserError: The store refuses the request, or the file is a link.
         """
-        ...
+        place = self._place(patient=patient)
+        if self.in_bucket:
+            place.replace(LOCK, text.encode(), None if expected is None else expected.version)
+        else:
+            # A reader may see a partial write, which counts as a change without an owner.
+            place.write(LOCK, text, in_place=True)
 
     def release(self, expected: LockContent) -> None:
         """Free the lock, whose content is `expected`; raises as `write` does."""
-        ...
+        if self.in_bucket:
+            # Overwritten, since stores cannot delete an object on the condition of its etag: between the last look and
+            # the deletion, a later attempt of this job may have taken the lock.
+            self.write(RELEASED, expected)
+        else:
+            self._place().delete([LOCK])
 
-
-class LockFile:
-    """Lock in a file. Without file locks, a write cannot depend on the content: two jobs may both find the lock free.
-
-    Args:
-        path: Path of run.lock.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def read(self, *, patient: bool = False) -> LockContent | None:
-        try:
-            with open(open_own_file(self.path, os.O_RDONLY), encoding='utf-8', errors='replace') as file:
-                return LockContent(file.read(_MAX_CHARACTERS))
-        except FileNotFoundError:
-            return None
-        except OSError:  # for example ESTALE while a network file system fails over
-            return UNREADABLE
-
-    def poll(self, content: LockContent) -> LockContent | None:
-        return self.read()
-
-    def write(self, text: str, expected: LockContent | None, *, patient: bool = False) -> None:
-        # In place, unlike a heartbeat: clients of a network file system see a changed file sooner than a new one of the
-        # same name. A reader may see a partial write, which counts as a change without an owner.
-        content = text.encode()
-        # No O_TRUNC: the file would be empty until the write, and a reader would see no owner.
-        descriptor = open_own_file(self.path, os.O_CREAT | os.O_WRONLY)
-        try:
-            os.pwrite(descriptor, content, 0)
-            os.ftruncate(descriptor, len(content))
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-    def release(self, expected: LockContent) -> None:
-        self.path.unlink(missing_ok=True)
-
-
-class LockObject:
-    """Lock in an object of a store, which changes only from the content that this process has read.
-
-    Args:
-        url: URL of run.lock.
-    """
-
-    def __init__(self, url: str) -> None:
-        self.path = url
-
-    def read(self, *, patient: bool = False) -> LockContent | None:
-        retry = PATIENT if patient else ONCE
-        try:
-            # The etag first: if the object changes between the two requests, a write with this etag fails. In the other
-            # order it could replace content that was never read. No content occurs twice, so no etag does.
-            found = object_store.head(self.path, retry=retry)
-            span = None if found.size <= _MAX_CHARACTERS else (0, _MAX_CHARACTERS)
-            text = object_store.read(self.path, span=span, retry=retry)
-        except UserError as error:
-            if status_of(error) == 404:
-                return None
-            raise
-        return LockContent(text.decode(errors='replace'), found.tag)
-
-    def poll(self, content: LockContent) -> LockContent | None:
-        try:
-            if object_store.head(self.path, retry=ONCE).tag == content.tag:
-                return content
-            return self.read()
-        except (OSError, UserError) as error:
-            return None if status_of(error) == 404 else UNREADABLE
-
-    def write(self, text: str, expected: LockContent | None, *, patient: bool = False) -> None:
-        retry = PATIENT if patient else ONCE
-        tag = None if expected is None else expected.tag
-        object_store.write(self.path, text.encode(), if_absent=expected is None, if_tag=tag, retry=retry)
-
-    def release(self, expected: LockContent) -> None:
-        # Overwritten, since stores cannot delete an object on the condition of its etag: between the last look and the
-        # deletion, a later attempt of this job may have taken the lock.
-        self.write(RELEASED, expected)
-
-
-def lock_place(path: Path | str) -> LockPlace:
-    """Return the place of the lock with a path or URL."""
-    return LockObject(str(path)) if is_url(path) else LockFile(Path(path))
-
-
-def lock_path(run: Path | str) -> Path | str:
-    """Return the path or URL of the lock of the run in a folder or at a URL."""
-    return f'{str(run).rstrip("/")}/{LOCK}' if is_url(run) else Path(run, LOCK)
+    def _place(self, *, patient: bool = False) -> Place:
+        return files_of_run(self.run, PATIENT if patient else ONCE, refusal_is_fault=False)

@@ -43,7 +43,7 @@ from diffusion.launch.stack_folder import HangListener, StackFolder, attempt_nam
 from diffusion.launch.stop_signals import RepeatedInterrupt, handled_signals
 from diffusion.launch.watchdog import Watchdog, early_timeout_warning
 from diffusion.launch.workers import TICK_SECONDS, Outcome, Workers
-from diffusion.storage.shared_files import is_url, shared_files
+from diffusion.storage.places import files_of_run, is_url
 
 CHECK_EVERY_SECONDS = 1.0
 """Interval at which heartbeats are checked."""
@@ -219,7 +219,7 @@ class Node:
                 return FAILED
             problem = attempts.reason_to_give_up(earlier, self.settings.max_restarts)
             if problem is not None:
-                self._print(f'{shared_files(self.home).locate(attempts.ATTEMPTS)}: {problem}')
+                self._print(f'{files_of_run(self.home).locate(attempts.ATTEMPTS)}: {problem}')
                 return CONFIG_ERROR
             self._records.furthest = max((each.first for each in earlier if each.first is not None), default=None)
             outcome = self._attempt(len(earlier))
@@ -261,7 +261,7 @@ class Node:
         # that still pulls its image. A retry would find the same, until all restarts are used.
         self._print(
             f'{missing}. If {remedy} and start the job again. If no earlier attempt has begun, submit the job anew, or '
-            f'create {shared_files(self.home).locate(attempts.ATTEMPTS)} to start from batch 0'
+            f'create {files_of_run(self.home).locate(attempts.ATTEMPTS)} to start from batch 0'
         )
         return CONFIG_ERROR
 

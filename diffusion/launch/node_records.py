@@ -11,7 +11,7 @@ from diffusion.launch.bounded_call import storage_problem, within_limit
 from diffusion.launch.exit_file import BEGIN, append_exit_line
 from diffusion.launch.run_status import newest_batch
 from diffusion.launch.stop_signals import describe_loss
-from diffusion.storage.shared_files import is_url, shared_files
+from diffusion.storage.places import files_of_run, is_url
 
 
 class NodeRecords:
@@ -68,7 +68,7 @@ class NodeRecords:
         saved = [attempt.first or 0]
 
         def list_checkpoints() -> None:
-            files = shared_files(self.run)
+            files = files_of_run(self.run)
             saved.append(newest_batch(files, files.list(), in_bucket=is_url(self.run)) or 0)
 
         within_limit(list_checkpoints)
@@ -78,6 +78,6 @@ class NodeRecords:
         """Write to a file of the run; return False, after a message, if that fails."""
         problem = storage_problem(write)
         if problem:
-            place = shared_files(self.run).locate(name)
+            place = files_of_run(self.run).locate(name)
             self.say(f'{place} cannot be written ({problem}); continuing without it')
         return not problem

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from diffusion.launch import lock_content, run_lock
-from diffusion.storage.shared_files import is_url, shared_files
+from diffusion.launch import run_lock
+from diffusion.storage.places import files_of_run, is_url
 
 FOLDER = 'status'
 NODE_VARIABLE = 'DIFFUSION_NODE'
@@ -118,7 +118,7 @@ class StatusWriter:
         self._thread.join(_JOIN_SECONDS)
 
     def _write_until_done(self) -> None:
-        owner = run_lock.owner_of(lock_content.lock_path(self.run))
+        owner = run_lock.owner_of(self.run)
         self.status.owner = '' if owner is None else owner.token
         interval = 1.0
         while True:
@@ -139,13 +139,13 @@ class StatusWriter:
             if self._created and not is_url(self.run) and not (Path(self.run) / FOLDER).is_dir():
                 return
             name = f'{FOLDER}/node-{self.status.node}.json'
-            shared_files(self.run).write(name, json.dumps(asdict(self.status)) + '\n', flush=False)
+            files_of_run(self.run).write(name, json.dumps(asdict(self.status)) + '\n', flush=False)
             self._created = True
 
 
 def read_statuses(run: Path | str) -> list[tuple[NodeStatus, float]]:
     """Return the status of each node of a run with the time since its last batch, ordered by node."""
-    found, files = [], shared_files(run)
+    found, files = [], files_of_run(run)
     for name, version in files.list(FOLDER).files.items():
         if not name.startswith('node-'):
             continue

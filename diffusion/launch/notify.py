@@ -21,7 +21,7 @@ from typing import Any
 from diffusion.config.recipe import NOTIFY_EVENTS, NotifyConfig
 from diffusion.errors import UserError
 from diffusion.launch import attempts
-from diffusion.storage.shared_files import QUICK
+from diffusion.storage.places import QUICK
 
 log = logging.getLogger(__name__)
 

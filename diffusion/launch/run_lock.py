@@ -20,7 +20,7 @@ from diffusion.errors import UserError
 from diffusion.exit_codes import CONFIG_ERROR
 from diffusion.launch import environment
 from diffusion.launch.bounded_call import STORAGE_SECONDS, within_limit
-from diffusion.launch.lock_content import RELEASED, LockContent, LockPlace, lock_path, lock_place
+from diffusion.launch.lock_content import RELEASED, LockContent, RunLock
 from diffusion.storage.retry import PreconditionFailed
 
 # No flock or fcntl lock: network file systems of clusters are often mounted without working locks. No comparison of
@@ -137,9 +137,9 @@ def hold_run_lock(
         UserError: The store refuses to read or write the lock.
         OSError: The storage does not respond.
     """
-    this_owner, lock = Owner.current(environ), lock_place(lock_path(run))
-    if isinstance(lock.path, Path):
-        lock.path.parent.mkdir(parents=True, exist_ok=True)
+    this_owner, lock = Owner.current(environ), RunLock(run)
+    if not lock.in_bucket:
+        Path(run).mkdir(parents=True, exist_ok=True)
     _acquire(lock, this_owner, stopped)
     done = threading.Event()
     thread = threading.Thread(target=_refresh, args=(lock, this_owner, done), daemon=True)
@@ -154,7 +154,7 @@ def hold_run_lock(
             within_limit(lambda: _release(lock, this_owner))
 
 
-def _acquire(lock: LockPlace, this_owner: Owner, stopped: Callable[[], bool]) -> None:
+def _acquire(lock: RunLock, this_owner: Owner, stopped: Callable[[], bool]) -> None:
     """Take a lock as soon as it is free; raises as `hold_run_lock` does."""
     for _ in range(ACQUIRE_TRIES):
         # A file has no atomic test-and-set, and two jobs may both find it free. The one that writes last wins; the
@@ -170,7 +170,7 @@ def _acquire(lock: LockPlace, this_owner: Owner, stopped: Callable[[], bool]) ->
     raise OSError(f'{lock.path}: changed at each of {ACQUIRE_TRIES} tries to take it')
 
 
-def _release(lock: LockPlace, this_owner: Owner) -> None:
+def _release(lock: RunLock, this_owner: Owner) -> None:
     """Free a lock, unless another job took it while this process was suspended."""
     content = lock.read()
     other = None if content is None else parse_owner(content.text)
@@ -180,9 +180,9 @@ def _release(lock: LockPlace, this_owner: Owner) -> None:
             lock.release(content)
 
 
-def owner_of(path: Path | str) -> Owner | None:
-    """Return the owner recorded in the lock at a path or URL, or None if there is none or it cannot be parsed."""
-    return parse_owner(read_lock(path))
+def owner_of(run: Path | str) -> Owner | None:
+    """Return the owner recorded in the lock of a run, or None if there is none or it cannot be parsed."""
+    return parse_owner(read_lock(RunLock(run)))
 
 
 def parse_owner(content: str | None) -> Owner | None:
@@ -196,7 +196,7 @@ def parse_owner(content: str | None) -> Owner | None:
     return None
 
 
-def _wait_until_free(lock: LockPlace, this_owner: Owner, stopped: Callable[[], bool]) -> LockContent | None:
+def _wait_until_free(lock: RunLock, this_owner: Owner, stopped: Callable[[], bool]) -> LockContent | None:
     """Wait until a lock has no owner or its owner is known to be dead; return its content then.
 
     Raises:
@@ -254,11 +254,11 @@ def _max_wait(this_owner: Owner, other: Owner) -> float:
     return STALE_SECONDS if other.is_alive() else SAME_JOB_SECONDS
 
 
-def _interval(lock: LockPlace, file_seconds: float, bucket_seconds: float) -> float:
-    return file_seconds if isinstance(lock.path, Path) else bucket_seconds
+def _interval(lock: RunLock, file_seconds: float, bucket_seconds: float) -> float:
+    return bucket_seconds if lock.in_bucket else file_seconds
 
 
-def _refresh(lock: LockPlace, this_owner: Owner, done: threading.Event) -> None:
+def _refresh(lock: RunLock, this_owner: Owner, done: threading.Event) -> None:
     """Rewrite a lock every few seconds until `done`; exit this process if another job takes over the lock."""
     count, failing = 0, False
     while not done.wait(_interval(lock, REFRESH_SECONDS, BUCKET_REFRESH_SECONDS)):
@@ -268,15 +268,15 @@ def _refresh(lock: LockPlace, this_owner: Owner, done: threading.Event) -> None:
         # Whatever it is, such as no more threads: without refreshes, another job would take over a run that trains.
         except Exception as error:
             # A file's fault shows up in the next save, and is common enough on a busy file system.
-            if not failing and not isinstance(lock.path, Path):
+            if not failing and lock.in_bucket:
                 print(f'warning: {error}; the lock of the run is not refreshed meanwhile', file=sys.stderr, flush=True)
             failing = True
         else:
             failing = False
 
 
-def _refresh_once(lock: LockPlace, this_owner: Owner, count: int) -> None:
-    """Rewrite a lock, or exit this process if another job has taken it over; raises as `LockPlace.write` does."""
+def _refresh_once(lock: RunLock, this_owner: Owner, count: int) -> None:
+    """Rewrite a lock, or exit this process if another job has taken it over; raises as `RunLock.write` does."""
     # A second try if another job has written between reading and writing: it then finds the other owner.
     for _ in range(2):
         content = lock.read()
@@ -303,10 +303,10 @@ def _content(this_owner: Owner, count: int) -> str:
     return json.dumps(content) + '\n'
 
 
-def read_lock(path: Path | str) -> str | None:
-    """Return the content of the lock at a path or URL; None if there is none, empty if the storage does not respond."""
+def read_lock(lock: RunLock) -> str | None:
+    """Return the content of a lock; None if nobody holds it, empty if the storage does not respond."""
     try:
-        content = lock_place(path).read()
+        content = lock.read()
     except (OSError, UserError):
         return ''
     return None if content is None or content.text == RELEASED else content.text

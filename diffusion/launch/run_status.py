@@ -15,7 +15,7 @@ from diffusion.launch import attempts, lock_content, node_status, run_lock
 from diffusion.launch.attempts import Attempt
 from diffusion.launch.node_status import NodeStatus
 from diffusion.storage.json_lines import parse_json_lines
-from diffusion.storage.shared_files import PATIENT, FolderFiles, Listing, SharedFiles, is_url, shared_files
+from diffusion.storage.places import PATIENT, Listing, LocalPlace, Place, files_of_run, is_url
 
 # Files that training writes. The modules that write them import PyTorch, which this package does not.
 METRICS, TRAIN_LOSS, RECIPE, RECEIPT = 'metrics.jsonl', 'loss/train/total', 'recipe.yaml', 'receipt.json'
@@ -83,8 +83,8 @@ def inspect_run(run: Path | str) -> RunReport:
         UserError: There are no files of a run.
         OSError: The storage fails.
     """
-    files = shared_files(run, PATIENT)
-    listing, lock = files.list(), lock_content.lock_path(run)
+    files = files_of_run(run, PATIENT)
+    listing, lock = files.list(), lock_content.RunLock(run)
     saved = newest_batch(files, listing, in_bucket=is_url(run))
     newest = None if saved is None else files.locate(f'ba{saved}')
     known = {METRICS, lock_content.LOCK, attempts.ATTEMPTS, node_status.FOLDER}
@@ -129,7 +129,7 @@ def inspect_run(run: Path | str) -> RunReport:
     return report
 
 
-def newest_batch(files: SharedFiles, listing: Listing, *, in_bucket: bool) -> int | None:
+def newest_batch(files: Place, listing: Listing, *, in_bucket: bool) -> int | None:
     """Return the batch of a run's newest checkpoint; None if there is none.
 
     Args:
@@ -147,14 +147,14 @@ def newest_batch(files: SharedFiles, listing: Listing, *, in_bucket: bool) -> in
     return batches[-1] if batches else None
 
 
-def _lock_text(lock: Path | str) -> str | None:
+def _lock_text(lock: lock_content.RunLock) -> str | None:
     """Return the content of a lock; None if nobody holds it, empty if its file cannot be read.
 
     Raises:
         OSError: The store does not answer.
     """
     try:
-        content = lock_content.lock_place(lock).read(patient=True)
+        content = lock.read(patient=True)
     except UserError as error:  # the store refuses: not a mistake of this command
         raise OSError(str(error)) from error
     return None if content is None or content.text == lock_content.RELEASED else content.text
@@ -189,7 +189,7 @@ def _modified(path: Path) -> float | None:
         return None
 
 
-def _is_alive(lock: Path | str, content: str | None) -> bool:
+def _is_alive(lock: lock_content.RunLock, content: str | None) -> bool:
     """Return True if the process that holds a run's lock is running; watch the lock if it is on another machine."""
     owner = run_lock.parse_owner(content)
     if owner is None:
@@ -198,15 +198,15 @@ def _is_alive(lock: Path | str, content: str | None) -> bool:
     if alive is not None:
         return alive
     # Its owner rewrites the lock every few seconds. The clocks of two machines differ, so an old time is no evidence.
-    if isinstance(lock, Path):
-        modified, refresh, watch = _modified(lock), run_lock.REFRESH_SECONDS, WATCH_SECONDS
-    else:
+    if lock.in_bucket:
         modified, refresh, watch = _written(content), run_lock.BUCKET_REFRESH_SECONDS, BUCKET_WATCH_SECONDS
+    else:
+        modified, refresh, watch = _modified(Path(lock.path)), run_lock.REFRESH_SECONDS, WATCH_SECONDS
     if modified is None or abs(time.time() - modified) < 2 * refresh:
         return modified is not None
     until = time.monotonic() + watch
     while time.monotonic() < until:
-        time.sleep(0.5 if isinstance(lock, Path) else 2.0)
+        time.sleep(2.0 if lock.in_bucket else 0.5)
         current = run_lock.read_lock(lock)
         if current is None:
             return False
@@ -261,7 +261,7 @@ def _headline(report: RunReport, recorded: list[Attempt]) -> str:
 
 def last_loss(metrics: Path) -> tuple[int, float] | None:
     """Return the number of trained batches and the last training loss of a metrics file; None if it has no loss."""
-    return _last_loss(FolderFiles(metrics.parent).read(metrics.name, tail_bytes=_TAIL_BYTES))
+    return _last_loss(LocalPlace(metrics.parent).read(metrics.name, tail_bytes=_TAIL_BYTES))
 
 
 def _last_loss(metrics: bytes | None) -> tuple[int, float] | None:

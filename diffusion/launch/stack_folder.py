@@ -18,7 +18,7 @@ from pathlib import Path
 from diffusion.launch import environment
 from diffusion.launch.run_lock import job_id
 from diffusion.launch.stack_report import RankReport
-from diffusion.storage.shared_files import FileVersion, FolderFiles, is_url, shared_files
+from diffusion.storage.places import FileVersion, LocalPlace, files_of_run, is_url
 from diffusion.storage.working_folder import LAUNCH, working_folder
 
 STACKS = 'stacks'
@@ -88,7 +88,7 @@ class StackFolder:
         self.path = (working_folder(str(run), LAUNCH) if self.in_bucket else Path(run)) / STACKS / name
         """The folder, which all nodes share unless `in_bucket`."""
         self._folder = f'{STACKS}/{name}'
-        self._shared, self._local = shared_files(run), FolderFiles(self.path)
+        self._shared, self._local = files_of_run(run), LocalPlace(self.path)
         self._reports: dict[str, tuple[FileVersion, NodeReport | None]] = {}
         self._written = False
         # Not every scheduler numbers its restarts, so the folder may have files of an earlier attempt.
@@ -201,8 +201,7 @@ class StackFolder:
             with contextlib.suppress(ValueError, TypeError, AttributeError):
                 ended_at[name] = float(json.loads(content or b'{}').get('at', 0.0)), names
         for name in sorted(ended_at, key=lambda name: ended_at[name][0])[: max(0, len(ended_at) - KEPT_ATTEMPTS + 1)]:
-            for file in ended_at[name][1]:
-                self._shared.delete(f'{STACKS}/{name}/{file}')
+            self._shared.delete(f'{STACKS}/{name}/{file}' for file in ended_at[name][1])
 
     def _write(self, name: str, content: str | bytes) -> None:
         self._shared.write(f'{self._folder}/{name}', content)

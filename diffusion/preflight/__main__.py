@@ -27,7 +27,7 @@ from diffusion.preflight.bucket_check import check_same_store
 from diffusion.preflight.collective_checks import CollectiveLimits, check_ranks
 from diffusion.preflight.shared_folder_check import check_shared_folder
 from diffusion.preflight.write_speed import check_write_speed
-from diffusion.storage.shared_files import shared_files
+from diffusion.storage.places import files_of_run
 
 REPORT = 'preflight.json'
 """Name of the report in the run's folder."""
@@ -185,7 +185,7 @@ def _gather(local: list[Finding]) -> list[Finding]:
 
 def _write_report(recipe: Recipe, findings: Sequence[Finding]) -> None:
     """Write the findings to preflight.json of the run; if that fails, print a warning."""
-    files = shared_files(recipe.run_place)
+    files = files_of_run(recipe.run_place)
     try:
         files.write(REPORT, findings_json(findings))
     except OSError as error:  # not fatal: an unwritable folder is already one of the findings

@@ -9,7 +9,7 @@ import yaml
 
 from diffusion.errors import UserError
 from diffusion.prepare.remove_by_scan import index_folders
-from diffusion.storage import object_store
+from diffusion.storage.places import is_url, place_at
 
 MANIFEST = 'manifest.json'
 """File with which latents name the index of the images that they were made from (`data.latents`)."""
@@ -67,11 +67,7 @@ def runs_with(places: Sequence[str], runs_dir: Path) -> Iterator[tuple[str, list
 
 def _source(place: str, name: str) -> str | None:
     """Return the hash of the index that latents were made from; None for a folder of other shards."""
-    path = f'{place.rstrip("/")}/{name}'.rstrip('/') + f'/{MANIFEST}'
-    if '://' in place:
-        content = object_store.read_if_exists(path)
-    else:
-        content = Path(path).read_bytes() if Path(path).is_file() else None
+    content = place_at(place).read(f'{name}/{MANIFEST}'.lstrip('/'))
     return None if content is None else json.loads(content).get('source')
 
 
@@ -89,7 +85,7 @@ def _reads(stream: Any, place: str) -> bool:
     for text in (stream.get('remote'), stream.get('local')):
         if not isinstance(text, str):
             continue
-        if '://' in place or '://' in text:
+        if is_url(place) or is_url(text):
             if f'{text.rstrip("/")}/'.startswith(f'{place.rstrip("/")}/'):
                 return True
         elif Path(text).resolve().is_relative_to(Path(place).resolve()):

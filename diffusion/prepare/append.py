@@ -40,7 +40,6 @@ from diffusion.prepare.source import NamedCount, Source, count_named
 from diffusion.prepare.work_dir import Share, WorkFolder
 from diffusion.prepare.worker_pool import run_jobs
 from diffusion.storage.atomic import remove, write_atomically
-from diffusion.storage.changing_folder import changing_folder
 from diffusion.storage.differences import differences
 from diffusion.storage.retry import PreconditionFailed
 
@@ -86,7 +85,7 @@ def append(
         raise UserError('overwrite: cannot be combined with --append; give one of them')
     work = WorkFolder(settings.work_folder)
     run = run or partial(run_jobs, workers=settings.worker_count)
-    dataset = RecordedDataset(changing_folder(settings.out), work.path / 'fetched')
+    dataset = RecordedDataset(settings.out, work.path / 'fetched')
     check_same_settings(settings, dataset)
     dataset.folder.check_conditions()
     try:
@@ -106,7 +105,7 @@ def inherited_settings(out: str) -> dict[str, Any]:
     Raises:
         UserError: There is no dataset, or an earlier version wrote it.
     """
-    settings = dict(RecordedDataset(changing_folder(out), Path()).record.settings)
+    settings = dict(RecordedDataset(out, Path()).record.settings)
     settings.pop(COMPUTED, None)  # the dataset has the hash of the file, but not its path
     return settings
 

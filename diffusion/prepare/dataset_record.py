@@ -28,7 +28,7 @@ from diffusion.prepare.input_plan import InputPlan
 from diffusion.prepare.pack_shards import index_files
 from diffusion.storage import mds
 from diffusion.storage.atomic import write_atomically
-from diffusion.storage.changing_folder import ChangingFolder
+from diffusion.storage.places import place_at
 from diffusion.storage.retry import PreconditionFailed
 
 RECORD = 'dataset.json'
@@ -114,10 +114,15 @@ def comparable_settings(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class RecordedDataset:
-    """A prepared dataset and the record that was read from it; `scratch` is a folder for downloaded files."""
+    """A prepared dataset and the record that was read from it.
 
-    def __init__(self, folder: ChangingFolder, scratch: Path) -> None:
-        self.folder = folder
+    Args:
+        place: Path or URL of the dataset.
+        scratch: Local folder for downloaded files.
+    """
+
+    def __init__(self, place: str, scratch: Path) -> None:
+        self.folder = place_at(place, scratch)
         self.scratch = scratch
         self.version: str | None = None
         self.record = DatasetRecord({})
@@ -130,7 +135,7 @@ class RecordedDataset:
         Raises:
             UserError: The folder has no record, or it is damaged.
         """
-        found = self.folder.read(RECORD)
+        found = self.folder.read_version(RECORD)
         if found is None and self.folder.read(REPORT) is None:
             raise UserError(f'{self.folder}: there is no prepared dataset; prepare the first delivery without --append')
         if found is None:
@@ -170,7 +175,7 @@ class RecordedDataset:
         Raises:
             UserError: The file does not exist.
         """
-        path = self.folder.fetch(name, self.scratch)
+        path = self.folder.fetch(name)
         if not path.exists():
             raise UserError(f'{self.folder}/{name}: is missing; restore it, or prepare the data again')
         return path
@@ -230,7 +235,7 @@ class RecordedDataset:
         while True:
             # The file before the record: if it is still the same file when it is replaced, then no process that knew
             # a newer record has written it.
-            found = self.folder.read(name)
+            found = self.folder.read_version(name)
             self.refresh()
             content = index_files(self.entries())[name].encode()
             if found is not None and found.content == content:

@@ -54,7 +54,7 @@ def write_captions(dataset: RecordedDataset, captions: Sequence[str]) -> None:
 def caption_lines(dataset: RecordedDataset) -> list[str]:
     """Return the captions in the dataset's captions.txt."""
     found = dataset.folder.read(CAPTIONS)
-    return [] if found is None else found.content.decode().splitlines()
+    return [] if found is None else found.decode().splitlines()
 
 
 def _is_current(dataset: RecordedDataset, report: PrepareReport) -> bool:
@@ -65,7 +65,7 @@ def _is_current(dataset: RecordedDataset, report: PrepareReport) -> bool:
     path = dataset.scratch / f'found-{REPORT}'
     with suppress(ValueError, TypeError, KeyError, AttributeError):
         if found is not None:
-            write_atomically(path, found.content)
+            write_atomically(path, found)
             former = PrepareReport.read(path)
             return all(
                 getattr(former, name) == getattr(report, name)

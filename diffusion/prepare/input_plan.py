@@ -21,7 +21,7 @@ from diffusion.prepare.settings import FORMER_CAPTION_TEXT, PrepareSettings
 from diffusion.prepare.source import Source, VersionedSource
 from diffusion.prepare.work_dir import WorkFolder
 from diffusion.storage.atomic import new_unfinished
-from diffusion.storage.folders import move_if_absent
+from diffusion.storage.places import move_if_absent
 from diffusion.storage.shard_writer import damaged_plan, other_plan
 
 PACKAGES = ('numpy', 'pillow', 'pyarrow', 'simplejpeg', 'xxhash')

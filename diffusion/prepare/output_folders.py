@@ -15,8 +15,8 @@ from diffusion.prepare.file_listing import is_remote
 from diffusion.prepare.work_dir import Staging, WorkFolder, read_json
 from diffusion.storage import mds
 from diffusion.storage.atomic import replace_folder
-from diffusion.storage.folders import Folder, LocalFolder, StoreFolder
 from diffusion.storage.mds import ShardFormat
+from diffusion.storage.places import LocalPlace, Place, StorePlace
 from diffusion.storage.shard_writer import ShardWriter
 
 
@@ -40,7 +40,7 @@ class Output(Protocol):
         """
         ...
 
-    def bucket(self, name: str) -> Folder:
+    def bucket(self, name: str) -> Place:
         """Return the folder to write the final shards of a bucket to, given by its name such as `512px`."""
         ...
 
@@ -69,7 +69,7 @@ def shard_writer(output: Output, bucket: str, shards: ShardFormat, *, token: str
         shards: Columns and maximum size of the shards.
         token: Part of the names of the shards if they are added to a dataset.
     """
-    entries = LocalFolder(output.staging.packed / bucket)
+    entries = LocalPlace(output.staging.packed / bucket)
     return ShardWriter(output.bucket(bucket), entries, shards, token)
 
 
@@ -98,8 +98,8 @@ class FolderOutput:
                 f'work: {self.work.path} is on another file system than {self.out}; give a folder on the same one'
             )
 
-    def bucket(self, name: str) -> Folder:
-        return LocalFolder(self.staging.dataset / name)
+    def bucket(self, name: str) -> Place:
+        return LocalPlace(self.staging.dataset / name)
 
     def set_aside(self) -> None:
         if self.staging.dataset.exists() and self.out.exists():
@@ -140,10 +140,10 @@ class StoreOutput:
     def __init__(self, out: str, staging: Staging, work: WorkFolder) -> None:
         self.staging = staging
         self.work = work
-        self.folder = StoreFolder(out, staging.uploading)
+        self.folder = StorePlace(out, staging.uploading)
 
     def report(self) -> PrepareReport | None:
-        return _parsed_report(self.folder.fetch(REPORT)) if REPORT in self.folder.sizes() else None
+        return _parsed_report(self.folder.fetch(REPORT, again=True)) if REPORT in self.folder.sizes() else None
 
     def check(self) -> None:
         # With a plan, the objects are shards that an earlier start uploaded.
@@ -152,8 +152,8 @@ class StoreOutput:
                 f'{self.folder}: is not empty; remove its objects, give another out, or add --append to add to it'
             )
 
-    def bucket(self, name: str) -> Folder:
-        return StoreFolder(f'{self.folder.url}/{name}', self.folder.scratch / name)
+    def bucket(self, name: str) -> Place:
+        return StorePlace(self.folder.locate(name), self.staging.uploading / name)
 
     def set_aside(self) -> None:
         pass  # a dataset in an object store is never replaced

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from diffusion.errors import DataError, UserError
 from diffusion.storage import mds, object_store
-from diffusion.storage.folders import StoreFolder
+from diffusion.storage.places import StorePlace
 
 LOCATION = 'shards.txt'
 """File of a part with the URL of its shards, if they are in an object store."""
@@ -36,7 +36,7 @@ class ShardPlace:
 
     def __init__(self, folder: Path, url: str | None) -> None:
         self._folder = folder
-        self._store = None if url is None else StoreFolder(url, folder)
+        self._store = None if url is None else StorePlace(url, folder)
         if url is not None:
             (folder / LOCATION).write_text(url, encoding='utf-8')
 

@@ -186,7 +186,7 @@ class Preparation:
         pieces = [piece for piece in self.pieces(plan) if share is None or share.includes(piece.number)]
         remaining = [piece for piece in pieces if not self.work.part(piece.name).is_dir()]
         # Parts that another machine has converted, or an earlier start whose work folder is gone.
-        there = list_stored(stored, self.work.path) if stored is not None and remaining else {}
+        there = list_stored(stored) if stored is not None and remaining else {}
         if share is not None:
             remaining = [piece for piece in remaining if piece.name not in there]
         remaining_size = sum(piece.part.size for piece in remaining)

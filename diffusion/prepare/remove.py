@@ -271,7 +271,7 @@ def _without_samples(
                 new[bucket].append(entry)
                 continue
             name = f'{bucket}/{basename}'
-            path = dataset.folder.fetch(name, dataset.scratch)
+            path = dataset.folder.fetch(name)
             check_shard(path, entry, f'{dataset.folder}/{name}')
             target = dataset.scratch / 'new' / mds.shard_name(number, token)
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from tqdm import tqdm
 from diffusion.config.image_shapes import BUCKETS
 from diffusion.errors import UserError
 from diffusion.prepare.shard_rewriting import check_shard, keys_of, rewrite_shard
-from diffusion.storage import mds, object_store
-from diffusion.storage.changing_folder import ChangingFolder, Versioned
+from diffusion.storage import mds
+from diffusion.storage.places import Place, Versioned, place_at
 from diffusion.storage.retry import PreconditionFailed
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class ScannedFolder:
         return json.loads(self.index.content)['shards']
 
 
-def scan(folder: ChangingFolder, place: str, keys: Collection[str], scratch: Path) -> list[ScannedFolder]:
+def scan(folder: Place, place: str, keys: Collection[str], scratch: Path) -> list[ScannedFolder]:
     """Find the samples with some keys in all folders of shards at a path or URL.
 
     Raises:
@@ -56,17 +56,17 @@ def scan(folder: ChangingFolder, place: str, keys: Collection[str], scratch: Pat
     found = []
     for name in index_folders(place):
         each = ScannedFolder(name, Versioned(b'', ''))
-        index = folder.read(each.path(mds.INDEX))
+        index = folder.read_version(each.path(mds.INDEX))
         assert index is not None, 'it was listed'
         each.index = index
         for entry in tqdm(each.entries, desc=name or place, unit='shard', disable=None):
             file = entry['raw_data']['basename']
-            path = folder.fetch(each.path(file), scratch)
+            path = folder.fetch(each.path(file))
             check_shard(path, entry, f'{folder}/{each.path(file)}')
             count = sum(key in keys for key in keys_of(path, entry))
             if count:
                 each.holding[file] = count
-            elif '://' in place:
+            elif path.is_relative_to(scratch):
                 path.unlink()  # a copy that is not needed any more
         found.append(each)
     if not found:
@@ -74,21 +74,19 @@ def scan(folder: ChangingFolder, place: str, keys: Collection[str], scratch: Pat
     return found
 
 
-def found_keys(
-    folder: ChangingFolder, scanned: Collection[ScannedFolder], keys: Collection[str], scratch: Path
-) -> set[str]:
+def found_keys(folder: Place, scanned: Collection[ScannedFolder], keys: Collection[str]) -> set[str]:
     """Return those of the keys that some sample has."""
     found: set[str] = set()
     for each in scanned:
         for entry in each.entries:
             file = entry['raw_data']['basename']
             if file in each.holding:
-                found |= set(keys_of(folder.fetch(each.path(file), scratch), entry)) & set(keys)
+                found |= set(keys_of(folder.fetch(each.path(file)), entry)) & set(keys)
     return found
 
 
 def remove_scanned(
-    folder: ChangingFolder, scanned: Collection[ScannedFolder], keys: Collection[str], scratch: Path
+    folder: Place, scanned: Collection[ScannedFolder], keys: Collection[str], scratch: Path
 ) -> list[str]:
     """Rewrite the shards that hold samples to remove and replace the indexes; return the paths of the old shards.
 
@@ -109,7 +107,7 @@ def remove_scanned(
             target = scratch / 'new' / f'{".".join(file.split(".")[:2])}.{token}.mds'
             target.parent.mkdir(parents=True, exist_ok=True)
             target.unlink(missing_ok=True)
-            source = folder.fetch(each.path(file), scratch)
+            source = folder.fetch(each.path(file))
             done = rewrite_shard(source, entry, keys, target, name=target.name)
             if done.entry is not None:
                 folder.put(each.path(target.name), target)
@@ -123,16 +121,16 @@ def remove_scanned(
     return old
 
 
-def superseded(folder: ChangingFolder, place: str) -> list[str]:
+def superseded(folder: Place, place: str) -> list[str]:
     """Return the paths of old shards whose rewritten version is in an index, which a killed removal has left."""
     left = []
     for name in index_folders(place):
         each = ScannedFolder(name, Versioned(b'', ''))
-        index = folder.read(each.path(mds.INDEX))
+        index = folder.read_version(each.path(mds.INDEX))
         assert index is not None, 'it was listed'
         names = {entry['raw_data']['basename'] for entry in json.loads(index.content)['shards']}
         rewritten = {'.'.join(file.split('.')[:2]) for file in names if len(file.split('.')) == 4}
-        files = {path.rpartition('/')[2] for path in _files(place) if path.rpartition('/')[0] == name}
+        files = {path.rpartition('/')[2] for path in folder.sizes() if path.rpartition('/')[0] == name}
         old = {file for file in files - names if file.endswith('.mds') and '.'.join(file.split('.')[:2]) in rewritten}
         left += [each.path(file) for file in sorted(old)]
     return left
@@ -140,24 +138,14 @@ def superseded(folder: ChangingFolder, place: str) -> list[str]:
 
 def index_folders(place: str) -> list[str]:
     """Return the relative paths of all folders of shards at a path or URL, sorted."""
-    return sorted(path.rpartition('/')[0] for path in _files(place) if path.rpartition('/')[2] == mds.INDEX)
+    return sorted(path.rpartition('/')[0] for path in place_at(place).sizes() if path.rpartition('/')[2] == mds.INDEX)
 
 
-def _files(place: str) -> Iterator[str]:
-    """Yield the relative paths of all files at a path or URL."""
-    if '://' in place:
-        prefix = f'{object_store.split(place.rstrip("/"))[1]}/'
-        yield from (found.key.removeprefix(prefix) for found in object_store.list_objects(f'{place.rstrip("/")}/'))
-        return
-    root = Path(place)
-    yield from (path.relative_to(root).as_posix() for path in root.rglob('*') if path.is_file())
-
-
-def _update_bucket_list(folder: ChangingFolder, scanned: ScannedFolder, entries: list[dict[str, Any]]) -> None:
+def _update_bucket_list(folder: Place, scanned: ScannedFolder, entries: list[dict[str, Any]]) -> None:
     """Correct the counts of a bucket in the buckets.json of the folder above it, if there is one."""
     above, _, shape = scanned.name.rpartition('/')
     name = f'{above}/{BUCKETS}' if above else BUCKETS
-    while (found := folder.read(name)) is not None:
+    while (found := folder.read_version(name)) is not None:
         content = json.loads(found.content)
         counts = Counter(
             {

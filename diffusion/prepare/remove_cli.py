@@ -67,24 +67,23 @@ def run_remove(args: argparse.Namespace) -> int:
         DataError: A shard is damaged.
     """
     from diffusion.prepare.dataset_record import RECORD, RecordedDataset
-    from diffusion.storage.changing_folder import changing_folder
+    from diffusion.storage.places import is_url, place_at
 
     keys = _keys(args)
-    if '://' not in args.dataset and not Path(args.dataset).is_dir():
+    if not is_url(args.dataset) and not Path(args.dataset).is_dir():
         raise UserError(f'DATASET: {args.dataset} is not a folder; give a folder that `diffusion prepare` has written')
     if args.purge and args.keep_old_shards:
         raise UserError('--purge: deletes what --keep-old-shards keeps; give one of them')
     if args.work is not None and not args.work.is_dir():
         raise UserError(f'--work: {args.work} is not a folder; create it, or leave it out')
     with tempfile.TemporaryDirectory(dir=args.work) as temporary:
-        folder = changing_folder(args.dataset)
-        if folder.read(RECORD) is None:
+        if place_at(args.dataset).read(RECORD) is None:
             return _remove_by_scan(args, keys, Path(temporary))
         place = args.dataset.rstrip('/')
-        datasets = [RecordedDataset(folder, Path(temporary, 'data'))]
-        whole_bucket = '://' in place and '/' not in place.partition('://')[2]
-        held_out = changing_folder(f'{place}-held-out')
-        if not whole_bucket and held_out.read(RECORD) is not None:
+        datasets = [RecordedDataset(place, Path(temporary, 'data'))]
+        whole_bucket = is_url(place) and '/' not in place.partition('://')[2]
+        held_out = f'{place}-held-out'
+        if not whole_bucket and place_at(held_out).read(RECORD) is not None:
             # First the held-out images, so that a killed removal never leaves one that the training set does not know.
             datasets.insert(0, RecordedDataset(held_out, Path(temporary, 'held-out')))
         return _remove(args, keys, datasets)
@@ -177,18 +176,18 @@ def _print_effect(dataset: 'RecordedDataset', rewritten: list[str], old_indexes:
 def _remove_by_scan(args: argparse.Namespace, keys: list[str], scratch: Path) -> int:
     """Remove samples from shards without a record by reading all of them."""
     from diffusion.prepare.remove_by_scan import found_keys, remove_scanned, scan, superseded
-    from diffusion.storage.changing_folder import changing_folder
+    from diffusion.storage.places import place_at
 
     if args.hash or args.image or args.purge or args.latents or args.keep_old_shards:
         raise UserError(
             f'DATASET: {args.dataset} has no record of its images, so that only --keys, --key, --dry-run, --missing-ok '
             'and --runs-dir apply; leave out the other options'
         )
-    folder = changing_folder(args.dataset)
+    folder = place_at(args.dataset, scratch)
     if not args.dry_run:
         folder.delete(superseded(folder, args.dataset))
     scanned = scan(folder, args.dataset, set(keys), scratch)
-    missing = sorted(set(keys) - found_keys(folder, scanned, keys, scratch))
+    missing = sorted(set(keys) - found_keys(folder, scanned, keys))
     if missing and not args.missing_ok:
         raise UserError(
             printable(f'{args.dataset}: no sample has these keys, so nothing was removed: {_some(missing)}; ')

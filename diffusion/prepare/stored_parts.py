@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from diffusion.storage import mds, object_store
-from diffusion.storage.folders import StoreFolder
+from diffusion.storage.places import StorePlace
 
 TABLES = 'tables.zip'
 """Object with all files of a part's folder, which has no shards."""
@@ -34,15 +34,13 @@ def store_tables(folder: Path, url: str) -> None:
         archive.unlink(missing_ok=True)
 
 
-def list_stored(url: str, scratch: Path) -> dict[str, dict[str, int]]:
+def list_stored(url: str) -> dict[str, dict[str, int]]:
     """Return the size in bytes of each object of each part that is in the store, by name of its folder and own name.
 
-    Args:
-        url: URL of the object store folder of a preparation.
-        scratch: A local folder.
+    `url` is the URL of the object store folder of a preparation.
     """
     found: dict[str, dict[str, int]] = defaultdict(dict)
-    for path, size in StoreFolder(url, scratch).sizes().items():
+    for path, size in StorePlace(url).sizes().items():
         folder, _, name = path.rpartition('/')
         found[folder][name] = size
     return {folder: sizes for folder, sizes in found.items() if TABLES in sizes}

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from diffusion.errors import UserError
-from diffusion.storage import locks, object_store
+from diffusion.storage import locks
 from diffusion.storage.atomic import UNFINISHED, remove, remove_unfinished, write_atomically
-from diffusion.storage.folders import StoreFolder
+from diffusion.storage.places import StorePlace
 
 LOCK = 'lock'
 
@@ -211,8 +211,8 @@ class WorkFolder:
     def _remove_stored_parts(self) -> None:
         if self.stored_parts.exists():
             for url in self.stored_parts.read_text(encoding='utf-8').splitlines():
-                names = StoreFolder(url, self.path).sizes()
-                object_store.delete_all([f'{url}/{name}' for name in names])
+                place = StorePlace(url)
+                place.delete(place.sizes())
 
 
 def read_json(path: Path) -> Any:

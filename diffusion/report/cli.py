@@ -77,7 +77,7 @@ def run_report(args: argparse.Namespace) -> int:
     from diffusion.report.report_source import RunsSource, TableSource
     from diffusion.report.run_table import REPORT, TableReader, written_report
     from diffusion.storage.atomic import write_atomically
-    from diffusion.storage.shared_files import is_url
+    from diffusion.storage.places import is_url
     from diffusion.storage.writable import check_writable
 
     places = [place.rstrip('/') or place for place in args.runs]
@@ -116,7 +116,7 @@ def _is_run(place: str) -> bool:
     """
     from diffusion.report.run_reader import looks_like_a_run
     from diffusion.report.run_table import runs_in
-    from diffusion.storage.shared_files import PATIENT, is_url, shared_files
+    from diffusion.storage.places import PATIENT, files_of_run, is_url
 
     if not is_url(place) and not Path(place).is_dir():
         parent = Path(place).parent
@@ -124,7 +124,7 @@ def _is_run(place: str) -> bool:
         hint = f'; {did_you_mean(place, near)}' if near else ''
         raise UserError(f'report: {place} is not a folder{hint}')
     try:
-        if looks_like_a_run(shared_files(place, PATIENT).list()):
+        if looks_like_a_run(files_of_run(place, PATIENT).list()):
             return True
     except OSError:
         pass  # the next listing fails too, and says so
@@ -137,7 +137,7 @@ def _default_path(places: list[str]) -> Path:
 
     if len(places) > 1:
         return Path(REPORT)
-    from diffusion.storage.shared_files import is_url
+    from diffusion.storage.places import is_url
 
     place = places[0]
     return Path(f'{place.rpartition("/")[2]}-{REPORT}') if is_url(place) else Path(place, REPORT)
@@ -147,7 +147,7 @@ def _serve(args: argparse.Namespace, places: list[str], *, is_table: bool) -> in
     from diffusion.report.live_server import BUCKET_SECONDS, POLL_SECONDS, ReportServer, ServedPage, run_address
     from diffusion.report.report_source import RunsSource, TableSource
     from diffusion.report.run_table import TableReader
-    from diffusion.storage.shared_files import is_url
+    from diffusion.storage.places import is_url
 
     seconds = BUCKET_SECONDS if any(map(is_url, places)) else POLL_SECONDS
     if is_table:

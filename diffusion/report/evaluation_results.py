@@ -7,14 +7,14 @@ from typing import Any
 
 from diffusion.config.image_metrics import IMAGE_METRICS
 from diffusion.launch.evaluation_claims import EVALUATIONS
-from diffusion.storage.shared_files import SharedFiles
+from diffusion.storage.places import Place
 
 _RESULTS = re.compile(r'ba\d{1,15}\.json')
 HIGHER_IS_BETTER = {'retrieval_top1'}
 """Metrics of other evaluators than `image_metrics` of which a higher value is better."""
 
 
-def read_evaluations(files: SharedFiles, notes: list[str]) -> list[dict[str, Any]]:
+def read_evaluations(files: Place, notes: list[str]) -> list[dict[str, Any]]:
     """Return the results of a run's evaluated checkpoints, in the order of their batches.
 
     Args:

@@ -23,7 +23,7 @@ from diffusion.report.recipe_text import recipe_values, without_secrets
 from diffusion.report.sample_sheets import SampledImages, SheetReader
 from diffusion.report.saved_checkpoints import CheckpointReader, saves_by_place
 from diffusion.storage.json_lines import parse_json_lines
-from diffusion.storage.shared_files import PATIENT, FileVersion, Listing, is_url, shared_files
+from diffusion.storage.places import PATIENT, FileVersion, Listing, files_of_run, is_url
 
 T = TypeVar('T')
 _CHUNK = 2**25
@@ -91,7 +91,7 @@ class RunReader:
 
     def __init__(self, place: str, *, image_bytes: int = 0, price: float | None = None, curves: bool = True) -> None:
         self.place, self.price, self._curves = place.rstrip('/') or place, price, curves
-        self._files = shared_files(self.place, PATIENT)
+        self._files = files_of_run(self.place, PATIENT)
         self._metrics = MetricReader()
         self._metrics_version: FileVersion | tuple[int, int] | None = None
         self._checkpoints = CheckpointReader(self._files)

@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 from diffusion.errors import ExternalError, UserError
 from diffusion.report.run_reader import RunContent, RunReader, looks_like_a_run
-from diffusion.storage.shared_files import PATIENT, is_url, shared_files
+from diffusion.storage.places import PATIENT, files_of_run, is_url
 
 REPORT = 'report.html'
 """Name of a run's page in its folder."""
@@ -25,7 +25,7 @@ def runs_in(place: str) -> list[str]:
         UserError: There are none.
         ExternalError: The storage fails.
     """
-    files = shared_files(place, PATIENT)
+    files = files_of_run(place, PATIENT)
     try:
         names = sorted(files.list().folders)
         with ThreadPoolExecutor(_THREADS) as threads:
@@ -122,7 +122,7 @@ def written_report(place: str, name: str) -> str | None:
     """Return the address of a run's page, relative to that of the table in the same folder; None if there is none."""
     if is_url(place):
         return None
-    exists = REPORT in shared_files(f'{place}/{name}').list().files
+    exists = REPORT in files_of_run(f'{place}/{name}').list().files
     return f'{_quoted(name)}/{REPORT}' if exists else None
 
 

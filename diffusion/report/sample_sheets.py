@@ -11,7 +11,7 @@ from PIL import Image
 from xxhash import xxh3_64_hexdigest
 
 from diffusion.evaluation.image_sheet import FIGURES
-from diffusion.storage.shared_files import FileVersion, SharedFiles
+from diffusion.storage.places import FileVersion, Place
 
 FOLDER = 'images'
 """Folder of a run with the sheets of the callback `image_grid`."""
@@ -68,7 +68,7 @@ class SheetReader:
         max_bytes: Largest number of bytes of all images together.
     """
 
-    def __init__(self, files: SharedFiles, max_bytes: int) -> None:
+    def __init__(self, files: Place, max_bytes: int) -> None:
         self.files, self.max_bytes = files, max_bytes
         self._content = ('', '', b'')  # the last one that was read, for another side
         self._known: dict[tuple[str, str, int], tuple[list[dict[str, Any]], dict[str, bytes]]] = {}

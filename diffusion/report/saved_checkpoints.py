@@ -7,7 +7,7 @@ from typing import Any
 
 from diffusion.launch.run_status import RECEIPT
 from diffusion.report.metric_reader import Series
-from diffusion.storage.shared_files import Listing, SharedFiles
+from diffusion.storage.places import Listing, Place
 
 MAX_CHECKPOINTS = 100
 """Number of newest checkpoints whose receipts are read."""
@@ -25,7 +25,7 @@ class CheckpointReader:
         files: The run's files.
     """
 
-    def __init__(self, files: SharedFiles) -> None:
+    def __init__(self, files: Place) -> None:
         self.files = files
         self._known: dict[int, dict[str, Any]] = {}
 

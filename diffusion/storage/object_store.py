@@ -182,16 +182,6 @@ def download(url: str, path: Path, *, size: int | None = None, retry: RetryPolic
     retry.run(attempt, url)
 
 
-def upload(path: Path, folder: str, *, retry: RetryPolicy = DEFAULT) -> None:
-    """Upload a file into a folder of a store and verify its size there.
-
-    Raises:
-        UserError: The store refuses the request: no such bucket, no permission, or no credentials.
-        GaveUp: Every try failed, or the uploaded object has another size.
-    """
-    write(f'{folder}/{path.name}', path, retry=retry)
-
-
 def write(
     url: str, content: bytes | Path, *, if_absent: bool = False, if_tag: str | None = None, retry: RetryPolicy = DEFAULT
 ) -> ObjectInfo:

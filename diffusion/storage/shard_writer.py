@@ -14,8 +14,8 @@ from typing import Any
 
 from diffusion.errors import UserError
 from diffusion.storage.differences import differences
-from diffusion.storage.folders import Folder
 from diffusion.storage.mds import ShardFormat, shard_name
+from diffusion.storage.places import Place
 
 PLAN = 'plan.json'
 FETCHES = 16
@@ -34,8 +34,8 @@ class ShardWriter:
         token: Part of the names of the shards that tells those of one change to a dataset from others.
     """
 
-    data: Folder
-    entries: Folder
+    data: Place
+    entries: Place
     format: ShardFormat
     token: str = ''
 
@@ -64,19 +64,19 @@ class ShardWriter:
         with self.data.writing(name) as path:
             entry = self.format.write_shard(path, samples, sizes, name=name)
         # Only now, when the shard is complete: the entry marks it as done.
-        self.entries.write_text(f'{name}.json', json.dumps(entry, sort_keys=True))
+        self.entries.write(f'{name}.json', json.dumps(entry, sort_keys=True))
 
     def read_entries(self, numbers: Iterable[int]) -> list[dict[str, Any]]:
         """Return the index entries of complete shards, in the order of `numbers`."""
 
         def read_entry(number: int) -> dict[str, Any]:
-            return json.loads(self.entries.fetch(f'{self.name(number)}.json').read_text(encoding='utf-8'))
+            return json.loads(self.entries.read(f'{self.name(number)}.json') or b'')
 
         with ThreadPoolExecutor(FETCHES) as threads:
             return list(threads.map(read_entry, numbers))
 
 
-def pin_plan(folder: Folder, plan: Mapping[str, Any], *, where: str) -> None:
+def pin_plan(folder: Place, plan: Mapping[str, Any], *, where: str) -> None:
     """Write the plan (settings) of a new dataset, or check that unfinished work in the folder has the same plan.
 
     Args:
@@ -88,24 +88,25 @@ def pin_plan(folder: Folder, plan: Mapping[str, Any], *, where: str) -> None:
         UserError: The folder has unfinished work with another plan; the message lists the differences.
     """
     text = json.dumps(plan, indent=1) + '\n'
-    folder.write_if_absent(PLAN, text)
+    # Only one process calls this for a folder in a store. Google with HMAC keys has no conditional writes.
+    folder.create(PLAN, text, alone=True)
     # Through JSON, as the saved plan went, which for example turns tuples into lists.
     now = json.loads(text)
     # Read back even after writing it: of several processes that start together, only one has written its plan.
     try:
-        saved = json.loads(folder.fetch(PLAN).read_text(encoding='utf-8'))
+        saved = json.loads(folder.read(PLAN) or b'')
     except ValueError as error:
         raise damaged_plan(folder, error, where=where) from error
     if saved != now:
         raise other_plan(folder, saved, now, where=where)
 
 
-def damaged_plan(folder: Folder | Path, error: ValueError, *, where: str) -> UserError:
+def damaged_plan(folder: Place | Path, error: ValueError, *, where: str) -> UserError:
     """Return an error that the plan in a folder of unfinished work cannot be read."""
     return UserError(f'{where}: {folder}/{PLAN} is damaged ({error}); remove {folder} to start over')
 
 
-def other_plan(folder: Folder | Path, saved: Mapping[str, Any], now: Mapping[str, Any], *, where: str) -> UserError:
+def other_plan(folder: Place | Path, saved: Mapping[str, Any], now: Mapping[str, Any], *, where: str) -> UserError:
     """Return an error that a folder has unfinished work with another plan, with the differences.
 
     Args:

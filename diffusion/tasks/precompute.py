@@ -48,8 +48,8 @@ from diffusion.models.representation_alignment import FeatureEncoder
 from diffusion.models.text_conditioner import tokenize
 from diffusion.models.vae import downsampling, has_variance, latent_channels
 from diffusion.storage.atomic import remove, remove_unfinished, replace_folder
-from diffusion.storage.folders import Folder, LocalFolder, StoreFolder
 from diffusion.storage.mds import INDEX, ShardFormat, index_text
+from diffusion.storage.places import LocalPlace, Place, StorePlace, is_url
 from diffusion.storage.shard_writer import ShardWriter, pin_plan
 from diffusion.training import components
 from diffusion.training.expand_streams import by_shape
@@ -64,20 +64,20 @@ MIN_TIMEOUT_SECONDS = 3600.0
 class StageOutput:
     """Output folder of one stage (one stream of one image shape), with the state for resuming the stage."""
 
-    final: Folder
+    final: Place
     """Output folder; a local one is renamed into place when complete, one in an object store gets its index last."""
-    begun: Folder
+    begun: Place
     """Folder with the state of an unfinished job: its plan, and the index entries of finished shards."""
     shards: ShardWriter
     """Writer of the shards and their index entries."""
 
     def is_there(self) -> bool:
         """Return True if the finished output folder exists, or another file or folder has its name."""
-        return self.final.path.exists() if isinstance(self.final, LocalFolder) else INDEX in self.final.sizes()
+        return self.final.path.exists() if isinstance(self.final, LocalPlace) else INDEX in self.final.sizes()
 
     def put_in_place(self) -> None:
         """Rename a local output folder to its final name, and remove the state; call it when all files are written."""
-        if isinstance(self.shards.data, LocalFolder) and isinstance(self.final, LocalFolder):
+        if isinstance(self.shards.data, LocalPlace) and isinstance(self.final, LocalPlace):
             remove_unfinished(self.shards.data.path)  # temporary files of killed processes
             replace_folder(self.shards.data.path, self.final.path)
         self.clear()
@@ -87,7 +87,7 @@ class StageOutput:
 
         State in an object store is kept.
         """
-        if isinstance(self.begun, LocalFolder):
+        if isinstance(self.begun, LocalPlace):
             remove(self.begun.path)
 
 
@@ -154,7 +154,7 @@ def precompute(recipe: Recipe) -> None:
         )
     model = cast(LatentDiffusion, device.module_to_device(model))
     dataset = _dataset(recipe)
-    if '://' not in recipe.precompute.out:
+    if not is_url(recipe.precompute.out):
         check_shared(Path(recipe.precompute.out), 'precompute.out')
     stages = [stage for stage in _stages(recipe, dataset, model) if not _is_done(stage)]
     if dist.get_global_rank() == 0:
@@ -225,22 +225,22 @@ def _features_record(model: LatentDiffusion, encoder: FeatureEncoder, shape: Sha
 def _output(recipe: Recipe, name: str, shards: ShardFormat) -> StageOutput:
     """Return the output of the stream `name`: a local folder shared by all nodes, or a folder in an object store."""
     final = _folder(recipe, name)
-    if isinstance(final, LocalFolder):
+    if isinstance(final, LocalPlace):
         work = final.path.with_name(f'.{final.path.name}.unfinished')
-        data, entries = LocalFolder(work / 'dataset'), LocalFolder(work / 'entries')
-        return StageOutput(final, LocalFolder(work), ShardWriter(data, entries, shards))
+        data, entries = LocalPlace(work / 'dataset'), LocalPlace(work / 'entries')
+        return StageOutput(final, LocalPlace(work), ShardWriter(data, entries, shards))
     # With a store as output the nodes need not share a disk, so the state for resuming must be in the store too.
     # StreamingDataset ignores it: index.json does not list it.
-    begun = StoreFolder(f'{final}/unfinished', _scratch(recipe) / name / 'unfinished')
+    begun = StorePlace(f'{final}/unfinished', _scratch(recipe) / name / 'unfinished')
     return StageOutput(final, begun, ShardWriter(final, begun, shards))
 
 
-def _folder(recipe: Recipe, name: str) -> LocalFolder | StoreFolder:
+def _folder(recipe: Recipe, name: str) -> LocalPlace | StorePlace:
     """Return the subfolder `name` of the output; a folder in an object store is written through a local folder."""
     out = recipe.precompute.out
-    if '://' in out:
-        return StoreFolder(f'{out.rstrip("/")}/{name}', _scratch(recipe) / name)
-    return LocalFolder(Path(out, name))
+    if is_url(out):
+        return StorePlace(f'{out.rstrip("/")}/{name}', _scratch(recipe) / name)
+    return LocalPlace(Path(out, name))
 
 
 def _scratch(recipe: Recipe) -> Path:
@@ -258,7 +258,7 @@ def _is_done(stage: PrecomputeStage) -> bool:
     if not stage.output.is_there():
         return False
     try:
-        found = LatentManifest.read(final.fetch(MANIFEST).parent, 'precompute.out')
+        found = LatentManifest.read(final.fetch(MANIFEST, again=True).parent, 'precompute.out')
     except UserError as error:
         raise UserError(f'precompute.out: {final} exists; remove it or use another folder ({error})') from error
     expected = replace(stage.manifest, source=stage.source)
@@ -419,7 +419,7 @@ def _finish(stage: PrecomputeStage) -> None:
     index = index_text(shards.read_entries(range(stage.num_shards)))
     # The index last: in an object store, a folder with an index counts as finished.
     for name, text in ((MANIFEST, replace(stage.manifest, source=stage.source).text()), (INDEX, index)):
-        shards.data.write_text(name, text)
+        shards.data.write(name, text)
     stage.output.put_in_place()
     log.info('%s: %d images of %s px, shards: %d', final, stage.samples, stage.bucket.shape, stage.num_shards)
 
@@ -436,7 +436,7 @@ def _list_shapes(recipe: Recipe, dataset: ImageTextDataset) -> None:
 
 def _write_buckets(recipe: Recipe, name: str, buckets: Mapping[Shape, Mapping[str, int]]) -> None:
     """Write buckets.json, the list of image shapes, into the output folder of a stream."""
-    _folder(recipe, name).write_text(BUCKETS, buckets_text(recipe.precompute.streams[name].resolution, buckets))
+    _folder(recipe, name).write(BUCKETS, buckets_text(recipe.precompute.streams[name].resolution, buckets))
 
 
 def _columns(model: LatentDiffusion, shape: Shape, settings: PrecomputeConfig) -> dict[str, str]:

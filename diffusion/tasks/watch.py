@@ -26,7 +26,7 @@ from diffusion.errors import ExternalError, UserError
 from diffusion.exit_codes import CONFIG_ERROR, USAGE_ERROR
 from diffusion.launch.evaluation_claims import EVALUATIONS, Claim, EvaluationClaims
 from diffusion.launch.workers import die_with_parent
-from diffusion.storage.shared_files import PATIENT, is_url, shared_files
+from diffusion.storage.places import PATIENT, files_of_run, is_url
 from diffusion.storage.working_folder import working_folder
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class Watcher:
     def __init__(self, settings: WatchSettings) -> None:
         self.settings = settings
         self._place = settings.run.rstrip('/')
-        self._files = shared_files(self._place, PATIENT)
+        self._files = files_of_run(self._place, PATIENT)
         self._claims = EvaluationClaims(self._place, lease_seconds=settings.lease_seconds, job=settings.elsewhere)
         self._running: list[_Evaluation] = []
         self._submitted: list[_Evaluation] = []
@@ -287,7 +287,7 @@ class Watcher:
             if name in best and present is None:
                 self._files.write(pin, '')
             elif name not in best and present == b'':  # not one that a user wrote something into
-                self._files.delete(pin)
+                self._files.delete([pin])
         log.info('best by %s: %s', metric, ', '.join(f'{name} ({values[name]:.4f})' for name in best))
 
     def _wait(self) -> None:

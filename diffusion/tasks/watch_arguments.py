@@ -11,7 +11,7 @@ from diffusion.errors import ExternalError, UserError
 from diffusion.launch.free_nodes import free_nodes
 from diffusion.launch.job_checks import check_jobs, load_job_spec
 from diffusion.launch.job_spec import JobSpec, seconds_of
-from diffusion.storage.shared_files import is_url
+from diffusion.storage.places import is_url
 from diffusion.tasks.watch import WatchSettings, evaluation_command, launch_command
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from diffusion.launch.rank_discovery import NodePosition
 from diffusion.launch.stack_folder import KEPT_ATTEMPTS, HangListener, NodeReport, StackFolder, attempt_name
 from diffusion.launch.stack_report import RankReport
 from diffusion.launch.stop_signals import STOP_SIGNALS
-from diffusion.storage.shared_files import BucketFiles, FolderFiles, Listing
+from diffusion.storage.places import Listing, LocalPlace, StorePlace
 from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE
 
 PROGRAM = """
@@ -237,14 +237,14 @@ def test_summary_and_nccl_files_of_an_earlier_attempt_of_the_same_name_do_not_co
 
 
 def test_storage_that_fails_in_a_hang_is_no_traceback(run_node, monkeypatch):
-    list_folder = FolderFiles.list
+    list_folder = LocalPlace.list
 
-    def fail(files: FolderFiles, folder: str = '') -> Listing:
+    def fail(files: LocalPlace, folder: str = '') -> Listing:
         if 'stacks' in files.locate(folder):
             raise OSError(errno.ESTALE, 'Stale file handle')
         return list_folder(files, folder)
 
-    monkeypatch.setattr(FolderFiles, 'list', fail)
+    monkeypatch.setattr(LocalPlace, 'list', fail)
     monkeypatch.setattr('diffusion.launch.stack_folder.OTHERS_SECONDS', 0.3)
     status, run = run_node('wait_for_news()', hang_seconds=0.4)
     assert (status, last_attempt(run).cause) == (75, 'hang')
@@ -324,7 +324,7 @@ def test_stacks_of_the_newest_attempts_are_kept(tmp_path):
 def test_listing_that_fails_at_the_start_does_not_revive_an_old_report(home, monkeypatch):
     """Otherwise the hang of an earlier attempt of the same name would end this one."""
     StackFolder(home, 'job-0', 1, 2).write(report(1), {})
-    kind = BucketFiles if isinstance(home, str) else FolderFiles
+    kind = StorePlace if isinstance(home, str) else LocalPlace
     with monkeypatch.context() as patch:
         patch.setattr(kind, 'list', lambda *_: (_ for _ in ()).throw(OSError('the store is down')))
         later = StackFolder(home, 'job-0', 0, 2)

@@ -21,10 +21,7 @@ from diffusion.launch.lock_content import (
     RELEASED,
     UNREADABLE,
     LockContent,
-    LockFile,
-    LockObject,
-    lock_path,
-    lock_place,
+    RunLock,
 )
 from diffusion.launch.run_lock import Owner, RunLocked, hold_run_lock, owner_of
 from diffusion.storage import object_store
@@ -64,11 +61,11 @@ def wait_for(condition, seconds=20.0):
 
 
 def lock_owner(run: Run) -> Owner | None:
-    return owner_of(lock_path(run))
+    return owner_of(run)
 
 
 def lock_text(run: Run) -> str | None:
-    return run_lock.read_lock(lock_path(run))
+    return run_lock.read_lock(RunLock(run))
 
 
 def wait_until_held(run: Run) -> None:
@@ -139,10 +136,10 @@ def test_lock_is_refreshed_and_released_by_owner(run):
 @pytest.mark.parametrize(
     ('place', 'target', 'name'),
     [
-        ('folder', LockFile, 'write'),
+        ('folder', RunLock, 'write'),
         ('folder', Path, 'unlink'),
-        ('bucket', LockObject, 'write'),
-        ('bucket', LockObject, 'release'),
+        ('bucket', RunLock, 'write'),
+        ('bucket', RunLock, 'release'),
     ],
 )
 def test_release_ends_although_the_storage_hangs(request, tmp_path, monkeypatch, place, target, name):
@@ -212,7 +209,7 @@ def test_changing_lock_of_other_machine_is_refused(run, refreshed_lock, other):
 def test_later_attempt_takes_lock_without_waiting(run, refreshed_lock):
     refreshed_lock(run, environ=JOB | {environment.ATTEMPT: '0'})
     begin = time.monotonic()
-    run_lock._wait_until_free(lock_place(lock_path(run)), Owner.current(JOB), lambda: False)
+    run_lock._wait_until_free(RunLock(run), Owner.current(JOB), lambda: False)
     assert time.monotonic() - begin < run_lock.STALE_SECONDS
 
 
@@ -281,27 +278,27 @@ def test_lock_that_is_released_while_it_is_watched_is_taken(run):
 
 def test_content_after_a_fault_of_the_storage_is_no_evidence_of_a_live_owner(tmp_path, monkeypatch):
     other_owner(tmp_path)
-    plain, reads = LockFile.read, []
+    plain, reads = RunLock.read, []
 
-    def read(lock: LockFile, *, patient: bool = False) -> LockContent | None:
+    def read(lock: RunLock, *, patient: bool = False) -> LockContent | None:
         reads.append(1)
         return UNREADABLE if len(reads) == 1 else plain(lock)
 
-    monkeypatch.setattr(LockFile, 'read', read)
+    monkeypatch.setattr(RunLock, 'read', read)
     with hold_run_lock(tmp_path, {}):
         assert len(reads) > 2
 
 
 def test_bug_in_a_refresh_does_not_end_the_refreshes(bucket_run, monkeypatch, capsys):
-    plain, calls = LockObject.read, []
+    plain, calls = RunLock.read, []
 
-    def read(lock: LockObject, *, patient: bool = False) -> LockContent | None:
+    def read(lock: RunLock, *, patient: bool = False) -> LockContent | None:
         calls.append(1)
         if len(calls) in (3, 4):
             raise RuntimeError("can't start new thread")
         return plain(lock, patient=patient)
 
-    monkeypatch.setattr(LockObject, 'read', read)
+    monkeypatch.setattr(RunLock, 'read', read)
     with hold_run_lock(bucket_run, {}):
         wait_for(lambda: len(calls) > 6)
         first = lock_text(bucket_run)
@@ -310,10 +307,10 @@ def test_bug_in_a_refresh_does_not_end_the_refreshes(bucket_run, monkeypatch, ca
 
 
 def test_store_that_does_not_recognize_its_etags_is_an_error(bucket_run, monkeypatch):
-    def write(lock: LockObject, *arguments, **keywords) -> None:
+    def write(lock: RunLock, *arguments, **keywords) -> None:
         raise PreconditionFailed('412')
 
-    monkeypatch.setattr(LockObject, 'write', write)
+    monkeypatch.setattr(RunLock, 'write', write)
     with pytest.raises(OSError, match='changed at each of 10 tries to take it'):
         hold_run_lock(bucket_run, {}).__enter__()
 
@@ -328,16 +325,16 @@ def test_only_one_of_many_jobs_takes_a_lock_object(bucket_run, monkeypatch, tmp_
         write_text(bucket_run, RELEASED)
     if before == 'dead':
         other_owner(bucket_run, environ={}, machine=machine, pid=os.getpid(), started='1')
-    write = LockObject.write
+    write = RunLock.write
 
-    def write_together(lock: LockObject, *arguments, **keywords) -> None:
+    def write_together(lock: RunLock, *arguments, **keywords) -> None:
         ready = tmp_path / f'ready-{os.getpid()}'
         if not ready.exists():
             ready.touch()
             wait_for(lambda: len(list(tmp_path.glob('ready-*'))) == 4)
         write(lock, *arguments, **keywords)
 
-    monkeypatch.setattr(LockObject, 'write', write_together)
+    monkeypatch.setattr(RunLock, 'write', write_together)
 
     def hold() -> None:
         try:
@@ -362,7 +359,7 @@ def test_lock_whose_every_answer_was_lost_is_recognized_by_its_token(bucket_run)
     owner = Owner.current({})
     write_text(bucket_run, run_lock._content(owner, 0))
     begin = time.monotonic()
-    run_lock._acquire(lock_place(lock_path(bucket_run)), owner, lambda: False)
+    run_lock._acquire(RunLock(bucket_run), owner, lambda: False)
     assert time.monotonic() - begin < run_lock.STALE_SECONDS
 
 
@@ -380,11 +377,11 @@ def test_store_that_fails_for_a_while_is_said_once_and_ends_nothing(bucket_run, 
     assert err.startswith(f'warning: {bucket_run}/run.lock: '), err
 
 
-class PolledLock(LockObject):
+class PolledLock(RunLock):
     """Lock object that runs a function before each poll after the first read."""
 
-    def __init__(self, url: str, before_poll: Callable[[], object]) -> None:
-        super().__init__(url)
+    def __init__(self, run: str, before_poll: Callable[[], object]) -> None:
+        super().__init__(run)
         self.before_poll = before_poll
 
     def poll(self, content: LockContent) -> LockContent | None:
@@ -401,13 +398,13 @@ def test_outage_of_the_store_is_no_evidence_that_an_owner_is_dead(bucket_run, st
         polls.append(time.monotonic())
         store.fail('run.lock', 500, times=1) if len(polls) <= 4 else None
 
-    run_lock._wait_until_free(PolledLock(f'{bucket_run}/{LOCK}', fail_four_times), Owner.current({}), lambda: False)
+    run_lock._wait_until_free(PolledLock(bucket_run, fail_four_times), Owner.current({}), lambda: False)
     assert time.monotonic() - polls[3] >= run_lock.STALE_SECONDS
 
 
 def test_store_that_stops_responding_ends_the_wait_with_an_error(bucket_run, store):
     other_owner(bucket_run)
-    lock = PolledLock(f'{bucket_run}/{LOCK}', lambda: store.fail('run.lock', 500))
+    lock = PolledLock(bucket_run, lambda: store.fail('run.lock', 500))
     with pytest.raises(OSError, match=r's3://home/runs/run/run\.lock: cannot be read since'):
         run_lock._wait_until_free(lock, Owner.current({}), lambda: False)
 
@@ -419,7 +416,7 @@ def test_store_that_refuses_access_is_an_error_before_the_run(bucket_run, store)
 
 
 def test_lock_object_that_a_later_attempt_took_during_the_release_stays(bucket_run):
-    lock = LockObject(f'{bucket_run}/{LOCK}')
+    lock = RunLock(bucket_run)
     lock.write(run_lock._content(Owner.current({}), 0), None)
     seen = lock.read()
     other = other_owner(bucket_run)

@@ -172,9 +172,9 @@ def test_lock_that_is_released_while_it_is_read_counts_as_ended(run, monkeypatch
     lock = run / lock_content.LOCK
     read = run_status._lock_text
 
-    def read_and_release(path):
-        content = read(path)
-        path.unlink(missing_ok=True)
+    def read_and_release(found):
+        content = read(found)
+        lock.unlink(missing_ok=True)
         return content
 
     monkeypatch.setattr(run_status, '_lock_text', read_and_release)

@@ -31,7 +31,7 @@ from diffusion.preflight.collective_checks import CollectiveLimits, RankMeasurem
 from diffusion.preflight.shared_folder_check import FolderView, compare_views
 from diffusion.storage import visibility
 from diffusion.storage.bucket_clients import S3Client
-from diffusion.storage.shared_files import shared_files
+from diffusion.storage.places import files_of_run
 from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE
 from tests.data.processes import Forked
 from tests.nvml_driver import Driver
@@ -149,7 +149,7 @@ def run_two(write_recipe, tmp_path):
 
         processes = [Forked(lambda rank=rank: work(rank)) for rank in range(2)]
         assert [process.wait() for process in processes] == [0, 0]
-        found = json.loads(shared_files(load(path).run_place).read(program.REPORT) or b'')['findings']
+        found = json.loads(files_of_run(load(path).run_place).read(program.REPORT) or b'')['findings']
         return [int((tmp_path / f'status-{rank}').read_text()) for rank in range(2)], [
             Finding(**each) for each in found
         ]

@@ -351,7 +351,7 @@ def downloaded(store: Store, folder: Path) -> Path:
 
 def test_conflict_is_reported_as_such(tmp_path: Path) -> None:
     start(tmp_path / 'out', sliced(0, 10))
-    dataset = append_module.RecordedDataset(append_module.changing_folder(str(tmp_path / 'out')), tmp_path / 'scratch')
+    dataset = append_module.RecordedDataset(str(tmp_path / 'out'), tmp_path / 'scratch')
     dataset.folder.replace('dataset.json', dataset.record.content() + b' ', dataset.version)
     with pytest.raises(PreconditionFailed, match='another process has changed it'):
         dataset.commit(dataset.record)

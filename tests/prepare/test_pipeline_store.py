@@ -20,7 +20,7 @@ from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.stored_parts import TABLES
 from diffusion.prepare.work_dir import Share
 from diffusion.prepare.worker_pool import WorkerJob
-from diffusion.storage import folders, mds
+from diffusion.storage import mds, object_store
 from diffusion.storage.bucket_interface import Location
 from diffusion.storage.retry import RetryPolicy
 from diffusion.storage.s3_client import S3Client
@@ -304,16 +304,16 @@ def test_shard_damaged_during_other_uploads_is_written_again(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     victim = '16px/24x16/shard.00000.mds'
-    upload = folders.upload
+    write = object_store.write
 
-    def spoil(path: Path, folder: str) -> None:
-        upload(path, folder)
-        if path.name == 'report.html':
+    def spoil(url: str, content: bytes | Path, **settings: Any) -> object:
+        if url.endswith('/report.html'):
             store.put('s3://mds/out', victim, b'short')
+        return write(url, content, **settings)
 
     store.bucket('mds')
     with monkeypatch.context() as patch:
-        patch.setattr(folders, 'upload', spoil)
+        patch.setattr(object_store, 'write', spoil)
         with pytest.raises(
             OSError, match=rf's3://mds/out/{victim}: has 5 of \d+ bytes after all uploads; run the same command'
         ):

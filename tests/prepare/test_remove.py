@@ -17,7 +17,6 @@ from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.dataset_record import RecordedDataset
 from diffusion.prepare.image_record import read_images
 from diffusion.prepare.remove import remove
-from diffusion.storage.changing_folder import changing_folder
 from diffusion.storage.mds import write_dataset
 
 
@@ -29,7 +28,7 @@ def run(capsys: Any, *arguments: object) -> tuple[int, str]:
 
 
 def opened(out: Path | str, scratch: Path) -> RecordedDataset:
-    return RecordedDataset(changing_folder(str(out)), scratch)
+    return RecordedDataset(str(out), scratch)
 
 
 def holding(out: Path, key: str) -> set[str]:
@@ -240,7 +239,7 @@ def test_bad_arguments_are_refused(out: Path, tmp_path: Path, capsys: Any) -> No
 
 
 def test_latents_and_runs_of_the_dataset_are_named(out: Path, tmp_path: Path, capsys: Any) -> None:
-    source = RecordedDataset(changing_folder(str(out)), tmp_path / 'scratch').record.indexes['32px/32x32'][0]
+    source = RecordedDataset(str(out), tmp_path / 'scratch').record.indexes['32px/32x32'][0]
     for name, digest in {'latents/photos': source, 'latents/other': 'f' * 64}.items():
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / 'index.json').write_text('{"version": 2, "shards": []}')

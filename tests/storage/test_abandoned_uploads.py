@@ -41,7 +41,7 @@ def test_upload_of_a_killed_process_is_aborted(store: Store, tmp_path: Path, mon
     process = os.fork()
     if not process:
         try:
-            object_store.upload(path, f'{url}/run')
+            object_store.write(f'{url}/run/{path.name}', path)
         finally:
             os._exit(0)
     while not any('partNumber=2' in request for request in store.requests):
@@ -77,7 +77,7 @@ def test_upload_that_fails_aborts_itself(store: Store, tmp_path: Path, monkeypat
     url = store.bucket('data')
     store.fail('PUT partNumber=2', 403)
     with pytest.raises(UserError, match='the store refuses access'):
-        object_store.upload(path, url)
+        object_store.write(f'{url}/{path.name}', path)
     assert uploads(store) == []
 
 

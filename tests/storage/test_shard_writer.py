@@ -7,21 +7,21 @@ from typing import Any
 
 import pytest
 
-from diffusion.storage.folders import Folder, LocalFolder, StoreFolder
 from diffusion.storage.mds import ShardFormat, index_text
+from diffusion.storage.places import LocalPlace, Place, StorePlace
 from diffusion.storage.shard_writer import ShardWriter, other_plan, pin_plan
 
 FORMAT = ShardFormat({'key': 'str'})
-Open = Callable[[str], Folder]
+Open = Callable[[str], Place]
 
 
 @pytest.fixture(params=['local', 'store'])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
     """Return a function that opens a folder by name."""
     if request.param == 'local':
-        return lambda name: LocalFolder(tmp_path / 'data' / name)
+        return lambda name: LocalPlace(tmp_path / 'data' / name)
     url = request.getfixturevalue('store').bucket('data')
-    return lambda name: StoreFolder(f'{url}/{name}', tmp_path / 'scratch' / name)
+    return lambda name: StorePlace(f'{url}/{name}', tmp_path / 'scratch' / name)
 
 
 def write(writer: ShardWriter, number: int) -> None:
@@ -66,7 +66,7 @@ def test_interrupted_shard_does_not_exist(folder: Open, tmp_path: Path) -> None:
 
 
 def test_shard_without_its_file_or_its_entry_is_not_done(tmp_path: Path) -> None:
-    writer = ShardWriter(LocalFolder(tmp_path / 'data'), LocalFolder(tmp_path / 'entries'), FORMAT)
+    writer = ShardWriter(LocalPlace(tmp_path / 'data'), LocalPlace(tmp_path / 'entries'), FORMAT)
     for number in range(3):
         write(writer, number)
     (tmp_path / 'data/shard.00000.mds').unlink()
@@ -75,7 +75,7 @@ def test_shard_without_its_file_or_its_entry_is_not_done(tmp_path: Path) -> None
 
 
 def test_local_copies_are_removed_after_the_upload(store: Any, tmp_path: Path) -> None:
-    folder = StoreFolder(store.bucket('data') + '/out', tmp_path / 'scratch')
+    folder = StorePlace(store.bucket('data') + '/out', tmp_path / 'scratch')
     write(ShardWriter(folder, folder, FORMAT), 0)
     assert not [path for path in tmp_path.rglob('*') if path.is_file()]
     assert folder.sizes().keys() == {'shard.00000.mds', 'shard.00000.mds.json'}
@@ -93,12 +93,12 @@ def test_work_resumes_with_the_same_plan_only(folder: Open) -> None:
 
 
 def test_at_most_five_differences_are_listed(tmp_path: Path) -> None:
-    pin_plan(LocalFolder(tmp_path), {}, where='out')
+    pin_plan(LocalPlace(tmp_path), {}, where='out')
     with pytest.raises(ValueError, match=r'(a\d: missing at the start, \d now\n  ){5}and 3 more\nrestore'):
-        pin_plan(LocalFolder(tmp_path), {f'a{number}': number for number in range(8)}, where='out')
+        pin_plan(LocalPlace(tmp_path), {f'a{number}': number for number in range(8)}, where='out')
 
 
 def test_damaged_plan_raises_an_error(tmp_path: Path) -> None:
     (tmp_path / 'plan.json').write_text('{')
     with pytest.raises(ValueError, match=r'^out: .*/plan.json is damaged \(.*\); remove'):
-        pin_plan(LocalFolder(tmp_path), {}, where='out')
+        pin_plan(LocalPlace(tmp_path), {}, where='out')

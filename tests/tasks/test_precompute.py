@@ -5,6 +5,7 @@ import json
 import random
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -15,8 +16,8 @@ from diffusion.config.image_shapes import Shape, write_buckets
 from diffusion.config.load import load
 from diffusion.data.image_text import ImageTextDataset
 from diffusion.data.latents import LatentManifest
-from diffusion.storage.folders import StoreFolder
-from diffusion.storage.object_store import upload
+from diffusion.storage import object_store
+from diffusion.storage.places import StorePlace
 from diffusion.storage.shard_writer import pin_plan
 from diffusion.tasks.precompute import precompute
 from diffusion.training.train import train
@@ -185,15 +186,15 @@ def test_latents_in_an_object_store_equal_those_in_a_folder(write, tmp_path, sto
     precompute(load(write('whole')))
     path = write('remote', out=store.bucket('latents') + '/here')
     with monkeypatch.context() as patch:
-        uploads = []
+        uploads, write_object = [], object_store.write
 
-        def fail_after_ten_uploads(folder: Path, remote: str) -> None:
+        def fail_after_ten_uploads(url: str, content: bytes | Path, **settings: Any) -> object:
             if len(uploads) == 10:
                 raise OSError('the network is gone')
-            uploads.append(folder.name)
-            upload(folder, remote)
+            uploads.append(url)
+            return write_object(url, content, **settings)
 
-        patch.setattr('diffusion.storage.folders.upload', fail_after_ten_uploads)
+        patch.setattr(object_store, 'write', fail_after_ten_uploads)
         with pytest.raises(OSError, match='the network is gone'):
             precompute(load(path))
     before = {item['Key']: item['LastModified'] for item in store.listed('latents')}
@@ -215,8 +216,8 @@ def test_latents_in_an_object_store_equal_those_in_a_folder(write, tmp_path, sto
 
 def test_unfinished_job_in_an_object_store_is_reported_with_its_url(tmp_path, store):
     remote = store.bucket('latents') + '/here'
-    pin_plan(StoreFolder(f'{remote}/unfinished', tmp_path / 'one'), {'samples': 8}, where='precompute.out')
-    other = StoreFolder(f'{remote}/unfinished', tmp_path / 'other')
+    pin_plan(StorePlace(f'{remote}/unfinished', tmp_path / 'one'), {'samples': 8}, where='precompute.out')
+    other = StorePlace(f'{remote}/unfinished', tmp_path / 'other')
     with pytest.raises(
         ValueError, match=r'^precompute\.out: s3://latents/here/unfinished was started with other settings'
     ):

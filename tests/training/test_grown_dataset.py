@@ -20,7 +20,6 @@ from diffusion.prepare.engines import run_job
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.remove import remove
 from diffusion.prepare.settings import settings_of
-from diffusion.storage.changing_folder import changing_folder
 from diffusion.training.train import build_trainer, train
 
 
@@ -89,6 +88,6 @@ def test_resume_on_a_grown_dataset_needs_allow_data_change_and_is_the_same_on_tw
     losses = [read_losses(tmp_path / 'runs' / name) for name in ('run', 'ranks')]
     assert len(losses[0]) == 8
     assert largest_difference(*losses) < 1e-3
-    remove(RecordedDataset(changing_folder(str(tmp_path / 'run')), tmp_path / 'scratch'), ['p3.png'])
+    remove(RecordedDataset(str(tmp_path / 'run'), tmp_path / 'scratch'), ['p3.png'])
     with pytest.raises(ValueError, match='streams.photos.samples: 40 in the checkpoint, 39 now'):
         build_trainer(load(path, ['trainer.max_duration=10ba']))

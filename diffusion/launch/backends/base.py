@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from diffusion.config.schema import Problem
 from diffusion.launch import environment
 from diffusion.launch.job_spec import Job
-from diffusion.storage.shared_files import is_url
+from diffusion.storage.places import is_url
 
 IMAGE_WORKDIR = '/workspace'
 """Folder with run.py in the image of docker/Dockerfile."""

@@ -14,7 +14,7 @@ from diffusion.config.schema import Gatherer, Problem, join
 from diffusion.errors import UserError
 from diffusion.launch.backends.base import IMAGE_WORKDIR, NotValidated, Rendered, deep_merge, environment_of
 from diffusion.launch.job_spec import Job
-from diffusion.storage.shared_files import is_url
+from diffusion.storage.places import is_url
 
 NAME = re.compile(r'[a-z0-9]([a-z0-9-]*[a-z0-9])?')
 MAX_NAME = 56

@@ -29,6 +29,8 @@ from diffusion.models.text_conditioner import TextConditioner, longest, tokenize
 from diffusion.models.vae import Vae, latent_statistics
 
 MANIFEST = 'manifest.json'
+VERSION = 2
+"""Version of the manifest; latents with another one are refused."""
 TEXT_LENGTHS = 'text_lengths'
 """Column with the number of tokens of each caption, if text embeddings are stored without padding."""
 
@@ -56,8 +58,7 @@ class LatentManifest:
     text_output: str = 'last'
     """Stored output of the text encoders, `TextConditioner.output`."""
     text_padding: str = 'kept'
-    """`kept`: L embeddings per caption are stored; `removed`: only those of its tokens, for models that mask
-    padding."""
+    """`kept`: L embeddings per caption are stored; `removed`: those of its tokens, for models that mask padding."""
     image_sizes: bool = False
     """True if the sizes of the images are stored."""
     image_encoder: str | None = None
@@ -70,7 +71,7 @@ class LatentManifest:
     """Captions stored per sample: `all`, `first` or `longest`."""
     source: str = ''
     """SHA-256 of the index of the encoded images."""
-    version: int = 2
+    version: int = VERSION
 
     def text(self) -> str:
         """Return this record as JSON text, to write to manifest.json."""
@@ -95,8 +96,10 @@ class LatentManifest:
             content = json.loads(path.read_text(encoding='utf-8'))
         except ValueError:
             content = {}
-        if not isinstance(content, dict) or set(content) != known or content['version'] != 2:
-            raise UserError(f'{where}: {path} is not a manifest of version 2; precompute the latents again')
+        if not isinstance(content, dict) or content.keys() != known or content['version'] != VERSION:
+            raise UserError(
+                f'{where}: {path} is not a manifest of version {VERSION}. To fix: precompute the latents again'
+            )
         return cls(**content)
 
 

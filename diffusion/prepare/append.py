@@ -103,10 +103,10 @@ def inherited_settings(out: str) -> dict[str, Any]:
     """Return the settings of the dataset at `out` that its deliveries share, as the content of a YAML file.
 
     Raises:
-        UserError: There is no dataset, or an earlier version wrote it.
+        UserError: There is no dataset, or its record has another format.
     """
     settings = dict(RecordedDataset(out, Path()).record.settings)
-    settings.pop(COMPUTED, None)  # the dataset has the hash of the file, but not its path
+    del settings[COMPUTED]  # the dataset has the hash of the file, but not its path
     return settings
 
 
@@ -117,9 +117,9 @@ def check_same_settings(settings: PrepareSettings, dataset: RecordedDataset) -> 
         UserError: Settings that affect samples differ; lists each of them.
     """
     there, now = dataset.record.settings, comparable_settings(settings.content_settings())
-    if there['sizes'] != now['sizes']:  # of a single size, `buckets` makes no difference and is left out
+    if there['sizes'] != now['sizes']:  # `buckets` makes no difference for a single size
         now['buckets'] = there['buckets']
-    if COMPUTED in there and COMPUTED not in now:
+    if there[COMPUTED] and not now[COMPUTED]:
         file = there[COMPUTED]['file']
         raise UserError(f'out: {dataset.folder} has columns that {file} computes; add --columns-from with its path')
     lines = differences(there, now, saved_in='there')

@@ -15,7 +15,7 @@ import pyarrow as pa
 import xxhash
 
 from diffusion.prepare.convert_part import read_sample
-from diffusion.prepare.sample_table import read_captions, read_inputs, read_samples
+from diffusion.prepare.sample_table import read_inputs, read_samples
 from diffusion.prepare.source import NAMES_SHOWN, NamedCount, count_named
 from diffusion.storage.atomic import atomic_file
 
@@ -133,23 +133,18 @@ class Catalog:
         edges = np.searchsorted(images, self.first_row)
         for number, folder in enumerate(self.parts):
             rows = images[edges[number] : edges[number + 1]]
-            found = read_captions(folder)
-            if found is None:  # a part of an earlier version; its captions are only in its samples
-                samples = (self.stored_sample(self.first_sample(image)) for image in rows)
-                yield pa.array([sample['captions'] for sample in samples], pa.list_(pa.string()))
-            else:
-                yield found.take(rows - self.first_row[number]).combine_chunks()
+            found = read_inputs(folder, ['captions'])['captions']
+            yield found.take(rows - self.first_row[number]).combine_chunks()
 
     def caption_columns(self, images: np.ndarray) -> Counter[str]:
         """Return the number of captions of the images in these rows by the column that they are from, if named."""
         total: Counter[str] = Counter()
         edges = np.searchsorted(images, self.first_row)
         for number, folder in enumerate(self.parts):
-            found = read_captions(folder, 'caption_columns')
-            if found is not None:
-                rows = images[edges[number] : edges[number + 1]] - self.first_row[number]
-                counts = found.take(rows).combine_chunks().flatten().value_counts()
-                total.update({each['values']: each['counts'] for each in counts.to_pylist()})
+            found = read_inputs(folder, ['caption_columns'])['caption_columns']
+            rows = images[edges[number] : edges[number + 1]] - self.first_row[number]
+            counts = found.take(rows).combine_chunks().flatten().value_counts()
+            total.update({each['values']: each['counts'] for each in counts.to_pylist()})
         return total
 
     def drop_duplicates(self, mode: str, *, max_distance: int, saved: Path) -> list[tuple[int, str]]:

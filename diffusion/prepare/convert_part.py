@@ -312,16 +312,14 @@ class _ShardBuffer:
 def read_counts(folder: Path, part: Part) -> PartCounts:
     """Read the counts that were saved when a part of the input was converted."""
     content = read_json(folder / COUNTS_FILE)
-    # Parts that earlier versions have converted do not count what they passed over, nor details and repaired images.
-    passed_over = {kind: NamedCount(**files) for kind, files in content.get('passed_over', {}).items()}
     return PartCounts(
         part.size,
         content['inputs'],
         Counter(content['rejected']),
         set(content['columns']),
-        passed_over,
-        content.get('details', {}),
-        NamedCount(**content.get('repaired', {})),
+        {kind: NamedCount(**files) for kind, files in content['passed_over'].items()},
+        content['details'],
+        NamedCount(**content['repaired']),
     )
 
 

@@ -68,7 +68,7 @@ class PrepareReport:
     fingerprint: str | None = None
     """Hash of the settings, the input and the package versions."""
     date: str | None = None
-    """Time at which the dataset was finished or last changed, in UTC; reports of earlier versions have none."""
+    """Time at which the dataset was finished or last changed, in UTC."""
     seconds: float = 0.0
     """Elapsed time of the last start in seconds."""
     deliveries: list[dict[str, Any]] = field(default_factory=list)
@@ -122,9 +122,8 @@ class PrepareReport:
     def read(cls, path: Path) -> 'PrepareReport':
         """Read a report written by `save`."""
         content = json.loads(path.read_text(encoding='utf-8'))
-        content.setdefault('license', content.get('licence'))  # spelling used by earlier versions
-        for name in ('rejected', 'passed_over'):  # reports of earlier versions have no files that were passed over
-            content[name] = {key: NamedCount(**values) for key, values in content.get(name, {}).items()}
+        for name in ('rejected', 'passed_over'):
+            content[name] = {key: NamedCount(**values) for key, values in content[name].items()}
         content['repaired'] = NamedCount(**content.get('repaired', {}))
         if content.get('held_out'):
             content['held_out'] = HeldOut(**content['held_out'])

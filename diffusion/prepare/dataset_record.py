@@ -32,7 +32,8 @@ from diffusion.storage.places import place_at
 from diffusion.storage.retry import PreconditionFailed
 
 RECORD = 'dataset.json'
-VERSION = 1
+VERSION = 2
+"""Format of the record; a dataset of another one is refused."""
 IMAGES = 'images.parquet'
 SHARDS = 'shards.json'
 PARTS = 'parts.json'
@@ -76,7 +77,7 @@ class DatasetRecord:
     indexes: dict[str, list[str]] = field(default_factory=dict)
     """SHA-256 of every index.json that a bucket has had, oldest first. Latents name the index they were made from."""
     kept: list[str] = field(default_factory=list)
-    """Shards of earlier versions of the dataset, which running jobs may still read."""
+    """Shards that were replaced by a removal of images, which running jobs may still read."""
     obsolete: list[str] = field(default_factory=list)
     """Files that are to be deleted when the indexes are up to date."""
 
@@ -89,12 +90,15 @@ class DatasetRecord:
         """Return the record from the content of dataset.json.
 
         Raises:
-            UserError: It is damaged, or was written by a later version.
+            UserError: It is damaged, or has another format.
         """
         try:
             values = json.loads(content)
-            if values.pop('version') != VERSION:
-                raise UserError(f'{where}/{RECORD}: was written by another version of diffusion; use that one')
+            if (version := values.pop('version')) != VERSION:
+                raise UserError(
+                    f'{where}/{RECORD}: has format {version}, and this version of diffusion reads format {VERSION}. '
+                    'To fix: prepare the data again, or use the version of diffusion that prepared it'
+                )
             return cls(**values | {'deliveries': [Delivery(**each) for each in values['deliveries']]})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, UserError):
@@ -103,14 +107,9 @@ class DatasetRecord:
 
 
 def comparable_settings(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that all deliveries of a dataset must share, given `PrepareSettings.content_settings`.
-
-    Those that are left out there have the value that they amount to.
-    """
-    settings = {'buckets': 'largest', 'hold_out': 0, 'formats': [], **content}
-    for name in ('source', 'key_prefix'):
-        settings.pop(name, None)
-    return dict(sorted(json.loads(json.dumps(settings)).items()))
+    """Return the settings that all deliveries of a dataset must share, given `PrepareSettings.content_settings`."""
+    shared = {name: value for name, value in sorted(content.items()) if name not in ('source', 'key_prefix')}
+    return json.loads(json.dumps(shared))
 
 
 class RecordedDataset:
@@ -136,12 +135,10 @@ class RecordedDataset:
             UserError: The folder has no record, or it is damaged.
         """
         found = self.folder.read_version(RECORD)
-        if found is None and self.folder.read(REPORT) is None:
-            raise UserError(f'{self.folder}: there is no prepared dataset; prepare the first delivery without --append')
         if found is None:
             raise UserError(
-                f'{self.folder}: has no {RECORD}: an earlier version prepared it, which kept no hashes of the images; '
-                'prepare the data again with this version'
+                f'{self.folder}: has no {RECORD}, so it is not a prepared dataset. '
+                'To fix: prepare the first delivery without --append'
             )
         self.version, self.record = found.version, DatasetRecord.parse(found.content, self.folder)
 
@@ -196,7 +193,7 @@ class RecordedDataset:
         return found
 
     def shard_names(self) -> set[str]:
-        """Return the paths of all shards of the dataset, and of those of earlier versions that are kept."""
+        """Return the paths of all shards of the dataset, and of replaced ones that are kept."""
         used = (
             f'{bucket}/{shard["raw_data"]["basename"]}' for bucket, shards in self.entries().items() for shard in shards
         )

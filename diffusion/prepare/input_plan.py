@@ -4,10 +4,9 @@ A stopped preparation can only be resumed with an equal plan, so that the datase
 10 million files has 1.4 GB, so its parts are written, compared and read one by one.
 """
 
-import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +16,7 @@ from diffusion.errors import UserError
 from diffusion.prepare.counts_report import versions_of
 from diffusion.prepare.optional_formats import packages_of
 from diffusion.prepare.part_list import PartList, plan_entry
-from diffusion.prepare.settings import FORMER_CAPTION_TEXT, PrepareSettings
+from diffusion.prepare.settings import PrepareSettings
 from diffusion.prepare.source import Source, VersionedSource
 from diffusion.prepare.work_dir import WorkFolder
 from diffusion.storage.atomic import new_unfinished
@@ -102,8 +101,8 @@ class InputPlan:
             stamps = {each['name']: each['stamp'] for each in saved.parts()}
         except (ValueError, KeyError, TypeError) as error:
             raise damaged_plan(work.path, ValueError(error), where='work') from error
-        before = {'settings': _with_defaults(saved.settings), 'versions': saved.versions, 'parts': stamps}
-        now = {'settings': _with_defaults(self.settings), 'versions': self.versions}
+        before = {'settings': saved.settings, 'versions': saved.versions, 'parts': stamps}
+        now = {'settings': self.settings, 'versions': self.versions}
         now['parts'] = {head.name: head.stamp for head in self.parts.heads}
         raise other_plan(work.path, before, now, where='work')
 
@@ -132,8 +131,6 @@ class SavedPlan:
     fingerprint: str
     settings: dict[str, Any]
     versions: dict[str, str]
-    in_lines: bool
-    """False if an earlier version wrote it: as one JSON object with line breaks."""
 
     @classmethod
     def read(cls, path: Path) -> 'SavedPlan':
@@ -144,33 +141,17 @@ class SavedPlan:
             KeyError: It is damaged.
         """
         with path.open('rb') as file:
-            first = file.readline().decode().rstrip('\n')
-            if first.endswith(_PARTS):
-                header = json.loads(first.removesuffix(_PARTS) + '}')
-                file.seek(-len(_END), os.SEEK_END)
-                if file.read().decode() != _END:
-                    raise ValueError('its end is missing')
-                return cls(path, header['fingerprint'], header['settings'], header['versions'], in_lines=True)
-        content = json.loads(path.read_text(encoding='utf-8'))
-        fingerprint = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-        return cls(path, fingerprint, content['settings'], content['versions'], in_lines=False)
+            header = json.loads(file.readline().decode().removesuffix(f'{_PARTS}\n') + '}')
+            file.seek(-len(_END), os.SEEK_END)
+            if file.read().decode() != _END:
+                raise ValueError('its end is missing')
+        return cls(path, header['fingerprint'], header['settings'], header['versions'])
 
     def parts(self) -> Iterator[dict[str, Any]]:
         """Yield the parts as JSON objects with the fields of `Part`, except those for the report."""
-        if not self.in_lines:
-            yield from json.loads(self.path.read_text(encoding='utf-8'))['parts']
-            return
         with self.path.open(encoding='utf-8') as file:
             next(file)
             for line in file:
                 if line == _END:
                     return
                 yield json.loads(line.rstrip(',\n'))
-
-
-def _with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a plan with the default values of those that `content_settings` leaves out."""
-    found = {'buckets': 'largest', 'hold_out': 0, 'formats': [], **settings}
-    if (kind := found['source']['kind']) in FORMER_CAPTION_TEXT:
-        found['source'] = {'caption_text': FORMER_CAPTION_TEXT[kind], **found['source']}
-    return found

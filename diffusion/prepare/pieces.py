@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from diffusion.prepare.input_plan import InputPlan
 from diffusion.prepare.source import DivisibleSource, Part, Source
-from diffusion.prepare.work_dir import WorkFolder
 
 FEW_PARTS = 64
 """Number of parts from which on they are converted as a whole."""
@@ -34,14 +33,14 @@ class Piece(NamedTuple):
         return plan.parts[self.number] if self.is_whole else self.part
 
 
-def pieces_of(plan: InputPlan, source: Source, work: WorkFolder) -> list[Piece]:
-    """Return the pieces of a plan in order; a part that an earlier version has converted as a whole stays one."""
+def pieces_of(plan: InputPlan, source: Source) -> list[Piece]:
+    """Return the pieces of a plan in order."""
     divisible = source if len(plan.parts) < FEW_PARTS and isinstance(source, DivisibleSource) else None
     found = []
     for number, head in enumerate(plan.parts.heads):
         whole = Piece(f'{number:06}', number, head, is_whole=True)
         divided: Sequence[Part] = ()
-        if divisible is not None and not work.part(whole.name).is_dir():
+        if divisible is not None:
             divided = divisible.divide(plan.parts[number], PIECES // len(plan.parts))
         if len(divided) < 2:
             found.append(whole)

@@ -145,7 +145,7 @@ class Preparation:
 
     def pieces(self, plan: InputPlan) -> list[Piece]:
         """Return the pieces of the input that one job converts each, in order."""
-        return pieces_of(plan, self.source, self.work)
+        return pieces_of(plan, self.source)
 
     def folders(self, plan: InputPlan) -> list[Path]:
         """Return the folders of the converted pieces in order."""
@@ -156,8 +156,8 @@ class Preparation:
         if self.settings.overwrite:
             return None
         reports = [self.outputs[split].report() for split in self.splits]
-        same = (plan.content_fingerprint, plan.fingerprint)  # earlier versions recorded the latter
-        return reports[0] if all(report and report.fingerprint in same for report in reports) else None
+        same = all(report and report.fingerprint == plan.content_fingerprint for report in reports)
+        return reports[0] if same else None
 
     def check_outputs(self) -> None:
         """Check that the datasets can be written, before any work is done.

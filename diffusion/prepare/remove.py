@@ -172,7 +172,7 @@ def remove(
 
 
 def purge(dataset: RecordedDataset) -> list[str]:
-    """Delete the shards of earlier versions that were kept for running jobs; return their paths."""
+    """Delete the replaced shards that were kept for running jobs; return their paths."""
     finish_change(dataset)
     while dataset.record.kept:
         kept = dataset.record.kept

@@ -1,4 +1,4 @@
-"""Remove samples by key from MDS shards that have no record: latents, and datasets that earlier versions prepared.
+"""Remove samples by key from MDS shards that have no record (`dataset_record`), such as latents.
 
 All shards are read to find the keys. Those that hold one are rewritten under new names, the index is replaced, and the
 old shards are deleted.

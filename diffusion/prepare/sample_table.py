@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -87,20 +86,7 @@ def read_inputs(folder: Path, columns: Sequence[str]) -> pa.Table:
 
 def read_samples(folder: Path) -> pa.Table:
     """Read the table of samples in a part's folder, in the order of the inputs."""
-    if (folder / SAMPLES).exists():
-        return pq.read_table(folder / SAMPLES)
-    # Earlier versions stored one sample per image, in columns of the table of inputs. Remove this when no work folder
-    # of such a version is left to resume.
-    rows = read_inputs(folder, [name for name in SAMPLE_SCHEMA.names if name != 'row'])
-    kept = np.flatnonzero(rows['bucket'].to_numpy() != '').astype(np.uint32)
-    return rows.take(kept).append_column('row', pa.array(kept)).select(SAMPLE_SCHEMA.names)
-
-
-def read_captions(folder: Path, column: str = 'captions') -> pa.ChunkedArray | None:
-    """Read `captions` or `caption_columns` of each input of a part; None if it is of a version without that column."""
-    if column not in pq.read_schema(folder / INPUTS).names:
-        return None
-    return read_inputs(folder, [column])[column]
+    return pq.read_table(folder / SAMPLES)
 
 
 def _write(path: Path, rows: Sequence[Any], schema: pa.Schema) -> None:

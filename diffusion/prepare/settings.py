@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -29,8 +28,6 @@ from diffusion.prepare.source import CaptionText, Source, column_list
 from diffusion.storage import object_store
 from diffusion.storage.writable import why_not_writable
 
-log = logging.getLogger(__name__)
-
 SETTINGS_OF_SOURCE = {
     'folder': ('location', 'captions', 'caption_text', 'caption_suffix', 'caption_column'),
     'webdataset': ('location', 'caption_text', 'caption_suffix', 'caption_column'),
@@ -44,8 +41,6 @@ SETTINGS_OF_SOURCE = {
 """Setting names that each source kind accepts."""
 
 OPENMOJI_SPLITS = ('all', 'train', 'heldout')
-FORMER_CAPTION_TEXT: dict[str, CaptionText] = {'folder': 'lines'}
-"""`caption_text` of earlier versions, which had no such setting, where it was not `whole`."""
 NAMED_ASPECTS = ('none', 'sdxl')
 
 
@@ -273,27 +268,17 @@ class PrepareSettings:
         values = dataclasses.asdict(self)
         for name in ('out', 'work', 'parts', 'overwrite', 'workers', 'max_rejected', 'license'):
             del values[name]
-        # Leave out settings that earlier versions did not have where they make no difference, so that plans and
-        # fingerprints written by those versions still match.
-        accepted = SETTINGS_OF_SOURCE[self.source.kind]
-        for name in (*SETTINGS_OF_SOURCE['openmoji'], 'config'):
-            if name not in accepted:
-                del values['source'][name]
-        del values['source']['token_variable']  # who reads the input does not change it
+        # Settings without an effect are left out, or have one value, so that they may change too.
+        accepted = {'kind', *SETTINGS_OF_SOURCE[self.source.kind]} - {'token_variable'}
+        if self.source.captions is not None:
+            accepted -= {'caption_text', 'caption_suffix'}
+        values['source'] = {name: value for name, value in values['source'].items() if name in accepted}
         if self.source.kind == 'openmoji':
             values['source']['split'] = self.source.split or 'all'
-        former = FORMER_CAPTION_TEXT.get(self.source.kind, 'whole')
-        if self.source.captions is not None or self.source.caption_text == former:
-            del values['source']['caption_text']
-        if self.source.caption_suffix.lower() == 'txt':
-            del values['source']['caption_suffix']
         if not self.fills_every_bucket or len(self.sizes) == 1:
-            del values['buckets']
+            values['buckets'] = 'largest'
         if self.columns_from is not None:
             values['columns_from'] = {'file': Path(self.columns_from).name, 'sha256': source_hash(self.columns_from)}
-        for name in ('hold_out', 'formats', 'key_prefix', 'columns_from', 'fast_jpeg'):
-            if not values[name]:
-                del values[name]
         return values
 
 
@@ -340,12 +325,8 @@ def settings_of(
     problems = [Problem(dotted(each), what) for each in resolved.from_environment] + secret_problems(resolved.values)
     if problems:
         raise RecipeError(problems, path)
-    values = resolved.values
-    if 'licence' in values:  # the spelling of 0.1 development versions, accepted for one version
-        log.warning('licence: the setting is spelled license now; the old spelling will be refused by the next version')
-        values['license'] = values.pop('licence')
     gather = Gatherer()
-    settings = build_dataclass(PrepareSettings, values, '', gather)
+    settings = build_dataclass(PrepareSettings, resolved.values, '', gather)
     problems = gather.problems + gather.missing
     if not problems:
         problems = check_settings(settings)

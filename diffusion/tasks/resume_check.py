@@ -41,17 +41,10 @@ def _rates(recipe: Recipe, checkpoint: Path) -> str:
     now = Timestamp()
     now.load_state_dict(state['timestamp']['Timestamp'])
     settings = dict(state['callbacks'])[OptimizerSettings.__name__]
-    last: dict[str, Any] = settings.get('last', {})
-    rate = _rate(recipe, one_batch_earlier(now), last.get('batches_per_epoch'))
-    return describe_rates(now.batch.value, last=last.get('rate'), saved=_saved_rate(state, settings), now=rate)
-
-
-def _saved_rate(state: dict[str, Any], settings: dict[str, Any]) -> float:
-    """Return the learning rate of the next batch by a checkpoint's content."""
     schedulers = dict(state.get('schedulers') or {})
-    if schedulers:
-        return float(next(iter(schedulers.values()))['_last_lr'][0])
-    return float(settings['groups'][0]['lr'])
+    saved = next(iter(schedulers.values()))['_last_lr'][0] if schedulers else settings['groups'][0]['lr']
+    rate = _rate(recipe, one_batch_earlier(now), settings['last']['batches_per_epoch'])
+    return describe_rates(now.batch.value, last=settings['last']['rate'], saved=float(saved), now=rate)
 
 
 def _rate(recipe: Recipe, time: Timestamp, batches_per_epoch: int | None) -> float:

@@ -10,7 +10,6 @@ from prepare.drawn import draw, encode, samples, tar_of
 
 from diffusion.errors import UserError
 from diffusion.prepare import pipeline
-from diffusion.prepare.convert_part import COUNTS_FILE
 from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.settings import PrepareSettings, settings_of
@@ -132,20 +131,6 @@ def test_files_beside_parquet(folder: Path) -> None:
     assert sum(each.count for each in report.passed_over.values()) == len(FILES)
 
 
-def test_plan_and_parts_of_an_earlier_version_are_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part that was converted before files were counted has no such count."""
-    convert_parts(settings('folder', folder), monkeypatch)
-    work = settings('folder', folder).work_folder
-    plan = json.loads((work / 'plan.json').read_text())
-    assert all(part.keys() == {'name', 'where', 'size', 'stamp'} for part in plan['parts'])
-    path = next(work.glob(f'parts/*/{COUNTS_FILE}'))
-    counts = json.loads(path.read_text())
-    del counts['passed_over']
-    path.write_text(json.dumps(counts))
-    report = prepared('folder', folder)
-    assert (report.pictures, report.passed_over) == (4, {})
-
-
 TEXT = '\ufeffA red apple on a table.\n\nThe apple is shiny.\nStyle: photo, 35mm\n'
 CAPTIONS = {
     'whole': [['A red apple on a table. The apple is shiny. Style: photo, 35mm']],
@@ -170,16 +155,12 @@ def test_text_files_hold_captions_by_one_rule(tmp_path: Path, kind: str, rule: s
     assert quantiles['50%'] == len(CAPTIONS[rule or 'whole'][0])
 
 
-def test_folders_that_were_prepared_line_by_line_have_the_same_plan(tmp_path: Path) -> None:
-    folder = settings('folder', tmp_path, caption_text='lines').content_settings()
-    tars = settings('webdataset', tmp_path).content_settings()
-    assert 'caption_text' not in folder['source'] | tars['source']
-    assert settings('folder', tmp_path).content_settings()['source']['caption_text'] == 'whole'
+def test_rule_for_text_files_that_are_not_read_is_not_in_the_plan(tmp_path: Path) -> None:
     listed = settings('folder', tmp_path, captions=str(tmp_path / 'captions.csv')).content_settings()
-    assert 'caption_text' not in listed['source'], 'text files are not read'
+    assert 'caption_text' not in listed['source']
 
 
-def test_unfinished_work_of_an_earlier_version_names_the_rule(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_work_with_another_rule_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     convert_parts(settings('folder', folder, caption_text='lines'), monkeypatch)
     with pytest.raises(UserError, match=r'settings.source.caption_text: lines at the start, whole now'):
         prepare(settings('folder', folder))

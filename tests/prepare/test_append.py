@@ -162,13 +162,15 @@ def test_append_with_other_settings_lists_each_difference_and_changes_nothing(tm
 
 
 def test_append_needs_a_dataset_with_a_record(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r'out: there is no prepared dataset; prepare the first delivery without'):
+    with pytest.raises(UserError, match=r'out: has no dataset.json, .* To fix: prepare the first delivery without'):
         add(tmp_path / 'out', sliced(0, 10))
     start(tmp_path / 'out', sliced(0, 10))
-    (tmp_path / 'out/dataset.json').unlink()
-    with pytest.raises(UserError, match=r'out: has no dataset.json: an earlier version prepared it'):
-        add(tmp_path / 'out', sliced(0, 10))
-    (tmp_path / 'out/dataset.json').write_text('{"version": 1, "deliveries": 3}')
+    (tmp_path / 'out/dataset.json').write_text('{"version": 1}')
+    with pytest.raises(
+        UserError, match=r'dataset.json: has format 1, .* reads format 2. To fix: prepare the data again'
+    ):
+        add(tmp_path / 'out', sliced(10, 20))
+    (tmp_path / 'out/dataset.json').write_text('{"version": 2, "deliveries": 3}')
     with pytest.raises(UserError, match=r'dataset.json: is damaged .*; restore it'):
         add(tmp_path / 'out', sliced(10, 20))
     with pytest.raises(UserError, match='overwrite: cannot be combined with --append'):

@@ -166,10 +166,6 @@ def test_file_without_the_function_is_refused(tmp_path):
         compute_columns(str(path), [draw(0)], [['a']])
 
 
-def test_settings_without_a_file_are_those_of_earlier_versions(tmp_path):
-    assert 'columns_from' not in settings(tmp_path / 'out').content_settings()
-
-
 def test_example_scores_by_a_model_from_a_local_folder(tmp_path, monkeypatch):
     folder = write_clip(tmp_path / 'clip')
     monkeypatch.setenv('CLIP_FOLDER', str(folder))

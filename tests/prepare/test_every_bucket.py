@@ -1,6 +1,5 @@
-"""An image is in every bucket that it fills, is decoded once, and counts once; earlier work folders are never mixed."""
+"""An image is in every bucket that it fills, is decoded once, and counts once."""
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,24 +7,17 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from drawn import DrawnSource, draw, keys, samples, settings, snapshot
+from drawn import DrawnSource, draw, keys, samples, settings
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from diffusion.errors import UserError
 from diffusion.prepare import process_sample
 from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.engines import run_job
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.settings import settings_of
-from diffusion.prepare.work_dir import Share
-
-EARLIER_COLUMNS = {'bucket': '', 'shard': 0, 'offset': 0, 'size': 0}
-"""Columns of the table of inputs of earlier versions for the only sample of an image, with the values if rejected."""
 
 
 def here(jobs: Any) -> Iterator[Any]:
@@ -123,67 +115,19 @@ def test_largest_keeps_an_image_only_in_its_largest_bucket(tmp_path: Path) -> No
 def test_openmoji_with_two_sizes_equals_both_sizes_prepared_alone(tmp_path: Path) -> None:
     for name, sizes in (('both', [16, 32]), ('16px', [16]), ('32px', [32])):
         values = {'source': {'kind': 'openmoji', 'limit': 4}, 'out': str(tmp_path / name), 'sizes': sizes}
-        report = prepare(settings_of(values), run=here)
-        assert report is not None and 'buckets' not in report.arguments
+        prepare(settings_of(values), run=here)
     for name in ('16px', '32px'):
         assert shards(tmp_path / 'both' / name) == shards(tmp_path / name / name)
 
 
-@pytest.fixture
-def earlier(tmp_path: Path) -> Path:
-    """Stop a preparation after some of its parts, and turn its work folder into one of an earlier version."""
-    out = tmp_path / 'out'
-    prepare(settings(out, **EARLIER), source=SOURCE, share=Share(0, 2), run=here)
-    parts = [path for path in sorted((tmp_path / 'out.work/parts').iterdir()) if path.is_dir()]
-    assert len(parts) == 2
-    for folder in parts:
-        rows, stored = pq.read_table(folder / 'rows.parquet'), pq.read_table(folder / 'samples.parquet')
-        place = {row['row']: row for row in stored.to_pylist()}
-        for name, missing in EARLIER_COLUMNS.items():
-            values = [place[row][name] if row in place else missing for row in range(len(rows))]
-            rows = rows.append_column(name, pa.array(values, stored.schema.field(name).type))
-        pq.write_table(rows.drop_columns(['captions']), folder / 'rows.parquet')
-        (folder / 'samples.parquet').unlink()
-    plan = json.loads((tmp_path / 'out.work/plan.json').read_text())['settings']
-    assert not {'buckets', 'hold_out'} & plan.keys()
-    return out
-
-
-SOURCE = DrawnSource(4, 8, broken=7)
-EARLIER: dict[str, Any] = {'buckets': 'largest', 'duplicates': 'exact', 'shard_mb': 0.01}
-
-
-def test_work_folder_of_an_earlier_version_is_finished_as_it_was_started(tmp_path: Path, earlier: Path) -> None:
-    run(earlier, SOURCE, **EARLIER)
-    run(tmp_path / 'whole', SOURCE, **EARLIER)
-    assert snapshot(earlier) == snapshot(tmp_path / 'whole')
-    assert (earlier / 'captions.txt').read_text().count('\n') == 54
-
-
-@pytest.mark.parametrize(
-    ('change', 'message'),
-    [
-        ({'buckets': 'every'}, 'settings.buckets: largest at the start, every now'),
-        ({'hold_out': 3}, 'settings.hold_out: 0 at the start, 3 now'),
-    ],
-)
-def test_work_folder_of_an_earlier_version_is_refused_with_other_settings(
-    earlier: Path, change: dict[str, Any], message: str
-) -> None:
-    before = {path: path.read_bytes() for path in earlier.with_name('out.work').rglob('*') if path.is_file()}
-    with pytest.raises(UserError, match=f'was started with other settings or another input:\n  {message}\nrestore'):
-        run(earlier, SOURCE, **EARLIER | change)
-    assert before == {path: path.read_bytes() for path in before}
-
-
-def test_one_size_has_the_plan_of_earlier_versions() -> None:
+def test_buckets_make_no_difference_for_one_size() -> None:
     source = {'kind': 'folder', 'location': 'photos'}
     plans = [
         settings_of({'source': source, 'out': 'out', 'sizes': sizes, 'buckets': buckets}).content_settings()
         for sizes in ([256], [256, 512])
         for buckets in ('every', 'largest')
     ]
-    assert [plan.get('buckets') for plan in plans] == [None, None, 'every', None]
+    assert [plan['buckets'] for plan in plans] == ['largest', 'largest', 'every', 'largest']
 
 
 def test_statistics_and_thumbnails_count_images_not_samples(tmp_path: Path) -> None:

@@ -79,24 +79,3 @@ def test_parts_are_not_divided_into_many_small_pieces(
     jobs.clear()
     run(images, tmp_path / 'other', jobs)
     assert jobs == [f'pictures-{part:06}' for part in range(3)]
-
-
-def test_part_that_was_converted_as_a_whole_is_used(
-    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(folder_source, 'PART_IMAGES', 60)
-
-    def stopped(jobs: Any) -> Any:
-        yield run_job(next(iter(jobs)))
-        raise KeyboardInterrupt
-
-    source = {'kind': 'folder', 'location': str(images)}
-    given = settings_of({'source': source, 'out': str(tmp_path / 'out'), 'sizes': [16], 'shard_mb': 0.01})
-    with monkeypatch.context() as patch:
-        patch.setattr(pieces, 'FEW_PARTS', 0)  # as an earlier version
-        with pytest.raises(KeyboardInterrupt):
-            prepare(given, run=stopped)
-    jobs: list[str] = []
-    report = run(images, tmp_path / 'out', jobs)
-    assert jobs == ['pictures-000001.0', 'pictures-000001.1']
-    assert report.inputs == IMAGES + 2

@@ -260,7 +260,7 @@ def test_latents_and_runs_of_the_dataset_are_named(out: Path, tmp_path: Path, ca
 
 
 def test_shards_without_a_record_are_searched_for_the_keys(out: Path, capsys: Any) -> None:
-    (out / 'dataset.json').unlink()  # as of an earlier version, or latents
+    (out / 'dataset.json').unlink()  # as of latents
     content = contents(out)
     before = hashes(out)
     touched = holding(out, 'image-3')

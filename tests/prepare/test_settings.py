@@ -1,7 +1,6 @@
 """Settings from YAML files and the command line, and error messages for mistakes."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ from diffusion import cli as command
 from diffusion.config.load import RecipeError
 from diffusion.config.schema import field_docs
 from diffusion.prepare import cli
-from diffusion.prepare.counts_report import PrepareReport
-from diffusion.prepare.settings import PrepareSettings, load_settings, settings_of
+from diffusion.prepare.settings import SETTINGS_OF_SOURCE, PrepareSettings, load_settings, settings_of
 from diffusion.prepare.work_dir import Share
 
 YAMLS = sorted((Path(__file__).parents[2] / 'yamls/prepare').glob('*.yaml'))
@@ -53,22 +51,8 @@ filters: {columns: {aesthetic: {min: 4.5}}}
     assert parsed(*short) == load_settings(tmp_path / 'a.yaml') == parsed('recipe', str(tmp_path / 'a.yaml'))
 
 
-def test_former_spelling_of_license_is_read_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert settings_of(VALID | {'license': 'CC0'}).license == 'CC0'
-    assert not caplog.records
-    assert settings_of(VALID | {'licence': 'CC0'}).license == 'CC0'
-    assert 'the setting is spelled license now' in caplog.text
-    (tmp_path / 'a.yaml').write_text('source: {kind: webdataset, location: a}\nout: o\nsizes: [256]\nlicense: null\n')
-    assert load_settings(tmp_path / 'a.yaml', ['licence=CC0']).license == 'CC0'
-    report = {'source': 'tars', 'arguments': {}, 'licence': 'CC0', 'rejected': {}}
-    (tmp_path / 'report.json').write_text(json.dumps(report))
-    assert PrepareReport.read(tmp_path / 'report.json').license == 'CC0'
-
-
-def test_openmoji_settings_are_absent_from_plans_of_other_sources() -> None:
-    assert set(settings_of(VALID).content_settings()['source']) == {
-        *('kind', 'location', 'captions', 'image_column', 'caption_column')
-    }
+def test_plans_have_the_settings_of_their_source_alone() -> None:
+    assert set(settings_of(VALID).content_settings()['source']) == {'kind', *SETTINGS_OF_SOURCE['webdataset']}
 
 
 def test_yaml_extends_another_and_overrides_take_precedence(tmp_path: Path) -> None:

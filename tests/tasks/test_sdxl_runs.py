@@ -144,17 +144,19 @@ def test_data_without_sizes_or_pooled_text_is_refused_with_the_way_out(write, st
 
     manifests = [*tmp_path.glob('sdxl-image-text/*/manifest.json')]
 
-    def change(**values: Any) -> None:
+    def change(key: str, value: object) -> None:
         assert manifests
         for manifest in manifests:
-            manifest.write_text(json.dumps(json.loads(manifest.read_text()) | values))
+            manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {key: value}))
 
-    change(text_output='last')
+    change('text_output', 'last')
     expected = 'the stored output of the text encoders is last, but the model takes penultimate+pooled; precompute it'
     assert expected in problem()
-    change(image_sizes=False)
+    change('image_sizes', False)
     expected = 'its latents have no image sizes, on which the model is conditioned; precompute them again with this'
     assert expected in problem()
+    change('version', 1)
+    assert 'manifest.json is not a manifest of version 2. To fix: precompute the latents again' in problem()
 
 
 def test_shards_of_a_model_without_sizes_have_no_new_columns(stored, tmp_path):

@@ -371,8 +371,9 @@ class _ImageFile:
     """The column of each caption, if they are from several."""
 
     def content(self) -> dict[str, Any]:
-        """Return the values to store in the plan, which leaves out empty ones."""
-        return {name: value for name, value in vars(self).items() if value}
+        """Return the values to store in the plan."""
+        # A plan can have ten million images, and most have no caption columns.
+        return {name: value for name, value in vars(self).items() if value or name != 'caption_columns'}
 
 
 @dataclass
@@ -461,7 +462,7 @@ def divide_images(part: Part, count: int) -> list[Part]:
     found = []
     for number, start in enumerate(range(0, len(images), step)):
         some = images[start : start + step]
-        size = max(1, sum(image.get('size', 0) for image in some))
+        size = max(1, sum(image['size'] for image in some))
         found.append(replace(part, name=f'{part.name}.{number}', where={**part.where, 'pictures': some}, size=size))
     return found
 

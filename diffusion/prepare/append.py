@@ -50,7 +50,7 @@ DUPLICATE_KEY = 'duplicate_key'
 REMOVED = 'removed'
 """Rejection reason of an image that was removed from the dataset earlier."""
 PRESENT = 'already in the dataset'
-"""What images are counted as that the dataset has under the same key; they are passed over and not rejected."""
+"""What images are counted as that the dataset has under the same key; they are skipped and not rejected."""
 COMPUTED = 'columns_from'
 """Setting of which a dataset records the hash of a file, and not its path."""
 BASE = 'base'
@@ -188,9 +188,9 @@ class _Addition(Preparation):
         if saved.settings != plan.settings or saved.fingerprint == plan.fingerprint:
             return
         self.discard_other_version()
-        # From cron, the folder may have grown after a start that was killed; nothing of it is in the dataset yet.
+        # The folder may have grown since a start that was killed, which has put nothing into the dataset.
         if plan.parts:
-            log.warning('%s: the input has changed since an earlier start, which is started over', self.work.path)
+            log.warning('%s: the input changed since the last (interrupted) run; starting over', self.work.path)
         self.work.clear()
 
     def nothing_to_do(self) -> PrepareReport:
@@ -235,7 +235,7 @@ class _Addition(Preparation):
         self.add_notes(report, plan)
         report.seconds, report.date = time.monotonic() - start, utc_now()
         report.save(staging / delivery.report)
-        # Everything of the delivery is in the dataset before the record names it.
+        # Put all files of the delivery into the dataset before the record names them.
         for path in sorted(path for path in staging.rglob('*') if path.is_file()):
             self.dataset.folder.put(path.relative_to(staging).as_posix(), path)
         grown = replace(self.dataset.record, deliveries=[*self.dataset.record.deliveries, delivery])
@@ -284,13 +284,13 @@ class _Addition(Preparation):
         kept = catalog.kept
         names = ('exact_hash', 'perceptual_hash', 'is_flat')
         exact, perceptual, is_flat = (catalog.columns[name][kept] for name in names)
-        # Without a search for duplicates, removed images are still found by their pixels.
+        # Removed images are found by their pixels even if there is no search for duplicates.
         mode = self.settings.duplicates
         first = 0 if mode != 'none' else len(earlier) - earlier.removed_count
         known_exact, known_perceptual, known_is_flat = (earlier.hashes[name][first:] for name in names)
         count = len(known_exact)
-        # Not all images at once, as in a first preparation: with a hundred million old ones that would take minutes and
-        # 16 GB for each delivery, however small.
+        # Search the old images for the new ones: a search among all, as in a first preparation, would take minutes and
+        # 16 GB with a hundred million old images, however small the delivery.
         near = mode == 'near'
         known = known_exact, known_perceptual, ~known_is_flat & near
         limit = self.settings.max_distance
@@ -312,7 +312,7 @@ class _Addition(Preparation):
         return catalog.reject_duplicates(kept[rows], original)
 
     def make_report(self, catalog: Catalog, plan: InputPlan, split: int) -> PrepareReport:
-        """Return the report of the delivery; images that the dataset has already are passed over."""
+        """Return the report of the delivery; images that the dataset has already are skipped."""
         report = super().make_report(catalog, plan, split)
         if self.present.count:
             report.passed_over = dict(report.passed_over)

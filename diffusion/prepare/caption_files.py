@@ -54,7 +54,6 @@ def read_caption_rows(file: Path, caption_columns: Sequence[str] = ()) -> Iterat
     has a problem.
 
     Args:
-        file: The file.
         caption_columns: Columns with captions, of which a row of a JSONL may lack some; empty for the common names.
 
     Raises:

@@ -199,7 +199,7 @@ class Catalog:
             return
         kept = self.kept
         keys = self.key_hashes()[kept]
-        # By pixels if several images have the same key, so that the order of the input never decides.
+        # Break ties between equal keys by the hash of the pixels, so that the result does not depend on input order.
         order = np.lexsort((self.columns['exact_hash'][kept], keys))
         self.split[kept[order[:count]]] = HELD_OUT
 

@@ -46,7 +46,6 @@ def compute_columns(
     Args:
         path: The file; it is run once per process.
         images: B decoded images in RGB, at their original size.
-        captions: Captions of each image.
 
     Raises:
         UserError: The file has no such function, or the function does not return a dictionary of columns with B values
@@ -62,7 +61,7 @@ def compute_columns(
     for name, values in found.items():
         if not isinstance(name, str) or name in RESERVED:
             raise UserError(f'{path}: {FUNCTION}() returned the column {name!r}; use another name')
-        values = values.tolist() if hasattr(values, 'tolist') else values  # of NumPy or PyTorch
+        values = values.tolist() if hasattr(values, 'tolist') else values  # an array of NumPy or PyTorch
         if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != len(images):
             count = len(values) if isinstance(values, Sequence) and not isinstance(values, str) else 'no list of'
             raise UserError(

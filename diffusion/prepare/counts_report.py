@@ -32,7 +32,7 @@ class HeldOut:
 class PrepareReport:
     """Report of a preparation: counts, settings and statistics of a dataset, saved as report.json beside its shards.
 
-    `inputs` is the sum of `pictures`, held-out images, rejected inputs and files that were passed over.
+    `inputs` is the sum of `pictures`, held-out images, rejected inputs and skipped files.
     """
 
     source: str
@@ -58,9 +58,9 @@ class PrepareReport:
     repaired: NamedCount = field(default_factory=NamedCount)
     """Images that were converted although their files have stray bytes; kept unless rejected as duplicates."""
     passed_over: dict[str, NamedCount] = field(default_factory=dict)
-    """Files of the input that are no images of a known format and belong to none, by suffix."""
+    """Skipped files by suffix: they are not images of a known format and do not belong to one."""
     inputs: int | None = None
-    """Number of inputs (images, captions, rows or files): kept, rejected and passed over."""
+    """Number of inputs (images, captions, rows or files): kept, rejected and skipped."""
     notes: list[str] = field(default_factory=list)
     """Further messages, such as a filter for a column that no image has."""
     statistics: dict[str, Any] = field(default_factory=dict)
@@ -142,7 +142,7 @@ class PrepareReport:
         ]
         if self.repaired.count:
             lines.append(f'repaired (stray bytes in the file): {self.repaired.count} ({self.repaired.shown})')
-        lines += count_lines('passed over', self.passed_over)
+        lines += count_lines('skipped', self.passed_over)
         if self.empty_buckets:
             names = ', '.join(self.empty_buckets[:5]) + (', ...' if len(self.empty_buckets) > 5 else '')
             count = len(self.empty_buckets)

@@ -230,8 +230,8 @@ class RecordedDataset:
 
     def _update(self, name: str) -> None:
         while True:
-            # The file before the record: if it is still the same file when it is replaced, then no process that knew
-            # a newer record has written it.
+            # Read the file first, then the record: if it is still the same file when it is replaced, then no process
+            # that knew a newer record has written it.
             found = self.folder.read_version(name)
             self.refresh()
             content = index_files(self.entries())[name].encode()
@@ -280,7 +280,6 @@ def write_delivery(dataset: Path, number: int, token: str, plan: InputPlan, entr
         dataset: The dataset folder, or the folder in which the delivery is prepared.
         number: Number of earlier deliveries.
         token: Rest of the folder's name.
-        plan: Plan of the delivery.
         entries: Index entries of its shards by bucket.
     """
     folder = delivery_folder(number, token)

@@ -41,7 +41,7 @@ def run_on_ray(jobs: Iterable[WorkerJob], *, workers: int | None = None) -> Iter
     Raises:
         UserError: Ray is not installed.
     """
-    # Without a cluster to connect to, Ray starts a local one, which would send usage statistics to Anyscale.
+    # Ray starts a local cluster if there is none, which would send usage statistics to Anyscale.
     os.environ.setdefault('RAY_USAGE_STATS_ENABLED', '0')
     try:
         import ray.data

@@ -24,9 +24,9 @@ MAX_EXPANDED = 1_000_000
 
 
 def list_files(location: str, suffixes: Collection[str] | None) -> tuple[list[File], list[PassedOver]]:
-    """List files sorted by name, or in the order of the braces in `location`; and those that are passed over.
+    """List files sorted by name, or in the order of the braces in `location`; and skipped ones.
 
-    Hidden files, those in hidden folders, those with other suffixes, and broken links are passed over.
+    Hidden files, those in hidden folders, those with other suffixes, and broken links are skipped.
 
     Args:
         location: A folder, searched recursively; a single file with any suffix; a webdataset-style pattern with braces,

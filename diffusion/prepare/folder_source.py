@@ -107,7 +107,7 @@ class FolderSource:
                 image_of_folder.setdefault(file.name.rpartition('/')[0], file.name)
             has_table = has_table or file.name.lower() in METADATA_FILES
         if not is_pattern(self.location):
-            # Only folders tell the splits of images, so one image of each will do.
+            # The splits of images follow from their folders, so one image of each folder is enough.
             refuse_mixed_splits(self.location, [*image_of_folder.values()], 'folder')
         if self.captions is None and image_of_folder:
             parts, captioned = self._parts_in_order(files, broken)
@@ -129,7 +129,7 @@ class FolderSource:
 
         Args:
             listed: Files, with the captions of the images.
-            others: Files to count as passed over.
+            others: Files to count as skipped.
             metadata: Captions files of an imagefolder, each for the images in its folder and below; None finds one in
                 the folder itself.
             elsewhere: Names of images that are not listed on purpose; rows about them are skipped.
@@ -182,7 +182,7 @@ class FolderSource:
             yield from map(self._entry, images)
             return
         with ThreadPoolExecutor(DOWNLOADS) as threads:
-            # In groups, since `map` over all images would download the whole part ahead of the reader.
+            # Download groups of images, since `map` over all would download the whole part ahead of the reader.
             for start in range(0, len(images), DOWNLOADS):
                 yield from threads.map(self._entry, images[start : start + DOWNLOADS])
 

@@ -54,7 +54,7 @@ def report_page(
         _bars({reason: (entry.count, '') for reason, entry in sorted(report.rejected.items())}),
         *(_details(reason, found) for reason, found in sorted(report.details.items())),
         *(_figures(reason, shown) for reason, shown in sorted(rejected.items())),
-        '<h2>Passed over</h2>',
+        '<h2>Skipped</h2>',
         _bars({kind: (files.count, files.shown) for kind, files in sorted(report.passed_over.items())}),
         *(_histogram(name, values) for name, values in report.statistics.items()),
         '<h2>Settings</h2>',
@@ -72,7 +72,7 @@ def _summary(report: PrepareReport) -> str:
         **({'held out': f'{report.held_out.pictures:,}'} if report.held_out else {}),
         'rejected': f'{rejected:,} ({report.rejected_share:.2%}; the limit is {report.max_rejected:.2%})',
         **({'repaired': f'{report.repaired.count:,} ({report.repaired.shown})'} if report.repaired.count else {}),
-        'passed over': f'{sum(files.count for files in report.passed_over.values()):,} files',
+        'skipped': f'{sum(files.count for files in report.passed_over.values()):,} files',
         **({'removed later': f'{report.removed:,}'} if report.removed else {}),
         'license': report.license or 'not given',
     }

@@ -36,7 +36,6 @@ def exact_hash(image: Image.Image, pixels: np.ndarray | None = None, size: tuple
     """Return a 64-bit hash (XXH3) of the size and RGB pixels of an image.
 
     Args:
-        image: The image.
         pixels: Its pixels, uint8 [H, W, 3], which saves copying them; None takes them from the image.
         size: (width, height) of the file, if the image was decoded smaller; None takes that of the image.
     """

@@ -49,10 +49,7 @@ def write_images(
     """Write the table of a dataset's images.
 
     Args:
-        path: Path of the Parquet file.
-        catalog: Tables of all inputs and samples of the delivery.
         shard_of_sample: Number of the final shard of each sample.
-        buckets: Names of the buckets.
         split: TRAIN for a training set, whose table also has the held-out images; HELD_OUT for the held-out dataset.
     """
     names = pa.array(list(buckets), pa.string())

@@ -65,7 +65,6 @@ def find_columns(schema: pa.Schema, names: ColumnNames, where: str, *, suffix: s
     """Return the columns of a table, ignoring case where they are found by common names.
 
     Args:
-        schema: Schema of the table.
         names: Columns that the user named.
         where: File of the table, for messages.
         suffix: Suffix of the file, which tells how img2dataset could read it.
@@ -119,7 +118,6 @@ def entry_of(
 
     Args:
         values: The row's values by column.
-        columns: Columns of the table.
         stem: Name of the file without its suffix.
         row: Number of the row in the file.
         seen: Keys of the rows before; the row's key is added.
@@ -216,7 +214,7 @@ class LocalImages:
             except PermissionError as error:
                 raise Unfit('unreadable') from error
             except OSError as error:
-                if error.errno == errno.ENAMETOOLONG:  # a text that is no path
+                if error.errno == errno.ENAMETOOLONG:  # the text is not a path
                     continue
                 raise
         raise Unfit('missing_file', f'the dataset has no file {path!r}')

@@ -68,7 +68,7 @@ class InputPlan:
                 raise UserError(f'{settings.source.title}: several parts are named {head.name}; rename one')
             names.add(head.name)
         packages = (*PACKAGES, *PACKAGES_OF_KIND.get(settings.source.kind, ()), *packages_of(settings.formats))
-        # Through JSON, as the saved plan goes, which for example turns tuples into lists.
+        # The saved plan is JSON, which for example turns tuples into lists.
         content = json.loads(json.dumps(settings.content_settings()))
         return cls(content, versions_of(*packages), parts)
 

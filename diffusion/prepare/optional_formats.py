@@ -100,7 +100,7 @@ def read_jxl_header(encoded: bytes) -> JxlHeader | None:
 
     width, height = size()
     is_animated = False
-    if not bits.read(1) and bits.read(1):  # not all values are the defaults, and there are extra fields
+    if not bits.read(1) and bits.read(1):  # some values differ from the defaults, and there are extra fields
         bits.read(3)  # the orientation
         if bits.read(1):  # another size that is recommended for display
             is_small = bits.read(1)

@@ -64,9 +64,6 @@ def shard_writer(output: Output, bucket: str, shards: ShardFormat, *, token: str
     """Return the writer of a bucket's final shards, which also records the shards that are done.
 
     Args:
-        output: Destination of the dataset.
-        bucket: Name of the bucket.
-        shards: Columns and maximum size of the shards.
         token: Part of the names of the shards if they are added to a dataset.
     """
     entries = LocalPlace(output.staging.packed / bucket)
@@ -146,7 +143,7 @@ class StoreOutput:
         return _parsed_report(self.folder.fetch(REPORT, again=True)) if REPORT in self.folder.sizes() else None
 
     def check(self) -> None:
-        # With a plan, the objects are shards that an earlier start uploaded.
+        # If there is a plan, the objects are shards that an earlier start uploaded.
         if not self.work.plan.exists() and self.folder.sizes():
             raise UserError(
                 f'{self.folder}: is not empty; remove its objects, give another out, or add --append to add to it'

@@ -73,10 +73,8 @@ def plan_shards(
     """Yield the jobs that write a bucket's final shards: the given samples in order, as many per shard as fit.
 
     Args:
-        catalog: Tables of all inputs and samples.
         numbers: Numbers of the samples, in order.
         bucket: Unique name of the bucket for messages.
-        shards: Writer of the shards.
         first: Number of the first shard.
     """
     samples = catalog.samples
@@ -89,12 +87,7 @@ def plan_shards(
 
 
 def write_indexes(entries: Mapping[str, list[dict[str, Any]]], dataset: Path) -> None:
-    """Write index.json for each bucket, and buckets.json for each resolution with aspect-ratio buckets.
-
-    Args:
-        entries: Index entries of the shards, by bucket.
-        dataset: The dataset folder.
-    """
+    """Write index.json for each bucket, and buckets.json for each resolution with aspect-ratio buckets."""
     for name, content in index_files(entries).items():
         write_atomically(dataset / name, content)
 

@@ -109,7 +109,6 @@ def parquet_entries(path: Path, part: Part, names: ColumnNames, *, images: ReadI
     """Yield the rows of a part of a Parquet file; for a damaged file, those before the damage and an entry about it.
 
     Args:
-        path: Local file.
         part: The part, whose `where` has the URL of the file, its stem, and the row groups if it is not the whole file.
         names: Columns that the user named.
         images: Reader of images that the rows only have the paths of.

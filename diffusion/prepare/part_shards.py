@@ -30,7 +30,6 @@ class ShardPlace:
     """Place where the shards of a part are written.
 
     Args:
-        folder: Folder of the part.
         url: URL of its shards in an object store; None is the folder.
     """
 
@@ -49,8 +48,6 @@ def read_stored(folder: Path, shard: int, offsets: Sequence[int], sizes: Sequenc
     """Yield encoded samples of a converted part.
 
     Args:
-        folder: Folder of the part.
-        shard: Number of the shard.
         offsets: Offset of each sample after the header of the shard in bytes, ascending.
         sizes: Size of each sample in bytes.
 
@@ -114,7 +111,6 @@ def _stored_shards(folder: Path, written: int) -> tuple[str | None, list[int]]:
     """Return the URL of a part's shards, and the size of the header of each; None if they are in its folder.
 
     Args:
-        folder: Folder of the part.
         written: Time of its index, which tells it from an earlier part in the same folder.
     """
     location = folder / LOCATION

@@ -62,7 +62,6 @@ def prepare(
     """Prepare a dataset from images and captions, or resume a preparation that was stopped.
 
     Args:
-        settings: Settings of the preparation.
         source: Source to read instead of `settings.source`.
         run: Function that runs the jobs (default: processes on this machine).
         share: Convert only this share of the input, such as 3/16, then return. For several machines with a common work
@@ -180,7 +179,7 @@ class Preparation:
         self.work.parts.mkdir(exist_ok=True)
         stored = None
         if self.settings.parts is not None:
-            # Of this plan alone: several preparations may share the folder.
+            # Each plan has a folder of its own there: several preparations may share `parts`.
             stored = f'{self.settings.parts.rstrip("/")}/{plan.fingerprint[:16]}'
             self.work.store_parts(stored)
         pieces = [piece for piece in self.pieces(plan) if share is None or share.includes(piece.number)]
@@ -264,14 +263,13 @@ class Preparation:
             each.seconds, each.date = time.monotonic() - start, utc_now()
             for name in (REPORT, deliveries[split].report):
                 each.save(self.outputs[split].staging.dataset / name)
-        # After the reports and every shard: this file marks the datasets as complete.
+        # Write this file last: it marks the datasets as complete.
         write_atomically(self.work.complete, (self.work.train.dataset / REPORT).read_text(encoding='utf-8'))
 
     def check_accepted(self, catalog: Catalog, notes: Iterable[str]) -> None:
         """Check that an image is left for training; if not, remove the work folder.
 
         Args:
-            catalog: All inputs.
             notes: Messages of the source, which may say why no image has a caption.
 
         Raises:
@@ -297,9 +295,6 @@ class Preparation:
         entries of its shards by bucket.
 
         Args:
-            catalog: Tables of all inputs and samples.
-            plan: Plan of the preparation.
-            split: TRAIN or HELD_OUT.
             counts: Number after that of the last shard per split and bucket.
         """
         report = self.make_report(catalog, plan, split)
@@ -416,8 +411,7 @@ class Preparation:
         images, columns of `filters` that no input has.
 
         Args:
-            plan: Plan of the preparation.
-            passed_over: Suffixes of the files that were passed over.
+            passed_over: Suffixes of the files that were skipped.
         """
         found = sorted(name for kind in passed_over if (name := format_of_suffix(kind)) is not None)
         notes = [note for head in plan.parts.heads for note in head.notes]
@@ -427,8 +421,7 @@ class Preparation:
                 'record it with --set license=NAME'
             )
         notes += [
-            f'images of other formats were passed over; read them with --formats {name}'
-            for name in dict.fromkeys(found)
+            f'images of other formats were skipped; read them with --formats {name}' for name in dict.fromkeys(found)
         ]
         if self.settings.hold_out and self.settings.duplicates == 'none':
             notes.append('hold_out: duplicates were not searched, so copies of held-out images may be in training')

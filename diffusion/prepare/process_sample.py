@@ -100,8 +100,6 @@ def make_samples(
     Args:
         candidate: The image, whose row gets its perceptual hash.
         computed: Columns that were computed for it.
-        settings: Settings of the preparation.
-        buckets: Buckets of the dataset.
 
     Returns:
         Pairs (bucket name, sample), from the smallest resolution to the largest.

@@ -93,13 +93,13 @@ def select(dataset: RecordedDataset, keys: Collection[str], hashes: Collection[s
     """Find the images of a dataset by their keys, or by the hashes of their pixels (16 hexadecimal digits)."""
     pixels = {hash_: int(hash_, 16) for hash_ in hashes}
     paths = dataset.paths(delivery.images for delivery in dataset.record.deliveries)
-    # Only the hashes of all images, 16 bytes each, are held in memory.
+    # Hold the hashes of all images in memory, 16 bytes each, but not their keys.
     columns = [read_images(path, ['key_hash', 'exact_hash']) for path in paths]
     named = {key_hash(key) for key in keys}
     for table, path in zip(columns, paths, strict=True):
         of_pixels = read_rows(path, _rows_with(table, 'exact_hash', pixels.values()))
         named |= set(of_pixels['key_hash'].to_pylist())
-    # All images with the same key: the samples in the shards are found by their keys.
+    # Select all images with such a key: the samples in the shards are found by their keys.
     rows = [_rows_with(table, 'key_hash', named) for table in columns]
     tables = [read_rows(path, chosen) for path, chosen in zip(paths, rows, strict=True)]
     found = pa.concat_tables([IMAGE_SCHEMA.empty_table(), *tables])
@@ -147,8 +147,6 @@ def remove(
     """Remove images by key or by the hash of their pixels; those that do not exist are skipped.
 
     Args:
-        dataset: The dataset.
-        keys: Keys of images.
         hashes: Hashes of the pixels of images, 16 hexadecimal digits each.
         keep_old_shards: Keep the old shards for jobs that are running, until `purge`.
 
@@ -223,7 +221,7 @@ def _remove_selected(dataset: RecordedDataset, selection: Selection, *, keep_old
         obsolete=[*record.obsolete, *obsolete, *(() if keep_old_shards else removal.rewritten)],
     )
     changed = with_indexes(changed, dataset.entries(deliveries))
-    # Before the record: a caption may identify an image, and captions.txt is only a sample of them.
+    # Replace captions.txt before the record: a caption may identify an image, and the file has only some of them.
     write_captions(dataset, [caption for caption in caption_lines(dataset) if caption not in captions])
     removal.old_indexes = [digest for bucket, digest in index_hashes(before) if bucket in selection.samples]
     dataset.commit(changed)

@@ -70,7 +70,7 @@ def scan(folder: Place, place: str, keys: Collection[str], scratch: Path) -> lis
                 path.unlink()  # a copy that is not needed any more
         found.append(each)
     if not found:
-        raise UserError(f'{place}: has no {mds.INDEX}, so it is no dataset; give the folder of one')
+        raise UserError(f'{place}: has no {mds.INDEX}, so it is not a dataset; give the folder of one')
     return found
 
 

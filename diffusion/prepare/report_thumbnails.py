@@ -40,7 +40,6 @@ def of_reasons(catalog: Catalog, repeats: Sequence[tuple[int, str]]) -> dict[str
     Images that cannot be decoded are skipped. A duplicate also names the image that it duplicates.
 
     Args:
-        catalog: Table of all inputs.
         repeats: (row number, key of the original) of duplicates.
     """
     missing = set(catalog.rejected) - {DUPLICATE}
@@ -64,7 +63,6 @@ def _figure(catalog: Catalog, number: int | np.integer, original: str | None = N
     """Return a thumbnail of a stored sample with its first caption or, for a duplicate, the key of its original image.
 
     Args:
-        catalog: Tables of all inputs and samples.
         number: Number of the sample.
         original: Key of the image that it duplicates, if any.
     """

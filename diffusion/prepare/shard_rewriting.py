@@ -68,8 +68,6 @@ def rewrite_shard(
     """Write a copy of a shard without the samples with some keys.
 
     Args:
-        path: The shard.
-        entry: Its index entry.
         keys: Keys of the samples to leave out.
         target: Path of the new file, which must not exist; it is not written if no sample is left.
         name: Name of the new shard in the index.

@@ -63,7 +63,7 @@ def captions_of_columns(values: Mapping[str, Any], columns: Sequence[str]) -> tu
 
 @dataclass
 class NamedCount:
-    """Number of inputs that were rejected for one reason, or passed over for one suffix, and some of their names."""
+    """Number of inputs that were rejected for one reason, or skipped for one suffix, and some of their names."""
 
     count: int = 0
     names: list[str] = field(default_factory=list)
@@ -97,7 +97,7 @@ class PassedOver:
     key: str
     """Its name, for the report."""
     reason: str | None = None
-    """Why it is passed over if not for its suffix, such as `split test`."""
+    """Why it is skipped if not for its suffix, such as `split test`."""
 
     @property
     def kind(self) -> str:
@@ -170,7 +170,7 @@ class Source(Protocol):
     def read(self, part: Part) -> Iterator[Entry | PassedOver]:
         """Yield the images of a part in order with captions; each image, caption or row of the input gives one entry.
 
-        Files in the part that it does not read, such as other members of a tar, are yielded as passed over.
+        Files in the part that it does not read, such as other members of a tar, are yielded as `PassedOver`.
 
         Raises:
             OSError: The part cannot be read at the moment; a retry may succeed.

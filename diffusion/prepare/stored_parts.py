@@ -22,7 +22,6 @@ def store_tables(folder: Path, url: str) -> None:
 
     Args:
         folder: Folder of the part, under its unfinished name.
-        url: URL of the part.
     """
     archive = _beside(folder)
     try:
@@ -50,7 +49,6 @@ def fetch_tables(url: str, folder: Path, sizes: Mapping[str, int]) -> bool:
     """Fill an empty folder with the tables of a part; return False, and leave it empty, if the part is damaged there.
 
     Args:
-        url: URL of the part.
         folder: Folder of the part, under its unfinished name.
         sizes: Size in bytes of each object of the part by name.
     """

@@ -49,11 +49,11 @@ def render(svg: bytes, side: int, max_pixels: int) -> bytes:
 
     Raises:
         Rejected: The drawing has text or an image of another file, or is too large.
-        Exception: It is no valid SVG.
+        Exception: It is not a valid SVG.
     """
     check(svg)
     text = svg.decode('utf-8-sig')
-    # resvg allocates the size that a drawing claims, unless it is told the size of a frame to fit in.
+    # resvg allocates the size that a drawing claims, unless it gets the size of a frame to fit in.
     width, height = png_size(rendered(text, FIRST_SIDE))
     # One less, since the small rendering is rounded: an image must not be smaller than its bucket.
     frame = -(-side * max(width, height) // max(1, min(width, height) - 1))

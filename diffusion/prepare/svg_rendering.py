@@ -25,7 +25,6 @@ def render_svg(svg: bytes, *, side: int, max_pixels: int) -> bytes:
     """Return a drawing as a PNG with transparency.
 
     Args:
-        svg: The file.
         side: Minimum of the shorter side in pixels.
         max_pixels: Maximum width times height.
 

@@ -31,7 +31,7 @@ class WebDatasetSource:
     A stem ends at the first dot, as in webdataset, but that of a name with more dots such as `photo.v2.jpg` is
     `photo.v2`. Next to an image `photo.jpg` it is a sample of its own only if it has a caption or metadata too.
 
-    Other files are passed over, such as the `00000.parquet` and `00000_stats.json` that img2dataset writes beside its
+    Other files are skipped, such as the `00000.parquet` and `00000_stats.json` that img2dataset writes beside its
     tars.
     """
 

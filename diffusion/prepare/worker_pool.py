@@ -50,8 +50,8 @@ def run_jobs(jobs: Iterable[WorkerJob], *, workers: int) -> Iterator[Any]:
         DataError: A job's process died `DEATHS` times.
         Exception: A job raised it; the other jobs are stopped.
     """
-    # After the first death a job runs again beside the others; after the second it runs with no other job, because
-    # memory may have run out, and the jobs beside it may have used it.
+    # A job whose process died runs again beside the others, and after the second death alone, because memory may have
+    # run out, and the jobs beside it may have used it.
     pending, retries, last_tries = iter(jobs), deque[WorkerJob](), deque[WorkerJob]()
     deaths: Counter[str] = Counter()
     idle: list[_Worker] = []
@@ -100,7 +100,7 @@ class _Worker:
         self.pipe, child_pipe = context.Pipe()
         self._process = context.Process(target=_serve, args=(child_pipe, self._note, dict(os.environ)), daemon=True)
         self._process.start()
-        # While the parent has the child's end open, a dead child causes no EOFError and `recv` would block forever.
+        # Close the child's end in the parent, or a dead child would cause no EOFError and `recv` would block forever.
         child_pipe.close()
 
     @property
@@ -172,7 +172,7 @@ def _start_forkserver() -> None:
     # The terminal sends Ctrl-C to the whole process group. A worker that is still importing, before `_serve` ignores
     # SIGINT, would die with a traceback of its own.
     if threading.current_thread() is not threading.main_thread():
-        return  # only the main thread may set signal handlers
+        return  # signal handlers can be set by the main thread alone
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         forkserver.ensure_running()

@@ -150,7 +150,7 @@ def evaluation_recipe(args: argparse.Namespace) -> Recipe:
     recipe = load(recipe_of_checkpoint(checkpoint), ['task=evaluate', *overrides])
     recipe.checkpoint = str(checkpoint)
     if not any(word.startswith('trainer.device=') for word in args.overrides):
-        recipe.trainer.pop('device', None)  # of the machine that trained; this one may have another
+        recipe.trainer.pop('device', None)  # this machine may have another than the one that trained
     if given:
         recipe.evaluators = {'image_metrics': recipe.evaluators['image_metrics']}
     return recipe
@@ -247,9 +247,9 @@ def _check_lora(path: str, pipeline: str) -> None:
 
 
 def _check_run(source: Path, args: argparse.Namespace) -> None:
-    """Raise UserError if the source of `diffusion generate` is an export that is no whole pipeline."""
+    """Raise UserError if the source of `diffusion generate` is an incomplete export (a LoRA or a single file)."""
     if args.lora is not None:
-        raise UserError(f'--lora: {source} is no exported pipeline; a run draws with its own LoRA without --lora')
+        raise UserError(f'--lora: {source} is not an exported pipeline; a run draws with its own LoRA without --lora')
     if (source / LORA_WEIGHTS).is_file():
         raise UserError(
             f'{source}: is a LoRA without its base model; give the exported base model, and --lora {source}; or the run'
@@ -273,7 +273,6 @@ def _problems_of_export(given: Mapping[str, Any], pipeline: str, config: Mapping
     """Return error messages for sampling settings that an exported pipeline cannot use, by key.
 
     Args:
-        given: The settings.
         pipeline: Class of the pipeline.
         config: Configuration of its noise scheduler.
     """

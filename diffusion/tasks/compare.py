@@ -78,7 +78,7 @@ def _images_of(model: ComparedModel, settings: CompareSettings) -> tuple[Sequenc
     """Return the image file of each prompt, and a description of one side for the key."""
     if model.files:
         return model.files, {'source': model.source}
-    # Only models need torch's and Composer's 15 s of imports.
+    # Folders of images do not need torch and Composer, whose imports take 15 s.
     from diffusion.tasks.compared_models import generate_images
 
     folder = settings.out / IMAGES / model.name.lower()

@@ -120,7 +120,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         '--difference',
         type=float,
         metavar='POINTS',
-        help='percentage points from 50 %% for which to compute the answers that are needed (default: 5)',
+        help='smallest preference to detect, in percentage points above 50%% (default: 5); used to estimate how many '
+        'more answers are needed',
     )
     analyze.add_argument('--json', action='store_const', const=True, help='print the result as JSON')
 

@@ -57,7 +57,7 @@ def generate_images(
     with claimed_checkpoint(place, 'comparison') as checkpoint:
         recipe = load(recipe_of_checkpoint(checkpoint), task='generate')
         recipe.checkpoint = str(checkpoint)
-        recipe.trainer.pop('device', None)  # of the machine that trained; this one may have another
+        recipe.trainer.pop('device', None)  # this machine may have another than the one that trained
         components.check_device(recipe)
         model, which, _ = trained_model(recipe)
     if not isinstance(model, LatentDiffusion):

@@ -34,7 +34,6 @@ class TrainedModel(NamedTuple):
     """Model with the weights of a checkpoint.
 
     Args:
-        model: The model.
         weights: Kind of the weights that were loaded.
         checkpoint: Name of the checkpoint, such as `ba1600`.
     """

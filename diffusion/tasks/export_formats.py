@@ -23,10 +23,7 @@ def write_folder(model: nn.Module, recipe: Recipe, folder: Path, precision: torc
     """Write a model to a folder, and return what was written: a pipeline's class, or a constant of `model_card`.
 
     Args:
-        model: The model.
-        recipe: Its recipe.
         folder: The folder, which exists.
-        precision: Precision of the weights.
         lora: Write the LoRA alone.
 
     Raises:
@@ -70,6 +67,6 @@ def write_file(model: nn.Module, recipe: Recipe, file: Path, precision: torch.dt
 
 def _cast(part: Part, dtype: torch.dtype) -> Part:
     """Convert a part of a pipeline to a dtype in place, and return it."""
-    # Not part.to(): diffusers overrides it with a method that warns about modules that these parts do not have.
+    # diffusers overrides part.to() with a method that warns about modules that these parts do not have.
     nn.Module.to(part, dtype)
     return part

@@ -25,7 +25,6 @@ class ExportedPipeline:
     """Exported pipeline of diffusers that generates images as a `LatentDiffusion` does, up to rounding.
 
     Args:
-        folder: Folder of the pipeline.
         lora: Exported LoRA to add, a file or a folder.
 
     Raises:
@@ -95,7 +94,6 @@ def draw_with_export(folder: Path, args: argparse.Namespace) -> Tensor:
     """Generate one image per prompt with an exported pipeline, float32 [B, 3, height, width] in [0, 1].
 
     Args:
-        folder: Folder of the pipeline.
         args: Arguments of `diffusion generate`, which `check_generate` has checked.
     """
     pipeline = ExportedPipeline(folder, lora=None if args.lora is None else Path(args.lora))
@@ -133,7 +131,6 @@ def call_settings(pipeline: Any, *, negative: str, guidance: float) -> dict[str,
     """Return the arguments with which a pipeline draws what the model was trained on.
 
     Args:
-        pipeline: The pipeline.
         negative: Negative prompt; empty for none.
         guidance: Guidance scale; 1 or less is no guidance.
     """

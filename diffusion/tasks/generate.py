@@ -74,7 +74,7 @@ def run_generate(args: argparse.Namespace) -> int:
     with claimed_checkpoint(source, 'generate') as checkpoint:
         recipe = load(recipe_of_checkpoint(checkpoint), task='generate')
         recipe.checkpoint = str(checkpoint)
-        recipe.trainer.pop('device', None)  # of the machine that trained; this one may have another
+        recipe.trainer.pop('device', None)  # this machine may have another than the one that trained
         settings = recipe.generate
         settings.prompts, settings.out = list(args.prompts), args.out or 'generated'
         settings.seed, settings.negative_prompt, settings.weights = args.seed, args.negative, args.weights

@@ -64,7 +64,6 @@ def upload(out: Path, repository: str, card: str, *, public: bool) -> str:
     Args:
         out: The exported folder or file.
         repository: Name of the repository, which is created if it does not exist.
-        card: Content of the model card.
         public: Make a new repository public; otherwise it is private.
 
     Raises:
@@ -116,7 +115,8 @@ def _ask(request: Callable[[], Answer], repository: str) -> Answer:
     def attempt() -> Answer:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter('ignore')  # of the Hub about the front matter, such as a license it cannot know
+                # The Hub warns about the front matter, such as a license that it does not know.
+                warnings.simplefilter('ignore')
                 return request()
         except RuntimeError as error:  # raised for an upload that failed, from the reason
             raise error.__cause__ or error from None

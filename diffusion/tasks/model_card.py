@@ -64,7 +64,6 @@ def model_card(
     environment variable.
 
     Args:
-        recipe: Recipe of the run.
         checkpoint: The exported checkpoint.
         weights: Description of the exported weights, such as `ema`.
         source: Name with which users load the export: a repository or a folder.
@@ -241,7 +240,7 @@ def _sources(recipe: Recipe) -> list[str]:
     defaults = registry.signature('model', name).defaults() if registry.is_own('model', name) else {}
     for key, revision in (('pretrained', 'revision'), ('vae', 'vae_revision')):
         source = kwargs.get(key, defaults.get(key))
-        # Without a revision, another source than the default may as well be a folder of the machine that trained.
+        # A source other than the default that has no revision may be a folder of the machine that trained.
         if _is_repository(source) and (source == defaults.get(key) or kwargs.get(revision)):
             found.append(str(source))
     return [*dict.fromkeys(found)]

@@ -229,7 +229,7 @@ def _output(recipe: Recipe, name: str, shards: ShardFormat) -> StageOutput:
         work = final.path.with_name(f'.{final.path.name}.unfinished')
         data, entries = LocalPlace(work / 'dataset'), LocalPlace(work / 'entries')
         return StageOutput(final, LocalPlace(work), ShardWriter(data, entries, shards))
-    # With a store as output the nodes need not share a disk, so the state for resuming must be in the store too.
+    # Nodes that write to a store need not share a disk, so the state for resuming must be in the store too.
     # StreamingDataset ignores it: index.json does not list it.
     begun = StorePlace(f'{final}/unfinished', _scratch(recipe) / name / 'unfinished')
     return StageOutput(final, begun, ShardWriter(final, begun, shards))

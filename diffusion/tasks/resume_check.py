@@ -52,7 +52,7 @@ def _rate(recipe: Recipe, time: Timestamp, batches_per_epoch: int | None) -> flo
     base = float(registry.keywords('optimizer', recipe.optimizer)['lr'])
     if recipe.scheduler is None:
         return base
-    # All that Composer's schedules read of a trainer's state.
+    # Composer's schedules read nothing else of a trainer's state.
     state: Any = SimpleNamespace(
         timestamp=time,
         max_duration=Time.from_timestring(str(recipe.trainer['max_duration'])),

@@ -64,8 +64,8 @@ def _main(arguments: Sequence[str]) -> int:
     except (UserError, DataError, ExternalError) as error:
         if os.environ.get('DIFFUSION_TRACEBACK'):
             traceback.print_exc()
-        # All ranks find the same mistakes in a recipe, so only rank 0 prints them. Other errors, such as a missing
-        # shard, may occur on one rank only.
+        # Rank 0 alone prints mistakes in a recipe, which all ranks find. Other errors, such as a missing shard, may
+        # occur on one rank alone.
         if rank == 0 or not isinstance(error, RecipeError):
             prefix = f'rank {rank}: ' if rank else ''
             message = str(error) if recipe is None else hide_environment(recipe, str(error))

@@ -19,7 +19,7 @@ from pathlib import Path
 import diffusion
 
 NICE = 15
-"""Priority of the imports. If no core is idle, they get 3.5 % of the time that a rank gets: minutes instead of 5 s."""
+"""Priority of the imports. If no core is idle, they get 3.5% of the time that a rank gets: minutes instead of 5 s."""
 MAX_OOM_SCORE = 1000
 OOM_SCORE = Path('/proc/self/oom_score_adj')
 
@@ -32,7 +32,7 @@ def main() -> None:
     _silence()
     score = _set_oom_score(MAX_OOM_SCORE)  # if the memory is short, this process must end and not a rank
     if not getattr(sys.flags, 'safe_path', False):  # since Python 3.11
-        # Before all imports, so that they find what run.py would.
+        # Set the path before all imports, so that they find the modules that run.py would.
         sys.path[0] = str(Path(command[0]).resolve().parent)
     problem = _import(modules)
     if problem:
@@ -71,7 +71,7 @@ def run(command: list[str]) -> None:
     except SystemExit:
         raise
     except BaseException as error:
-        # Here, since the traceback of an uncaught exception would include this file.
+        # Print the traceback here, since that of an uncaught exception would include this file.
         traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
         sys.exit(1)
     sys.exit(0)
@@ -130,7 +130,7 @@ def _file_versions() -> dict[str, int]:
 
 
 def _silence() -> None:
-    """Send the output to nowhere: warnings of imports would appear in the middle of the training's lines."""
+    """Discard output: import warnings would otherwise be mixed into the training log."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
@@ -140,7 +140,7 @@ def _silence() -> None:
 def _set_oom_score(score: int) -> int:
     """Set the score by which the kernel chooses a process to kill when memory is short; return the one before."""
     before = 0
-    with contextlib.suppress(OSError, ValueError):  # not on systems other than Linux
+    with contextlib.suppress(OSError, ValueError):  # Linux alone has the file
         before = int(OOM_SCORE.read_text())
         OOM_SCORE.write_text(str(score))
     return before
@@ -148,7 +148,7 @@ def _set_oom_score(score: int) -> int:
 
 def _set_command_line(words: list[str]) -> None:
     """Make ps, pgrep and `diffusion.launch.liveness` see a command that is shorter than this process's."""
-    with contextlib.suppress(OSError, ValueError, IndexError):  # not on systems other than Linux
+    with contextlib.suppress(OSError, ValueError, IndexError):  # Linux alone has the file
         # Fields 48 and 49 of proc(5), counted from 1, are the addresses of the arguments; the name may have spaces.
         fields = Path('/proc/self/stat').read_text().rpartition(')')[2].split()
         begin, end = int(fields[45]), int(fields[46])

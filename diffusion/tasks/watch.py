@@ -88,11 +88,7 @@ class _Evaluation:
 
 
 class Watcher:
-    """Watcher of a run; `run` is its loop.
-
-    Args:
-        settings: What it evaluates, and how.
-    """
+    """Watcher of a run; `run` is its loop."""
 
     def __init__(self, settings: WatchSettings) -> None:
         self.settings = settings
@@ -116,7 +112,7 @@ class Watcher:
                     self._collect()
                     open_ones = self._start()
                 except (OSError, ExternalError) as error:
-                    # Of the storage; evaluations that run go on meanwhile.
+                    # The storage failed; running evaluations go on.
                     log.warning('%s: %s; trying again in %g s', self._place, error, self.settings.poll_seconds)
                     open_ones = True
                 if self.settings.once and not (open_ones or self._running or self._submitted):
@@ -186,7 +182,7 @@ class Watcher:
             return
         kept, renewal = ExitStack(), ExitStack()
         checkpoint = f'{self._place}/{name}'
-        if not is_url(self._place):  # in a bucket, the run sees the claim of the evaluation itself
+        if not is_url(self._place):  # the run sees the claim of the evaluation itself in a bucket
             kept.enter_context(holding_claim(Path(checkpoint), 'evaluation'))
         if not self._exists(name):
             log.warning('%s: was removed by its run before its evaluation began; skipped', name)
@@ -235,7 +231,7 @@ class Watcher:
             each.renewal.close()
             status = each.process.returncode
             if status == 0 and self.settings.elsewhere:
-                # From here on the claim counts until its lease ends, since nothing renews it.
+                # The claim is not renewed any more, so it counts until its lease ends.
                 log.info('%s: job submitted', each.checkpoint)
                 self._submitted.append(each)
                 continue
@@ -286,7 +282,7 @@ class Watcher:
             present = self._files.read(pin)
             if name in best and present is None:
                 self._files.write(pin, '')
-            elif name not in best and present == b'':  # not one that a user wrote something into
+            elif name not in best and present == b'':  # a pin with content is the user's own
                 self._files.delete([pin])
         log.info('best by %s: %s', metric, ', '.join(f'{name} ({values[name]:.4f})' for name in best))
 

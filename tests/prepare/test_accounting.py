@@ -93,9 +93,9 @@ def test_folder(folder: Path) -> None:
         'unknown_format': ['broken.webp'],
     }
     assert names_of(report) == PASSED_OVER
-    assert 'passed over, hidden: 2 (.DS_Store, .cache/thumbnail.png)' in report.text('out')
+    assert 'skipped, hidden: 2 (.DS_Store, .cache/thumbnail.png)' in report.text('out')
     page = (folder.parent / 'out' / 'report.html').read_text()
-    assert '<h2>Passed over</h2>' in page and 'cats/phone.HEIC' in page
+    assert '<h2>Skipped</h2>' in page and 'cats/phone.HEIC' in page
 
 
 def test_captions_file_leaves_text_files_unread(folder: Path) -> None:

@@ -236,7 +236,7 @@ def test_sources_read_the_named_formats(tmp_path: Path, kind: str) -> None:
     plain = prepare(settings_of(values | {'out': str(tmp_path / 'plain')}))
     assert plain is not None and plain.pictures == 1
     assert [note for note in plain.notes if '--formats' in note] == [
-        f'images of other formats were passed over; read them with --formats {name}' for name in EVERY
+        f'images of other formats were skipped; read them with --formats {name}' for name in EVERY
     ]
     report = prepare(settings_of(values | {'out': str(tmp_path / 'out'), 'formats': list(EVERY)}))
     assert report is not None and report.pictures == 4 and not report.passed_over and not report.notes

@@ -20,7 +20,7 @@ IMAGES = 100
 
 @pytest.fixture(scope='module')
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with images, some captions, a damaged image and two files that are passed over."""
+    """Folder with images, some captions, a damaged image and two files that are skipped."""
     folder = tmp_path_factory.mktemp('images')
     for number in range(IMAGES):
         (folder / f'{number:03}.png').write_bytes(encoded_image(number) if number != 70 else b'no image')

@@ -93,7 +93,7 @@ def test_sources_without_a_pipeline_are_refused_with_the_way_out(tmp_path, capsy
     assert f'{other}: is a FluxPipeline; use a folder of StableDiffusionPipeline, ' in problem(other)
     lora = tmp_path / 'lora'
     lora.mkdir()
-    assert f'--lora: {lora} is no exported pipeline' in problem(lora, '--lora', str(lora))
+    assert f'--lora: {lora} is not an exported pipeline' in problem(lora, '--lora', str(lora))
     sd3 = pipeline(tmp_path / 'sd3', 'StableDiffusion3Pipeline', FLOW)
     assert f'--lora: {lora}/pytorch_lora_weights.safetensors does not exist' in problem(sd3, '--lora', str(lora))
     (lora / 'pytorch_lora_weights.safetensors').touch()

@@ -17,8 +17,7 @@ import numpy as np
 
 from diffusion.config.load import RecipeError
 from diffusion.errors import UserError
-from diffusion.prepare import report_thumbnails
-from diffusion.prepare.caption_list import MAX_CAPTIONS, caption_list
+from diffusion.prepare import report_content
 from diffusion.prepare.catalog import TRAIN, Catalog
 from diffusion.prepare.counts_report import PrepareReport, utc_now
 from diffusion.prepare.dataset_record import (
@@ -33,10 +32,10 @@ from diffusion.prepare.html_report import report_page
 from diffusion.prepare.image_hashes import duplicates, find_known
 from diffusion.prepare.image_record import EarlierImages, write_images
 from diffusion.prepare.input_plan import InputPlan, SavedPlan, at_planned_version
-from diffusion.prepare.part_list import PartList
 from diffusion.prepare.pipeline import Preparation, Run
+from diffusion.prepare.report_content import MAX_CAPTIONS, caption_list
 from diffusion.prepare.settings import PrepareSettings, check_settings
-from diffusion.prepare.source import NamedCount, Source, count_named
+from diffusion.prepare.source import NamedCount, PartList, Source, count_named
 from diffusion.prepare.work_dir import Share, WorkFolder
 from diffusion.prepare.worker_pool import run_jobs
 from diffusion.storage.atomic import remove, write_atomically
@@ -342,9 +341,9 @@ class _Addition(Preparation):
         page = report_page(
             report,
             self.settings.out,
-            buckets=report_thumbnails.of_buckets(catalog, self.buckets),
+            buckets=report_content.of_buckets(catalog, self.buckets),
             held_out=[],
-            rejected=report_thumbnails.of_reasons(catalog, repeats),
+            rejected=report_content.of_reasons(catalog, repeats),
         )
         lines = set(caption_lines(self.dataset))
         new = [caption for caption in caption_list(catalog).splitlines() if caption not in lines]

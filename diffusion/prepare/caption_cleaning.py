@@ -6,7 +6,7 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
-from diffusion.prepare.rejection import Unfit
+from diffusion.prepare.source import Unfit
 from diffusion.storage.text_tables import is_misread
 
 MIN_LENGTH = 1

@@ -15,9 +15,9 @@ from typing import Any
 
 from diffusion.errors import DataError, UserError
 from diffusion.prepare.bucket_choice import Buckets
-from diffusion.prepare.computed_columns import BATCH_IMAGES, BATCH_PIXELS, compute_columns
+from diffusion.prepare.extra_columns import BATCH_IMAGES, BATCH_PIXELS, compute_columns
 from diffusion.prepare.image_decoding import decode_image
-from diffusion.prepare.part_shards import ShardPlace, format_of, read_stored
+from diffusion.prepare.part_shards import ShardPlace, fetch_tables, format_of, read_stored, store_tables
 from diffusion.prepare.process_sample import (
     THUMBNAIL_SIDE,
     Candidate,
@@ -26,7 +26,6 @@ from diffusion.prepare.process_sample import (
     sample_columns,
     thumbnail,
 )
-from diffusion.prepare.rejection import Unfit
 from diffusion.prepare.sample_table import InputRow, SampleRow, write_tables
 from diffusion.prepare.settings import PrepareSettings
 from diffusion.prepare.source import (
@@ -36,10 +35,10 @@ from diffusion.prepare.source import (
     Part,
     PassedOver,
     Source,
+    Unfit,
     count_details,
     count_named,
 )
-from diffusion.prepare.stored_parts import fetch_tables, store_tables
 from diffusion.prepare.work_dir import read_json
 from diffusion.prepare.worker_pool import Note
 from diffusion.storage import mds

@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
-from diffusion.prepare.caption_list import CAPTIONS
+from diffusion.prepare.catalog import DUPLICATE
 from diffusion.prepare.counts_report import REPORT, PrepareReport
-from diffusion.prepare.dataset_record import RecordedDataset
+from diffusion.prepare.dataset_record import Entries, RecordedDataset
 from diffusion.prepare.html_report import HTML_REPORT, report_page
-from diffusion.prepare.merged_report import merged_report
+from diffusion.prepare.report_content import CAPTIONS
+from diffusion.prepare.source import NamedCount, count_details, count_named
 from diffusion.storage.atomic import write_atomically
 
 
@@ -72,3 +75,120 @@ def _is_current(dataset: RecordedDataset, report: PrepareReport) -> bool:
                 for name in ('deliveries', 'removed', 'buckets', 'held_out')
             )
     return False
+
+
+def merged_report(
+    reports: Sequence[PrepareReport], entries: Entries, *, removed: int, removed_held_out: int = 0
+) -> PrepareReport:
+    """Return the report of a dataset: sums of counts and histograms, and one line per delivery.
+
+    Args:
+        reports: Reports of the deliveries, in order.
+        entries: Index entries of the dataset's shards by bucket, which count the samples that are left.
+        removed: Number of images that were removed after their delivery.
+        removed_held_out: Number of images that were removed from the held-out dataset.
+    """
+    first, last = reports[0], reports[-1]
+    samples = {bucket: sum(shard['samples'] for shard in shards) for bucket, shards in entries.items()}
+    empty = [bucket for report in reports for bucket in report.empty_buckets if not samples.get(bucket)]
+    held_out = first.held_out
+    if held_out is not None and removed_held_out:
+        held_out = replace(held_out, pictures=held_out.pictures - removed_held_out)
+    licenses = list(dict.fromkeys(report.license for report in reports if report.license))
+    return PrepareReport(
+        source=', '.join(dict.fromkeys(report.source for report in reports)),
+        arguments={**last.arguments, 'out': first.arguments['out']},
+        max_rejected=last.max_rejected,
+        versions=last.versions,
+        license='; '.join(licenses) or (None if any(report.license is None for report in reports) else ''),
+        pictures=sum(report.pictures for report in reports) - removed,
+        buckets={bucket: count for bucket, count in samples.items() if count},
+        empty_buckets=list(dict.fromkeys([*empty, *(bucket for bucket, count in samples.items() if not count)])),
+        bytes={
+            bucket: sum(shard['raw_data']['bytes'] for shard in shards) for bucket, shards in entries.items() if shards
+        },
+        held_out=held_out,
+        rejected=_sum([report.rejected for report in reports]),
+        details=_summed_details(reports),
+        repaired=_sum([{'': report.repaired} for report in reports])[''],
+        passed_over=_sum([report.passed_over for report in reports]),
+        inputs=sum(report.inputs or 0 for report in reports),
+        notes=list(dict.fromkeys(note for report in reports for note in report.notes)),
+        statistics=_merged_statistics([report.statistics for report in reports]),
+        fingerprint=first.fingerprint if len(reports) == 1 and not removed else None,
+        date=last.date,
+        seconds=round(last.seconds, 1),
+        deliveries=[delivery_line(report) for report in reports],
+        removed=removed,
+    )
+
+
+def delivery_line(report: PrepareReport) -> dict[str, Any]:
+    """Return date, source and counts of one delivery."""
+    rejected = {reason: entry.count for reason, entry in sorted(report.rejected.items())}
+    return {
+        'date': report.date,
+        'source': report.source,
+        'inputs': report.inputs,
+        'kept': report.pictures + (0 if report.held_out is None else report.held_out.pictures),
+        'duplicates': rejected.pop(DUPLICATE, 0),
+        'rejected': sum(rejected.values()),
+        'passed_over': sum(files.count for files in report.passed_over.values()),
+    }
+
+
+def _sum(counts: Sequence[dict[str, NamedCount]]) -> dict[str, NamedCount]:
+    """Return the sums of counts by kind, with the names of the first ones."""
+    total: dict[str, NamedCount] = {}
+    for each in counts:
+        for kind, found in each.items():
+            count_named(total, kind, found.count, found.names)
+    return total
+
+
+def _summed_details(reports: Sequence[PrepareReport]) -> dict[str, dict[str, int]]:
+    total: dict[str, dict[str, int]] = {}
+    for report in reports:
+        for reason, found in report.details.items():
+            count_details(total, reason, found)
+    return total
+
+
+def _merged_statistics(statistics: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return histograms with the sums of the counts; of the quantiles, only minimum and maximum can be merged."""
+    merged: dict[str, Any] = {}
+    for name in statistics[0]:
+        found = [each[name] for each in statistics if sum(each.get(name, {}).get('counts', ()))]
+        if not found:
+            continue
+        quantiles = [each['quantiles'] for each in found]
+        ends = {'0%': min(each['0%'] for each in quantiles), '100%': max(each['100%'] for each in quantiles)}
+        merged[name] = {
+            'edges': found[0]['edges'],
+            'counts': [sum(counts) for counts in zip(*(each['counts'] for each in found), strict=True)],
+            'quantiles': quantiles[0] if len(found) == 1 else ends,
+        }
+    return merged
+
+
+def without_names(report: PrepareReport, keys: frozenset[str]) -> PrepareReport:
+    """Return a report in which no list of examples names one of these keys; the counts stay."""
+
+    def kept(counts: dict[str, NamedCount]) -> dict[str, NamedCount]:
+        return {
+            kind: NamedCount(found.count, [name for name in found.names if not _names_any(name, keys)])
+            for kind, found in counts.items()
+        }
+
+    return PrepareReport(
+        **{name: value for name, value in vars(report).items() if name not in ('rejected', 'repaired', 'passed_over')},
+        rejected=kept(report.rejected),
+        repaired=kept({'': report.repaired})[''],
+        passed_over=kept(report.passed_over),
+    )
+
+
+def _names_any(name: str, keys: frozenset[str]) -> bool:
+    """Return True if an example in a report is one of these keys, or the duplicate of one."""
+    key, _, original = name.removesuffix(')').partition(' (duplicate of ')
+    return name in keys or key in keys or original in keys

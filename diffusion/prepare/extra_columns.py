@@ -1,11 +1,28 @@
-"""Conversion of metadata columns to JSON values."""
+"""Metadata columns: conversion to JSON values, and computation by a user's function before the filters."""
 
 import datetime
 import decimal
+import functools
+import hashlib
+import importlib.util
 import json
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from PIL import Image
+
+from diffusion.errors import UserError
+
+FUNCTION = 'columns'
+"""Name of the function in the user's file."""
+BATCH_IMAGES = 64
+BATCH_PIXELS = 2**26
+"""Limits of a batch; the pixels are those of the decoded images, 200 MB."""
+RESERVED = ('caption_length', 'perceptual_hash', 'source_height', 'source_width', 'language')
+"""Columns of our own, which a function may not compute."""
 
 
 def json_value(value: Any) -> Any:
@@ -41,3 +58,66 @@ def read_columns(text: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         return {'bad_metadata': f'{type(error).__name__}: {error}'}
     return columns if isinstance(columns, dict) else {'bad_metadata': f'{type(columns).__name__}, not an object'}
+
+
+def source_hash(path: str) -> str:
+    """Return the SHA-256 of the user's file, by which a dataset records the function that computed its columns."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def file_problem(path: str) -> str | None:
+    """Return the reason why a file cannot be used, without running it; None if it can be read."""
+    if not path.endswith('.py'):
+        return f'{path} is not a Python file; give one with a function `{FUNCTION}`'
+    try:
+        source_hash(path)
+    except OSError as error:
+        return f'{path}: {error.strerror}; give a Python file with a function `{FUNCTION}`'
+    return None
+
+
+def compute_columns(
+    path: str, images: Sequence[Image.Image], captions: Sequence[Sequence[str]]
+) -> list[dict[str, Any]]:
+    """Return the columns of each image of a batch, as JSON values, by the function in the user's file.
+
+    Args:
+        path: The file; it is run once per process.
+        images: B decoded images in RGB, at their original size.
+
+    Raises:
+        UserError: The file has no such function, or the function does not return a dictionary of columns with B values
+            each. Exceptions of the file and the function themselves are raised as they are.
+    """
+    found = _function(str(Path(path).resolve()))(list(images), [list(each) for each in captions])
+    if not isinstance(found, Mapping):
+        raise UserError(
+            f'{path}: {FUNCTION}() returned a {type(found).__name__}; return a dictionary such as '
+            "{'score': [0.1, 0.7]}, with a value for each image"
+        )
+    rows: list[dict[str, Any]] = [{} for _ in images]
+    for name, values in found.items():
+        if not isinstance(name, str) or name in RESERVED:
+            raise UserError(f'{path}: {FUNCTION}() returned the column {name!r}; use another name')
+        values = values.tolist() if hasattr(values, 'tolist') else values  # an array of NumPy or PyTorch
+        if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != len(images):
+            count = len(values) if isinstance(values, Sequence) and not isinstance(values, str) else 'no list of'
+            raise UserError(
+                f'{path}: {FUNCTION}() returned {count} values of {name!r} for {len(images)} images; return one each'
+            )
+        for row, value in zip(rows, values, strict=True):
+            row[name] = json_value(value.item() if hasattr(value, 'item') else value)
+    return rows
+
+
+@functools.cache
+def _function(path: str) -> Any:
+    """Run the user's file and return its function."""
+    spec = importlib.util.spec_from_file_location(f'computed_columns_{Path(path).stem}', path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    function = getattr(module, FUNCTION, None)
+    if not callable(function):
+        raise UserError(f'{path}: has no function `{FUNCTION}`; define {FUNCTION}(images, captions)')
+    return function

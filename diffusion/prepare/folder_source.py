@@ -16,7 +16,7 @@ from typing import Any
 import xxhash
 
 from diffusion.errors import UserError
-from diffusion.prepare.caption_files import NO_PATH, read_caption_rows
+from diffusion.prepare.caption_files import NO_PATH, read_caption_rows, read_sidecars
 from diffusion.prepare.dataset_splits import refuse_mixed_splits
 from diffusion.prepare.extra_columns import json_value
 from diffusion.prepare.file_listing import (
@@ -29,8 +29,6 @@ from diffusion.prepare.file_listing import (
     local_copy,
 )
 from diffusion.prepare.optional_formats import format_of_suffix
-from diffusion.prepare.part_list import PartList
-from diffusion.prepare.sidecars import read_sidecars
 from diffusion.prepare.sorted_files import File
 from diffusion.prepare.source import (
     IMAGE_SUFFIXES,
@@ -38,6 +36,7 @@ from diffusion.prepare.source import (
     Entry,
     NamedCount,
     Part,
+    PartList,
     PassedOver,
     column_list,
     count_named,

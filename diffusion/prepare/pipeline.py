@@ -21,9 +21,8 @@ from tqdm import tqdm
 
 from diffusion.config.load import RecipeError
 from diffusion.errors import UserError
-from diffusion.prepare import report_thumbnails
+from diffusion.prepare import report_content
 from diffusion.prepare.bucket_choice import Buckets
-from diffusion.prepare.caption_list import CAPTIONS, caption_list
 from diffusion.prepare.catalog import HELD_OUT, REJECTED, TRAIN, Catalog
 from diffusion.prepare.convert_part import PartJob, read_counts
 from diffusion.prepare.counts_report import REPORT, HeldOut, PrepareReport, rejection_lines, utc_now
@@ -34,18 +33,17 @@ from diffusion.prepare.dataset_record import (
     with_indexes,
     write_delivery,
 )
-from diffusion.prepare.histograms import long_captions_note, statistics_of
 from diffusion.prepare.html_report import HTML_REPORT, report_page
 from diffusion.prepare.image_record import write_images
-from diffusion.prepare.input_plan import InputPlan, at_planned_version
+from diffusion.prepare.input_plan import InputPlan, Piece, at_planned_version, pieces_of
 from diffusion.prepare.optional_formats import format_of_suffix
 from diffusion.prepare.output_folders import output_of, shard_writer
 from diffusion.prepare.pack_shards import ShardJob, plan_shards, write_indexes
-from diffusion.prepare.pieces import Piece, pieces_of
+from diffusion.prepare.part_shards import list_stored
 from diffusion.prepare.process_sample import sample_columns
+from diffusion.prepare.report_content import CAPTIONS, caption_list, long_captions_note, statistics_of
 from diffusion.prepare.settings import PrepareSettings, check_settings
 from diffusion.prepare.source import NamedCount, Source, count_details, count_named
-from diffusion.prepare.stored_parts import list_stored
 from diffusion.prepare.work_dir import Share, WorkFolder
 from diffusion.prepare.worker_pool import WorkerJob, run_jobs
 from diffusion.storage.atomic import write_atomically
@@ -253,9 +251,9 @@ class Preparation:
         html = report_page(
             report,
             self.settings.out,
-            buckets=report_thumbnails.of_buckets(catalog, self.buckets),
-            held_out=report_thumbnails.of_held_out(catalog),
-            rejected=report_thumbnails.of_reasons(catalog, repeats),
+            buckets=report_content.of_buckets(catalog, self.buckets),
+            held_out=report_content.of_held_out(catalog),
+            rejected=report_content.of_reasons(catalog, repeats),
         )
         write_atomically(self.work.train.dataset / HTML_REPORT, html)
         write_atomically(self.work.train.dataset / CAPTIONS, caption_list(catalog))

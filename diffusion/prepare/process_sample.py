@@ -13,10 +13,9 @@ from diffusion.prepare.caption_cleaning import usable_captions
 from diffusion.prepare.extra_columns import json_value
 from diffusion.prepare.image_decoding import DecodedImage, covering_size, decode_image, encode, shrink
 from diffusion.prepare.image_hashes import exact_hash, perceptual_hash
-from diffusion.prepare.rejection import Unfit
 from diffusion.prepare.sample_table import InputRow
 from diffusion.prepare.settings import PrepareSettings
-from diffusion.prepare.source import Entry
+from diffusion.prepare.source import Entry, Unfit
 
 COLUMNS = {'image': 'bytes', 'captions': 'json', 'width': 'int', 'height': 'int', 'key': 'str', 'metadata': 'json'}
 """MDS encodings by column; width and height are those of the stored image, in pixels."""

@@ -27,7 +27,7 @@ from diffusion.prepare.dataset_record import (
     index_hashes,
     with_indexes,
 )
-from diffusion.prepare.dataset_reports import caption_lines, finish_change, write_captions
+from diffusion.prepare.dataset_reports import caption_lines, finish_change, without_names, write_captions
 from diffusion.prepare.image_record import (
     HASHES,
     IMAGE_SCHEMA,
@@ -38,7 +38,6 @@ from diffusion.prepare.image_record import (
     read_rows,
     write_removed,
 )
-from diffusion.prepare.merged_report import without_names
 from diffusion.prepare.shard_rewriting import check_shard, rewrite_shard
 from diffusion.storage import mds
 from diffusion.storage.atomic import write_atomically

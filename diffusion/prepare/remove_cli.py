@@ -242,7 +242,7 @@ def _hash_of(path: Path, dataset: 'RecordedDataset') -> str:
     from diffusion.prepare.image_decoding import decode_image
     from diffusion.prepare.image_hashes import exact_hash
     from diffusion.prepare.process_sample import resized_to
-    from diffusion.prepare.rejection import Unfit
+    from diffusion.prepare.source import Unfit
 
     settings = dataset.record.settings
     smaller = None

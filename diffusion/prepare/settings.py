@@ -18,7 +18,7 @@ from diffusion.config.secret_patterns import secret_problems
 from diffusion.config.yaml_files import UnreadableYAML, merge_and_resolve, read_chain
 from diffusion.errors import UserError
 from diffusion.prepare.bucket_choice import sizes_problem
-from diffusion.prepare.computed_columns import file_problem, source_hash
+from diffusion.prepare.extra_columns import file_problem, source_hash
 from diffusion.prepare.file_listing import is_remote
 from diffusion.prepare.filters import Filters
 from diffusion.prepare.image_decoding import MAX_PIXELS

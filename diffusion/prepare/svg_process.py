@@ -1,4 +1,4 @@
-"""Program that renders SVG drawings, run by `svg_rendering` as a process of its own: a drawing can crash or hang it.
+"""Program that renders SVG drawings, run by `optional_formats` as a process of its own: a drawing can crash or hang it.
 
 It reads requests from standard input and writes answers to standard output, until the input ends. It is run by its path
 and imports no other module of this package, so that it starts within a tenth of a second.
@@ -76,7 +76,7 @@ def check(svg: bytes) -> None:
 
 def rendered(svg: str, side: int) -> bytes:
     """Return a drawing as a PNG whose longer side has `side` pixels."""
-    import resvg_py  # an extra, and `svg_rendering` imports this module without it
+    import resvg_py  # an extra, and `optional_formats` imports this module without it
 
     png = resvg_py.svg_to_bytes(svg_string=svg, width=side, height=side, skip_system_fonts=True)
     return bytes(png)

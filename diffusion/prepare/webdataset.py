@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from diffusion.prepare.caption_files import read_sidecars
 from diffusion.prepare.dataset_splits import refuse_mixed_splits
 from diffusion.prepare.file_listing import (
     as_utf8,
@@ -13,7 +14,6 @@ from diffusion.prepare.file_listing import (
     single_file_part,
     with_passed_over,
 )
-from diffusion.prepare.sidecars import read_sidecars
 from diffusion.prepare.source import IMAGE_SUFFIXES, CaptionText, Entry, Part, PassedOver, column_list
 from diffusion.prepare.tar_reading import DamagedTar, Member, members
 

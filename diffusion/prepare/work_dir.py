@@ -80,7 +80,7 @@ class WorkFolder:
 
     @property
     def parts(self) -> Path:
-        """Path of the folder with one folder per converted piece of the input (`pieces`)."""
+        """Path of the folder with one folder per converted piece of the input (`input_plan.Piece`)."""
         return self.path / 'parts'
 
     @property

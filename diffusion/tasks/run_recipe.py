@@ -5,7 +5,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.config.load import (
@@ -123,8 +124,6 @@ def run_task(recipe: Recipe) -> None:
 
 def print_results(recipe: Recipe) -> None:
     """Print on rank 0 where the run's files are."""
-    from diffusion.tasks.result_files import describe_results
-
     if os.environ.get('RANK', '0') == '0':
         print(describe_results(recipe))
 
@@ -140,3 +139,32 @@ def configure_logging() -> None:
     handler.setFormatter(formatter('%(asctime)s %(levelname)s: %(message)s', datefmt='%H:%M:%S'))
     logging.basicConfig(handlers=[handler])
     logging.getLogger('diffusion').setLevel(logging.INFO if is_main else logging.WARNING)
+
+
+def describe_results(recipe: Recipe) -> str:
+    """Return a line for each kind of file that the run has, and for each list of captions of its data."""
+    from diffusion.checkpointing.checkpoint_store import list_checkpoints
+
+    run = recipe.run_dir
+    newest = [f'{recipe.run_place}/{path.name}' for path in list_checkpoints(run)[:1]]
+    found = [
+        ('loss curve', run / 'loss.png'),
+        ('image grids', run / 'images'),
+        ('metrics of the evaluation', run / 'evaluation.json'),
+        ('generated and real images', run / 'samples.png'),
+        *(('captions of the data', path) for path in caption_files(recipe)),
+    ]
+    lines = [('newest checkpoint', name) for name in newest]
+    lines += [(label, str(path)) for label, path in found if path.exists()]
+    return '\n'.join([f'{recipe.run_place}:', *(f'  {label:26s} {path}' for label, path in lines)])
+
+
+def caption_files(recipe: Recipe) -> Iterator[Path]:
+    """Yield the existing lists of captions in the local folders of a recipe's streams and in the folders above."""
+    from diffusion.prepare.report_content import CAPTIONS
+
+    # A training stream may have latents, which are in another folder than the images that they were made from.
+    streams = [*recipe.streams.values(), *recipe.eval_streams.values(), *recipe.precompute.streams.values()]
+    locals_ = [Path(stream.local) for stream in streams if stream.local is not None]
+    candidates = dict.fromkeys(folder / CAPTIONS for local in locals_ for folder in (local, local.parent))
+    yield from (path for path in candidates if path.is_file())

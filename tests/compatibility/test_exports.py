@@ -17,7 +17,7 @@ import torch
 from diffusers import DiffusionPipeline
 from diffusion.config.registry import TARGETS
 from diffusion.models import builders, mmdit_builders, prx_builders, sdxl_builders
-from diffusion.tasks.export_formats import write_folder
+from diffusion.tasks.export import write_folder
 
 mode, root, vae = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 MODELS = {

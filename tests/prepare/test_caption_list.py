@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from drawn import DrawnSource, draw, encode, samples, settings
 
-from diffusion.prepare import caption_list
+from diffusion.prepare import report_content
 from diffusion.prepare.engines import run_job
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.source import Entry
@@ -49,7 +49,7 @@ def test_captions_of_duplicates_are_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize('limit', [1, 5, 9, 10_000])
 def test_the_first_distinct_captions_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    monkeypatch.setattr(caption_list, 'MAX_CAPTIONS', limit)
+    monkeypatch.setattr(report_content, 'MAX_CAPTIONS', limit)
     found = captions(tmp_path / 'out')
     in_order = dict.fromkeys(caption for sample in samples(tmp_path / 'out/16px') for caption in sample['captions'])
     assert found == sorted(list(in_order)[:limit])

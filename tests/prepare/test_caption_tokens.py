@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from prepare.drawn import draw, encode
 
 from diffusion.models.pretrained import clip_tokenizer
-from diffusion.prepare.caption_tokens import CLIP_TOKENS, clip_token_counts
 from diffusion.prepare.pipeline import prepare
+from diffusion.prepare.report_content import CLIP_TOKENS, clip_token_counts
 from diffusion.prepare.settings import settings_of
 
 TOKENIZER = clip_tokenizer()

@@ -17,7 +17,7 @@ import pandas
 from drawn import snapshot
 from test_append import add, contents, indexed, sliced, start
 from diffusion.cli import main
-from diffusion.prepare import report_thumbnails
+from diffusion.prepare import report_content
 from sudden_death import die_before
 
 FOLDER = Path(sys.argv[2])

@@ -16,7 +16,7 @@ sys.path[:0] = [sys.argv[1], os.path.dirname(sys.argv[1])]
 from pathlib import Path
 from drawn import DrawnSource, settings, snapshot
 import pandas
-from diffusion.prepare import convert_part, engines, pack_shards, report_thumbnails
+from diffusion.prepare import convert_part, engines, pack_shards, report_content
 from diffusion.prepare.pipeline import prepare
 from sudden_death import die_before
 

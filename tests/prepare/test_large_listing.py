@@ -13,13 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from diffusion.errors import UserError
-from diffusion.prepare import file_listing, part_list, sorted_files
+from diffusion.prepare import file_listing, sorted_files, source
 from diffusion.prepare.folder_source import FolderSource
 from diffusion.prepare.input_plan import InputPlan, SavedPlan
-from diffusion.prepare.part_list import PartList
 from diffusion.prepare.settings import PrepareSettings, SourceSettings
 from diffusion.prepare.sorted_files import File, SortedFiles
-from diffusion.prepare.source import Part
+from diffusion.prepare.source import Part, PartList
 from diffusion.prepare.work_dir import WorkFolder
 
 # Few letters, so that stems, folders and hidden files often begin alike.
@@ -77,7 +76,7 @@ def test_files_are_sorted_in_runs_and_may_be_read_again_and_side_by_side(monkeyp
 
 
 def test_list_of_parts_is_like_a_list_also_on_disk(monkeypatch):
-    monkeypatch.setattr(part_list, 'MEMORY_BYTES', 100)
+    monkeypatch.setattr(source, 'MEMORY_BYTES', 100)
     values = ['é\n', {'b': 1, 'a': None}]
     parts = [Part(f'part-{number}', {'n': number, 'values': values}, number, f's{number}') for number in range(9)]
     found = PartList(parts)
@@ -129,7 +128,7 @@ def test_other_input_is_named_by_its_parts(prepared, tmp_path, monkeypatch):
 def test_memory_of_a_plan_does_not_grow_with_its_files(prepared, tmp_path, monkeypatch):
     monkeypatch.setattr(sorted_files, 'IN_MEMORY', 2000)
     monkeypatch.setattr(sorted_files, 'BLOCK', 100)
-    monkeypatch.setattr(part_list, 'MEMORY_BYTES', 10_000)
+    monkeypatch.setattr(source, 'MEMORY_BYTES', 10_000)
 
     def synthetic(count: int) -> Iterator[File]:
         for number in range(count // 2):

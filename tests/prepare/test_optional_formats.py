@@ -18,12 +18,12 @@ from prepare.drawn import encode as file_of
 from prepare.drawn import smooth, tar_of
 
 from diffusion.errors import UserError
-from diffusion.prepare import svg_process, svg_rendering
+from diffusion.prepare import optional_formats, svg_process
 from diffusion.prepare.image_decoding import MAX_PIXELS, DecodedImage, decode_image
 from diffusion.prepare.optional_formats import JxlHeader, pillow_formats, read_jxl_header
 from diffusion.prepare.pipeline import prepare
-from diffusion.prepare.rejection import Unfit
 from diffusion.prepare.settings import settings_of
+from diffusion.prepare.source import Unfit
 
 EVERY = ('heic', 'jxl', 'svg')
 XMLNS = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
@@ -161,8 +161,8 @@ def test_drawing_that_takes_too_long_ends_its_process(monkeypatch: pytest.Monkey
     program = Path(svg_process.__file__).read_text().replace('TIMEOUT_SECONDS = 20', 'TIMEOUT_SECONDS = 1')
     (tmp_path / 'svg_process.py').write_text(program)
     monkeypatch.setattr(svg_process, '__file__', str(tmp_path / 'svg_process.py'))
-    renderer = svg_rendering._Renderer()
-    monkeypatch.setattr(svg_rendering, '_renderer', lambda: renderer)
+    renderer = optional_formats._Renderer()
+    monkeypatch.setattr(optional_formats, '_renderer', lambda: renderer)
     region = 'x="-1000000" y="-1000000" width="9000000" height="9000000" filterUnits="userSpaceOnUse"'
     noise = f'<filter id="f" {region}><feTurbulence numOctaves="1000000"/></filter>'
     assert reason(svg(f'{noise}<rect filter="url(#f)" width="9" height="9"/>')) == 'svg_too_complex'
@@ -172,7 +172,7 @@ def test_drawing_that_takes_too_long_ends_its_process(monkeypatch: pytest.Monkey
 
 def test_renderer_ends_with_its_worker(tmp_path: Path) -> None:
     program = (
-        'from diffusion.prepare.svg_rendering import _renderer, render_svg\n'
+        'from diffusion.prepare.optional_formats import _renderer, render_svg\n'
         'import os, signal\n'
         'render_svg(b\'<svg xmlns="http://www.w3.org/2000/svg"/>\', side=9, max_pixels=999)\n'
         'print(_renderer()._process.pid, flush=True)\n'

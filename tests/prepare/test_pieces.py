@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from drawn import encoded_image, snapshot
 
-from diffusion.prepare import folder_source, pieces
+from diffusion.prepare import folder_source, input_plan
 from diffusion.prepare.convert_part import PartJob
 from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.engines import run_job
@@ -51,7 +51,7 @@ def test_small_folder_is_divided_and_its_dataset_is_the_same(
     divided: list[str] = []
     report = run(images, tmp_path / 'divided', divided, duplicates='near', hold_out=5)
     assert divided == [f'pictures-000000.{number}' for number in range(4)], '32 images each, and the rest'
-    monkeypatch.setattr(pieces, 'FEW_PARTS', 0)
+    monkeypatch.setattr(input_plan, 'FEW_PARTS', 0)
     whole: list[str] = []
     expected = run(images, tmp_path / 'whole', whole, duplicates='near', hold_out=5)
     assert whole == ['pictures-000000']
@@ -71,11 +71,11 @@ def test_parts_are_not_divided_into_many_small_pieces(
 ) -> None:
     monkeypatch.setattr(folder_source, 'MIN_IMAGES', 1)
     monkeypatch.setattr(folder_source, 'PART_IMAGES', 40)
-    monkeypatch.setattr(pieces, 'PIECES', 6)
+    monkeypatch.setattr(input_plan, 'PIECES', 6)
     jobs: list[str] = []
     run(images, tmp_path / 'out', jobs)
     assert jobs == [f'pictures-{part:06}.{number}' for part in range(3) for number in range(2)]
-    monkeypatch.setattr(pieces, 'FEW_PARTS', 3)
+    monkeypatch.setattr(input_plan, 'FEW_PARTS', 3)
     jobs.clear()
     run(images, tmp_path / 'other', jobs)
     assert jobs == [f'pictures-{part:06}' for part in range(3)]

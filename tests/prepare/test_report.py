@@ -16,10 +16,10 @@ from drawn import DrawnSource, draw, encode, settings
 from PIL import Image
 
 from diffusion.evaluation.image_sheet import Figure
-from diffusion.prepare import html_report, report_thumbnails
+from diffusion.prepare import html_report, report_content
 from diffusion.prepare.counts_report import PrepareReport
+from diffusion.prepare.dataset_reports import merged_report, without_names
 from diffusion.prepare.html_report import report_page
-from diffusion.prepare.merged_report import merged_report, without_names
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.source import Entry, NamedCount
 
@@ -157,15 +157,15 @@ def test_page_of_three_resolutions_with_all_shapes_is_small() -> None:
     file = io.BytesIO()
     Image.fromarray(rng.integers(0, 256, (96, 96, 3), np.uint8)).save(file, 'JPEG', quality=70)
     noise = Figure([file.getvalue()], 'x' * 10_000)
-    buckets = {f'bucket {number}': [noise] * (report_thumbnails.MAX_BUCKET_THUMBNAILS // 123) for number in range(123)}
+    buckets = {f'bucket {number}': [noise] * (report_content.MAX_BUCKET_THUMBNAILS // 123) for number in range(123)}
     report = PrepareReport(source='s', arguments={}, inputs=1)
-    report.rejected = {f'reason {number}': NamedCount(1, ['x']) for number in range(report_thumbnails.MAX_REASONS)}
+    report.rejected = {f'reason {number}': NamedCount(1, ['x']) for number in range(report_content.MAX_REASONS)}
     text = report_page(
         report,
         'out',
         buckets=buckets,
         held_out=[],
-        rejected={name: [noise] * report_thumbnails.THUMBNAILS_PER_REASON for name in report.rejected},
+        rejected={name: [noise] * report_content.THUMBNAILS_PER_REASON for name in report.rejected},
     )
     assert len(text) < 5e6
 

@@ -1,7 +1,7 @@
 """Where a run's files are, as printed at its end."""
 
 from diffusion.config.load import load
-from diffusion.tasks.result_files import describe_results
+from diffusion.tasks.run_recipe import describe_results
 
 
 def test_results_list_the_files_that_exist(write_recipe, tmp_path):

@@ -257,7 +257,7 @@ def _alternatives(inside: str, location: str) -> list[str]:
 
 def _list_expanded(wanted: list[str], location: str) -> list[File]:
     """List the expanded locations; names are relative to the folder before the first brace."""
-    # One listing of that folder instead of one request per file.
+    # List that folder once instead of making one request per file.
     base = location.partition('{')[0].rpartition('/')[0] + '/'
     base = base if '/' in location.partition('{')[0] else '.'
     listed, _ = _list(base)

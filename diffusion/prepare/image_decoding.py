@@ -67,7 +67,7 @@ def decode_image(
 def encode(image: Image.Image, *, lossless: bool, jpeg_quality: int) -> bytes:
     """Encode an image without metadata as PNG or JPEG; deterministic."""
     file = io.BytesIO()
-    # Copied, since `info` belongs to the caller.
+    # Copy `info`, which belongs to the caller.
     stripped = image.copy() if image.info else image
     stripped.info = {}  # Pillow would write location, camera and comments into the new file
     if lossless:

@@ -64,7 +64,7 @@ def perceptual_hash(image: Image.Image) -> PerceptualHash:
     thumbnail, keep the lowest 8 x 8 frequencies, and set a bit for each that is above their median.
     """
     pixels = _thumbnail(image)
-    # Integer arithmetic, so that the hash is the same on every machine.
+    # Use integer arithmetic, so that the hash is the same on every machine.
     low = _cosines() @ pixels.astype(np.int64) @ _cosines().T
     bits = (low > np.sort(low, axis=None)[31]).ravel()  # 32 of 64 are above, unless values are equal
     return PerceptualHash(int.from_bytes(np.packbits(bits).tobytes(), 'big'), float(pixels.std()) < FLAT_LEVELS)
@@ -148,7 +148,7 @@ def check_distance(max_distance: int) -> None:
 @lru_cache(maxsize=1)
 def _cosines() -> np.ndarray:
     """Return the rows of the DCT matrix for `perceptual_hash`, as integers [LOW_FREQUENCIES, THUMBNAIL_SIDE]."""
-    # 14 bits per value, so that no sum overflows int64.
+    # Values have 14 bits, so that no sum overflows int64.
     frequencies, samples = np.arange(LOW_FREQUENCIES)[:, None], np.arange(THUMBNAIL_SIDE) + 0.5
     cosines = np.cos(np.pi / THUMBNAIL_SIDE * frequencies * samples)
     cosines[0] /= np.sqrt(2)
@@ -246,8 +246,8 @@ def _pairs_by_blocks(hashes: np.ndarray, distance: int, blocks: int) -> tuple[np
 
 def _first_near(kept: np.ndarray, hashes: np.ndarray, distance: int) -> np.ndarray:
     """Return, for each hash, the index in `kept` of the first that differs in at most `distance` bits, or -1."""
-    # Sort the smaller array, and pass through the larger. Most of its hashes are near none, and have no equal key in a
-    # table of one byte per entry, which takes a tenth of the time of a binary search.
+    # Sort the smaller array, and pass through the larger. Most hashes of the larger are not near any of the smaller,
+    # and have no equal key in a table of one byte per entry, which takes a tenth of the time of a binary search.
     swapped = len(hashes) < len(kept)
     few, many = (hashes, kept) if swapped else (kept, hashes)
     found = np.full(len(hashes), len(kept))

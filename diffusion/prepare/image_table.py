@@ -199,7 +199,7 @@ class LocalImages:
             Unfit: It is outside the dataset, missing, or must not be read.
             OSError: It cannot be read at the moment.
         """
-        # Compared as text: the files of a snapshot in the Hub's cache are links to files beside the snapshot.
+        # Compare the paths as text: the files of a snapshot in the Hub's cache are links to files beside the snapshot.
         root = os.path.abspath(self.root)
         if os.path.isabs(path) and os.path.normpath(path).startswith(root.rstrip('/') + '/'):
             names = [os.path.relpath(os.path.normpath(path), root)]

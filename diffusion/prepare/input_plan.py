@@ -193,7 +193,7 @@ def pieces_of(plan: InputPlan, source: Source) -> list[Piece]:
             found.append(whole)
             continue
         for index, part in enumerate(divided):
-            # What the report has of a part is counted once.
+            # Count the skipped files and notes of a part once, in its first piece.
             part = part if index == 0 else replace(part, passed_over={}, notes=(), license=None)
             found.append(Piece(f'{whole.name}.{index:03}', number, part, is_whole=False))
     return found

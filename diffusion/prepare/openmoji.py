@@ -166,7 +166,7 @@ def choose_emoji(
         raise UserError(
             f'--limit {limit} --offset {offset}: the limit must be positive and the offset must not be negative'
         )
-    # Shuffled, so that a limit selects emoji of every kind; by hash, so that the order depends only on the seed.
+    # Shuffle, so that a limit selects emoji of every kind, and by hash, so that the order depends only on the seed.
     order = sorted(emojis, key=lambda emoji: hashlib.sha256(f'{seed}:{emoji.hexcode}'.encode()).digest())
     if split != 'all':
         order = [emoji for emoji in order if emoji.is_heldout == (split == 'heldout')]

@@ -87,13 +87,13 @@ class JxlHeader(NamedTuple):
 
 
 def read_jxl_header(encoded: bytes) -> JxlHeader | None:
-    """Return the header of a JPEG XL file (ISO/IEC 18181-1, annexes A and D), or None if the file is none.
+    """Return the header of a JPEG XL file (ISO/IEC 18181-1, annexes A and D), or None for another file.
 
     Raises:
         ValueError: The header is incomplete.
     """
     # pillow-jxl-plugin decodes an image when it opens it, before its size could be compared with the limit, and shows
-    # the first frame of an animation without a word.
+    # the first frame of an animation without a warning.
     codestream = _jxl_codestream(encoded)
     if codestream is None:
         return None

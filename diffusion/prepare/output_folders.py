@@ -104,7 +104,8 @@ class FolderOutput:
             self.out.rename(self.staging.replaced)
 
     def put_in_place(self) -> None:
-        # Absent if an earlier start was killed after it had moved the dataset and before it removed the work folder.
+        # The folder is missing if an earlier start was killed after it had moved the dataset and before it removed the
+        # work folder.
         if self.staging.dataset.exists():
             self._check_free()  # another process may have written to it since the first check
             replace_folder(self.staging.dataset, self.out, aside=self.staging.replaced)

@@ -182,7 +182,7 @@ class Preparation:
             self.work.store_parts(stored)
         pieces = [piece for piece in self.pieces(plan) if share is None or share.includes(piece.number)]
         remaining = [piece for piece in pieces if not self.work.part(piece.name).is_dir()]
-        # Parts that another machine has converted, or an earlier start whose work folder is gone.
+        # List the parts that another machine has converted, or an earlier start whose work folder is gone.
         there = list_stored(stored) if stored is not None and remaining else {}
         if share is not None:
             remaining = [piece for piece in remaining if piece.name not in there]
@@ -433,8 +433,8 @@ class Preparation:
     def put_in_place(self, report: PrepareReport) -> None:
         """Move the complete datasets with this report to the outputs; idempotent."""
         # The training set goes last, so that it never exists without the images that were held out from it. An existing
-        # one that is replaced goes first, since it may contain images that are held out now. Not by the settings: they
-        # may have changed since an earlier start, which was killed here.
+        # one that is replaced goes first, since it may contain images that are held out now. The report decides, since
+        # the settings may have changed since the start that was killed here.
         if report.held_out is not None:
             self.outputs[TRAIN].set_aside()
             self.outputs[HELD_OUT].put_in_place()

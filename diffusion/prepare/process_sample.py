@@ -54,7 +54,7 @@ def decode_entry(entry: Entry, row: InputRow, settings: PrepareSettings, buckets
     Raises:
         Unfit: The entry is rejected.
     """
-    # Captions before the image: decoding takes most of the time.
+    # Check the captions before the image: decoding takes most of the time.
     if entry.problem is not None:
         raise Unfit(entry.problem)
     filters = settings.filters
@@ -77,7 +77,7 @@ def decode_entry(entry: Entry, row: InputRow, settings: PrepareSettings, buckets
     if problem is not None:
         raise Unfit(problem)
     row.exact_hash = exact_hash(decoded.image, decoded.pixels, (decoded.width, decoded.height))
-    # The pixels are needed no more, and many images may wait for a function that computes columns.
+    # Free the pixels: many images may wait for a function that computes columns.
     return Candidate(entry, row, replace(decoded, pixels=None))
 
 
@@ -121,7 +121,7 @@ def make_samples(
         shared[CAPTION_COLUMNS] = row.caption_columns
     samples = []
     for size, shape in chosen:
-        # Resized from the original for each bucket, so that a bucket's bytes do not depend on the other sizes.
+        # Resize from the original for each bucket, so that a bucket's bytes do not depend on the other sizes.
         encoded, (width, height) = _stored(entry.image, decoded, shape, settings)
         samples.append((buckets.name(size, shape), shared | {'image': encoded, 'width': width, 'height': height}))
     return samples

@@ -84,7 +84,8 @@ def run_remove(args: argparse.Namespace) -> int:
         whole_bucket = is_url(place) and '/' not in place.partition('://')[2]
         held_out = f'{place}-held-out'
         if not whole_bucket and place_at(held_out).read(RECORD) is not None:
-            # First the held-out images, so that a killed removal never leaves one that the training set does not know.
+            # Remove held-out images first, so that a killed removal never leaves one that the training set does not
+            # know.
             datasets.insert(0, RecordedDataset(held_out, Path(temporary, 'held-out')))
         return _remove(args, keys, datasets)
 

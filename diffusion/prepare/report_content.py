@@ -99,8 +99,8 @@ def clip_token_counts(captions: Sequence[str]) -> np.ndarray:
 
 @functools.cache
 def _tokenizer() -> Tokenizer:
-    # Built here, since transformers, whose tokenizer training uses, takes seconds to import. That one also corrects
-    # broken Unicode (ftfy), which a count need not.
+    # Build the tokenizer here, since transformers, whose tokenizer training uses, takes seconds to import. That one
+    # also corrects broken Unicode (ftfy), which does not matter for a count.
     tokens, merges = vocabulary()
     pairs = [(first, second) for first, _, second in (merge.partition(' ') for merge in merges)]
     ids = {token: index for index, token in enumerate(tokens)}

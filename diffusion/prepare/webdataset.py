@@ -169,7 +169,7 @@ class _Group:
         sample.members[last] = member
 
     def samples(self) -> Iterator[_Sample | Member]:
-        """Yield the samples, and the members of what is none: masks such as `photo.mask.png` beside `photo.jpg`."""
+        """Yield the samples, and the members of other groups: masks such as `photo.mask.png` beside `photo.jpg`."""
         plain = self._samples.get('')
         has_image = plain is not None and plain.image is not None
         for middle, sample in self._samples.items():

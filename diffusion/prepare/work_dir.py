@@ -194,7 +194,7 @@ class WorkFolder:
     def clear(self) -> None:
         """Remove everything in the folder except its locks, to start over; the caller must hold the lock."""
         self._remove_stored_parts()
-        # The plan last, since it tells the next start that there is something to clear.
+        # Remove the plan last, since it tells the next start that there is something to clear.
         for path in sorted(self.path.iterdir(), key=lambda path: path == self.plan):
             if path != self.append and not path.name.startswith(LOCK):
                 remove(path)

@@ -95,7 +95,7 @@ class _Worker:
         context = multiprocessing.get_context('forkserver')
         context.set_forkserver_preload(PRELOAD)
         _start_forkserver()
-        # Shared memory, not a message: the parent can still read it after the worker was killed.
+        # The note is in shared memory, which the parent can still read after the worker was killed.
         self._note = context.RawArray('c', NOTE_BYTES)
         self.pipe, child_pipe = context.Pipe()
         self._process = context.Process(target=_serve, args=(child_pipe, self._note, dict(os.environ)), daemon=True)
@@ -124,7 +124,8 @@ class _Worker:
         try:
             result, job_error, worker_traceback = self.pipe.recv()
         except OSError as error:
-            # Raised instead of EOFError if the process died within a message or before it read its job.
+            # These errors are raised instead of EOFError if the process died within a message or before it read its
+            # job.
             raise EOFError from error
         if job_error is not None:
             raise job_error from _WorkerTraceback(worker_traceback)

@@ -219,7 +219,7 @@ def check_export(
 
 def missing_parts(folder: Path) -> list[str]:
     """Return the names of the parts that an exported pipeline was saved without, such as Stable Diffusion 3's T5."""
-    # Those that diffusers considers optional need not be named, but may be.
+    # Parts that diffusers considers optional need not be named, but may be.
     return [name for name, value in _read_json(folder / MODEL_INDEX).items() if value == [None, None]]
 
 

@@ -58,7 +58,7 @@ def build_page(settings: CompareSettings) -> None:
         equal[prompt] = a.size == b.size and bool(np.array_equal(np.asarray(a), np.asarray(b)))
         return a, b
 
-    # The page last: its folder is complete once it has a page.
+    # Write the page last: its folder is complete once it has a page.
     write_atomically(settings.out / KEY, key.to_json())
     with atomic_file(settings.out / PAGE) as unfinished, unfinished.open('w', encoding='utf-8') as page:
         for chunk in page_chunks(key.comparison, pairs, images):

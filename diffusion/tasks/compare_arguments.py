@@ -265,7 +265,7 @@ def _model(
         }
         arguments = argparse.Namespace(**generated)
         check_generate(arguments)
-        # Fixed here: a run that is being trained may have a newer checkpoint when A or B is loaded.
+        # Choose the checkpoint here: a run that is being trained may have a newer one when A or B is loaded.
         found = Path(arguments.source) if is_export(Path(arguments.source)) else find_checkpoint(arguments.source)
         return ComparedModel(name, found, f'{place} ({found.name})' if '://' in place else str(found))
     except UserError as error:

@@ -140,7 +140,7 @@ def call_settings(pipeline: Any, *, negative: str, guidance: float) -> dict[str,
         # changes prompts (lower case, no punctuation) that training has not changed.
         settings = {'guidance_scale': max(guidance, 1.0), 'use_resolution_binning': False, 'negative_prompt': negative}
         return settings | ({'skip_text_cleaning': True} if kind == 'PRXPipeline' else {})
-    # None instead of an empty prompt: Stable Diffusion XL then uses zeros, if dropped captions were zeros in training.
+    # Pass None for an empty prompt: Stable Diffusion XL then uses zeros, if dropped captions were zeros in training.
     settings = {'guidance_scale': guidance, 'negative_prompt': negative or None}
     if kind == 'StableDiffusion3Pipeline':
         _, height, width = noise_shape(pipeline)

@@ -368,7 +368,7 @@ def _encoded(
     for name, arrays in columns.items():
         for index, row, array in zip(ids, rows, arrays, strict=True):
             if not np.isfinite(array).all():
-                # A UserError, which is not retried: the same image would be encoded to the same values again.
+                # Raise a UserError, which is not retried: the same image would be encoded to the same values again.
                 raise UserError(
                     f'{dataset.where(index)}: its {name} are not finite in {settings.dtype}; '
                     'use precompute.dtype=float32'
@@ -417,7 +417,7 @@ def _finish(stage: PrecomputeStage) -> None:
         )
     shards = stage.output.shards
     index = index_text(shards.read_entries(range(stage.num_shards)))
-    # The index last: in an object store, a folder with an index counts as finished.
+    # Write the index last: in an object store, a folder with an index counts as finished.
     for name, text in ((MANIFEST, replace(stage.manifest, source=stage.source).text()), (INDEX, index)):
         shards.data.write(name, text)
     stage.output.put_in_place()

@@ -83,7 +83,7 @@ def checked(path: str, overrides: Sequence[str]) -> Recipe:
 
     Raises:
         RecipeError: The recipe has mistakes; the error lists all of them.
-        UserError: The checkpoint that the task starts from is none.
+        UserError: The task starts from something that is not a checkpoint.
     """
     recipe = load(path, overrides)
     world_size = int(os.environ.get('WORLD_SIZE', '1'))

@@ -193,14 +193,16 @@ class Watcher:
         path = folder / EVALUATIONS / f'{name}.log'
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, 'ab') as output:
-            # A group of its own, so that Ctrl-C reaches it only through this watcher, which then releases the claim.
+            # Give it a process group of its own, so that Ctrl-C reaches it only through this watcher, which then
+            # releases the claim.
             process = subprocess.Popen(
                 self.settings.command(checkpoint),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # Otherwise it would go on after this watcher was killed, beside the next one's on the same checkpoint.
+                # End it with this watcher, or it would go on beside the next watcher's evaluation of the same
+                # checkpoint.
                 preexec_fn=die_with_parent,
                 env=os.environ | {WATCHED: '1'},
             )

@@ -37,12 +37,12 @@ from diffusion.training.components import build_loader
 
 COLUMNS = ('original', 'recaptioned')
 ROWS: list[dict[str, Any]] = [
-    {'original': 'a cat', 'recaptioned': ['a grey cat on a mat', 'a cat at rest'], 'score': 1},
+    {'original': 'a cat', 'recaptioned': ['a gray cat on a mat', 'a cat at rest'], 'score': 1},
     {'original': None, 'recaptioned': ['a red ball'], 'score': 2},
     {'original': 'a tree', 'recaptioned': [], 'score': 3},
 ]
 EXPECTED = [
-    {'original': ['a cat'], 'recaptioned': ['a grey cat on a mat', 'a cat at rest']},
+    {'original': ['a cat'], 'recaptioned': ['a gray cat on a mat', 'a cat at rest']},
     {'recaptioned': ['a red ball']},
     {'original': ['a tree']},
 ]
@@ -219,7 +219,7 @@ def token_counts(recipe: Any, epochs: int) -> dict[int, Counter[tuple[int, ...]]
 def test_training_chooses_by_weights_from_images_and_from_latents(
     write_recipe: Callable[..., Path], tiny_recipe: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    columns = {'original': ['a cat'] * 8, 'recaptioned': ['a grey cat on a mat'] * 8}
+    columns = {'original': ['a cat'] * 8, 'recaptioned': ['a gray cat on a mat'] * 8}
     pq.write_table(pa.table({'jpg': [encoded_image(i) for i in range(8)]} | columns), tmp_path / 'a.parquet')
     run(ParquetSource(str(tmp_path), caption_column=COLUMNS), tmp_path / 'out', filters={'min_side': 1})
     kept = len(samples(tmp_path / 'out/16px'))

@@ -97,7 +97,7 @@ def test_imagefolder_of_hugging_face_is_read(tmp_path: Path, name: str) -> None:
     assert [str(entry.metadata['score']) for entry in found] == ['2', '1']
     part = FolderSource(str(tmp_path)).parts()[0]
     assert {kind: files.names for kind, files in part.passed_over.items()} == {'.txt': ['readme.txt']}
-    # Where an image has captions beside it, another file of that name is no captions file.
+    # Where an image has captions beside it, another file of that name is not a captions file.
     put(tmp_path, **{'a.txt': 'the caption', name: '?'})
     captions = {entry.key: entry.captions for entry in entries(FolderSource(str(tmp_path)))}
     assert captions == {'a.jpg': ['the caption'], 'train/b.png': []}

@@ -61,13 +61,13 @@ def test_perceptual_hash_equals_the_dct_of_the_paper() -> None:
 
 
 def test_perceptual_hashes_are_near_only_for_similar_images() -> None:
-    alike, different = [], []
+    similar, different = [], []
     for seed in range(40):
         image = scene(seed)
         changed = [image.resize((150, 180)), jpeg(image, 40), ImageEnhance.Brightness(image).enhance(1.1)]
-        alike += [distance(image, each) for each in changed]
+        similar += [distance(image, each) for each in changed]
         different += [distance(image, scene(seed + other)) for other in (1, 17)]
-    assert np.mean(np.array(alike) <= 4) > 0.95
+    assert np.mean(np.array(similar) <= 4) > 0.95
     assert min(different) > 8
 
 

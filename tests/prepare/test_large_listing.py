@@ -21,7 +21,7 @@ from diffusion.prepare.sorted_files import File, SortedFiles
 from diffusion.prepare.source import Part, PartList
 from diffusion.prepare.work_dir import WorkFolder
 
-# Few letters, so that stems, folders and hidden files often begin alike.
+# Few letters, so that stems, folders and hidden files often begin in the same way.
 pieces = st.text('ab.-', min_size=1, max_size=4).filter(lambda text: text not in ('.', '..'))
 names = st.builds(
     lambda folders, stem, suffix: '/'.join([*folders, f'{stem}.{suffix}']),

@@ -153,7 +153,7 @@ def test_script_that_runs_jobs_whenever_it_is_imported_is_told_so(tmp_path: Path
     environment = os.environ | {'PYTHONPATH': f'{root}{os.pathsep}{root / "tests" / "prepare"}'}
     ended = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
     assert ended.returncode == 1
-    told = (
+    message = (
         'status 1 before it began, with the traceback above; a script that prepares data must do so below `if __name__'
     )
-    assert told in ended.stderr
+    assert message in ended.stderr

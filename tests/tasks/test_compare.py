@@ -50,9 +50,10 @@ def build(*words: str | Path, out: str = 'page') -> int:
 
 def test_page_answers_and_result(folders, capsys):
     assert build() == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert (
-        'page/index.html: 8 pairs and 2 attention checks' in said and 'Send only this file. Keep page/key.json' in said
+        'page/index.html: 8 pairs and 2 attention checks' in printed
+        and 'Send only this file. Keep page/key.json' in printed
     )
     assert sorted(path.name for path in Path('page').iterdir()) == ['index.html', 'key.json']
     key = read_key(Path('page/key.json'))
@@ -64,9 +65,9 @@ def test_page_answers_and_result(folders, capsys):
     for number in range(8):
         Path(f'page/answers/{number}.json').write_text(answers_text(key, number))
     assert run('--analyze', 'page/answers', '--png', 'result.png') == 0
-    said = capsys.readouterr().out
-    assert 'Image quality: A and B differ; people prefer A. Preference for A is 100.0%' in said
-    assert 'Prompt alignment: A and B differ; people prefer B.' in said
+    printed = capsys.readouterr().out
+    assert 'Image quality: A and B differ; people prefer A. Preference for A is 100.0%' in printed
+    assert 'Prompt alignment: A and B differ; people prefer B.' in printed
     assert Path('result.png').stat().st_size > 10_000
 
     # Answers by hand, beside their key or with --key, in any combination of files.
@@ -89,7 +90,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     'no prompts': (['a', 'b', '--out', 'new'], '--prompts: is missing; add for example --prompts prompts.txt'),
     'no out': (['a', 'b', '--prompts', 'prompts.txt'], '--out: is missing; add for example --out page'),
     'A is nowhere': (['nowhere', 'b', '--prompts', 'prompts.txt', '--out', 'new'], 'A: nowhere: does not exist; check'),
-    'B is no model': (
+    'B is not a model': (
         ['a', '.', '--prompts', 'prompts.txt', '--out', 'new'],
         'B: checkpoint: . is not a checkpoint or a',
     ),
@@ -252,11 +253,11 @@ def test_server_takes_answers_until_ctrl_c(folders):
         with urllib.request.urlopen(address.replace('/?', '/answers?'), data=body) as reply:
             assert reply.read() == b'saved'
         server.send_signal(signal.SIGINT)
-        said = server.stdout.read()
+        printed = server.stdout.read()
         assert server.wait(20) == 0, server.stderr.read()
     assert (
         'Answers of 1 person are in page/answers. Analyze them with:\n  diffusion compare --analyze page/answers'
-        in said
+        in printed
     )
     assert [path.read_text() for path in Path('page/answers').iterdir()] == [answers_text(key, 1)]
 

@@ -88,8 +88,8 @@ def test_stock_pipeline_draws_the_same_images(runs, tmp_path):
     latents = torch.randn(1, *LATENTS[runs.kind])
     sampling = {'num_inference_steps': 5, 'guidance_scale': 3.0}
     call = {'prompt': PROMPT, 'height': 32, 'width': 32, **sampling, **CALLS[runs.kind]}
-    theirs, said = draw(PIPELINES[runs.kind], tmp_path / 'exported', latents, call, tmp_path)
-    assert 'are not expected' not in said
+    theirs, printed = draw(PIPELINES[runs.kind], tmp_path / 'exported', latents, call, tmp_path)
+    assert 'are not expected' not in printed
     ours = model.generate([PROMPT], latents=latents, noise_scheduler='euler', **sampling)
     torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-3)
     assert_command_draws_the_same(model, tmp_path / 'exported', noise_scheduler='euler')

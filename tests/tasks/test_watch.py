@@ -105,8 +105,8 @@ def test_every_checkpoint_is_evaluated_once_oldest_first(site, caplog):
     caplog.set_level('INFO', 'diffusion')
     Watcher(site.settings()).run()
     assert results(site) == site.started() == ['ba10', 'ba20', 'ba30']
-    told = [record.message for record in caplog.records if 'evaluated: fid' in record.message]
-    assert told == ['ba10: evaluated: fid 90.0000', 'ba20: evaluated: fid 80.0000', 'ba30: evaluated: fid 70.0000']
+    messages = [record.message for record in caplog.records if 'evaluated: fid' in record.message]
+    assert messages == ['ba10: evaluated: fid 90.0000', 'ba20: evaluated: fid 80.0000', 'ba30: evaluated: fid 70.0000']
     Watcher(site.settings()).run()
     assert len(site.started()) == 3
 

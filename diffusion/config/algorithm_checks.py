@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from diffusion.config import registry
-from diffusion.config.objective_checks import objective_class, objective_settings
+from diffusion.config.objective_checks import objective_settings
 from diffusion.config.recipe import Component, Recipe
 from diffusion.config.schema import Problem
 
@@ -77,7 +77,7 @@ def microbatch_problem(microbatch: int, device_batch: int) -> str | None:
 def _tread_problems(recipe: Recipe, kwargs: Mapping[str, Any]) -> dict[str, str]:
     if _has_no_denoiser(recipe) or registry.traits(recipe.model.name).u_net:
         return {'': f'the model {recipe.model.name} has no image tokens; use a transformer, such as prx, or remove it'}
-    settings = registry.signature('algorithm', 'tread').defaults() | dict(kwargs)
+    settings = registry.settings_of('algorithm', Component('tread', dict(kwargs)))
     start, end, fraction = (settings[key] for key in ('start', 'end', 'fraction'))
     depth = _depth(recipe)
     if end is None and isinstance(depth, int):
@@ -103,14 +103,13 @@ def _contrastive_problems(recipe: Recipe, kwargs: Mapping[str, Any]) -> dict[str
 
 def _has_no_denoiser(recipe: Recipe) -> bool:
     """Return True if a recipe's model is one of this package that has no denoiser."""
-    return registry.is_own('model', recipe.model.name) and objective_class(recipe) is None
+    settings = registry.settings_of('model', recipe.model)
+    return bool(settings) and 'objective' not in settings
 
 
 def _depth(recipe: Recipe) -> int | None:
     """Return the number of blocks of a recipe's model, or None if it has no such keyword."""
-    if not registry.is_own('model', recipe.model.name):
-        return None
-    depth = (registry.signature('model', recipe.model.name).defaults() | recipe.model.kwargs).get('depth')
+    depth = registry.settings_of('model', recipe.model).get('depth')
     return depth if isinstance(depth, int) else None
 
 

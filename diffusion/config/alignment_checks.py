@@ -3,24 +3,18 @@
 from collections.abc import Mapping
 
 from diffusion.config import registry
-from diffusion.config.recipe import Component, Recipe
+from diffusion.config.recipe import Recipe
 from diffusion.config.schema import Problem
-from diffusion.config.signatures import of_source
 
 KEY = 'representation_alignment'
 
 
 def check_alignment(recipe: Recipe) -> list[Problem]:
     """Return a problem for each wrong setting of `model.representation_alignment`."""
-    model = recipe.model
-    if not isinstance(model, Component) or not registry.is_own('model', model.name):
+    values, settings = (registry.settings_of('model', recipe.model, key) for key in (None, KEY))
+    if not isinstance(values.get(KEY), Mapping) or not settings:
         return []
-    given, signature = model.kwargs.get(KEY), registry.signature('model', model.name)
-    home = signature.nested.get('RepresentationAlignment')
-    if not isinstance(given, Mapping) or home is None:
-        return []
-    settings = of_source(*home.split(':')).defaults() | dict(given)
-    depth = (signature.defaults() | model.kwargs).get('depth')
+    depth = values.get('depth')
     numbers = [settings[key] for key in ('block', 'weight', 'hidden_size')]
     problems = {}
     if all(isinstance(each, int | float) for each in numbers):

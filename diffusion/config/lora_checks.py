@@ -2,7 +2,7 @@
 
 from diffusion.config import registry
 from diffusion.config.recipe import LoraConfig, Recipe
-from diffusion.config.schema import MISSING, Problem
+from diffusion.config.schema import Problem
 
 
 def check_lora(recipe: Recipe) -> list[Problem]:
@@ -25,13 +25,12 @@ def check_lora(recipe: Recipe) -> list[Problem]:
 
 def _model_problems(recipe: Recipe) -> list[Problem]:
     """Return the reasons why the recipe's model cannot be trained with a LoRA."""
-    name, kwargs = recipe.model.name, recipe.model.kwargs
-    if name in (None, MISSING) or registry.unknown('model', name) is not None or not registry.is_own('model', name):
+    settings = registry.settings_of('model', recipe.model)
+    if not settings:
         return []
-    signature = registry.signature('model', name)
-    if 'train_text_encoder' not in signature.names():
-        return [Problem('lora', f'the model {name} has no denoiser; remove the section')]
-    if kwargs.get('train_text_encoder', signature.defaults()['train_text_encoder']) is True:
+    if 'train_text_encoder' not in registry.signature('model', recipe.model.name).names():
+        return [Problem('lora', f'the model {recipe.model.name} has no denoiser; remove the section')]
+    if settings['train_text_encoder'] is True:
         return [
             Problem(
                 'model.train_text_encoder', 'lora trains the denoiser alone, and the text encoder is frozen; set false'

@@ -6,7 +6,6 @@ from typing import Any
 from diffusion.config import registry
 from diffusion.config.recipe import Component, Recipe
 from diffusion.config.schema import Problem
-from diffusion.config.signatures import of_source
 
 PATHS = ('diffusion', 'flow')
 PREDICTION_TYPES = {'diffusion': ('epsilon', 'v_prediction', 'sample'), 'flow': ('velocity', 'sample')}
@@ -20,10 +19,10 @@ LOGIT_NORMAL_ONLY = ('logit_mean', 'logit_std', 'uniform_fraction')
 
 def check_objective(recipe: Recipe) -> list[Problem]:
     """Return values of `model.objective` that are not allowed, or contradict each other, as problems."""
-    home = objective_class(recipe)
-    if home is None:
+    given = objective_settings(recipe)
+    defaults = registry.settings_of('model', Component(recipe.model.name), 'objective') if given else {}
+    if not defaults:
         return []
-    defaults, given = of_source(*home.split(':')).defaults(), objective_settings(recipe)
     # A value of the wrong type is reported already, and its default is compared with the others.
     settings = {key: given[key] if _has_type_of(default, given[key]) else default for key, default in defaults.items()}
     problems = objective_problems(settings, defaults)
@@ -32,19 +31,7 @@ def check_objective(recipe: Recipe) -> list[Problem]:
 
 def objective_settings(recipe: Recipe) -> dict[str, Any]:
     """Return the settings of the model's objective with their defaults; empty for a model without one."""
-    home = objective_class(recipe)
-    if home is None:
-        return {}
-    given = recipe.model.kwargs.get('objective')
-    return of_source(*home.split(':')).defaults() | (dict(given) if isinstance(given, Mapping) else {})
-
-
-def objective_class(recipe: Recipe) -> str | None:
-    """Return the address of the dataclass of the model's keyword `objective`; None if it has no such keyword."""
-    model = recipe.model
-    if not isinstance(model, Component) or not registry.is_own('model', model.name):
-        return None
-    return registry.signature('model', model.name).nested.get('Objective')
+    return registry.settings_of('model', recipe.model, 'objective')
 
 
 def objective_problems(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, str]:

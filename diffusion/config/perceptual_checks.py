@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from diffusion.config import registry
 from diffusion.config.autoencoders import PIXELS
 from diffusion.config.objective_checks import objective_settings
-from diffusion.config.recipe import Component, Recipe
+from diffusion.config.recipe import Recipe
 from diffusion.config.schema import Problem
-from diffusion.config.signatures import of_source
 
 KEY = 'perceptual_losses'
 BACKBONES = ('vgg', 'alex', 'squeeze')
@@ -17,12 +16,9 @@ BACKBONES = ('vgg', 'alex', 'squeeze')
 def check_perceptual_losses(recipe: Recipe) -> list[Problem]:
     """Return a problem for each wrong setting of `model.perceptual_losses`, and for a model that they do not fit."""
     model = recipe.model
-    if not isinstance(model, Component) or not registry.is_own('model', model.name):
+    settings = registry.settings_of('model', model, KEY)
+    if not settings or not isinstance(model.kwargs.get(KEY), Mapping):
         return []
-    given, home = model.kwargs.get(KEY), registry.signature('model', model.name).nested.get('PerceptualLosses')
-    if not isinstance(given, Mapping) or home is None:
-        return []
-    settings = of_source(*home.split(':')).defaults() | dict(given)
     numbers = [settings[key] for key in ('lpips_weight', 'lpips_scale', 'features_weight', 'features_side')]
     problems = {}
     if all(isinstance(each, int | float) for each in numbers):

@@ -178,6 +178,26 @@ def signature(kind: str, name: str) -> Signature:
     return of_source(*target.split(':')) if isinstance(target, str) else of_object(target)
 
 
+def settings_of(kind: str, component: Any, keyword: str | None = None) -> dict[str, Any]:
+    """Return the values of the keywords of a component of this package: its defaults, overlaid by those given.
+
+    Args:
+        kind: The component's kind, such as `model`.
+        component: The component; other values, such as `???`, have no settings, nor do components of other packages.
+        keyword: Keyword whose type is a dataclass, to get the values of its fields instead; the defaults if it is not
+            given or null, and none if the component has no such keyword.
+    """
+    if not isinstance(component, Component) or not is_own(kind, component.name):
+        return {}
+    found = signature(kind, component.name)
+    if keyword is None:
+        return found.defaults() | component.kwargs
+    given = component.kwargs.get(keyword)
+    homes = [home for each in found.parameters if each.name == keyword for home in found.nested_in(each)]
+    defaults = of_source(*homes[0].split(':')).defaults() if homes else {}
+    return defaults | dict(given) if homes and isinstance(given, Mapping) else defaults
+
+
 def traits(model: str) -> ModelTraits:
     """Return the traits of a model, without importing it if it is registered by address; the defaults if not found."""
     try:

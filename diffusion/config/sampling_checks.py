@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from diffusion.config import noise_schedulers, registry, sampling_limits
-from diffusion.config.objective_checks import objective_class, objective_settings
-from diffusion.config.recipe import Component, GenerateConfig, Recipe
+from diffusion.config.objective_checks import objective_settings
+from diffusion.config.recipe import GenerateConfig, Recipe
 from diffusion.config.schema import MISSING, Problem, join
 
 
@@ -68,10 +68,10 @@ def is_flow(recipe: Recipe) -> bool:
 
 def model_problem(recipe: Recipe) -> str | None:
     """Return an error message if the model is one of this package that generates no images from prompts, else None."""
-    model = recipe.model
-    if not isinstance(model, Component) or not registry.is_own('model', model.name) or objective_class(recipe):
+    settings = registry.settings_of('model', recipe.model)
+    if not settings or 'objective' in settings:
         return None
-    return f'{model.name} does not generate images from prompts; use sd2, for example'
+    return f'{recipe.model.name} does not generate images from prompts; use sd2, for example'
 
 
 def _check_images(settings: GenerateConfig) -> list[Problem]:

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from diffusion.config import registry
-from diffusion.config.recipe import Component, InitFrom, Recipe
+from diffusion.config.recipe import InitFrom, Recipe
 from diffusion.config.schema import MISSING, Problem
 
 HUB = 'hf://'
@@ -61,10 +61,7 @@ def check_initial_weights(recipe: Recipe) -> list[Problem]:
 
 def check_pretrained(recipe: Recipe) -> list[Problem]:
     """Return a problem if the model's `pretrained` is a repository on the Hub without a revision, which it needs."""
-    model = recipe.model
-    if not isinstance(model, Component) or not registry.is_own('model', model.name):
-        return []
-    values = registry.signature('model', model.name).defaults() | model.kwargs
+    values = registry.settings_of('model', recipe.model)
     if 'revision' not in values or not isinstance(values.get('pretrained'), str):
         return []
     problem = revision_problem(values['pretrained'], values['revision'])

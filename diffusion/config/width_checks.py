@@ -11,11 +11,7 @@ OPTIMIZERS = ('adamw', 'decoupled_adamw')
 
 def check_width_transfer(recipe: Recipe) -> list[Problem]:
     """Return a base width that does not fit the model, and optimizers that it cannot be used with, as problems."""
-    model, optimizer = recipe.model, recipe.optimizer
-    if not isinstance(model, Component) or not registry.is_own('model', model.name):
-        return []
-    signature = registry.signature('model', model.name)
-    values = signature.defaults() | model.kwargs
+    values, optimizer = registry.settings_of('model', recipe.model), recipe.optimizer
     numbers = [values.get(key) for key in (KEY, 'hidden_size', 'num_heads')]
     sizes = [each for each in numbers if isinstance(each, int) and each > 0]
     if len(sizes) < len(numbers):  # no base width, or a wrong value, which is reported elsewhere

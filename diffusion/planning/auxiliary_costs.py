@@ -6,7 +6,6 @@ from typing import Any
 from diffusion.config import registry
 from diffusion.config.image_shapes import Shape
 from diffusion.config.recipe import Recipe
-from diffusion.config.signatures import of_source
 from diffusion.planning.count_cache import ModelKey
 from diffusion.planning.counted_costs import CountedCosts
 from diffusion.planning.image_encoders import encoder_sizes
@@ -73,22 +72,17 @@ class PerceptualCosts(CountedCosts):
 
 def alignment_of(recipe: Recipe, model: ModelCosts, notes: list[str]) -> AlignmentCosts | None:
     """Return the costs of a recipe's representation alignment, or None if it has none."""
-    settings = _settings(recipe, 'representation_alignment', 'RepresentationAlignment')
+    settings = _settings(recipe, 'representation_alignment')
     return None if settings is None else AlignmentCosts(settings, model, notes)
 
 
 def perceptual_of(recipe: Recipe, notes: list[str]) -> PerceptualCosts | None:
     """Return the costs of a recipe's perceptual losses, or None if it has none."""
-    settings = _settings(recipe, 'perceptual_losses', 'PerceptualLosses')
+    settings = _settings(recipe, 'perceptual_losses')
     return None if settings is None else PerceptualCosts(settings, notes)
 
 
-def _settings(recipe: Recipe, keyword: str, class_name: str) -> dict[str, Any] | None:
+def _settings(recipe: Recipe, keyword: str) -> dict[str, Any] | None:
     """Return all settings of a keyword of a model of this package, defaults included, or None if it is not set."""
-    if not registry.is_own('model', recipe.model.name):
-        return None
-    given = recipe.model.kwargs.get(keyword)
-    home = registry.signature('model', recipe.model.name).nested.get(class_name)
-    if not isinstance(given, Mapping) or home is None:
-        return None
-    return of_source(*home.split(':')).defaults() | dict(given)
+    is_set = isinstance(recipe.model.kwargs.get(keyword), Mapping)
+    return registry.settings_of('model', recipe.model, keyword) or None if is_set else None

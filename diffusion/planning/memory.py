@@ -7,6 +7,7 @@ within 3 % where blocks are compiled. Memory of cuDNN and NCCL and fragmentation
 
 from dataclasses import asdict, dataclass, replace
 
+from diffusion.config import registry
 from diffusion.config.recipe import ParallelismConfig, Recipe
 from diffusion.planning.counted_costs import ActivationCounts
 from diffusion.planning.gpus import GPU
@@ -163,10 +164,7 @@ def optimizer_elements(recipe: Recipe, model: ModelCosts, *, auxiliary: int = 0)
 def averages_of(recipe: Recipe) -> int:
     """Return the number of averaged copies of the weights that a run holds at its end."""
     algorithms = recipe.algorithms.values()
-    # The default widths are those of algorithms.post_hoc_ema.PostHocEMA, which cannot be imported without torch.
-    widths = [
-        algorithm.kwargs.get('widths', (0.05, 0.10)) for algorithm in algorithms if algorithm.name == 'post_hoc_ema'
-    ]
+    widths = [registry.settings_of('algorithm', each)['widths'] for each in algorithms if each.name == 'post_hoc_ema']
     return sum(algorithm.name == 'ema' for algorithm in algorithms) + sum(len(found) for found in widths)
 
 
@@ -249,7 +247,7 @@ def _muon_parameters(recipe: Recipe, model: ModelCosts) -> int:
     """Return the number of parameters that Muon updates, counted as all of the blocks; 0 for other optimizers."""
     # Norms and biases, which AdamW updates, are 0.05 % of SD2's blocks. Without convolutions, the number is not known
     # here, and 0 plans too much memory instead of too little.
-    is_muon = recipe.optimizer.name == 'muon' and recipe.optimizer.kwargs.get('convolutions', True)
+    is_muon = recipe.optimizer.name == 'muon' and registry.settings_of('optimizer', recipe.optimizer)['convolutions']
     # Of blocks that a LoRA freezes, no more than it trains.
     return min(model.facts['block_parameters'], model.trained_parameters) if is_muon else 0
 

@@ -12,7 +12,7 @@ def newton_schulz_flops(recipe: Recipe, model: ModelCosts) -> int:
     """
     if recipe.optimizer.name != 'muon':
         return 0
-    settings = registry.signature('optimizer', 'muon').defaults() | dict(recipe.optimizer.kwargs)
+    settings = registry.settings_of('optimizer', recipe.optimizer)
     layers = 'all' if settings['convolutions'] else 'linears'
     projections = 'split' if settings['split_projections'] else 'whole'
     return settings['newton_schulz_steps'] * model.facts.get(f'newton_schulz_flops_{layers}_{projections}', 0)

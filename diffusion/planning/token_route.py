@@ -27,7 +27,7 @@ def route_of(recipe: Recipe, blocks: int) -> TokenRoute | None:
     """Return the route of a recipe's TREAD, for a denoiser with this number of blocks, or None if it has none."""
     for algorithm in recipe.algorithms.values():
         if algorithm.name == 'tread':
-            settings = registry.signature('algorithm', 'tread').defaults() | dict(algorithm.kwargs)
+            settings = registry.settings_of('algorithm', algorithm)
             end = blocks - UNROUTED_BLOCKS if settings['end'] is None else settings['end']
             return TokenRoute(settings['start'], end, settings['fraction'])
     return None

@@ -77,7 +77,7 @@ def check_sources(recipe: Recipe) -> list[Finding]:
 
 def _sources(recipe: Recipe) -> list[Source]:
     """Return the keys of a recipe that name pretrained weights, those that are never on the Hub first."""
-    kwargs: dict[str, Any] = registry.signature('model', recipe.model.name).defaults() | recipe.model.kwargs
+    kwargs = registry.settings_of('model', recipe.model)
     model = _Model({key: each for key, each in recipe.model.kwargs.items() if key not in EXTRAS}, recipe.model.name)
     sources = []
     backbone = (kwargs.get('perceptual_losses') or {}).get('lpips_backbone')

@@ -204,6 +204,17 @@ def test_keywords_are_the_defaults_overridden_by_the_recipe():
     assert registry.keywords('model', component) == {'shape': None, 'device': 'gpu', 'color': 'red'}
 
 
+def test_settings_are_those_of_components_of_this_package_with_their_defaults():
+    model = Component('tiny_prx', {'depth': 3, 'representation_alignment': {'encoder': 'x'}})
+    settings = registry.settings_of('model', model)
+    assert (settings['depth'], settings['posterior']) == (3, 'sample')
+    assert registry.settings_of('model', model, 'representation_alignment')['block'] == 7
+    assert registry.settings_of('model', model, 'objective')['path'] == 'diffusion'
+    assert registry.settings_of('model', Component('autoencoder'), 'objective') == {}
+    assert registry.settings_of('optimizer', Component('decoupled_adamw')) == {}
+    assert registry.settings_of('model', '???') == {}
+
+
 def test_registering_another_component_under_a_used_name_is_an_error():
     register('model', 'drawing', Drawing)
     register('model', 'drawing', Drawing)

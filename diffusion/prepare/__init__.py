@@ -11,12 +11,11 @@ Modules, in the order of the data flow:
 | source | `source` | the source interface: a source has parts, a part yields entries (image, captions, metadata) |
 | | `folder_source` | image files in a folder; `caption_files` reads captions from tables, or beside an image |
 | | `webdataset` | tar files written by img2dataset; `tar_reading` reads a damaged tar up to the damage |
-| | `parquet` | Parquet files with an image column; `image_table` finds the columns and reads the rows |
-| | `huggingface_source` | a split of a Hugging Face dataset, read by the readers above or by `arrow_dataset` |
-| | `dataset_listing` | the files of a dataset, on the Hub or in a folder |
+| | `parquet` | Parquet and Arrow files with an image column; `image_table` finds the columns and reads the rows |
+| | `huggingface_source` | a split of a Hugging Face dataset, read by the readers above |
+| | `dataset_listing` | the files of a dataset, on the Hub or in a folder, and its card |
 | | `dataset_choice` | what to read of a dataset: configuration, layout and split |
-| | `dataset_splits` | splits by the names of folders and files |
-| | `dataset_card` | license, configurations and splits in the card of a dataset |
+| | `dataset_splits` | configurations and splits by the card of a dataset, and by names of folders and files |
 | | `hub_repository` | lists and downloads the files of a dataset on the Hub at one commit |
 | | `openmoji` | emoji from an installed package, rendered at each size |
 | | `file_listing` | lists files in a local folder or an object store |

@@ -5,14 +5,20 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from diffusion.config.schema import did_you_mean
 from diffusion.errors import UserError
-from diffusion.prepare import arrow_dataset, parquet, webdataset
-from diffusion.prepare.arrow_dataset import saved_files
-from diffusion.prepare.dataset_card import DataFiles, choose_config
+from diffusion.prepare import parquet, webdataset
 from diffusion.prepare.dataset_listing import DatasetListing
-from diffusion.prepare.dataset_splits import KEYWORDS, TRAIN, choose_split, group_by_split, split_in
+from diffusion.prepare.dataset_splits import (
+    KEYWORDS,
+    TRAIN,
+    DataFiles,
+    choose_config,
+    choose_split,
+    group_by_split,
+    split_in,
+)
 from diffusion.prepare.file_listing import is_inside
 from diffusion.prepare.folder_source import METADATA_FILES, texts_beside
 from diffusion.prepare.image_table import CAPTION_COLUMNS, URL_COLUMNS, download_first
@@ -22,12 +28,18 @@ from diffusion.prepare.source import PassedOver
 LAYOUTS: dict[str, tuple[str, ...]] = {
     'parquet': (parquet.SUFFIX,),
     'webdataset': webdataset.SUFFIXES,
-    'arrow': (arrow_dataset.SUFFIX,),
+    'arrow': (parquet.ARROW_SUFFIX,),
     'folder': (),
 }
 """Layouts, with the suffixes of their files; those of images depend on the settings."""
 TABLE_SUFFIXES = ('.csv', '.tsv', '.jsonl', '.json')
 """Suffixes of tables that hold no images, at most their addresses."""
+STATE = 'state.json'
+"""File that `save_to_disk` of `datasets` writes beside its Arrow files, with their names and the split."""
+INFO = 'dataset_info.json'
+"""File beside it, with the features."""
+SPLITS = 'dataset_dict.json'
+"""File of several saved datasets, one folder per split."""
 ARCHIVE_SUFFIXES = ('.zip', '.7z', '.rar')
 MAX_TABLE_BYTES = 2**26
 """Size of a table up to which its columns are looked up for a message."""
@@ -82,7 +94,7 @@ class Chooser:
             # A folder with a dictionary of datasets has one folder per split.
             parent, _, name = folder.rstrip('/').rpartition('/')
             root = f'{parent}/' if parent else ''
-            is_split = folder and any(file.name == root + arrow_dataset.SPLITS for file in dataset.files)
+            is_split = folder and any(file.name == root + SPLITS for file in dataset.files)
             roots.setdefault(root if is_split else folder, {})[folder] = name if is_split else ''
         if not roots or ('' not in roots and self._layout(files) != 'arrow'):
             return None
@@ -91,7 +103,7 @@ class Chooser:
             raise UserError(f'{self.location}: has several saved datasets: {listed}; give the folder of one of them')
         splits: dict[str, list[File]] = {}
         for folder, split_name in next(iter(roots.values())).items():
-            state = folder + arrow_dataset.STATE
+            state = folder + STATE
             listed, split = saved_files(dataset.read(by_name[state]), f'{dataset.title}: {state}')
             missing = [each for each in listed if folder + each not in by_name]
             if missing:
@@ -104,24 +116,15 @@ class Chooser:
 
     def _saved_folders(self, files: list[File]) -> list[str]:
         """Return the folders that `save_to_disk` wrote, each with a slash at its end, sorted."""
-        names = {file.name for file in files}
-        with_arrow = {file.name.rpartition('/')[0] for file in self.data_files('arrow', files)}
-        found = []
-        for name in sorted(names):
-            folder, slash, last = name.rpartition('/')
-            is_saved = folder in with_arrow or f'{folder}{slash}{arrow_dataset.INFO}' in names
-            if last == arrow_dataset.STATE and is_saved:  # other programs write a state.json too
-                found.append(folder + slash)
-        return found
+        # Other programs write a state.json too.
+        saved = {file.name.rpartition('/')[0] for file in self.data_files('arrow', files)}
+        saved |= {file.name.removesuffix(INFO).rstrip('/') for file in files if f'/{file.name}'.endswith(f'/{INFO}')}
+        states = (file.name.removesuffix(STATE) for file in files if f'/{file.name}'.endswith(f'/{STATE}'))
+        return sorted(folder for folder in states if folder.rstrip('/') in saved)
 
     def _by_names(self, files: list[File]) -> Choice:
         """Return the files to read by the card of the dataset and by the names of its files."""
-        chosen = self._config()
-        splits = chosen.splits_of(files)
-        if not splits and self.dataset.path and self.config is None:
-            chosen, splits = DataFiles(), {}  # the user named files that the card does not
-        if chosen.config is None:
-            chosen = self._folder_config(files)
+        chosen, splits = self._config(files)
         prefix = f'{chosen.folder}/' if chosen.folder else ''
         candidates = [file for file in files if file.name.startswith(prefix)]
         if chosen.patterns:
@@ -148,12 +151,22 @@ class Chooser:
                 f'{none[0].name}; choose the split with --split, or the other files by a folder or a pattern'
             )
 
-    def _config(self) -> DataFiles:
-        """Return the configuration to read by the card of the dataset."""
-        listed = self.dataset.card.get('configs')
-        if self.dataset.path and self.config is None and isinstance(listed, list) and len(listed) > 1:
-            return DataFiles()  # the user named the files
-        return choose_config(self.dataset.card, self.config, self.location)
+    def _config(self, files: Sequence[File]) -> tuple[DataFiles, dict[str, list[File]]]:
+        """Return the configuration to read, and those of its files that the card has patterns of, by split."""
+        # Folders CONFIG/SPLIT, as in the Hub's own Parquet copies, are configurations where the card has none.
+        paths = (file.name.split('/') for file in files if file.name.lower().endswith(parquet.SUFFIX))
+        folders = {
+            path[0]
+            for path in paths
+            if len(path) == 3 and path[1].removeprefix('partial-') in KEYWORDS and split_in(path[0]) is None
+        }
+        configs, named = self.dataset.card.get('configs'), self.dataset.path and self.config is None
+        if not (named and isinstance(configs, list) and len(configs) > 1):
+            chosen = choose_config(configs, folders, self.config, self.location)
+            splits = chosen.splits_of(files)
+            if splits or not named:
+                return chosen, splits
+        return choose_config(None, folders, self.config, self.location), {}  # the user named files, not the card
 
     def _refuse_overlap(self, splits: Mapping[str, list[File]], chosen: str) -> None:
         """Refuse a split that shares a file with one for testing, as the patterns of a card may say."""
@@ -166,26 +179,6 @@ class Chooser:
                     'would see images of a test; name the files to read by a pattern, such as data/train-*'
                 )
 
-    def _folder_config(self, files: Sequence[File]) -> DataFiles:
-        """Return the configuration to read of a dataset whose card has none: folders CONFIG/SPLIT, as in the Hub's own
-        Parquet copies.
-        """
-        names = {
-            file.name.split('/')[0]
-            for file in files
-            if file.name.count('/') == 2
-            and file.name.lower().endswith(parquet.SUFFIX)
-            and file.name.split('/')[1].removeprefix('partial-') in KEYWORDS
-            and split_in(file.name.split('/')[0]) is None
-        }
-        if self.config is None and len(names) > 1:
-            listed = ', '.join(sorted(names))
-            raise UserError(f'{self.location}: has the configurations {listed}; choose one with --config')
-        if self.config is not None and self.config not in names:
-            near = did_you_mean(self.config, names) if names else 'it has none; leave --config out'
-            raise UserError(f'{self.location}: has no configuration {self.config!r}; {near}')
-        return DataFiles(self.config, self.config or '')
-
     def _layout(self, files: Sequence[File]) -> str:
         """Return the layout of some files: the one with the most bytes, since a dataset of Parquet files may have a few
         images for its card. Images without captions do not count beside tables, which may name them by path.
@@ -193,12 +186,13 @@ class Chooser:
         Raises:
             UserError: There are no images.
         """
-        sizes = {layout: sum(file.size for file in self.data_files(layout, files)) for layout in LAYOUTS}
-        present = [layout for layout in LAYOUTS if self.data_files(layout, files)]
-        if len(present) > 1 and not self._has_captions(files):
-            present.remove('folder')
-        if present:
-            return max(present, key=lambda layout: sizes[layout])
+        found = {layout: data for layout in LAYOUTS if (data := self.data_files(layout, files))}
+        if len(found) > 1 and 'folder' in found:
+            beside = texts_beside(found['folder'], files, self.caption_suffix)
+            if not beside and not any(map(is_metadata, files)):
+                del found['folder']
+        if found:
+            return max(found, key=lambda layout: sum(file.size for file in found[layout]))
         for file in files:
             if file.name.lower().endswith(TABLE_SUFFIXES):
                 self._refuse_table(file)
@@ -209,12 +203,6 @@ class Chooser:
                 'the folder to `diffusion prepare huggingface` or `diffusion prepare folder`'
             )
         raise UserError(f'{self.location}: has no Parquet files, tars, Arrow files or images')
-
-    def _has_captions(self, files: Sequence[File]) -> bool:
-        """Return True if there are no images, or captions for them: in a metadata file, or beside one."""
-        images = self.data_files('folder', files)
-        beside = texts_beside(images, files, self.caption_suffix)
-        return not images or bool(beside) or any(map(_is_metadata, files))
 
     def _refuse_table(self, file: File) -> None:
         """Refuse a table of addresses; return if it has none."""
@@ -236,10 +224,11 @@ class Chooser:
             suffixes = tuple(f'.{suffix}' for suffix in self.image_suffixes)
             return [file for file in files if file.name.lower().endswith(suffixes)]
         suffixes = LAYOUTS[layout]
-        return [file for file in files if file.name.lower().endswith(suffixes) and not _is_metadata(file)]
+        return [file for file in files if file.name.lower().endswith(suffixes) and not is_metadata(file)]
 
 
-def _is_metadata(file: File) -> bool:
+def is_metadata(file: File) -> bool:
+    """Return True for a captions file of an imagefolder."""
     return file.name.rpartition('/')[2].lower() in METADATA_FILES
 
 
@@ -255,3 +244,25 @@ def _others(
     reasons = {file.name: 'other configuration or no split' for file in of_config}
     reasons |= {file.name: f'split {split}' for split, group in splits.items() for file in group}
     return [PassedOver(file.name, reasons.get(file.name)) for file in files if file.name not in used]
+
+
+def saved_files(state: bytes, where: str) -> tuple[list[str], str | None]:
+    """Return the names of the Arrow files of a saved dataset in order, and its split, from its state.json.
+
+    Raises:
+        UserError: The file is damaged, or the dataset has an order that is not that of its files.
+    """
+    try:
+        content: dict[str, Any] = json.loads(state)
+        names = [str(each['filename']) for each in content['_data_files']]
+        split = content.get('_split')
+        indices = content.get('_indices_data_files') or content.get('_indices_files')
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f'{where}: is not the state of a dataset ({error!r}); save it again with save_to_disk'
+        ) from error
+    if indices:
+        raise UserError(f'{where}: selects rows by indices; call flatten_indices() before save_to_disk')
+    if any('/' in name for name in names):
+        raise UserError(f'{where}: names files outside its folder ({", ".join(names[:3])}); save it again')
+    return names, None if split is None else str(split).partition('[')[0]

@@ -1,4 +1,4 @@
-"""Splits of a dataset (train, validation, test) by the names of its folders and files, as in Hugging Face's `datasets`.
+"""Configurations and splits (train, validation, test) of a dataset: by its card, or by names as in `datasets`.
 
 Names decide in this order: `data/NAME-00000-of-00002.parquet` is of the split NAME; else a folder named after a split,
 such as `test/0000.parquet`; else a file, such as `images-val-0000.tar`; else everything is the split `train`.
@@ -6,12 +6,14 @@ such as `test/0000.parquet`; else a file, such as `images-val-0000.tar`; else ev
 
 import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from diffusion.config.schema import did_you_mean
 from diffusion.errors import UserError
 from diffusion.prepare.file_listing import is_inside
+from diffusion.prepare.sorted_files import File
 
 TRAIN = 'train'
 KEYWORDS = {
@@ -26,6 +28,78 @@ _WORD = re.compile(rf'(?:^|[-._ 0-9])({"|".join(sorted(_SPLIT_OF_WORD, key=len, 
 _SHARDED = re.compile(r'data/([\w.]+)-\d{5}-of-\d{5}[^/]*')
 _SHARD_START = re.compile(rf'({"|".join(_SPLIT_OF_WORD)})(?:[-_. ]?\d[^/]*)?\.(?:parquet|tar|tar\.gz|tgz|arrow)', re.I)
 Named = TypeVar('Named')
+
+
+@dataclass(frozen=True)
+class DataFiles:
+    """Files of one configuration of a dataset."""
+
+    config: str | None = None
+    """Name of the configuration; None if the card has none."""
+    folder: str = ''
+    """Folder of the files, relative to the dataset."""
+    patterns: Mapping[str, list[str]] = field(default_factory=dict)
+    """Patterns of the files by split; empty if the names of the files decide."""
+
+    def splits_of(self, files: Sequence[File]) -> dict[str, list[File]]:
+        """Return the files that the patterns name, by split, without splits that have none."""
+        prefix = f'{self.folder}/' if self.folder else ''
+        inside = [file for file in files if file.name.startswith(prefix)]
+        splits: dict[str, list[File]] = {}
+        for split, patterns in self.patterns.items():
+            wanted = [pattern.removeprefix('./').rstrip('/') for pattern in patterns]
+            found = [file for file in inside if any(is_inside(file.name.removeprefix(prefix), each) for each in wanted)]
+            if found:
+                splits[split] = found
+        return splits
+
+
+def choose_config(listed: Any, folders: Iterable[str], wanted: str | None, where: str) -> DataFiles:
+    """Return the files of the configuration to read: the one that the user named, the only one, or the default one.
+
+    Args:
+        listed: `configs` of the dataset's card; None if there are none.
+        folders: Folders that are configurations of a dataset whose card has none.
+        wanted: Name that the user gave.
+        where: The dataset, for messages.
+
+    Raises:
+        UserError: There is no such configuration, there are several without a default, or the card is invalid.
+    """
+    if not listed and wanted is None and len(set(folders)) < 2:
+        return DataFiles()
+    listed = listed or [{'config_name': name, 'data_dir': name} for name in sorted(folders)]
+    if not isinstance(listed, list) or not all(isinstance(each, dict) and each.get('config_name') for each in listed):
+        raise UserError(f'{where}: `configs` of its card is no list of objects with `config_name`; correct a copy')
+    configs = {str(each['config_name']): each for each in listed}
+    defaults = [name for name, each in configs.items() if each.get('default') is True or name == 'default']
+    if wanted is None and len(configs) > 1 and not defaults:
+        names = ', '.join(configs)
+        raise UserError(
+            f'{where}: has the configurations {names}; choose one with --config, such as {next(iter(configs))}'
+        )
+    name = wanted or next(iter(defaults or configs))
+    if name not in configs:
+        near = did_you_mean(name, configs) if configs else 'it has none; leave --config out'
+        raise UserError(f'{where}: has no configuration {name!r}; {near}')
+    folder = str(configs[name].get('data_dir') or '').strip('/').removeprefix('./')
+    return DataFiles(name, folder, _patterns(configs[name].get('data_files'), f'{where}: config {name}'))
+
+
+def _patterns(value: Any, where: str) -> dict[str, list[str]]:
+    """Return the patterns of a card's `data_files` by split; files without a split are for training."""
+    if isinstance(value, dict):
+        value = [{'split': split, 'path': path} for split, path in value.items()]
+    elif value is not None and (not isinstance(value, list) or all(isinstance(each, str) for each in value)):
+        value = [{'path': value}]
+    found: dict[str, list[str]] = {}
+    for each in value or ():
+        paths = each.get('path') if isinstance(each, dict) else None
+        paths = [paths] if isinstance(paths, str) else paths
+        if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+            raise UserError(f'{where}: `data_files` of its card is invalid at {each!r}; correct a local copy')
+        found.setdefault(str(each.get('split', TRAIN)), []).extend(paths)
+    return found
 
 
 def split_in(name: str) -> str | None:

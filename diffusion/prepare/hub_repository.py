@@ -8,7 +8,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -16,8 +16,10 @@ from typing import Any, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 from diffusion.errors import DataError, UserError
-from diffusion.prepare.sorted_files import File
+from diffusion.prepare.file_listing import local_copy
+from diffusion.prepare.image_table import paths_inside
 from diffusion.prepare.source import Unfit
+from diffusion.prepare.sorted_files import File, by_name
 from diffusion.storage.retry import DamagedDownload, RetryPolicy, error_text
 
 PREFIX = 'hf://datasets/'
@@ -52,38 +54,34 @@ def parse_name(location: str) -> HubName | None:
         if location.startswith(f'{host}/datasets/'):
             page = re.sub(r'/(?:tree|blob|resolve)/([^/]+)', r'@\1', location.partition('?')[0].rstrip('/'), count=1)
             location = PREFIX + page.removeprefix(f'{host}/datasets/')
+    name = r'([\w-][\w.-]*/[\w-][\w.-]*)'
     if not location.startswith('hf://'):
-        found = re.fullmatch(r'([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w./-]+))?', location)
+        found = re.fullmatch(rf'{name}(?:@([\w./-]+))?', location)
         return None if found is None else HubName(found[1], found[2])
     # A revision such as refs/convert/parquet has slashes, which a URL may also have as %2F.
-    found = re.fullmatch(
-        r'hf://datasets/([\w-][\w.-]*/[\w-][\w.-]*)(?:@(refs/(?:convert|pr)/[\w.-]+|[^/]+))?(?:/(.*))?',
-        location,
-        re.DOTALL,
-    )
+    rest = r'(?:@(refs/(?:convert|pr)/[\w.-]+|[^/]+))?(?:/(.*))?'
+    found = re.fullmatch(f'{PREFIX}{name}{rest}', location, re.DOTALL)
     if found is None:
         raise UserError(f'{location}: is not the URL of a dataset; use hf://datasets/ORG/NAME, or ORG/NAME')
     return HubName(found[1], None if found[2] is None else unquote(found[2]), (found[3] or '').strip('/'))
 
 
-@dataclass(frozen=True)
-class HubRepository:
-    """A dataset repository on the Hub at one commit, whose files do not change."""
+def _name_of(url: str) -> HubName:
+    """Return the repository, commit and path of a listed file."""
+    name = parse_name(url)
+    assert name is not None and name.revision is not None
+    return name
 
-    name: str
-    commit: str
+
+@dataclass(frozen=True)
+class Hub:
+    """The Hub at HF_ENDPOINT, whose files are read at a commit, named in their URL, so that they do not change."""
+
     token_variable: str | None = None
     """Name of the environment variable with the token; None uses HF_TOKEN or the login of `hf auth login`."""
-    files: tuple[File, ...] = ()
-    """All files, if they were listed."""
 
-    @property
-    def url(self) -> str:
-        return f'{PREFIX}{self.name}@{self.commit}'
-
-    @classmethod
-    def list(cls, name: str, revision: str | None, token_variable: str | None) -> 'HubRepository':
-        """Return a repository with its files at the commit that a revision has now; None is the main branch.
+    def list_repository(self, name: str, revision: str | None) -> tuple[str, list[File]]:
+        """Return the commit that a dataset's revision has now, and its files; None is the main branch.
 
         The stamp of a file is `sha256:` and its hash if it is stored as a large file, otherwise `git:` and its blob.
 
@@ -92,90 +90,101 @@ class HubRepository:
             GaveUp: The Hub did not answer.
             DataError: Something else answered.
         """
-        _refuse_offline(name)
+        from huggingface_hub import constants
+
+        if constants.HF_HUB_OFFLINE:
+            raise UserError(
+                f'{name}: there is no such folder, and HF_HUB_OFFLINE is set; unset it, or give a folder that '
+                f'`hf download {name} --repo-type dataset --local-dir FOLDER` wrote'
+            )
         api, url = f'{endpoint()}/api/datasets/{name}', f'{PREFIX}{name}'
         where = '' if revision is None else f'/revision/{quote(revision, safe="")}'
-        info = _ask(lambda: _get_json(f'{api}{where}', token_variable)[0], url, name, revision)
+        info = _ask(lambda: self._get_json(f'{api}{where}')[0], url, name, revision)
         commit = info.get('sha') if isinstance(info, dict) else None
         if not isinstance(commit, str) or not re.fullmatch(r'[0-9a-f]{40}', commit):
             raise DataError(f'{url}: the answer of {api} has no commit; is HF_ENDPOINT a Hub, or a proxy in between?')
         found: list[File] = []
         query: str | None = 'recursive=true&expand=false'
         while query is not None:
-            entries, query = _ask(
-                partial(_get_json, f'{api}/tree/{commit}?{query}', token_variable), url, name, revision
-            )
+            entries, query = _ask(partial(self._get_json, f'{api}/tree/{commit}?{query}'), url, name, revision)
             found += [_file(name, commit, entry) for entry in entries if entry['type'] == 'file']
-        return cls(name, commit, token_variable, tuple(sorted(found, key=lambda file: file.name)))
+        return commit, sorted(found, key=by_name)
 
     @contextmanager
-    def local_copies(self, files: Sequence[File]) -> Iterator[dict[str, Path]]:
-        """Yield local paths of files by name; they are downloaded to TMPDIR, checked, and removed after the block.
+    def copies(self, files: Sequence[File]) -> Iterator[dict[str, Path]]:
+        """Yield local paths of files by URL: those of the Hub are downloaded to TMPDIR, checked, and removed afterward.
 
         Raises:
             UserError: A file does not exist, or may not be read.
             GaveUp: The Hub did not answer, or a file had another size or hash every time.
             OSError: The local disk is full.
         """
-        folder = Path(tempfile.mkdtemp(prefix='diffusion-prepare-'))
-        try:
-            with ThreadPoolExecutor(min(DOWNLOADS, max(1, len(files)))) as threads:
-                paths = threads.map(lambda file: self._download(file, folder), files)
-                yield dict(zip((file.name for file in files), paths, strict=True))
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        remote = [file for file in files if is_on_hub(file.url)]
+        with ExitStack() as stack:
+            paths = {
+                file.url: stack.enter_context(local_copy(file.url, size=file.size))
+                for file in files
+                if not is_on_hub(file.url)
+            }
+            if remote:
+                folder = tempfile.TemporaryDirectory(prefix='diffusion-prepare-', ignore_cleanup_errors=True)
+                own = Path(stack.enter_context(folder))
+                with ThreadPoolExecutor(min(DOWNLOADS, len(remote))) as threads:
+                    downloaded = threads.map(lambda file: self._download(file, own), remote)
+                    paths |= zip((file.url for file in remote), downloaded, strict=True)
+            yield paths
 
-    def read(self, file: File) -> bytes:
-        """Return the content of a small file; errors as by `local_copies`."""
-        with self.local_copies([file]) as paths:
-            return paths[file.name].read_bytes()
+    def read_beside(self, table: str, path: str) -> bytes:
+        """Return the image that a row of a table has the path of, without a check of its hash.
 
-    def read_path(self, paths: Sequence[str]) -> bytes:
-        """Return the content of the first of some paths that the commit has as a file, without a check of its hash.
+        Args:
+            table: URL of the table.
+            path: Path relative to the table, or to the repository.
 
         Raises:
-            Unfit: It has none of them.
-            UserError: The file may not be read.
-            GaveUp: The Hub did not answer.
+            Unfit: The path leaves the repository, or there is no such file; other errors as by `copies`.
         """
         from huggingface_hub.errors import EntryNotFoundError
 
+        name = _name_of(table)
+        root = table.removesuffix(f'/{name.path}')
+        paths = paths_inside(path, name.path.rpartition('/')[0])
         if len(paths[0]) > MAX_PATH_CHARACTERS:
-            raise Unfit('missing_file', f'{self.url} has no file with a name of {len(paths[0])} characters')
-        for path in paths:
+            raise Unfit('missing_file', f'{root} has no file with a name of {len(paths[0])} characters')
+        for each in paths:
+            file = File(f'{root}/{each}', -1, '', each)
             try:
-                return self.read(File(f'{self.url}/{path}', -1, '', path))
+                with self.copies([file]) as copies:
+                    return copies[file.url].read_bytes()
             except UserError as error:
                 if not isinstance(error.__cause__, EntryNotFoundError):
                     raise
-        raise Unfit('missing_file', f'{self.url} has no file {paths[0]!r}')
+        raise Unfit('missing_file', f'{root} has no file {paths[0]!r}')
 
     def read_end(self, file: File, size: int) -> bytes:
-        """Return the last bytes of a file, at most `size`; without a check, since they are only looked at.
-
-        Raises:
-            UserError: The file may not be read.
-            GaveUp: The Hub did not answer.
-        """
+        """Return the last bytes of a file, at most `size`; without a check, since they are only looked at."""
         from huggingface_hub import hf_hub_url
 
-        address = hf_hub_url(self.name, file.name, repo_type='dataset', revision=self.commit, endpoint=endpoint())
-        start = max(0, file.size - size)
-        request = partial(_get, address, self.token_variable, {'Range': f'bytes={start}-'})
+        name = _name_of(file.url)
+        where = {'repo_type': 'dataset', 'revision': name.revision, 'endpoint': endpoint()}
+        address = hf_hub_url(name.repository, name.path, **where)
+        ranges = {'Range': f'bytes={max(0, file.size - size)}-'}
         # A server that does not know ranges answers with the whole file.
-        return _ask(lambda: request().content[-size:], f'{self.url}/{file.name}', self.name, self.commit)
+        return _ask(lambda: self._get(address, ranges).content[-size:], file.url, name.repository, name.revision)
 
     def _download(self, file: File, folder: Path) -> Path:
         from huggingface_hub import hf_hub_download
+
+        name = _name_of(file.url)
 
         def attempt() -> Path:
             # The client's folder of each file is its own: it writes lock files and metadata beside the copies.
             own = Path(tempfile.mkdtemp(dir=folder))
             path = hf_hub_download(
-                self.name,
-                file.name,
+                name.repository,
+                name.path,
                 repo_type='dataset',
-                revision=self.commit,
+                revision=name.revision,
                 local_dir=own,
                 endpoint=endpoint(),
                 token=token_of(self.token_variable),
@@ -189,7 +198,34 @@ class HubRepository:
             return Path(path)
 
         _turn_off_progress_bars()
-        return _ask(attempt, f'{self.url}/{file.name}', self.name, self.commit)
+        return _ask(attempt, file.url, name.repository, name.revision)
+
+    def _get(self, url: str, headers: Mapping[str, str]) -> Any:
+        """Return the answer to a request of the Hub; errors are those of huggingface_hub."""
+        # Documented as `huggingface_hub.utils`, which lists no names that it exports.
+        from huggingface_hub.utils import (
+            build_hf_headers,  # pyright: ignore[reportPrivateImportUsage]
+            get_session,  # pyright: ignore[reportPrivateImportUsage]
+            hf_raise_for_status,  # pyright: ignore[reportPrivateImportUsage]
+        )
+
+        # HfApi is not used because its listing has no timeout.
+        own = build_hf_headers(token=token_of(self.token_variable) or False, library_name='diffusion-recipes')
+        response = get_session().get(url, headers={**own, **headers}, timeout=POLICY.timeout_seconds)
+        hf_raise_for_status(response)
+        return response
+
+    def _get_json(self, url: str) -> tuple[Any, str | None]:
+        """Return the answer to an API request, and the query of its next page."""
+        response = self._get(url, {})
+        # Only the query: the token must not go to another host.
+        following = response.links.get('next', {}).get('url')
+        return response.json(), None if following is None else urlsplit(following).query
+
+
+def is_on_hub(url: str) -> bool:
+    """Return True if the URL of a file is one on the Hub."""
+    return url.startswith(PREFIX)
 
 
 def endpoint() -> str:
@@ -213,40 +249,6 @@ def token_of(variable: str | None) -> str | None:
             f'source.token_variable: the environment variable {variable} is not set; export it, or leave this out'
         )
     return value
-
-
-def _refuse_offline(name: str) -> None:
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        raise UserError(
-            f'{name}: there is no such folder, and HF_HUB_OFFLINE is set; unset it, or give a folder that '
-            f'`hf download {name} --repo-type dataset --local-dir FOLDER` wrote'
-        )
-
-
-def _get(url: str, token_variable: str | None, headers: Mapping[str, str]) -> Any:
-    """Return the answer to a request of the Hub; errors are those of huggingface_hub."""
-    # Documented as `huggingface_hub.utils`, which lists no names that it exports.
-    from huggingface_hub.utils import (
-        build_hf_headers,  # pyright: ignore[reportPrivateImportUsage]
-        get_session,  # pyright: ignore[reportPrivateImportUsage]
-        hf_raise_for_status,  # pyright: ignore[reportPrivateImportUsage]
-    )
-
-    # Not by HfApi, whose listing has no timeout.
-    own = build_hf_headers(token=token_of(token_variable) or False, library_name='diffusion-recipes')
-    response = get_session().get(url, headers={**own, **headers}, timeout=POLICY.timeout_seconds)
-    hf_raise_for_status(response)
-    return response
-
-
-def _get_json(url: str, token_variable: str | None) -> tuple[Any, str | None]:
-    """Return the answer to an API request, and the query of its next page; errors are those of huggingface_hub."""
-    response = _get(url, token_variable, {})
-    # Only the query: the token must not go to another host.
-    following = response.links.get('next', {}).get('url')
-    return response.json(), None if following is None else urlsplit(following).query
 
 
 def _file(name: str, commit: str, entry: dict[str, Any]) -> File:

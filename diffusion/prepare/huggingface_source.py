@@ -2,28 +2,27 @@
 
 The files of the split are read by the readers of the other sources: Parquet, webdataset tars, image files with their
 captions, or Arrow files that `save_to_disk` wrote. Files on the Hub are read at one commit, a part at a time.
+
+The package `datasets` is not used: it stops at the first damaged file, image or row, silently drops files that match no
+split and images that no row names, and needs another package per object store.
 """
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from diffusion.errors import DataError, UserError
-from diffusion.prepare.arrow_dataset import arrow_entries
-from diffusion.prepare.dataset_card import license_of
-from diffusion.prepare.dataset_choice import LAYOUTS, Choice, Chooser
+from diffusion.prepare.dataset_choice import LAYOUTS, Choice, Chooser, is_metadata
 from diffusion.prepare.dataset_listing import DatasetListing
-from diffusion.prepare.file_listing import is_remote, local_copy, single_file_part, with_passed_over
+from diffusion.prepare.file_listing import is_remote, single_file_part, with_passed_over
 from diffusion.prepare.folder_source import FolderSource, divide_images, metadata_in, texts_beside
-from diffusion.prepare.hub_repository import HubRepository, endpoint, parse_name
-from diffusion.prepare.image_table import ColumnNames, LocalImages, ReadImage, find_columns, paths_inside
-from diffusion.prepare.parquet import parquet_entries, parquet_parts
+from diffusion.prepare.hub_repository import Hub, endpoint, is_on_hub, parse_name
+from diffusion.prepare.image_table import ColumnNames
+from diffusion.prepare.parquet import arrow_entries, check_columns, images_of, parquet_entries, parquet_parts
 from diffusion.prepare.sorted_files import File
 from diffusion.prepare.source import IMAGE_SUFFIXES, CaptionText, Entry, Part, PassedOver
 from diffusion.prepare.webdataset import WebDatasetSource
@@ -57,6 +56,14 @@ class HuggingFaceSource:
     caption_suffix: str = 'txt'
     commit: str | None = None
     """Commit to read on the Hub instead of the revision in the location."""
+
+    @property
+    def _hub(self) -> Hub:
+        return Hub(self.token_variable)
+
+    @property
+    def _columns(self) -> ColumnNames:
+        return ColumnNames(self.image_column, self.caption_column)
 
     @property
     def _captions(self) -> dict[str, Any]:
@@ -94,11 +101,9 @@ class HuggingFaceSource:
             parts = [part for file in choice.files for part in for_file(file)]
             parts = with_passed_over(parts, [*dataset.hidden, *choice.others])
         if choice.layout == 'parquet':
-            self._check_columns(choice.files[0], dataset)
+            self._check_columns(choice.files[0])
         notes = (f'{dataset.title}, split {choice.split}', *parts[0].notes)
-        license_ = license_of(dataset.card)
-        first = replace(parts[0], notes=notes, license=license_ or ('' if dataset.is_repository else None))
-        parts = [first, *parts[1:]]
+        parts = [replace(parts[0], notes=notes, license=dataset.license), *parts[1:]]
         return [replace(part, where={'layout': choice.layout, **part.where}) for part in parts]
 
     def divide(self, part: Part, count: int) -> list[Part]:
@@ -116,19 +121,20 @@ class HuggingFaceSource:
         if where['layout'] == 'folder':
             yield from self._read_images(part)
             return
-        names = ColumnNames(self.image_column, self.caption_column)
-        with self._copy(File(where['url'], where['size'], part.stamp, where['stem'])) as path:
-            if where['layout'] == 'parquet':
-                yield from parquet_entries(path, part, names, images=self._images(where))
-            elif where['layout'] == 'arrow':
-                yield from arrow_entries(path, part, names, images=self._images(where))
-            else:
+        file = File(where['url'], where['size'], part.stamp, where['stem'])
+        with self._hub.copies([file]) as paths:
+            if where['layout'] == 'webdataset':
                 tars = WebDatasetSource('', image_suffixes=self.image_suffixes, **self._captions)
-                yield from tars.read_tar(path, where['stem'])
+                yield from tars.read_tar(paths[file.url], where['stem'])
+                return
+            on_hub = is_on_hub(file.url)
+            images = partial(self._hub.read_beside, file.url) if on_hub else images_of(self.location, file.url)
+            entries = parquet_entries if where['layout'] == 'parquet' else arrow_entries
+            yield from entries(paths[file.url], part, self._columns, images=images)
 
     def _listing(self) -> DatasetListing:
         try:
-            return DatasetListing.open(self.location, self.token_variable, self.commit)
+            return DatasetListing.open(self.location, self._hub, self.commit)
         except GaveUp as error:
             reason = error_text(error.__cause__ or error)[:200]
             raise DataError(
@@ -166,90 +172,39 @@ class HuggingFaceSource:
         images = part.where['pictures']
         for start in range(0, len(images), IMAGES_AT_ONCE):
             group = images[start : start + IMAGES_AT_ONCE]
-            wanted = [file for image in group for file in _files_of(image)]
-            with self._copies(wanted) as paths:
+            with self._hub.copies([file for image in group for file in _files_on_hub(image)]) as paths:
                 local = [
                     {
                         **image,
-                        'url': paths.get(image['url'], image['url']),
-                        'beside': {kind: paths.get(url, url) for kind, url in image['beside'].items()},
+                        'url': str(paths.get(image.get('url', ''), image.get('url', ''))),
+                        'beside': {kind: str(paths.get(url, url)) for kind, url in image.get('beside', {}).items()},
                     }
                     for image in group
                 ]
-                location = '' if wanted and wanted[0].url.startswith('hf://') else self.location
+                location = '' if paths else self.location
                 folder = FolderSource(location, image_suffixes=self.image_suffixes, **self._captions)
                 yield from folder.read(replace(part, where={'pictures': local}))
 
-    @contextmanager
-    def _copy(self, file: File) -> Iterator[Path]:
-        """Yield a local copy of a file, which is checked if it is on the Hub."""
-        if not file.url.startswith('hf://'):
-            with local_copy(file.url, size=file.size) as path:
-                yield path
-            return
-        with self._copies([file]) as paths:
-            yield Path(paths[file.url])
-
-    @contextmanager
-    def _copies(self, files: Sequence[File]) -> Iterator[dict[str, str]]:
-        """Yield the local paths of those files that are on the Hub, by URL."""
-        remote = [file for file in files if file.url.startswith('hf://')]
-        if not remote:
-            yield {}
-            return
-        repository, _ = self._repository(remote[0].url)
-        named = [file._replace(name=self._repository(file.url)[1]) for file in remote]
-        with repository.local_copies(named) as paths:
-            yield {file.url: str(paths[file.name]) for file in named}
-
-    def _repository(self, url: str) -> tuple[HubRepository, str]:
-        """Return the repository of a file on the Hub, and its path there."""
-        name = parse_name(url)
-        assert name is not None and name.revision is not None
-        return HubRepository(name.repository, name.revision, self.token_variable), name.path
-
-    def _images(self, where: dict[str, Any]) -> ReadImage | None:
-        """Return the reader of the images that the rows of a table only have the paths of."""
-        url, stem = where['url'], where['stem']
-        folder = stem.rpartition('/')[0]
-        if not is_remote(url):
-            root = self.location.removeprefix('file://')
-            return LocalImages(root if os.path.isdir(root) else os.path.dirname(url) or '.', folder)
-        if not url.startswith('hf://'):
-            return None
-        repository, _ = self._repository(url)
-        return lambda path: repository.read_path(paths_inside(path, folder))
-
-    def _check_columns(self, file: File, dataset: DatasetListing) -> None:
+    def _check_columns(self, file: File) -> None:
         """Report a wrong column name before any work is done."""
-        if not file.size:
-            return
-        if dataset.repository is not None:
-            footer: Any = pa.BufferReader(dataset.repository.read_end(file, FOOTER_BYTES))
-        elif is_remote(file.url):
-            return
-        else:
-            footer = file.url
-        try:
-            schema = pq.read_schema(footer)
-        except (pa.ArrowException, OSError):
-            return  # `read` will report the damaged file as a rejected input
-        find_columns(schema, ColumnNames(self.image_column, self.caption_column), file.url)
+        if file.size and is_on_hub(file.url):
+            check_columns(pa.BufferReader(self._hub.read_end(file, FOOTER_BYTES)), self._columns, file.url)
+        elif file.size and not is_remote(file.url):
+            check_columns(file.url, self._columns, file.url)
 
 
 def _metadata_of(images: Sequence[File], files: Sequence[File]) -> list[File]:
     """Return the captions files of the folders that have some images, one per folder, inner folders first."""
-    folders = {''}
-    for image in images:
-        pieces = image.name.split('/')[:-1]
-        folders |= {'/'.join(pieces[:depth]) for depth in range(1, len(pieces) + 1)}
-    return [table for folder in sorted(folders, reverse=True) for table in metadata_in(folder, files)]
+    tables = [file for file in files if is_metadata(file)]
+    prefixes = sorted({table.name.removesuffix(table.name.rpartition('/')[2]) for table in tables}, reverse=True)
+    used = [prefix for prefix in prefixes if any(image.name.startswith(prefix) for image in images)]
+    return [table for prefix in used for table in metadata_in(prefix.rstrip('/'), tables)]
 
 
-def _files_of(image: dict[str, Any]) -> list[File]:
-    """Return the files of an image in a plan, with the text beside it; its stamp has that of each."""
-    if not image['url']:
+def _files_on_hub(image: Mapping[str, Any]) -> list[File]:
+    """Return the files on the Hub of an image in a plan: the image and its captions; its stamp has that of each."""
+    if not is_on_hub(image.get('url', '')):
         return []
-    urls, stamps = [image['url'], *image['beside'].values()], image['stamp'].split(' ')
-    sizes = [image['size'], *[-1] * len(image['beside'])]
-    return [File(url, size, stamp, '') for url, size, stamp in zip(urls, sizes, stamps, strict=True)]
+    beside, stamps = image.get('beside', {}).values(), image['stamp'].split(' ')
+    sizes = [image.get('size', 0), *[-1] * len(beside)]
+    return [File(*each, '') for each in zip([image['url'], *beside], sizes, stamps, strict=True)]

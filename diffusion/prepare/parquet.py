@@ -1,4 +1,4 @@
-"""Source for Parquet files with an image column, as written by img2dataset and Hugging Face."""
+"""Source for Parquet files with an image column, as img2dataset and Hugging Face write them; reader of Arrow files."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -36,12 +36,14 @@ from diffusion.prepare.source import Entry, Part
 from diffusion.prepare.table_values import row_values
 
 SUFFIX = '.parquet'
+ARROW_SUFFIX = '.arrow'
 DOWNLOADS = 16
 """Objects that are downloaded at the same time, if the rows name images in an object store."""
 BATCH_ROWS = 64
-"""Rows decoded at a time, which bounds memory: a row holds a whole image file."""
+"""Rows converted at a time, which bounds memory: a row holds a whole image file."""
 PART_BYTES = 512 * 2**20
 """Size above which a local file is split into several parts, each with whole row groups."""
+_ARROW_FILE_MAGIC = b'ARROW1'
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,8 @@ class ParquetSource:
         files, others = list_files(self.location, (SUFFIX,))
         if not is_pattern(self.location):
             refuse_mixed_splits(self.location, [file.name for file in files], 'parquet')
-        if not is_remote(files[0].url):  # report a wrong column name before any work is done
-            self._check(Path(files[0].url))
+        if not is_remote(files[0].url):
+            check_columns(files[0].url, ColumnNames(self.image_column, self.caption_column), files[0].url)
         return with_passed_over([part for file in files for part in parquet_parts(file)], others)
 
     def read(self, part: Part) -> Iterator[Entry]:
@@ -83,26 +85,34 @@ class ParquetSource:
         """
         names, url = ColumnNames(self.image_column, self.caption_column), part.where['url']
         with local_copy(url, size=part.where['size']) as path:
-            yield from parquet_entries(path, part, names, images=self._images(url))
+            yield from parquet_entries(path, part, names, images=images_of(self.location, url))
 
-    def _images(self, url: str) -> ReadImage:
-        """Return the reader of images that the rows of a file name by path."""
-        if is_remote(url):
-            folder, location = url.rpartition('/')[0], self.location.rstrip('/')
-            root = location if url.startswith(f'{location}/') else folder
-            return StoreImages(root, folder.removeprefix(root).strip('/'))
-        location = self.location.removeprefix('file://')
-        folder = os.path.dirname(url) or '.'
-        root = location if os.path.isdir(location) else folder
-        inside = os.path.relpath(folder, root)
-        return LocalImages(root, '' if inside == '.' else inside)
 
-    def _check(self, path: Path) -> None:
-        try:
-            schema = pq.read_schema(path)
-        except (pa.ArrowException, OSError):
-            return  # `read` will report the damaged file as a rejected input
-        find_columns(schema, ColumnNames(self.image_column, self.caption_column), str(path))
+def images_of(location: str, table: str) -> ReadImage:
+    """Return the reader of the images that the rows of a table in a folder or an object store name by path.
+
+    Args:
+        location: The dataset: a folder, a file or a pattern.
+        table: URL of the table.
+    """
+    folder = os.path.dirname(table)
+    if is_remote(table):
+        location = location.rstrip('/')
+        root = location if table.startswith(f'{location}/') else folder
+        return StoreImages(root, folder.removeprefix(root).strip('/'))
+    location = location.removeprefix('file://')
+    root = location if os.path.isdir(location) else folder or '.'
+    inside = os.path.relpath(folder or '.', root)
+    return LocalImages(root, '' if inside == '.' else inside)
+
+
+def check_columns(file: str | pa.NativeFile, names: ColumnNames, where: str) -> None:
+    """Report a wrong column name before any work is done, given a Parquet file or the end of one."""
+    try:
+        schema = pq.read_schema(file)
+    except (pa.ArrowException, OSError):
+        return  # `read` will report the damaged file as a rejected input
+    find_columns(schema, names, where)
 
 
 def parquet_entries(path: Path, part: Part, names: ColumnNames, *, images: ReadImage | None) -> Iterator[Entry]:
@@ -127,7 +137,40 @@ def parquet_entries(path: Path, part: Part, names: ColumnNames, *, images: ReadI
             return
         columns = find_columns(file.schema_arrow, names, where['url'])
         groups = range(*where.get('groups', (0, file.num_row_groups)))
-        yield from _rows(file, groups, columns, where['stem'], images)
+        row = sum(file.metadata.row_group(group).num_rows for group in range(groups.start))
+        batches = file.iter_batches(BATCH_ROWS, list(groups), columns.all, use_threads=False)
+        yield from _entries(batches, columns, where['stem'], row, images)
+
+
+def arrow_entries(path: Path, part: Part, names: ColumnNames, *, images: ReadImage | None) -> Iterator[Entry]:
+    """Yield the rows of a part that is an Arrow file, in its stream or file format; else as `parquet_entries`."""
+    where = part.where
+    try:
+        # `datasets` writes files of 500 MB, of which only a batch is needed at a time.
+        opened = pa.memory_map(str(path))
+        schema, batches = _open_arrow(opened)
+    except (pa.ArrowException, OSError) as error:
+        raise_if_io_error(error)
+        yield Entry(f'{where["stem"]} at row 0', problem='part_unreadable')
+        return
+    with opened:
+        columns = find_columns(schema, names, where['url'], suffix=ARROW_SUFFIX)
+        groups = (
+            batch.select(columns.all).slice(start, BATCH_ROWS)
+            for batch in batches
+            for start in range(0, batch.num_rows, BATCH_ROWS)
+        )
+        yield from _entries(groups, columns, where['stem'], 0, images)
+
+
+def _open_arrow(file: pa.NativeFile) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    is_stream = file.read(len(_ARROW_FILE_MAGIC)) != _ARROW_FILE_MAGIC
+    file.seek(0)
+    if is_stream:
+        stream = pa.ipc.open_stream(file)
+        return stream.schema, iter(stream)
+    table = pa.ipc.open_file(file)
+    return table.schema, (table.get_batch(number) for number in range(table.num_record_batches))
 
 
 def parquet_parts(file: File) -> list[Part]:
@@ -150,13 +193,13 @@ def parquet_parts(file: File) -> list[Part]:
     return parts or [whole]
 
 
-def _rows(
-    file: pq.ParquetFile, groups: range, columns: Columns, stem: str, images: ReadImage | None
+def _entries(
+    batches: Iterator[pa.RecordBatch], columns: Columns, stem: str, row: int, images: ReadImage | None
 ) -> Iterator[Entry]:
-    row = sum(file.metadata.row_group(group).num_rows for group in range(groups.start))
+    """Yield the rows of batches, of which the first one has the number `row`; see `parquet_entries`."""
     seen: set[str] = set()
-    batches = file.iter_batches(BATCH_ROWS, list(groups), columns.all, use_threads=False)
     while True:
+        # Only the errors of reading the file are damage; those of `images` are not.
         try:
             rows = row_values(next(batches))
         except StopIteration:

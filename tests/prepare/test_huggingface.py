@@ -300,8 +300,10 @@ def test_wrong_column_is_found_before_a_download(hub: HubServer) -> None:
     assert not [request for request in hub.requests if request.startswith('HEAD') and request.endswith('.parquet')]
 
 
-@pytest.mark.parametrize('place', ['hub', 'folder'])
-def test_images_by_path_are_read_inside_the_dataset_only(hub: HubServer, tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize('place', ['hub', 'folder', 'store'])
+def test_images_by_path_are_read_inside_the_dataset_only(
+    hub: HubServer, store: Store, tmp_path: Path, place: str
+) -> None:
     (tmp_path / 'secret.png').write_bytes(image(99))
     paths = ['a.png', '../images/b.png', 'data/c.png', '../../secret.png', str(tmp_path / 'secret.png'), 'gone.png']
     paths += [None, '', 'https://host/a.png']
@@ -312,7 +314,10 @@ def test_images_by_path_are_read_inside_the_dataset_only(hub: HubServer, tmp_pat
         'images/b.png': image(1),
         'data/c.png': image(2),
     }
-    location = add(hub, files) if place == 'hub' else str(write_files(tmp_path / 'snapshot', files))
+    if place == 'store':
+        location = store.bucket('pictures', **files)
+    else:
+        location = add(hub, files) if place == 'hub' else str(write_files(tmp_path / 'snapshot', files))
     found = entries(location)
     assert [entry.problem for entry in found] == [
         *(None, None, None),

@@ -21,7 +21,7 @@ def clip_adaptively(parameters: Iterable[nn.Parameter], threshold: float) -> Non
     """Clip the gradients of parameters in place; a collective if ranks hold parts of a unit.
 
     Args:
-        parameters: Tensors, or DTensors of which this rank has a shard; those without a gradient are skipped.
+        parameters: Tensors, or DTensors that this rank has a shard of; those without a gradient are skipped.
         threshold: Largest norm of a unit's gradient, as a multiple of the norm of its weights.
     """
     pairs = [(each, each.grad) for each in parameters if each.grad is not None]
@@ -42,7 +42,7 @@ def splits_units(tensor: Tensor) -> bool:
     if not isinstance(tensor, DTensor):
         return False
     dims = {placement.dim for placement in tensor.placements if placement.is_shard()}  # type: ignore[attr-defined]
-    # FSDP2 shards the first dimension alone, and another one only if told to.
+    # FSDP2 shards the first dimension alone unless its configuration names another one.
     assert len(dims) <= 1, f'sharded in several dimensions: {tensor.placements}'
     return bool(dims) and (tensor.ndim <= 1 or dims != {0})
 
@@ -57,7 +57,7 @@ def _unit_norms(tensor: Tensor) -> Tensor:
 def _norms_over_ranks(tensors: Sequence[Any]) -> list[Tensor]:
     """Return the norms of the units of DTensors over all ranks, by a single all-reduce of their squares."""
     shards = [local_shard(each) for each in tensors]
-    # In float64, so that the sum over ranks has the same float32 value as that of one process.
+    # The sum is in float64, so that all numbers of ranks give the same float32 value as one process.
     squares = [
         _unit_norms(each.double()).square() / copies_of_shard(of) for each, of in zip(shards, tensors, strict=True)
     ]

@@ -66,7 +66,7 @@ class WeightAverage:
     def pairs(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
         """Return this device's shards of the average and of the model's weights, as two lists in the same order.
 
-        To be called without gradients, in which the weights may be changed in place.
+        Call it without gradients, since the caller may change the weights in place.
         """
         self.place(model)
         return list(self.tensors.values()), [local_shard(weight) for weight in self._parameters.values()]
@@ -77,7 +77,6 @@ class WeightAverage:
         """Return the full (unsharded) average by parameter name. Collective: every rank must call it.
 
         Args:
-            model: The model whose weights are averaged.
             keep: False to take part in the collectives but return an empty dict, which saves memory on ranks that do
                 not write.
         """

@@ -24,9 +24,9 @@ class ContrastiveFlowMatching(Algorithm):
 
         loss_i = ||v - v_i||^2 - weight * ||v - v_j||^2
 
-    The samples of the global batch are put into a random cycle, in which j follows i. The cycle depends on the samples'
-    ids, epoch and batch, but not on the number of devices. Hence a device's batch must be one microbatch. If an epoch
-    repeats samples, j is the next sample in the cycle with another id than i.
+    The samples of the global batch are put into a random cycle: j is the sample after i. The cycle depends on the
+    samples' ids, epoch and batch, but not on the number of devices. Hence a device's batch must be one microbatch. If
+    an epoch repeats samples, j is the next sample in the cycle with another id than i.
 
     The minimum of the loss is v = (E[v_i | x_t] - weight * E[v_j]) / (1 - weight). Where the mean velocity E[v_j] is
     near 0, predictions are larger by 1 / (1 - weight); the authors undo that when they sample with guidance (their
@@ -78,7 +78,6 @@ def negatives_of(targets: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
 
     Args:
         targets: Targets of the device's samples, [B, C, H, W], of one shape on all devices.
-        draws: Random numbers of the device's samples.
 
     Raises:
         UserError: The global batch is a single sample.

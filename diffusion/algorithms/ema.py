@@ -42,8 +42,8 @@ class EMA(Algorithm):
     Args:
         ema_start: Time at which averaging starts, as a Composer time string: `800000ba`, `10ep`, `0.9dur`.
         smoothing: s above, the fraction of the average that an update keeps; 0.9999 in the Stable Diffusion recipe.
-        half_life: Time in which the share of old weights in the average halves, in the unit of update_interval;
-            replaces smoothing.
+        half_life: Time for the share of old weights in the average to halve, in the unit of update_interval; replaces
+            smoothing.
         update_interval: Time between updates, in batches (`1ba`) or epochs.
     """
 
@@ -129,7 +129,7 @@ class EMA(Algorithm):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Context in which the model holds the averaged weights; a no-op before `ema_start` or inside itself."""
+        """Swap the averaged weights into the model inside of the context; a no-op before `ema_start` or if nested."""
         if not self.started or self._exchanged:
             yield
             return
@@ -166,7 +166,8 @@ class EMA(Algorithm):
     def _check_start(self, state: State) -> None:
         """Raise UserError if `ema_start` does not fit the checkpoint of a resumed run.
 
-        Averaging had started at another time, or `ema_start` has passed and the checkpoint has no averages.
+        It does not fit if averaging had started at another time, or if `ema_start` has passed and the checkpoint has no
+        averages.
         """
         batch, start = state.timestamp.batch.value, self.ema_start.to_timestring()
         if not batch:
@@ -215,7 +216,7 @@ class EMA(Algorithm):
 
 @contextmanager
 def averaged_weights(state: State) -> Iterator[bool]:
-    """Context in which the model holds the weights averaged by the run's EMA; yields False if it has no average yet."""
+    """Swap the run's averaged weights into the model inside of the context; yield False if there is no average yet."""
     ema = next((algorithm for algorithm in state.algorithms if isinstance(algorithm, EMA)), None)
     if ema is None:
         yield False

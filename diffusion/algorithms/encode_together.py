@@ -34,7 +34,7 @@ class EncodeTogether(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event is Event.BATCH_END:
-            # For callbacks such as SpeedMonitor, which asks the model for the FLOPs of the batch.
+            # Callbacks such as SpeedMonitor ask the model for the FLOPs of the batch.
             if self._given is not None:
                 state.batch, self._given = self._given, None
             return

@@ -27,8 +27,8 @@ NOT_SAVED = (
 class NonFiniteWeights(UserError):
     """Error for weights that are NaN or infinite.
 
-    A UserError although it occurs in the middle of a run: a retry would repeat the same batches with the same result
-    until the recipe or the data is changed.
+    It is a UserError although it occurs in the middle of a run: a retry would repeat the same batches with the same
+    result until the recipe or the data is changed.
     """
 
 
@@ -38,7 +38,6 @@ def check_weights(state: State, where: str, remedy: str) -> None:
     It reads each weight once and waits for the device, which takes milliseconds per save.
 
     Args:
-        state: The trainer's state.
         where: Start of the error message, such as `batch 7`.
         remedy: End of the error message.
 

@@ -25,7 +25,7 @@ from diffusion.config.keyword_meaning import STATELESS
 from diffusion.errors import UserError
 
 EPSILON = 1e-6
-"""Added to the norm by which gradients are divided, as in torch.nn.utils.clip_grad_norm_."""
+"""Number added to the norm before dividing by it, as in torch.nn.utils.clip_grad_norm_."""
 
 
 class GradientClipping(ComposerGradientClipping):
@@ -44,8 +44,8 @@ class GradientClipping(ComposerGradientClipping):
 
     # Composer's class calls clip_grad_norm_ with the DTensors of FSDP2, which takes the host 10 ms for the 686 tensors
     # of Stable Diffusion 2, half of a step on 128 GPUs, and loops over parameters in Python on CPUs. The loss guard
-    # needs the same norms: here they are computed and reduced over ranks once. For `adaptive` it changes norms of
-    # DTensors in place, which are sums that no rank has reduced yet, so that 1-D gradients were not clipped.
+    # needs the same norms: here they are computed and reduced over ranks once. Composer's `adaptive` changes norms of
+    # DTensors in place before they are reduced over ranks, so that it does not clip 1-D gradients.
 
     @constrained
     def __init__(
@@ -77,9 +77,7 @@ def clip_by_norm(gradients: Gradients, squared_norm: Tensor, threshold: float) -
     """Scale gradients in place by min(1, threshold / norm), without reading the norm on the host.
 
     Args:
-        gradients: Summary of this rank's gradients.
         squared_norm: Squared norm over all ranks, float64 [].
-        threshold: Largest norm.
     """
     if not gradients.local:
         return

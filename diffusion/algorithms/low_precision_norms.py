@@ -24,7 +24,7 @@ class LowPrecisionGroupNormLayer(nn.GroupNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         dtype = _dtype(input)
-        # With autocast on, group_norm would cast its input to float32 again: it is on CUDA's float32 list.
+        # Autocast must be off: group_norm is on CUDA's float32 list, so that it would cast its input to float32 again.
         with torch.autocast(input.device.type, enabled=False):
             weight, bias = _cast(self.weight, dtype), _cast(self.bias, dtype)
             return functional.group_norm(input.to(dtype), self.num_groups, weight, bias, self.eps)
@@ -35,7 +35,7 @@ class LowPrecisionLayerNormLayer(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         dtype = _dtype(input)
-        # As above.
+        # layer_norm is on CUDA's float32 list too.
         with torch.autocast(input.device.type, enabled=False):
             weight, bias = _cast(self.weight, dtype), _cast(self.bias, dtype)
             return functional.layer_norm(input.to(dtype), self.normalized_shape, weight, bias, self.eps)

@@ -19,8 +19,8 @@ from diffusion.errors import UserError
 
 log = logging.getLogger(__name__)
 
-# Not the checkpoint events: a run killed between its last checkpoint and its last snapshot would count as finished,
-# and never write the snapshot. The end of the batch or epoch comes before the checkpoint.
+# The checkpoint events would be too late: a run killed between its last checkpoint and its last snapshot would count as
+# finished, and never write the snapshot. The end of the batch or epoch comes before the checkpoint.
 _SNAPSHOT_EVENTS = (Event.BATCH_END, Event.EPOCH_END, Event.FIT_END)
 SNAPSHOTS = applied_on_resume('the snapshots after the resume')
 """Events at which a snapshot may be due. FIT_END is for runs that stop early."""
@@ -52,7 +52,6 @@ class PostHocEMA(Algorithm):
             snapshots of SD2 take 190 GB.
         dtype: Data type of the snapshots. Widths below the smallest saved one are differences of snapshots with large
             coefficients (4 for a width of 0.04 and 35 for 0.02, with 55 snapshots), which amplify the rounding.
-        folder: The run's folder.
     """
 
     on_resume = fixed_on_resume('its averages start with the first batch')

@@ -82,7 +82,7 @@ def mixture(kept: Sequence[Profile], target: Profile) -> tuple[NDArray[np.float6
     """
     # The paper's A x = b leaves the sum of x free. With 6 snapshots of widths 0.05 and 0.10 it is 1.003 for a width of
     # 0.07, which scales all parameters; only networks with the paper's normalized weights are invariant to that. The
-    # constraint costs little: the error is 2.12 % instead of 2.11 %.
+    # constraint costs little: the error is 2.12% instead of 2.11%.
     norms = np.sqrt(np.diag(inner_products(kept, kept)))
     target_norm = float(np.sqrt(inner_products([target], [target]).item()))
     # Normalize the profiles, so that early and late snapshots have the same scale: the condition number of 55
@@ -92,7 +92,7 @@ def mixture(kept: Sequence[Profile], target: Profile) -> tuple[NDArray[np.float6
     sizes = target_norm / norms  # x = sizes * y
     # The last unknown is the Lagrange multiplier of the constraint sizes @ y = 1.
     system = np.block([[cosines, sizes[:, None]], [sizes[None, :], np.zeros((1, 1))]])
-    # lstsq, not solve: two snapshots of the same profile make the system singular; lstsq splits its weight over them.
+    # Two snapshots of the same profile make the system singular: solve would fail, lstsq splits the weight over them.
     y = np.linalg.lstsq(system, np.append(towards, 1.0), rcond=None)[0][:-1]
     error = 1 - 2 * towards @ y + y @ cosines @ y
     return sizes * y, float(np.sqrt(max(error, 0.0)))

@@ -104,9 +104,8 @@ def reconstruct_average(run: Path, width: float, *, at: int | None = None) -> Re
     Files are read one at a time; peak memory is the model in float32 plus one tensor.
 
     Args:
-        run: The run's folder.
-        width: Standard deviation, over the training steps, of the coefficients with which the average weights the
-            steps; as a fraction of the training so far, in (0, 0.2887], where 0.2887 is the plain mean of all steps.
+        width: Standard deviation of the average's coefficients over the training steps, as a fraction of the training
+            so far, in (0, 0.2887]; 0.2887 is the plain mean of all steps.
         at: Batch up to which to average; the batch of the last snapshot by default. At a batch between two snapshots,
             the coefficients have a relative L2 error of about 20%.
 
@@ -176,7 +175,7 @@ def _header(path: Path) -> Snapshot:
 
 @contextmanager
 def _open_snapshot(path: Path) -> Iterator[Any]:
-    """Context in which a snapshot file is open for reading; raises UserError if the file is damaged."""
+    """Open a snapshot file for reading inside of the context; raise UserError if the file is damaged."""
     try:
         with safe_open(path, framework='pt') as file:
             yield file

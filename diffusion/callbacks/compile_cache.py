@@ -22,22 +22,22 @@ class CompileCache(Callback):
     """Callback that saves what torch.compile has compiled, and loads it when a run starts again.
 
     The first node writes `folder/RELEASE-PYTHON-DEVICE-gpuN.bin` for each of its devices N, after a batch in which
-    nothing was compiled; each process reads the file of its device. A file of another release or GPU is not read. One
-    that cannot be used costs a warning and a compilation.
+    nothing was compiled; each process reads the file of its device. A file of another release or GPU is not read. A
+    file that cannot be used costs a warning and a compilation.
 
     Args:
         folder: Folder on a file system that all nodes share, such as the run's.
     """
 
     # The files contain pickled objects. They are as trustworthy as the run's folder: only files that belong to this
-    # user are read. A file per device, since compiled code depends on the device's index.
+    # user are read. Each device has its own file, since compiled code depends on the device's index.
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / file_name()
         self._saved = self._seen = 0
 
     def init(self, state: State, logger: Logger) -> None:
-        # Before the first batch, which compiles.
+        # The first batch compiles, so load the files before it.
         load(self.path)
         self._saved = self._seen = compiled_graphs()
 

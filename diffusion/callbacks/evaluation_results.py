@@ -32,8 +32,7 @@ class EvaluationResults(Callback):
     that a run that resumes does not log them again. A thread reads the files, since storage can hang.
 
     Args:
-        run_dir: The run's folder.
-        run_url: URL of a run in an object store, in which evaluations elsewhere write their results; None for others.
+        run_url: URL of a run in an object store, where evaluations elsewhere write their results; None for other runs.
     """
 
     def __init__(self, run_dir: Path, run_url: str | None = None) -> None:
@@ -51,7 +50,7 @@ class EvaluationResults(Callback):
             self._thread.start()
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        # One per batch: loggers keep one value of a metric per step.
+        # Log one checkpoint per batch: loggers keep one value of a metric per step.
         self._log(logger, 1)
 
     def fit_end(self, state: State, logger: Logger) -> None:

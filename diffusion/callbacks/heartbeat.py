@@ -1,4 +1,4 @@
-"""Callback that writes a rank's heartbeat file, by which the node entry point detects hangs."""
+"""Callback that writes a rank's heartbeat file, so that the node entry point can detect hangs."""
 
 import time
 
@@ -18,7 +18,7 @@ class Heartbeat(Callback):
         self._first: tuple[int, float] | None = None
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        # BEFORE_DATALOADER instead of BATCH_START, so that a batch includes the wait for its data.
+        # The event is BEFORE_DATALOADER instead of BATCH_START, so that a batch includes the wait for its data.
         if event is Event.BEFORE_DATALOADER:
             self._beat(state, TRAINING)
         elif event in _BEFORE_SLOW_WORK:

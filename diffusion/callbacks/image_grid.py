@@ -30,7 +30,7 @@ class ImageGrid(Callback):
     `images/samples`.
 
     Args:
-        prompts: Prompts to sample.
+        prompts: Texts to generate images for, one image each.
         every: Interval, a Composer time string; images are sampled at the end of training too.
         negative_prompt: Negative prompt for classifier-free guidance.
         guidance_scale: Scale of classifier-free guidance; 1 turns it off.
@@ -41,7 +41,6 @@ class ImageGrid(Callback):
         seed: Seed of the first prompt; each additional prompt adds 1.
         batch_size: Number of images sampled per batch.
         columns: Number of images per row of the sheet.
-        folder: The run's folder.
     """
 
     def __init__(

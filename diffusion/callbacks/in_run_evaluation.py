@@ -31,17 +31,15 @@ Evaluator = Callable[[EvaluatedCheckpoint], EvaluationResult]
 class InRunEvaluation(Callback):
     """Callback that evaluates the weights of the training at intervals, averaged ones if there are any.
 
-    The results are those of `diffusion evaluate` on a checkpoint of the same batch, in the same files, but all GPUs
-    stop training meanwhile: the log and the metric `evaluation/seconds` say for how long. `diffusion watch` evaluates
-    on other GPUs instead. `EvaluationResults` sends the metrics to the loggers.
+    The results are those of `diffusion evaluate` on a checkpoint of the same batch, in the same files. All GPUs stop
+    training during an evaluation; the log and the metric `evaluation/seconds` have its duration. `diffusion watch`
+    evaluates on other GPUs instead. `EvaluationResults` sends the metrics to the loggers.
 
-    An evaluation that fails is an error in the log, and so is one that a stop signal ends, for which the notice may be
-    too short; the training goes on.
+    An evaluation that fails is logged as an error, and the training continues. So is an evaluation that a stop signal
+    ends, since the signal's notice may be too short for it.
 
     Args:
-        evaluators: The evaluators, by name.
         every: Interval, a Composer time string; the end of training is evaluated too.
-        run_dir: The run's folder.
         sharded: As in `EvaluatedCheckpoint`, and so is `raise_together`.
     """
 

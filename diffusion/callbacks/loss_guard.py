@@ -46,8 +46,8 @@ OR_SKIP = '; or skip such batches (callbacks.loss_guard.action: skip)'
 class BadLoss(UserError):
     """Error for a batch whose loss or gradients cannot be used for an update.
 
-    A UserError although it occurs in the middle of a run: a retry would draw the same samples, noise and timesteps for
-    this batch and get the same loss until the recipe or the data is changed.
+    It is a UserError although it occurs in the middle of a run: a retry would draw the same samples, noise and
+    timesteps for this batch and get the same loss until the recipe or the data is changed.
     """
 
 
@@ -59,7 +59,7 @@ class Microbatch(NamedTuple):
     sample_losses: Tensor
     """Loss of each sample, float32 [B]."""
     sample_ids: Tensor | None
-    """Int64 [B], or None if the batch has no IDs."""
+    """Sample IDs, int64 [B], or None if the batch has none."""
 
 
 class Samples(NamedTuple):
@@ -93,7 +93,6 @@ class LossGuard(Callback):
             check off.
         window: Number of batches; explosions are not checked before half of them are known.
         check_gradients: If True, check gradients too, and log their norm.
-        folder: The run's folder.
     """
 
     def __init__(
@@ -160,7 +159,7 @@ class LossGuard(Callback):
         self._microbatches.append(record_microbatch(state.loss, state.batch, sample_losses))
 
     def after_backward(self, state: State, logger: Logger) -> None:
-        # At AFTER_BACKWARD of the last microbatch the gradients are complete, averaged over the ranks, and not yet
+        # The gradients are complete at AFTER_BACKWARD of the last microbatch: averaged over the ranks, and not yet
         # clipped: Composer runs algorithms at AFTER_TRAIN_BATCH, before callbacks. state.batch is the microbatch.
         self._samples_left -= samples_in(state.batch)
         if self.check_gradients and self._samples_left <= 0:
@@ -176,9 +175,9 @@ class LossGuard(Callback):
         return self._gradients, self._reduced_figures(state)[-1]
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
-        # At AFTER_TRAIN_BATCH the optimizer has not stepped yet. Reading the figures here would make the host wait for
+        # The optimizer has not stepped yet at AFTER_TRAIN_BATCH. Reading the figures here would make the host wait for
         # the GPU, just before Composer waits for the loss at the end of its closure. So they are copied now, and read
-        # after Composer has waited and before the update (`_decide_after_closure`). In fp16 there is no closure.
+        # after Composer has waited and before the update (`_decide_after_closure`). fp16 has no closure.
         self._pending = HostCopy(self._reduced_figures(state))
         if not self._has_closure:
             self._decide(state, logger)
@@ -187,7 +186,7 @@ class LossGuard(Callback):
         self, state: State, logger: Logger, optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
         """Let an optimizer's closure end with the check of the batch; a hook before its step."""
-        # With a closure Composer runs the whole batch inside of optimizer.step(), so the step cannot be prevented:
+        # Composer runs the whole batch in a closure, inside of optimizer.step(), so the step cannot be prevented:
         # `_act` drops the gradients instead.
         closure = kwargs.get('closure')
         self._has_closure = closure is not None
@@ -218,8 +217,8 @@ class LossGuard(Callback):
         if reason is None:
             self.history = [*self.history, loss][-self.window :]
             return
-        # Only now, when a batch is bad on some rank, are the losses of single samples gathered and copied to the CPU.
-        # All ranks get here together, since the loss and the flag were reduced over all of them.
+        # Gather the losses of single samples and copy them to the CPU only now, when a batch is bad on some rank. All
+        # ranks get here together, since the loss and the flag were reduced over all of them.
         ranks = dist.all_gather_object(samples_of(self._microbatches, self._finite(state)))
         self._act(state, logger, loss, reason, suspects(ranks, limit))
 
@@ -249,9 +248,9 @@ class LossGuard(Callback):
         skip = self.action == 'skip' and recent < self.max_skips
         if self.action == 'skip' and not skip:
             reason += f', after {recent} skipped updates in the last {self.window} batches'
-        # With no gradients the optimizer's step, if one follows, changes neither weights nor moments. They must be gone
-        # before a save too: torch's get_optimizer_state_dict initializes the state of an optimizer that has none only
-        # if no parameter has a gradient; otherwise the checkpoint would lack it.
+        # An optimizer step without gradients changes neither weights nor moments. The gradients must be gone before a
+        # save too: torch's get_optimizer_state_dict initializes the state of an optimizer that has none only if no
+        # parameter has a gradient; otherwise the checkpoint would lack it.
         for optimizer in state.optimizers:
             optimizer.zero_grad(set_to_none=True)
         if dist.get_global_rank() == 0:
@@ -285,12 +284,11 @@ def record_microbatch(loss: Any, batch: Any, sample_losses: Tensor | None) -> Mi
 
     Args:
         loss: Composer's `state.loss`: a tensor, a sequence of tensors, or a mapping.
-        batch: The microbatch.
         sample_losses: Loss of each sample, [B], or None if the model has none; the mean is used for every sample then.
     """
     if isinstance(loss, Mapping):
         loss = loss['total'] if 'total' in loss else tuple(loss.values())
-    # New tensors, since Composer scales the loss in place before the backward pass.
+    # Make new tensors, since Composer scales the loss in place before the backward pass.
     total = torch.stack([part.detach().float().mean() for part in ensure_tuple(loss)]).sum()
     ids = batch.get(batch_keys.SAMPLE_ID) if isinstance(batch, Mapping) else None
     if sample_losses is None or (ids is not None and len(sample_losses) != len(ids)):
@@ -334,7 +332,6 @@ def reduce_over_ranks(
     """Return figures of the batch over all ranks, on the device; a collective.
 
     Args:
-        microbatches: This rank's microbatches.
         finite: True if this rank's gradients are finite, bool []; None if they are not checked.
         squared_norm: This rank's part of the squared norm of the gradients, []; None if it is not known.
 
@@ -346,7 +343,7 @@ def reduce_over_ranks(
     count = torch.full_like(total, sum(len(each.sample_losses) for each in microbatches))
     bad = torch.zeros_like(total) if finite is None else (~finite).to(total)
     squares = torch.zeros_like(total) if squared_norm is None else squared_norm.to(total)
-    # In one tensor: a single collective and a single copy to the host per batch.
+    # One tensor needs only one collective and one copy to the host per batch.
     figures = torch.stack([total, count, bad, squares])
     dist.all_reduce(figures, reduce_operation='SUM')
     return figures
@@ -357,7 +354,7 @@ def explosion_limit(history: Sequence[float], explosion: float | None, window: i
     if explosion is None or len(history) < window // 2:
         return math.inf
     middle = median(history)
-    # A multiple of the median is no meaningful limit for losses that can be zero or negative.
+    # A multiple of the median is not a meaningful limit for losses that can be zero or negative.
     return explosion * middle if middle > 0 else math.inf
 
 

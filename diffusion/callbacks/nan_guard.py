@@ -43,15 +43,14 @@ class NaNGuard(Callback):
     """Callback that stops all ranks with `BadLoss` after a batch whose loss is NaN or infinite.
 
     It reads the mean loss over all ranks that Composer has fetched from the device for its log, so it costs neither a
-    synchronization nor a collective, and all ranks decide alike. The update of the bad batch has been made by then:
-    nothing is saved, and a save of earlier weights that is in the background is finished. `LossGuard` instead
-    prevents the update, checks gradients too, and can skip batches.
+    synchronization nor a collective, and all ranks decide the same. The update of the bad batch has been made by then:
+    nothing is saved, and a save of earlier weights that is in the background is finished. `LossGuard` instead prevents
+    the update, checks gradients too, and can skip batches.
 
     A line is appended to `folder/bad_batches.jsonl`.
 
     Args:
         check_loss: False turns the check off. Weights that are not finite are not saved in either case.
-        folder: The run's folder.
     """
 
     def __init__(self, *, check_loss: bool = True, folder: str = 'runs') -> None:
@@ -65,7 +64,7 @@ class NaNGuard(Callback):
         self._microbatches = []
 
     def after_loss(self, state: State, logger: Logger) -> None:
-        # References alone: a kernel for each microbatch would be the largest cost of this callback.
+        # Keep only references: a kernel for each microbatch would be the largest cost of this callback.
         batch = state.batch if isinstance(state.batch, Mapping) else {}
         ids = {key: batch[key] for key in (batch_keys.SAMPLE_ID,) if key in batch}
         loss = tree_map(Tensor.detach, state.loss)

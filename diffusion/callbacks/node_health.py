@@ -59,7 +59,7 @@ HARDWARE_XIDS = {
 SLOW_SHARE = 0.7
 """A GPU whose clock is below this fraction of the median clock of all GPUs is far slower than the others."""
 SLOW_SECONDS = 300.0
-"""Time for which a GPU must be that slow before it counts as a fault."""
+"""Seconds that a GPU must be that slow before it counts as a fault."""
 _FAULT = 'fault'
 """Column of a rank's row of metrics: 1 if its GPU has a fault, else 0."""
 
@@ -115,7 +115,8 @@ class NodeHealth(Callback):
         self._leaving = self.action == 'leave' and any(row[_FAULT] > 0 for row in rows)
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        # As in Preemption: after the batch's evaluation, if any, and before Composer's CheckpointSaver.
+        # This event comes after the batch's evaluation, if any, and before Composer's CheckpointSaver, as in
+        # Preemption.
         if self._leaving and not is_last_batch(state):
             self._leave(state, logger)
 
@@ -152,14 +153,14 @@ class NodeHealth(Callback):
             )
 
     def _record_fault(self, text: str) -> None:
-        """Log a fault of this rank's GPU, and keep the first one, on which all ranks act at the next comparison."""
+        """Log a fault of this rank's GPU, and keep the first one; all ranks act on it at the next comparison."""
         log.warning('%s rank %d: %s', machine_name(os.environ), dist.get_global_rank(), text)
         self._fault = self._fault or text
 
     def _poll(self, nvml: Any, uuid: str) -> None:
         """Query the metrics of this rank's GPU until training ends; runs in a thread."""
         try:
-            gpu = nvml.nvmlDeviceGetHandleByUUID(uuid)  # not by index, which CUDA_VISIBLE_DEVICES renumbers
+            gpu = nvml.nvmlDeviceGetHandleByUUID(uuid)  # CUDA_VISIBLE_DEVICES renumbers the indices
             xids = Xids(nvml, gpu)
             while not self._done.is_set():
                 self._update(query_metrics(nvml, gpu) | xids.wait(self.seconds, self._done))
@@ -176,7 +177,7 @@ class NodeHealth(Callback):
         for name in FAULTS:
             if name in before and name in figures and figures[name] > before[name]:
                 text = f'{FAULTS[name]} rose from {before[name]:.0f} to {figures[name]:.0f}'
-                # Remapped rows are repaired memory, and an Xid may be the fault of a program: only logged as such.
+                # Remapped rows are repaired memory, and an Xid may be the fault of a program, so both are only logged.
                 if name == 'gpu_ecc_errors':
                     self._record_fault(text)
                 else:
@@ -226,7 +227,7 @@ class Xids:
         if self._events is None:
             done.wait(seconds)
             return {}
-        # Polled with a timeout of 0: a wait inside NVML could not be interrupted by `done` when training ends.
+        # Poll with a timeout of 0: a wait inside NVML could not be interrupted by `done` when training ends.
         try:
             event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
             self._count += 1
@@ -278,7 +279,7 @@ def query_metrics(nvml: Any, gpu: Any) -> dict[str, float]:
 
 def rows_of_all_ranks(own: Mapping[str, float], state: State) -> list[dict[str, float]]:
     """Return the metrics of each rank, NaN where missing; a collective, which every rank must call."""
-    # A fixed row of numbers, since the ranks' GPUs may support different metrics.
+    # The row has a number for every metric, since the ranks' GPUs may support different ones.
     names = [*WORST, _FAULT]
     row = torch.tensor([own.get(name, math.nan) for name in names], dtype=torch.float64)
     return [

@@ -46,7 +46,7 @@ class OptimizerSettings(Callback):
 
     def batch_start(self, state: State, logger: Logger) -> None:
         rate = state.optimizers[0].param_groups[0]['lr']
-        # A rate on the GPU would have to be waited for.
+        # Reading a rate on the GPU would make the host wait.
         known = not (isinstance(rate, Tensor) and rate.is_cuda)
         length = state.dataloader_len
         self._last = {
@@ -80,7 +80,6 @@ class OptimizerSettings(Callback):
         Args:
             batch: Number of the first batch after the resume.
             saved: Rate of this batch by the checkpoint, as if nothing had changed.
-            now: Rate of this batch now.
         """
         if dist.get_global_rank() != 0 or math.isclose(saved, now, rel_tol=1e-9):
             return
@@ -121,9 +120,9 @@ def set_learning_rates(state: State, base: list[float]) -> None:
 
 def factors_of(scheduler: Any, state: State) -> list[float]:
     """Return the factor of each group's base learning rate in the next batch, for a scheduler that Composer built."""
-    # Composer steps a scheduler before it counts the batch that has just ended, so that batch n + 1 gets the rate of
-    # time n. So evaluate the schedule one batch earlier; the next batch then gets the rate it would have had without
-    # the restart.
+    # Composer steps a scheduler before it counts the batch that has just ended, which gives batch n + 1 the rate of
+    # time n. Evaluate the schedule one batch earlier here too; the next batch then gets the rate it would have had
+    # without the restart.
     now = state.timestamp
     state.timestamp = one_batch_earlier(now)
     try:

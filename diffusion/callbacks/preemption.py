@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class Preemption(Callback):
-    """Callback that on a stop signal to any rank finishes the batch, saves a checkpoint and raises `Preempted`.
+    """Callback that stops a run on a signal to any rank: finish the batch, save a checkpoint and raise `Preempted`.
 
     The signals are SIGTERM, SIGUSR1, SIGHUP (the terminal was closed) and SIGINT (Ctrl-C). SIGHUP and SIGINT stay
     ignored if the process was started to ignore them, as by nohup. All ranks raise together. The signal may arrive
@@ -41,9 +41,9 @@ class Preemption(Callback):
     ends the process at once with status 130 and a message that names the lost batches.
     """
 
-    # From the start of training the signals only set a flag, and in a process that has received one they are ignored
-    # from then on. Otherwise a second signal, or a launcher that signals the remaining ranks once the first has exited,
-    # would kill a save or an upload.
+    # The signals only set a flag during training, and a process that has received one ignores all further ones.
+    # Otherwise a second signal, or a launcher that signals the remaining ranks once the first has exited, would kill a
+    # save or an upload.
 
     def __init__(self) -> None:
         self.signal = 0
@@ -70,12 +70,13 @@ class Preemption(Callback):
             self._thread.start()
         for number in handled_signals():
             previous = signal.signal(number, self._handle_signal)
-            # Not in a second fit(), where the previous handler is this one.
+            # The previous handler is this one if fit() is called a second time.
             if previous != self._handle_signal:
                 self._previous_handlers[number] = previous
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        # At every batch, since PyTorch installs its SIGCHLD handler only when the first loader starts its workers.
+        # Do this at every batch, since PyTorch installs its SIGCHLD handler only when the first loader starts its
+        # workers.
         handler = signal.getsignal(signal.SIGCHLD)
         if self._previous_handlers and callable(handler) and handler != self._handle_child_exit:
             self._previous_handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, self._handle_child_exit)
@@ -94,15 +95,15 @@ class Preemption(Callback):
         self._stop_if_signaled(state, logger)
 
     def epoch_checkpoint(self, state: State, logger: Logger) -> None:
-        # Here too, to stop before the next batch: the evaluation at the end of an epoch can be long, and so can the
-        # wait for the next epoch's first batch.
+        # Stop here too, before the next batch: the evaluation at the end of an epoch can be long, and so can the wait
+        # for the next epoch's first batch.
         self._stop_if_signaled(state, logger)
 
     def post_close(self) -> None:
         if self._thread is not None and threading.current_thread() is threading.main_thread():
             self._thread.stop()
             self._thread = None
-        # By post_close, uploads have finished. A process that continues must be stoppable again, so the handlers are
+        # Uploads have finished before post_close. A process that continues must be stoppable again, so the handlers are
         # restored; one that was signaled is exiting and keeps ignoring signals.
         if self.signal or threading.current_thread() is not threading.main_thread():
             return
@@ -121,9 +122,9 @@ class Preemption(Callback):
         saved = save_now(state, logger, notice_seconds=self._notice_left())
         if self._previous_handlers:
             for each in (number for number in STOP_SIGNALS if number != signal.SIGINT):
-                # Not SIGINT: a second Ctrl-C must still end an upload that hangs.
-                # SIG_IGN instead of the handler: Python removes its own handlers some time before the process exits,
-                # while ignored signals stay ignored until the end.
+                # SIGINT keeps its handler: a second Ctrl-C must still end an upload that hangs. The others get SIG_IGN,
+                # because Python removes its own handlers some time before the process exits, while ignored signals stay
+                # ignored.
                 signal.signal(each, signal.SIG_IGN)
         outcome = (
             f'{saved} is saved, the same command resumes from it'
@@ -194,7 +195,7 @@ class Preemption(Callback):
 
 def highest_signal(number: int, device: Device) -> HostCopy:
     """Return the highest signal number over all ranks, [1], 0 if there is none; a collective."""
-    # On the ranks' device, since Composer's process group for GPUs (NCCL) supports no other.
+    # The tensor is on the ranks' device, since Composer's process group for GPUs (NCCL) supports no other.
     numbers = device.tensor_to_device(torch.tensor([number]))
     dist.all_reduce(numbers, reduce_operation='MAX')
     return HostCopy(numbers)
@@ -206,6 +207,6 @@ def is_last_batch(state: State) -> bool:
     assert end is not None
     if state.timestamp >= end:
         return True
-    # At BATCH_CHECKPOINT Composer's timestamp has not counted the epoch yet that ends with this batch.
+    # Composer's timestamp at BATCH_CHECKPOINT has not counted the epoch yet that ends with this batch.
     last_of_epoch = state.timestamp.batch_in_epoch.value == state.dataloader_len
     return last_of_epoch and state.timestamp.to_next_epoch() >= end

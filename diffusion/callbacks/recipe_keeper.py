@@ -23,7 +23,7 @@ class ResumedRecipe:
     """Recipe of a run that resumes, compared with the one that its checkpoint was trained with."""
 
     changes: tuple[Change, ...] = ()
-    """The values that have changed, all of which are applied."""
+    """The values that have changed; all of them are applied."""
     history: tuple[str, ...] = ()
     """Lines of the history so far."""
 
@@ -31,13 +31,11 @@ class ResumedRecipe:
 class RecipeKeeper(Callback):
     """Callback that writes the resolved recipe beside the checkpoints; export and other tasks need only this folder.
 
-    The file is written when training starts, after the recipe was accepted. Of a run that resumes with other settings,
-    each change is logged and added to the history at the end of the file, as a comment: `# changed at batch 1200
+    The file is written when training starts, after the recipe was accepted. If a run resumes with other settings, each
+    change is logged and added to the history at the end of the file, as a comment: `# changed at batch 1200
     (2026-11-22T10:00:00+00:00): optimizer.weight_decay 0.01 -> 0.5`.
 
     Args:
-        path: The file.
-        text: The recipe's YAML.
         resumed: Changes and history of a run that resumes; None for a new run.
     """
 

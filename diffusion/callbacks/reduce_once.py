@@ -13,26 +13,26 @@ from torch.distributed.fsdp import FSDPModule
 class ReduceOnce(Callback):
     """Callback that lets FSDP2 reduce gradients, and free gathered weights, only at the last microbatch of a batch."""
 
-    # By default FSDP2 reduces gradients after every microbatch. Composer's `ddp_sync_strategy`, which makes DDP reduce
-    # once per batch, has no effect on FSDP2.
+    # FSDP2's default is to reduce gradients after every microbatch. Composer's `ddp_sync_strategy`, which makes DDP
+    # reduce once per batch, has no effect on FSDP2.
 
     def __init__(self) -> None:
         self._left = 0
         self._modules: list[FSDPModule] = []
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        # Once: to walk through the modules of a U-Net takes the host milliseconds.
+        # Find them once: walking through the modules of a U-Net takes the host milliseconds.
         self._modules = list(fsdp_modules(state.model))
 
     def before_train_batch(self, state: State, logger: Logger) -> None:
-        # Counted here, while state.batch is the whole batch: during the forward passes it is a microbatch.
+        # Count the samples here, while state.batch is the whole batch: during the forward passes it is a microbatch.
         self._left = number_of_microbatches(state)
 
     def before_forward(self, state: State, logger: Logger) -> None:
         self._left -= 1
         last = self._left == 0
-        # Set on every module, since FSDP2 reads the flags per module in the backward pass. `recurse=False` because the
-        # loop visits all modules already.
+        # Set the flags of every module, since FSDP2 reads them per module in the backward pass. `recurse=False` because
+        # the loop visits all modules already.
         for module in self._modules:
             module.set_requires_gradient_sync(last, recurse=False)
             module.set_reshard_after_backward(last, recurse=False)

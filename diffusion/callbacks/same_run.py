@@ -20,8 +20,8 @@ DATA = 'data'
 class SameRun(Callback):
     """Callback that saves a run's identity (seed and data settings) in each checkpoint and compares it on resume.
 
-    If the data has changed, training resumes at the saved epoch and position; from there on, the recipe determines the
-    order of samples (`BucketedDataset.load_state_dict`).
+    If the data has changed, training resumes at the saved epoch and position; the recipe then determines the order of
+    samples (`BucketedDataset.load_state_dict`).
 
     Args:
         identity: The values to compare, with those of the data under the key `data` (`diffusion.data.fingerprint`).
@@ -63,7 +63,7 @@ class SameRun(Callback):
             log.warning('the run resumes with other data than it was started with%s', _listed(data))
 
     def after_load(self, state: State, logger: Logger) -> None:
-        # Composer does not call load_state_dict for a callback that the checkpoint has no state of.
+        # Composer does not call load_state_dict for a callback without a state in the checkpoint.
         if state.timestamp.batch.value and not self._compared:
             self._warn_unknown()
 

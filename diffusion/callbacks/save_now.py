@@ -22,8 +22,6 @@ def save_now(state: State, logger: Logger, *, notice_seconds: float | None = Non
     """Save a checkpoint immediately, unless this batch already has one; a collective, which every rank must call.
 
     Args:
-        state: The trainer's state.
-        logger: The trainer's logger.
         notice_seconds: Seconds until this process is killed; None if it is not, or not known on this rank.
 
     Returns:
@@ -35,14 +33,14 @@ def save_now(state: State, logger: Logger, *, notice_seconds: float | None = Non
     saver = next((saver for saver in savers if not saver.weights_only), None)
     if saver is None:
         return None
-    # The private method: its public caller, Trainer.save_checkpoint_to_save_folder, is not available to callbacks.
+    # This method is private; its public caller, Trainer.save_checkpoint_to_save_folder, is not available to callbacks.
     if saver.last_checkpoint_batch != state.timestamp.batch:
         if isinstance(saver, SavesInTime):
             saver.save_in_time(state, logger, notice_seconds)
         else:
             private_attribute(saver, '_save_checkpoint')(state, logger)
     if saver.remote_uploader is not None and saver.remote_file_name is not None:
-        # Not the local path: it is in a temporary folder.
+        # The local path would be useless: it is in a temporary folder.
         return saver.remote_file_name.format(state)
     # Composer's saver has the paths only on the ranks that write; the others format the file name.
     return str(saver.saved_checkpoints[-1]) if saver.saved_checkpoints else saver.filename.format(state)

@@ -18,7 +18,7 @@ EVERY = 100
 
 
 class WaitingLoader(Protocol):
-    """Data loader that counts the time in which this rank has waited for data."""
+    """Data loader that counts the time that this rank has waited for data."""
 
     wait_seconds: float
 
@@ -74,17 +74,14 @@ class Stragglers(Callback):
     """Callback that logs the slowest rank (`straggler/slowest_rank`) and its factor (`straggler/slowest_factor`).
 
     The factor compares the time per batch that a rank spends without waiting for other ranks: loading its data, and the
-    forward pass up to its first collective. Under DDP that is the whole forward pass; under FSDP, whose ranks wait for
-    each other in every sharded module, the part before the first of them, such as the VAE. With FSDP and precomputed
-    latents only the data loading remains; `node_health` then shows slow GPUs by their clock.
-
-    Args:
-        loader: The training loader.
+    forward pass up to its first collective. Under DDP that is the whole forward pass. Under FSDP, ranks wait for each
+    other in every sharded module, so that only the part before the first of them counts, such as the VAE. With FSDP and
+    precomputed latents only the data loading remains; `node_health` then shows slow GPUs by their clock.
     """
 
     # The duration of a whole batch is the same on all ranks, since each waits for the slowest in the gradients'
-    # all-reduce. The first batch does not count. One small collective per EVERY batches, and no device synchronization
-    # beyond Composer's own.
+    # all-reduce. The first batch does not count. The cost is one small collective per EVERY batches, without a device
+    # synchronization beyond Composer's own.
 
     def __init__(self, loader: WaitingLoader) -> None:
         self._loader = loader
@@ -98,7 +95,7 @@ class Stragglers(Callback):
         timer = self._timer = CudaTimer() if state.device.name == 'gpu' else HostTimer()
         for module in fsdp_modules(state.model):
             assert isinstance(module, nn.Module)
-            # First of all hooks: FSDP's own gathers weights, and so waits for other ranks.
+            # This hook must be the first: FSDP's own gathers weights, and so waits for other ranks.
             module.register_forward_pre_hook(lambda *_: timer.stop(), prepend=True)
 
     def before_forward(self, state: State, logger: Logger) -> None:
@@ -130,6 +127,6 @@ class Stragglers(Callback):
 def slowest(seconds: Sequence[float]) -> tuple[int, float]:
     """Return the rank with the longest time, and that time over the median of all ranks."""
     rank = max(range(len(seconds)), key=lambda each: seconds[each])
-    # The lower median: of two ranks it is the faster one.
+    # Take the lower median, which is the faster one of two ranks.
     middle = statistics.median_low(seconds)
     return rank, seconds[rank] / middle if middle > 0 else 1.0

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @contextmanager
 def without_own_deprecations() -> Iterator[None]:
-    """Context without the deprecation warnings that diffusers causes by itself, whatever the user does.
+    """Hide deprecation warnings that diffusers causes by itself, whatever the user does, inside of the context.
 
     diffusers 0.42 always passes `local_dir_use_symlinks`, which huggingface-hub 2 ignores with a warning, and its
     PRXPipeline inherits from a class that announces its own removal. Remove this function when diffusers does neither.
@@ -25,8 +25,8 @@ def without_own_deprecations() -> Iterator[None]:
 def keep_prx_masks_small() -> None:
     """Make PRX's attention mask padding with a bool tensor [B, 1, 1, L], which attention broadcasts itself.
 
-    diffusers 0.39 expands it to [B, heads, image tokens, L], of which backends make a copy: 1.1 GiB in each block for
-    32 images of 1,024 tokens. diffusers 0.42 does not. Remove this function with the support of diffusers 0.39.
+    diffusers 0.39 expands it to [B, heads, image tokens, L], and backends copy that: 1.1 GiB in each block for 32
+    images of 1,024 tokens. diffusers 0.42 does not. Remove this function with the support of diffusers 0.39.
     """
     module: Any = transformer_prx
     dispatch = module.dispatch_attention_fn

@@ -56,7 +56,7 @@ class PrivateName:
             for part in filter(None, (*owner.split('.'), *self.name.split('.'))):
                 found = getattr(found, part)
         except (ModuleNotFoundError, AttributeError) as error:
-            # A package that is not installed at all, or a missing dependency of it, is an ordinary ImportError.
+            # A package that is not installed, or lacks a dependency, raises an ordinary ImportError.
             inside = '.' in str(error.name) and f'{module}.'.startswith(f'{error.name}.')
             if isinstance(error, ModuleNotFoundError) and not inside:
                 raise
@@ -199,7 +199,7 @@ def set_private_attribute(owner: Any, name: str, value: Any) -> None:
 
 
 def _entry(owner: Any, name: str) -> PrivateName:
-    """Return the table's row for an attribute; which of several rows of one name, the owner's classes decide."""
+    """Return the table's row for an attribute; of several rows with one name, the one for the owner's classes."""
     kinds = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
     places = {kind.__name__ for kind in kinds} | {str(getattr(owner, '__name__', '')).rpartition('.')[2]}
     rows = [entry for (place, listed), entry in ATTRIBUTES.items() if listed == name]
@@ -210,5 +210,5 @@ def _entry(owner: Any, name: str) -> PrivateName:
 def __getattr__(name: str) -> Any:
     if name not in IMPORTED:
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-    # Kept, so that the next use is an ordinary look-up.
+    # Keep it, so that the next use is an ordinary look-up.
     return globals().setdefault(name, IMPORTED[name].load())

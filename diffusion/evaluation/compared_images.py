@@ -1,4 +1,4 @@
-"""Images of one side of a comparison, read from a folder in which numbers match images with prompts."""
+"""Images of one side of a comparison, read from a folder of files with the numbers of their prompts."""
 
 import json
 import re
@@ -29,18 +29,17 @@ def numbered_images(folder: Path, prompts: Sequence[str]) -> list[Path]:
 
     Args:
         folder: Folder of the images; one of `diffusion generate`, or one below `evaluations/` in a run's folder.
-        prompts: The prompts.
 
     Raises:
-        UserError: Files have no number or the same, numbers are missing, there are more or fewer images than prompts,
-            or images were generated for other prompts.
+        UserError: Files have no number or the same one, numbers are missing, there are more or fewer images than
+            prompts, or images were generated for other prompts.
     """
     _check_manifest(folder, prompts)
     by_number: dict[int, Path] = {}
     for file in _image_files(folder):
         found = _LEADING.search(file.stem) or _TRAILING.search(file.stem)
         if found is None:
-            raise UserError(f'{file}: has no number that says which prompt it is for; name it such as 00012.png')
+            raise UserError(f'{file}: has no number that says which prompt it is for; name it like 00012.png')
         if (other := by_number.setdefault(int(found[0]), file)) != file:
             raise UserError(f'{other} and {file}: have the same number; remove one of them')
     if len(by_number) != len(prompts):
@@ -86,10 +85,10 @@ def _prompt_of(file: Path) -> str | None:
         return None
     try:
         with Image.open(file) as image:
-            # Other programs write other things under the key `prompt`.
+            # Other programs write their own values under the key `prompt`.
             found = image.info.get('prompt') if 'guidance_scale' in image.info else None
     except (OSError, SyntaxError, ValueError):
-        # Either damaged, which `read_image` reports, or with larger texts than `diffusion evaluate` writes.
+        # The file is damaged, which `read_image` reports, or has larger texts than `diffusion evaluate` writes.
         return None
     return found if isinstance(found, str) else None
 

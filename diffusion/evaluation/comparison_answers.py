@@ -44,7 +44,7 @@ class Answer:
 def checksum(text: str) -> str:
     """Return FNV-1a of a text in UTF-8, 64 bits as 16 hex digits, which the page computes too.
 
-    It finds files that were edited or cut. It is no defense against a person who wants to deceive.
+    It finds files that were edited or cut. It is not a defense against a person who wants to deceive.
     """
     value = 0xCBF29CE484222325
     for byte in text.encode():
@@ -70,7 +70,6 @@ def parse_answers(text: str | bytes, where: str, comparison: str, pairs: int) ->
     """Return the answers in the content of a file.
 
     Args:
-        text: Content of the file.
         where: Its name, for messages.
         comparison: Identifier of the comparison, from its key.
         pairs: Number of pairs of the comparison, attention checks included.
@@ -109,7 +108,7 @@ def parse_answers(text: str | bytes, where: str, comparison: str, pairs: int) ->
 
 
 def read_answers(files: Sequence[Path], comparison: str, pairs: int) -> list[Answer]:
-    """Read files of answers; of two files of one person, the one that continues the other counts.
+    """Read files of answers; if there are two files of one person, the one that continues the other counts.
 
     Raises:
         UserError: A file cannot be used, or two files of one person contradict each other.
@@ -146,7 +145,6 @@ def failed_checks(answers: Iterable[Answer], damaged: Mapping[int, str]) -> dict
     A person fails a check by not preferring the intact image in quality.
 
     Args:
-        answers: Answers of all persons.
         damaged: Image, `first` or `second`, that is damaged in each pair that is an attention check.
     """
     seen: dict[str, list[bool]] = {}

@@ -13,7 +13,7 @@ from diffusion.errors import UserError
 KEY = 'key.json'
 """Name of the file of a key."""
 Side = Literal['first', 'second']
-"""Image of a pair, as stored in the page. The page shows it on the left or on the right, at random for each person."""
+"""Image of a pair, as stored in the page, which shows it on the left or right at random for each person."""
 SIDES: tuple[Side, Side] = ('first', 'second')
 
 
@@ -45,7 +45,7 @@ class ComparisonKey:
         a: Description of A: its `source`, and how its images were generated.
         b: Description of B.
         prompts: Source of the prompts.
-        pairs: Pairs in the order in which the page stores them.
+        pairs: Pairs, in the page's order.
         token: Secret of the server's address.
     """
 
@@ -69,12 +69,11 @@ def make_pairs(prompts: Sequence[str], checks: int, rng: random.Random) -> list[
     """Return a pair per prompt and attention checks, in random order and with random sides.
 
     Args:
-        prompts: The prompts.
         checks: Number of attention checks, at most that of prompts.
         rng: Source of randomness; `secrets.SystemRandom()` cannot be predicted from the page.
     """
     pairs = [Pair(index, text, rng.choice(SIDES)) for index, text in enumerate(prompts)]
-    # As many checks with images of A as of B, so that seeing images a second time favors neither.
+    # Use as many checks with images of A as of B, so that seeing images a second time favors neither.
     for number, index in enumerate(rng.sample(range(len(prompts)), checks)):
         pairs.append(Pair(index, prompts[index], None, 'ab'[number % 2], rng.choice(SIDES)))  # type: ignore[arg-type]
     rng.shuffle(pairs)

@@ -20,7 +20,7 @@ TEMPLATE = Path(__file__).parent / 'assets' / 'comparison.html'
 PAGE = 'index.html'
 """Name of the page's file."""
 JPEG_QUALITY = 92
-"""Quality of the images, for both models alike; colors are not subsampled."""
+"""JPEG quality of the images of both models; colors are not subsampled."""
 MAX_ASPECT_RATIO_ERROR = 0.02
 """Relative difference of the aspect ratios of two images that are stretched to one size."""
 MOSAIC_CELLS = 14
@@ -35,8 +35,7 @@ def page_chunks(comparison: str, pairs: Sequence[Pair], images: ImagesOf) -> Ite
 
     Args:
         comparison: Identifier of the comparison.
-        pairs: Pairs of images, in the order in which the page stores them.
-        images: Function that returns the images of a prompt.
+        pairs: Pairs of images, in the page's order.
 
     Raises:
         UserError: The two images of a prompt have different aspect ratios.
@@ -52,13 +51,7 @@ def page_chunks(comparison: str, pairs: Sequence[Pair], images: ImagesOf) -> Ite
 
 
 def pair_images(pair: Pair, a: Image.Image, b: Image.Image) -> tuple[Image.Image, Image.Image]:
-    """Return the first and the second image of a pair, of one size.
-
-    Args:
-        pair: The pair.
-        a: Image of A for its prompt.
-        b: Image of B.
-    """
+    """Return the first and the second image of a pair, of one size."""
     a, b = at_one_size(a, b, where=f'prompt {pair.prompt + 1} ({pair.text[:60]!r})')
     if pair.a is not None:
         return (a, b) if pair.a == 'first' else (b, a)
@@ -79,13 +72,13 @@ def at_one_size(a: Image.Image, b: Image.Image, *, where: str) -> tuple[Image.Im
             'their shape: crop the images to one aspect ratio'
         )
     size = max(a.size, b.size, key=lambda sides: sides[0] * sides[1])
-    # Otherwise the size of an image would tell its model.
+    # Different sizes would reveal the model of an image.
     enlarged = [each if each.size == size else each.resize(size, Image.Resampling.LANCZOS) for each in (a, b)]
     return enlarged[0], enlarged[1]
 
 
 def damaged_copy(image: Image.Image) -> Image.Image:
-    """Return an image for an attention check: a coarse mosaic with noise, in which the motif is barely visible."""
+    """Return an image for an attention check: a coarse mosaic with noise that leaves the motif barely visible."""
     scale = MOSAIC_CELLS / max(image.size)
     cells = image.resize([max(1, round(side * scale)) for side in image.size], Image.Resampling.BOX)
     noise = np.random.default_rng(0).normal(0, 40, (cells.height, cells.width, 3))
@@ -96,7 +89,7 @@ def damaged_copy(image: Image.Image) -> Image.Image:
 def data_uri(image: Image.Image) -> str:
     """Return an RGB image as the data URI of a JPEG without metadata."""
     buffer = io.BytesIO()
-    # A new image, since Pillow would write the comment and the profile in `info`.
+    # Make a new image, since Pillow would write the comment and the profile in `info`.
     Image.fromarray(np.asarray(image)).save(buffer, 'JPEG', quality=JPEG_QUALITY, subsampling=0)
     return 'data:image/jpeg;base64,' + base64.b64encode(buffer.getvalue()).decode()
 

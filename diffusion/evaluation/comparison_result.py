@@ -24,12 +24,10 @@ class ComparisonResult:
     """Result of a comparison by people.
 
     Args:
-        a: Name of A.
-        b: Name of B.
         preferences: Preference for A over B for each question, by the keys of `QUESTIONS`.
-        raters: Number of persons who count.
+        raters: Number of people who count.
         excluded: Fraction of attention checks that each excluded person has failed.
-        unchecked: Number of persons who count without having seen an attention check.
+        unchecked: Number of people who count without having seen an attention check.
     """
 
     a: str
@@ -41,18 +39,17 @@ class ComparisonResult:
 
 
 def analyze_answers(key: ComparisonKey, answers: Sequence[Answer]) -> ComparisonResult:
-    """Return the result of a comparison; persons who fail more than a fifth of their attention checks are excluded.
+    """Return the result of a comparison; people who fail more than a fifth of their attention checks are excluded.
 
     Args:
-        key: Key of the comparison.
-        answers: Answers of all persons, attention checks included.
+        answers: Answers of all people, attention checks included.
 
     Raises:
-        UserError: Too few persons or prompts are left for a confidence interval.
+        UserError: Too few people or prompts are left for a confidence interval.
     """
     failed = failed_checks(answers, key.damaged())
     excluded = {rater: fraction for rater, fraction in sorted(failed.items()) if fraction > MAX_FAILED_CHECKS}
-    # Pairs that are attention checks have nothing to do with A and B.
+    # Attention checks do not compare A with B.
     counting = [each for each in answers if each.rater not in excluded and key.pairs[each.pair].a is not None]
     raters = {each.rater for each in counting}
     preferences = {}
@@ -65,7 +62,7 @@ def analyze_answers(key: ComparisonKey, answers: Sequence[Answer]) -> Comparison
                 values, [each.rater for each in own], [key.pairs[each.pair].text for each in own]
             )
         except UserError as error:
-            without = f' ({counted_persons(len(excluded))} failed attention checks)' if excluded else ''
+            without = f' ({counted_people(len(excluded))} failed attention checks)' if excluded else ''
             raise UserError(f'--analyze: {subject}: {error}{without}; collect more answers') from error
     a, b = (str(side['source']) for side in (key.a, key.b))
     return ComparisonResult(a, b, preferences, len(raters), excluded, len(raters - failed.keys()))
@@ -75,17 +72,16 @@ def result_text(result: ComparisonResult, difference: float) -> str:
     """Return the result as a table and sentences for a terminal.
 
     Args:
-        result: The result.
-        difference: Distance from one half for which the answers needed are given, such as 0.05 for 55 %.
+        difference: Preference to detect, as its distance from one half, such as 0.05 for 55%.
     """
-    header = ('prefer A', 'neither', 'prefer B', 'preference for A', 'answers', 'persons', 'prompts', 'agreement')
+    header = ('prefer A', 'neither', 'prefer B', 'preference for A', 'answers', 'people', 'prompts', 'agreement')
     rows = {QUESTIONS[question]: _row(found) for question, found in result.preferences.items()}
     lines = [f'A: {result.a}', f'B: {result.b}', '']
     for title, row in {'': header, **rows}.items():
         cells = [f'{cell:>{width}}' for cell, width in zip(row, (9, 8, 9, 22, 9, 8, 8, 10), strict=True)]
         lines.append(f'{title:18}{" ".join(cells)}')
     lines += ['', 'Preference for A: ties count half; 95% confidence interval, clustered by person and by prompt.']
-    lines += ["Agreement of persons: Krippendorff's alpha, 1 for full agreement, 0 for chance.", '']
+    lines += ["Agreement of people: Krippendorff's alpha, 1 for full agreement, 0 for chance.", '']
     lines += [_capitalized(found.sentence(QUESTIONS[question])) for question, found in result.preferences.items()]
     lines += ['', f'Needed to show a preference of {50 + 100 * difference:g}% with a power of 80%:']
     lines += [
@@ -95,7 +91,7 @@ def result_text(result: ComparisonResult, difference: float) -> str:
         names = ', '.join(f'{rater} ({fraction:.0%} failed)' for rater, fraction in result.excluded.items())
         lines += ['', f'Excluded for failed attention checks: {names}.']
     if result.unchecked:
-        lines += ['', f'{counted_persons(result.unchecked)} stopped before an attention check; their answers count.']
+        lines += ['', f'{counted_people(result.unchecked)} stopped before an attention check; their answers count.']
     return '\n'.join(lines)
 
 
@@ -109,32 +105,31 @@ def _row(found: Preference) -> tuple[str, ...]:
 
 def _needed(found: Preference, difference: float) -> str:
     """Return the answers that would show a difference."""
-    persons, factor = found.persons_needed(difference), found.factor_needed(difference)
-    if persons is not None and persons <= found.raters:
+    people, factor = found.people_needed(difference), found.factor_needed(difference)
+    if people is not None and people <= found.raters:
         return 'these answers are enough'
-    both = f'{math.ceil(factor * found.raters):,} persons and {math.ceil(factor * found.prompts):,} prompts'
-    if persons is None:
-        return f'{both}; with these prompts, no number of persons is enough'
-    more = math.ceil((persons - found.raters) * found.answers / found.raters)
-    return f'{persons:,} persons with these prompts ({more:,} more answers), or {both}'
+    both = f'{math.ceil(factor * found.raters):,} people and {math.ceil(factor * found.prompts):,} prompts'
+    if people is None:
+        return f'{both}; with these prompts, no number of people is enough'
+    more = math.ceil((people - found.raters) * found.answers / found.raters)
+    return f'{people:,} people with these prompts ({more:,} more answers), or {both}'
 
 
 def result_json(result: ComparisonResult, difference: float) -> dict[str, Any]:
     """Return the result as JSON types; agreement that is unknown is null.
 
     Args:
-        result: The result.
         difference: As for `result_text`.
     """
     questions = {}
     for question, found in result.preferences.items():
         values = asdict(found)
         values['agreement'] = None if math.isnan(found.agreement) else found.agreement
-        persons, factor = found.persons_needed(difference), found.factor_needed(difference)
+        people, factor = found.people_needed(difference), found.factor_needed(difference)
         both = {'persons': math.ceil(factor * found.raters), 'prompts': math.ceil(factor * found.prompts)}
         values['needed'] = {
             'difference': difference,
-            'persons_with_these_prompts': persons,
+            'persons_with_these_prompts': people,
             'persons_and_prompts': both,
         }
         questions[question] = values | {'differs': found.differs, 'sentence': found.sentence(QUESTIONS[question])}
@@ -143,7 +138,7 @@ def result_json(result: ComparisonResult, difference: float) -> dict[str, Any]:
 
 
 def draw_result(result: ComparisonResult, path: Path) -> None:
-    """Draw the answers to each question and the preference with its 95 % interval to a PNG file."""
+    """Draw the answers to each question and the preference with its 95% interval to a PNG file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -174,15 +169,15 @@ def draw_result(result: ComparisonResult, path: Path) -> None:
     axes.set_xlabel('preference for A (ties count half) with 95% interval', fontsize=9)
     largest = max(result.preferences.values(), key=lambda each: each.answers)
     figure.suptitle(f'A: {result.a}\nB: {result.b}', fontsize=10, ha='left', x=0.01)
-    axes.set_title(f'{largest.raters} persons, {largest.prompts} prompts', fontsize=9, loc='right', color='#555')
+    axes.set_title(f'{largest.raters} people, {largest.prompts} prompts', fontsize=9, loc='right', color='#555')
     figure.legend(loc='outside lower center', ncols=3, frameon=False, fontsize=9)
     with atomic_file(path) as unfinished:
         figure.savefig(unfinished, format='png', dpi=150)
 
 
-def counted_persons(count: int) -> str:
-    """Return `1 person`, or such as `3 persons`."""
-    return f'{count} {"person" if count == 1 else "persons"}'
+def counted_people(count: int) -> str:
+    """Return a number with its noun: `1 person`, `3 people`."""
+    return f'{count} {"person" if count == 1 else "people"}'
 
 
 def _capitalized(text: str) -> str:

@@ -22,9 +22,9 @@ from diffusion.storage.atomic import write_atomically
 log = logging.getLogger(__name__)
 
 MAX_RATERS = 10_000
-"""Number of persons whose answers are taken, so that nobody with the token can fill the disk."""
+"""Maximum number of people who can answer, so that nobody with the token can fill the disk."""
 TIMEOUT_SECONDS = 30.0
-"""Time in which a request must arrive."""
+"""Seconds within which a request must arrive."""
 
 
 class Refused(Exception):
@@ -40,7 +40,6 @@ class AnswerFolder:
 
     Args:
         folder: The folder, which is created with the first answers.
-        key: Key of the comparison.
     """
 
     def __init__(self, folder: Path, key: ComparisonKey) -> None:
@@ -48,7 +47,8 @@ class AnswerFolder:
         self._lock = threading.Lock()
 
     def save(self, body: bytes) -> None:
-        """Check answers that a page has sent, and write them; they replace fewer or as many of the same person.
+        """Check answers that a page has sent, and write them; they replace at most as many earlier ones of the same
+        person.
 
         Raises:
             Refused: They cannot be used, or would remove answers that the person has sent before.
@@ -69,7 +69,7 @@ class AnswerFolder:
                 if before > len(answers):
                     raise Refused(HTTPStatus.CONFLICT, 'more answers of yours were saved before; they are kept')
             elif len(self.files()) >= MAX_RATERS:
-                raise Refused(HTTPStatus.INSUFFICIENT_STORAGE, f'{MAX_RATERS} persons have answered already')
+                raise Refused(HTTPStatus.INSUFFICIENT_STORAGE, f'{MAX_RATERS} people have answered already')
             try:
                 write_atomically(path, answers_json(self.key.comparison, rater, answers))
             except OSError as error:
@@ -92,8 +92,6 @@ def make_server(page: bytes, answers: AnswerFolder, *, host: str, port: int) -> 
     """Return a server that is bound to its address; `serve_forever` serves.
 
     Args:
-        page: HTML of the comparison page.
-        answers: Folder that keeps the answers.
         host: Address to bind; `0.0.0.0` for all of this machine.
         port: Port; 0 for any that is free.
 

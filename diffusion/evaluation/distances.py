@@ -1,7 +1,7 @@
 """Distances between two sets of images, computed on their features; a feature network gives one row per image.
 
-All functions compute in float64, on the device of their arguments, and do not depend on the order of the rows. Which
-features a distance is named after (Inception, CLIP, DINOv2) is decided where they are computed.
+All functions compute in float64, on the device of their arguments, and do not depend on the order of the rows. Callers
+choose the features that a distance is named after (Inception, CLIP, DINOv2).
 """
 
 from collections.abc import Callable
@@ -27,7 +27,6 @@ class Moments:
     """Number, sum and sum of outer products of features, which add up over batches and ranks.
 
     Args:
-        count: Number of images.
         total: Sum of the features, float64 [D].
         products: Sum of the outer products of the features, float64 [D, D].
     """
@@ -61,7 +60,7 @@ def frechet_distance(images: Moments, references: Moments) -> float:
     """Return the squared Fréchet distance between two normal distributions: FID on Inception's features.
 
     |m1 - m2|^2 + Tr(C1 + C2 - 2 (C1 C2)^(1/2)), equation 6 of Heusel et al., https://arxiv.org/abs/1706.08500. The
-    trace of the root is that of the symmetric (C1^(1/2) C2 C1^(1/2))^(1/2), whose eigenvalues are not negative.
+    trace of the root is that of the symmetric (C1^(1/2) C2 C1^(1/2))^(1/2), which has no negative eigenvalues.
 
     Raises:
         UserError: One of the sets has fewer than two images.
@@ -82,7 +81,7 @@ def kernel_distance(images: Tensor, references: Tensor) -> float:
 
     The kernel is (x y / D + 1)^3, as in Bińkowski et al., https://arxiv.org/abs/1801.01401. Their estimate is the mean
     over random subsets, since the matrices of all images were too large; here they are computed in blocks, so that the
-    result has no random error of its own. It is 0 in the mean, and can be negative, for sets of the same distribution.
+    result has no random error of its own. For sets of the same distribution its mean is 0, so that it can be negative.
 
     Args:
         images: Features [N, D].

@@ -28,14 +28,11 @@ class EvaluatedCheckpoint:
 
     Args:
         model: Its model on the device, in evaluation mode.
-        dataset: The evaluation dataset.
-        run_dir: The run's folder.
         name: The checkpoint's name: `ba` and the number of batches, such as `ba1600`.
         weights: Kind of its weights, `ema` or `training`.
-        precision: Precision of forward passes.
         sharded: True if the denoiser is sharded over the ranks, so that all of them must make the same forward passes.
         on_progress: Called after each batch of images, to show that the rank makes progress.
-        should_stop: Return True if this process was told to stop, so that an evaluation must end early.
+        should_stop: Returns True if this process received a stop signal, so that an evaluation must end early.
         raise_together: `diffusion.checkpointing.rank_agreement.raise_on_all_ranks`; the default serves one rank.
     """
 
@@ -67,7 +64,6 @@ class EvaluationResult:
     """Results of an evaluator.
 
     Args:
-        metrics: Values by name.
         details: Entries for the checkpoint's file of results, such as the metrics of each guidance scale.
     """
 
@@ -78,14 +74,7 @@ class EvaluationResult:
 def results_of(
     checkpoint: EvaluatedCheckpoint, metrics: Mapping[str, float], details: Mapping[str, Any], *, seconds: float
 ) -> dict[str, Any]:
-    """Return the content of a file of results.
-
-    Args:
-        checkpoint: The checkpoint.
-        metrics: Metrics of all evaluators.
-        details: Details of all evaluators.
-        seconds: Duration of the evaluation.
-    """
+    """Return the content of a checkpoint's file of results: metrics and details of all evaluators, and the duration."""
     about = {'checkpoint': checkpoint.name, 'batch': int(checkpoint.name[2:]), 'weights': checkpoint.weights}
     return {**about, 'metrics': dict(metrics), **details, 'seconds': seconds}
 
@@ -93,8 +82,8 @@ def results_of(
 def write_results(run_dir: Path, name: str, results: Mapping[str, Any]) -> Path:
     """Write the results of a checkpoint to `evaluations/NAME.json`, and return the path.
 
-    Metrics that an earlier evaluation of the same checkpoint and weights has left are kept, and so are the guidance
-    scales whose images had other settings.
+    The file keeps the metrics of an earlier evaluation of the same checkpoint and weights, and its guidance scales with
+    other image settings.
     """
     path = run_dir / EVALUATIONS / f'{name}.json'
     merged = dict(results)
@@ -118,7 +107,7 @@ def read_results(path: Path) -> dict[str, Any] | None:
 
 
 def parse_results(content: bytes | None, where: str) -> dict[str, Any] | None:
-    """Return what a file of results contains; None if there is none, or it cannot be understood, which is logged.
+    """Parse the content of a file of results; return None if there is none or, after a warning, if it is invalid.
 
     Args:
         content: Content of the file; None if it does not exist.

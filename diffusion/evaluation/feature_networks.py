@@ -1,4 +1,4 @@
-"""Feature networks: they turn each image into a row of features, on which distances between sets are computed.
+"""Feature networks: they turn each image into a row of features, to compute distances between sets of images.
 
 A distance depends on the network, on its weights, and on how images are resized and scaled for it. Each class follows
 the published convention, which it names. Shapes: N images, D features per image, S the side of a network's input.
@@ -106,7 +106,7 @@ class Inception(FeatureNetwork):
     name = 'Inception'
 
     def __init__(self, weights: str | None = None) -> None:
-        # (x - 128) / 128 of pixels from 0 to 255, as the TensorFlow graph.
+        # The TensorFlow graph takes (x - 128) / 128 of pixels from 0 to 255.
         super().__init__(INCEPTION_SIDE, resize='clean', mean=[128 / 255] * 3, std=[128 / 255] * 3)
         module = _import('torch_fidelity.feature_extractor_inceptionv3', 'eval')
         path = _inception_file() if weights is None else Path(weights)
@@ -119,7 +119,7 @@ class Inception(FeatureNetwork):
                 warnings.simplefilter('ignore')
                 torch.load(io.BytesIO(content), 'cpu', weights_only=True)
             self.network = module.FeatureExtractorInceptionV3('inception', ['2048'], io.BytesIO(content))
-        except Exception as error:  # bytes that are no pickle of tensors can raise any
+        except Exception as error:  # bytes that are not a pickle of tensors can raise any class
             if (code := code_to_run(error)) is not None:
                 raise UserError(f'{path}: {code}, so it is not loaded; download it from {INCEPTION_URL}') from error
             digest = hashlib.sha256(content).hexdigest()[:8]
@@ -185,7 +185,7 @@ class Dino(FeatureNetwork):
 
 
 class EfficientNetLite0(FeatureNetwork):
-    """EfficientNet-Lite0 with the mean of its last 1280 features, whose ImageNet weights are in a Python package.
+    """EfficientNet-Lite0 with the mean of its last 1280 features; a Python package has its ImageNet weights.
 
     For machines without access to the weights of the other networks. Its distances are numbers of their own, and are
     not to be compared with published FIDs.

@@ -78,9 +78,7 @@ class GeneratedImages:
     batches that are missing. Ranks of other nodes need not see the folder; each reads only its own batches.
 
     Args:
-        folder: The folder.
         prompts: One prompt per image.
-        sampling: How to generate the images.
         checkpoint: Name of the checkpoint and of its weights, such as `ba1600, ema weights`.
 
     Raises:
@@ -121,9 +119,8 @@ class GeneratedImages:
         """Yield the indices and images, uint8 [3, H, W], of each batch of this rank; generate those that are missing.
 
         Args:
-            model: The model.
-            together: Make the same forward passes on all ranks, for a sharded model; a collective. Otherwise it is
-                none: ranks have different numbers of batches.
+            together: Make the same forward passes on all ranks, for a sharded model; a collective. Otherwise it is not
+                a collective: ranks have different numbers of batches.
             should_stop: Return True to end before the next batch.
 
         Raises:
@@ -142,7 +139,7 @@ class GeneratedImages:
         for first in range(0, len(batches), world):
             number = first + dist.get_global_rank()
             if number >= len(batches):
-                # Without a batch of its own, this rank takes part in the forward passes of the others.
+                # If this rank has no batch left, it still takes part in the forward passes of the others.
                 if together and is_needed(False):
                     self._generated(model, batches[first])
                 continue
@@ -216,7 +213,7 @@ class GeneratedImages:
         images = []
         for index in indices:
             try:
-                # Not only the header: Pillow reads the pixels here, and checks their CRC.
+                # Read the pixels too, so that Pillow checks their CRC: opening the file reads only the header.
                 with Image.open(folder / f'{index:06d}.png') as image:
                     images.append(_as_tensor(image.convert('RGB')))
             except (OSError, SyntaxError, ValueError) as error:

@@ -46,7 +46,7 @@ class ImageMetrics:
         guidance_scales: Scales of classifier-free guidance; 1 turns it off.
         reference: Folder of reference images; null for the images of the evaluation data.
         num_references: Number of reference images, evenly spread; null for all.
-        reference_features: Folder in which features of the reference images are kept, which runs may share; null for
+        reference_features: Folder that keeps the features of the reference images, which runs may share; null for
             `evaluations/reference` in the run's folder.
         networks: Sources that replace those of `diffusion.config.image_metrics.NETWORKS`, by name: a local path, or
             `ORG/NAME@COMMIT`.

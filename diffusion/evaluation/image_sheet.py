@@ -91,7 +91,7 @@ def enlarged_size(image: Image.Image, side: int) -> tuple[int, int]:
 
     A larger image has the size that `size_on_sheet` returns; a smaller one is enlarged by an integer factor.
     """
-    # An integer factor, so that all pixels of a small image have the same size.
+    # The factor is an integer, so that all pixels of a small image have the same size.
     natural = math.sqrt(image.width * image.height)
     if natural >= side:
         return size_on_sheet(image, side)
@@ -103,7 +103,6 @@ def draw_sheet(sections: Sequence[Section], *, columns: int | None = None, side:
     """Draw sections one below the other in a single image, with the first lines of each caption below its figure.
 
     Args:
-        sections: Titles and figures.
         columns: Figures per row; None for as many as fit into SHEET_WIDTH.
         side: Side in pixels of a square image on the sheet; other images have the same area. Smaller images are
             enlarged without smoothing by the integer factor that comes nearest to it.

@@ -43,7 +43,6 @@ def build_network(name: str, sources: Mapping[str, str]) -> FeatureNetwork | Tex
     """Load a network of `NETWORKS`.
 
     Args:
-        name: Its name.
         sources: Sources that replace the defaults, by name: a local path, or `ORG/NAME@COMMIT`.
 
     Raises:

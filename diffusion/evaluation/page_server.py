@@ -14,7 +14,6 @@ class PageServer(ThreadingHTTPServer):
     Args:
         host: Address to listen at; `0.0.0.0` for all of this machine.
         port: Port; 0 for any free one.
-        handler: Handler of its requests.
 
     Raises:
         UserError: The port is in use, or the address is not one of this machine.
@@ -28,7 +27,7 @@ class PageServer(ThreadingHTTPServer):
         except OSError as error:
             problem = f'cannot serve on {host}:{port} ({error.strerror or error})'
             way_out = 'use another one (0 for any that is free), or another --host'
-            # Not `from error`: with it, the mistake would count as a fault that may pass.
+            # Raise from None: with `from error`, the mistake would count as a fault that may pass.
             raise UserError(f'--port: {problem}; {way_out}') from None
 
     def server_bind(self) -> None:
@@ -37,6 +36,6 @@ class PageServer(ThreadingHTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def handle_error(self, request: object, client_address: object) -> None:
-        # A browser that closes its connection is no error; the base class would print its traceback.
+        # A browser that closes its connection is not an error; the base class would print its traceback.
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]

@@ -29,7 +29,6 @@ class Prompt:
     """Prompt of an evaluation.
 
     Args:
-        text: The prompt.
         category: Category within its set, or an empty string.
         metadata: Its whole row in a JSONL file, which GenEval's scorer needs.
     """
@@ -52,7 +51,6 @@ def read_prompts(file: Path, column: str | None = None) -> list[Prompt]:
     PartiPrompts and GenEval are read as they are published.
 
     Args:
-        file: The file.
         column: Name of the column or key of the prompts; None for the first of `PROMPT_COLUMNS`.
 
     Raises:
@@ -75,10 +73,6 @@ def read_prompts(file: Path, column: str | None = None) -> list[Prompt]:
 def caption_prompts(dataset: 'BucketedDataset', count: int) -> list[Prompt]:
     """Return the first captions of images that are evenly spread over a dataset.
 
-    Args:
-        dataset: Dataset of images and captions.
-        count: Number of prompts.
-
     Raises:
         UserError: The dataset has fewer images.
     """
@@ -96,7 +90,6 @@ def _prompt(where: str, row: dict[str, Any], column: str | None) -> Prompt:
 
     Args:
         where: File and line, for messages.
-        row: Columns by name.
         column: As in `read_prompts`.
     """
     named = {name.strip().lower(): name for name in reversed(row)}
@@ -145,7 +138,7 @@ def _json_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def categories(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
-    """Return the indices of the prompts of each category, in the order in which categories appear."""
+    """Return the indices of the prompts of each category, in order of first appearance."""
     found: dict[str, list[int]] = {}
     for index, prompt in enumerate(prompts):
         found.setdefault(prompt.category, []).append(index)

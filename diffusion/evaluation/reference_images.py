@@ -40,7 +40,7 @@ class ReferenceImages(Protocol):
         ...
 
     def description(self) -> dict[str, Any]:
-        """Return what the images are, as JSON types: equal descriptions have equal images."""
+        """Return a description of the images, as JSON types: equal descriptions have equal images."""
         ...
 
 
@@ -48,7 +48,6 @@ class DatasetImages:
     """Images of a dataset, cropped and resized as for validation.
 
     Args:
-        dataset: Dataset of images.
         limit: Number of images, evenly spread over the dataset; None for all.
     """
 
@@ -88,7 +87,6 @@ class FolderImages:
     """Images of a folder and its subfolders, in the order of their paths, at their own size.
 
     Args:
-        folder: The folder.
         limit: Number of images, evenly spread; None for all.
 
     Raises:
@@ -125,7 +123,6 @@ class ReferenceFeatures:
 
     Args:
         folder: Folder of the files, which may be shared by runs.
-        images: The images.
     """
 
     def __init__(self, folder: Path, images: ReferenceImages) -> None:
@@ -137,11 +134,10 @@ class ReferenceFeatures:
         A collective. Rank 0 alone reads and writes the files; the result of the other ranks is undefined.
 
         Args:
-            networks: The networks, by name.
             checkpoint: The checkpoint whose images are compared, for progress and errors.
 
         Raises:
-            UserError: A file has features of other images, by another network, or after another way of resizing.
+            UserError: A file has features of other images, of another network, or of images resized in another way.
         """
         descriptions = {
             name: {'images': self.images.description(), **network.description()} for name, network in networks.items()
@@ -187,7 +183,7 @@ class ReferenceFeatures:
             return {}
         rows: dict[str, list[Tensor]] = {name: [] for name in networks}
         indices: list[int] = []
-        # Batches of fixed composition, so that an image has the same features on any number of ranks.
+        # Batches have a fixed composition, so that an image has the same features on any number of ranks.
         count, stride = len(self.images), dist.get_world_size() * BATCH_SIZE
         with checkpoint.raise_together('image_metrics: reference images'):
             for start in range(dist.get_global_rank() * BATCH_SIZE, count, stride):

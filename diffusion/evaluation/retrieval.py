@@ -1,6 +1,6 @@
-"""Evaluator `retrieval`: fraction of generated images whose nearest real image is the one with the same caption.
+"""Evaluator `retrieval`: fraction of generated images that are nearest to the real image with the same caption.
 
-Nearest is by pixel difference. Use it to measure how well a model has learned a small dataset.
+The nearest image has the smallest pixel difference. Use it to measure how well a model has learned a small dataset.
 """
 
 import logging
@@ -28,9 +28,9 @@ class Retrieval:
     """Evaluator that generates images from a dataset's captions and looks up the nearest real image of each.
 
     One image is generated per caption, with the caption's index as its seed. The nearest real image is the one with
-    the smallest mean squared pixel difference. Top-1 is the fraction of captions whose own image is the nearest. This
-    score measures how well the model has learned which training image belongs to which caption, and does not measure
-    generalization to new captions.
+    the smallest mean squared pixel difference. Top-1 is the fraction of captions that get their own image as the
+    nearest. This score measures how well the model has learned to match training images with captions, and does not
+    measure generalization to new captions.
 
     The evaluator also writes `samples.png`, a sheet of generated and real images with their captions.
 

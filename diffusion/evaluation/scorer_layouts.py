@@ -25,7 +25,7 @@ def write_geneval(images: GeneratedImages, prompts: Sequence[Prompt], per_prompt
         folder: New folder; replaced if it exists.
 
     Raises:
-        UserError: The prompts have no metadata, or an image is not in this folder since another node has it.
+        UserError: The prompts have no metadata, or an image is missing in this folder since another node has it.
     """
     with _replaced(folder) as unfinished:
         for index, prompt in enumerate(prompts):

@@ -24,7 +24,6 @@ class TextImageScore(nn.Module):
     Args:
         source: Folder, or repository on the Hub, of a CLIP model of transformers with its tokenizer and preprocessor.
         revision: Commit of the repository.
-        kind: Which score.
 
     Raises:
         UserError: The model cannot be loaded.

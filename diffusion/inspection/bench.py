@@ -66,8 +66,7 @@ def bench(
     """Time the loading of a recipe's training streams, and print a table of stages and one of worker counts.
 
     Args:
-        recipe: A training recipe.
-        gpu: The GPU whose demand is estimated.
+        gpu: GPU to estimate the demand of.
         workers: Worker counts to time; None for 0, 1, 2, 4 and so on up to the number of cores.
         batches: Batches to time for each worker count.
         mfu: Fraction of the GPU's peak FLOP/s that training reaches.

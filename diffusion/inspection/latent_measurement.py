@@ -93,7 +93,7 @@ def _dataset(location: str, resolution: int, batch_size: int) -> BucketedDataset
     aspects = not remote and Path(location, BUCKETS).is_file()
     place: Any = {'remote' if remote else 'local': location}
     stream = StreamConfig(resolution, aspects=aspects, **place)
-    # A model without text, so that captions are not read.
+    # The dataset is for a model without text, so that captions are not read.
     recipe = Recipe('measure-latents', batch_size, Component('autoencoder'))
     return build_dataset(
         recipe, streams={'images': stream}, component=Component('image_text'), batch_size=batch_size, shuffle=False

@@ -34,8 +34,6 @@ def look(recipe: Recipe, chosen: Sections, out: Path, *, samples: int = 8, seed:
     """Draw samples of some of a recipe's streams, per image shape, into one PNG or HTML file.
 
     Args:
-        recipe: The recipe, with the datasets and the model of the streams.
-        chosen: The streams.
         out: PNG or HTML file to write.
         samples: Number of random samples per bucket.
         seed: Seed of the choice of samples; crops, flips and captions are those of the first epoch of a run.

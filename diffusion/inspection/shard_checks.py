@@ -111,7 +111,6 @@ def check_shard(source: RemoteFolder, entry: Mapping[str, Any], manifest: Manife
     """Read a whole shard, and check its size, its hash and every sample.
 
     Args:
-        source: The folder of the stream.
         entry: The shard's entry in the index.
         manifest: The manifest of a stream of latents, otherwise None.
     """
@@ -187,7 +186,7 @@ def sample_problems(sample: Mapping[str, Any], manifest: Manifest | None) -> Ite
 
 def _image_problems(sample: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     """Yield (problem, harmless) if an image is damaged or its size differs from the columns width and height."""
-    # libjpeg-turbo warns of stray bytes in a JPEG, of which `decode`, as the loader does, ignores the harmless ones.
+    # libjpeg-turbo warns of stray bytes in a JPEG; `decode` ignores the harmless ones, as the loader does.
     encoded, warning, size = sample['image'], None, None
     if isinstance(encoded, bytes) and encoded.startswith(JPEG_START):
         try:

@@ -30,10 +30,8 @@ def select(
     """Return a recipe's streams with these names; without names, all streams that have no values that are still ???.
 
     Args:
-        recipe: The recipe.
         names: Names of streams, with or without their recipe key: `photos`, or `eval_streams.photos`.
-        sections: Sections to select from.
-        unused: Keys of a stream whose values may be ???, because the caller does not use them.
+        unused: Keys of a stream that the caller does not use, so that their values may be ???.
 
     Raises:
         UserError: There are no streams, a name does not exist, or a stream has values that are still ???.
@@ -81,8 +79,7 @@ def with_shapes(section: str, streams: Mapping[str, StreamConfig]) -> dict[str, 
     """Return the streams, each one with several aspect-ratio buckets expanded into one stream per image shape.
 
     Raises:
-        UserError: A folder has no list of its shapes.
-        DataError: A store with such a list does not answer.
+        UserError: A folder lacks the list of its shapes. DataError: A store with such a list does not answer.
     """
     try:
         return by_shape(streams)

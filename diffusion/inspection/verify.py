@@ -78,9 +78,7 @@ def verify(sections: Sections, *, sample: float = 1.0, seed: int = 0, jobs: int 
     """Check the shards of streams and print a report.
 
     Args:
-        sections: The streams.
         sample: Fraction of each stream's shards to check; at least one shard is checked.
-        seed: Seed for choosing the shards.
         jobs: Number of processes.
 
     Returns:
@@ -101,10 +99,7 @@ def verify_stream(source: RemoteFolder, *, sample: float = 1.0, seed: int = 0, p
     """Check the shards of one stream and return a report.
 
     Args:
-        source: The folder of the stream.
         sample: Fraction of the shards to check; at least one shard is checked.
-        seed: Seed for choosing the shards.
-        pool: Executor that checks the shards.
     """
     report = VerifyReport()
     try:
@@ -138,7 +133,7 @@ def _results(pool: Executor, tasks: Sequence[tuple[Any, ...]]) -> Iterator[Shard
             '--jobs: a process died in a decoder or ran out of memory; use --jobs 1 to see where'
         ) from error
     finally:
-        # After an error or Ctrl-C, the executor would otherwise check all remaining shards before it shuts down.
+        # Cancel the rest: after an error or Ctrl-C, the executor would check all remaining shards before it shuts down.
         for future in futures:
             future.cancel()
 

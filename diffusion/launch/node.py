@@ -48,13 +48,14 @@ from diffusion.storage.places import files_of_run, is_url
 CHECK_EVERY_SECONDS = 1.0
 """Interval at which heartbeats are checked."""
 RECORD_EVERY_SECONDS = 30.0
-"""Interval at which progress is recorded, for the case that this process is killed before it can record the end."""
+"""Interval at which progress is recorded, in case this process is killed before it can record the end."""
 GRACE_SECONDS = 5.0
 """Time for the other ranks to end after one has failed. They wait for it in a collective, but may still report an
 error."""
 KILLED_GRACE_SECONDS = 0.2
-"""The same time after one was killed by SIGKILL, for example because memory is short. The errors of the others are then
-only a consequence, but several may be killed at once."""
+"""The same time after a rank was killed by SIGKILL, for example because memory is short. The errors of the other ranks
+are then only a consequence, but several ranks may be killed at once.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,16 +75,17 @@ def _main(words: list[str], environ: dict[str, str]) -> int:
     try:
         position = find_position(environ)
         settings = Settings.from_environ(environ)
-        # Before the recipe, which may refer to secrets as ${oc.env:NAME}.
+        # The secrets come before the recipe, which may refer to them as ${oc.env:NAME}.
         environ |= fetch_secrets(environ)
-        # Loaded here too, so that a mistake in the recipe ends the job before any process is started.
+        # Load the recipe here too, so that a mistake in it ends the job before any process is started.
         recipe = load(words[2], words[3:], environ=environ)
     except (UserError, ExternalError) as error:
         print(f'error: {error}', file=sys.stderr)
         return report_exit(exit_status(error), environ)
     node = Node(position, settings, words[1:], recipe, environ)
     status = report_exit(node.run(), environ, node.outcome)
-    # Only now: the exit file names the node that failed first, and a slow web server must not delay its line.
+    # Send the message only now: the exit file names the node that failed first, and a slow web server must not delay
+    # its line.
     node.close()
     return status
 
@@ -92,7 +94,6 @@ def run_node_preflight(recipe_words: Sequence[str], environ: Mapping[str, str]) 
     """Run the preflight on this node, together with all nodes of the job that run it now; return the exit status.
 
     Args:
-        recipe_words: The recipe and its overrides.
         environ: The environment that a launch backend would set: preflight level, GPU model, number of processes.
 
     Raises:
@@ -108,10 +109,7 @@ class Node:
 
     Args:
         position: Rank of the node in the job.
-        settings: Settings of the job spec.
         command: run.py, the recipe and its overrides.
-        recipe: The loaded recipe.
-        environ: Environment of the processes.
     """
 
     def __init__(
@@ -132,7 +130,7 @@ class Node:
         self.owns_run = self.trains and position.rank == 0
         """True on the first node of a training run, which holds the lock of the run folder and records the attempts
         there."""
-        # Without LOCK_HELD_VARIABLE, the first rank would try to take the lock that this process holds.
+        # LOCK_HELD_VARIABLE keeps the first rank from trying to take the lock that this process holds.
         self.environ = {**environ, run_lock.LOCK_HELD_VARIABLE: '1'} if self.trains else environ
         self.environ = {**self.environ, NODE_VARIABLE: f'{position.rank}/{position.nodes}'}
         self.stop_requested = False
@@ -162,8 +160,8 @@ class Node:
         here if its status allows it, up to the maximum number of restarts, on SageMaker, which does not restart jobs,
         and with standby processes, if all nodes agree.
         """
-        # Installed before the lock is taken: the wait for an earlier attempt can take minutes and must react to
-        # SIGTERM.
+        # Install the handlers before taking the lock: the wait for an earlier attempt can take minutes and must react
+        # to SIGTERM.
         self._install_signal_handlers()
         with contextlib.ExitStack() as stack:
             try:
@@ -177,7 +175,8 @@ class Node:
                 self._print(str(error))
                 return PREEMPTED if self.stop_requested else FAILED if error.retry else CONFIG_ERROR
             except UserError as error:  # the store of the run refuses access
-                # At a later attempt its credentials have expired, or the service that issues them does not answer.
+                # If this is a later attempt, its credentials have expired, or the service that issues them does not
+                # answer.
                 self._print(f'runs_dir: {error}')
                 return FAILED if self.environ.get(environment.ATTEMPT, '0') not in ('', '0') else CONFIG_ERROR
             except OSError as error:
@@ -194,7 +193,7 @@ class Node:
 
     def check(self) -> int:
         """Run only the preflight checks, without training; return the exit status."""
-        # No lock and no record of an attempt: nothing is trained.
+        # Nothing is trained, so this takes no lock and records no attempt.
         self.owns_run = False
         self._install_signal_handlers()
         with tempfile.TemporaryDirectory(prefix='diffusion-node-') as folder:
@@ -230,7 +229,7 @@ class Node:
             restart = self.settings.in_place and self.settings.action_after(outcome.status) == 'retry'
             if outcome.status == 0 or self.stop_requested or not restart or self.settings.max_restarts == 0:
                 return outcome.status
-            # Only training runs record their attempts, and `reason_to_give_up` counts them.
+            # `reason_to_give_up` counts the recorded attempts, and only training runs record theirs.
             failures += outcome.status != PREEMPTED
             if not self.trains and failures > self.settings.max_restarts:
                 return outcome.status
@@ -238,7 +237,7 @@ class Node:
 
     def _status_of_missing_run(self, restarts: int = 0) -> int:
         """Return an exit status, after a message, if this is a later attempt and the run's folder is empty; else 0."""
-        # Without this check, a node whose file system is not mounted would begin at batch 0 without a word.
+        # This check stops a node with a missing file system, which would otherwise begin at batch 0 without a word.
         scheduled = self.environ.get(environment.ATTEMPT, '')
         attempt = max(restarts, int(scheduled) if scheduled.isdigit() else 0)
         if not self.saves_to_folder or not attempt or attempts.has_begun(self.home):
@@ -253,15 +252,15 @@ class Node:
         if begun:
             self._print(f'{missing}, and an earlier attempt has begun: {question}?')
             return FAILED
-        # The ranks compare the folders of all nodes, and end with FAILED if some of them see a run that has begun. That
-        # none has begun is no fault: another node may end an attempt before the first has recorded it.
+        # The ranks compare the folders of all nodes, and end with FAILED if some of them see a run that has begun. It
+        # is not a fault if no node sees one: another node may end an attempt before the first has recorded it.
         if self.position.rank or begun is False:
             return 0
         # The scheduler counts an attempt that it ended before this program began, for example when it evicts a pod
         # that still pulls its image. A retry would find the same, until all restarts are used.
         self._print(
-            f'{missing}. If {remedy} and start the job again. If no earlier attempt has begun, submit the job anew, or '
-            f'create {files_of_run(self.home).locate(attempts.ATTEMPTS)} to start from batch 0'
+            f'{missing}. If {remedy} and start the job again. If no earlier attempt has begun, submit it as a new job, '
+            f'or create {files_of_run(self.home).locate(attempts.ATTEMPTS)} to start from batch 0'
         )
         return CONFIG_ERROR
 
@@ -283,7 +282,7 @@ class Node:
     def _earlier_attempts(self) -> list[Attempt]:
         """Return the recorded earlier attempts of a training run; an empty list on nodes that do not restart it."""
         with contextlib.suppress(UserError):  # the run has no attempts.jsonl yet
-            # With restarts in place every node decides, and all of them read the record of the first.
+            # If restarts happen in place, every node decides, and all of them read the record of the first.
             if self.owns_run or (self.trains and self.settings.in_place):
                 return attempts.read_attempts(self.home)
         return []
@@ -302,7 +301,8 @@ class Node:
         nodes = f'{self.position.nodes} node{"s" * (self.position.nodes > 1)}'
         notifier.send('started', f'started attempt {number} on {nodes}', nodes=self.position.nodes)
         with tempfile.TemporaryDirectory(prefix='diffusion-node-') as folder:
-            # The nodes of an attempt that trained, and that no fault of a machine ended, were checked at its start.
+            # Skip the preflight if the attempt before trained and no fault of a machine ended it: its nodes were
+            # checked then.
             checked = self._restart_agreed and not self.settings.in_place
             outcome = Outcome(0, 'done') if checked else self._preflight(Path(folder), attempt)
             self._restart_agreed = False
@@ -357,7 +357,8 @@ class Node:
             environ[NUMBER_VARIABLE] = str(attempt.number)
             environ |= nccl_environment(self.environ, folder, stacks.nccl_prefix)
             if self.position.rank == 0 or stacks.in_bucket:
-                # A shared folder not on the others, which would make a run folder of their own where it is not mounted.
+                # Only the first node creates a shared folder: where it is not mounted, others would make a run folder
+                # of their own.
                 within_limit(stacks.create)
         in_place = self._in_place if limit_seconds is None else None
         workers = Workers(
@@ -371,13 +372,13 @@ class Node:
             outcome = self._watch(workers, attempt, limit_seconds, stacks, listener)
         finally:
             listener.stop()
-            # Also after a normal end: a rank may leave data loader workers behind in its process group.
+            # Kill them after a normal end too: a rank may leave data loader workers behind in its process group.
             stuck = workers.kill()
             self._records.take_beats(workers.folder, attempt)
             if self.position.rank == 0 or (self.trains and stacks.in_bucket):
                 within_limit(stacks.clean_up)
         if stuck:
-            # Not even SIGKILL ends a process in an uninterruptible system call, on a device or disk that does not
+            # SIGKILL does not end a process in an uninterruptible system call, on a device or disk that does not
             # respond. No restart on this node can work.
             detail = f'process {", ".join(map(str, stuck))} cannot be killed'
             return Outcome(BAD_HARDWARE, 'hardware', detail)
@@ -406,10 +407,15 @@ class Node:
         Returns early if they hang, exceed the time limit, or have not ended some time after a stop signal or a failure.
         The stacks of the ranks that still run are then kept.
         """
+        # No step of the loop may block for long: a process that hangs here could not end ranks that hang, and a
+        # container without its heartbeat is restarted. The run's storage may never answer, so each use of it has a time
+        # limit (`within_limit`, `NodeRecords`) or a thread of its own (`HangListener`).
         begin = time.monotonic()
         keep = partial(keep_stacks, workers=workers, stacks=stacks, environ=self.environ, begin=begin, say=self._print)
         watchdog = Watchdog(begin, self.settings.hang_seconds) if self.trains and limit_seconds is None else None
         last_check, last_record = 0.0, begin
+        # When the ranks that still run are ended. It only ever gets earlier: otherwise each new event, such as a stop
+        # signal after a failure, would give ranks that hang more time than the scheduler gives this node.
         deadline, forwarded, failed_at = float('inf'), False, 0.0
         in_place = None if limit_seconds is not None else self._in_place
         while not workers.ended():
@@ -422,23 +428,11 @@ class Node:
                 )
             if self.stop_requested and not forwarded:
                 forwarded = True
-                workers.signal(signal.SIGTERM)
+                workers.signal(signal.SIGTERM)  # whichever signal came: the workers handle this one by saving
                 if in_place is not None:
                     in_place.standbys.close()  # they would slow the save
-                if self.owns_run and sys.stderr.isatty():
-                    self._records.take_beats(workers.folder, attempt)
-                    loss = self._records.describe_loss(attempt)
-                    self._print(
-                        'saving a checkpoint after this batch; press Ctrl-C again to end at once without saving '
-                        f'(then {loss})'
-                    )
-                # SIGTERM whichever signal came: it is one that the workers handle by saving. If another node has
-                # failed, no collective save can succeed, and the scheduler kills this node sooner than the notice says.
-                # A node with bad hardware ends after the save, while this one may still upload it.
-                notice = max(1.0, self.settings.notice_seconds - MARGIN_SECONDS)
-                first = failure_elsewhere(self.environ)
-                failed = first is not None and first.cause != 'hardware'
-                deadline = min(deadline, now + (GRACE_SECONDS if failed else notice))
+                self._announce_save(workers, attempt)
+                deadline = min(deadline, now + self._seconds_to_save())
             if deadline == float('inf') and workers.any_failed():
                 # The first rank that fails starts the deadline. Ranks that were asked to stop end with PREEMPTED or
                 # BAD_HARDWARE one after the other, each after it has saved and uploaded its part, so they get the full
@@ -448,6 +442,8 @@ class Node:
                 deadline = now + (self.settings.notice_seconds if stopping else grace)
                 if in_place is not None and not stopping:
                     in_place.report_failure(workers.outcome(stop_requested=False))
+            # The ranks of this node wait in a collective for a rank that failed on another node, and would do so until
+            # the collective's timeout. After a stop signal they may be saving, which this must not cut short.
             elsewhere = None if in_place is None or self.stop_requested else in_place.failure_elsewhere()
             if elsewhere is not None:
                 grace = KILLED_GRACE_SECONDS if elsewhere.cause == 'killed' else GRACE_SECONDS
@@ -456,6 +452,7 @@ class Node:
             if now > deadline:
                 outcome = workers.outcome(stop_requested=self.stop_requested, late=True)
                 if outcome.status == 0 and elsewhere is not None:
+                    # Ranks that still run have no status, which `Workers.outcome` takes for success.
                     outcome = Outcome(FAILED, 'crash', f'because of {elsewhere.machine}')
                 sentence = keep(outcome.cause, outcome.detail)
                 return replace(outcome, detail='; '.join(filter(None, [outcome.detail, sentence])))
@@ -492,6 +489,24 @@ class Node:
             workers.reap_orphans(() if self._in_place is None else self._in_place.standbys.pids)
             time.sleep(TICK_SECONDS)
         return workers.outcome(stop_requested=self.stop_requested)
+
+    def _announce_save(self, workers: Workers, attempt: Attempt) -> None:
+        """Print what a second Ctrl-C would lose, at the terminal of the first node."""
+        if self.owns_run and sys.stderr.isatty():
+            self._records.take_beats(workers.folder, attempt)
+            loss = self._records.describe_loss(attempt)
+            self._print(
+                f'saving a checkpoint after this batch; press Ctrl-C again to end at once without saving (then {loss})'
+            )
+
+    def _seconds_to_save(self) -> float:
+        """Return the seconds that the ranks have to save a checkpoint after a stop signal."""
+        # If another node has failed, no collective save can succeed, and the scheduler kills this node sooner than the
+        # notice says. A node with bad hardware is an exception: it ends after the save, while this one may still upload
+        # it.
+        first = failure_elsewhere(self.environ)
+        failed = first is not None and first.cause != 'hardware'
+        return GRACE_SECONDS if failed else max(1.0, self.settings.notice_seconds - MARGIN_SECONDS)
 
     def _print(self, text: str) -> None:
         print(f'node {self.position.rank}: {text}', file=sys.stderr, flush=True)

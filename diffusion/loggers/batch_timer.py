@@ -3,7 +3,7 @@
 import math
 
 HORIZON_SECONDS = 60.0
-"""Time over which the average forgets: a batch this long ago has 1/e of the weight of the last one."""
+"""Time constant of the average: a batch this long ago has 1/e of the weight of the last one."""
 MIN_KEEP = 0.9
 """Lower bound of the weight that older batches keep per batch, so that the average has about ten batches or more."""
 

@@ -53,7 +53,7 @@ class ConsoleLines(LoggerDestination):
             self._report(state)
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        # Without max_duration this is no training: the program itself shows the metrics.
+        # A Trainer without max_duration does not train: the program itself shows the metrics.
         if dist.get_global_rank() == 0 and state.dataloader_label is not None and state.max_duration is not None:
             metrics = state.eval_metrics.get(state.dataloader_label, {})
             figures = ', '.join(f'{name}={float(metric.compute()):.4f}' for name, metric in metrics.items())

@@ -24,9 +24,6 @@ class MetricsFile(LoggerDestination):
 
     A resumed run appends to the same file; for batches that it repeats, `read_metrics` keeps the later values. When
     training ends, the loss curve is drawn to `folder/loss.png`.
-
-    Args:
-        folder: The run's folder.
     """
 
     def __init__(self, folder: str = 'runs') -> None:
@@ -39,7 +36,7 @@ class MetricsFile(LoggerDestination):
         return self.folder / 'metrics.jsonl'
 
     def init(self, state: State, logger: Logger) -> None:
-        # Created here only: a folder that is missing later, because its file system is no longer mounted, must not be
+        # Create the folder only here: if it is missing later, its file system is no longer mounted, and it must not be
         # created again.
         if dist.get_global_rank() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -51,8 +48,8 @@ class MetricsFile(LoggerDestination):
         if not numbers:
             return
         if self._file is None:
-            # Line-buffered: a killed run resumes after its last checkpoint and does not repeat the batches before it,
-            # whose metrics must be in the file.
+            # The file is line-buffered: a killed run resumes after its last checkpoint and does not repeat the batches
+            # before it, so their metrics must be in the file.
             self._file = open(self.path, 'a', encoding='utf-8', buffering=1, opener=opener)  # noqa: SIM115
         self._file.write(json.dumps({'step': step} | numbers) + '\n')
 
@@ -82,7 +79,6 @@ def draw_loss_curve(metrics: Path, out: Path) -> None:
 
     Args:
         metrics: Path of the metrics file; nothing is drawn if it has no training loss.
-        out: Path of the image.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -110,7 +106,7 @@ def draw_loss_curve(metrics: Path, out: Path) -> None:
 
 def smoothed(values: Sequence[float]) -> list[float]:
     """Return the average of the values around each value, with exponential weights over about 1/50 of the curve."""
-    # To both sides, since an average of earlier values alone lies above a falling curve.
+    # Average to both sides, since an average of earlier values alone lies above a falling curve.
     keep = math.exp(-100 / max(100, len(values)))
     before, after = _decayed_sums(values, keep), reversed(_decayed_sums(values[::-1], keep))
     return [

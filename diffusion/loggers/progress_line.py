@@ -18,8 +18,8 @@ class ProgressLine(ConsoleLines):
     The terminal must have a status line, see `diffusion.loggers.status_line.install`.
     """
 
-    # Not Composer's progress bar: it shares rows with log messages, counts evaluations as training time, and prints
-    # hyperparameters of Composer first.
+    # Composer's progress bar is not used: it shares rows with log messages, counts evaluations as training time, and
+    # prints hyperparameters of Composer first.
 
     def __init__(self) -> None:
         super().__init__()

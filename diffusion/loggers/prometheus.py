@@ -33,7 +33,7 @@ class _LatestMetrics(LoggerDestination):
         self._last_export = -math.inf
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        # Kept as tensors until the export: float() would wait for the GPU at every batch.
+        # Keep tensors until the export: float() would wait for the GPU at every batch.
         if dist.get_global_rank() == 0:
             self._latest |= {name: value for name, value in metrics.items() if is_number(value)}
 
@@ -75,7 +75,7 @@ class PrometheusFile(_LatestMetrics):
         self.path = Path(path)
 
     def export(self, run: str, metrics: dict[str, float]) -> None:
-        # Replaced atomically, since the collector may read the file at any moment.
+        # Replace the file atomically, since the collector may read it at any moment.
         try:
             write_atomically(self.path, exposition(run, metrics))
         except OSError as error:  # lost metrics must not end the training
@@ -110,7 +110,7 @@ def exposition(run: str, metrics: dict[str, float]) -> str:
 
 
 def _format_value(value: float) -> str:
-    """Return a number in Prometheus' text format, whose words for special values are NaN, +Inf and -Inf."""
+    """Return a number in Prometheus' text format, with the words NaN, +Inf and -Inf for special values."""
     if math.isnan(value):
         return 'NaN'
     return repr(value) if math.isfinite(value) else f'{value:+}'.replace('inf', 'Inf')

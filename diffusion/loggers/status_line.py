@@ -2,7 +2,7 @@
 
 `install` replaces sys.stdout and sys.stderr: each write erases the status line, and draws it again once the written
 text has ended with a line break. Messages and the status line therefore never share a row, no matter which library
-writes them. Where stderr is no terminal, nothing is replaced and nothing is shown.
+writes them. If stderr is not a terminal, nothing is replaced and nothing is shown.
 """
 
 import atexit
@@ -31,7 +31,7 @@ class StatusLine:
 
     def columns(self) -> int:
         """Return the number of columns that a text may have: one less than the terminal's, so that it never wraps."""
-        # Asked each time, since people resize windows. A pseudo-terminal without a size reports 0.
+        # Ask each time, since people resize windows. A pseudo-terminal without a size reports 0.
         try:
             reported = os.get_terminal_size(self._terminal.fileno()).columns
         except OSError:
@@ -63,7 +63,7 @@ class StatusLine:
 
 
 class _Above:
-    """Terminal stream whose text appears above the status line; everything else is that of the stream itself."""
+    """Terminal stream that writes above the status line; everything else is that of the stream itself."""
 
     def __init__(self, stream: TextIO, line: StatusLine) -> None:
         self._stream = stream

@@ -39,7 +39,7 @@ class Activations:
     """Activation memory of a module: bytes that its forward pass keeps for the backward pass.
 
     Fields `kept...` are activations, in bytes per sample. Fields `copies...` are autocast's 16-bit copies of weights,
-    whose bytes do not depend on the batch size.
+    in bytes that do not depend on the batch size.
     """
 
     kept: int
@@ -58,7 +58,7 @@ class Activations:
     """Bytes per sample of the largest intermediate tensor."""
 
     def __add__(self, other: 'Activations') -> 'Activations':
-        """Add the activation memory of two modules that run in one pass; memory of single blocks is the maximum."""
+        """Add the activation memory of two modules that run in one pass; memory inside of blocks is the maximum."""
         transient = ('kept_inside', 'copies_inside', 'largest')
         first, second = vars(self), vars(other)
         return Activations(
@@ -81,11 +81,13 @@ def count_activations(module: nn.Module, inputs: Callable[[int], Inputs], precis
             (so that they compute norms in float32 without keeping anything in float32).
     """
     flags = set(precision.split('+'))
-    # Fake CPU tensors, not the meta device: that has no fused attention, and its replacement keeps all L x L attention
-    # weights (70 MiB per sample where a GPU keeps 8).
+    # Use fake CPU tensors instead of the meta device: that lacks fused attention, and its replacement keeps all L x L
+    # attention weights (70 MiB per sample where a GPU keeps 8).
     with FakeTensorMode(allow_non_fake_inputs=True):
         copied = empty_copy(module, 'cpu').train()
         small, large = (_record(copied, *inputs(batch), flags) for batch in BATCHES)
+    # Activations grow with the batch, and autocast's copies of weights do not: a line through two passes separates
+    # them. A single pass would count the copies, up to 1.7 GB for SD2, as activations of its samples.
     span = BATCHES[1] - BATCHES[0]
 
     def line(few: int, many: int) -> tuple[int, int]:
@@ -123,7 +125,7 @@ class _Recording:
     outputs: list[int] = field(default_factory=list)
     """Bytes of the largest output of each operation, in order of execution."""
     flops_seen: int = 0
-    """Number of operations so far for which torch counts FLOPs."""
+    """Number of operations so far that torch counts FLOPs for."""
     fused_depth: int = 0
     """Number of compiled blocks that the pass is currently inside."""
     recomputable: set[int] = field(default_factory=set)
@@ -134,6 +136,7 @@ class _Recording:
     @property
     def total(self) -> int:
         """Total bytes that the recorded forward pass keeps for the backward pass without activation checkpointing."""
+        # A union by address: a tensor that several functions save, such as the input of q, k and v, is one storage.
         everything = dict(self.outside)
         for block in self.inside:
             everything |= block
@@ -147,13 +150,14 @@ class _Recording:
     @property
     def blocks(self) -> list[int]:
         """Additional bytes that each block keeps while activation checkpointing recomputes it."""
+        # The inputs stay allocated while the block is recomputed, and `between` counts them already.
         known = self.outside | self.inputs
         return [sum(count for key, count in block.items() if key not in known) for block in self.inside]
 
     def key(self, tensor: Tensor) -> int:
         """Return the address of a tensor's storage, which identifies the storage in this record."""
         storage = tensor.untyped_storage()
-        # A freed storage's address would be reused, and two storages counted as one.
+        # Keep the storage alive: its address would be reused after it is freed, and two storages would count as one.
         self._alive.append(storage)
         return private_attribute(storage, '_cdata')
 
@@ -187,8 +191,8 @@ class _Recording:
 class _Operations(TorchDispatchMode):
     """Dispatch mode that records the bytes of every operation's largest output tensor.
 
-    It also counts the operations for which torch counts FLOPs, such as matmuls and convolutions; the others are cheap
-    enough that a compiled block recomputes their results.
+    It also counts the operations that have FLOPs by torch's count, such as matmuls and convolutions; the others are
+    cheap enough that a compiled block recomputes their results.
     """
 
     def __init__(self, recording: _Recording) -> None:
@@ -207,14 +211,14 @@ class _Operations(TorchDispatchMode):
 
 
 class _AsOnGPU(TorchFunctionMode):
-    """Function mode in which a forward pass on the CPU keeps the same tensors for the backward pass as on a GPU.
+    """Function mode that makes a forward pass on the CPU keep the same tensors for the backward pass as on a GPU.
 
     It imitates CUDA's autocast and compiled blocks.
     """
 
     # torch.compile's partitioner keeps the inputs and results of operations that it does not fuse (convolutions, matrix
     # products, attention), and recomputes the fused ones. Running the partitioner takes minutes for a U-Net. The rule
-    # in `_fused` costs nothing and is within 3 % of it: a fused function whose input is kept (or recomputable) has a
+    # in `_fused` costs nothing and is within 3% of it: a fused function whose input is kept (or recomputable) has a
     # recomputable result, and a recomputable tensor is kept only for a function with FLOPs.
 
     def __init__(self, recording: _Recording, *, float32_norms: bool) -> None:
@@ -240,11 +244,15 @@ class _AsOnGPU(TorchFunctionMode):
         before = recording.flops_seen
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             out = func(*args, **kwargs)
+        # A kernel with FLOPs reads its saved inputs from memory, so they are kept even if they could be recomputed. A
+        # fused function's inputs are recomputed together with it.
         has_flops = recording.flops_seen > before
         for tensor in saved:
             if has_flops or recording.key(tensor) not in recording.recomputable:
                 recording.keep(tensor)
         inputs = {recording.key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        # A result can be recomputed only from an input that exists in the backward pass. A function that saves none of
+        # its inputs, such as an addition, does not guarantee that.
         if not has_flops and inputs & {recording.key(tensor) for tensor in saved} - recording.weights:
             results = {recording.key(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)}
             # A view shares its input's storage: it is kept if and only if that is.
@@ -260,11 +268,14 @@ def _to_float32(value: Any) -> Any:
 
 def _record(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], flags: set[str]) -> _Recording:
     """Run a forward pass of a module, and return a record of the tensors that autograd keeps for the backward pass."""
+    # Autograd saves the weights too, which are not activations. Autocast's copies of them are new storages and count.
     recording = _Recording(
         {private_attribute(tensor.untyped_storage(), '_cdata') for tensor in (*module.parameters(), *module.buffers())}
     )
     with contextlib.ExitStack() as stack:
         if enable := getattr(module, 'enable_gradient_checkpointing', None):
+            # One pass gives both figures, with and without checkpointing, since `checkpoint` records what blocks keep
+            # apart from the rest.
             enable()
             # diffusers looks the function up at each call, so that patching it here is enough.
             stack.enter_context(mock.patch.object(torch.utils.checkpoint, 'checkpoint', recording.checkpoint))
@@ -283,7 +294,7 @@ def _record(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
 
 @contextlib.contextmanager
 def _compiled_blocks(module: nn.Module, recording: _Recording) -> Iterator[None]:
-    """Context in which forward passes count in `recording.fused_depth` how many compiled blocks they are inside."""
+    """Make forward passes inside of the context count the compiled blocks that they are in: `recording.fused_depth`."""
 
     def enter(*_: Any) -> None:
         recording.fused_depth += 1

@@ -2,7 +2,7 @@
 
 Weights, gradients, optimizer states and averages follow from the number of parameters. Activations are the tensors that
 autograd keeps, counted on the model itself by models/activation_memory.py: exactly what torch keeps under autocast, and
-within 3 % where blocks are compiled. Memory of cuDNN and NCCL and fragmentation are covered by an allowance.
+within 3% where blocks are compiled. Memory of cuDNN and NCCL and fragmentation are covered by an allowance.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -56,7 +56,7 @@ class Memory:
     batch: int
     """The device's part of the batch, as the loader returns it."""
     graphs: int
-    """What CUDA graphs hold: gradients that the next replay overwrites, and the blocks' inputs, outputs and their
+    """Memory of CUDA graphs: gradients that the next replay overwrites, and the blocks' inputs, outputs and their
     gradients. Their pool also keeps the memory of `activations` throughout the step."""
     accumulates: bool
     """True if gradients of an earlier microbatch exist during the forward pass."""
@@ -64,6 +64,7 @@ class Memory:
     @property
     def resident(self) -> int:
         """Bytes that are allocated throughout a training step."""
+        # A pool of CUDA graphs never gives memory back to the allocator, so that its activations count at all moments.
         pool = self.graphs + self.activations if self.graphs else 0
         return self.weights + self.optimizer + self.averages + self.encoders + self.buckets + self.batch + pool
 
@@ -119,9 +120,15 @@ def memory_of(phase: Phase, setup: Setup) -> Memory:
     parts = phase.speed(settings.strategy)
     activations = phase.model.activations(phase.largest_shape, phase.precision(settings.strategy))
     trained = phase.trained_parameters
+    # Gradients of earlier microbatches exist in the forward pass of a later one. Without them, a plan would accept a
+    # microbatch that runs out of memory at the second microbatch of the first batch.
     share = max(setup.microbatch, phase.recipe.global_batch // setup.devices)
     accumulates = share > setup.microbatch
+    # `speed.encode_batch_size` encodes more samples at a time than a microbatch has, and keeps their latents and text
+    # embeddings until their microbatch comes.
     together = min(share, phase.recipe.speed.encode_batch_size or 0) if accumulates else 0
+    # DDP's buckets are a second copy of all gradients, and FSDP2 keeps unsharded gradients until it reduces them at the
+    # last microbatch: 4 bytes per parameter on each device, which sharding does not divide.
     reduces_once = accumulates and shards > 1 and bool(parts.reduce_once)
     unsharded_gradients = reduces_once or (settings.strategy == 'ddp' and setup.devices > 1)
     kept = activations.kept_recomputing if settings.activation_checkpointing else activations.kept
@@ -138,6 +145,7 @@ def memory_of(phase: Phase, setup: Setup) -> Memory:
         compute_weights=_compute_weights(phase, activations, settings, keeps_gathered=reduces_once)
         + sum(each.copies for each, _ in extra),
         activations=kept * setup.microbatch + round(sum(seen * each.kept for each, seen in extra) * setup.microbatch),
+        # The backward passes of the networks run one after the other, so that only the largest of them counts.
         working=max(each.largest for each in (activations, *(each for each, _ in extra))) * setup.microbatch
         + _in_flight(phase, setup),
         encoding=_encoding_bytes(phase, activations, max(setup.microbatch, together)) if encodes else 0,
@@ -153,8 +161,6 @@ def optimizer_elements(recipe: Recipe, model: ModelCosts, *, auxiliary: int = 0)
     """Return the number of elements of the optimizer's states: two per parameter, or one where Muon updates it.
 
     Args:
-        recipe: The recipe.
-        model: Its model.
         auxiliary: Number of trained parameters beside the model's, which are in no block.
     """
     states = ADAM_STATES + bool(recipe.optimizer.kwargs.get('amsgrad'))
@@ -190,7 +196,6 @@ def strategies(setup: Setup, *, devices_per_node: int | None = None) -> list[Set
     """Return a setup with each parallelism strategy in turn, without duplicates, starting with the setup itself.
 
     Args:
-        setup: The recipe's setup.
         devices_per_node: Number of devices of a node; with it, the list has sharding within each node, if there are
             several nodes.
     """
@@ -214,10 +219,9 @@ def ways_out(phase: Phase, setup: Setup, gpu: GPU, gpus: dict[str, GPU]) -> list
     """Return settings that would each make a run that is too large fit in GPU memory; empty if there are none.
 
     Args:
-        phase: The recipe and its amount of work.
         setup: The setup that does not fit.
-        gpu: The GPU on which it does not fit.
-        gpus: All known GPUs, of which the smallest that is large enough is suggested.
+        gpu: GPU that it does not fit on.
+        gpus: All known GPUs; the smallest one that is large enough is suggested.
     """
     found = []
     smaller = largest_microbatch(phase, setup, gpu)
@@ -228,11 +232,11 @@ def ways_out(phase: Phase, setup: Setup, gpu: GPU, gpus: dict[str, GPU]) -> list
     if phase.model.is_latent_diffusion and not setup.parallelism.activation_checkpointing:
         recomputing = replace(setup, parallelism=replace(setup.parallelism, activation_checkpointing=True))
         if fits_in_memory(memory_of(phase, recomputing), gpu):
-            # One more forward pass (1 F) for forward and backward (3 F).
+            # Recomputing adds a forward pass (1 F) to the forward and backward pass (3 F).
             found.append('parallelism.activation_checkpointing=true (about a third slower)')
     for other in strategies(setup)[1:]:
         if other.parallelism.strategy == 'fsdp2' and fits_in_memory(memory_of(phase, other), gpu):
-            # `strategies` lists the faster one, which does not gather weights again in the backward pass, first.
+            # `strategies` lists the faster one first, which does not gather weights again in the backward pass.
             resharding = str(other.parallelism.reshard_after_forward).lower()
             found.append(f'parallelism.strategy=fsdp2 parallelism.reshard_after_forward={resharding}')
             break
@@ -245,10 +249,10 @@ def ways_out(phase: Phase, setup: Setup, gpu: GPU, gpus: dict[str, GPU]) -> list
 
 def _muon_parameters(recipe: Recipe, model: ModelCosts) -> int:
     """Return the number of parameters that Muon updates, counted as all of the blocks; 0 for other optimizers."""
-    # Norms and biases, which AdamW updates, are 0.05 % of SD2's blocks. Without convolutions, the number is not known
-    # here, and 0 plans too much memory instead of too little.
+    # Norms and biases, which AdamW updates, are 0.05% of SD2's blocks. If Muon leaves convolutions to AdamW, the number
+    # is not known here, and 0 plans too much memory instead of too little.
     is_muon = recipe.optimizer.name == 'muon' and registry.settings_of('optimizer', recipe.optimizer)['convolutions']
-    # Of blocks that a LoRA freezes, no more than it trains.
+    # If a LoRA freezes the blocks, Muon updates no more than the LoRA trains.
     return min(model.facts['block_parameters'], model.trained_parameters) if is_muon else 0
 
 
@@ -288,6 +292,8 @@ def _compute_weights(
     gathered_width = FLOAT32 if settings.mixed_precision == 'full' else width
     facts = phase.model.facts
     gathered = phase.trained_parameters + phase.model.frozen_denoiser_parameters
+    # `speed.reduce_once` leaves all blocks gathered after a microbatch's backward pass, whatever the forward pass
+    # freed.
     if settings.reshard_after_forward and not keeps_gathered:
         # FSDP2 holds the block that is computed, the one that is prefetched, and all parameters outside of blocks.
         gathered += 2 * facts['largest_block_parameters'] - facts['block_parameters']
@@ -311,7 +317,7 @@ def _frozen_bytes(phase: Phase) -> int:
 
 
 def _auxiliary_activations(phase: Phase) -> list[tuple[ActivationCounts, float]]:
-    """Return what losses' networks keep for the backward pass, each with the fraction of the tokens that it sees."""
+    """Return the activations of the losses' networks, each with the fraction of the tokens that it sees."""
     shape, precision = phase.largest_shape, phase.auxiliary_precision
     found = []
     if phase.alignment is not None:
@@ -323,8 +329,8 @@ def _auxiliary_activations(phase: Phase) -> list[tuple[ActivationCounts, float]]
 
 def _encoding_bytes(phase: Phase, activations: ActivationCounts, samples: int) -> int:
     """Return the bytes of the VAE encoder's activations on samples, estimated as three tensors of its largest size."""
-    # In a residual block, these are the residual, the normalized and the activated tensor. The frozen encoder runs
-    # without autograd, so earlier tensors are freed.
+    # The three tensors of a residual block are the residual, the normalized and the activated one. The frozen encoder
+    # runs without autograd, so earlier tensors are freed.
     return 3 * samples * encoder_width(phase) * activations.largest_encoder_elements
 
 

@@ -32,7 +32,7 @@ from diffusion.storage.places import files_of_run
 REPORT = 'preflight.json'
 """Name of the report in the run's folder."""
 TIMEOUT = datetime.timedelta(minutes=5)
-"""Time within which all nodes must have started."""
+"""Seconds within which all nodes must have started."""
 
 
 class RanksMissing(Exception):
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def wait_for_all(store: TCPStore) -> None:
     """Wait until all processes of the job have received the findings; call it before this process exits."""
     # A process that exits earlier closes its connections, which makes the last collective fail in the others.
-    # dist.destroy_process_group() is no alternative: with gloo it can wait forever for one of gloo's threads.
+    # dist.destroy_process_group() is not an alternative: with gloo it can wait forever for one of gloo's threads.
     rank, ranks = dist.get_rank(), dist.get_world_size()
     # An error means that rank 0, which holds the store, has exited; it does so only after all ranks have reported.
     with contextlib.suppress(dist.DistError, RuntimeError):
@@ -102,7 +102,8 @@ def join_job(environ: Mapping[str, str], timeout: datetime.timedelta) -> TCPStor
             f'{", ".join(map(str, nodes))} of {ranks // processes}) have not joined; check that these nodes have '
             f'started and can reach {address}:{port}'
         ) from None
-    # gloo and not NCCL: a process whose GPU has failed can still report it, and no GPU is used before the GPU checks.
+    # Use gloo instead of NCCL: a process with a failed GPU can still report it, and no GPU is used before the GPU
+    # checks.
     dist.init_process_group('gloo', store=store, rank=rank, world_size=ranks, timeout=timeout)
     return store
 
@@ -119,7 +120,6 @@ def run_checks(recipe: Recipe, *, deep: bool) -> list[Finding]:
     """Run all preflight checks; return the findings of all processes, the same list in every process.
 
     Args:
-        recipe: The recipe to be trained.
         deep: True to measure longer, and to measure the links between neighboring nodes.
     """
     node_findings: list[Finding] = []
@@ -165,7 +165,7 @@ def check_cuda(index: int) -> list[Finding]:
     """Return a finding if CUDA cannot use the GPU of this process, even if NVML lists the GPU; else an empty list."""
     where = f'{environment.machine_name(os.environ)} rank {os.environ["RANK"]}'
     try:
-        # Before the first kernel, whose error would be "no kernel image is available" without a way out.
+        # Check before the first kernel: its error would be "no kernel image is available" without a remedy.
         problem = kernels_problem(index)
         if problem is not None:
             return [Finding('cuda', False, problem, CONFIG_ERROR, where=where)]
@@ -188,7 +188,7 @@ def _write_report(recipe: Recipe, findings: Sequence[Finding]) -> None:
     files = files_of_run(recipe.run_place)
     try:
         files.write(REPORT, findings_json(findings))
-    except OSError as error:  # not fatal: an unwritable folder is already one of the findings
+    except OSError as error:  # this is not fatal: an unwritable folder is already one of the findings
         print(f'warning: {files.locate(REPORT)} cannot be written ({error})', file=sys.stderr)
 
 

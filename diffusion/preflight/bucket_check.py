@@ -31,7 +31,7 @@ def check_bucket(url: str) -> Iterator[Finding]:
         same, tag = object_store.read(marker, retry=RETRY) == content, object_store.head(marker, retry=RETRY).tag
         refusals = {'If-None-Match': _refuses(marker, if_absent=True), 'If-Match': _refuses(marker, if_tag=f'{tag}0')}
         ignored = [name for name, refused in refusals.items() if not refused]
-        # The tag of before is not that of the object if a condition was ignored.
+        # If the store ignored a condition, the object has another tag than `tag`.
         accepts = ignored or not _refuses(marker, if_tag=tag)
         object_store.delete(marker, retry=RETRY)
     except (OSError, UserError) as error:
@@ -92,7 +92,6 @@ def measure_upload_speed(url: str, folder: Path, seconds: float, most_bytes: int
     checkpoint is.
 
     Args:
-        url: URL of the run.
         folder: Local folder for the file.
         seconds: Approximate time to measure.
         most_bytes: Upper bound of the file's size.

@@ -23,7 +23,7 @@ from diffusion.launch.findings import Finding
 
 PACKAGES = ('torch', 'mosaicml', 'mosaicml-streaming', 'diffusers')
 TIMEOUT = datetime.timedelta(minutes=2)
-"""Timeout of an all-reduce, of which the first also sets up the connections; NCCL then aborts the process."""
+"""Timeout of an all-reduce, after which NCCL aborts the process; the first one also sets up the connections."""
 SKEW_SECONDS = 5.0
 """Largest allowed clock skew. Signed requests to object stores tolerate minutes, but logs should stay in order."""
 
@@ -36,9 +36,8 @@ class CollectiveLimits:
         speed: Fraction of the median of all ranks that each rank must reach, in FLOP/s and in bandwidth.
         matrix: Side of the matrices that are multiplied.
         message_bytes: Size of the all-reduce, and of the messages between nodes.
-        repeats: Number of measurements, of which the fastest counts.
-        seconds: Time to keep multiplying so that the GPU reaches its operating temperature; the last quarter counts.
-        links: True to measure the links between neighboring nodes.
+        repeats: Number of measurements; the fastest counts. seconds: Time to keep multiplying so that the GPU reaches
+        its operating temperature; the last quarter counts. links: True to measure the links between neighboring nodes.
     """
 
     speed: float
@@ -51,8 +50,8 @@ class CollectiveLimits:
     @staticmethod
     def of(device: str, *, deep: bool = False) -> 'CollectiveLimits':
         """Return the sizes and limits for `cpu` or `cuda`; `deep` measures longer, and also the links between nodes."""
-        # Relative to the median, since absolute bandwidths depend on the fabric. Ranks on CPUs share cores, so their
-        # throughput varies more.
+        # The limits are relative to the median, since absolute bandwidths depend on the fabric. Ranks on CPUs share
+        # cores, so their throughput varies more.
         speed, matrix, message, warmup = (0.9, 8192, 2**28, 120.0) if device == 'cuda' else (0.25, 512, 2**22, 2.0)
         return CollectiveLimits(speed, matrix, message, 100 if deep else 5, warmup if deep else 0.0, links=deep)
 
@@ -95,7 +94,7 @@ def check_ranks(device: str, limits: CollectiveLimits, group: dist.ProcessGroup)
     sum_is_right, bus = measure_all_reduce(device, limits, group)
     node_bus = _node_bandwidth(device, limits, node_size) if 1 < node_size < world_size else None
     link = _neighbor_bandwidth(device, limits, node_size, group) if limits.links and node_size < world_size else None
-    # The ranks leave a barrier within milliseconds of each other, so what differs by seconds is their clocks.
+    # The ranks leave a barrier within milliseconds of each other, so a difference of seconds is one of their clocks.
     dist.barrier()
     clock = time.time()
     measurements = RankMeasurements(
@@ -142,8 +141,9 @@ def measure_matmul(device: str, limits: CollectiveLimits) -> tuple[float, int]:
     """
     side, generator = limits.matrix, torch.Generator().manual_seed(0)
     dtype = torch.bfloat16 if device == 'cuda' else torch.float32
-    # With integers in [-2, 2], partial sums are at most 4 x 8192 = 2**15. float32 accumulators hold these exactly, so
-    # the order of summation, which differs between kernels, does not matter: any difference is a hardware fault.
+    # The entries are integers in [-2, 2], so that partial sums are at most 4 x 8192 = 2**15. float32 accumulators hold
+    # these exactly, so the order of summation, which differs between kernels, does not matter: any difference is a
+    # hardware fault.
     left, right = (torch.randint(-2, 3, (side, side), generator=generator).to(device, dtype) for _ in range(2))
     # Ranks on CPUs share cores, so only CPU time measures the speed of this process.
     clock = time.perf_counter if device == 'cuda' else time.process_time
@@ -154,13 +154,13 @@ def measure_matmul(device: str, limits: CollectiveLimits) -> tuple[float, int]:
         product = left @ right
         _wait(device)
         seconds.append(clock() - begin)
-        # Not after every product, since a checksum converts the product to float64, which takes time in which nothing
-        # is multiplied. A fast check has less than 50 products and computes the checksum of the first alone.
+        # Check only every 50th product: a checksum converts the product to float64, and nothing is multiplied during
+        # that time. A fast check has less than 50 products and computes the checksum of the first alone.
         if len(seconds) % 50 == 1:
             # The product itself is rounded to bfloat16, identically on all GPUs of one model.
             checksums.add(int(product.double().abs().sum().item()))
-    # In a deep check, the last quarter is measured on a GPU at its operating temperature. Otherwise drop the first
-    # product, which loads the kernel, and take the fastest.
+    # A deep check measures the last quarter, on a GPU at its operating temperature. A fast check drops the first
+    # product, which loads the kernel, and takes the fastest.
     usual = statistics.median(seconds[-len(seconds) // 4 :]) if limits.seconds else min(seconds[1:])
     return 2 * side**3 / usual / 1e12, checksums.pop() if len(checksums) == 1 else -1
 
@@ -220,7 +220,7 @@ def _exchange_bandwidth(device: str, limits: CollectiveLimits, partner: int, gro
         begin = time.perf_counter()
         sending = dist.P2POp(dist.isend, sent, partner, group)
         receiving = dist.P2POp(dist.irecv, received, partner, group)
-        # In one batch: with NCCL, two ranks that both send first would wait for each other.
+        # Send and receive in one batch: with NCCL, two ranks that both send first would wait for each other.
         for work in dist.batch_isend_irecv([sending, receiving]):
             work.wait()
         _wait(device)
@@ -296,8 +296,8 @@ def _giga(value: float | None) -> float | None:
 
 
 def _check_products(ranks: Sequence[RankMeasurements]) -> list[Finding]:
-    """Return a finding for each rank whose matrix product varies or differs from the rest, else one passing finding."""
-    # There is no reference: with a wrong result on one of two ranks, either may be reported.
+    """Return a finding per rank with a matrix product that varies or differs from the rest, else a passing one."""
+    # There is no reference: if one of two ranks has a wrong result, either may be reported.
     repeatable = Counter(each.product for each in ranks if each.product >= 0)
     usual = repeatable.most_common(1)[0][0] if repeatable else -1
     findings = []
@@ -310,7 +310,7 @@ def _check_products(ranks: Sequence[RankMeasurements]) -> list[Finding]:
 
 
 def _check_sums(ranks: Sequence[RankMeasurements]) -> list[Finding]:
-    """Return a finding per rank whose all-reduce returned a wrong sum, or one if all sums are correct."""
+    """Return a finding per rank that got a wrong sum from an all-reduce, or one if all sums are correct."""
     wrong = [each for each in ranks if not each.sum_is_right]
     slowest = min(each.bus for each in ranks)
     return [Finding('all-reduce', False, 'returned a wrong sum', where=_where(each)) for each in wrong] or [

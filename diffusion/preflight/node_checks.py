@@ -39,7 +39,6 @@ def check_node(recipe: Recipe, *, kind: str, processes: int, nvml: Any | None) -
     """Run all checks of this node and return their findings.
 
     Args:
-        recipe: The recipe to be trained.
         kind: The required GPU model as in planning/gpus.yaml; `any` accepts all, `none` skips the GPU checks.
         processes: Number of processes of this node, one per GPU.
         nvml: The module pynvml, or a substitute; None if there is no driver.
@@ -76,7 +75,7 @@ def check_shared_memory(processes: int) -> Iterator[Finding]:
 
 def check_disks(recipe: Recipe) -> Iterator[Finding]:
     """Check the free disk space for temporary files, and for a new checkpoint beside the one that it replaces."""
-    # Not tempfile.gettempdir(), which silently chooses another folder if this one is full.
+    # Do not use tempfile.gettempdir(), which silently chooses another folder if this one is full.
     temporary = Path(os.environ.get('TMPDIR', '/tmp'))
     folders = {temporary: SCRATCH_BYTES, recipe.run_dir: 2 * (checkpoint_bytes(recipe) or SCRATCH_BYTES // 2)}
     for folder, needed in folders.items():

@@ -59,7 +59,7 @@ def check_shared_folder(folder: Path) -> list[Finding]:
 
 def _view(folder: Path, name: str, names: Sequence[str]) -> FolderView:
     """Return the view of this node, after waiting until the files of all nodes are visible."""
-    # The first file takes the whole time if it stays invisible, so that the others have had time enough.
+    # If the first file stays invisible, it takes the whole time; the other files need no further wait then.
     seconds, seen = visibility.VISIBLE_SECONDS, set()
     for other in names:
         if visibility.why_not_visible(folder / other, other, seconds):
@@ -85,14 +85,14 @@ def compare_views(folder: Path, views: Sequence[FolderView]) -> list[Finding]:
     if len(groups) == 1:
         what = f"{len(views)} nodes read each other's files" if len(views) > 1 else 'a single node'
         return [Finding(CHECK, True, f'{folder}: {what}')]
-    # The nodes that see the run's files are right; at a first start, the majority is.
+    # The nodes that see the run's files are right; at the first start of a run, the majority is.
     ordered = sorted(groups, key=lambda group: (any(each.begun for each in group), len(group)), reverse=True)
     rank_of = [(any(each.begun for each in group), len(group)) for group in ordered]
     right = ordered[0] if rank_of[0] > rank_of[1] else []
     status = BAD_HARDWARE
     if not right:
-        # No node is more likely at fault than another. Equal kinds of file system mean that each has a folder of its
-        # own there, which is a mistake in the recipe; different ones that some node lacks its mount.
+        # No node is more likely at fault than another. If all have the same kind of file system, each has a folder of
+        # its own there, which is a mistake in the recipe; if the kinds differ, some node lacks its mount.
         kinds = {view.file_system.split(' ')[0] for view in views}
         status = CONFIG_ERROR if len(kinds) == 1 and not any(view.begun for view in views) else FAILED
     findings = []

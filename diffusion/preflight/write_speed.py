@@ -19,7 +19,7 @@ from diffusion.preflight.bucket_check import measure_upload_speed
 
 CHECK = 'write speed'
 SECONDS = {False: 1.0, True: 4.0}
-"""Time to write by `deep`, after which the chunk in progress is completed."""
+"""Seconds to write, by `deep`; the chunk in progress is then completed."""
 MOST_BYTES = {False: 2**28, True: 2**31}
 CHUNK_BYTES = 2**24
 
@@ -31,15 +31,15 @@ class SaveTime:
     seconds: float
     checkpoint_bytes: int
     notice_seconds: float
-    """Time between the scheduler's signal and the end of the job; infinite if unknown."""
+    """Seconds between the scheduler's signal and the end of the job; infinite if unknown."""
     limit_seconds: float
-    """Time after which a run that is still saving is ended as a hang."""
+    """Seconds after which a run that is still saving is ended as a hang."""
     limit_setting: str
     """Setting that raises this limit, for messages."""
     sharded: bool
 
     def risk(self) -> str:
-        """Return the limit that a save exceeds, with the way out; empty if it exceeds none."""
+        """Return a message with a remedy if a save takes longer than a limit allows, else an empty string."""
         estimate = f'a save of {bytes_text(self.checkpoint_bytes)} takes about {self.seconds:.0f} s'
         remedy = '' if self.sharded else 'set parallelism.checkpoints: sharded (needs fsdp2), '
         if self.seconds > self.limit_seconds:
@@ -62,7 +62,6 @@ def check_write_speed(recipe: Recipe, checkpoint_bytes: int | None, *, deep: boo
     warning, since only the training run shows how long its saves take.
 
     Args:
-        recipe: The recipe to be trained.
         checkpoint_bytes: Size of a checkpoint; None if it is not known.
         deep: True to measure longer.
     """
@@ -115,7 +114,7 @@ def measure_write_speed(folder: Path, seconds: float, most_bytes: int) -> float:
     try:
         with path.open('wb', buffering=0) as file:
             begin = time.monotonic()
-            # Flushed after each chunk: the operating system would take gigabytes at once, and write them for minutes.
+            # Flush each chunk: otherwise the operating system would take gigabytes at once, and write them for minutes.
             while written == 0 or (time.monotonic() - begin < seconds and written < most_bytes):
                 written += file.write(chunk)
                 os.fdatasync(file.fileno())

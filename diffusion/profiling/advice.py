@@ -40,7 +40,7 @@ class Opportunity(NamedTuple):
 
 @dataclass(frozen=True)
 class ProfileMeasurements:
-    """Measurements of a profiled training run, on which tuning advice is based.
+    """Measurements of a profiled training run, the basis of tuning advice.
 
     Attributes:
         shares: Fraction of step time in each stage.
@@ -72,7 +72,7 @@ class ProfileMeasurements:
 
     @property
     def in_float32_norms(self) -> float:
-        """Fraction of step time in norm kernels whose tensors are float32."""
+        """Fraction of step time in norm kernels that compute in float32."""
         wide = [
             each
             for each in self.kernels
@@ -84,7 +84,7 @@ class ProfileMeasurements:
 
     @property
     def busy(self) -> float:
-        """Fraction of step time in which the device computes."""
+        """Fraction of step time that the device computes."""
         return min(1.0, sum(each.seconds for each in self.kernels) / self.step_seconds)
 
     def turn_on(self, *parts: str) -> list[str]:
@@ -114,9 +114,9 @@ def largest_opportunities(measured: ProfileMeasurements, count: int = 3) -> list
 
 
 def opportunities(measured: ProfileMeasurements) -> list[Opportunity]:
-    """Return all possible speedups for which there is advice; a speedup that does not apply has share 0."""
-    # The thresholds are estimates that have not been verified on a GPU yet. Where a setting makes work faster instead
-    # of removing it, half of the time is assumed to be saved.
+    """Return all speedups that this module knows; one that does not apply has share 0."""
+    # The thresholds are estimates that have not been verified on a GPU yet. If a setting makes work faster instead of
+    # removing it, assume that it saves half of the time.
     m, on_gpu, off, microbatches = measured, measured.on_gpu, measured.off, measured.microbatches
     update, logging, outside = m.in_stages('optimizer', 'ema'), m.in_stages('logging'), m.in_stages('other', 'h2d')
     slow_update = update / 2 if update >= 0.05 else 0.0

@@ -229,7 +229,7 @@ class Breakdown(Callback):
         self._detach()
 
     def close(self, state: State, logger: Logger) -> None:
-        # Training that ends with an exception has no `fit_end`.
+        # Training that ends with an exception never calls `fit_end`.
         self._detach()
 
     # -- helpers of the event methods --
@@ -297,7 +297,7 @@ def hooks_of(callback: Callback) -> list[str]:
     if isinstance(callback, LoggerDestination):
         names += ['log_metrics', 'log_hyperparameters', 'log_traces', 'log_images']
     base: type = LoggerDestination if isinstance(callback, LoggerDestination) else Callback
-    # Only overridden methods: the inherited ones are empty, and each wrapper costs time in every batch.
+    # Wrap only overridden methods: the inherited ones are empty, and each wrapper costs time in every batch.
     overridden = [name for name in names if getattr(callback_class, name, None) is not getattr(base, name, None)]
     # All events of a callback pass through run_event; if it is overridden, timing it includes the event methods.
     if 'run_event' in overridden:
@@ -316,7 +316,7 @@ def _of_all_ranks(figures: Sequence[float], state: State) -> list[list[float]]:
     """Gather numbers from all ranks in one collective; return one list of numbers per rank."""
     if dist.get_world_size() == 1:
         return [list(figures)]
-    # float64, because FLOP counts and bytes have more digits than float32.
+    # Use float64, because FLOP counts and bytes have more digits than float32.
     local = state.device.tensor_to_device(torch.tensor(figures, dtype=torch.float64))
     return torch.stack(list(dist.all_gather(local))).tolist()
 

@@ -29,11 +29,11 @@ VALUES = {
 METHODS = ('cpu', 'numpy', 'tolist')
 """Tensor methods that need values on the host but dispatch no operation if the tensor is on the CPU."""
 HOSTS = ('/diffusion/data/', '/torch/optim/', '/diffusion/callbacks/host_copy.py')
-"""Path fragments of code whose tensors are always on the host: loaders, step counters of optimizers, arrived copies."""
+"""Path fragments of code with tensors on the host only: loaders, step counters of optimizers, arrived copies."""
 PACKAGES = ('diffusion', 'composer')
-"""Packages whose innermost frame is reported; if there is none, the innermost frame outside of PyTorch is."""
+"""Packages to report the innermost frame of; if there is none, the innermost frame outside of PyTorch is reported."""
 DETECTORS = {module.__file__ for module in (contextlib, unittest.mock, warnings)} | {__file__}
-"""Source files whose frames are those of the detection itself."""
+"""Source files of the detection itself."""
 
 
 class Site(NamedTuple):
@@ -61,7 +61,8 @@ def find_waits() -> Iterator[Counter[Site]]:
 @contextmanager
 def _count_early_reads(found: Counter[Site]) -> Iterator[None]:
     """Count the copies to the host that are read before they have arrived."""
-    # Without a GPU, a copy has arrived if the host has waited for anything since: all kernels before were done then.
+    # If there is no GPU, a copy counts as arrived once the host has waited for anything: all earlier kernels are done
+    # then.
     make, read = HostCopy.__init__, HostCopy.read
 
     def making(self: Any, tensor: Tensor) -> None:
@@ -93,7 +94,7 @@ def _count_cuda_warnings(found: Counter[Site]) -> Iterator[None]:
     show = warnings.showwarning
     previous_mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():  # restores filters and showwarning
-        # By default, Python shows a warning once per line.
+        # Python's default is to show a warning once per line.
         warnings.filterwarnings('always', message='.*synchronizing CUDA operation')
         warnings.showwarning = count_warning
         torch.cuda.set_sync_debug_mode('warn')
@@ -147,7 +148,7 @@ def _masks(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _is_on_host() -> bool:
-    """Return True if the current call stack is in code whose tensors are on the host, such as a data loader.
+    """Return True if the current call stack is in code with tensors on the host only, such as a data loader.
 
     Operations there never wait for the GPU, so they are not counted as synchronizations.
     """

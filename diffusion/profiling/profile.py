@@ -42,7 +42,7 @@ KEPT = ('console_lines', 'metrics_file')
 MICROBATCHES = 4
 """Maximum microbatches per step: the profiled device does only the work of one device of the full run."""
 BATCHES_WATCHED = 2
-"""Number of batches in which device synchronizations are searched."""
+"""Number of batches that are searched for device synchronizations."""
 
 
 class Phases(Callback):
@@ -104,8 +104,6 @@ def profile_recipe(recipe: Recipe, out: Path, *, batches: int = 10, warmup: int 
     """Train some batches of a recipe and write `profile.md`, `profile.json` and `trace.json.gz` to a folder.
 
     Args:
-        recipe: The recipe.
-        out: The output folder.
         batches: Number of batches to time, and then again to run under PyTorch's profiler.
         warmup: Number of batches at the start that are not measured.
 
@@ -116,7 +114,7 @@ def profile_recipe(recipe: Recipe, out: Path, *, batches: int = 10, warmup: int 
     phases = Phases(breakdown, batches=batches, on_gpu=components.on_gpu(recipe))
     profiled = for_profiling(recipe, out, batches=phases.length)
     trainer = build_trainer(profiled)
-    # In this order: `phases` reads the report that `breakdown` makes at the same batch end.
+    # The order matters: `phases` reads the report that `breakdown` makes at the same batch end.
     trainer.state.callbacks += [breakdown, phases]
     trainer.fit()
     trainer.close()
@@ -190,7 +188,7 @@ def write_noise(folder: Path, shape: Shape, *, count: int) -> None:
 
 
 def measured_by(phases: Phases, recipe: Recipe) -> ProfileMeasurements:
-    """Return the measurements of a finished profile, on which the tuning advice is based."""
+    """Return the measurements of a finished profile, the basis of the tuning advice."""
     assert phases.report is not None
     on_gpu, parts = components.on_gpu(recipe), components.effective_speed(recipe)
     waits = {str(site): count / BATCHES_WATCHED for site, count in phases.waits.items() if _is_avoidable(site)}
@@ -256,7 +254,7 @@ def profile_table(
     lines += ['', 'Largest opportunities:']
     lines += [f'{i}. Up to {100 * each.share:.0f} %: {each.text}.' for i, each in enumerate(opportunities, 1)]
     if not opportunities:
-        lines.append('None above 1 % of step time.')
+        lines.append('None above 1% of step time.')
     lines += ['', f'Trace: {trace} (chrome://tracing or ui.perfetto.dev)']
     return '\n'.join(lines)
 

@@ -71,14 +71,14 @@ class Timeline:
 class _Stage:
     """Context manager that counts time towards a nested stage of a timeline."""
 
-    # A class, because contextlib's generators cost more, and each batch enters about 50 nested stages.
+    # This is a class, because contextlib's generators cost more, and each batch enters about 50 nested stages.
 
     def __init__(self, timeline: Timeline, name: str) -> None:
         self.timeline, self.name = timeline, name
         self.outer: str | None = None
 
     def __enter__(self) -> None:
-        # What the model and the loggers do during an evaluation or a save belongs to that evaluation or save.
+        # Work of the model and the loggers during an evaluation or a save counts for that evaluation or save.
         outer = self.timeline._stage
         if outer != EVALUATION and outer != CHECKPOINT:
             self.outer = self.timeline.switch(self.name)

@@ -13,7 +13,7 @@ HOUR = 3600
 def batch_hours(records: Iterable[Mapping[str, Any]]) -> Curve | None:
     """Return batches and the hours of the run's attempts up to each, increasing; None if no batch was recorded.
 
-    Time between attempts does not count. Of a batch that was repeated, the last time counts.
+    Time between attempts does not count. If a batch was repeated, its last time counts.
 
     Args:
         records: Records of attempts.jsonl, in order.

@@ -46,7 +46,6 @@ def run_cost(
     """Return the cost of a run.
 
     Args:
-        attempts: Its attempts.
         world_sizes: Numbers of devices in the receipts of its checkpoints, newest first, for attempts without one.
         hours_left: Hours of training left, or None if unknown.
         price: US dollars per device-hour; None for the price of its GPUs in planning/gpus.yaml.
@@ -76,7 +75,6 @@ def gpu_of_product(product: str, gpus: Mapping[str, GPU]) -> GPU | None:
 
     Args:
         product: Name of the product, or of a GPU model.
-        gpus: Known GPU models by name.
     """
     words = _words(product)
     if product.lower() in gpus:

@@ -11,15 +11,14 @@ from diffusion.storage.places import Place
 
 _RESULTS = re.compile(r'ba\d{1,15}\.json')
 HIGHER_IS_BETTER = {'retrieval_top1'}
-"""Metrics of other evaluators than `image_metrics` of which a higher value is better."""
+"""Metrics of other evaluators than `image_metrics` that are better if higher."""
 
 
 def read_evaluations(files: Place, notes: list[str]) -> list[dict[str, Any]]:
     """Return the results of a run's evaluated checkpoints, in the order of their batches.
 
     Args:
-        files: The run's files.
-        notes: List to which a text is added for each file that cannot be understood.
+        notes: List that gets a text for each file that cannot be understood.
 
     Raises:
         OSError: The storage fails.
@@ -30,14 +29,14 @@ def read_evaluations(files: Place, notes: list[str]) -> list[dict[str, Any]]:
             place = f'{EVALUATIONS}/{name}'
             results = _results(files.read(place) or b'')
             if results is None:
-                notes.append(f'{place} is no file of results, so this evaluation is missing here.')
+                notes.append(f'{place} is not a file of results, so this evaluation is missing here.')
             else:
                 found.append(results | {'checkpoint': name.removesuffix('.json'), 'batch': int(name[2:-5])})
     return sorted(found, key=lambda each: each['batch'])
 
 
 def better_directions(names: set[str]) -> dict[str, str]:
-    """Return `lower` or `higher`, the better direction of each metric of which it is known."""
+    """Return the better direction of each metric, `lower` or `higher`, if it is known."""
     found = {name: info.better for name, info in IMAGE_METRICS.items() if name in names}
     found |= dict.fromkeys(names & HIGHER_IS_BETTER, 'higher')
     return found | {name: 'lower' for name in names if name == 'loss' or name.startswith('loss_t')}

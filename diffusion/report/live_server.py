@@ -22,7 +22,7 @@ from diffusion.report.report_source import Page, ReportSource
 POLL_SECONDS = 5.0
 """Interval at which a page asks for newer data."""
 BUCKET_SECONDS = 60.0
-"""The same for runs in an object store, whose files are copied there about every minute, and each read costs money."""
+"""The same for runs in an object store: their files are copied there about every minute, and each read costs money."""
 LOCAL_HOSTS = ('127.0.0.1', 'localhost', '::1')
 
 
@@ -44,8 +44,8 @@ class ServedPage:
         """Return the content, at most `seconds` old; while the storage fails, the last one.
 
         Raises:
-            UserError: There is no run, and there was none before.
-            ExternalError: The storage fails, and nothing was read before.
+            UserError: The run does not exist, and did not exist before. ExternalError: The storage fails, and nothing
+            was read before.
         """
         with self._lock:
             if self._page is None or time.monotonic() - self._read_at >= self.seconds * 0.8:
@@ -140,13 +140,13 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.token:
             given = (query.get('token') or [''])[0]
             return hmac.compare_digest(given.encode(), self.server.token.encode())
-        # A web page of another origin whose name was made to point here (DNS rebinding) has its own name.
+        # A web page of another origin that made its name point here (DNS rebinding) still sends that name.
         host = self.headers.get('Host', '').rsplit(':', 1)[0].strip('[]')
         return host in LOCAL_HOSTS
 
     def _send_data(self, content: Page) -> None:
         body = json_text(content.data).encode()
-        # Without the time of reading, which changes although the run may not have.
+        # Leave out the time of reading, which changes although the run may not have.
         same = json_text({key: each for key, each in content.data.items() if key != 'generated'}).encode()
         tag = f'"{hashlib.sha256(same).hexdigest()[:32]}"'
         if self.headers.get('If-None-Match') == tag:

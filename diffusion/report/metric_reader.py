@@ -61,16 +61,16 @@ class Series:
 
 
 class MetricReader:
-    """Metrics of a run by name, from the content of metrics.jsonl, which may be given in parts.
+    """Metrics of a run by name, read from the content of metrics.jsonl as a whole or in parts.
 
-    Of batches that a resumed run repeats, the later values count, and values of batches that it has not reached again
-    are dropped.
+    If a resumed run repeats batches, the later values count, and values of batches that it has not reached again are
+    dropped.
     """
 
     def __init__(self) -> None:
         self.series: dict[str, Series] = {}
         self.broken_lines = 0
-        """Number of lines that are no JSON objects, other than an unfinished last one."""
+        """Number of lines that are not JSON objects, other than an unfinished last one."""
         self.dropped: set[str] = set()
         """Names of metrics beyond MAX_SERIES."""
         self.position = 0
@@ -114,7 +114,7 @@ class MetricReader:
                     text = names.get(name) or names.setdefault(name, name.decode())
                     yield int(single[1]), text, float(single[3])
                     continue
-                except ValueError:  # not UTF-8, or a number such as 1.2.3
+                except ValueError:  # the line is not UTF-8, or has a number such as 1.2.3
                     pass
             yield from self._parsed(line)
 
@@ -145,7 +145,7 @@ class MetricReader:
 
 
 def _has_only_skipped(line: bytes) -> bool:
-    """Return True for a line whose metrics are all SKIPPED, without parsing it."""
+    """Return True for a line with only SKIPPED metrics, without parsing it."""
     if not line.startswith(SKIPPED, line.find(b', "') + 3):
         return False
     return line.count(b', "') == sum(line.count(b', "' + name) for name in SKIPPED)

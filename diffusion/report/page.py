@@ -36,7 +36,6 @@ def report_page(
 
     Args:
         data: Result of `page_data` or `run_table`.
-        title: Title of the page.
         places: Folders or URLs that it is about.
         images: WebP images by key, to embed; None if a server sends them.
         live_seconds: Interval at which the page asks its server for newer data; None for a page in a file.
@@ -46,7 +45,7 @@ def report_page(
     }
     content = {**data, 'live': live_seconds} | ({} if images is None else {'images': embedded})
     style = '\n'.join(_asset(name) for name in STYLES)
-    # One scope, so that names of the files do not become properties of the window.
+    # Put the scripts into one scope, so that their names do not become properties of the window.
     script = f'(() => {{\n{"".join(_asset(name) for name in SCRIPTS)}}})();'
     values = {
         'POLICY': _policy(style, [_asset(CHART_LIBRARY), script]),
@@ -62,14 +61,14 @@ def report_page(
 
 
 def json_for_script(content: Any) -> str:
-    """Return JSON that can be inside of a script element, whatever texts it has."""
+    """Return JSON that is safe inside of a script element, whatever texts it contains."""
     text = json_text(content)
     # `</script>` and `<!--` would end or change the element.
     return text.replace('<', '\\u003c').replace('>', '\\u003e').replace('&', '\\u0026')
 
 
 def json_text(content: Any) -> str:
-    """Return JSON in which numbers that are NaN or infinite are null."""
+    """Return JSON with null for numbers that are NaN or infinite."""
     try:
         return json.dumps(content, allow_nan=False, separators=(',', ':'))
     except ValueError:

@@ -41,7 +41,7 @@ def page_data(runs: Sequence[RunContent], *, total_points: int = TOTAL_POINTS) -
 
 
 def _points_per_curve(lengths: Sequence[int], total: int) -> int:
-    """Return the largest number of points per curve for which all curves together have at most `total`."""
+    """Return the largest number of points per curve that keeps all curves together at or below `total`."""
     low, high = MIN_POINTS, MAX_POINTS
     while low < high:
         middle = (low + high + 1) // 2

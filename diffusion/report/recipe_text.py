@@ -20,18 +20,13 @@ def recipe_values(text: str) -> dict[str, Any]:
     """Return the values of a recipe's YAML; empty if it cannot be understood."""
     try:
         content = parse_yaml(text)
-    except (ValueError, yaml.YAMLError, RecursionError):  # not written by this library
+    except (ValueError, yaml.YAMLError, RecursionError):  # another program wrote the file
         return {}
     return content if isinstance(content, dict) else {}
 
 
 def without_secrets(text: str, values: Mapping[str, Any]) -> str:
-    """Return a recipe's text in which values that may be secrets are replaced.
-
-    Args:
-        text: YAML of the recipe.
-        values: Its values.
-    """
+    """Return a recipe's text with values that may be secrets replaced."""
     flat = flattened(values)
     for problem in secret_problems(dict(values)):
         secret = flat.get(problem.where)
@@ -53,7 +48,7 @@ def flattened(values: Mapping[str, Any], where: str = '') -> dict[str, Any]:
 
 
 def recipe_differences(texts: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the keys whose values differ between recipes: `key`, and in `values` the text of each, None if absent.
+    """Return the keys with different values in the recipes: `key`, and in `values` the text of each, None if absent.
 
     Args:
         texts: YAML of the recipes, without secrets.

@@ -30,8 +30,7 @@ class ReportSource(Protocol):
         """Return the content now.
 
         Raises:
-            UserError: There is no run.
-            ExternalError: The storage fails.
+            UserError: A place does not have a run. ExternalError: The storage fails.
         """
         ...
 
@@ -78,11 +77,7 @@ class RunsSource:
 
 
 class TableSource:
-    """Content of the page with the table of all runs in a folder or bucket.
-
-    Args:
-        reader: Reader of the runs.
-    """
+    """Content of the page with the table of all runs in a folder or bucket."""
 
     def __init__(self, reader: TableReader) -> None:
         self._reader = reader

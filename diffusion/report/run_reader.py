@@ -1,6 +1,6 @@
 """Reader of all files of a run that a report shows, in a folder or a bucket.
 
-A part that cannot be read becomes a note in the page; only a run of which nothing can be read is an error.
+A part that cannot be read becomes a note in the page; only a run without any readable part is an error.
 """
 
 import time
@@ -31,7 +31,7 @@ _CHUNK = 2**25
 _ATTEMPT_BYTES = 2**24
 """Part of attempts.jsonl that is read for the axis of hours."""
 MARKS = {METRICS, ATTEMPTS, lock_content.LOCK, node_status.FOLDER, RECIPE}
-"""Files and folders of which any run has at least one."""
+"""Files and folders that identify a run: it has at least one of them."""
 
 
 @dataclass
@@ -44,16 +44,10 @@ class RunContent:
         status: State, progress and attempts.
         series: Metrics over batches by name.
         hours: Batches and hours of training up to them, or None.
-        lost_seconds: Seconds lost to each cause for which attempts ended.
-        breakdown: Seconds of the run by category, or empty.
-        cost: Devices, device-hours and price.
-        evaluations: Results of evaluated checkpoints.
-        images: Sampled images.
-        checkpoints: Checkpoints, newest first.
-        saves: Saves by place.
-        recipe: Text of the recipe.
-        changes: Changes of the recipe on resume.
-        notes: Problems that were met.
+        lost_seconds: Seconds lost by cause of the end of an attempt. breakdown: Seconds of the run by category, or
+        empty. cost: Devices, device-hours and price. evaluations: Results of evaluated checkpoints. images: Sampled
+        images. checkpoints: Checkpoints, newest first. saves: Saves by place. recipe: Text of the recipe. changes:
+        Changes of the recipe on resume. notes: Problems that were met.
     """
 
     place: str

@@ -45,7 +45,6 @@ class TableReader:
     """Reader of all runs in a folder or bucket; a second `read` reads what has been added since.
 
     Args:
-        place: The folder or URL.
         price: US dollars per device-hour; None for the price of each run's GPUs.
         link: Function that returns the address of a run's page by its name, or None if it has none.
     """
@@ -73,7 +72,7 @@ class TableReader:
                 notes.append(str(error))
                 return None
 
-        # A run of another machine that may be dead is watched for some seconds.
+        # The reader watches a run of another machine that may be dead for some seconds.
         with ThreadPoolExecutor(_THREADS) as threads:
             rows = [each for each in threads.map(row, names) if each is not None]
         return {'kind': 'table', 'generated': time.time(), 'rows': rows, 'notes': sorted(notes)}
@@ -127,5 +126,5 @@ def written_report(place: str, name: str) -> str | None:
 
 
 def _quoted(name: str) -> str:
-    # `./`, since a name such as `javascript:...` would otherwise be a scheme.
+    # The prefix `./` keeps a name such as `javascript:...` from being a scheme.
     return f'./{quote(name)}'

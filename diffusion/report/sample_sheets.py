@@ -21,7 +21,7 @@ MAX_SHEETS = 48
 SIDES = (256, 192, 128, 96, 64)
 """Sides in pixels of an image in a page; the largest that fits is used."""
 FEW_SHEETS = 12
-"""Number of sheets for which images are made smaller; beyond, sheets are left out."""
+"""Number of sheets up to which images are made smaller to fit; further sheets are left out."""
 MAX_FIGURES = 64
 """Largest number of images of a sheet that a page shows."""
 _SHEET = re.compile(r'ba(\d{1,15})\.png')
@@ -48,7 +48,6 @@ class SampledImages:
     """Sheets for a page.
 
     Args:
-        sheets: The sheets, by batch.
         generated: Sheet of the last evaluation, or None.
         total: Number of sheets that the run has.
         encoded: WebP images by the keys in the sheets.
@@ -64,7 +63,6 @@ class SheetReader:
     """Reader of a run's sheets, which keeps what it has encoded for the next time.
 
     Args:
-        files: The run's files.
         max_bytes: Largest number of bytes of all images together.
     """
 
@@ -78,7 +76,7 @@ class SheetReader:
 
         Args:
             root_files: The files in the run's folder itself.
-            notes: List to which a text is added for each image that cannot be read.
+            notes: List that gets a text for each image that cannot be read.
 
         Raises:
             OSError: The storage fails.

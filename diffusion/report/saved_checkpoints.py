@@ -10,7 +10,7 @@ from diffusion.report.metric_reader import Series
 from diffusion.storage.places import Listing, Place
 
 MAX_CHECKPOINTS = 100
-"""Number of newest checkpoints whose receipts are read."""
+"""Number of newest checkpoints to read the receipts of."""
 TIERS = {'': 'storage of the run', 'memory_': 'memory of the nodes', 'disk_': 'disks of the nodes'}
 """Places of checkpoints by the prefix of their metrics."""
 _NAME = re.compile(r'ba(\d{1,15})')
@@ -19,11 +19,7 @@ _DAMAGED = re.compile(r'ba(\d{1,15})\.damaged')
 
 
 class CheckpointReader:
-    """Reader of the receipts of a run's checkpoints, which never change.
-
-    Args:
-        files: The run's files.
-    """
+    """Reader of the receipts of a run's checkpoints, which never change."""
 
     def __init__(self, files: Place) -> None:
         self.files = files
@@ -33,8 +29,7 @@ class CheckpointReader:
         """Return batch, time, bytes, devices, kind and state of the newest checkpoints, newest first.
 
         Args:
-            listing: Listing of the run's folder.
-            notes: List to which texts about receipts that cannot be read are added.
+            notes: List that gets a text for each receipt that cannot be read.
 
         Raises:
             OSError: The storage fails.
@@ -76,7 +71,7 @@ def _receipt(content: bytes, name: str, notes: list[str]) -> dict[str, Any]:
 
 
 def saves_by_place(series: Mapping[str, Series]) -> list[dict[str, Any]]:
-    """Return the number of saves, their times and their failures for each place in which a run has saved."""
+    """Return the number of saves, their times and their failures for each place that a run has saved to."""
     found = []
     for prefix, place in TIERS.items():
         seconds, stalls = (series.get(f'checkpoint/{prefix}{name}') for name in ('save_seconds', 'stall_seconds'))

@@ -20,7 +20,7 @@ from diffusion.evaluation.comparison_key import KEY, ComparisonKey, make_pairs, 
 from diffusion.evaluation.comparison_page import PAGE, page_chunks
 from diffusion.evaluation.comparison_result import (
     analyze_answers,
-    counted_persons,
+    counted_people,
     draw_result,
     result_json,
     result_text,
@@ -119,7 +119,7 @@ def serve_page(folder: Path, *, host: str, port: int) -> None:
         print('Ctrl-C ends the server; the same command starts it again at the same address.', flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
-    print(f'\nAnswers of {counted_persons(len(answers.files()))} are in {folder / ANSWERS}. Analyze them with:')
+    print(f'\nAnswers of {counted_people(len(answers.files()))} are in {folder / ANSWERS}. Analyze them with:')
     print(f'  diffusion compare --analyze {folder / ANSWERS}')
 
 

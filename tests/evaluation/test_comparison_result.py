@@ -66,8 +66,8 @@ def test_several_images_of_a_prompt_are_one_prompt():
 @pytest.mark.parametrize(
     ('answers', 'message'),
     [
-        ([], 'needs answers of at least 2 persons; there are those of 0; collect more answers'),
-        (answers_of(KEY, 1), 'at least 2 persons; there are those of 1; collect'),
+        ([], 'needs answers of at least 2 people; there are those of 0; collect more answers'),
+        (answers_of(KEY, 1), 'at least 2 people; there are those of 1; collect'),
         (answers_of(KEY, 1) + answers_of(KEY, 2, damaged_first), r'those of 1 \(1 person failed attention checks\)'),
         (answers_of(KEY, 1, pairs=1) + answers_of(KEY, 2, pairs=1), 'at least 2 prompts; there are those of 1'),
     ],
@@ -94,7 +94,7 @@ def test_text_has_a_table_and_a_sentence_per_question():
     for line in ('image quality  ', 'prompt alignment  ', 'Image quality: A and B d', 'Prompt alignment: A and B d'):
         assert f'\n{line}' in text
     assert 'Needed to show a preference of 55% with a power of 80%:' in text
-    assert 'persons' in text.split('Needed')[1]
+    assert 'people' in text.split('Needed')[1]
     assert max(map(len, text.splitlines())) <= 120
 
 
@@ -108,11 +108,11 @@ def test_json_has_the_numbers_of_the_text():
     factor = found.factor_needed(0.05)
     assert quality['needed'] == {
         'difference': 0.05,
-        'persons_with_these_prompts': found.persons_needed(0.05),
+        'persons_with_these_prompts': found.people_needed(0.05),
         'persons_and_prompts': {'persons': math.ceil(4 * factor), 'prompts': math.ceil(30 * factor)},
     }
     assert content['excluded'] == {rater_name(9): 1.0}
-    alone = [each for each in answers if each.rater == rater_name(each.pair % 2)]  # no pair has answers of two persons
+    alone = [each for each in answers if each.rater == rater_name(each.pair % 2)]  # no pair has answers of two people
     assert result_json(analyze_answers(KEY, alone), 0.05)['questions']['quality']['agreement'] is None
 
 

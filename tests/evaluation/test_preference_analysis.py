@@ -18,7 +18,7 @@ def cells(raters=RATERS, prompts=PROMPTS) -> tuple[np.ndarray, np.ndarray]:
 
 
 def draw(random, base, by_rater, by_prompt, tie, *, raters=RATERS, prompts=PROMPTS) -> np.ndarray:
-    """Draw answers: who prefers A by more than `tie` says so, with effects of persons and prompts that are normal."""
+    """Draw answers: who prefers A by more than `tie` says so, with effects of people and prompts that are normal."""
     effects = base + by_rater * random.standard_normal((raters, 1)) + by_prompt * random.standard_normal((1, prompts))
     felt = effects + random.standard_normal((raters, prompts))
     return ((felt > tie) + 0.5 * (abs(felt) <= tie)).ravel()
@@ -36,7 +36,7 @@ def true_share(base, by_rater, by_prompt, tie) -> float:
         (0.2, 0.5, 0.5, 0.3),
         (0.2, 1.0, 0.3, 0.3),
         (0.2, 0.3, 1.0, 0.0),
-        (0.0, 0.0, 0.0, 0.3),  # neither persons nor prompts differ, and neither do A and B
+        (0.0, 0.0, 0.0, 0.3),  # neither people nor prompts differ, and neither do A and B
         (0.0, 0.3, 0.0, 1.0),  # most answers are ties
         (1.6, 0.5, 0.5, 0.3),  # A is preferred in 90 %
     ],
@@ -103,7 +103,7 @@ def test_equal_answers_of_all_do_not_give_an_interval_of_width_zero():
     assert 0.6 < found.low < 0.8
     ties = analyze_preference([0.5] * 200, raters, prompts)
     assert ties.low < 0.4 and ties.high > 0.6 and not ties.differs
-    needed = ties.persons_needed(0.05)
+    needed = ties.people_needed(0.05)
     assert needed is not None and needed > 10
 
 
@@ -136,18 +136,18 @@ def test_answers_needed_find_the_difference_with_the_promised_power():
     assert pilots[0].factor_needed(0.5) == 1
 
 
-def test_more_persons_do_not_help_where_prompts_are_too_few():
+def test_more_people_do_not_help_where_prompts_are_too_few():
     random = np.random.default_rng(7)
     found = analyze_preference(draw(random, 0.0, 0.2, 1.0, 0.0), *cells())
-    assert found.persons_needed(0.02) is None
-    assert found.persons_needed(0.3) is not None
-    persons_differ = analyze_preference(draw(random, 0.0, 1.0, 0.0, 0.0), *cells())
-    needed = persons_differ.persons_needed(0.05)
+    assert found.people_needed(0.02) is None
+    assert found.people_needed(0.3) is not None
+    people_differ = analyze_preference(draw(random, 0.0, 1.0, 0.0, 0.0), *cells())
+    needed = people_differ.people_needed(0.05)
     assert needed is not None and needed > RATERS
 
 
-@pytest.mark.parametrize(('raters', 'prompts', 'message'), [(1, 5, '2 persons.* of 1'), (5, 1, '2 prompts.* of 1')])
-def test_too_few_persons_or_prompts_are_refused(raters, prompts, message):
+@pytest.mark.parametrize(('raters', 'prompts', 'message'), [(1, 5, '2 people.* of 1'), (5, 1, '2 prompts.* of 1')])
+def test_too_few_people_or_prompts_are_refused(raters, prompts, message):
     with pytest.raises(UserError, match=message):
         analyze_preference([1.0] * 5, *cells(raters, prompts))
 

@@ -404,7 +404,7 @@ def test_later_attempt_with_an_empty_folder_does_not_start_from_batch_0(write_re
         status, message = status_and_message(recipe, each)
         assert status == CONFIG_ERROR
         assert f'{recipe.run_dir} is empty although this is attempt 3. If it is not mounted on' in message
-        assert f'submit the job anew, or create {recipe.run_dir}/attempts.jsonl to start from batch 0' in message
+        assert f'submit it as a new job, or create {recipe.run_dir}/attempts.jsonl to start from batch 0' in message
     last = Node(replace(position, rank=1), Settings.from_environ({}), ['-c', ''], recipe, environ)
     assert last._status_of_missing_run() == 0, 'its ranks compare its folder with those of the other nodes'
     # The second of an attempt whose attempts.jsonl could not be written.

@@ -143,7 +143,7 @@ def test_a_result_file_that_is_none_is_a_note(run, content):
     (run / 'evaluations' / 'ba300.json').write_bytes(content)
     found = read(run)
     assert [each['batch'] for each in found.evaluations] == [100, 200, 400]
-    assert found.notes == ['evaluations/ba300.json is no file of results, so this evaluation is missing here.']
+    assert found.notes == ['evaluations/ba300.json is not a file of results, so this evaluation is missing here.']
 
 
 def test_results_with_strange_values_show_what_can_be_shown(run):

@@ -118,7 +118,8 @@ def prepare_page() -> str:
         # Preparation keys
 
         The keys of a YAML for `diffusion prepare RECIPE.yaml`, such as `yamls/prepare/webdataset.yaml`. On the
-        command line, `--set KEY=VALUE` sets those that have no option of their own.
+        command line, a key is an option, such as `--max-rejected` for `max_rejected`, and `--set KEY=VALUE` sets the
+        keys of a section, such as `filters.min_side=512`.
     """
     return _joined(textwrap.dedent(intro), *dataclass_tables(PrepareSettings, 'Top level'))
 
@@ -347,19 +348,10 @@ def command_line_page() -> str:
         '`composer run.py RECIPE [KEY=VALUE ...]` runs a recipe with one process per GPU. Everything else is a command '
         'of `diffusion`. `KEY=VALUE` overrides a key of the recipe, as in `trainer.max_duration=20ba`.',
     ]
-    for command, parser in commands(cli.make_parser()):
+    for parser in cli.make_parser().tree():
         if not parser._subparsers:
-            parts += [f'## `{command}`', f'```text\n{help_text(parser)}\n```']
+            parts += [f'## `{parser.prog}`', f'```text\n{help_text(parser)}\n```']
     return _joined(*parts)
-
-
-def commands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """Yield every command and subcommand with its parser."""
-    yield parser.prog, parser
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for sub in action.choices.values():
-                yield from commands(sub)
 
 
 def help_text(parser: argparse.ArgumentParser) -> str:

@@ -75,12 +75,23 @@ class Between:
         return f'{wrong} is out of range; use at least {self.low:g} and less than {self.high:g}'
 
 
-Constraint = MultipleOf | AtLeast | GreaterThan | Between
+@dataclass(frozen=True)
+class Fraction:
+    """Constraint to numbers greater than 0 and at most 1: one number, or each number of a list."""
+
+    def problem(self, value: Any) -> str | None:
+        """Return why a value violates the constraint, or None."""
+        wrong = next((number for number in _numbers(value) if not 0 < number <= 1), None)
+        return None if wrong is None else f'{wrong:g} is not a fraction in (0, 1], such as 0.4'
+
+
+Constraint = MultipleOf | AtLeast | GreaterThan | Between | Fraction
 CONSTRAINTS: dict[str, type[Constraint]] = {
     'MultipleOf': MultipleOf,
     'AtLeast': AtLeast,
     'GreaterThan': GreaterThan,
     'Between': Between,
+    'Fraction': Fraction,
 }
 """Constraints by their names in annotations."""
 

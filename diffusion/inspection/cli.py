@@ -1,11 +1,20 @@
 """Command line of `diffusion data`; a subcommand imports torch only after its arguments have been checked."""
 
-import argparse
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from diffusion.config.constraints import AtLeast, Fraction
+from diffusion.config.load import RecipeError, load
+from diffusion.config.options import Count, Option, RecipeFile, add_command
+from diffusion.config.path_checks import check_stream_folders
+from diffusion.errors import UserError
+from diffusion.inspection.stream_selection import check_complete, select
+from diffusion.planning.gpus import find_gpu, load_gpus
+from diffusion.prepare.remove_cli import DatasetPlace, check_dataset, run_remove
 
 LOOK_NEEDS = {
     'streams': ('dataset',),
@@ -15,157 +24,149 @@ LOOK_NEEDS = {
 """Paths of a recipe that the samples of a section's streams depend on, besides those of all sections."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Any) -> None:
     """Add the subcommands `verify`, `look`, `bench`, `measure-latents` and `remove` to a parser."""
-    commands: Any = parser.add_subparsers(dest='command', required=True, metavar='COMMAND')
-    _add_verify(commands.add_parser('verify', help='check shards: sizes, hashes, every image, caption and latent'))
-    _add_look(commands.add_parser('look', help='draw samples of each bucket as the model sees them'))
-    _add_bench(commands.add_parser('bench', help='measure loading speed and compare it with the demand of a GPU'))
-    _add_measure(commands.add_parser('measure-latents', help="measure mean and deviation of an autoencoder's latents"))
-    _add_remove(commands.add_parser('remove', help='remove images from a dataset, by key or by their pixels'))
+    commands = parser.add_subparsers(dest='command', required=True, metavar='COMMAND')
+    for name, (function, text) in COMMANDS.items():
+        commands.add_parser(name, partial(add_command, function=function), help=text)
 
 
-def _add_verify(parser: argparse.ArgumentParser) -> None:
-    _add_recipe(parser)
-    parser.add_argument(
-        '--sample', type=share, default=1.0, metavar='X', help='fraction of shards to check, in (0, 1] (default: 1)'
+@dataclass
+class DataOptions:
+    """Recipe and streams of it."""
+
+    recipe: RecipeFile
+    """YAML file of the recipe."""
+    words: Annotated[list[str], Option('STREAM|KEY=VALUE', positional=True, trailing=True)] = field(
+        default_factory=list
     )
-    parser.add_argument('--seed', type=not_negative, default=0, help='seed for choosing the shards (default: 0)')
-    parser.add_argument(
-        '--jobs', type=positive, metavar='N', default=_cores(), help='number of processes (default: one per core)'
-    )
-    parser.set_defaults(run=_verify)
+    """Streams to use (default: all), and overrides of recipe values, such as dataset.crop=random."""
 
 
-def _verify(args: argparse.Namespace) -> int:
-    from diffusion.inspection.stream_selection import select
+@dataclass(kw_only=True)
+class VerifyOptions(DataOptions):
+    """Options of `diffusion data verify`."""
 
-    recipe, names = _recipe_and_names(args.overrides, args.recipe)
+    sample: Annotated[float, Fraction()] = 1.0
+    """Fraction of the shards to check."""
+    seed: Annotated[int, AtLeast(0)] = 0
+    """Seed for choosing the shards."""
+    jobs: Count = field(default_factory=lambda: _cores())
+    """Number of processes (default: one per core)."""
+
+
+def run_verify(options: VerifyOptions) -> int:
+    """Run `diffusion data verify`; return 3 if a shard is damaged, else 0."""
+    recipe, names = _recipe_and_names(options)
     sections = select(recipe, names, unused=('resolution', 'shape', 'repeat', 'choose', 'validate_hash'))
     from diffusion.inspection.verify import verify
 
-    return verify(sections, sample=args.sample, seed=args.seed, jobs=args.jobs)
+    return verify(sections, sample=options.sample, seed=options.seed, jobs=options.jobs)
 
 
-def _add_look(parser: argparse.ArgumentParser) -> None:
-    _add_recipe(parser)
-    parser.add_argument('--out', type=Path, required=True, metavar='FILE', help='PNG or HTML file to write')
-    parser.add_argument('--samples', type=positive, default=8, metavar='N', help='samples per bucket (default: 8)')
-    parser.add_argument('--seed', type=not_negative, default=0, help='seed for choosing the samples (default: 0)')
-    parser.add_argument(
-        '--decode',
-        action='store_true',
-        help='decode latents to images even if the VAE must be downloaded (default: only if it is local)',
-    )
-    parser.set_defaults(run=_look)
+@dataclass(kw_only=True)
+class LookOptions(DataOptions):
+    """Options of `diffusion data look`."""
+
+    out: Path
+    """PNG or HTML file to write."""
+    samples: Count = 8
+    """Number of samples per bucket."""
+    seed: Annotated[int, AtLeast(0)] = 0
+    """Seed for choosing the samples."""
+    decode: bool = False
+    """Decode latents to images even if the VAE must be downloaded (default: only if it is local)."""
 
 
-def _look(args: argparse.Namespace) -> int:
-    from diffusion.inspection.stream_selection import check_complete, select
-
-    _check_sheet_file(args.out)
-    recipe, names = _recipe_and_names(args.overrides, args.recipe)
+def run_look(options: LookOptions) -> int:
+    """Run `diffusion data look`, and return the exit status."""
+    _check_sheet_file(options.out)
+    recipe, names = _recipe_and_names(options)
     chosen = select(recipe, names)
     check_complete(recipe, ('model', 'loader', 'seed', *(path for section in chosen for path in LOOK_NEEDS[section])))
-    _check_folders(chosen, args.recipe)
+    _check_folders(chosen, options.recipe)
     from diffusion.inspection.preview import look
 
-    look(recipe, chosen, args.out, samples=args.samples, seed=args.seed, decode=args.decode)
+    look(recipe, chosen, options.out, samples=options.samples, seed=options.seed, decode=options.decode)
     return 0
 
 
-def _add_bench(parser: argparse.ArgumentParser) -> None:
-    _add_recipe(parser)
-    parser.add_argument(
-        '--workers',
-        type=not_negative,
-        nargs='+',
-        metavar='N',
-        help='worker counts to benchmark (default: 0, 1, 2, 4, ... up to the number of cores)',
-    )
-    parser.add_argument(
-        '--batches', type=positive, default=20, metavar='N', help='batches to time for each worker count (default: 20)'
-    )
-    parser.add_argument(
-        '--gpu',
-        default='h100-sxm',
-        metavar='NAME',
-        help='GPU to compare with, using the names of `diffusion plan` (default: h100-sxm)',
-    )
-    parser.add_argument(
-        '--gpus-file', type=Path, metavar='YAML', help='file with more GPUs or other prices, in the format of gpus.yaml'
-    )
-    parser.add_argument(
-        '--mfu', type=share, default=0.4, metavar='X', help='fraction of peak FLOP/s reached in training (default: 0.4)'
-    )
-    parser.set_defaults(run=_bench)
+@dataclass(kw_only=True)
+class BenchOptions(DataOptions):
+    """Options of `diffusion data bench`."""
+
+    workers: Annotated[list[int] | None, AtLeast(0)] = None
+    """Worker counts to benchmark (default: 0, 1, 2, 4, ... up to the number of cores)."""
+    batches: Count = 20
+    """Number of batches to time for each worker count."""
+    gpu: str = 'h100-sxm'
+    """GPU to compare with, using the names of `diffusion plan`."""
+    gpus_file: Path | None = None
+    """File with more GPUs or other prices, in the format of gpus.yaml."""
+    mfu: Annotated[float, Fraction()] = 0.4
+    """Fraction of peak FLOP/s reached in training."""
 
 
-def _bench(args: argparse.Namespace) -> int:
-    from diffusion.inspection.stream_selection import check_complete, select
-    from diffusion.planning.gpus import find_gpu, load_gpus
-
-    gpu = find_gpu(args.gpu, load_gpus(args.gpus_file))
-    recipe, names = _recipe_and_names(args.overrides, args.recipe)
+def run_bench(options: BenchOptions) -> int:
+    """Run `diffusion data bench`, and return the exit status."""
+    gpu = find_gpu(options.gpu, load_gpus(options.gpus_file))
+    recipe, names = _recipe_and_names(options)
     chosen = select(recipe, names, sections=['streams'])
     check_complete(recipe, ('model', 'loader', 'seed', 'dataset', 'global_batch', 'name', 'runs_dir'))
-    _check_folders(chosen, args.recipe)
+    _check_folders(chosen, options.recipe)
     from diffusion.inspection.bench import bench
 
-    bench(replace(recipe, streams=chosen['streams']), gpu=gpu, workers=args.workers, batches=args.batches, mfu=args.mfu)
+    recipe = replace(recipe, streams=chosen['streams'])
+    bench(recipe, gpu=gpu, workers=options.workers, batches=options.batches, mfu=options.mfu)
     return 0
 
 
-def _add_measure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('vae', metavar='VAE', help='folder or Hub repository of an autoencoder, as for model.vae')
-    parser.add_argument('dataset', metavar='DATASET', help='folder or URL of a dataset that `diffusion prepare` wrote')
-    parser.add_argument('--resolution', type=positive, required=True, metavar='PX', help='side of the images in pixels')
-    parser.add_argument(
-        '--samples', type=positive, default=2000, metavar='N', help='number of random images (default: 2000)'
-    )
-    parser.add_argument('--batch-size', type=positive, default=16, metavar='N', help='images per batch (default: 16)')
-    parser.add_argument('--seed', type=not_negative, default=0, help='seed for choosing the images (default: 0)')
-    parser.set_defaults(run=_measure)
+@dataclass
+class MeasureOptions:
+    """Options of `diffusion data measure-latents`."""
+
+    vae: Annotated[str, Option(positional=True)]
+    """Folder or Hub repository of an autoencoder, as for model.vae."""
+    dataset: DatasetPlace
+    """Folder or URL of a dataset that `diffusion prepare` wrote."""
+    resolution: Annotated[Count, Option('PX')]
+    """Side of the images in pixels."""
+    samples: Count = 2000
+    """Number of random images."""
+    batch_size: Count = 16
+    """Images per batch."""
+    seed: Annotated[int, AtLeast(0)] = 0
+    """Seed for choosing the images."""
 
 
-def _measure(args: argparse.Namespace) -> int:
-    from diffusion.errors import UserError
-
-    if '://' not in args.dataset and not Path(args.dataset).is_dir():
-        raise UserError(f'DATASET: {args.dataset} is not a folder; give a folder that `diffusion prepare` has written')
+def run_measure(options: MeasureOptions) -> int:
+    """Run `diffusion data measure-latents`, and return the exit status."""
+    check_dataset(options.dataset)
     from diffusion.inspection.latent_measurement import measure_latents
 
-    settings = {'resolution': args.resolution, 'samples': args.samples, 'seed': args.seed}
-    measure_latents(args.vae, args.dataset, batch_size=args.batch_size, **settings)
+    settings = {'resolution': options.resolution, 'samples': options.samples, 'seed': options.seed}
+    measure_latents(options.vae, options.dataset, batch_size=options.batch_size, **settings)
     return 0
 
 
-def _add_remove(parser: argparse.ArgumentParser) -> None:
-    from diffusion.prepare import remove_cli
-
-    remove_cli.add_arguments(parser)
-
-
-def _add_recipe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('recipe', help='YAML file of the recipe')
-    # The main command line also appends the arguments that follow an option to `overrides`, as for `check`.
-    words = 'stream to use (default: all), or override of a recipe value, such as dataset.crop=random'
-    parser.add_argument('overrides', nargs='*', metavar='STREAM|KEY=VALUE', help=words)
+COMMANDS: dict[str, tuple[Callable[..., int], str]] = {
+    'verify': (run_verify, 'check shards: sizes, hashes, every image, caption and latent'),
+    'look': (run_look, 'draw samples of each bucket as the model sees them'),
+    'bench': (run_bench, 'measure loading speed and compare it with the demand of a GPU'),
+    'measure-latents': (run_measure, "measure mean and deviation of an autoencoder's latents"),
+    'remove': (run_remove, 'remove images from a dataset, by key or by their pixels'),
+}
+"""Functions and help texts of the subcommands."""
 
 
-def _recipe_and_names(words: Sequence[str], path: str) -> tuple[Any, list[str]]:
-    """Return the recipe, loaded with the KEY=VALUE overrides among the arguments, and the names of streams."""
-    from diffusion.config.load import load
-
-    recipe = load(path, [word for word in words if '=' in word], allow_missing=True)
-    return recipe, [word for word in words if '=' not in word]
+def _recipe_and_names(options: DataOptions) -> tuple[Any, list[str]]:
+    """Return the recipe, loaded with the KEY=VALUE overrides among the words, and the names of streams."""
+    recipe = load(options.recipe, [word for word in options.words if '=' in word], allow_missing=True)
+    return recipe, [word for word in options.words if '=' not in word]
 
 
 def _check_folders(sections: Mapping[str, Mapping[str, Any]], path: str) -> None:
     """Raise RecipeError if a local folder of the streams is missing or has no samples."""
-    from diffusion.config.load import RecipeError
-    from diffusion.config.path_checks import check_stream_folders
-
     problems = [problem for name, streams in sections.items() for problem in check_stream_folders(name, streams)]
     if problems:
         raise RecipeError(problems, path)
@@ -173,38 +174,12 @@ def _check_folders(sections: Mapping[str, Mapping[str, Any]], path: str) -> None
 
 def _check_sheet_file(out: Path) -> None:
     """Raise UserError if the output of `data look` has the wrong type or cannot be written."""
-    from diffusion.errors import UserError
-
     if out.suffix not in ('.png', '.html'):
         raise UserError(f'--out: {out} has the extension {out.suffix or "none"!r}; use .png or .html')
     if out.is_dir():
         raise UserError(f'--out: {out} is a folder; choose another name')
     if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
         raise UserError(f'--out: {out.parent} is not a writable folder; create it, or choose another one')
-
-
-def share(text: str) -> float:
-    """Parse a fraction in (0, 1]; for the `type` of a command-line option."""
-    value = float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f'{text} is not in (0, 1]; use a fraction such as 0.5')
-    return value
-
-
-def not_negative(text: str) -> int:
-    """Parse a nonnegative integer; for the `type` of a command-line option."""
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f'{text} is negative; use 0 or more')
-    return value
-
-
-def positive(text: str) -> int:
-    """Parse a positive integer; for the `type` of a command-line option."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f'{text} is not positive; use 1 or more')
-    return value
 
 
 def _cores() -> int:

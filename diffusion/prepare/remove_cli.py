@@ -1,12 +1,13 @@
 """Command line of `diffusion data remove`."""
 
-import argparse
 import re
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from diffusion.config.options import DIR, DIR_OR_URL, Option
 from diffusion.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -14,52 +15,46 @@ if TYPE_CHECKING:
     from diffusion.prepare.remove import Selection
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `diffusion data remove` to its parser."""
-    parser.add_argument(
-        'dataset', metavar='DATASET', help='folder or URL of a dataset that `diffusion prepare` wrote, or of latents'
-    )
-    parser.add_argument('--keys', type=Path, metavar='FILE', help='text file with the keys of images, one per line')
-    parser.add_argument('--key', nargs='+', default=[], metavar='KEY', help='keys of images')
-    parser.add_argument(
-        '--hash', nargs='+', default=[], metavar='HEX', help='hashes of pixels (exact_hash in images.parquet)'
-    )
-    parser.add_argument(
-        '--image',
-        nargs='+',
-        default=[],
-        type=Path,
-        metavar='FILE',
-        help='image files, to remove those with equal pixels',
-    )
-    parser.add_argument('--dry-run', action='store_true', help='show the shards and counts, and change nothing')
-    parser.add_argument(
-        '--missing-ok', action='store_true', help='skip keys and hashes that no image has (default: refuse them)'
-    )
-    parser.add_argument(
-        '--keep-old-shards',
-        action='store_true',
-        help='keep the old shards for jobs that are running; delete them later with --purge',
-    )
-    parser.add_argument('--purge', action='store_true', help='delete the old shards that were kept')
-    parser.add_argument(
-        '--latents',
-        nargs='+',
-        default=[],
-        metavar='DIR_OR_URL',
-        help='latents to check if they were made from it',
-    )
-    parser.add_argument('--runs-dir', type=Path, metavar='DIR', help='folder of runs: list those that read the dataset')
-    parser.add_argument(
-        '--work',
-        type=Path,
-        metavar='DIR',
-        help='folder for temporary copies of a few shards (default: the temporary folder)',
-    )
-    parser.set_defaults(run=run_remove)
+DatasetPlace = Annotated[str, Option(positional=True, files=True)]
 
 
-def run_remove(args: argparse.Namespace) -> int:
+@dataclass
+class RemoveOptions:
+    """Options of `diffusion data remove`."""
+
+    dataset: DatasetPlace
+    """Folder or URL of a dataset that `diffusion prepare` wrote, or of latents."""
+    keys: Path | None = None
+    """Text file with the keys of images, one per line."""
+    key: list[str] = field(default_factory=list)
+    """Keys of images."""
+    hash: Annotated[list[str], Option('HEX')] = field(default_factory=list)
+    """Hashes of pixels (exact_hash in images.parquet)."""
+    image: list[Path] = field(default_factory=list)
+    """Image files, to remove those with equal pixels."""
+    dry_run: bool = False
+    """Show the shards and counts, and change nothing."""
+    missing_ok: bool = False
+    """Skip keys and hashes that no image has (default: refuse them)."""
+    keep_old_shards: bool = False
+    """Keep the old shards for jobs that are running; delete them later with --purge."""
+    purge: bool = False
+    """Delete the old shards that were kept."""
+    latents: Annotated[list[str], DIR_OR_URL] = field(default_factory=list)
+    """Folders or URLs of latents to check if they were made from the dataset."""
+    runs_dir: Annotated[Path | None, DIR] = None
+    """Folder of runs, to list those that read the dataset."""
+    work: Annotated[Path | None, DIR] = None
+    """Folder for temporary copies of a few shards (default: the temporary folder)."""
+
+
+def check_dataset(place: str) -> None:
+    """Raise UserError if a place is a path without a folder."""
+    if '://' not in place and not Path(place).is_dir():
+        raise UserError(f'DATASET: {place} is not a folder; give a folder that `diffusion prepare` has written')
+
+
+def run_remove(options: RemoveOptions) -> int:
     """Run `diffusion data remove`, and return the exit status.
 
     Raises:
@@ -69,54 +64,52 @@ def run_remove(args: argparse.Namespace) -> int:
     from diffusion.prepare.dataset_record import RECORD, RecordedDataset
     from diffusion.storage.places import is_url, place_at
 
-    keys = _keys(args)
-    if not is_url(args.dataset) and not Path(args.dataset).is_dir():
-        raise UserError(f'DATASET: {args.dataset} is not a folder; give a folder that `diffusion prepare` has written')
-    if args.purge and args.keep_old_shards:
+    keys = _keys(options)
+    check_dataset(options.dataset)
+    if options.purge and options.keep_old_shards:
         raise UserError('--purge: deletes what --keep-old-shards keeps; give one of them')
-    if args.work is not None and not args.work.is_dir():
-        raise UserError(f'--work: {args.work} is not a folder; create it, or leave it out')
-    with tempfile.TemporaryDirectory(dir=args.work) as temporary:
-        if place_at(args.dataset).read(RECORD) is None:
-            return _remove_by_scan(args, keys, Path(temporary))
-        place = args.dataset.rstrip('/')
+    if options.work is not None and not options.work.is_dir():
+        raise UserError(f'--work: {options.work} is not a folder; create it, or leave it out')
+    with tempfile.TemporaryDirectory(dir=options.work) as temporary:
+        if place_at(options.dataset).read(RECORD) is None:
+            return _remove_by_scan(options, keys, Path(temporary))
+        place = options.dataset.rstrip('/')
         datasets = [RecordedDataset(place, Path(temporary, 'data'))]
         whole_bucket = is_url(place) and '/' not in place.partition('://')[2]
         held_out = f'{place}-held-out'
         if not whole_bucket and place_at(held_out).read(RECORD) is not None:
-            # Remove held-out images first, so that a killed removal never leaves one that the training set does not
-            # know.
+            # Remove held-out images first: a killed removal must not leave one that the training set does not know.
             datasets.insert(0, RecordedDataset(held_out, Path(temporary, 'held-out')))
-        return _remove(args, keys, datasets)
+        return _remove(options, keys, datasets)
 
 
-def _remove(args: argparse.Namespace, keys: list[str], datasets: 'Sequence[RecordedDataset]') -> int:
+def _remove(options: RemoveOptions, keys: list[str], datasets: 'Sequence[RecordedDataset]') -> int:
     """Remove images from datasets with records, of which the last is the one that was named."""
     from diffusion.prepare.dataset_reports import finish_change
     from diffusion.prepare.remove import missing_problem, purge, remove, select
 
-    hashes = [_checked_hash(text) for text in args.hash] + [_hash_of(path, datasets[-1]) for path in args.image]
-    if not args.dry_run:
+    hashes = [_checked_hash(text) for text in options.hash] + [_hash_of(path, datasets[-1]) for path in options.image]
+    if not options.dry_run:
         for dataset in datasets:
             finish_change(dataset)
     selections = [select(dataset, keys, hashes) for dataset in datasets]
     missing = [name for name in selections[-1].missing if all(name in each.missing for each in selections)]
-    if missing and not args.missing_ok:
+    if missing and not options.missing_ok:
         raise UserError(missing_problem(datasets[-1], missing))
     if missing:
         print(f'skipped {len(missing)} keys and hashes that no image has')
     for dataset, selection in zip(datasets, selections, strict=True):
-        _print_selection(dataset, selection, dry_run=args.dry_run)
+        _print_selection(dataset, selection, dry_run=options.dry_run)
     affected = any(selection.images for selection in selections)
     if affected:
-        _print_affected(args, datasets)
-    if args.dry_run:
+        _print_affected(options, datasets)
+    if options.dry_run:
         return 0
     for dataset, selection in zip(datasets, selections, strict=True):
         if selection.images:
-            removal = remove(dataset, keys, hashes, keep_old_shards=args.keep_old_shards)
-            _print_effect(dataset, removal.rewritten, removal.old_indexes, kept=args.keep_old_shards)
-    if args.purge:
+            removal = remove(dataset, keys, hashes, keep_old_shards=options.keep_old_shards)
+            _print_effect(dataset, removal.rewritten, removal.old_indexes, kept=options.keep_old_shards)
+    if options.purge:
         for dataset in datasets:
             print(f'{dataset.folder}: deleted {len(purge(dataset))} old shards that were kept')
     return 0
@@ -139,25 +132,25 @@ def _print_selection(dataset: 'RecordedDataset', selection: 'Selection', *, dry_
         print(printable(f'  other images have the same pixels and stay: {_some(selection.copies)}'))
 
 
-def _print_affected(args: argparse.Namespace, datasets: 'Sequence[RecordedDataset]') -> None:
+def _print_affected(options: RemoveOptions, datasets: 'Sequence[RecordedDataset]') -> None:
     """Print the latents that were made from the datasets, and the runs that read them."""
     from diffusion.prepare.affected_copies import latents_of, runs_with
 
     stale = []
     for dataset in datasets:
-        for latents, bucket in latents_of(dataset.record.indexes, args.latents) if args.latents else ():
+        for latents, bucket in latents_of(dataset.record.indexes, options.latents) if options.latents else ():
             stale.append(latents)
             print(f'stale: {latents} was made from {bucket}; remove the images there too:')
             print(f'  diffusion data remove {latents} --keys FILE --missing-ok')
-    if args.latents and not stale:
+    if options.latents and not stale:
         print('no latents of these folders were made from the dataset')
-    if args.runs_dir is not None:
+    if options.runs_dir is not None:
         places = [*(str(dataset.folder) for dataset in datasets), *stale]
-        runs = list(runs_with(places, args.runs_dir))
+        runs = list(runs_with(places, options.runs_dir))
         for name, streams in runs:
             print(printable(f'run {name} reads the dataset ({", ".join(streams)}) and may have trained on the images'))
         if not runs:
-            print(f'no run in {args.runs_dir} reads the dataset')
+            print(f'no run in {options.runs_dir} reads the dataset')
 
 
 def _print_effect(dataset: 'RecordedDataset', rewritten: list[str], old_indexes: list[str], *, kept: bool) -> None:
@@ -174,57 +167,57 @@ def _print_effect(dataset: 'RecordedDataset', rewritten: list[str], old_indexes:
     print(f'  cached copies of old shards are in these folders of loader.cache_folder on each machine: {versions}')
 
 
-def _remove_by_scan(args: argparse.Namespace, keys: list[str], scratch: Path) -> int:
+def _remove_by_scan(options: RemoveOptions, keys: list[str], scratch: Path) -> int:
     """Remove samples from shards without a record by reading all of them."""
     from diffusion.prepare.remove_by_scan import found_keys, remove_scanned, scan, superseded
     from diffusion.storage.places import place_at
 
-    if args.hash or args.image or args.purge or args.latents or args.keep_old_shards:
+    if options.hash or options.image or options.purge or options.latents or options.keep_old_shards:
         raise UserError(
-            f'DATASET: {args.dataset} has no record of its images, so that only --keys, --key, --dry-run, --missing-ok '
-            'and --runs-dir apply; leave out the other options'
+            f'DATASET: {options.dataset} has no record of its images, so that only --keys, --key, --dry-run, '
+            '--missing-ok and --runs-dir apply; leave out the other options'
         )
-    folder = place_at(args.dataset, scratch)
-    if not args.dry_run:
-        folder.delete(superseded(folder, args.dataset))
-    scanned = scan(folder, args.dataset, set(keys), scratch)
+    folder = place_at(options.dataset, scratch)
+    if not options.dry_run:
+        folder.delete(superseded(folder, options.dataset))
+    scanned = scan(folder, options.dataset, set(keys), scratch)
     missing = sorted(set(keys) - found_keys(folder, scanned, keys))
-    if missing and not args.missing_ok:
+    if missing and not options.missing_ok:
         raise UserError(
-            printable(f'{args.dataset}: no sample has these keys, so nothing was removed: {_some(missing)}; ')
+            printable(f'{options.dataset}: no sample has these keys, so nothing was removed: {_some(missing)}; ')
             + 'correct them, or add --missing-ok to remove the others'
         )
     for each in scanned:
         if each.holding:
             samples = sum(each.holding.values())
-            verb = 'would remove' if args.dry_run else 'removing'
-            print(f'{args.dataset}/{each.name}: {verb} {samples} samples from {len(each.holding)} shards')
-    if args.runs_dir is not None and any(each.holding for each in scanned):
+            verb = 'would remove' if options.dry_run else 'removing'
+            print(f'{options.dataset}/{each.name}: {verb} {samples} samples from {len(each.holding)} shards')
+    if options.runs_dir is not None and any(each.holding for each in scanned):
         from diffusion.prepare.affected_copies import runs_with
 
-        for name, streams in runs_with([args.dataset], args.runs_dir):
+        for name, streams in runs_with([options.dataset], options.runs_dir):
             print(printable(f'run {name} reads the dataset ({", ".join(streams)}) and may have trained on the images'))
-    if not args.dry_run:
+    if not options.dry_run:
         old = remove_scanned(folder, scanned, set(keys), scratch)
         folder.delete(old)
-        print(f'{args.dataset}: rewrote {len(old)} shards; running jobs stop when they need an old one')
+        print(f'{options.dataset}: rewrote {len(old)} shards; running jobs stop when they need an old one')
     return 0
 
 
-def _keys(args: argparse.Namespace) -> list[str]:
+def _keys(options: RemoveOptions) -> list[str]:
     """Return the keys given as arguments and in the file, without repetitions.
 
     Raises:
         UserError: The file cannot be read, or there is nothing to do.
     """
-    keys = list(args.key)
-    if args.keys is not None:
+    keys = list(options.key)
+    if options.keys is not None:
         try:
-            lines = args.keys.read_text(encoding='utf-8-sig').splitlines()
+            lines = options.keys.read_text(encoding='utf-8-sig').splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f'--keys: {args.keys} cannot be read ({error}); give a text file in UTF-8') from error
+            raise UserError(f'--keys: {options.keys} cannot be read ({error}); give a text file in UTF-8') from error
         keys += [line for line in lines if line]
-    if not (keys or args.hash or args.image or args.purge):
+    if not (keys or options.hash or options.image or options.purge):
         raise UserError('no image is named; give --keys FILE, --key KEY, --hash HEX or --image FILE')
     return list(dict.fromkeys(keys))
 

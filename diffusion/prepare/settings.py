@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from diffusion.config.image_shapes import STEP, parse_shape
 from diffusion.config.interpolation import dotted
 from diffusion.config.load import RecipeError
+from diffusion.config.options import DIR, DIR_OR_URL, FILE, Option
 from diffusion.config.schema import Gatherer, Problem, build_dataclass, did_you_mean
 from diffusion.config.secret_patterns import secret_problems
 from diffusion.config.yaml_files import UnreadableYAML, merge_and_resolve, read_chain
@@ -53,40 +54,41 @@ class SourceSettings:
     huggingface: a split of a Hugging Face dataset, on the Hub or in a folder; openmoji: emoji from an installed
     package, rendered at each of the sizes.
     """
-    location: str = ''
+    location: Annotated[str, Option('SRC', positional=True, files=True)] = ''
     """Folder, file, pattern, or object store folder such as s3://bucket/laion; empty for openmoji. For huggingface:
     org/dataset[@revision], hf://datasets/org/dataset[@revision]/path, or a folder that `hf download` or `save_to_disk`
     wrote."""
-    captions: str | None = None
-    """folder only: CSV or JSONL file with columns file and caption; null reads a .txt or .json beside each
-    image, or if there are none, metadata.jsonl or metadata.csv in the folder."""
+    captions: Annotated[str | None, FILE] = None
+    """folder only: .csv with columns file and caption, or .jsonl with file and caption or captions; file_name and text
+    are accepted names too (default: a .txt or .json file beside each image, or if there are none, metadata.jsonl or
+    metadata.csv in the folder)."""
     caption_text: CaptionText = 'whole'
-    """folder, webdataset, huggingface: what a .txt file holds. whole: one caption, of any number of lines; lines: one
-    caption per line, of which training chooses; first: its first line alone."""
-    caption_suffix: str = 'txt'
+    """folder, webdataset, huggingface: content of a .txt file. whole: one caption, of any number of lines; lines: one
+    caption per line, from which training chooses; first: use its first line alone."""
+    caption_suffix: Annotated[str, Option('SUFFIX')] = 'txt'
     """folder, webdataset, huggingface: suffix of the text file of an image, such as caption; its case does not
     matter."""
-    image_column: str | None = None
-    """parquet and huggingface: image column; null detects it by common names."""
-    caption_column: str | list[str] | None = None
-    """Caption column, or several, of which training chooses by `dataset.caption_weights`; null detects it by common
-    names. They are columns of a table or of the captions file, or keys of the .json file beside an image, where txt is
-    its .txt file."""
-    config: str | None = None
-    """huggingface only: configuration of the dataset; null reads the default one, or the only one."""
-    token_variable: str | None = None
-    """huggingface only: name of the environment variable with a token for the Hub; null uses HF_TOKEN, or the login of
-    `hf auth login`."""
+    image_column: Annotated[str | None, Option('NAME')] = None
+    """parquet and huggingface: name of the image column (default: found by common names)."""
+    caption_column: Annotated[str | list[str] | None, Option('NAME', repeated=True)] = None
+    """Name of the caption column, or of several, from which training chooses by `dataset.caption_weights`: columns of a
+    table or of the captions file, or keys of the .json file beside an image, where txt is its .txt file (default: found
+    by common names)."""
+    config: Annotated[str | None, Option('NAME')] = None
+    """huggingface only: configuration to read (default: the default one, or the only one)."""
+    token_variable: Annotated[str | None, Option('NAME')] = None
+    """huggingface only: name of the environment variable with a token for gated and private datasets (default:
+    HF_TOKEN, or the login of `hf auth login`)."""
 
     select: Literal['distinct', 'named', 'all'] = 'distinct'
     """openmoji only. distinct: named emoji, one per family, without flags, letters and near-duplicates; named: all with
     a name, except skin tones; all: everything, with the caption 'emoji' for unnamed ones.
     """
-    split: str | None = None
-    """huggingface: split to read; null reads train, or the only one. openmoji: heldout is 1 of 16 families of variants,
-    train the others; null is all."""
+    split: Annotated[str | None, Option('NAME')] = None
+    """huggingface: split to read; others are never mixed in (default: train, or the only one). openmoji: heldout is 1
+    of 16 families of variants, train the others (default: all)."""
     limit: int | None = None
-    """openmoji only: maximum number of emoji; null uses the whole selection."""
+    """openmoji only: maximum number of emoji (default: all of the selection)."""
     offset: int = 0
     """openmoji only: number of emoji to skip at the start of the selection."""
     seed: int = 17
@@ -110,49 +112,29 @@ class SourceSettings:
             sizes: Side lengths in pixels at which openmoji renders; other sources ignore it.
             formats: Names of the optional formats whose files are images too (`optional_formats`).
         """
+        given: dict[str, Any] = {name: getattr(self, name) for name in SETTINGS_OF_SOURCE[self.kind]}
+        if 'caption_suffix' in given:
+            given |= {'caption_suffix': self.caption_suffix.lower(), 'image_suffixes': image_suffixes(formats)}
         if self.kind == 'openmoji':
             from diffusion.prepare.openmoji import OpenMojiSource
 
-            split: Any = self.split or 'all'  # `check_settings` accepts only OpenMoji's splits
-            return OpenMojiSource(tuple(sizes), self.select, split, self.limit, self.offset, self.seed)
+            given['split'] = self.split or 'all'
+            return OpenMojiSource(tuple(sizes), **given)
         if self.kind == 'huggingface':
             from diffusion.prepare.huggingface_source import HuggingFaceSource
 
-            return HuggingFaceSource(
-                self.location,
-                split=self.split,
-                config=self.config,
-                token_variable=self.token_variable,
-                image_column=self.image_column,
-                caption_column=self.caption_column,
-                caption_text=self.caption_text,
-                caption_suffix=self.caption_suffix.lower(),
-                image_suffixes=image_suffixes(formats),
-            )
+            return HuggingFaceSource(**given)
         if self.kind == 'folder':
             from diffusion.prepare.folder_source import FolderSource
 
-            return FolderSource(
-                self.location,
-                captions=self.captions,
-                caption_text=self.caption_text,
-                caption_suffix=self.caption_suffix.lower(),
-                caption_column=self.caption_column,
-                image_suffixes=image_suffixes(formats),
-            )
+            return FolderSource(**given)
         if self.kind == 'webdataset':
             from diffusion.prepare.webdataset import WebDatasetSource
 
-            return WebDatasetSource(
-                self.location,
-                caption_text=self.caption_text,
-                caption_suffix=self.caption_suffix.lower(),
-                caption_column=self.caption_column,
-                image_suffixes=image_suffixes(formats),
-            )
+            return WebDatasetSource(**given)
         from diffusion.prepare.parquet import ParquetSource
 
-        return ParquetSource(self.location, image_column=self.image_column, caption_column=self.caption_column)
+        return ParquetSource(**given)
 
 
 @dataclass
@@ -161,55 +143,55 @@ class PrepareSettings:
 
     source: SourceSettings
     """Source of the images."""
-    out: str
+    out: Annotated[str, DIR_OR_URL]
     """Output dataset: a local folder, or an object store folder such as s3://bucket/mds; must be empty or not exist."""
-    sizes: list[int]
+    sizes: Annotated[list[int], Option('PX')]
     """Side lengths of the resolution buckets, in pixels; images are never upscaled."""
     buckets: Literal['every', 'largest'] = 'every'
     """every: an image goes to each resolution that it fills, so that training at 256 px also has the images of 512 px;
     largest: only to the largest of them, which takes less space and suits a recipe that mixes the resolutions. OpenMoji
     draws each emoji once per size, so there both are the same.
     """
-    aspects: str | list[str] = 'none'
+    aspects: Annotated[str | list[str], Option('SHAPE')] = 'none'
     """Aspect-ratio buckets per resolution. none: images keep their own aspect ratio; sdxl: the table of the SDXL paper;
     or a list of shapes at the largest size, such as 640x384, which are scaled for the other sizes. Each shape gets a
     folder of shards; a recipe reads them with `aspects: true`.
     """
-    step: int = STEP
+    step: Annotated[int, Option('PX')] = STEP
     """Divisor of the sides of all buckets, in pixels: 8 for U-Nets; 16 for a transformer such as PRX, whose patches are
     2x2 latent cells; 32 or 64 for one with an autoencoder that downsamples by 32."""
-    key_prefix: str = ''
+    key_prefix: Annotated[str, Option('TEXT')] = ''
     """Text before the key of each image, such as monday/, so that deliveries whose files have equal names differ."""
-    work: str | None = None
-    """Work folder; null appends .work to the name of the output. It needs as much disk space as the dataset."""
-    parts: str | None = None
+    work: Annotated[str | None, DIR] = None
+    """Work folder, which needs as much disk space as the dataset (default: the name of the output with .work)."""
+    parts: Annotated[str | None, Option('URL')] = None
     """Object store folder for converted images until they are packed into shards, such as s3://bucket/laion-parts, so
-    that the work folder needs no space for them, and machines without a common folder convert shares of one input; null
-    keeps them in the work folder."""
+    that the work folder needs no space for them, and machines without a common folder convert shares of one input
+    (default: keep them in the work folder)."""
     overwrite: bool = False
     """Replace an existing dataset."""
     workers: int | None = None
-    """Number of worker processes; null uses one per core."""
+    """Number of worker processes (default: one per core)."""
     formats: list[OptionalFormat] = field(default_factory=list)
     """Formats to read besides JPEG, PNG, WebP, GIF, BMP, TIFF and AVIF: heic, jxl (JPEG XL) and svg, which need the
-    packages of the extra `formats`. SVG drawings fill every bucket. Files of formats that are not named are passed
-    over, and counted in the report."""
-    background: str = 'white'
+    packages of the extra `formats`. SVG drawings fill every bucket. Files of formats that are not named are skipped,
+    and counted in the report."""
+    background: Annotated[str, Option('COLOR')] = 'white'
     """Background color for transparent images."""
     max_pixels: int = MAX_PIXELS
     """Maximum width times height; larger images are rejected before they are decoded."""
     filters: Filters = field(default_factory=Filters)
     """Limits on images and captions."""
-    columns_from: str | None = None
+    columns_from: Annotated[str | None, Option('FILE.py', files=True)] = None
     """Python file with a function `columns(images, captions)`, which computes metadata columns of batches of images,
-    such as scores to filter by. The file is run as code. null computes none."""
+    such as scores to filter by with filters.columns. The file is run as code (default: none)."""
     store: Literal['resized', 'original'] = 'resized'
     """resized: scale images down to their bucket; original: keep the bytes of files that need no correction."""
     fast_jpeg: bool = False
     """Decode JPEGs that are at least four times as large as their largest bucket at 1/2, 1/4 or 1/8 of their size: much
     faster for camera photographs, with differences below what JPEG itself changes. Hashes of pixels are those of the
     smaller image, and functions of columns_from get it."""
-    jpeg_quality: int = 95
+    jpeg_quality: Annotated[int, Option('Q')] = 95
     """Quality of stored JPEGs, 1 to 100; lossless images are stored as PNG."""
     duplicates: Literal['none', 'exact', 'near'] = 'none'
     """Duplicates to remove: none, exact (equal pixels), or near (also images that look alike)."""
@@ -220,12 +202,12 @@ class PrepareSettings:
     hashes of their keys. With duplicates: none, copies of a held-out image may be in the training set; with exact or
     near, they are rejected.
     """
-    max_rejected: float = 0.01
-    """Maximum fraction of rejected inputs; above it the exit status is 3."""
+    max_rejected: Annotated[float, Option('FRACTION')] = 0.01
+    """Maximum fraction of rejected inputs; the exit status is 3 if more are rejected."""
     shard_mb: float = 256.0
     """Maximum size of a shard, in MB."""
-    license: str | None = None
-    """License of the images, shown in the report."""
+    license: Annotated[str | None, Option('TEXT')] = None
+    """License of the images, shown in the report (default: none)."""
 
     @property
     def shard_bytes(self) -> int:

@@ -1,6 +1,5 @@
 """`diffusion profile`: profiler of a few training batches that prints the largest possible speedups."""
 
-import argparse
 import io
 import json
 import logging
@@ -79,25 +78,22 @@ class Phases(Callback):
             self._watching.close()
 
 
-def run_profile(args: argparse.Namespace) -> int:
-    """Run `diffusion profile`: profile a recipe and print the tables.
+def run_profile(
+    recipe: str, overrides: Sequence[str], *, batches: int, warmup: int, out: str | None, synthetic: bool
+) -> None:
+    """Run `diffusion profile` with its options: profile a recipe and print the tables.
 
     Raises:
-        UserError: An argument or the recipe is wrong, or the output folder cannot be written.
+        UserError: The recipe is wrong, or the output folder cannot be written.
     """
-    recipe = load(args.recipe, args.overrides, allow_missing=args.synthetic)
-    out = Path(args.out or Path('profiles') / recipe.name)
-    if args.batches < 1 or args.warmup < 1:
-        raise UserError(f'--batches {args.batches} --warmup {args.warmup}: both must be at least 1')
-    check_writable(out, '--out')
-    if args.synthetic:
-        recipe = with_synthetic_data(recipe, out / 'data')
-    else:
-        problems = check_paths(replace(recipe, eval_streams={}))
-        if problems:
-            raise RecipeError(problems, f'{args.recipe} (use --synthetic to profile without data)')
-    print(profile_recipe(recipe, out, batches=args.batches, warmup=args.warmup))
-    return 0
+    profiled = load(recipe, overrides, allow_missing=synthetic)
+    folder = Path(out or Path('profiles') / profiled.name)
+    check_writable(folder, '--out')
+    if synthetic:
+        profiled = with_synthetic_data(profiled, folder / 'data')
+    elif problems := check_paths(replace(profiled, eval_streams={})):
+        raise RecipeError(problems, f'{recipe} (use --synthetic to profile without data)')
+    print(profile_recipe(profiled, folder, batches=batches, warmup=warmup))
 
 
 def profile_recipe(recipe: Recipe, out: Path, *, batches: int = 10, warmup: int = 5) -> str:

@@ -1,14 +1,14 @@
-"""Checks of the arguments of `diffusion generate`, `diffusion evaluate` and `diffusion export`.
+"""Options of `diffusion generate`, `diffusion evaluate` and `diffusion export`, and their checks.
 
 They import no torch, so that a wrong path or number is reported within a second instead of after 15.
 """
 
-import argparse
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from diffusion.algorithms.power_function import SNAPSHOT_FOLDER, gamma_of_width
 from diffusion.checkpointing.checkpoint_download import download_checkpoint
@@ -16,12 +16,15 @@ from diffusion.checkpointing.run_folder import find_checkpoint, recipe_of_checkp
 from diffusion.config import noise_schedulers, registry
 from diffusion.config.load import Recipe, load
 from diffusion.config.model_traits import ModelTraits
+from diffusion.config.options import DIR, FILE, Count, Option, Overrides
 from diffusion.config.sampling_checks import is_flow, model_problem, num_train_timesteps, sampling_problems
 from diffusion.config.sampling_limits import seeds_problem
 from diffusion.config.weight_sources import REPOSITORY
 from diffusion.errors import UserError
 from diffusion.storage.writable import check_writable
 
+Weights = Literal['ema', 'training']
+CheckpointPlace = Annotated[str, Option('CHECKPOINT', positional=True, files=True)]
 BATCH_OR_LATEST = re.compile(r'ba\d+|latest')
 """Pattern of the last part of the URL of a checkpoint."""
 OPTIONS = {'num_inference_steps': '--steps', 'guidance_scale': '--guidance', 'noise_scheduler': '--scheduler'}
@@ -87,29 +90,137 @@ def is_single_file(out: str | Path) -> bool:
     return Path(out).suffix == '.safetensors'
 
 
-def check_generate(args: argparse.Namespace) -> None:
+@dataclass
+class GenerateOptions:
+    """Options of `diffusion generate`."""
+
+    source: Annotated[str, Option('DIR_OR_CHECKPOINT', positional=True, files=True)]
+    """Exported folder, or the folder or URL of a checkpoint or a run."""
+    prompts: Annotated[list[str], Option('PROMPT', positional=True)]
+    """Prompts; one image is generated per prompt."""
+    out: Annotated[str, DIR] = 'generated'
+    """Output folder for the PNG files."""
+    seed: int = 0
+    """Seed of the first image; each additional image adds 1."""
+    steps: int | None = None
+    """Number of sampling steps (default: the recipe's; 50 for an export)."""
+    guidance: float | None = None
+    """Guidance scale; 1 turns guidance off (default: the recipe's; 7.5 for an export)."""
+    negative: Annotated[str, Option('TEXT')] = ''
+    """Negative prompt for all images (default: none)."""
+    scheduler: Annotated[str | None, Option('NAME')] = None
+    """Noise scheduler: ddim, dpm++, euler, ... or a diffusers class name (default: the recipe's or export's)."""
+    lora: Annotated[str | None, Option('DIR_OR_FILE', files=True)] = None
+    """Exported LoRA to add to an exported pipeline (default: none)."""
+    weights: Weights | None = None
+    """Weights to generate with: ema (averaged) or training (default: ema if the checkpoint has them)."""
+
+
+@dataclass
+class EvaluationOptions:
+    """Options of the evaluator `image_metrics`."""
+
+    metrics: Annotated[list[str] | None, Option('NAMES', commas=True)] = None
+    """Comma-separated: fid, kid, clip_fid, cmmd, dino_mmd, precision, recall, clip_score, pick_score,
+    efficientnet_distance (default: the evaluators of the run's recipe)."""
+    guidance_scales: Annotated[list[float] | None, Option('NUMBERS', flag='--guidance', commas=True)] = None
+    """Comma-separated guidance scales; the first gives the metrics of the checkpoint (default: 7.5)."""
+    prompts: Annotated[str | None, FILE] = None
+    """Prompts as .txt, .csv, .tsv or .jsonl; "own" for 120 prompts of this package (default: captions of the evaluation
+    data)."""
+    prompt_column: Annotated[str | None, Option('NAME')] = None
+    """Column of the prompts (default: found by its name)."""
+    num_images: Annotated[Count | None, Option(flag='--images')] = None
+    """Number of images to generate (default: one per prompt)."""
+    reference: Annotated[str | None, DIR] = None
+    """Folder of reference images (default: images of the evaluation data)."""
+    num_inference_steps: Annotated[Count | None, Option(flag='--steps')] = None
+    """Number of sampling steps (default: 50)."""
+    batch_size: Count | None = None
+    """Images per batch and device (default: 32)."""
+    networks: Annotated[dict[str, str], Option('NAME=SOURCE', flag='--network')] = field(default_factory=dict)
+    """Path, or ORG/NAME@COMMIT, of a network: inception, clip_fid, cmmd, dino, clip_score, pick_score; can be repeated
+    (default: the published ones)."""
+    layout: Annotated[str | None, Option('NAME')] = None
+    """Scorer, geneval or t2i_compbench, in whose folder layout to write the images as well (default: none)."""
+
+    def given(self) -> dict[str, Any]:
+        """Return the keywords of the evaluator that were given.
+
+        Raises:
+            UserError: The metrics are missing.
+        """
+        given = {name: value for name, value in vars(self).items() if value not in (None, {})}
+        if given and self.metrics is None:
+            raise UserError('--metrics: the other options need it; add for example --metrics fid,clip_score')
+        return given
+
+
+@dataclass
+class CheckpointOptions:
+    """Checkpoint to evaluate."""
+
+    checkpoint: CheckpointPlace
+    """Folder or URL of a checkpoint, or of a run to use its latest checkpoint."""
+    overrides: Overrides = field(default_factory=list)
+    """Overrides of values of the run's recipe, such as global_batch=64."""
+
+
+@dataclass
+class ExportOptions:
+    """Options of `diffusion export`."""
+
+    place: CheckpointPlace
+    """Folder or URL of a checkpoint, or of a run to use its latest checkpoint."""
+    out: Annotated[str, Option('DIR_OR_FILE', files=True)]
+    """Output folder, which must not exist or must be empty; or a file NAME.safetensors in the layout that ComfyUI
+    reads."""
+    weights: Weights | None = None
+    """Weights to export: ema (averaged) or training (default: ema if the checkpoint has them)."""
+    ema_width: float | None = None
+    """Width of a post-hoc EMA to export, as a fraction of the training so far, such as 0.1; needs snapshots of the
+    post_hoc_ema algorithm."""
+    at: Annotated[int | None, Option('BATCH')] = None
+    """Batch at which to reconstruct the average of --ema-width (default: batch of the last snapshot at or before the
+    checkpoint)."""
+    dtype: Literal['float32', 'float16', 'bfloat16'] = 'float32'
+    """Dtype of the exported weights."""
+    merge: bool = False
+    """Add the LoRA of a run to the weights and export the whole pipeline (default: export the LoRA alone)."""
+    push: Annotated[str | None, Option('ORG/NAME')] = None
+    """Repository on the Hugging Face Hub to upload the export with its model card to, created private (default: no
+    upload)."""
+    public: bool = False
+    """Create the repository of --push public."""
+
+
+def check_generate(options: GenerateOptions) -> None:
     """Check the arguments of `diffusion generate`.
 
     Raises:
         UserError: There is no such run, checkpoint or export, or an option is out of range or contradicts another.
     """
-    if '://' in args.source:
-        args.source = str(find_checkpoint(args.source))
-    source = Path(args.source)
-    check_writable(args.out or 'generated', '--out')
-    if (problem := seeds_problem(args.seed, len(args.prompts))) is not None:
+    if '://' in options.source:
+        options.source = str(find_checkpoint(options.source))
+    source = Path(options.source)
+    check_writable(options.out, '--out')
+    if (problem := seeds_problem(options.seed, len(options.prompts))) is not None:
         raise UserError(f'--seed: {problem}')
-    given = {'num_inference_steps': args.steps, 'guidance_scale': args.guidance, 'noise_scheduler': args.scheduler}
+    given = {
+        'num_inference_steps': options.steps,
+        'guidance_scale': options.guidance,
+        'noise_scheduler': options.scheduler,
+    }
     given = {key: value for key, value in given.items() if value is not None}
     if is_export(source):
-        if args.weights is not None:
+        if options.weights is not None:
             raise UserError(f'--weights: {source} is an export, which holds one set of weights; remove --weights')
         name = check_pipeline(source)
-        if args.lora is not None:
-            _check_lora(args.lora, name)
+        if options.lora is not None:
+            _check_lora(options.lora, name)
         problems = _problems_of_export(given, name, _read_json(source / 'scheduler' / 'scheduler_config.json'))
     else:
-        _check_run(source, args)
+        _check_run(source, options)
         recipe = load(recipe_of_checkpoint(find_checkpoint(source)), task='generate')
         if (problem := model_problem(recipe)) is not None:
             raise UserError(f'model.name: {problem}')
@@ -118,71 +229,36 @@ def check_generate(args: argparse.Namespace) -> None:
         raise UserError(f'{OPTIONS.get(key, f"generate.{key}")}: {problem}')
 
 
-def evaluation_recipe(args: argparse.Namespace) -> Recipe:
+def evaluation_recipe(options: CheckpointOptions, evaluation: EvaluationOptions) -> Recipe:
     """Return the recipe of `diffusion evaluate`: that of the checkpoint, with the evaluator that the options describe.
 
     Raises:
         UserError: There is no such run or checkpoint, or an option is out of range.
     """
-    checkpoint = find_checkpoint(args.checkpoint)
-    options = {
-        'metrics': args.metrics,
-        'guidance_scales': args.guidance,
-        'prompts': args.prompts,
-        'prompt_column': args.prompt_column,
-        'num_images': args.images,
-        'reference': args.reference,
-        'num_inference_steps': args.steps,
-        'batch_size': args.batch_size,
-        'networks': dict(args.network) or None,
-        'layout': args.layout,
-    }
-    given = {key: value for key, value in options.items() if value is not None}
-    if given and args.metrics is None:
-        raise UserError('--metrics: the other options need it; add for example --metrics fid,clip_score')
-    place = str(args.checkpoint) if '://' in args.checkpoint else str(run_of_checkpoint(checkpoint).absolute())
+    checkpoint, given = find_checkpoint(options.checkpoint), evaluation.given()
+    place = str(options.checkpoint) if '://' in options.checkpoint else str(run_of_checkpoint(checkpoint).absolute())
     if '://' in place and BATCH_OR_LATEST.fullmatch(place.rpartition('/')[2]):
         place = place.rpartition('/')[0]
     runs_dir, _, name = place.rstrip('/').rpartition('/')
-    overrides = [f'runs_dir={json.dumps(runs_dir)}', f'name={json.dumps(name)}', *args.overrides]
+    overrides = [f'runs_dir={json.dumps(runs_dir)}', f'name={json.dumps(name)}', *options.overrides]
     overrides += [f'evaluators.image_metrics.{key}={json.dumps(value)}' for key, value in given.items()]
     # `task` first in the file's values, so that sections which evaluation does not read may be incomplete.
     recipe = load(recipe_of_checkpoint(checkpoint), ['task=evaluate', *overrides])
     recipe.checkpoint = str(checkpoint)
-    if not any(word.startswith('trainer.device=') for word in args.overrides):
+    if not any(word.startswith('trainer.device=') for word in options.overrides):
         recipe.trainer.pop('device', None)  # this machine may have another than the one that trained
     if given:
         recipe.evaluators = {'image_metrics': recipe.evaluators['image_metrics']}
     return recipe
 
 
-def check_export(
-    place: str | Path,
-    out: str | Path,
-    *,
-    weights: str | None = None,
-    ema_width: float | None = None,
-    at: int | None = None,
-    merge: bool = False,
-    push: str | None = None,
-    public: bool = False,
-) -> Path:
-    """Check the arguments of `diffusion export`, and return the checkpoint.
-
-    Args:
-        place: A checkpoint or a run's folder.
-        out: The output folder, or a file that ends with `.safetensors`.
-        weights: Weights that are chosen explicitly; None for the default.
-        ema_width: Width of a post-hoc EMA to export.
-        at: Batch of the post-hoc EMA.
-        merge: Add the LoRA of the run to the weights.
-        push: Repository on the Hub to upload to.
-        public: Make it public.
+def check_export(options: ExportOptions) -> Path:
+    """Check the options of `diffusion export`, and return the checkpoint.
 
     Raises:
         UserError: The output cannot be created, there is no such checkpoint, or settings contradict each other.
     """
-    out = Path(out)
+    place, out, ema_width = options.place, Path(options.out), options.ema_width
     check_writable(out.parent, '--out')
     if out.is_file():
         kind = 'file' if is_single_file(out) else 'folder'
@@ -191,35 +267,35 @@ def check_export(
         raise UserError(f'--out: {out} is a folder; give a file that does not exist yet')
     if out.exists() and any(out.iterdir()):
         raise UserError(f'--out: {out} is not empty; remove it or give another folder')
-    if ema_width is not None and weights is not None:
+    if ema_width is not None and options.weights is not None:
         raise UserError('--ema-width: it reconstructs weights from snapshots; remove --weights')
-    if ema_width is None and at is not None:
-        raise UserError(f'--at: batch {at} needs --ema-width; without it, give the checkpoint of that batch')
+    if ema_width is None and options.at is not None:
+        raise UserError(f'--at: batch {options.at} needs --ema-width; without it, give the checkpoint of that batch')
     if ema_width is not None:
         try:
             gamma_of_width(ema_width)
         except UserError as error:
             raise UserError(f'--ema-width: {error}') from error
-    if push is not None and not REPOSITORY.fullmatch(push):
-        raise UserError(f'--push: {push!r} is not the name of a repository; write org/name')
-    if public and push is None:
+    if options.push is not None and not REPOSITORY.fullmatch(options.push):
+        raise UserError(f'--push: {options.push!r} is not the name of a repository; write org/name')
+    if options.public and options.push is None:
         raise UserError('--public: makes a repository on the Hub public; add --push org/name')
-    if '://' in str(place) and ema_width is not None:
-        checkpoint = download_checkpoint(str(place), folders=[SNAPSHOT_FOLDER])
+    if '://' in place and ema_width is not None:
+        checkpoint = download_checkpoint(place, folders=[SNAPSHOT_FOLDER])
     else:
         checkpoint = find_checkpoint(place)
     recipe = load(recipe_of_checkpoint(checkpoint), task='generate')
-    whole = recipe.lora is None or merge
+    whole = recipe.lora is None or options.merge
     if is_single_file(out) and whole and not registry.traits(recipe.model.name).single_file:
         raise UserError(f'--out: no program reads the model {recipe.model.name} from a single file; give a folder')
-    if merge and recipe.lora is None:
+    if options.merge and recipe.lora is None:
         raise UserError(f'--merge: {checkpoint} has no LoRA, so its weights are whole; remove --merge')
     return checkpoint
 
 
 def missing_parts(folder: Path) -> list[str]:
     """Return the names of the parts that an exported pipeline was saved without, such as Stable Diffusion 3's T5."""
-    # Parts that diffusers considers optional need not be named, but may be.
+    # The file may leave out parts that diffusers considers optional.
     return [name for name, value in _read_json(folder / MODEL_INDEX).items() if value == [None, None]]
 
 
@@ -246,9 +322,9 @@ def _check_lora(path: str, pipeline: str) -> None:
         raise UserError(f'--lora: diffusers loads none into a {pipeline}; export the run with --merge instead')
 
 
-def _check_run(source: Path, args: argparse.Namespace) -> None:
+def _check_run(source: Path, options: GenerateOptions) -> None:
     """Raise UserError if the source of `diffusion generate` is an incomplete export (a LoRA or a single file)."""
-    if args.lora is not None:
+    if options.lora is not None:
         raise UserError(f'--lora: {source} is not an exported pipeline; a run draws with its own LoRA without --lora')
     if (source / LORA_WEIGHTS).is_file():
         raise UserError(

@@ -1,23 +1,26 @@
-"""Arguments of `diffusion compare`, checked without importing torch."""
+"""Options of `diffusion compare`, checked without importing torch."""
 
-import argparse
 import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Annotated
 
+from diffusion.checkpointing.checkpoint_store import RECIPE, list_checkpoints
+from diffusion.checkpointing.run_folder import find_checkpoint
+from diffusion.config.constraints import AtLeast
+from diffusion.config.options import DIR, FILE, Count, Option, Port
 from diffusion.errors import UserError
-
-DEFAULT_PORT = 8765
-DEFAULT_DIFFERENCE_POINTS = 5.0
-OPTIONS = {
-    'build': ('prompts', 'prompt_column', 'limit', 'out', 'guidance', 'steps', 'seed', 'checks'),
-    '--serve': ('host', 'port'),
-    '--analyze': ('key', 'png', 'difference', 'json'),
-}
-"""Arguments that only one of the three uses of the command reads."""
+from diffusion.evaluation.compared_images import has_images, numbered_images
+from diffusion.evaluation.comparison_key import KEY, read_key
+from diffusion.evaluation.comparison_page import PAGE
+from diffusion.evaluation.page_server import PageServer
+from diffusion.evaluation.prompts import OWN, own_prompts, read_prompts
+from diffusion.storage.atomic import UNFINISHED
+from diffusion.storage.writable import check_writable
+from diffusion.tasks.argument_checks import GenerateOptions, check_generate, is_export
 
 
 @dataclass(frozen=True)
@@ -39,19 +42,7 @@ class ComparedModel:
 
 @dataclass(frozen=True)
 class CompareSettings:
-    """Settings of a comparison page.
-
-    Args:
-        a: First model.
-        b: Second model.
-        prompts: The prompts.
-        source: Source of the prompts, for the key.
-        out: Output folder.
-        guidance_scale: Scale of both models; None for that of each recipe.
-        num_inference_steps: Sampling steps of both models; None for those of each recipe.
-        seed: Seed of the first prompt's images; each further prompt has the next one.
-        checks: Number of attention checks.
-    """
+    """Settings of a comparison page, as in `BuildOptions`; `source` is the source of the prompts, for the key."""
 
     a: ComparedModel
     b: ComparedModel
@@ -64,161 +55,134 @@ class CompareSettings:
     checks: int
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `diffusion compare`: building a page, serving it, and analyzing answers."""
-    sides = 'run, checkpoint, exported pipeline, or folder of images that are numbered as the prompts'
-    parser.add_argument('a', nargs='?', metavar='A', help=f'{sides}')
-    parser.add_argument('b', nargs='?', metavar='B', help='the same for the other side')
-    build = parser.add_argument_group('build a page')
-    build.add_argument(
-        '--prompts',
-        metavar='FILE',
-        help='prompts as .txt, .csv, .tsv or .jsonl; "own" for 120 prompts of this package (required)',
-    )
-    build.add_argument('--prompt-column', metavar='NAME', help='column of the prompts (default: found by its name)')
-    build.add_argument(
-        '--limit', type=_positive, metavar='N', help='use N of the prompts, evenly spread over the file (default: all)'
-    )
-    build.add_argument('--out', metavar='DIR', help='output folder, which must not exist or be empty (required)')
-    build.add_argument(
-        '--guidance',
-        type=float,
-        metavar='X',
-        help="guidance scale of both; 1 turns guidance off (default: each recipe's; 7.5 for an export)",
-    )
-    build.add_argument(
-        '--steps', type=int, metavar='N', help="sampling steps of both (default: each recipe's; 50 for an export)"
-    )
-    build.add_argument(
-        '--seed', type=int, metavar='N', help='seed of the first prompt; each further prompt adds 1 (default: 0)'
-    )
-    build.add_argument(
-        '--checks',
-        type=_count,
-        metavar='N',
-        help='number of attention checks, pairs in which one image is damaged (default: one per 5 prompts, 2 to 6)',
-    )
-    serve = parser.add_argument_group('serve a page')
-    serve.add_argument(
-        '--serve',
-        nargs='?',
-        const='',
-        metavar='DIR',
-        help='serve the page in DIR, or the one just built, and collect answers',
-    )
-    serve.add_argument(
-        '--host', metavar='NAME', help='address to serve on; 0.0.0.0 for all of this machine (default: localhost)'
-    )
-    serve.add_argument('--port', type=_port, metavar='N', help=f'port; 0 for a free one (default: {DEFAULT_PORT})')
-    analyze = parser.add_argument_group('analyze answers')
-    analyze.add_argument('--analyze', nargs='+', metavar='FILE', help='files of answers, or folders of them')
-    analyze.add_argument(
-        '--key', metavar='FILE', help='key of the comparison (default: key.json beside the answers or one folder up)'
-    )
-    analyze.add_argument('--png', metavar='FILE', help='also draw the result to this PNG file (default: no figure)')
-    analyze.add_argument(
-        '--difference',
-        type=float,
-        metavar='POINTS',
-        help='smallest preference to detect, in percentage points above 50%% (default: 5); used to estimate how many '
-        'more answers are needed',
-    )
-    analyze.add_argument('--json', action='store_const', const=True, help='print the result as JSON')
+@dataclass
+class BuildOptions:
+    """Options to build a page."""
+
+    a: Annotated[str | None, Option(positional=True, files=True)] = None
+    """Run, checkpoint, exported pipeline, or folder of images that are numbered as the prompts."""
+    b: Annotated[str | None, Option(positional=True, files=True)] = None
+    """The same for the other side."""
+    prompts: Annotated[str | None, FILE] = None
+    """Prompts as .txt, .csv, .tsv or .jsonl; "own" for 120 prompts of this package (required)."""
+    prompt_column: Annotated[str | None, Option('NAME')] = None
+    """Column of the prompts (default: found by its name)."""
+    limit: Count | None = None
+    """Number of prompts to use, evenly spread over the file (default: all)."""
+    out: Annotated[str | None, DIR] = None
+    """Output folder, which must not exist or be empty (required)."""
+    guidance: float | None = None
+    """Guidance scale of both; 1 turns guidance off (default: each recipe's; 7.5 for an export)."""
+    steps: int | None = None
+    """Number of sampling steps of both (default: each recipe's; 50 for an export)."""
+    seed: int | None = None
+    """Seed of the first prompt; each further prompt adds 1 (default: 0)."""
+    checks: Annotated[int | None, AtLeast(0)] = None
+    """Number of attention checks, pairs in which one image is damaged (default: one per 5 prompts, 2 to 6)."""
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f'{text!r} is not a positive integer')
-    return int(text)
+@dataclass
+class ServeOptions:
+    """Options to serve a page."""
+
+    serve: Annotated[str | None, Option('DIR', files=True, const='')] = None
+    """Folder of the page to serve, to collect answers; without a value, the page just built."""
+    host: Annotated[str | None, Option('NAME')] = None
+    """Address to serve on; 0.0.0.0 for all of this machine (default: localhost)."""
+    port: Port | None = None
+    """Port; 0 for a free one (default: 8765)."""
 
 
-def _count(text: str) -> int:
-    return 0 if text == '0' else _positive(text)
+@dataclass
+class AnalyzeOptions:
+    """Options to analyze answers."""
+
+    analyze: Annotated[list[str] | None, FILE] = None
+    """Files of answers, or folders of them."""
+    key: Annotated[str | None, FILE] = None
+    """Key of the comparison (default: key.json beside the answers or one folder up)."""
+    png: Annotated[str | None, FILE] = None
+    """PNG file for a figure of the result (default: no figure)."""
+    difference: Annotated[float | None, Option('POINTS')] = None
+    """Smallest preference to detect, in percentage points above 50%, for estimating how many answers are still needed
+    (default: 5)."""
+    json: bool = False
+    """Print the result as JSON."""
 
 
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f'{text!r} is not a port, 0 to 65535')
-    return int(text)
-
-
-def check_use(args: argparse.Namespace) -> None:
-    """Check that the arguments are those of one use of the command: building (and serving), serving, or analyzing.
+def check_use(build: BuildOptions, serve: ServeOptions, analyze: AnalyzeOptions) -> None:
+    """Check that the options are those of one use of the command: building (and serving), serving, or analyzing.
 
     Raises:
-        UserError: An argument is missing, or belongs to another use.
+        UserError: An option is missing, or belongs to another use.
     """
-    builds = args.a is not None or (args.serve is None and args.analyze is None)
-    if args.analyze is not None and (builds or args.serve is not None):
-        other = f'A and B ({args.a})' if args.a is not None else '--serve'
+    builds = build.a is not None or (serve.serve is None and analyze.analyze is None)
+    if analyze.analyze is not None and (builds or serve.serve is not None):
+        other = f'A and B ({build.a})' if build.a is not None else '--serve'
         raise UserError(f'--analyze: reads answers and does nothing else; remove {other}')
-    uses = {'build': builds, '--serve': args.serve is not None, '--analyze': args.analyze is not None}
-    for use, options in OPTIONS.items():
-        given = [option for option in options if getattr(args, option) is not None]
-        if given and not uses[use]:
-            needed = 'A and B, to build a page' if use == 'build' else use
+    uses = (
+        (build, builds, 'A and B, to build a page'),
+        (serve, serve.serve is not None, '--serve'),
+        (analyze, analyze.analyze is not None, '--analyze'),
+    )
+    for options, is_used, needed in uses:
+        given = [name for name, value in vars(options).items() if value is not None and value is not False]
+        if given and not is_used:
             raise UserError(f'--{given[0].replace("_", "-")}: needs {needed}; add that, or remove it')
-    if args.serve == '' and not builds:
+    if serve.serve == '' and not builds:
         raise UserError('--serve: name the folder of the page, such as --serve page')
     if not builds:
         return
     if int(os.environ.get('WORLD_SIZE', '1')) > 1:
         raise UserError('compare: runs in one process; start it as `diffusion compare`, without a launcher')
-    if args.b is None:
-        missing = 'A and B: are missing' if args.a is None else 'B: is missing'
+    if build.b is None:
+        missing = 'A and B: are missing' if build.a is None else 'B: is missing'
         raise UserError(f'{missing}; give two of run, checkpoint, exported pipeline and folder of images')
-    if args.serve:
-        raise UserError(f'--serve: serves the page that is built, --out; remove {args.serve!r}')
+    if serve.serve:
+        raise UserError(f'--serve: serves the page that is built, --out; remove {serve.serve!r}')
     for option, example in (('prompts', 'prompts.txt'), ('out', 'page')):
-        if getattr(args, option) is None:
+        if getattr(build, option) is None:
             raise UserError(f'--{option}: is missing; add for example --{option} {example}')
 
 
-def compare_settings(args: argparse.Namespace) -> CompareSettings:
+def compare_settings(options: BuildOptions) -> CompareSettings:
     """Return the settings of a page that is to be built.
 
     Raises:
         UserError: There is no such model, file or prompt, A and B are the same, the output folder is in use, or an
             option is out of range.
     """
-    from diffusion.evaluation.prompts import OWN, own_prompts, read_prompts
-
-    out = Path(args.out)
+    a, b, source = options.a, options.b, options.prompts
+    assert a is not None and b is not None and source is not None and options.out is not None, '`check_use` refuses it'
+    out = Path(options.out)
     _check_out(out)
     try:
-        own = args.prompts == OWN
-        texts = [each.text for each in (own_prompts() if own else read_prompts(Path(args.prompts), args.prompt_column))]
+        read = own_prompts() if source == OWN else read_prompts(Path(source), options.prompt_column)
+        texts = [each.text for each in read]
     except UserError as error:
         raise UserError(f'--prompts: {error}') from error
     chosen = range(len(texts))
-    if args.limit is not None:
-        if args.limit > len(texts):
-            raise UserError(f'--limit: {args.limit} is more than the {len(texts)} prompts of {args.prompts}')
-        chosen = [number * len(texts) // args.limit for number in range(args.limit)]
+    if options.limit is not None:
+        if options.limit > len(texts):
+            raise UserError(f'--limit: {options.limit} is more than the {len(texts)} prompts of {source}')
+        chosen = [number * len(texts) // options.limit for number in range(options.limit)]
     if len(chosen) < 2:
         raise UserError('--prompts: one prompt gives no confidence interval; use at least 2, or better 50 or more')
-    checks = max(2, min(6, len(chosen) // 5)) if args.checks is None else args.checks
+    checks = max(2, min(6, len(chosen) // 5)) if options.checks is None else options.checks
     if checks > len(chosen):
         raise UserError(f'--checks: {checks} is more than the {len(chosen)} prompts; use at most that')
     prompts = [texts[index] for index in chosen]
-    a, b = (_model(name, place, texts, chosen, args) for name, place in (('A', args.a), ('B', args.b)))
-    if a.place.resolve() == b.place.resolve():
-        raise UserError(f'A and B: are the same ({a.source}); name two different ones')
-    sampling = [option for option in ('guidance', 'steps', 'seed') if getattr(args, option) is not None]
-    if sampling and a.files and b.files:
+    one, other = (_model(name, place, texts, chosen, options) for name, place in (('A', a), ('B', b)))
+    if one.place.resolve() == other.place.resolve():
+        raise UserError(f'A and B: are the same ({one.source}); name two different ones')
+    sampling = [option for option in ('guidance', 'steps', 'seed') if getattr(options, option) is not None]
+    if sampling and one.files and other.files:
         raise UserError(f'--{sampling[0]}: A and B are folders of images, so nothing is generated; remove it')
-    return CompareSettings(
-        a, b, prompts, args.prompts, out, args.guidance, args.steps, 0 if args.seed is None else args.seed, checks
-    )
+    return CompareSettings(one, other, prompts, source, out, options.guidance, options.steps, options.seed or 0, checks)
 
 
 def _check_out(out: Path) -> None:
     """Raise UserError if a page cannot be written to a folder; images of an interrupted call may be there."""
-    from diffusion.evaluation.comparison_key import KEY
-    from diffusion.evaluation.comparison_page import PAGE
-    from diffusion.storage.atomic import UNFINISHED
-    from diffusion.storage.writable import check_writable
-
     check_writable(out, '--out')
     if (out / PAGE).exists():
         raise UserError(
@@ -233,7 +197,7 @@ def _check_out(out: Path) -> None:
 
 
 def _model(
-    name: str, place: str, prompts: Sequence[str], chosen: Sequence[int], args: argparse.Namespace
+    name: str, place: str, prompts: Sequence[str], chosen: Sequence[int], options: BuildOptions
 ) -> ComparedModel:
     """Return one side of a comparison.
 
@@ -242,13 +206,8 @@ def _model(
         place: Path or URL.
         prompts: All prompts of the file, whose numbers a folder of images has.
         chosen: Indices of the prompts that are used.
-        args: Arguments of the command.
+        options: Options of the command.
     """
-    from diffusion.checkpointing.checkpoint_store import RECIPE, list_checkpoints
-    from diffusion.checkpointing.run_folder import find_checkpoint
-    from diffusion.evaluation.compared_images import has_images, numbered_images
-    from diffusion.tasks.argument_checks import check_generate, is_export
-
     path = Path(place)
     try:
         if '://' not in place and not path.exists():
@@ -258,15 +217,17 @@ def _model(
         if not is_run and not is_export(path) and has_images(path):
             files = numbered_images(path, prompts)
             return ComparedModel(name, path, place, [files[index] for index in chosen])
-        generated = {
-            **{'source': place, 'prompts': [prompts[index] for index in chosen], 'out': args.out},
-            **{'seed': 0 if args.seed is None else args.seed, 'steps': args.steps, 'guidance': args.guidance},
-            **{'scheduler': None, 'lora': None, 'weights': None},
-        }
-        arguments = argparse.Namespace(**generated)
-        check_generate(arguments)
+        generated = GenerateOptions(
+            source=place,
+            prompts=[prompts[index] for index in chosen],
+            out=str(options.out),
+            seed=options.seed or 0,
+            steps=options.steps,
+            guidance=options.guidance,
+        )
+        check_generate(generated)
         # Choose the checkpoint here: a run that is being trained may have a newer one when A or B is loaded.
-        found = Path(arguments.source) if is_export(Path(arguments.source)) else find_checkpoint(arguments.source)
+        found = Path(generated.source) if is_export(Path(generated.source)) else find_checkpoint(generated.source)
         return ComparedModel(name, found, f'{place} ({found.name})' if '://' in place else str(found))
     except UserError as error:
         raise UserError(str(error) if str(error).startswith('--') else f'{name}: {error}') from error
@@ -278,8 +239,6 @@ def check_address(host: str, port: int) -> None:
     Raises:
         UserError: The address cannot be used.
     """
-    from diffusion.evaluation.page_server import PageServer
-
     PageServer(host, port, BaseHTTPRequestHandler).server_close()
 
 
@@ -289,9 +248,6 @@ def check_serving(folder: Path) -> None:
     Raises:
         UserError: It does not, or the page is not that of its key.
     """
-    from diffusion.evaluation.comparison_key import KEY, read_key
-    from diffusion.evaluation.comparison_page import PAGE
-
     if not (folder / PAGE).is_file():
         raise UserError(f'--serve: {folder} has no {PAGE}; build the page with diffusion compare A B --out {folder}')
     key = read_key(folder / KEY)
@@ -301,15 +257,7 @@ def check_serving(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class AnalyzeSettings:
-    """Settings of an analysis.
-
-    Args:
-        files: Files of answers.
-        key: File of the comparison's key.
-        png: Output file of the figure; None for none.
-        difference: Distance from one half for which the answers needed are computed, such as 0.05.
-        json: Print JSON instead of a table.
-    """
+    """Settings of an analysis, as in `AnalyzeOptions`, but the difference is a fraction, such as 0.05."""
 
     files: Sequence[Path]
     key: Path
@@ -318,19 +266,16 @@ class AnalyzeSettings:
     json: bool
 
 
-def analyze_settings(args: argparse.Namespace) -> AnalyzeSettings:
+def analyze_settings(options: AnalyzeOptions) -> AnalyzeSettings:
     """Return the settings of an analysis.
 
     Raises:
         UserError: There are no answers or there is no key, or an option is out of range.
     """
-    from diffusion.evaluation.comparison_key import KEY
-    from diffusion.storage.writable import check_writable
-
-    given = [Path(name) for name in args.analyze]
+    given = [Path(name) for name in options.analyze or ()]
     files = [file for path in given for file in (sorted(path.glob('*.json')) if path.is_dir() else [path])]
-    if args.key is not None:
-        key = Path(args.key)
+    if options.key is not None:
+        key = Path(options.key)
     else:
         near = [folder / KEY for path in [*given, *files] for folder in (path, path.parent, path.parent.parent)]
         found = next((path for path in near if path.is_file()), None)
@@ -340,12 +285,12 @@ def analyze_settings(args: argparse.Namespace) -> AnalyzeSettings:
     files = [file for file in files if file.name != KEY]
     if not files:
         raise UserError(f'--analyze: {given[0]} has no files of answers; give those that people sent')
-    points = DEFAULT_DIFFERENCE_POINTS if args.difference is None else args.difference
+    points = 5.0 if options.difference is None else options.difference
     if not (math.isfinite(points) and 0 < points < 50):
         raise UserError(f'--difference: {points:g} is out of range; use more than 0 and less than 50 percentage points')
-    png = None if args.png is None else Path(args.png)
+    png = None if options.png is None else Path(options.png)
     if png is not None:
         check_writable(png.parent, '--png')
         if png.suffix.lower() != '.png' or png.is_dir():
             raise UserError(f'--png: {png} is not the name of a PNG file; use for example result.png')
-    return AnalyzeSettings(files, key, png, points / 100, bool(args.json))
+    return AnalyzeSettings(files, key, png, points / 100, bool(options.json))

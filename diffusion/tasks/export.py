@@ -1,6 +1,5 @@
 """`diffusion export`: convert a checkpoint to a folder that unmodified diffusers loads, or to a single file."""
 
-import argparse
 import json
 import logging
 import re
@@ -26,7 +25,7 @@ from diffusion.models.log_levels import errors_only
 from diffusion.models.lora import merge_lora, save_lora
 from diffusion.models.vae import downsampling
 from diffusion.storage.atomic import atomic_file, atomic_folder
-from diffusion.tasks.argument_checks import LORA_WEIGHTS, check_export, is_single_file, missing_parts
+from diffusion.tasks.argument_checks import LORA_WEIGHTS, ExportOptions, check_export, is_single_file, missing_parts
 from diffusion.tasks.evaluate import trained_model
 from diffusion.tasks.hub_upload import check_access, upload
 from diffusion.tasks.model_card import AUTOENCODER, CARD, LORA, SINGLE_FILE, WITHOUT_T5, model_card
@@ -77,10 +76,8 @@ def export(
             the format cannot represent the model, or the Hub refuses the upload.
         ExternalError: The Hub did not answer. The export is complete, and can be uploaded later.
     """
+    checkpoint = check_export(ExportOptions(str(place), str(out), weights, ema_width, at, dtype, merge, push, public))
     out = Path(out)
-    checkpoint = check_export(
-        place, out, weights=weights, ema_width=ema_width, at=at, merge=merge, push=push, public=public
-    )
     if push is not None:
         check_access(push, public=public)
     with claimed_checkpoint(checkpoint, 'export'):
@@ -154,34 +151,24 @@ def load_average(model: nn.Module, average: ReconstructedAverage) -> None:
         weight.copy_(average.tensors[name])
 
 
-def run_export(args: argparse.Namespace) -> int:
-    """Run `diffusion export`; return the exit status."""
-    which = export(
-        args.checkpoint,
-        args.out,
-        weights=args.weights,
-        ema_width=args.ema_width,
-        at=args.at,
-        dtype=args.dtype,
-        merge=args.merge,
-        push=args.push,
-        public=args.public,
-    )
-    if args.push is not None:
-        print(f'{args.push}: uploaded to {constants.ENDPOINT}/{args.push}')
-    if is_single_file(args.out):
-        print(f'{args.out}: {which} weights in the layout that ComfyUI reads')
-        return 0
-    if (Path(args.out) / LORA_WEIGHTS).exists():
+def run_export(options: ExportOptions) -> None:
+    """Run `diffusion export` with options that `check_export` has checked."""
+    out, push = options.out, options.push
+    which = export(**vars(options))
+    if push is not None:
+        print(f'{push}: uploaded to {constants.ENDPOINT}/{push}')
+    if is_single_file(out):
+        print(f'{out}: {which} weights in the layout that ComfyUI reads')
+        return
+    if (Path(out) / LORA_WEIGHTS).exists():
         # diffusers requires the name if HF_HUB_OFFLINE is set.
-        load_with = f"pipeline.load_lora_weights('{args.out}', weight_name='{LORA_WEIGHTS}')"
-        print(f'{args.out}: {which} weights of the LoRA; load with {load_with}')
-        return 0
-    index = Path(args.out) / 'model_index.json'
+        load_with = f"pipeline.load_lora_weights('{out}', weight_name='{LORA_WEIGHTS}')"
+        print(f'{out}: {which} weights of the LoRA; load with {load_with}')
+        return
+    index = Path(out) / 'model_index.json'
     kind = json.loads(index.read_text(encoding='utf-8'))['_class_name'] if index.exists() else 'AutoencoderKL'
-    missing = WITHOUT_T5 if index.exists() and 'text_encoder_3' in missing_parts(Path(args.out)) else ''
-    print(f"{args.out}: {which} weights; load with {kind}.from_pretrained('{args.out}'{missing})")
-    return 0
+    missing = WITHOUT_T5 if index.exists() and 'text_encoder_3' in missing_parts(Path(out)) else ''
+    print(f"{out}: {which} weights; load with {kind}.from_pretrained('{out}'{missing})")
 
 
 def write_folder(model: nn.Module, recipe: Recipe, folder: Path, precision: torch.dtype, *, lora: bool) -> str:

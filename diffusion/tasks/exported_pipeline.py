@@ -3,7 +3,6 @@
 Shapes: B images, C channels of the noise, H W its size.
 """
 
-import argparse
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,13 @@ from diffusion.compatibility.diffusers_versions import without_own_deprecations
 from diffusion.models.denoisers.mmdit import T5_LENGTH
 from diffusion.models.randomness import Purpose, draws_for
 from diffusion.models.sampler import scheduler_class
-from diffusion.tasks.argument_checks import check_pipeline, is_flow_scheduler, lora_file, missing_parts
+from diffusion.tasks.argument_checks import (
+    GenerateOptions,
+    check_pipeline,
+    is_flow_scheduler,
+    lora_file,
+    missing_parts,
+)
 
 
 class ExportedPipeline:
@@ -90,20 +95,21 @@ class ExportedPipeline:
         return (images / 2 + 0.5).clamp(0, 1) if is_pixels else images  # this pipeline returns pixels in [-1, 1]
 
 
-def draw_with_export(folder: Path, args: argparse.Namespace) -> Tensor:
+def draw_with_export(folder: Path, options: GenerateOptions) -> Tensor:
     """Generate one image per prompt with an exported pipeline, float32 [B, 3, height, width] in [0, 1].
 
     Args:
-        args: Arguments of `diffusion generate`, which `check_generate` has checked.
+        folder: Folder of the pipeline.
+        options: Options of `diffusion generate`, which `check_generate` has checked.
     """
-    pipeline = ExportedPipeline(folder, lora=None if args.lora is None else Path(args.lora))
+    pipeline = ExportedPipeline(folder, lora=None if options.lora is None else Path(options.lora))
     return pipeline.generate(
-        args.prompts,
-        negative_prompt=args.negative,
-        seeds=range(args.seed, args.seed + len(args.prompts)),
-        num_inference_steps=50 if args.steps is None else args.steps,
-        guidance_scale=7.5 if args.guidance is None else args.guidance,
-        noise_scheduler=args.scheduler or pipeline.noise_scheduler,
+        options.prompts,
+        negative_prompt=options.negative,
+        seeds=range(options.seed, options.seed + len(options.prompts)),
+        num_inference_steps=50 if options.steps is None else options.steps,
+        guidance_scale=7.5 if options.guidance is None else options.guidance,
+        noise_scheduler=options.scheduler or pipeline.noise_scheduler,
     )
 
 

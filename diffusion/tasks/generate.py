@@ -1,6 +1,5 @@
 """Generate images with a checkpoint or an exported pipeline: `task: generate` and `diffusion generate`."""
 
-import argparse
 import logging
 import re
 import time
@@ -17,7 +16,7 @@ from diffusion.config.load import Recipe, load
 from diffusion.errors import UserError
 from diffusion.evaluation.image_sheet import save_image, to_images
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.tasks.argument_checks import is_export
+from diffusion.tasks.argument_checks import GenerateOptions, is_export
 from diffusion.tasks.evaluate import trained_model
 from diffusion.tasks.exported_pipeline import draw_with_export
 from diffusion.training import components
@@ -63,23 +62,22 @@ def save_images(images: torch.Tensor, prompts: Sequence[str], folder: Path, *, s
     return files
 
 
-def run_generate(args: argparse.Namespace) -> int:
-    """Run `diffusion generate` with arguments that `check_generate` has checked; return the exit status."""
-    source = Path(args.source)
+def run_generate(options: GenerateOptions) -> None:
+    """Run `diffusion generate` with options that `check_generate` has checked."""
+    source = Path(options.source)
     if is_export(source):
-        images = draw_with_export(source, args)
-        files = save_images(images, args.prompts, Path(args.out or 'generated'), seed=args.seed)
+        images = draw_with_export(source, options)
+        files = save_images(images, options.prompts, Path(options.out), seed=options.seed)
         print(f'{len(files)} images in {files[0].parent}')
-        return 0
+        return
     with claimed_checkpoint(source, 'generate') as checkpoint:
         recipe = load(recipe_of_checkpoint(checkpoint), task='generate')
         recipe.checkpoint = str(checkpoint)
         recipe.trainer.pop('device', None)  # this machine may have another than the one that trained
         settings = recipe.generate
-        settings.prompts, settings.out = list(args.prompts), args.out or 'generated'
-        settings.seed, settings.negative_prompt, settings.weights = args.seed, args.negative, args.weights
-        settings.num_inference_steps = settings.num_inference_steps if args.steps is None else args.steps
-        settings.guidance_scale = settings.guidance_scale if args.guidance is None else args.guidance
-        settings.noise_scheduler = args.scheduler or settings.noise_scheduler
+        settings.prompts, settings.out = list(options.prompts), options.out
+        settings.seed, settings.negative_prompt, settings.weights = options.seed, options.negative, options.weights
+        settings.num_inference_steps = settings.num_inference_steps if options.steps is None else options.steps
+        settings.guidance_scale = settings.guidance_scale if options.guidance is None else options.guidance
+        settings.noise_scheduler = options.scheduler or settings.noise_scheduler
         generate(recipe)
-    return 0

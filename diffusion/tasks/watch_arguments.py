@@ -1,66 +1,119 @@
-"""Arguments of `diffusion watch`, checked without importing torch."""
+"""Options of `diffusion watch`, checked without importing torch."""
 
-import argparse
 import logging
+import signal
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import FrameType
+from typing import Annotated
 
 from diffusion.config.image_metrics import IMAGE_METRICS, image_metrics_problems
+from diffusion.config.options import Count, Option, Overrides, option_words
 from diffusion.config.schema import did_you_mean
 from diffusion.errors import ExternalError, UserError
 from diffusion.launch.free_nodes import free_nodes
 from diffusion.launch.job_checks import check_jobs, load_job_spec
 from diffusion.launch.job_spec import JobSpec, seconds_of
 from diffusion.storage.places import is_url
-from diffusion.tasks.watch import WatchSettings, evaluation_command, launch_command
+from diffusion.tasks.argument_checks import EvaluationOptions
+from diffusion.tasks.run_recipe import configure_logging
+from diffusion.tasks.watch import Policy, Watcher, WatchSettings, evaluation_command, launch_command
 
 log = logging.getLogger(__name__)
 
 LOCAL_LEASE, JOB_LEASE = '10m', '12h'
 
 
-def watch_settings(args: argparse.Namespace) -> WatchSettings:
+@dataclass
+class WatchOptions:
+    """Options of `diffusion watch`."""
+
+    run: Annotated[str, Option(positional=True, files=True)]
+    """Folder or URL of a run."""
+    overrides: Overrides = field(default_factory=list)
+    """Overrides of values of the run's recipe, or of the job."""
+    policy: Policy = 'every'
+    """Evaluate every checkpoint, oldest first, or only the latest at any time."""
+    checkpoints: Annotated[list[str], Option('NAMES', commas=True)] = field(default_factory=list)
+    """Comma-separated names of the only checkpoints to evaluate, such as ba1000,ba2000 (default: all)."""
+    keep_best: Annotated[str | None, Option('METRIC[:N]')] = None
+    """Pin the N checkpoints with the best values, so that the run keeps them (default: pin none; N: 1)."""
+    launch: Annotated[str | None, Option('SPEC', files=True)] = None
+    """Job YAML, submitted for each checkpoint (default: evaluate on this machine)."""
+    max_nodes: Count | None = None
+    """Give each job as many nodes as Slurm or Kubernetes has free, at most N (default: the job YAML's number)."""
+    processes: Count = 1
+    """Number of processes, one per GPU."""
+    jobs: Count = 1
+    """Maximum number of evaluations at once."""
+    lease: Annotated[str | None, Option('TIME')] = None
+    """Time without a sign of life after which an evaluation is repeated, such as 6h (default: 10m on this machine, 12h
+    for jobs, which includes their time in the queue)."""
+    poll: Annotated[str, Option('TIME')] = '30s'
+    """Time between two searches for new checkpoints."""
+    once: bool = False
+    """End when all checkpoints are evaluated (default: wait for new ones)."""
+
+
+def run_watch(options: WatchOptions, evaluation: EvaluationOptions) -> int:
+    """Run `diffusion watch`, and return the exit status."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    settings = watch_settings(options, evaluation)
+    configure_logging()
+    signal.signal(signal.SIGTERM, stop)
+    Watcher(settings).run()
+    return 0
+
+
+def watch_settings(options: WatchOptions, evaluation: EvaluationOptions) -> WatchSettings:
     """Return the settings of a watcher.
 
     Raises:
         UserError: The run does not exist, or an option is out of range or contradicts another.
     """
-    run = args.run_place if is_url(args.run_place) else str(Path(args.run_place).absolute())
+    run = options.run if is_url(options.run) else str(Path(options.run).absolute())
     if not is_url(run) and not Path(run).is_dir():
-        raise UserError(f'{args.run_place}: is not a folder; give the folder or URL of a run')
-    options = _evaluation_options(args)
-    metrics = list(args.metrics or ())
-    if args.launch is not None:
-        if options or args.processes != 1:
+        raise UserError(f'{options.run}: is not a folder; give the folder or URL of a run')
+    for key, problem in image_metrics_problems(vars(evaluation)).items():
+        raise UserError(f'{key}: {problem}')
+    given = evaluation.given()
+    if options.launch is not None:
+        if given or options.processes != 1:
             raise UserError(
                 '--launch: the recipe of the job names the evaluators and their settings, and the job its processes; '
                 'set them there, or as KEY=VALUE, such as overrides.evaluators.image_metrics.metrics=[fid]'
             )
-        checked = check_jobs(load_job_spec(args.launch, args.overrides), args.launch)
+        checked = check_jobs(load_job_spec(options.launch, options.overrides), options.launch)
         spec, nodes = checked.spec, None
-        if args.max_nodes is not None:
-            if args.max_nodes < spec.nodes:
-                raise UserError(f'--max-nodes: {args.max_nodes} is less than the {spec.nodes} nodes of {args.launch}')
+        if options.max_nodes is not None:
+            if options.max_nodes < spec.nodes:
+                raise UserError(
+                    f'--max-nodes: {options.max_nodes} is less than the {spec.nodes} nodes of {options.launch}'
+                )
             free_nodes(spec)  # a mistake here is better than at the first checkpoint
-            nodes = partial(nodes_of_job, spec, args.max_nodes)
-        command = launch_command(args.launch, spec.name, run, args.overrides, nodes)
+            nodes = partial(nodes_of_job, spec, options.max_nodes)
+        command = launch_command(options.launch, spec.name, run, options.overrides, nodes)
     else:
-        if args.max_nodes is not None:
+        if options.max_nodes is not None:
             raise UserError('--max-nodes: sizes the jobs of --launch; add that, or remove it')
-        command = evaluation_command([*args.overrides, *options], args.processes)
-    lease = seconds_of(args.lease or (LOCAL_LEASE if args.launch is None else JOB_LEASE))
+        command = evaluation_command([*options.overrides, *option_words(evaluation)], options.processes)
+    lease = seconds_of(options.lease or (LOCAL_LEASE if options.launch is None else JOB_LEASE))
     return WatchSettings(
         run,
         command,
-        policy=args.policy,
-        only=args.checkpoints,
-        metrics=metrics,
-        jobs=args.jobs,
-        keep_best=_best(args.keep_best),
+        policy=options.policy,
+        only=options.checkpoints,
+        metrics=evaluation.metrics or [],
+        jobs=options.jobs,
+        keep_best=_best(options.keep_best),
         lease_seconds=lease,
-        elsewhere=args.launch is not None,
-        poll_seconds=seconds_of(args.poll),
-        once=args.once,
+        elsewhere=options.launch is not None,
+        poll_seconds=seconds_of(options.poll),
+        once=options.once,
     )
 
 
@@ -84,25 +137,3 @@ def _best(text: str | None) -> tuple[str, int] | None:
     if count and (not count.isdecimal() or int(count) < 1):
         raise UserError(f'--keep-best: {count!r} is not a positive number of checkpoints')
     return metric, int(count or 1)
-
-
-def _evaluation_options(args: argparse.Namespace) -> list[str]:
-    """Return the options of `diffusion evaluate` that `diffusion watch` was given."""
-    for key, problem in image_metrics_problems({'metrics': args.metrics, 'guidance_scales': args.guidance}).items():
-        raise UserError(f'{key}: {problem}')
-    given = {
-        '--metrics': args.metrics and ','.join(args.metrics),
-        '--guidance': args.guidance and ','.join(f'{scale:g}' for scale in args.guidance),
-        '--prompts': args.prompts,
-        '--prompt-column': args.prompt_column,
-        '--images': args.images,
-        '--reference': args.reference,
-        '--steps': args.steps,
-        '--batch-size': args.batch_size,
-        '--layout': args.layout,
-    }
-    words = [f'{option}={value}' for option, value in given.items() if value is not None]
-    words += [f'--network={name}={source}' for name, source in args.network]
-    if words and args.metrics is None:
-        raise UserError('--metrics: the other options need it; add for example --metrics fid,clip_score')
-    return words

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from argparse import Namespace
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from diffusion.launch.run_id import create_run_id
 from diffusion.launch.run_lock import Owner
 from diffusion.tasks import evaluate as evaluation
 from diffusion.tasks import export as exporting
+from diffusion.tasks.argument_checks import GenerateOptions
 from diffusion.tasks.generate import run_generate
 from diffusion.training.train import build_trainer, train
 
@@ -185,19 +185,7 @@ def test_evaluation_export_and_generation_claim_what_they_read(trained, tmp_path
     monkeypatch.setattr(exporting, 'model_card', card)
     evaluation.evaluate(load(trained, task='evaluate'))
     exporting.export(recipe.run_dir, tmp_path / 'export')
-    run_generate(
-        Namespace(
-            source=recipe.run_dir,
-            prompts=['a'],
-            out=tmp_path / 'images',
-            seed=0,
-            negative='',
-            weights=None,
-            steps=1,
-            guidance=None,
-            scheduler=None,
-        )
-    )
+    run_generate(GenerateOptions(str(recipe.run_dir), ['a'], out=str(tmp_path / 'images'), steps=1))
     assert held == [{2}] * 4, 'evaluation, export with its card, generation'
     assert claim_files(recipe.run_dir) == []
 

@@ -1,6 +1,5 @@
 """Preparing a folder of images: buckets, captions, rejections and exit codes."""
 
-import argparse
 import io
 import json
 from pathlib import Path
@@ -12,6 +11,7 @@ from PIL import Image
 from shards import open_shards
 from streaming.base.format import reader_from_json
 
+from diffusion.cli import CommandParser
 from diffusion.prepare import cli
 from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.pipeline import prepare
@@ -222,7 +222,7 @@ def test_invalid_arguments_are_errors(source: Path, out: Path, tmp_path: Path) -
 
 
 def run(*arguments: object) -> int:
-    parser = argparse.ArgumentParser()
+    parser = CommandParser()
     cli.add_arguments(parser)
     return cli.run_prepare(parser.parse_args([str(argument) for argument in arguments]))
 

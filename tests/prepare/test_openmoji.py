@@ -1,6 +1,5 @@
 """OpenMoji source: selection, rendering, splits and reproducibility."""
 
-import argparse
 import io
 import json
 import re
@@ -14,7 +13,7 @@ import yaml
 from drawn import samples, snapshot
 from PIL import Image
 
-from diffusion.cli import main
+from diffusion.cli import CommandParser, main
 from diffusion.prepare import cli, openmoji
 from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.engines import run_job
@@ -149,7 +148,7 @@ def test_missing_package_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_command_prints_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
+    parser = CommandParser()
     cli.add_arguments(parser)
     out = str(tmp_path / 'out')
     command = ['openmoji', '--out', out, '--sizes', '16', '--limit', '2', '--offset', '1', '--select', 'named']
@@ -162,8 +161,8 @@ def test_command_prints_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_adding_arguments_imports_nothing_heavy() -> None:
     code = (
-        'import argparse, sys; from diffusion.prepare.cli import add_arguments; '
-        'add_arguments(argparse.ArgumentParser()); print({"torch", "streaming", "PIL", "numpy"} & set(sys.modules))'
+        'import sys; from diffusion import cli; from diffusion.prepare.cli import add_arguments; '
+        'add_arguments(cli.CommandParser()); print({"torch", "streaming", "PIL", "numpy"} & set(sys.modules))'
     )
     output = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout
     assert output == 'set()\n'

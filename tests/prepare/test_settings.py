@@ -1,12 +1,12 @@
 """Settings from YAML files and the command line, and error messages for mistakes."""
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from diffusion import cli as command
+from diffusion.cli import CommandParser
 from diffusion.config.load import RecipeError
 from diffusion.config.schema import field_docs
 from diffusion.prepare import cli
@@ -18,7 +18,7 @@ VALID: dict[str, Any] = {'source': {'kind': 'webdataset', 'location': 'tars'}, '
 
 
 def parsed(*arguments: str) -> PrepareSettings:
-    parser = argparse.ArgumentParser()
+    parser = CommandParser()
     cli.add_arguments(parser)
     return cli._settings(parser.parse_args(arguments))
 

@@ -52,7 +52,7 @@ class RecipeError(UserError):
         super().__init__('\n  '.join([f'{path or "the recipe"} has {count}:', *lines]))
 
 
-SHARDING = '; SHARD_GRAD_OP is strategy: fsdp2 with reshard_after_forward: false, and FULL_SHARD with true'
+SHARDING = ' (SHARD_GRAD_OP is strategy: fsdp2 with reshard_after_forward: false, and FULL_SHARD with true)'
 """Addition to the message about a wrong strategy or an unknown key in `parallelism`."""
 UNUSED_SECTIONS = {
     'train': ('precompute', 'generate'),

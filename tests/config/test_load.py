@@ -179,12 +179,12 @@ WRONG = {
     'fsdp1': (
         {'parallelism': {'strategy': 'fsdp1'}},
         [],
-        "parallelism.strategy: 'fsdp1' is not one of ddp, fsdp2; .*; SHARD_GRAD_OP is strategy: fsdp2 with reshard",
+        r"parallelism.strategy: 'fsdp1' is not one of ddp, fsdp2; .* \(SHARD_GRAD_OP is strategy: fsdp2 with reshard",
     ),
     'sharding strategy of FSDP1': (
         {'parallelism': {'sharding_strategy': 'SHARD_GRAD_OP'}},
         [],
-        'parallelism.sharding_strategy: unknown key; .*; SHARD_GRAD_OP is strategy: fsdp2 with reshard',
+        r'parallelism.sharding_strategy: unknown key; .* \(SHARD_GRAD_OP is strategy: fsdp2 with reshard',
     ),
     'automatic microbatch': ({}, ['device_train_microbatch_size=auto'], "'auto' is not an integer"),
     "file name of Composer's checkpoints": (

@@ -11,7 +11,7 @@ from diffusion.launch.bounded_call import storage_problem, within_limit
 from diffusion.launch.exit_file import BEGIN, append_exit_line
 from diffusion.launch.run_status import newest_batch
 from diffusion.launch.stop_signals import describe_loss
-from diffusion.storage.places import files_of_run, is_url
+from diffusion.storage.places import files_of_run
 
 
 class NodeRecords:
@@ -69,7 +69,7 @@ class NodeRecords:
 
         def list_checkpoints() -> None:
             files = files_of_run(self.run)
-            saved.append(newest_batch(files, files.list(), in_bucket=is_url(self.run)) or 0)
+            saved.append(newest_batch(files, files.list()) or 0)
 
         within_limit(list_checkpoints)
         return describe_loss(attempt.last or 0, max(saved) or None)

@@ -15,7 +15,7 @@ from diffusion.launch import attempts, lock_content, node_status, run_lock
 from diffusion.launch.attempts import Attempt
 from diffusion.launch.node_status import NodeStatus
 from diffusion.storage.json_lines import parse_json_lines
-from diffusion.storage.places import PATIENT, Listing, LocalPlace, Place, files_of_run, is_url
+from diffusion.storage.places import PATIENT, Listing, LocalPlace, Place, StorePlace, files_of_run, is_url
 
 # Files that training writes. The modules that write them import PyTorch, which this package does not.
 METRICS, TRAIN_LOSS, RECIPE, RECEIPT = 'metrics.jsonl', 'loss/train/total', 'recipe.yaml', 'receipt.json'
@@ -85,7 +85,7 @@ def inspect_run(run: Path | str) -> RunReport:
     """
     files = files_of_run(run, PATIENT)
     listing, lock = files.list(), lock_content.RunLock(run)
-    saved = newest_batch(files, listing, in_bucket=is_url(run))
+    saved = newest_batch(files, listing)
     newest = None if saved is None else files.locate(f'ba{saved}')
     known = {METRICS, lock_content.LOCK, attempts.ATTEMPTS, node_status.FOLDER}
     if saved is None and not known & {*listing.files, *listing.folders}:
@@ -129,19 +129,18 @@ def inspect_run(run: Path | str) -> RunReport:
     return report
 
 
-def newest_batch(files: Place, listing: Listing, *, in_bucket: bool) -> int | None:
+def newest_batch(files: Place, listing: Listing) -> int | None:
     """Return the batch of a run's newest checkpoint; None if there is none.
 
     Args:
         files: The files of the run.
         listing: Their listing.
-        in_bucket: True if they are objects.
 
     Raises:
         OSError: The storage fails.
     """
     batches = sorted(int(name[2:]) for name in listing.folders if name[:2] == 'ba' and name[2:].isdigit())
-    if in_bucket:
+    if isinstance(files, StorePlace):
         # Until its receipt is there, a checkpoint is being uploaded, or was not uploaded completely.
         return next((each for each in reversed(batches) if files.read(f'ba{each}/{RECEIPT}') is not None), None)
     return batches[-1] if batches else None

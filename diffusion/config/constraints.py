@@ -133,19 +133,23 @@ def defaults(**values: Any) -> Callable[[Function], Function]:
 
 
 def full_signature(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a function or class, with the keywords of a TypedDict in place of `**keywords`."""
+    """Return the signature of a function or class, with the keywords of a TypedDict in place of `**keywords`.
+
+    Annotations are without meanings, which `inspect.signature` and `help` would show at length.
+    """
     signature = inspect.signature(function)
     init = function.__init__ if inspect.isclass(function) else function
     values = getattr(init, 'keyword_defaults', {})
     found = []
     for each in signature.parameters.values():
         if get_origin(each.annotation) is not Unpack:
-            found.append(each)
+            found.append(each.replace(annotation=_without_meanings(each.annotation)))
             continue
         for name, hint in get_type_hints(*get_args(each.annotation), include_extras=True).items():
             default = next((extra.value for extra in extras_of(hint) if isinstance(extra, Default)), each.empty)
             default = values.get(name, default)
-            found.append(inspect.Parameter(name, each.KEYWORD_ONLY, default=default, annotation=hint))
+            plain = _without_meanings(hint)
+            found.append(inspect.Parameter(name, each.KEYWORD_ONLY, default=default, annotation=plain))
     return signature.replace(parameters=found)
 
 
@@ -166,6 +170,14 @@ def declared(annotation: Any) -> tuple[Constraint, ...]:
 def plain_type(annotation: Any) -> Any:
     """Return an evaluated annotation without the constraints and meanings that it declares."""
     return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def _without_meanings(annotation: Any) -> Any:
+    """Return an evaluated annotation with its constraints, but nothing else that it declares."""
+    if get_origin(annotation) is not Annotated:
+        return annotation
+    constraints = declared(annotation)
+    return Annotated[(plain_type(annotation), *constraints)] if constraints else plain_type(annotation)
 
 
 def extras_of(annotation: Any) -> list[Any]:

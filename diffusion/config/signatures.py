@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Union
 
-from diffusion.config.constraints import CONSTRAINTS, Constraint, declared, extras_of, full_signature, plain_type
+from diffusion.config.constraints import CONSTRAINTS, Constraint, declared, full_signature, plain_type
 from diffusion.config.keyword_meaning import (
     MEANINGS,
     NAMED_MEANINGS,
@@ -108,7 +108,6 @@ def of_object(target: Any) -> Signature:
             p.default is p.empty,
             declared(p.annotation),
             None if p.default is p.empty else p.default,
-            tuple(each for each in extras_of(p.annotation) if isinstance(each, Meaning)),
         )
         for p in named
     )

@@ -183,11 +183,11 @@ def training(parts: Parts, folder: str, batches: int) -> Iterator[dict[str, floa
     from torch.distributed.device_mesh import init_device_mesh
 
     from diffusion.algorithms.ema import EMA
-    from diffusion.callbacks.heartbeat import Heartbeat
     from diffusion.callbacks.loss_guard import LossGuard
     from diffusion.callbacks.preemption import Preemption
-    from diffusion.loggers.console_lines import ConsoleLines
+    from diffusion.callbacks.status_updates import Heartbeat
     from diffusion.loggers.metrics_file import MetricsFile
+    from diffusion.loggers.progress_lines import ConsoleLines
 
     store = torch.distributed.FileStore(f'{folder}/store', 1)  # type: ignore[reportPrivateImportUsage]
     torch.distributed.init_process_group('gloo', store=store, rank=0, world_size=1)

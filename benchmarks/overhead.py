@@ -34,8 +34,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from diffusion.callbacks.loss_guard import LossGuard
-from diffusion.loggers.console_lines import ConsoleLines
 from diffusion.loggers.metrics_file import MetricsFile
+from diffusion.loggers.progress_lines import ConsoleLines
 from diffusion.models import batch_keys
 from diffusion.models.builders import tiny
 from diffusion.models.latent_diffusion import LatentDiffusion

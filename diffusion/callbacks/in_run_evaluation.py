@@ -15,11 +15,16 @@ from composer.utils import create_interval_scheduler, dist
 from diffusion.algorithms.average import unwrapped
 from diffusion.algorithms.ema import averaged_weights
 from diffusion.callbacks.evaluation_results import EvaluationResults
-from diffusion.callbacks.heartbeat import Heartbeat
 from diffusion.callbacks.preemption import Preemption
+from diffusion.callbacks.status_updates import Heartbeat
 from diffusion.errors import ExternalError, UserError
-from diffusion.evaluation.evaluated_checkpoint import EvaluatedCheckpoint, EvaluationResult, results_of, write_results
-from diffusion.evaluation.gather import RaiseTogether
+from diffusion.evaluation.evaluated_checkpoint import (
+    EvaluatedCheckpoint,
+    EvaluationResult,
+    RaiseTogether,
+    results_of,
+    write_results,
+)
 from diffusion.models.frozen_parts import evaluating
 
 log = logging.getLogger(__name__)

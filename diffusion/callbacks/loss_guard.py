@@ -25,8 +25,8 @@ from diffusion.algorithms.gradient_norms import (
     summarize_gradients,
 )
 from diffusion.callbacks.host_copy import HostCopy
+from diffusion.callbacks.preemption import save_now
 from diffusion.callbacks.reduce_once import samples_in
-from diffusion.callbacks.save_now import save_now
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.storage.own_files import append_text

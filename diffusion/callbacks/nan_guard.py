@@ -21,7 +21,7 @@ from diffusion.callbacks.loss_guard import (
     samples_of,
     suspects,
 )
-from diffusion.callbacks.save_now import SavesInTime
+from diffusion.callbacks.preemption import SavesInTime
 from diffusion.compatibility.private_names import tree_map
 from diffusion.models import batch_keys
 

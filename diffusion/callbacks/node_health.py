@@ -14,8 +14,7 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from diffusion.callbacks.preemption import is_last_batch
-from diffusion.callbacks.save_now import save_now
+from diffusion.callbacks.preemption import is_last_batch, save_now
 from diffusion.errors import UserError
 from diffusion.exit_codes import HardwareFault, Preempted
 from diffusion.launch.environment import machine_name

@@ -1,4 +1,7 @@
-"""Graceful stop: on SIGTERM, SIGUSR1, SIGHUP or Ctrl-C save a checkpoint and raise `Preempted` (exit status 75)."""
+"""Graceful stop: on SIGTERM, SIGUSR1, SIGHUP or Ctrl-C save a checkpoint and raise `Preempted` (exit status 75).
+
+Also the immediate save that it and other callbacks make before a run stops.
+"""
 
 import logging
 import os
@@ -8,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from composer.callbacks import CheckpointSaver
@@ -18,7 +21,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from diffusion.callbacks.host_copy import HostCopy
-from diffusion.callbacks.save_now import save_now
+from diffusion.compatibility.private_names import private_attribute
 from diffusion.exit_codes import INTERRUPTED, Preempted
 from diffusion.launch.node_settings import worker_notice_seconds
 from diffusion.launch.stop_signals import (
@@ -210,3 +213,40 @@ def is_last_batch(state: State) -> bool:
     # Composer's timestamp at BATCH_CHECKPOINT has not counted the epoch yet that ends with this batch.
     last_of_epoch = state.timestamp.batch_in_epoch.value == state.dataloader_len
     return last_of_epoch and state.timestamp.to_next_epoch() >= end
+
+
+@runtime_checkable
+class SavesInTime(Protocol):
+    """A saver that may have a save in the background, and chooses what to finish in the time that is left."""
+
+    def save_in_time(self, state: State, logger: Logger, notice_seconds: float | None) -> None: ...
+
+    def finish_save(self, logger: Logger) -> None: ...
+
+
+def save_now(state: State, logger: Logger, *, notice_seconds: float | None = None) -> str | None:
+    """Save a checkpoint immediately, unless this batch already has one; a collective, which every rank must call.
+
+    Args:
+        notice_seconds: Seconds until this process is killed; None if it is not, or not known on this rank.
+
+    Returns:
+        The path or remote name of the newest checkpoint: that of this batch, or an earlier one if the time suffices
+        only to finish a save in the background. None if the run does not save resumable checkpoints.
+    """
+    # A saver of weights only does not count: a run cannot resume from its files.
+    savers = [callback for callback in state.callbacks if isinstance(callback, CheckpointSaver)]
+    saver = next((saver for saver in savers if not saver.weights_only), None)
+    if saver is None:
+        return None
+    # This method is private; its public caller, Trainer.save_checkpoint_to_save_folder, is not available to callbacks.
+    if saver.last_checkpoint_batch != state.timestamp.batch:
+        if isinstance(saver, SavesInTime):
+            saver.save_in_time(state, logger, notice_seconds)
+        else:
+            private_attribute(saver, '_save_checkpoint')(state, logger)
+    if saver.remote_uploader is not None and saver.remote_file_name is not None:
+        # The local path would be useless: it is in a temporary folder.
+        return saver.remote_file_name.format(state)
+    # Composer's saver has the paths only on the ranks that write; the others format the file name.
+    return str(saver.saved_checkpoints[-1]) if saver.saved_checkpoints else saver.filename.format(state)

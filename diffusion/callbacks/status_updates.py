@@ -1,4 +1,4 @@
-"""Callback that keeps the status files of a run up to date, which `diffusion status` reads."""
+"""Callbacks that keep status files up to date: those of `diffusion status`, and the heartbeat that reveals hangs."""
 
 import time
 from collections.abc import Callable
@@ -9,8 +9,8 @@ from composer.loggers import Logger
 
 from diffusion.launch import attempt_recorder, node_status
 from diffusion.launch.attempts import Attempt
-from diffusion.loggers.batch_timer import BatchTimer
-from diffusion.loggers.console_lines import total_batches
+from diffusion.launch.heartbeat_file import SAVING, TRAINING, write_rank_heartbeat
+from diffusion.loggers.progress_lines import BatchTimer, total_batches
 
 RECORD_SECONDS = 30.0
 """Interval at which the progress of an attempt is recorded, for the case that this process is killed."""
@@ -93,3 +93,30 @@ class RunStatus(Callback):
             self._recorded_at = now
             attempt_recorder.record(self.run, 'progress', attempt)
             self.on_record()
+
+
+_BEFORE_SLOW_WORK = {Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT, Event.EVAL_START, Event.FIT_END}
+"""Events before work that can take much longer than a batch: saves, evaluations and uploads."""
+
+
+class Heartbeat(Callback):
+    """Callback that updates this rank's heartbeat file before each batch, save and evaluation, to reveal hangs."""
+
+    def __init__(self) -> None:
+        self._first: tuple[int, float] | None = None
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        # The event is BEFORE_DATALOADER instead of BATCH_START, so that a batch includes the wait for its data.
+        if event is Event.BEFORE_DATALOADER:
+            self._beat(state, TRAINING)
+        elif event in _BEFORE_SLOW_WORK:
+            self._beat(state, SAVING)
+
+    def beat_in_slow_work(self, state: State) -> None:
+        """Update the heartbeat file; other callbacks call this within work that takes much longer than a batch."""
+        self._beat(state, SAVING)
+
+    def _beat(self, state: State, doing: str) -> None:
+        batch = state.timestamp.batch.value
+        self._first = self._first or (batch, time.monotonic())
+        write_rank_heartbeat(batch, doing, *self._first)

@@ -71,7 +71,7 @@ TARGETS: dict[str, dict[str, Any]] = {
         'speed_monitor': 'composer.callbacks.speed_monitor:SpeedMonitor',
     },
     'logger': {
-        'console_lines': 'diffusion.loggers.console_lines:ConsoleLines',
+        'console_lines': 'diffusion.loggers.progress_lines:ConsoleLines',
         'json_lines': 'diffusion.loggers.prometheus:JSONLines',
         'metrics_file': 'diffusion.loggers.metrics_file:MetricsFile',
         'prometheus_file': 'diffusion.loggers.prometheus:PrometheusFile',

@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 from urllib.error import URLError
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import CLIPVisionModelWithProjection
 from xxhash import xxh3_128
 
 from diffusion.errors import ExternalError, UserError
-from diffusion.evaluation.resize import bicubic_resize, clean_resize
 from diffusion.models.pretrained import load_pretrained
 from diffusion.models.representation_alignment import IMAGENET_MEAN, IMAGENET_STD, load_feature_encoder
 from diffusion.storage.refused_pickles import code_to_run
@@ -45,7 +47,7 @@ class FeatureNetwork(nn.Module, ABC):
 
     Args:
         side: S, width and height of the network's input.
-        resize: `clean` for `resize.clean_resize`, `bicubic` for `resize.bicubic_resize`.
+        resize: `clean` for `clean_resize`, `bicubic` for `bicubic_resize`.
         mean: Mean of each color, subtracted from pixels in [0, 1].
         std: Divisor of each color after that.
     """
@@ -225,3 +227,34 @@ def _import(module: str, extra: str) -> Any:
         return import_module(module)
     except ModuleNotFoundError as error:
         raise UserError(f"{module.split('.')[0]} is not installed; pip install 'diffusion-recipes[{extra}]'") from error
+
+
+def clean_resize(image: Tensor, side: int) -> Tensor:
+    """Resize an image with an antialiased bicubic filter and without rounding, as clean-fid does.
+
+    Parmar et al., https://arxiv.org/abs/2104.11222: without antialiasing, or with rounding to 8 bits, FID changes by
+    more than the difference between good models.
+
+    Args:
+        image: uint8 [3, H, W].
+        side: Width and height of the result.
+
+    Returns:
+        float32 [3, side, side], from 0 to 255.
+    """
+    planes = [Image.fromarray(plane.astype(np.float32)) for plane in image.cpu().numpy()]
+    resized = [np.asarray(plane.resize((side, side), Image.Resampling.BICUBIC)) for plane in planes]
+    return torch.from_numpy(np.stack(resized).clip(0, 255))
+
+
+def bicubic_resize(image: Tensor, side: int) -> Tensor:
+    """Resize an image with PyTorch's bicubic interpolation, as the authors of CMMD do: without antialiasing.
+
+    Args:
+        image: uint8 [3, H, W].
+        side: Width and height of the result.
+
+    Returns:
+        float32 [3, side, side]; about 0 to 255, since the filter overshoots.
+    """
+    return functional.interpolate(image[None].float(), (side, side), mode='bicubic')[0]

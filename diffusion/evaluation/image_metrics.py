@@ -1,7 +1,11 @@
 """Evaluator `image_metrics`: generate images at several guidance scales, and measure their quality."""
 
+import json
 import logging
-from collections.abc import Mapping, Sequence
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -11,16 +15,20 @@ from torch import Tensor
 
 from diffusion.config.image_metrics import IMAGE_METRICS, image_metrics_problems
 from diffusion.errors import UserError
-from diffusion.evaluation.evaluated_checkpoint import EvaluatedCheckpoint, EvaluationResult
+from diffusion.evaluation.evaluated_checkpoint import (
+    EvaluatedCheckpoint,
+    EvaluationResult,
+    RaiseTogether,
+    from_rank_zero,
+    gather_rows,
+)
 from diffusion.evaluation.feature_networks import FeatureNetwork
-from diffusion.evaluation.gather import RaiseTogether, from_rank_zero, gather_rows
 from diffusion.evaluation.generated_images import GeneratedImages, Sampling
-from diffusion.evaluation.metrics import DISTANCES, build_network
+from diffusion.evaluation.metrics import DISTANCES, TextImageScore, build_network
 from diffusion.evaluation.prompts import OWN, Prompt, caption_prompts, categories, own_prompts, read_prompts
 from diffusion.evaluation.reference_images import DatasetImages, FolderImages, ReferenceFeatures, ReferenceImages
-from diffusion.evaluation.scorer_layouts import LAYOUTS
-from diffusion.evaluation.text_image_scores import TextImageScore
 from diffusion.launch.evaluation_claims import EVALUATIONS
+from diffusion.storage.atomic import atomic_folder
 
 log = logging.getLogger(__name__)
 
@@ -251,3 +259,67 @@ class ImageMetrics:
 
     def _relative(self, checkpoint: EvaluatedCheckpoint, folder: Path) -> str:
         return folder.relative_to(checkpoint.run_dir).as_posix()
+
+
+def write_geneval(images: GeneratedImages, prompts: Sequence[Prompt], per_prompt: int, folder: Path) -> None:
+    """Write images as `00000/samples/0000.png` with `00000/metadata.jsonl`, for `evaluate_images.py` of GenEval.
+
+    Source: https://github.com/djghosh13/geneval. The prompts must come from its `evaluation_metadata.jsonl`.
+
+    Args:
+        images: The images, `per_prompt` in a row for each prompt.
+        prompts: One per image.
+        per_prompt: Images per prompt; GenEval takes 4.
+        folder: New folder; replaced if it exists.
+
+    Raises:
+        UserError: The prompts have no metadata, or an image is missing in this folder since another node has it.
+    """
+    with _replaced(folder) as unfinished:
+        for index, prompt in enumerate(prompts):
+            if 'include' not in prompt.metadata:
+                raise UserError(
+                    f'layout: the prompt {prompt.text!r} has no metadata of GenEval; use evaluation_metadata.jsonl of '
+                    'its authors as prompts'
+                )
+            target = unfinished / f'{index // per_prompt:05d}'
+            if index % per_prompt == 0:
+                (target / 'samples').mkdir(parents=True)
+                (target / 'metadata.jsonl').write_text(json.dumps(prompt.metadata), encoding='utf-8')
+            _copy(images.path(index), target / 'samples' / f'{index % per_prompt:04d}.png')
+
+
+def write_t2i_compbench(images: GeneratedImages, prompts: Sequence[Prompt], per_prompt: int, folder: Path) -> None:
+    """Write images as `samples/PROMPT_000012.png`, for the scorers of T2I-CompBench, which read the prompt there.
+
+    Source: https://github.com/Karine-Huang/T2I-CompBench. Arguments and errors as for `write_geneval`.
+    """
+    with _replaced(folder) as unfinished:
+        (unfinished / 'samples').mkdir()
+        for index, prompt in enumerate(prompts):
+            name = re.sub(r'[/\x00-\x1f]', ' ', prompt.text).strip()
+            # File names have at most 255 bytes; the prompts of the benchmark are far shorter.
+            name = name.encode()[:230].decode(errors='ignore')
+            _copy(images.path(index), unfinished / 'samples' / f'{name}_{index:06d}.png')
+
+
+LAYOUTS: dict[str, Callable[[GeneratedImages, Sequence[Prompt], int, Path], None]] = {
+    'geneval': write_geneval,
+    't2i_compbench': write_t2i_compbench,
+}
+
+
+def _replaced(folder: Path) -> AbstractContextManager[Path]:
+    """Return the context of a new folder, after removing the one of an earlier evaluation."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    return atomic_folder(folder)
+
+
+def _copy(source: Path, target: Path) -> None:
+    try:
+        shutil.copyfile(source, target)
+    except FileNotFoundError as error:
+        raise UserError(
+            f'layout: {source} is not on this node; write layouts on one node, or into a folder that all nodes share'
+        ) from error

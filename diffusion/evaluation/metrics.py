@@ -1,22 +1,253 @@
-"""Computation of the metrics of `diffusion.config.image_metrics`, and loading of their networks."""
+"""Metrics of `diffusion.config.image_metrics`: distances between sets of images, scores of images, and their networks.
 
-from collections.abc import Callable, Mapping
+Distances are computed on features; a feature network gives one row per image. They compute in float64, on the device of
+their arguments, and do not depend on the order of the rows. `DISTANCES` chooses the features that a distance is named
+after (Inception, CLIP, DINOv2).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal, cast
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import CLIPImageProcessor, CLIPModel
 
+from diffusion.compatibility.transformers_versions import clip_features, fast_tokenizer
 from diffusion.config.image_metrics import NETWORKS
 from diffusion.config.weight_sources import COMMIT
 from diffusion.errors import UserError
-from diffusion.evaluation.distances import (
-    Moments,
-    frechet_distance,
-    gaussian_distance,
-    kernel_distance,
-    precision_and_recall,
-)
 from diffusion.evaluation.feature_networks import Clip, Dino, EfficientNetLite0, FeatureNetwork, Inception
-from diffusion.evaluation.text_image_scores import TextImageScore
+from diffusion.models.pretrained import load_pretrained
+
+BLOCK_ROWS = 4096
+"""Rows of a block of a matrix of distances or kernel values: 134 MB with as many columns."""
+CMMD_SIGMA = 10.0
+"""Width of the Gaussian kernel of CMMD."""
+CMMD_SCALE = 1000.0
+"""Factor of CMMD, which brings its values near those of FID."""
+NEIGHBORS = 3
+"""Neighbors that define the manifold of precision and recall."""
+
+
+@dataclass
+class Moments:
+    """Number, sum and sum of outer products of features, which add up over batches and ranks.
+
+    Args:
+        total: Sum of the features, float64 [D].
+        products: Sum of the outer products of the features, float64 [D, D].
+    """
+
+    count: int
+    total: Tensor
+    products: Tensor
+
+    @classmethod
+    def of(cls, features: Tensor) -> 'Moments':
+        """Return the moments of features [N, D]."""
+        rows = features.double()
+        return cls(len(rows), rows.sum(dim=0), rows.T @ rows)
+
+    def __add__(self, other: 'Moments') -> 'Moments':
+        return Moments(self.count + other.count, self.total + other.total, self.products + other.products)
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean of the features, float64 [D]."""
+        return self.total / self.count
+
+    @property
+    def covariance(self) -> Tensor:
+        """Unbiased covariance of the features, float64 [D, D]."""
+        mean = self.mean
+        return (self.products - self.count * torch.outer(mean, mean)) / (self.count - 1)
+
+
+def frechet_distance(images: Moments, references: Moments) -> float:
+    """Return the squared Fréchet distance between two normal distributions: FID on Inception's features.
+
+    |m1 - m2|^2 + Tr(C1 + C2 - 2 (C1 C2)^(1/2)), equation 6 of Heusel et al., https://arxiv.org/abs/1706.08500. The
+    trace of the root is that of the symmetric (C1^(1/2) C2 C1^(1/2))^(1/2), which has no negative eigenvalues.
+
+    Raises:
+        UserError: One of the sets has fewer than two images.
+    """
+    for each in (images, references):
+        if each.count < 2:
+            raise UserError(f'a Fréchet distance needs at least 2 images in each set; one has {each.count}')
+    first, second = images.covariance, references.covariance
+    values, vectors = torch.linalg.eigh(first)
+    root = vectors * values.clamp(min=0).sqrt() @ vectors.T
+    trace_of_root = torch.linalg.eigvalsh(root @ second @ root).clamp(min=0).sqrt().sum()
+    difference = (images.mean - references.mean).square().sum()
+    return float(difference + first.trace() + second.trace() - 2 * trace_of_root)
+
+
+def kernel_distance(images: Tensor, references: Tensor) -> float:
+    """Return the unbiased squared maximum mean discrepancy with a cubic kernel: KID on Inception's features.
+
+    The kernel is (x y / D + 1)^3, as in Bińkowski et al., https://arxiv.org/abs/1801.01401. Their estimate is the mean
+    over random subsets, since the matrices of all images were too large; here they are computed in blocks, so that the
+    result has no random error of its own. For sets of the same distribution its mean is 0, so that it can be negative.
+
+    Args:
+        images: Features [N, D].
+        references: Features [M, D].
+
+    Raises:
+        UserError: One of the sets has fewer than two images.
+    """
+    if min(len(images), len(references)) < 2:
+        raise UserError(
+            f'a kernel distance needs at least 2 images in each set; they have {len(images)} and {len(references)}'
+        )
+
+    def kernel(products: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        return (products / images.shape[1] + 1) ** 3
+
+    def diagonal(rows: Tensor) -> Tensor:
+        return (rows.double().square().sum(dim=1) / images.shape[1] + 1).pow(3).sum()
+
+    within = [
+        (_kernel_sum(rows, rows, kernel) - diagonal(rows)) / (len(rows) * (len(rows) - 1))
+        for rows in (images, references)
+    ]
+    between = _kernel_sum(images, references, kernel) / (len(images) * len(references))
+    return float(within[0] + within[1] - 2 * between)
+
+
+def gaussian_distance(images: Tensor, references: Tensor) -> float:
+    """Return the squared maximum mean discrepancy with a Gaussian kernel, times 1000: CMMD on CLIP's embeddings.
+
+    The features are scaled to length 1, and the kernel is exp(-|x - y|^2 / (2 * 10^2)), with the biased estimate of
+    Jayasumana et al., https://arxiv.org/abs/2401.09603.
+
+    Args:
+        images: Features [N, D].
+        references: Features [M, D].
+
+    Raises:
+        UserError: One of the sets is empty.
+    """
+    if not len(images) or not len(references):
+        raise UserError(f'CMMD needs images in each set; they have {len(images)} and {len(references)}')
+    rows, others = (torch.nn.functional.normalize(each.double(), dim=1) for each in (images, references))
+
+    def kernel(products: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        squares = first.square().sum(dim=1)[:, None] + second.square().sum(dim=1) - 2 * products
+        return torch.exp(squares / (-2 * CMMD_SIGMA**2))
+
+    within = [_kernel_sum(each, each, kernel) / len(each) ** 2 for each in (rows, others)]
+    between = _kernel_sum(rows, others, kernel) / (len(rows) * len(others))
+    return float(CMMD_SCALE * (within[0] + within[1] - 2 * between))
+
+
+def precision_and_recall(images: Tensor, references: Tensor, neighbors: int = NEIGHBORS) -> tuple[float, float]:
+    """Return how many images are realistic, and how many references the images cover, both from 0 to 1.
+
+    Precision is the fraction of images that lie in the manifold of the references: within the distance from some
+    reference to its third nearest reference. Recall is the same with the sets exchanged (Kynkäänniemi et al.,
+    https://arxiv.org/abs/1904.06991, equations 1 to 3).
+
+    Args:
+        images: Features [N, D].
+        references: Features [M, D].
+        neighbors: The k of the k nearest neighbors.
+
+    Raises:
+        UserError: One of the sets has no more than `neighbors` images.
+    """
+    if min(len(images), len(references)) <= neighbors:
+        raise UserError(
+            f'precision and recall need more than {neighbors} images in each set; they have {len(images)} and '
+            f'{len(references)}'
+        )
+    rows, others = images.double(), references.double()
+    return _fraction_inside(rows, others, neighbors), _fraction_inside(others, rows, neighbors)
+
+
+def _kernel_sum(first: Tensor, second: Tensor, kernel: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+    """Return the sum of a kernel over all pairs of rows, computed in blocks.
+
+    Args:
+        first: Features [N, D].
+        second: Features [M, D].
+        kernel: Function of the inner products [n, m] and of the rows [n, D] and [m, D] of a block.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=first.device)
+    for rows in first.double().split(BLOCK_ROWS):
+        for columns in second.double().split(BLOCK_ROWS):
+            total += kernel(rows @ columns.T, rows, columns).sum()
+    return total
+
+
+def _fraction_inside(points: Tensor, centers: Tensor, neighbors: int) -> float:
+    """Return the fraction of points within the radius of any center, the distance to its k-th nearest other center."""
+    # The nearest center of a center is itself.
+    radii = torch.cat(
+        [_distances(rows, centers).kthvalue(neighbors + 1, dim=1).values for rows in centers.split(BLOCK_ROWS)]
+    )
+    inside = [(_distances(rows, centers) <= radii).any(dim=1) for rows in points.split(BLOCK_ROWS)]
+    return float(torch.cat(inside).double().mean())
+
+
+def _distances(first: Tensor, second: Tensor) -> Tensor:
+    """Return the Euclidean distances of rows [N, M], exact for equal rows."""
+    return torch.cdist(first, second, compute_mode='donot_use_mm_for_euclid_dist')
+
+
+CLIP_SCORE_SCALE = 100.0
+
+
+class TextImageScore(nn.Module):
+    """Score of images for their prompts: the cosine similarity of their CLIP embeddings, scaled.
+
+    `clip_score` is max(100 cos, 0) with `openai/clip-vit-large-patch14` (Hessel et al., https://arxiv.org/abs/2104.08718,
+    in the scale of torchmetrics). `pick_score` is cos times the model's learned scale with
+    `yuvalkirstain/PickScore_v1` (Kirstain et al., https://arxiv.org/abs/2305.01569).
+
+    Args:
+        source: Folder, or repository on the Hub, of a CLIP model of transformers with its tokenizer and preprocessor.
+        revision: Commit of the repository.
+
+    Raises:
+        UserError: The model cannot be loaded.
+        ExternalError: The Hub did not answer for minutes.
+    """
+
+    def __init__(
+        self, source: str, revision: str | None = None, *, kind: Literal['clip_score', 'pick_score'] = 'clip_score'
+    ) -> None:
+        super().__init__()
+        self.kind = kind
+        options: dict[str, Any] = {'subfolder': '', 'revision': revision}
+        self.network = load_pretrained(CLIPModel, source, **options).eval().requires_grad_(False)
+        self._tokenizer = load_pretrained(fast_tokenizer('CLIP'), source, **options)
+        self._processor = load_pretrained(CLIPImageProcessor, source, **options)
+
+    @torch.inference_mode()
+    def scores(self, images: Sequence[Tensor], prompts: Sequence[str]) -> Tensor:
+        """Return the score of each image for its prompt on the network's device, float32 [N].
+
+        Args:
+            images: uint8 [3, H, W] each; they can differ in size.
+            prompts: One per image; longer ones than the network's text length are truncated.
+        """
+        device = self.network.logit_scale.device
+        network, tokenizer = cast(Any, self.network), cast(Any, self._tokenizer)  # their annotations are too narrow
+        length = network.config.text_config.max_position_embeddings
+        text = tokenizer(list(prompts), padding=True, truncation=True, max_length=length, return_tensors='pt')
+        pixels = [self._processor(each, return_tensors='pt')['pixel_values'] for each in images]  # of any sizes
+        seen = network.get_image_features(pixel_values=torch.cat(pixels).to(device))
+        read = network.get_text_features(**text.to(device))
+        similarity = functional.cosine_similarity(clip_features(seen).float(), clip_features(read).float(), dim=1)
+        if self.kind == 'clip_score':
+            return (CLIP_SCORE_SCALE * similarity).clamp(min=0)
+        return self.network.logit_scale.exp().float() * similarity
+
 
 Distance = Callable[[Tensor, Tensor], float]
 """Function of the features of generated images [N, D] and of reference images [M, D]."""

@@ -26,9 +26,9 @@ class PageServer(ThreadingHTTPServer):
             super().__init__((host, port), handler)
         except OSError as error:
             problem = f'cannot serve on {host}:{port} ({error.strerror or error})'
-            way_out = 'use another one (0 for any that is free), or another --host'
+            remedy = 'use another one (0 for any that is free), or another --host'
             # Raise from None: with `from error`, the mistake would count as a fault that may pass.
-            raise UserError(f'--port: {problem}; {way_out}') from None
+            raise UserError(f'--port: {problem}; {remedy}') from None
 
     def server_bind(self) -> None:
         """Bind the socket, without asking a name server for the name of the address as the base class does."""

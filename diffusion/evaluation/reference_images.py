@@ -17,9 +17,8 @@ from diffusion.data.fingerprint import index_hash
 from diffusion.data.streams import BucketedDataset
 from diffusion.errors import UserError
 from diffusion.evaluation.compared_images import read_image
-from diffusion.evaluation.evaluated_checkpoint import EvaluatedCheckpoint
+from diffusion.evaluation.evaluated_checkpoint import EvaluatedCheckpoint, from_rank_zero, gather_rows
 from diffusion.evaluation.feature_networks import FeatureNetwork
-from diffusion.evaluation.gather import from_rank_zero, gather_rows
 from diffusion.loggers import status_line
 from diffusion.models import batch_keys
 from diffusion.storage.atomic import atomic_file

@@ -10,8 +10,7 @@ from composer.utils import dist
 from torch import Tensor
 
 from diffusion.errors import UserError
-from diffusion.evaluation.evaluated_checkpoint import EvaluatedCheckpoint, EvaluationResult
-from diffusion.evaluation.gather import gather_rows
+from diffusion.evaluation.evaluated_checkpoint import EvaluatedCheckpoint, EvaluationResult, gather_rows
 from diffusion.evaluation.generated_images import GeneratedImages, Sampling
 from diffusion.evaluation.image_sheet import Figure, Section, draw_sheet, save_image, to_images
 from diffusion.evaluation.prompts import caption_prompts

@@ -23,10 +23,8 @@ from diffusion.launch.findings import (
 )
 from diffusion.models.gpu_kernels import kernels_problem
 from diffusion.preflight import collective_checks
-from diffusion.preflight.bucket_check import check_same_store
 from diffusion.preflight.collective_checks import CollectiveLimits, check_ranks
-from diffusion.preflight.shared_folder_check import check_shared_folder
-from diffusion.preflight.write_speed import check_write_speed
+from diffusion.preflight.storage_checks import check_same_store, check_shared_folder, check_write_speed
 from diffusion.storage.places import files_of_run
 
 REPORT = 'preflight.json'

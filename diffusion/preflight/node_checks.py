@@ -20,8 +20,8 @@ from diffusion.launch.findings import Finding
 from diffusion.launch.gpu_health import check_gpus
 from diffusion.planning.checkpoint_interval import sizes_of
 from diffusion.planning.model_costs import ModelCosts
-from diffusion.preflight.bucket_check import check_bucket
 from diffusion.preflight.source_checks import check_sources
+from diffusion.preflight.storage_checks import check_bucket
 from diffusion.storage.object_store import read
 from diffusion.storage.retry import GaveUp, RetryPolicy
 from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE

@@ -7,10 +7,8 @@ from typing import Any
 
 from diffusion.launch import attempts
 from diffusion.launch.run_status import TRAIN_LOSS
-from diffusion.report.downsampling import averages, downsample
-from diffusion.report.evaluation_results import better_directions
-from diffusion.report.metric_reader import Series
-from diffusion.report.recipe_text import recipe_differences
+from diffusion.report.metric_reader import Series, averages, downsample
+from diffusion.report.run_parts import better_directions, recipe_differences
 from diffusion.report.run_reader import RunContent
 
 MAX_POINTS = 2000

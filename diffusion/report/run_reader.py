@@ -15,13 +15,18 @@ from diffusion.launch import attempts, lock_content, node_status
 from diffusion.launch.attempt_object import ATTEMPTS
 from diffusion.launch.attempts import Attempt
 from diffusion.launch.run_status import METRICS, RECIPE, TRAIN_LOSS, RunReport, inspect_run
-from diffusion.report.batch_times import batch_hours
-from diffusion.report.device_cost import RunCost, run_cost
-from diffusion.report.evaluation_results import read_evaluations
 from diffusion.report.metric_reader import MetricReader, Series
-from diffusion.report.recipe_text import recipe_values, without_secrets
+from diffusion.report.run_parts import (
+    CheckpointReader,
+    RunCost,
+    batch_hours,
+    read_evaluations,
+    recipe_values,
+    run_cost,
+    saves_by_place,
+    without_secrets,
+)
 from diffusion.report.sample_sheets import SampledImages, SheetReader
-from diffusion.report.saved_checkpoints import CheckpointReader, saves_by_place
 from diffusion.storage.json_lines import parse_json_lines
 from diffusion.storage.places import PATIENT, FileVersion, Listing, files_of_run, is_url
 

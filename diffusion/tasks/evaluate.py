@@ -18,7 +18,7 @@ from diffusion.config.registry import build
 from diffusion.data.loader import to_data_spec
 from diffusion.errors import UserError
 from diffusion.evaluation.evaluated_checkpoint import EvaluatedCheckpoint, results_of, write_results
-from diffusion.loggers.progress_line import ProgressLine, has_terminal
+from diffusion.loggers.progress_lines import ProgressLine, has_terminal
 from diffusion.models.frozen_parts import evaluating
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.storage.atomic import write_atomically

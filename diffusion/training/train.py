@@ -20,18 +20,16 @@ from diffusion.algorithms.encode_together import EncodeTogether
 from diffusion.algorithms.finite_weights import check_before_saves, check_weights
 from diffusion.callbacks.compile_cache import CompileCache
 from diffusion.callbacks.evaluation_results import EvaluationResults
-from diffusion.callbacks.heartbeat import Heartbeat
 from diffusion.callbacks.in_run_evaluation import InRunEvaluation
 from diffusion.callbacks.loss_guard import LossGuard
 from diffusion.callbacks.nan_guard import NaNGuard
 from diffusion.callbacks.optimizer_settings import OptimizerSettings
-from diffusion.callbacks.preemption import Preemption
+from diffusion.callbacks.preemption import Preemption, save_now
 from diffusion.callbacks.recipe_keeper import RecipeKeeper
 from diffusion.callbacks.reduce_once import ReduceOnce
 from diffusion.callbacks.replaced_samples import ReplacedSamples
 from diffusion.callbacks.same_run import SameRun
-from diffusion.callbacks.save_now import save_now
-from diffusion.callbacks.status_updates import RunStatus
+from diffusion.callbacks.status_updates import Heartbeat, RunStatus
 from diffusion.callbacks.stragglers import Stragglers
 from diffusion.checkpointing.bucket_storage import BucketStorage
 from diffusion.checkpointing.checkpointer import Checkpointer
@@ -55,8 +53,7 @@ from diffusion.launch.attempt_recorder import record_interrupt, recording_attemp
 from diffusion.launch.attempts import Attempt
 from diffusion.launch.notify import NUMBER_VARIABLE, TRAINING_EVENTS, Notifier
 from diffusion.launch.watchdog import collective_timeout
-from diffusion.loggers.console_lines import ConsoleLines
-from diffusion.loggers.progress_line import ProgressLine, has_terminal
+from diffusion.loggers.progress_lines import ConsoleLines, ProgressLine, has_terminal
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.training import components
 from diffusion.training.initial_weights import start_from

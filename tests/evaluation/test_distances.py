@@ -9,8 +9,8 @@ from torchmetrics.image.fid import _compute_fid
 from torchmetrics.image.kid import poly_mmd
 
 from diffusion.errors import UserError
-from diffusion.evaluation import distances
-from diffusion.evaluation.distances import (
+from diffusion.evaluation import metrics
+from diffusion.evaluation.metrics import (
     Moments,
     frechet_distance,
     gaussian_distance,
@@ -46,7 +46,7 @@ def test_moments_add_up_over_batches():
 
 @pytest.mark.parametrize('block', [3, 4096])
 def test_kernel_distance_equals_torchmetrics_on_one_full_subset(monkeypatch, block):
-    monkeypatch.setattr(distances, 'BLOCK_ROWS', block)
+    monkeypatch.setattr(metrics, 'BLOCK_ROWS', block)
     one, two = features(20), features(20, seed=1, shift=0.3)
     expected = poly_mmd(two.double(), one.double())
     assert kernel_distance(one, two) == pytest.approx(float(expected), rel=1e-10)
@@ -67,7 +67,7 @@ def test_kernel_distance_of_sets_of_different_sizes_is_the_mean_over_pairs():
 
 @pytest.mark.parametrize('block', [3, 4096])
 def test_gaussian_distance_is_that_of_the_paper(monkeypatch, block):
-    monkeypatch.setattr(distances, 'BLOCK_ROWS', block)
+    monkeypatch.setattr(metrics, 'BLOCK_ROWS', block)
     one, two = features(9), features(6, seed=1, shift=1.0)
 
     def mean(first, second):
@@ -82,7 +82,7 @@ def test_gaussian_distance_is_that_of_the_paper(monkeypatch, block):
 
 @pytest.mark.parametrize('block', [3, 4096])
 def test_precision_and_recall_are_those_of_the_paper(monkeypatch, block):
-    monkeypatch.setattr(distances, 'BLOCK_ROWS', block)
+    monkeypatch.setattr(metrics, 'BLOCK_ROWS', block)
     images, references = features(23, 3, scale=0.6), features(17, 3, seed=1, shift=0.2)
 
     def inside(points, centers):

@@ -26,9 +26,8 @@ from transformers import (
 
 from diffusion.errors import ExternalError, UserError
 from diffusion.evaluation import feature_networks
-from diffusion.evaluation.distances import Moments, frechet_distance, gaussian_distance, kernel_distance
-from diffusion.evaluation.feature_networks import Clip, Dino, EfficientNetLite0, FeatureNetwork, Inception
-from diffusion.evaluation.resize import clean_resize
+from diffusion.evaluation.feature_networks import Clip, Dino, EfficientNetLite0, FeatureNetwork, Inception, clean_resize
+from diffusion.evaluation.metrics import Moments, frechet_distance, gaussian_distance, kernel_distance
 from diffusion.prepare.openmoji import all_emoji
 
 

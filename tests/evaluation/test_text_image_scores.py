@@ -8,8 +8,7 @@ from small_networks import write_clip
 from transformers import CLIPModel, CLIPProcessor
 
 from diffusion.errors import UserError
-from diffusion.evaluation.metrics import build_network
-from diffusion.evaluation.text_image_scores import TextImageScore
+from diffusion.evaluation.metrics import TextImageScore, build_network
 
 PROMPTS = ['a red cube', 'seven ducks ' * 60, '']
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from diffusion.loggers.batch_timer import BatchTimer
+from diffusion.loggers.progress_lines import BatchTimer
 
 
 class Clock:

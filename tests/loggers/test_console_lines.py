@@ -39,7 +39,7 @@ def test_time_left_is_that_of_training_alone(write_recipe, pictures, monkeypatch
     )
     trainer, work = build_trainer(load(path)), Work()
     trainer.state.callbacks.append(work)
-    monkeypatch.setattr('diffusion.loggers.console_lines.time', SimpleNamespace(monotonic=lambda: work.now))
+    monkeypatch.setattr('diffusion.loggers.progress_lines.time', SimpleNamespace(monotonic=lambda: work.now))
     with caplog.at_level('INFO', logger='diffusion'):
         trainer.fit()
     trainer.close()

@@ -26,9 +26,9 @@ from diffusion.launch.findings import Finding, findings_exit_status, findings_js
 from diffusion.launch.run_id import create_run_id
 from diffusion.models import builders  # noqa: F401  imported here once, so that forked processes need not import it
 from diffusion.preflight import __main__ as program
-from diffusion.preflight import bucket_check, collective_checks, node_checks, write_speed
+from diffusion.preflight import collective_checks, node_checks, storage_checks
 from diffusion.preflight.collective_checks import CollectiveLimits, RankMeasurements, compare_ranks
-from diffusion.preflight.shared_folder_check import FolderView, compare_views
+from diffusion.preflight.storage_checks import FolderView, compare_views
 from diffusion.storage import visibility
 from diffusion.storage.bucket_clients import S3Client
 from diffusion.storage.places import files_of_run
@@ -290,7 +290,7 @@ def test_nodes_that_do_not_share_the_run_folder_are_found(run_two, recipe, monke
 def bucket_recipe(store, write_recipe, tmp_path, monkeypatch) -> Path:
     """Path of a recipe whose runs are in a bucket."""
     monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(tmp_path / 'local'))
-    monkeypatch.setattr(write_speed, 'MOST_BYTES', dict.fromkeys((False, True), 2**24))
+    monkeypatch.setattr(storage_checks, 'MOST_BYTES', dict.fromkeys((False, True), 2**24))
     path = write_recipe()
     content = yaml.safe_load(path.read_text()) | {'runs_dir': f'{store.bucket("home")}/runs'}
     path.write_text(yaml.safe_dump(content))
@@ -356,14 +356,14 @@ def test_nodes_without_a_shared_folder_pass_with_a_bucket(run_two, bucket_recipe
 def test_node_that_reaches_another_store_is_found(run_two, bucket_recipe):
     def other_store(rank):
         if rank:
-            plain = bucket_check.object_store.read
+            plain = storage_checks.object_store.read
 
             def read(url, **keywords):
                 if 'node0' in url:
                     raise UserError(f'{url}: there is no such bucket or object (404)')
                 return plain(url, **keywords)
 
-            bucket_check.object_store.read = read
+            storage_checks.object_store.read = read
 
     statuses, found = run_two(other_store, recipe=bucket_recipe)
     (only,) = bad(found)
@@ -396,7 +396,7 @@ def test_node_that_sees_another_folder_is_named(views, expected):
 
 def slow_folder(rank):
     plain = os.fdatasync
-    write_speed.os.fdatasync = lambda descriptor: (time.sleep(1), plain(descriptor))
+    storage_checks.os.fdatasync = lambda descriptor: (time.sleep(1), plain(descriptor))
     node_checks.checkpoint_bytes = lambda recipe: 10**9  # twice this must be free on the disk
 
 

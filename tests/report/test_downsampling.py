@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffusion.report.downsampling import averages, downsample
+from diffusion.report.metric_reader import averages, downsample
 
 curves = st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=300)
 

@@ -8,7 +8,7 @@ import pytest
 from synthetic_run import write_run
 
 from diffusion.cli import main
-from diffusion.report.recipe_text import recipe_differences
+from diffusion.report.run_parts import recipe_differences
 
 FOREIGN = {'torch', 'composer', 'streaming', 'transformers', 'diffusers', 'torchvision', 'matplotlib'}
 

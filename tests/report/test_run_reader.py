@@ -10,8 +10,7 @@ from synthetic_run import BEGIN, PROMPTS, append_metrics, write_attempts, write_
 from diffusion.errors import ExternalError, UserError
 from diffusion.launch.attempts import Attempt
 from diffusion.planning.gpus import load_gpus
-from diffusion.report.batch_times import batch_hours
-from diffusion.report.device_cost import gpu_of_product, run_cost
+from diffusion.report.run_parts import batch_hours, gpu_of_product, run_cost
 from diffusion.report.run_reader import RunContent, RunReader
 
 

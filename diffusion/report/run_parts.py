@@ -1,0 +1,366 @@
+"""Parts of a run that a report shows: checkpoints and saves, evaluations, recipe, hours and cost."""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from diffusion.config.image_metrics import IMAGE_METRICS
+from diffusion.config.secret_patterns import secret_problems
+from diffusion.config.yaml_syntax import parse_yaml
+from diffusion.launch.attempts import Attempt
+from diffusion.launch.evaluation_claims import EVALUATIONS
+from diffusion.launch.run_status import RECEIPT
+from diffusion.planning.gpus import GPU, load_gpus
+from diffusion.report.metric_reader import Curve, Series
+from diffusion.storage.places import Listing, Place
+
+MAX_CHECKPOINTS = 100
+"""Number of newest checkpoints to read the receipts of."""
+TIERS = {'': 'storage of the run', 'memory_': 'memory of the nodes', 'disk_': 'disks of the nodes'}
+"""Places of checkpoints by the prefix of their metrics."""
+_NAME = re.compile(r'ba(\d{1,15})')
+_PIN = re.compile(r'ba(\d{1,15})\.pinned')
+_DAMAGED = re.compile(r'ba(\d{1,15})\.damaged')
+
+
+class CheckpointReader:
+    """Reader of the receipts of a run's checkpoints, which never change."""
+
+    def __init__(self, files: Place) -> None:
+        self.files = files
+        self._known: dict[int, dict[str, Any]] = {}
+
+    def read(self, listing: Listing, notes: list[str]) -> list[dict[str, Any]]:
+        """Return batch, time, bytes, devices, kind and state of the newest checkpoints, newest first.
+
+        Args:
+            notes: List that gets a text for each receipt that cannot be read.
+
+        Raises:
+            OSError: The storage fails.
+        """
+        batches = sorted((int(each[1]) for name in listing.folders if (each := _NAME.fullmatch(name))), reverse=True)
+        pinned = {int(each[1]) for name in listing.files if (each := _PIN.fullmatch(name))}
+        if len(batches) > MAX_CHECKPOINTS:
+            notes.append(f'Of {len(batches)} checkpoints, the newest {MAX_CHECKPOINTS} are shown.')
+        found = []
+        for batch in batches[:MAX_CHECKPOINTS]:
+            if batch not in self._known:
+                content = self.files.read(f'ba{batch}/{RECEIPT}')
+                if content is None:
+                    notes.append(f'ba{batch} has no {RECEIPT}: it is still being written, or damaged.')
+                    found.append({'batch': batch, 'state': 'incomplete', 'pinned': batch in pinned})
+                    continue
+                self._known[batch] = _receipt(content, f'ba{batch}', notes)
+            found.append({'batch': batch, **self._known[batch], 'pinned': batch in pinned})
+        damaged = [int(each[1]) for name in listing.folders if (each := _DAMAGED.fullmatch(name))]
+        return found + [{'batch': batch, 'state': 'damaged', 'pinned': False} for batch in sorted(damaged)]
+
+
+def _receipt(content: bytes, name: str, notes: list[str]) -> dict[str, Any]:
+    """Return state, time, bytes, devices and kind of a checkpoint from its receipt."""
+    try:
+        receipt = json.loads(content)
+        size = sum(int(record['bytes']) for record in receipt['files'].values())
+        devices = receipt.get('world_size')
+        return {
+            'state': 'complete',
+            'saved': str(receipt.get('saved', '')),
+            'bytes': min(size, 2**60),
+            'devices': devices if isinstance(devices, int) and 0 < devices < 10**7 else None,
+            'kind': str(receipt.get('kind', '')),
+        }
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        notes.append(f'{name}/{RECEIPT} is not a receipt: the checkpoint may be damaged.')
+        return {'state': 'damaged'}
+
+
+def saves_by_place(series: Mapping[str, Series]) -> list[dict[str, Any]]:
+    """Return the number of saves, their times and their failures for each place that a run has saved to."""
+    found = []
+    for prefix, place in TIERS.items():
+        seconds, stalls = (series.get(f'checkpoint/{prefix}{name}') for name in ('save_seconds', 'stall_seconds'))
+        failed = series.get(f'checkpoint/{prefix}failed_saves')
+        if seconds is None and failed is None:
+            continue
+        values = [*(seconds.values if seconds else ())]
+        found.append(
+            {
+                'place': place,
+                'saves': len(values),
+                'last_batch': seconds.steps[-1] if seconds and seconds.steps else None,
+                'mean_seconds': sum(values) / len(values) if values else None,
+                'stall_seconds': sum(stalls.values) if stalls else None,
+                'failed': failed.values[-1] if failed and failed.values else 0,
+            }
+        )
+    return found
+
+
+_RESULTS = re.compile(r'ba\d{1,15}\.json')
+HIGHER_IS_BETTER = {'retrieval_top1'}
+"""Metrics of other evaluators than `image_metrics` that are better if higher."""
+
+
+def read_evaluations(files: Place, notes: list[str]) -> list[dict[str, Any]]:
+    """Return the results of a run's evaluated checkpoints, in the order of their batches.
+
+    Args:
+        notes: List that gets a text for each file that cannot be understood.
+
+    Raises:
+        OSError: The storage fails.
+    """
+    found = []
+    for name in files.list(EVALUATIONS).files:
+        if _RESULTS.fullmatch(name):
+            place = f'{EVALUATIONS}/{name}'
+            results = _results(files.read(place) or b'')
+            if results is None:
+                notes.append(f'{place} is not a file of results, so this evaluation is missing here.')
+            else:
+                found.append(results | {'checkpoint': name.removesuffix('.json'), 'batch': int(name[2:-5])})
+    return sorted(found, key=lambda each: each['batch'])
+
+
+def better_directions(names: set[str]) -> dict[str, str]:
+    """Return the better direction of each metric, `lower` or `higher`, if it is known."""
+    found = {name: info.better for name, info in IMAGE_METRICS.items() if name in names}
+    found |= dict.fromkeys(names & HIGHER_IS_BETTER, 'higher')
+    return found | {name: 'lower' for name in names if name == 'loss' or name.startswith('loss_t')}
+
+
+def _results(content: bytes) -> dict[str, Any] | None:
+    """Return the parts of a results file that a page shows, or None if it is not one."""
+    try:
+        given = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(given, dict) or not isinstance(given.get('metrics', {}), dict):
+        return None
+    guidance = given.get('guidance')
+    sweep = [each for each in guidance if isinstance(each, dict)] if isinstance(guidance, list) else []
+    return {
+        'weights': str(given.get('weights', '')),
+        'images': _number(given.get('images')),
+        'prompts': str(given.get('prompts', '')),
+        'finished': _number(given.get('finished')),
+        'seconds': _number(given.get('seconds')),
+        'metrics': _numbers(given.get('metrics')),
+        'losses': _numbers(given.get('losses')),
+        'guidance': [
+            {'scale': _number(each.get('guidance_scale')), 'metrics': _numbers(each.get('metrics'))}
+            for each in sweep
+            if _number(each.get('guidance_scale')) is not None
+        ],
+        'categories': {
+            str(metric): _numbers(values)
+            for each in sweep[:1]
+            if isinstance(each.get('categories'), dict)
+            for metric, values in each['categories'].items()
+        },
+    }
+
+
+def _number(value: Any) -> float | int | None:
+    """Return a finite number, or None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if abs(value) < 1e300 and math.isfinite(value) else None
+
+
+def _numbers(values: Any) -> dict[str, float | int]:
+    """Return the finite numbers of a mapping by name."""
+    items = values.items() if isinstance(values, dict) else ()
+    return {str(name): number for name, value in items if (number := _number(value)) is not None}
+
+
+HIDDEN = '<hidden>'
+"""Text in place of a value that may be a secret."""
+MAX_CHARACTERS = 200_000
+"""Length of a recipe's text that a page shows."""
+NOT_COMPARED = {'name', 'runs_dir'}
+"""Keys that differ between any two runs."""
+
+
+def recipe_values(text: str) -> dict[str, Any]:
+    """Return the values of a recipe's YAML; empty if it cannot be understood."""
+    try:
+        content = parse_yaml(text)
+    except (ValueError, yaml.YAMLError, RecursionError):  # another program wrote the file
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def without_secrets(text: str, values: Mapping[str, Any]) -> str:
+    """Return a recipe's text with values that may be secrets replaced."""
+    flat = flattened(values)
+    for problem in secret_problems(dict(values)):
+        secret = flat.get(problem.where)
+        if isinstance(secret, str) and secret:
+            text = text.replace(secret, HIDDEN)
+    return text[:MAX_CHARACTERS]
+
+
+def flattened(values: Mapping[str, Any], where: str = '') -> dict[str, Any]:
+    """Return the values of nested mappings by their dotted paths; lists count as values."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        path = f'{where}.{key}' if where else str(key)
+        if isinstance(value, Mapping) and value:
+            found |= flattened(value, path)
+        else:
+            found[path] = value
+    return found
+
+
+def recipe_differences(texts: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the keys with different values in the recipes: `key`, and in `values` the text of each, None if absent.
+
+    Args:
+        texts: YAML of the recipes, without secrets.
+    """
+    recipes = [flattened(recipe_values(text)) for text in texts]
+    keys = [key for key in dict.fromkeys(key for each in recipes for key in each) if key not in NOT_COMPARED]
+    rows = [(key, [_text(each[key]) if key in each else None for each in recipes]) for key in keys]
+    return [{'key': key, 'values': values} for key, values in rows if len({*values}) > 1]
+
+
+def _text(value: Any) -> str:
+    """Return a value as it would be written in a recipe."""
+    if value is None or isinstance(value, bool):
+        return {None: 'null', True: 'true', False: 'false'}[value]
+    return str(value)
+
+
+MAX_POINTS = 400
+"""Largest number of points of the axis; between two of them, hours are interpolated."""
+HOUR = 3600
+
+
+def batch_hours(records: Iterable[Mapping[str, Any]]) -> Curve | None:
+    """Return batches and the hours of the run's attempts up to each, increasing; None if no batch was recorded.
+
+    Time between attempts does not count. If a batch was repeated, its last time counts.
+
+    Args:
+        records: Records of attempts.jsonl, in order.
+    """
+    before, begin, latest = 0.0, None, 0.0
+    points: list[tuple[int, float]] = []
+    for record in records:
+        times = [record.get(key) for key in ('begin', 'at', 'first_at', 'last_at')]
+        if not all(isinstance(each, int | float) and 0 <= each < 1e11 for each in times):
+            continue
+        if begin is None or record['begin'] != begin:
+            before, begin, latest = before + latest, record['begin'], 0.0
+        latest = max(latest, record['at'] - begin)
+        for batch, at in ((record.get('first'), record['first_at']), (record.get('last'), record['last_at'])):
+            if not isinstance(batch, int) or isinstance(batch, bool) or not 0 <= batch < 2**53 or at < begin:
+                continue
+            hours = (before + at - begin) / HOUR
+            while points and (points[-1][0] >= batch or points[-1][1] > hours):
+                points.pop()
+            points.append((batch, hours))
+    if len(points) < 2:
+        return None
+    if len(points) > MAX_POINTS:
+        last = len(points) - 1
+        points = [points[round(index * last / (MAX_POINTS - 1))] for index in range(MAX_POINTS)]
+    return Curve([batch for batch, _ in points], [round(hours, 6) for _, hours in points])
+
+
+CPU = 'cpu'
+_MEMORY_TOLERANCE = 0.12
+"""Relative difference between the nominal memory in a product name, such as 80GB, and that of the driver, 79.1 GiB."""
+
+
+@dataclass
+class RunCost:
+    """Device-hours and price of a run, so far and to come.
+
+    Attributes:
+        devices: Number of devices of the last attempt, or None if it is unknown.
+        gpu: Model of its GPUs, `cpu` if it has none, or empty if it is unknown.
+        device_hours: Device-hours of all attempts, or None if a number of devices is unknown.
+        hours_left: Hours of training left, or None if unknown.
+        device_hours_left: Device-hours of training left, or None if unknown.
+        price: US dollars per device-hour, or None.
+        price_source: Source of the price.
+    """
+
+    devices: int | None = None
+    gpu: str = ''
+    device_hours: float | None = None
+    hours_left: float | None = None
+    device_hours_left: float | None = None
+    price: float | None = None
+    price_source: str = ''
+
+
+def run_cost(
+    attempts: Sequence[Attempt],
+    *,
+    world_sizes: Iterable[int],
+    hours_left: float | None,
+    price: float | None,
+) -> RunCost:
+    """Return the cost of a run.
+
+    Args:
+        world_sizes: Numbers of devices in the receipts of its checkpoints, newest first, for attempts without one.
+        hours_left: Hours of training left, or None if unknown.
+        price: US dollars per device-hour; None for the price of its GPUs in planning/gpus.yaml.
+    """
+    assumed = next(iter(world_sizes), None)
+    devices = [each.devices or assumed for each in attempts]
+    last = devices[-1] if devices else assumed
+    known = [(each.end - each.begin) * count for each, count in zip(attempts, devices, strict=True) if count]
+    cost = RunCost(
+        last,
+        next((each.gpu for each in reversed(attempts) if each.gpu), ''),
+        sum(known) / HOUR if attempts and len(known) == len(attempts) else None,
+        hours_left,
+        None if hours_left is None or last is None else hours_left * last,
+        price,
+        '' if price is None else '--price',
+    )
+    if price is None and cost.gpu not in ('', CPU):
+        gpu = gpu_of_product(cost.gpu, load_gpus())
+        if gpu is not None and gpu.price_usd_per_hour is not None:
+            cost.price, cost.price_source = gpu.price_usd_per_hour, f'{gpu.name}, {gpu.source}'
+    return cost
+
+
+def gpu_of_product(product: str, gpus: Mapping[str, GPU]) -> GPU | None:
+    """Return the GPU model of a driver's product name, such as `NVIDIA H100 80GB HBM3`, or None if none fits.
+
+    Args:
+        product: Name of the product, or of a GPU model.
+    """
+    words = _words(product)
+    if product.lower() in gpus:
+        return gpus[product.lower()]
+    memory = [int(word[:-2]) for word in words if re.fullmatch(r'\d+gb', word)]
+    fitting = []
+    for name, gpu in gpus.items():
+        # The first words are the family: `a100`, or `rtx` and `4090`. The form of the board follows, such as `pcie`.
+        parts = _words(name)
+        family = [part for part in parts if not re.fullmatch(r'\d+gb|sxm|pcie', part)]
+        if not {*family} <= {*words}:
+            continue
+        if memory and abs(memory[0] - gpu.memory_gib) > _MEMORY_TOLERANCE * memory[0]:
+            continue
+        if ('pcie' in words and 'sxm' in parts) or ('pcie' in parts and 'pcie' not in words):
+            continue
+        fitting.append(gpu)
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r'[a-z0-9]+', re.sub(r'sxm\d', 'sxm', text.lower()))

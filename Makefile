@@ -20,8 +20,9 @@ RUN := runs/quickstart
 # Tests and quickstart need no model hub. Offline, an accidental download fails immediately instead of succeeding.
 OFFLINE := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 DO_NOT_TRACK=1
 
-# Each worker needs one core and 4 GB. Tests are distributed by file, since the tests of a file share training runs.
-TEST_WORKERS := 2
+# Three workers on two cores, since a third of the tests' time is waiting; each needs 4 GB. Tests are distributed by
+# file, since the tests of a file share training runs.
+TEST_WORKERS := 3
 PYTEST := $(OFFLINE) CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Images of containers often set it. Without bytecode, each of the hundreds of processes of the tests compiles its imports.

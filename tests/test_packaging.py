@@ -331,7 +331,7 @@ def ci(tmp_path: Path):
     repository, programs = tmp_path / 'repository', tmp_path / 'programs'
     programs.mkdir()
     for name in ('make', 'slurmctld', 'faketime', 'chromium'):
-        (programs / name).write_text('#!/bin/sh\necho "$*" >> ../make.log\n')
+        (programs / name).write_text('#!/bin/sh\necho "$*" >> ../make.log; [ "$1" != "$FAILING" ]\n')
         (programs / name).chmod(0o755)
     (repository / '.ci').mkdir(parents=True)
     shutil.copy(ROOT / '.ci' / 'run', repository / '.ci')
@@ -341,7 +341,7 @@ def ci(tmp_path: Path):
         done = subprocess.run(['git', *identity, *words], cwd=repository, check=True, capture_output=True, text=True)
         return done.stdout.strip()
 
-    def run(changed: str, base: str | None = None) -> str:
+    def run(changed: str, base: str | None = None, failing: str = '') -> str:
         before = git('rev-parse', 'HEAD')
         path = repository / changed
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -351,6 +351,7 @@ def ci(tmp_path: Path):
         environment = os.environ | {
             'PATH': f'{programs}:{os.environ["PATH"]}',
             'BASE': before if base is None else base,
+            'FAILING': failing,
         }
         subprocess.run(['.ci/run'], cwd=repository, env=environment, check=True, capture_output=True)
         return (tmp_path / 'make.log').read_text().splitlines()[-1]
@@ -361,7 +362,7 @@ def ci(tmp_path: Path):
     return run
 
 
-ALL, PART = 'test-resolvable TEST_WORKERS', 'test-resolvable SLICE=tests/compatibility TEST_WORKERS'
+ALL, PART = 'test-resolvable PYTEST_ARGS', 'test-resolvable SLICE=tests/compatibility PYTEST_ARGS'
 
 
 def test_ci_runs_the_whole_slice_if_a_file_that_it_depends_on_changed(ci):
@@ -380,3 +381,9 @@ def test_ci_runs_a_part_of_the_slice_if_no_file_that_it_depends_on_changed(ci, p
 @pytest.mark.parametrize('base', ['', '0' * 40, '1' * 40, 'no-such-branch'])
 def test_ci_runs_the_whole_slice_without_a_known_commit_to_compare_with(ci, base: str):
     assert ci('docs/install.md', base).startswith(ALL)
+
+
+@pytest.mark.parametrize('failing', ['install', 'lint', 'docs', 'test-all', 'test-resolvable'])
+def test_ci_fails_if_one_of_its_parts_fails(ci, failing: str):
+    with pytest.raises(subprocess.CalledProcessError):
+        ci('docs/install.md', failing=failing)

@@ -184,6 +184,7 @@ def write_parquet(path: Path, photos: Path) -> None:
     parquet.write_table(pyarrow.table(columns), path)
 
 
+@pytest.mark.slow
 def test_models_page(checkout):
     write_tar(checkout.folder / 'laion' / '00007.tar', 7)
     checkout.read(DOCS / 'models.md')
@@ -196,6 +197,7 @@ def test_extending_page(checkout, quickstart):
     assert re.search(r'loss \d\.\d{4}', said), 'the callback of the page prints the loss'
 
 
+@pytest.mark.slow
 def test_recipes_and_planning_pages(checkout):
     said = checkout.read(DOCS / 'recipes.md') + checkout.read(DOCS / 'planning.md')
     assert 'yamls/quickstart.yaml: ok' in said and '128 x a100-80gb' in said
@@ -400,6 +402,7 @@ def test_reference_shows_the_help_of_every_command(reference):
         assert f'## `diffusion {words}`\n\n```text\nusage: diffusion {words}' in page
 
 
+@pytest.mark.slow
 def test_site_builds_strictly(tmp_path):
     pytest.importorskip('mkdocs')
     command = [sys.executable, '-m', 'mkdocs', 'build', '--strict', '--quiet', '--site-dir', str(tmp_path / 'site')]

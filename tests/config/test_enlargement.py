@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from streaming import MDSWriter
 
 from diffusion.config.path_checks import check_stream_folders
 from diffusion.config.recipe import StreamConfig
@@ -15,6 +14,8 @@ COLUMNS = {'image': 'bytes', 'captions': 'json', 'width': 'int', 'height': 'int'
 
 
 def write(folder: Path, sizes: list[tuple[int, int]], columns: dict[str, str] = COLUMNS, **settings: Any) -> Path:
+    from streaming import MDSWriter
+
     with MDSWriter(out=str(folder), columns=columns, **settings) as writer:
         for number, (width, height) in enumerate(sizes):
             sample = {'image': b'?', 'captions': ['a'], 'width': width, 'height': height, 'key': str(number)}

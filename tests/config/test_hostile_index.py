@@ -8,7 +8,6 @@ import pytest
 from diffusion.config.path_checks import check_stream_folders
 from diffusion.config.recipe import StreamConfig
 from diffusion.errors import UserError
-from diffusion.inspection.shard_checks import read_index, source_of
 
 INDEX = {
     'negative samples': json.dumps({'shards': [{'samples': -5}]}),
@@ -23,6 +22,8 @@ INDEX = {
 
 @pytest.mark.parametrize('name', INDEX)
 def test_hostile_index_is_refused(name, tmp_path):
+    from diffusion.inspection.shard_checks import read_index, source_of
+
     path = tmp_path / 'index.json'
     if (text := INDEX[name]) is None:
         os.mkfifo(path)

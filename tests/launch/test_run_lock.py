@@ -26,7 +26,6 @@ from diffusion.launch.lock_content import (
 from diffusion.launch.run_lock import Owner, RunLocked, hold_run_lock, owner_of
 from diffusion.storage import object_store
 from diffusion.storage.retry import PreconditionFailed
-from diffusion.training.train import train
 from tests.data.processes import Forked
 from tests.object_store import ALWAYS
 
@@ -428,6 +427,8 @@ def test_lock_object_that_a_later_attempt_took_during_the_release_stays(bucket_r
 
 @pytest.mark.slow
 def test_second_training_into_same_folder_is_refused(write_recipe):
+    from diffusion.training.train import train
+
     recipe = load(write_recipe())
     other = Forked(lambda: hold_forever(recipe.run_dir))
     wait_for(lambda: lock_owner(recipe.run_dir))

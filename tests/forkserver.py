@@ -113,6 +113,7 @@ class Server:
         )
         command = [sys.executable, __file__, '--serve', self.path]
         self._process = subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.pid = self._process.pid
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == b'ready\n'
 
@@ -170,8 +171,10 @@ class Server:
 
 def serve(path: str) -> None:
     """Fork a process for each connection; send the client its PID, and its exit status when it has ended."""
+    gc.disable()  # for the imports, a third of whose time it takes
     prepare_forks()
     gc.freeze()  # keep imported objects out of garbage collection, which would copy their pages in every fork
+    gc.enable()
     # Create no tensor in the server: it would start compute threads, which a fork does not have but would wait for.
     woken, wake = os.pipe()
     os.set_blocking(wake, False)

@@ -265,6 +265,7 @@ def test_preparation_into_a_store_needs_little_disk_and_has_the_same_bytes(modul
     assert len(peaks) == 2 and peaks[0] > 10
 
 
+@pytest.mark.slow
 def test_recipe_speed_trains_with_drawn_images_and_prints_a_row(module, monkeypatch, write_recipe, tmp_path, capsys):
     benchmark = module('recipe_speed')
 
@@ -303,6 +304,7 @@ def prx_parts(offline: Callable[..., list[str]], folder: Path, monkeypatch: pyte
     return called
 
 
+@pytest.mark.slow
 def test_muon_benchmark_counts_fewer_operations_in_batches(rows):
     table = rows('muon', '1', '1')
 
@@ -313,6 +315,7 @@ def test_muon_benchmark_counts_fewer_operations_in_batches(rows):
     assert table[names[0]][2] == table[names[2]][3] == '1.00'
 
 
+@pytest.mark.slow
 def test_noise_benchmark_counts_operations_per_draw(rows):
     table = rows('noise', '1', '1')
 
@@ -349,6 +352,7 @@ def test_tread_benchmark_counts_fewer_flops(rows):
     assert 0.5 < float(table['TREAD over all tokens'][1]) < 1
 
 
+@pytest.mark.slow
 def test_width_transfer_benchmark_has_rows_with_and_without_mup(rows, pictures):
     table = rows('width_transfer', str(pictures[64]), '32,64', '-9,-8', '4')
 
@@ -404,6 +408,7 @@ def test_held_out_combinations_have_known_parts(module):
     assert not {emoji.family for emoji in found['drawings']} & {emoji.family for emoji in found['train']}
 
 
+@pytest.mark.slow
 def test_ablation_trains_and_prints_a_row_per_technique(module, rows, monkeypatch, tmp_path):
     ablation = module('ablation')
     monkeypatch.setattr(ablation, 'BATCH', 4)

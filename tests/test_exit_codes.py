@@ -424,7 +424,13 @@ def test_mistake_found_before_the_first_batch_exits_with_78(site, mistake):
     assert_one_message(stderr, message)
 
 
-@pytest.mark.parametrize('mistake', LATE_COMMAND)
+@pytest.mark.parametrize(
+    'mistake',
+    [
+        pytest.param(each, marks=pytest.mark.slow) if each.startswith('plan for widths') else each
+        for each in LATE_COMMAND
+    ],
+)
 def test_mistake_found_by_a_command_before_its_work_exits_with_2(site, mistake):
     words, message = LATE_COMMAND[mistake]
     status, stderr = site.execute([*DIFFUSION, *words(site)])

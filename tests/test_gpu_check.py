@@ -192,7 +192,7 @@ def test_whole_check_runs_on_a_cpu_and_makes_one_file(monkeypatch, tmp_path, cap
     ('words', 'message'),
     [
         (['--only', 'steep'], '--only steep: no slice has such a name'),
-        (['--device', 'cuda'], 'torch.cuda finds no GPU'),
+        pytest.param(['--device', 'cuda'], 'torch.cuda finds no GPU', marks=pytest.mark.slow),
     ],
 )
 def test_mistakes_end_the_check_with_a_message(monkeypatch, tmp_path, capsys, words, message):

@@ -104,6 +104,7 @@ def test_layer_zero_runs_without_torch():
     assert not loaded_after('import ' + ', '.join(modules)) & FOREIGN.keys()
 
 
+@pytest.mark.slow
 def test_layer_one_runs_without_composer():
     modules = [f'diffusion.{name}' for name in MODULES if layer(name) == 1]
     assert not loaded_after('import ' + ', '.join(modules)) & {'composer', 'streaming'}

@@ -26,7 +26,8 @@ def results(run, batch: int, fid: float, finished: float) -> None:
     (run / 'evaluations' / f'ba{batch}.json').write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize('how', ['while it trains', 'at the end'])
+@pytest.mark.cpu_seconds(15)
+@pytest.mark.parametrize('how', ['while it trains', pytest.param('at the end', marks=pytest.mark.slow)])
 def test_results_are_logged_once_and_the_losses_stay(write_recipe, tmp_path, monkeypatch, how):
     monkeypatch.setattr(evaluation_results, 'INTERVAL_SECONDS', 0.02 if how == 'while it trains' else 600.0)
     plain = write_recipe('plain')
@@ -54,6 +55,7 @@ def test_results_are_logged_once_and_the_losses_stay(write_recipe, tmp_path, mon
     assert read_losses(run) == read_losses(tmp_path / 'runs' / 'plain')
 
 
+@pytest.mark.slow
 def test_results_of_a_run_in_a_bucket_are_logged_once(write_recipe, store, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation_results, 'INTERVAL_SECONDS', 600.0)
     monkeypatch.setenv('DIFFUSION_WORKING_FOLDER', str(tmp_path))

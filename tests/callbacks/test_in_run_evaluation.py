@@ -55,6 +55,7 @@ def evaluated(site, ranks) -> tuple[Path, Path]:
     return path, run
 
 
+@pytest.mark.cpu_seconds(15)
 def test_results_are_those_of_a_checkpoint_and_losses_are_unchanged(site, ranks, evaluated):
     path, run = evaluated
     before = {batch: results(run, batch) for batch in (2, 4)}
@@ -78,7 +79,8 @@ def test_results_are_those_of_a_checkpoint_and_losses_are_unchanged(site, ranks,
     assert not (plain / 'evaluations').exists()
 
 
-@pytest.mark.parametrize('strategy', [pytest.param('ddp', marks=pytest.mark.slow), 'fsdp2'])
+@pytest.mark.slow
+@pytest.mark.parametrize('strategy', ['ddp', 'fsdp2'])
 def test_two_ranks_have_the_results_of_one(site, ranks, evaluated, strategy):
     """Three batches of images on two ranks: under FSDP2, one rank has to take part without a batch of its own."""
     path, run = site(strategy, evaluators_interval='2ba', parallelism={'strategy': strategy})
@@ -88,7 +90,8 @@ def test_two_ranks_have_the_results_of_one(site, ranks, evaluated, strategy):
         assert results(run, batch)['metrics'] == pytest.approx(results(evaluated[1], batch)['metrics'], rel=1e-2)
 
 
-@pytest.mark.parametrize('what', ['network', 'reference image'])
+@pytest.mark.cpu_seconds(15)
+@pytest.mark.parametrize('what', ['network', pytest.param('reference image', marks=pytest.mark.slow)])
 def test_failed_evaluation_does_not_end_the_training(site, ranks, what):
     path, run = site(f'failed-{what[:3]}', evaluators_interval='2ba')
     content = yaml.safe_load(path.read_text())

@@ -1,5 +1,6 @@
 """The slowest rank is logged with its factor, although the batches of all ranks take equally long."""
 
+import pytest
 import yaml
 
 from diffusion.callbacks.stragglers import HostTimer, slowest
@@ -24,6 +25,7 @@ def test_host_timer_ignores_a_stop_without_a_start(monkeypatch):
     assert timer.take() == 3.5 and timer.take() == 0.0
 
 
+@pytest.mark.cpu_seconds(20)
 def test_slow_rank_is_logged(ranks, tiny_recipe, tmp_path):
     # Under FSDP2 the ranks would wait for the slow one in every block, so only the time before the first one counts.
     content = tiny_recipe(tmp_path / 'runs', imports=['tests.slow_rank'], parallelism={'strategy': 'fsdp2'})

@@ -52,6 +52,7 @@ def uninterrupted(tmp_path_factory, tiny_recipe):
     return root / 'runs' / 'reference', write
 
 
+@pytest.mark.cpu_seconds(40)
 @pytest.mark.parametrize(
     'legs',
     [
@@ -85,6 +86,7 @@ def test_run_resumes_on_any_number_of_ranks_with_any_strategy(uninterrupted, ran
     assert dict(state['algorithms'])['EMA']['updates'] == 5, 'batches 4 to 8'
 
 
+@pytest.mark.cpu_seconds(15)
 def test_newest_checkpoint_is_skipped_if_it_is_damaged(uninterrupted, caplog):
     reference, write = uninterrupted
     path = write('damaged')
@@ -200,6 +202,7 @@ def test_saves_do_not_look_up_the_files_of_composers_installation(monkeypatch):
     assert collect_env.get_composer_env_dict() == expected
 
 
+@pytest.mark.slow
 def test_run_with_composers_own_saver_resumes(uninterrupted, tmp_path):
     """A `save_folder` selects Composer's saver, which can upload checkpoints."""
     reference, write = uninterrupted
@@ -293,6 +296,7 @@ def test_ranks_share_a_folder_or_say_so_and_wait_for_rank_0_beyond_the_timeout(r
     assert not [*(tmp_path / 'same').iterdir()], 'the check leaves no files'
 
 
+@pytest.mark.cpu_seconds(15)
 def test_rank_0_alone_reads_the_initial_weights(uninterrupted, ranks, tmp_path):
     reference, write = uninterrupted
     start = {'from': str(reference / 'ba8'), 'weights': 'ema'}

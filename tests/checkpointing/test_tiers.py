@@ -159,6 +159,7 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+@pytest.mark.cpu_seconds(15)
 @pytest.mark.parametrize('tier', ['memory', pytest.param('disk', marks=pytest.mark.slow)])
 def test_killed_run_resumes_from_the_tier(cluster, undisturbed, tier):
     path = cluster.recipe(f'killed-{tier}', replicate=False, tier=tier)
@@ -171,7 +172,8 @@ def test_killed_run_resumes_from_the_tier(cluster, undisturbed, tier):
     assert not [*cluster.node(path.stem, 0).glob('diffusion-*/*')], 'a complete run leaves nothing in memory'
 
 
-@pytest.mark.parametrize('parallelism', [pytest.param({}, marks=pytest.mark.slow), SHARDED], ids=['ddp', 'sharded'])
+@pytest.mark.slow
+@pytest.mark.parametrize('parallelism', [{}, SHARDED], ids=['ddp', 'sharded'])
 def test_lost_node_gets_its_files_from_its_peer(cluster, undisturbed, parallelism):
     sections = {'parallelism': parallelism} if parallelism else {}
     path = cluster.recipe(f'lost-{len(parallelism)}', **sections)
@@ -211,6 +213,7 @@ def test_lost_pair_falls_back_to_the_storage(cluster, undisturbed, parallelism):
     assert_same(cluster.run_folder(path), undisturbed(2, **sections))
 
 
+@pytest.mark.cpu_seconds(25)
 def test_damaged_file_is_found_before_any_rank_loads_it(cluster):
     path = cluster.recipe('damaged', parallelism=SHARDED)
     cluster.kill(path, [0, 1])

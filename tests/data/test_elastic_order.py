@@ -134,6 +134,7 @@ def weighted_streams(draw) -> list[tuple[Stream, list[int]]]:
     return [(stream(**draw(st.sampled_from([{}, {'repeat': 0.6}, {'repeat': 2.3}]))), shards) for shards in sizes]
 
 
+@pytest.mark.cpu_seconds(12)
 @settings(max_examples=40, deadline=None)
 @given(
     streams=weighted_streams(),
@@ -226,6 +227,7 @@ def test_samples_per_epoch_are_rounded_to_whole_batches_and_logged(caplog):
     assert 'streams.s2: its 5 samples do not fill a global batch of 32; a batch will hold copies' in caplog.text
 
 
+@pytest.mark.cpu_seconds(12)
 @pytest.mark.parametrize('by', ['proportion', 'samples'])
 def test_six_shapes_keep_proportions_within_one_percent_on_1_to_64_devices(by):
     """Two resolutions with three aspect ratios each, in an epoch of 1,000 batches."""

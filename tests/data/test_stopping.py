@@ -49,7 +49,8 @@ def recipe(tmp_path, tiny_recipe):
     return write
 
 
-@pytest.mark.parametrize(('ranks_count', 'workers'), [pytest.param(1, 0, marks=pytest.mark.slow), (2, 2)])
+@pytest.mark.cpu_seconds(15)
+@pytest.mark.parametrize(('ranks_count', 'workers'), [(1, 0), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_missing_shard_stops_all_ranks_and_run_resumes_when_restored(
     store, intact_and_broken_images, recipe, ranks, tmp_path, ranks_count, workers
 ):

@@ -233,6 +233,7 @@ def job(tmp_path, tiny_recipe) -> Path:
     return spec
 
 
+@pytest.mark.cpu_seconds(20)
 def test_launched_job_sends_start_and_end_and_keeps_the_url_out_of_all_files(hook, job, forkserver, tmp_path):
     environ = os.environ | {SOCKET: forkserver.path, 'PYTHONPATH': f'{ROOT}:{ROOT / "tests"}', 'HOOK': hook.url}
     command = [sys.executable, '-m', 'diffusion', 'launch', str(job)]

@@ -298,6 +298,7 @@ def test_store_gets_the_same_dataset_as_a_folder_and_old_objects_stay(tmp_path: 
     assert not (tmp_path / 'work').exists()
 
 
+@pytest.mark.cpu_seconds(15)
 def test_two_appends_to_a_store_at_once_do_not_lose_one_another(tmp_path: Path, store: Store) -> None:
     store.bucket('mds')
     start('s3://mds/out', sliced(0, 10), work=str(tmp_path / 'work'))

@@ -43,6 +43,7 @@ def contents(out: Path) -> dict[str, dict[str, dict[str, Any]]]:
     return {name: {sample['key']: sample for sample in samples(out / name)} for name in keys(out)}
 
 
+@pytest.mark.cpu_seconds(12)
 @given(
     count=st.integers(1, 15),
     first=st.integers(0, 1000),

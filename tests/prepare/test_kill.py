@@ -98,8 +98,8 @@ def at_each_sixth_step():
     return steps
 
 
-def while_replacing():
-    """Kill a preparation before each step that replaces two datasets by new ones, check both, then resume it."""
+def while_replacing(stride):
+    """Kill a preparation before every n-th step that replaces two datasets by new ones, check both, then resume it."""
     old, new = fast(DrawnSource(1, 6)), fast(DrawnSource(2, 4))
     values = dict(sizes=[16], inline=True)
     assert status(start(FOLDER / 'old', old, hold_out=2, **values)) == 0
@@ -119,7 +119,7 @@ def while_replacing():
         assert ended == -signal.SIGKILL
         assert status(start(out, new, **again)) == 0, f'killed at step {steps}'
         assert snapshot_pair(out) == known['new'] and not complete.parent.exists()
-        steps += 1
+        steps += stride
     return [sorted(seen), steps]
 
 
@@ -160,13 +160,14 @@ def run(tmp_path: Path, function: str, **arguments: Any) -> Any:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(('workers', 'kills'), [(2, 5), pytest.param(4, 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(('workers', 'kills'), [(2, 3), pytest.param(4, 20, marks=pytest.mark.slow)])
 def test_preparation_killed_at_random_points_resumes(tmp_path: Path, workers: int, kills: int) -> None:
     found = run(tmp_path, 'at_random_points', workers=workers, kills=kills)
     assert len(found) == kills
     assert len(set(found)) > kills // 3, f'all kills happened at the same few points: {found}'
 
 
+@pytest.mark.slow
 def test_preparation_with_converted_images_in_a_store_resumes_too(tmp_path: Path, store: Store) -> None:
     store.bucket('mds')
     found = run(tmp_path, 'at_random_points', workers=2, kills=5, parts='s3://mds/parts')
@@ -175,12 +176,16 @@ def test_preparation_with_converted_images_in_a_store_resumes_too(tmp_path: Path
     assert not store.objects('mds'), 'nothing is left of preparations that were killed and finished'
 
 
+@pytest.mark.cpu_seconds(12)
+@pytest.mark.parametrize('stride', [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_kill_while_two_datasets_are_replaced_leaves_no_old_training_set_beside_new_held_out_images(
-    tmp_path: Path,
+    tmp_path: Path, stride: int
 ) -> None:
-    seen, steps = run(tmp_path, 'while_replacing')
+    seen, steps = run(tmp_path, 'while_replacing', stride=stride)
     # (training set, held-out images) at the kills; each of them complete or absent.
-    assert seen == [['new', 'new'], ['none', 'new'], ['none', 'none'], ['none', 'old'], ['old', 'old']]
+    allowed = [['new', 'new'], ['none', 'new'], ['none', 'none'], ['none', 'old'], ['old', 'old']]
+    assert seen == (allowed if stride == 1 else [each for each in allowed if each in seen])
+    assert ['old', 'old'] in seen and ['new', 'new'] in seen
     assert steps > 5
 
 

@@ -81,7 +81,8 @@ def runs(request, tmp_path_factory, tiny_recipe, ranks, small_vae):
     return found
 
 
-@pytest.mark.parametrize('strategy', [pytest.param('ddp', marks=pytest.mark.slow), 'fsdp2'])
+@pytest.mark.slow
+@pytest.mark.parametrize('strategy', ['ddp', 'fsdp2'])
 def test_two_ranks_give_the_curve_of_one(runs, strategy):
     settings = {'strategy': 'fsdp2', 'checkpoints': 'sharded'} if strategy == 'fsdp2' else {}
     runs.ranks.run(2, runs.recipe(strategy, **settings))

@@ -165,6 +165,7 @@ def test_killed_evaluation_continues_and_generates_nothing_twice(prepared, ranks
     assert sweep(killed) == sweep(run)
 
 
+@pytest.mark.cpu_seconds(30)
 def test_second_evaluation_adds_metrics_and_reuses_images_and_references(prepared):
     recipe, run = prepared(metrics=['efficientnet_distance'])
     evaluate(load(recipe))
@@ -175,6 +176,7 @@ def test_second_evaluation_adds_metrics_and_reuses_images_and_references(prepare
     assert set(run.glob('evaluations/*/*/*/*.png')) <= set(files)
 
 
+@pytest.mark.slow
 def test_damaged_image_is_generated_again(prepared, caplog):
     recipe, run = prepared(metrics=['efficientnet_distance'], guidance_scales=[2])
     evaluate(load(recipe))
@@ -201,7 +203,11 @@ def test_damaged_image_is_generated_again(prepared, caplog):
         ({'networks': {'vgg': 'x'}}, "there is no network 'vgg'"),
         ({'guidance_scales': [3, 3]}, 'not a list of different numbers'),
         ({'layout': 'geneva'}, "there is no layout 'geneva'; did you mean 'geneval'"),
-        ({'layout': 'geneval', 'metrics': ['efficientnet_distance']}, 'has no metadata of GenEval'),
+        pytest.param(
+            {'layout': 'geneval', 'metrics': ['efficientnet_distance']},
+            'has no metadata of GenEval',
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_mistakes_are_named(prepared, changes, message):
@@ -210,6 +216,7 @@ def test_mistakes_are_named(prepared, changes, message):
         evaluate(load(recipe))
 
 
+@pytest.mark.slow
 def test_features_of_other_references_are_refused(prepared, tmp_path):
     shared = str(tmp_path / 'shared')
     recipe, _ = prepared(metrics=['efficientnet_distance'], reference_features=shared)
@@ -221,12 +228,14 @@ def test_features_of_other_references_are_refused(prepared, tmp_path):
         evaluate(load(recipe))
 
 
+@pytest.mark.slow
 def test_few_images_are_said(prepared, caplog):
     recipe, _ = prepared(metrics=['efficientnet_distance'])
     evaluate(load(recipe))
     assert 'efficientnet_distance of 12 images is biased upward by so few' in caplog.text
 
 
+@pytest.mark.slow
 def test_manifest_of_other_images_is_refused(prepared):
     recipe, run = prepared(metrics=['efficientnet_distance'], guidance_scales=[2])
     evaluate(load(recipe))
@@ -236,6 +245,7 @@ def test_manifest_of_other_images_is_refused(prepared):
         evaluate(load(recipe))
 
 
+@pytest.mark.slow
 def test_prompt_file_with_categories_and_scorer_layouts(prepared, tmp_path):
     lines = [{'prompt': f'{n} ducks / geese', 'include': [{'class': 'duck'}], 'tag': 'count'} for n in range(3)]
     (tmp_path / 'geneval.jsonl').write_text('\n'.join(map(json.dumps, lines)))

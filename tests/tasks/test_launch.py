@@ -60,6 +60,7 @@ def test_one_process_two_ddp_and_two_fsdp2_processes_train_alike(ranks, write_re
         assert distance < 0.02 * sum(averages[key].square().sum() for key in averages) ** 0.5
 
 
+@pytest.mark.slow
 def test_mistake_ends_all_processes_with_one_message(write_recipe):
     process = start(2, str(write_recipe('wrong')), 'global_batch=7')
     output, _ = process.communicate(timeout=100)

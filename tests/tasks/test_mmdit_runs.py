@@ -68,7 +68,8 @@ def runs(request, tmp_path_factory, tiny_recipe, ranks, small_vae, small_dc_ae):
     return Runs(request.param, root, content, ranks)
 
 
-@pytest.mark.parametrize('strategy', [pytest.param('ddp', marks=pytest.mark.slow), 'fsdp2'])
+@pytest.mark.slow
+@pytest.mark.parametrize('strategy', ['ddp', 'fsdp2'])
 def test_two_ranks_give_the_curve_of_one(runs, strategy):
     fsdp2 = {'strategy': 'fsdp2', 'checkpoints': 'sharded', 'activation_checkpointing': True}
     settings = fsdp2 if strategy == 'fsdp2' else {}

@@ -79,7 +79,8 @@ def distance(one: Path, other: Path) -> float:
     return (difference / sum(float(theirs[name].double().square().sum()) for name in ours)) ** 0.5
 
 
-@pytest.mark.parametrize('strategy', ['sharded', pytest.param('ddp', marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('strategy', ['sharded', 'ddp'])
 def test_two_ranks_train_as_one(runs, strategy):
     one, two = runs.whole(1, 'ddp'), runs.whole(2, strategy)
     assert largest_difference(read_losses(one), read_losses(two)) < 1e-5

@@ -139,6 +139,7 @@ def test_output_of_a_trained_text_encoder_cannot_be_stored(write):
         precompute(load(write(latents='image+text', model={'train_text_encoder': True})))
 
 
+@pytest.mark.cpu_seconds(25)
 def test_files_are_identical_on_two_ranks_and_after_kills(write, tmp_path, ranks):
     # Not in this process, where convolutions use one thread per core and so add in another order.
     ranks.run(1, write('whole'))
@@ -157,7 +158,8 @@ def test_files_are_identical_on_two_ranks_and_after_kills(write, tmp_path, ranks
     assert contents(tmp_path / 'killed') == expected
 
 
-@pytest.mark.parametrize('latents', [pytest.param('image', marks=pytest.mark.slow), 'image+text'])
+@pytest.mark.slow
+@pytest.mark.parametrize('latents', ['image', 'image+text'])
 def test_losses_on_latents_equal_losses_on_images(latents, write, write_recipe, tmp_path):
     """Compare in float32, with the same keyed crops, captions, dropout and noise."""
     model = yaml.safe_load(write().read_text())['model'] | {'train_text_encoder': False, 'caption_dropout': 0.3}
@@ -181,6 +183,7 @@ def test_losses_on_latents_equal_losses_on_images(latents, write, write_recipe, 
         assert offline[batch] == pytest.approx(online[batch], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_latents_in_an_object_store_equal_those_in_a_folder(write, tmp_path, store, monkeypatch):
     """Interrupt the job, too: uploaded shards are not encoded again, and the index is uploaded last."""
     precompute(load(write('whole')))

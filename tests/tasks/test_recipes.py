@@ -140,9 +140,15 @@ def sources(tmp_path_factory, pictures, small_vae) -> Sources:
 
 # -- the real models, on the meta device --
 
+DEFAULT_REAL = ('quickstart', 'phase1', 'prx_256')
+"""Recipes of which the test without `slow` builds the model; the others take 5 to 10 seconds."""
+
 
 @pytest.mark.filterwarnings('ignore:for .* copying from a non-meta parameter')  # torchmetrics loads LPIPS's layers
-@pytest.mark.parametrize('path', RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    'path',
+    [pytest.param(path, id=path.stem, marks=() if path.stem in DEFAULT_REAL else pytest.mark.slow) for path in RECIPES],
+)
 def test_real_model_fits_the_recipe(path, sources):
     recipe = load(path, allow_missing=True)
     family = family_of(recipe.model.name)
@@ -331,6 +337,7 @@ def runs(tmp_path_factory, sources) -> Runs:
     return Runs(tmp_path_factory.mktemp('recipes'), sources)
 
 
+@pytest.mark.cpu_seconds(12)
 @pytest.mark.parametrize(
     'path',
     [

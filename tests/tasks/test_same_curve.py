@@ -100,6 +100,7 @@ def test_run_logs_every_batch_and_crosses_an_epoch(runs):
     assert EPOCH < BATCHES
 
 
+@pytest.mark.cpu_seconds(40)
 @pytest.mark.parametrize(
     ('count', 'strategy'),
     [pytest.param(2, 'ddp', marks=pytest.mark.slow), (2, 'fsdp2'), pytest.param(4, 'fsdp2', marks=pytest.mark.slow)],

@@ -293,6 +293,7 @@ def test_output_without_gradients_is_refused(graphs, device):
         model(torch.ones(2, 4, device=device))
 
 
+@pytest.mark.cpu_seconds(12)
 def test_trainer_trains_and_evaluates_with_graphs(write_recipe, graphs, device, monkeypatch):
     """Through Composer's trainer, with averages, microbatches and a save: the same losses as without graphs."""
     settings: dict[str, Any] = {'max_duration': '6ba', 'save_interval': '4ba', 'progress_bar': False}

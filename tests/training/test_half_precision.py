@@ -92,6 +92,7 @@ def assert_float32_checkpoint(folder: Path) -> None:
         assert {value.dtype for value in weights.values() if value.is_floating_point()} == {torch.float32}
 
 
+@pytest.mark.cpu_seconds(20)
 @pytest.mark.parametrize(
     ('count', 'sections'),
     [
@@ -135,6 +136,7 @@ class Recorder(Callback):
         self.scales.append(state.scaler.get_scale())
 
 
+@pytest.mark.cpu_seconds(15)
 def test_float16_overflow_skips_the_update_halves_the_scale_and_resumes_exactly(write_recipe, tmp_path, monkeypatch):
     allow_half_precision(monkeypatch)
     overflow_at(monkeypatch, 1)
@@ -171,6 +173,7 @@ def test_float16_overflow_skips_the_update_halves_the_scale_and_resumes_exactly(
     assert not (folders[0] / 'bad_batches.jsonl').exists(), 'loss_guard leaves overflows to the scaler'
 
 
+@pytest.mark.slow
 def test_float16_overflow_on_one_rank_skips_the_update_of_all_shards(run):
     speed = EVERYTHING['speed'] | {'fused_optimizer': True}
     folder = run('fp16_fsdp2', 2, 'amp_fp16', save_interval='1ba', overflow_batch='1', parallelism=SHARDED, speed=speed)

@@ -129,8 +129,10 @@ print('same')
 """
 
 
-def test_fsdp2_averages_gradients_over_two_ranks(tmp_path):
-    run_ranks(tmp_path, GRADIENTS_UNDER_FSDP2, 'cpu', 2)
+def test_fsdp2_averages_gradients_over_two_ranks(ranks):
+    job = ranks.start_program(2, '-c', GRADIENTS_UNDER_FSDP2)
+    assert job.wait() == [0, 0], job.output()
+    assert all('same' in output for output in job.outputs())
 
 
 def run_ranks(tmp_path, program, device, count):

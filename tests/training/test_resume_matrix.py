@@ -93,6 +93,8 @@ ROWS = (
     '330200000',
 )
 """Number of the level of each factor, for every run."""
+DEFAULT_ROWS = ('101110000', '231301111')
+"""Rows without `slow`: one process and sharded ranks, SIGTERM and kill -9, and both levels of every factor of two."""
 
 
 def levels_of(row: str) -> dict[str, str]:
@@ -222,7 +224,10 @@ def interrupt(runs: Runs, count: int, path: Path, levels: dict[str, str], enviro
     job.kill()
 
 
-@pytest.mark.parametrize('row', ROWS)
+@pytest.mark.cpu_seconds(40)
+@pytest.mark.parametrize(
+    'row', [pytest.param(row, marks=() if row in DEFAULT_ROWS else pytest.mark.slow) for row in ROWS]
+)
 def test_interrupted_and_resumed_run_equals_uninterrupted(runs, store: Store, monkeypatch, row):
     levels = levels_of(row)
     count = int(levels['ranks'][0])

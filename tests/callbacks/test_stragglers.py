@@ -25,7 +25,7 @@ def test_host_timer_ignores_a_stop_without_a_start(monkeypatch):
     assert timer.take() == 3.5 and timer.take() == 0.0
 
 
-@pytest.mark.cpu_seconds(20)
+@pytest.mark.slow
 def test_slow_rank_is_logged(ranks, tiny_recipe, tmp_path):
     # Under FSDP2 the ranks would wait for the slow one in every block, so only the time before the first one counts.
     content = tiny_recipe(tmp_path / 'runs', imports=['tests.slow_rank'], parallelism={'strategy': 'fsdp2'})

@@ -106,9 +106,10 @@ def assert_same_end(run: Path, reference: Path) -> None:
     assert_same_tensors(find_checkpoint(run), find_checkpoint(reference))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     'parallelism',
-    [pytest.param({}, marks=pytest.mark.slow), SHARDED, pytest.param({'strategy': 'fsdp2'}, marks=pytest.mark.slow)],
+    [{}, SHARDED, {'strategy': 'fsdp2'}],
     ids=['ddp', 'sharded', 'fsdp2'],
 )
 def test_checkpoint_equals_that_of_a_blocking_save_though_training_continues(write, ranks, tmp_path, parallelism):
@@ -320,6 +321,7 @@ def test_two_ranks_killed_during_a_save_resume_bit_for_bit(write, ranks, tmp_pat
     assert_same_end(run, load(whole).run_dir)
 
 
+@pytest.mark.cpu_seconds(20)
 def test_one_rank_that_cannot_write_fails_the_save_of_all(write, ranks, tmp_path):
     """In the thread of rank 1, and at the publication by rank 0; the saves after them succeed."""
     path = write('fault', {'save_interval': '3ba'}, parallelism=SHARDED)
@@ -337,6 +339,7 @@ def test_one_rank_that_cannot_write_fails_the_save_of_all(write, ranks, tmp_path
     assert 'Traceback' not in first + second
 
 
+@pytest.mark.cpu_seconds(20)
 def test_two_ranks_stop_within_the_notice_during_a_save(write, ranks, tmp_path):
     """Rank 1 is signaled while the first save is written, which it does not know how long takes: only that is saved."""
     path = write('notice', parallelism=SHARDED)

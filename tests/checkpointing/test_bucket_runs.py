@@ -98,6 +98,7 @@ def assert_same_run(url: str, losses: Path, undisturbed: Path) -> None:
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.cpu_seconds(15)
 def test_run_resumes_on_another_node(write, undisturbed, bucket, store, tmp_path, monkeypatch, caplog):
     path = write('moved', bucket)
     train(load(path, ['trainer.max_duration=4ba'])).close()
@@ -134,6 +135,7 @@ def test_local_copy_is_used_only_if_it_is_intact(write, bucket, store, caplog):
         copy.write_bytes(content)
 
 
+@pytest.mark.cpu_seconds(15)
 @pytest.mark.parametrize(
     'damage',
     ['flipped bit', *(pytest.param(each, marks=pytest.mark.slow) for each in ('truncated', 'deleted', 'receipt'))],
@@ -225,6 +227,7 @@ def test_sharded_run_resumes_on_fewer_ranks(write, bucket, store, ranks, tmp_pat
     assert moved < 1e-3 * norm
 
 
+@pytest.mark.cpu_seconds(15)
 def test_save_fails_while_the_store_is_down_and_training_continues(write, undisturbed, bucket, store, caplog):
     path = write('down', bucket)
     recipe = load(path)

@@ -152,6 +152,7 @@ def test_bug_in_a_save_ends_the_run_at_once(write, monkeypatch):
     trainer.close()
 
 
+@pytest.mark.cpu_seconds(20)
 def test_fault_of_one_rank_fails_a_sharded_save_on_all_and_training_continues(write, ranks, tmp_path):
     parallelism = {'strategy': 'fsdp2', 'checkpoints': 'sharded'}
     path = write('sharded', {'max_duration': '4ba'}, parallelism=parallelism)

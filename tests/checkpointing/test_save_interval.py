@@ -144,6 +144,7 @@ def test_other_words_are_refused(tiny_recipe, tmp_path, interval):
         load(path, [f'trainer.save_interval={interval}'])
 
 
+@pytest.mark.cpu_seconds(20)
 @pytest.mark.parametrize('words', [['trainer.save_interval=0.05s'], ['trainer.save_interval=auto']])
 def test_two_ranks_save_at_the_same_batches(tiny_recipe, ranks, tmp_path, words):
     """A rank that saved alone would wait for the other until the timeout."""

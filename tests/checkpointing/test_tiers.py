@@ -213,7 +213,7 @@ def test_lost_pair_falls_back_to_the_storage(cluster, undisturbed, parallelism):
     assert_same(cluster.run_folder(path), undisturbed(2, **sections))
 
 
-@pytest.mark.cpu_seconds(25)
+@pytest.mark.slow
 def test_damaged_file_is_found_before_any_rank_loads_it(cluster):
     path = cluster.recipe('damaged', parallelism=SHARDED)
     cluster.kill(path, [0, 1])

@@ -27,6 +27,7 @@ def losses(path: Path) -> dict[tuple[int, str], float]:
     return {(batch, name): value for name in metrics if 'loss' in name for batch, value in metrics[name].items()}
 
 
+@pytest.mark.cpu_seconds(300)
 @pytest.mark.skipif(OTHER_PYTHON is None, reason='compares two environments: run `make test-resolvable`')
 def test_quickstart_has_equal_losses_in_both_environments_and_resumes_in_the_other(tmp_path):
     images, latents = tmp_path / 'images', tmp_path / 'latents'

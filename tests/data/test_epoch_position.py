@@ -33,6 +33,7 @@ def whole(tmp_path_factory, tiny_recipe):
     return read_losses(root / 'runs' / 'whole')
 
 
+@pytest.mark.cpu_seconds(12)
 def test_run_extended_by_an_epoch_trains_on_the_next_one(write_recipe, tmp_path, whole):
     path = write_recipe()
     for duration in ('1ep', '2ep', '3ep'):

@@ -58,6 +58,7 @@ def test_loader_serves_the_rest_of_each_stream_in_a_short_batch(write_recipe, pi
         assert all(batch[batch_keys.IS_COUNTED].all() for batch in batches)
 
 
+@pytest.mark.slow
 def test_losses_of_several_streams_are_those_of_one_rank_on_more_ranks(tmp_path, write_recipe, pictures, ranks):
     """With 40, 24 and 1 images, in batches of 3 or 4 per rank: some ranks have nothing of the last."""
     folders = {**pictures, 'single': write_image_shards(tmp_path / 'single', count=1, side=32)}

@@ -96,6 +96,7 @@ def test_variance_of_the_batch_gradient_equals_that_of_fresh_noise(recipe):
     assert variance(shared) / variance(fresh) > 2
 
 
+@pytest.mark.cpu_seconds(25)
 def test_run_with_copies_is_the_same_on_two_ranks_and_after_a_resume(recipe, ranks, tmp_path):
     words = ['trainer.max_duration=2ep', 'trainer.save_interval=1ba']
     train(load(recipe, [*words, 'name=one'])).close()

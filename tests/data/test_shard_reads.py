@@ -32,6 +32,7 @@ def train(url: str, folder: Path, **settings: Any) -> list[dict[int, int]]:
     return [{key: value for part in parts for key, value in part[epoch].items()} for epoch in range(EPOCHS)]
 
 
+@pytest.mark.cpu_seconds(20)
 @pytest.mark.skipif(not can_isolate(), reason='only root can give each node its mounts')
 @pytest.mark.usefixtures('many_datasets')
 def test_a_shard_leaves_the_store_once_for_four_nodes_and_three_epochs(store: Store, tmp_path: Path) -> None:
@@ -54,6 +55,7 @@ def test_a_shard_leaves_the_store_once_for_four_nodes_and_three_epochs(store: St
     assert sum(reads.values()) <= 1.05 * len(shards), f'{sum(reads.values())} reads of {len(shards)} shards'
 
 
+@pytest.mark.cpu_seconds(20)
 @pytest.mark.skipif(not can_isolate(), reason='only root can give each node its mounts')
 @pytest.mark.usefixtures('many_datasets')
 @pytest.mark.parametrize('share', [None, pytest.param(0.7, marks=pytest.mark.slow)])
@@ -81,7 +83,8 @@ def test_nodes_share_a_cache_on_a_file_system_of_the_cluster(store: Store, tmp_p
 
 @pytest.mark.skipif(not can_isolate(), reason='only root can give each node its mounts')
 @pytest.mark.usefixtures('many_datasets')
-@pytest.mark.parametrize('share', [None, pytest.param(0.9, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('share', [None, 0.9])
 def test_stopped_slow_killed_and_lying_nodes_of_a_common_cache_do_not_stop_others(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float | None
 ) -> None:
@@ -148,6 +151,7 @@ def test_stopped_slow_killed_and_lying_nodes_of_a_common_cache_do_not_stop_other
         assert left <= limit + 8 * SHARD, 'the lock of the size was ignored while its owner was stopped'
 
 
+@pytest.mark.cpu_seconds(20)
 @pytest.mark.skipif(not can_isolate(), reason='only root can mount a small disk')
 @pytest.mark.usefixtures('many_datasets')
 @pytest.mark.parametrize('workers', [0, pytest.param(2, marks=pytest.mark.slow)])

@@ -366,7 +366,7 @@ def test_stacks_of_the_newest_attempts_are_kept_in_a_bucket(store, tmp_path, mon
     assert len(store.requests) == requests + 1, 'only the first listing after an attempt without stacks'
 
 
-@pytest.mark.parametrize('what', [403, 500, pytest.param(9.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('what', [403, *(pytest.param(each, marks=pytest.mark.slow) for each in (500, 9.0))])
 def test_hang_is_ended_although_the_bucket_fails_or_hangs(run_node, store, tmp_path, monkeypatch, what):
     monkeypatch.setattr(bounded_call, 'STORAGE_SECONDS', 0.5)
     for module in ('stack_folder.OTHERS_SECONDS', 'failure_stacks.STORAGE_SECONDS'):

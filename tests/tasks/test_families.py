@@ -93,6 +93,7 @@ def test_two_ranks_give_the_curve_of_one(runs, strategy):
     )
 
 
+@pytest.mark.cpu_seconds(20)
 def test_stock_pipeline_draws_the_same_images(runs, tmp_path):
     recipe = load(runs.recipe('whole'))
     export(runs.whole(), tmp_path / 'exported', weights='ema')

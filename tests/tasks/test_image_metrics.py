@@ -167,11 +167,11 @@ def test_killed_evaluation_continues_and_generates_nothing_twice(prepared, ranks
 
 @pytest.mark.cpu_seconds(30)
 def test_second_evaluation_adds_metrics_and_reuses_images_and_references(prepared):
-    recipe, run = prepared(metrics=['efficientnet_distance'])
+    recipe, run = prepared(metrics=['cmmd'])
     evaluate(load(recipe))
     files = {path: path.stat().st_mtime_ns for path in run.glob('evaluations/**/*.*') if path.suffix != '.json'}
     evaluate(load(recipe, ['evaluators.image_metrics.metrics=[clip_score]']))
-    assert set(results(run)['metrics']) == set(sweep(run)[1]) == {'efficientnet_distance', 'clip_score'}
+    assert set(results(run)['metrics']) == set(sweep(run)[1]) == {'cmmd', 'clip_score'}
     assert {path: path.stat().st_mtime_ns for path in files} == files
     assert set(run.glob('evaluations/*/*/*/*.png')) <= set(files)
 

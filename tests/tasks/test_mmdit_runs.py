@@ -81,6 +81,7 @@ def test_two_ranks_give_the_curve_of_one(runs, strategy):
     )
 
 
+@pytest.mark.cpu_seconds(20)
 def test_stock_pipeline_draws_the_same_images(runs, tmp_path):
     recipe = load(runs.recipe('whole'))
     export(runs.whole(), tmp_path / 'exported', weights='ema')
@@ -96,6 +97,7 @@ def test_stock_pipeline_draws_the_same_images(runs, tmp_path):
     assert_command_draws_the_same(model, tmp_path / 'exported', noise_scheduler='euler')
 
 
+@pytest.mark.cpu_seconds(20)
 def test_task_generate_writes_an_image(runs, tmp_path):
     runs.whole()
     words = [
@@ -118,6 +120,7 @@ def stored(runs):
     return model, out / 'small'
 
 
+@pytest.mark.cpu_seconds(20)
 def test_precomputed_encoders_give_the_losses_of_online_ones(runs, stored):
     model, folder = stored
     latents = {'dataset': {'name': 'latents'}, 'streams': {'small': {'local': str(folder), 'resolution': 32}}}

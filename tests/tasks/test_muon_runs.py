@@ -87,6 +87,7 @@ def test_two_ranks_train_as_one(runs, strategy):
     assert distance(one, two) < 1e-6
 
 
+@pytest.mark.cpu_seconds(15)
 def test_settings_that_change_on_resume_are_applied_except_the_choice_of_matrices(runs):
     whole = runs.whole(1, 'ddp')
     name = runs.interrupted(whole, 'changed').name

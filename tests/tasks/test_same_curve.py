@@ -94,6 +94,7 @@ def distance(one: Path, other: Path, which: Weights) -> float:
     return (difference / moved) ** 0.5
 
 
+@pytest.mark.cpu_seconds(12)
 def test_run_logs_every_batch_and_crosses_an_epoch(runs):
     losses = read_losses(runs.whole(1, 'ddp'))
     assert list(losses) == list(range(BATCHES))

@@ -103,6 +103,7 @@ def stored(write, content, tmp_path):
     return encode
 
 
+@pytest.mark.cpu_seconds(20)
 @pytest.mark.parametrize('latents', ['image+text', pytest.param('image', marks=pytest.mark.slow)])
 def test_losses_on_precomputed_data_equal_losses_online(write, stored, tmp_path, latents):
     streams = stored(latents)
@@ -169,6 +170,7 @@ def test_shards_of_a_model_without_sizes_have_no_new_columns(stored, tmp_path):
 STOCK = ('stable_diffusion_xl.pipeline_stable_diffusion_xl', 'StableDiffusionXLPipeline')
 
 
+@pytest.mark.cpu_seconds(20)
 @pytest.mark.parametrize(
     ('mode', 'negative'),
     [('zeros', ''), *(pytest.param(*each, marks=pytest.mark.slow) for each in (('empty', ''), ('zeros', 'blue')))],
@@ -190,6 +192,7 @@ def test_stock_pipeline_generates_the_same_images(write, tmp_path, mode, negativ
     torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.cpu_seconds(20)
 def test_generate_command_draws_the_same_with_run_and_export(write, tmp_path):
     path = write('run', model={'caption_dropout_mode': 'zeros', 'caption_dropout': 0.5})
     train(load(path, ['trainer.max_duration=1ba'])).close()

@@ -127,6 +127,7 @@ def test_flow_resumes_equal_and_its_export_generates_the_same_images(write_recip
         assert f"--scheduler: '{wrong}' {message}" in capsys.readouterr().err
 
 
+@pytest.mark.cpu_seconds(15)
 def test_phase_two_starts_from_the_weights_of_phase_one(write_recipe, pictures, tmp_path):
     train(load(write_recipe('one'))).close()
     second = write_recipe(
@@ -387,6 +388,7 @@ def test_precomputed_latents_equal_encoder_output(latents, pictures):
             assert stored[index]['key'] == source[index]['key']
 
 
+@pytest.mark.cpu_seconds(15)
 def test_training_on_latents_equals_training_on_images(latents, write_recipe, tmp_path):
     """Noise depends on sample IDs, which are the same for both kinds of data."""
     path, out, _ = latents

@@ -295,6 +295,7 @@ def test_command_evaluates_a_run_with_a_real_model(tmp_path, write_recipe, ranks
     assert (run / 'metrics.jsonl').read_bytes() == before
 
 
+@pytest.mark.cpu_seconds(30)
 def test_training_keeps_its_losses_while_a_watcher_evaluates_its_checkpoints(tmp_path, write_recipe, ranks):
     def write_run(name: str) -> tuple[Path, Path]:
         path = write_recipe(name, checkpointing={'keep': {'last': 1}})

@@ -65,7 +65,7 @@ def grow(tmp_path: Path, write_recipe: Callable[..., Path]) -> Callable[[str], P
     return prepared
 
 
-@pytest.mark.cpu_seconds(25)
+@pytest.mark.slow
 def test_resume_on_a_grown_dataset_needs_allow_data_change_and_is_the_same_on_two_ranks(
     grow: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, ranks: Ranks
 ) -> None:

@@ -73,6 +73,7 @@ def losses_of_one_device(tiny_recipe, tmp_path_factory) -> Callable[[str], dict[
     return train_alone
 
 
+@pytest.mark.cpu_seconds(15)
 @pytest.mark.parametrize(('device', 'name'), CASES)
 def test_strategy_has_the_losses_of_one_device(write_recipe, losses_of_one_device, ranks, tmp_path, device, name):
     strategy, devices = STRATEGIES[name], device_count(device)

@@ -26,7 +26,7 @@ from typing import Any
 
 from machine import heading
 
-from diffusion.launch.openmp_spin import POLICY_VARIABLE, SPIN_VARIABLE
+from diffusion.runs.openmp_spin import POLICY_VARIABLE, SPIN_VARIABLE
 
 ROOT = Path(__file__).parents[1]
 RECIPE = str(ROOT / 'yamls' / 'quickstart.yaml')

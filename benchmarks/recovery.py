@@ -22,9 +22,9 @@ from pathlib import Path
 import yaml
 from machine import heading
 
-from diffusion.launch import attempts
 from diffusion.launch.standby import STANDBY
 from diffusion.loggers.metrics_file import TRAIN_LOSS, read_metrics
+from diffusion.runs import attempts
 
 ROOT = Path(__file__).parents[1]
 HANG_SECONDS = 30

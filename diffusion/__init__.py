@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from diffusion.launch.openmp_spin import shorten_spin
+from diffusion.runs.openmp_spin import shorten_spin
 
 if TYPE_CHECKING:
     from diffusion.algorithms.ema import EMA

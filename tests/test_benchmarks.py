@@ -19,9 +19,9 @@ import torch
 from forkserver import Server
 
 from diffusion.config.load import load
-from diffusion.launch.openmp_spin import SPIN_COUNT
 from diffusion.models.builders import tiny
 from diffusion.models.objective import Objective
+from diffusion.runs.openmp_spin import SPIN_COUNT
 from diffusion.training import performance
 from diffusion.training.train import train
 

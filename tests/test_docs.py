@@ -379,7 +379,7 @@ def test_reference_has_every_keyword_of_every_component(reference, kind):
 
 def test_reference_has_every_exit_status_and_variable(reference):
     from diffusion import exit_codes
-    from diffusion.launch import environment
+    from diffusion.runs import environment
 
     statuses = {value for name, value in vars(exit_codes).items() if name.isupper()}
     listed = set(map(int, re.findall(r'^\| (\d+) \|', reference['reference/exit-statuses.md'], flags=re.MULTILINE)))

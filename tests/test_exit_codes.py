@@ -21,7 +21,7 @@ from shards import draw_image
 
 from diffusion import cli
 from diffusion.errors import UserError, exit_status
-from diffusion.launch import lock_content, run_lock
+from diffusion.runs import lock_content, run_lock
 from diffusion.tasks import run_recipe
 
 LOG_LINE = re.compile(r'\d\d:\d\d:\d\d (INFO|WARNING): ')

@@ -9,7 +9,15 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / 'diffusion'
 LAYERS = [
-    {'config', 'storage', 'planning', 'launch', 'errors', 'exit_codes'},  # standard library and omegaconf; no torch
+    {
+        'config',
+        'storage',
+        'planning',
+        'runs',
+        'launch',
+        'errors',
+        'exit_codes',
+    },  # standard library and omegaconf; no torch
     {'compatibility', 'models'},  # torch, diffusers, transformers; no Composer
     {'data', 'algorithms', 'callbacks', 'loggers', 'checkpointing', 'evaluation', 'profiling', 'training'},  # Composer
     {'tasks', 'prepare', 'inspection', 'preflight', 'report', 'cli', '__main__', '__init__'},  # programs
@@ -77,6 +85,17 @@ def test_a_module_imports_only_its_own_layer_or_lower():
         if FOREIGN.get(name.partition('.')[0], 0) > layer(module)
     ]
     assert not upwards + foreign
+
+
+def test_only_programs_import_launch():
+    users = {'launch', 'tasks', 'preflight', 'cli'}
+    others = [
+        f'{module} -> {name}'
+        for module in MODULES
+        for name in own_imports(module)
+        if name.startswith('launch') and module.partition('.')[0] not in users
+    ]
+    assert not others
 
 
 @pytest.mark.parametrize('depth', [1, 9], ids=['packages', 'modules'])

@@ -12,7 +12,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from diffusion.evaluation.evaluated_checkpoint import parse_results
-from diffusion.launch.evaluation_claims import EVALUATIONS
+from diffusion.runs.evaluation_claims import EVALUATIONS
 from diffusion.storage.places import files_of_run
 
 log = logging.getLogger(__name__)

@@ -15,11 +15,11 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from diffusion.callbacks.preemption import is_last_batch, save_now
+from diffusion.compatibility.nvml import load_nvml
 from diffusion.errors import UserError
 from diffusion.exit_codes import HardwareFault, Preempted
-from diffusion.launch.environment import machine_name
-from diffusion.launch.gpu_health import load_nvml
-from diffusion.launch.heartbeat_file import report_hardware_fault
+from diffusion.runs.environment import machine_name
+from diffusion.runs.heartbeat_file import report_hardware_fault
 
 log = logging.getLogger(__name__)
 

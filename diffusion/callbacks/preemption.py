@@ -23,8 +23,8 @@ from composer.utils import dist
 from diffusion.callbacks.host_copy import HostCopy
 from diffusion.compatibility.private_names import private_attribute
 from diffusion.exit_codes import INTERRUPTED, Preempted
-from diffusion.launch.node_settings import worker_notice_seconds
-from diffusion.launch.stop_signals import (
+from diffusion.runs.environment import worker_notice_seconds
+from diffusion.runs.stop_signals import (
     STOP_SIGNALS,
     RepeatedInterrupt,
     SignalThread,

@@ -47,9 +47,9 @@ from diffusion.checkpointing.rank_agreement import raise_on_all_ranks, run_on_ea
 from diffusion.checkpointing.retention import CheckpointInfo
 from diffusion.config.checkpointing import KeepConfig
 from diffusion.errors import ExternalError, UserError
-from diffusion.launch.bucket_run import claim_working_folder, open_bucket_run
-from diffusion.launch.evaluation_claims import EvaluationClaims
-from diffusion.launch.run_id import check_run_id
+from diffusion.runs.bucket_run import claim_working_folder, open_bucket_run
+from diffusion.runs.evaluation_claims import EvaluationClaims
+from diffusion.runs.run_id import check_run_id
 from diffusion.storage import object_store, request_threads
 from diffusion.storage.atomic import remove, replace_folder
 from diffusion.storage.places import StorePlace

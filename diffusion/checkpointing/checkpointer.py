@@ -29,7 +29,7 @@ from diffusion.checkpointing.tier_saves import TierSaves
 from diffusion.checkpointing.trainer_state import load_checkpoint
 from diffusion.config.checkpointing import KeepConfig, TiersConfig
 from diffusion.errors import UserError
-from diffusion.launch import run_lock
+from diffusion.runs import run_lock
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from diffusion.checkpointing.checkpoint_store import batch_number
 from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.errors import UserError
-from diffusion.launch.run_id import RUN_FILE
-from diffusion.launch.run_lock import Owner, parse_owner
+from diffusion.runs.run_id import RUN_FILE
+from diffusion.runs.run_lock import Owner, parse_owner
 from diffusion.storage.own_files import open_own_file
 from diffusion.storage.places import LocalPlace
 

@@ -18,7 +18,7 @@ from diffusion.checkpointing.rank_agreement import raise_on_all_ranks, run_on_ra
 from diffusion.checkpointing.shared_folder import open_run_folder
 from diffusion.checkpointing.verification import newest_intact
 from diffusion.config.checkpointing import KeepConfig
-from diffusion.launch.run_id import check_run_id
+from diffusion.runs.run_id import check_run_id
 from diffusion.storage.atomic import remove
 from diffusion.storage.places import is_url
 

@@ -11,8 +11,8 @@ from composer.utils import dist
 from diffusion.checkpointing.checkpoint_store import list_checkpoints, read_with_retries, run_id_of
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
 from diffusion.errors import ExternalError, UserError
-from diffusion.launch import environment
-from diffusion.launch.run_id import RUN_FILE, create_run_id, read_run_id
+from diffusion.runs import environment
+from diffusion.runs.run_id import RUN_FILE, create_run_id, read_run_id
 from diffusion.storage import visibility
 
 log = logging.getLogger(__name__)

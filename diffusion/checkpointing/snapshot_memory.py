@@ -7,7 +7,7 @@ from composer.utils import dist
 
 from diffusion.checkpointing.snapshot import SnapshotBuffers, StateTensors
 from diffusion.config.byte_sizes import bytes_text
-from diffusion.launch import environment
+from diffusion.runs import environment
 from diffusion.storage.host_memory import available_memory
 
 log = logging.getLogger(__name__)

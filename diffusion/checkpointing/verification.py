@@ -9,7 +9,7 @@ from diffusion.checkpointing import checkpoint_store
 from diffusion.checkpointing.checkpoint_store import DamagedCheckpoint, FileRecord, read_receipt, read_with_retries
 from diffusion.checkpointing.sharded_state import data_files
 from diffusion.errors import UserError
-from diffusion.launch.run_id import check_run_id
+from diffusion.runs.run_id import check_run_id
 
 log = logging.getLogger(__name__)
 

@@ -32,10 +32,10 @@ from diffusion.data.bad_samples import SampleCounts, quarantine
 from diffusion.data.streams import BucketedDataset
 from diffusion.data.verified_dataset import describe_error
 from diffusion.errors import DataError, UserError
-from diffusion.launch.stop_signals import STOP_SIGNALS
-from diffusion.launch.watchdog import collective_timeout
 from diffusion.models import batch_keys
 from diffusion.models.randomness import Draws, Purpose, epoch_word
+from diffusion.runs.stop_signals import STOP_SIGNALS
+from diffusion.runs.watchdog import collective_timeout
 
 log = logging.getLogger(__name__)
 

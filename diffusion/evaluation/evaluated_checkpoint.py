@@ -16,8 +16,8 @@ from torch import Tensor
 
 from diffusion.data.streams import BucketedDataset
 from diffusion.evaluation.generated_images import GeneratedImages
-from diffusion.launch.evaluation_claims import EVALUATIONS
 from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.runs.evaluation_claims import EVALUATIONS
 from diffusion.storage.atomic import write_atomically
 
 Result = TypeVar('Result')

@@ -27,7 +27,7 @@ from diffusion.evaluation.generated_images import GeneratedImages, Sampling
 from diffusion.evaluation.metrics import DISTANCES, TextImageScore, build_network
 from diffusion.evaluation.prompts import OWN, Prompt, caption_prompts, categories, own_prompts, read_prompts
 from diffusion.evaluation.reference_images import DatasetImages, FolderImages, ReferenceFeatures, ReferenceImages
-from diffusion.launch.evaluation_claims import EVALUATIONS
+from diffusion.runs.evaluation_claims import EVALUATIONS
 from diffusion.storage.atomic import atomic_folder
 
 log = logging.getLogger(__name__)

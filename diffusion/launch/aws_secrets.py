@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from diffusion.errors import ExternalError, UserError
-from diffusion.launch import environment
+from diffusion.runs import environment
 
 REFUSALS = ('AccessDeniedException', 'ResourceNotFoundException', 'ValidationException')
 """Error codes for which a retry cannot succeed."""

@@ -11,13 +11,14 @@ from typing import Annotated
 from diffusion.config.load import RecipeError
 from diffusion.config.options import DIR, Option, Overrides, RecipeFile
 from diffusion.errors import ExternalError, UserError, printable
-from diffusion.launch import environment, node
+from diffusion.launch import node
 from diffusion.launch.backends.base import NotValidated, Rendered
 from diffusion.launch.job_checks import CheckedSpec, check_jobs, load_job_spec
 from diffusion.launch.job_cost import cost_table
 from diffusion.launch.rank_discovery import count_gpus
-from diffusion.launch.run_status import format_report, inspect_run
 from diffusion.planning.gpus import find_gpu, load_gpus
+from diffusion.runs import environment
+from diffusion.runs.run_status import format_report, inspect_run
 from diffusion.storage.atomic import write_atomically
 from diffusion.storage.places import is_url
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, PREEMPTED
-from diffusion.launch import environment, liveness
-from diffusion.launch.bounded_call import STORAGE_SECONDS, call_with_limit, storage_problem
+from diffusion.launch import liveness
 from diffusion.launch.workers import Outcome
+from diffusion.runs import environment
+from diffusion.runs.bounded_call import STORAGE_SECONDS, call_with_limit, storage_problem
 
 BEGIN = 'begin'
 """Cause in the line that the first node writes when it has recorded the begin of an attempt."""

@@ -3,11 +3,11 @@
 import time
 from collections.abc import Callable, Mapping
 
-from diffusion.launch import environment, heartbeat_file
-from diffusion.launch.bounded_call import STORAGE_SECONDS, call_with_limit, within_limit
 from diffusion.launch.stack_folder import OTHERS_SECONDS, NodeReport, StackFolder
 from diffusion.launch.stack_report import RankReport, describe_hang, find_place, main_thread
 from diffusion.launch.workers import Workers, process_problem
+from diffusion.runs import environment, heartbeat_file
+from diffusion.runs.bounded_call import STORAGE_SECONDS, call_with_limit, within_limit
 
 NCCL_DUMP_SECONDS = 10.0
 """Maximum wait for the files of NCCL's flight recorder after a hang."""

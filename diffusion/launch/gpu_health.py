@@ -29,17 +29,6 @@ RECOVERY_ACTIONS = {
 """Names of the actions of nvmlGpuRecoveryAction_t."""
 
 
-def load_nvml() -> Any | None:
-    """Initialize NVML and return its module, or None if there is no NVIDIA driver."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    return pynvml
-
-
 def check_gpus(nvml: Any, kind: str, count: int) -> Iterator[Finding]:
     """Yield the findings about the GPUs of this node; call it before any process of the job uses a GPU.
 

@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 
 from diffusion.config.load import Recipe, load
 from diffusion.errors import UserError
-from diffusion.launch import environment
-from diffusion.launch.attempts import Attempt
-from diffusion.launch.bounded_call import STORAGE_SECONDS, call_with_limit
 from diffusion.launch.exit_file import NodeExit
-from diffusion.launch.heartbeat_file import Beat
 from diffusion.launch.node_link import Agreement, NodeLink
 from diffusion.launch.node_settings import Settings
 from diffusion.launch.rank_discovery import NodePosition
 from diffusion.launch.standby import STANDBY_AFTER_BATCHES, StandbyPool, modules_of
 from diffusion.launch.workers import TICK_SECONDS, Outcome, Workers
+from diffusion.runs import environment
+from diffusion.runs.attempts import Attempt
+from diffusion.runs.bounded_call import STORAGE_SECONDS, call_with_limit
+from diffusion.runs.heartbeat_file import Beat
 
 CAUSES = ('crash', 'killed')
 """Causes of an end after which the ranks may start again on the same nodes without another preflight. After a hang and

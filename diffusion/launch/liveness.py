@@ -8,8 +8,8 @@ import os
 import sys
 from pathlib import Path
 
-from diffusion.launch.heartbeat_file import heartbeat_age, write_heartbeat
-from diffusion.launch.run_lock import start_ticks
+from diffusion.runs.heartbeat_file import heartbeat_age, write_heartbeat
+from diffusion.runs.run_lock import start_ticks
 from diffusion.storage.own_files import user_folder
 
 SILENT_SECONDS = 90.0

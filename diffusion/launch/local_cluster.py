@@ -13,12 +13,12 @@ from types import FrameType
 
 from diffusion.errors import UserError
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
-from diffusion.launch import attempts, environment
 from diffusion.launch.backends.base import environment_of
 from diffusion.launch.job_spec import Job
 from diffusion.launch.lost_output import discarding_lost_output
-from diffusion.launch.stop_signals import RepeatedInterrupt, handled_signals
 from diffusion.launch.workers import die_with_parent
+from diffusion.runs import attempts, environment
+from diffusion.runs.stop_signals import RepeatedInterrupt, handled_signals
 from diffusion.storage.places import is_url
 from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE, working_root
 

@@ -21,10 +21,8 @@ from diffusion.config.load import Recipe, load
 from diffusion.config.recipe import NOTIFY_EVENTS, NotifyConfig
 from diffusion.errors import ExternalError, UserError, exit_status
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, INTERRUPTED, PREEMPTED
-from diffusion.launch import attempts, environment, heartbeat_file, liveness, run_lock
-from diffusion.launch.attempts import Attempt
+from diffusion.launch import liveness
 from diffusion.launch.aws_secrets import fetch_secrets
-from diffusion.launch.bounded_call import within_limit
 from diffusion.launch.exit_file import (
     earlier_attempt_has_begun,
     end_of_attempt,
@@ -35,14 +33,17 @@ from diffusion.launch.failure_stacks import keep_stacks
 from diffusion.launch.in_place import InPlaceRestarts
 from diffusion.launch.lost_output import discarding_lost_output
 from diffusion.launch.node_records import NodeRecords
-from diffusion.launch.node_settings import MARGIN_SECONDS, PREFLIGHT_SECONDS, Settings
-from diffusion.launch.node_status import NODE_VARIABLE
-from diffusion.launch.notify import NUMBER_VARIABLE, TRAINING_EVENTS, Notifier, ended_values
+from diffusion.launch.node_settings import PREFLIGHT_SECONDS, Settings
 from diffusion.launch.rank_discovery import NodePosition, find_position, nccl_environment
 from diffusion.launch.stack_folder import HangListener, StackFolder, attempt_name
-from diffusion.launch.stop_signals import RepeatedInterrupt, handled_signals
-from diffusion.launch.watchdog import Watchdog, early_timeout_warning
 from diffusion.launch.workers import TICK_SECONDS, Outcome, Workers
+from diffusion.runs import attempts, environment, heartbeat_file, run_lock
+from diffusion.runs.attempts import Attempt
+from diffusion.runs.bounded_call import within_limit
+from diffusion.runs.node_status import NODE_VARIABLE
+from diffusion.runs.notify import NUMBER_VARIABLE, TRAINING_EVENTS, Notifier, ended_values
+from diffusion.runs.stop_signals import RepeatedInterrupt, handled_signals
+from diffusion.runs.watchdog import Watchdog, early_timeout_warning
 from diffusion.storage.places import files_of_run, is_url
 
 CHECK_EVERY_SECONDS = 1.0
@@ -506,7 +507,7 @@ class Node:
         # it.
         first = failure_elsewhere(self.environ)
         failed = first is not None and first.cause != 'hardware'
-        return GRACE_SECONDS if failed else max(1.0, self.settings.notice_seconds - MARGIN_SECONDS)
+        return GRACE_SECONDS if failed else max(1.0, self.settings.notice_seconds - environment.MARGIN_SECONDS)
 
     def _print(self, text: str) -> None:
         print(f'node {self.position.rank}: {text}', file=sys.stderr, flush=True)

@@ -5,12 +5,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from diffusion.launch import attempts, environment, heartbeat_file
-from diffusion.launch.attempts import Attempt, Clock
-from diffusion.launch.bounded_call import storage_problem, within_limit
 from diffusion.launch.exit_file import BEGIN, append_exit_line
-from diffusion.launch.run_status import newest_batch
-from diffusion.launch.stop_signals import describe_loss
+from diffusion.runs import attempts, environment, heartbeat_file
+from diffusion.runs.attempts import Attempt, Clock
+from diffusion.runs.bounded_call import storage_problem, within_limit
+from diffusion.runs.run_status import newest_batch
+from diffusion.runs.stop_signals import describe_loss
 from diffusion.storage.places import files_of_run
 
 

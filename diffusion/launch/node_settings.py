@@ -6,13 +6,11 @@ from dataclasses import dataclass
 
 from diffusion.errors import UserError
 from diffusion.exit_codes import CONFIG_ERROR
-from diffusion.launch import environment
-from diffusion.launch.watchdog import hang_seconds_of
+from diffusion.runs import environment
+from diffusion.runs.watchdog import hang_seconds_of
 
 PREFLIGHT_SECONDS = {'fast': 900.0, 'deep': 3600.0}
 """Maximum duration of the preflight by level. The slowest node may start five minutes late."""
-MARGIN_SECONDS = 5.0
-"""Time reserved for cleanup between the end of the workers, which may be killed, and the SIGKILL of the scheduler."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +44,10 @@ class Settings:
             raise UserError(f'{environment.PREFLIGHT}: {level!r} is unknown; use none, {", ".join(PREFLIGHT_SECONDS)}')
         return Settings(
             actions,
-            int(_number(environ, environment.MAX_RESTARTS, sys.maxsize)),
+            int(environment.number(environ, environment.MAX_RESTARTS, sys.maxsize)),
             environ.get(environment.RESTART_IN_PLACE) == '1',
             environ.get(environment.STANDBY) == '1',
-            _number(environ, environment.NOTICE_SECONDS, 120),
+            environment.number(environ, environment.NOTICE_SECONDS, 120),
             hang_seconds_of(environ),
             level,
         )
@@ -57,18 +55,3 @@ class Settings:
     def action_after(self, status: int) -> str:
         """Return the action of the job after an exit status: retry, elsewhere (retry on other nodes) or stop."""
         return self.actions.get(str(status), self.actions.get('*', 'retry'))
-
-
-def worker_notice_seconds(environ: Mapping[str, str]) -> float | None:
-    """Return the seconds from a stop signal to a worker until its node kills it; None without a scheduler."""
-    if environment.NOTICE_SECONDS not in environ:
-        return None
-    return max(1.0, _number(environ, environment.NOTICE_SECONDS, 0) - MARGIN_SECONDS)
-
-
-def _number(environ: Mapping[str, str], name: str, default: float) -> float:
-    """Return the number in an environment variable, or the default if the variable is not set."""
-    try:
-        return float(environ.get(name, default))
-    except ValueError:
-        raise UserError(f'{name}: {environ[name]!r} is not a number; set it to a number or unset it') from None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diffusion.errors import ExternalError, UserError
-from diffusion.launch import environment
+from diffusion.runs import environment
 
 RESOURCES = Path('/opt/ml/input/config/resourceconfig.json')
 """File in which SageMaker lists the hosts of a job."""

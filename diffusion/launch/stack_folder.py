@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from diffusion.launch import environment
-from diffusion.launch.run_lock import job_id
 from diffusion.launch.stack_report import RankReport
+from diffusion.runs import environment
+from diffusion.runs.run_lock import job_id
 from diffusion.storage.places import FileVersion, LocalPlace, files_of_run, is_url
 from diffusion.storage.working_folder import LAUNCH, working_folder
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import IO
 
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
-from diffusion.launch import heartbeat_file
 from diffusion.launch.rank_discovery import NCCL_PIPE, NodePosition, rank_environment
+from diffusion.runs import heartbeat_file
 
 TICK_SECONDS = 0.1
 """Interval at which the state of the workers is checked."""

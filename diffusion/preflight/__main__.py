@@ -13,7 +13,6 @@ from torch.distributed import TCPStore  # type: ignore[reportPrivateImportUsage]
 
 from diffusion.config.load import Recipe, load
 from diffusion.exit_codes import CONFIG_ERROR, FAILED, PREEMPTED
-from diffusion.launch import environment, heartbeat_file
 from diffusion.launch.findings import (
     Finding,
     downgrade_shared_faults,
@@ -25,6 +24,7 @@ from diffusion.models.gpu_kernels import kernels_problem
 from diffusion.preflight import collective_checks
 from diffusion.preflight.collective_checks import CollectiveLimits, check_ranks
 from diffusion.preflight.storage_checks import check_same_store, check_shared_folder, check_write_speed
+from diffusion.runs import environment, heartbeat_file
 from diffusion.storage.places import files_of_run
 
 REPORT = 'preflight.json'
@@ -125,7 +125,7 @@ def run_checks(recipe: Recipe, *, deep: bool) -> list[Finding]:
     kind = os.environ.get(environment.GPU, 'none')
     if os.environ['LOCAL_RANK'] == '0':
         # Imported here because this imports Streaming, which takes seconds in every process.
-        from diffusion.launch.gpu_health import load_nvml
+        from diffusion.compatibility.nvml import load_nvml
         from diffusion.preflight.node_checks import check_node, checkpoint_bytes
 
         processes = int(os.environ['LOCAL_WORLD_SIZE'])

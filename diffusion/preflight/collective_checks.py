@@ -18,8 +18,8 @@ from torch.version import cuda
 
 import diffusion
 from diffusion.exit_codes import CONFIG_ERROR
-from diffusion.launch import environment
 from diffusion.launch.findings import Finding
+from diffusion.runs import environment
 
 PACKAGES = ('torch', 'mosaicml', 'mosaicml-streaming', 'diffusers')
 TIMEOUT = datetime.timedelta(minutes=2)

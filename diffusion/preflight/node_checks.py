@@ -15,13 +15,13 @@ from diffusion.config.recipe import Recipe, StreamConfig
 from diffusion.data.shard_cache import INDEX
 from diffusion.errors import UserError
 from diffusion.exit_codes import CONFIG_ERROR, FAILED
-from diffusion.launch import environment
 from diffusion.launch.findings import Finding
 from diffusion.launch.gpu_health import check_gpus
 from diffusion.planning.checkpoint_interval import sizes_of
 from diffusion.planning.model_costs import ModelCosts
 from diffusion.preflight.source_checks import check_sources
 from diffusion.preflight.storage_checks import check_bucket
+from diffusion.runs import environment
 from diffusion.storage.object_store import read
 from diffusion.storage.retry import GaveUp, RetryPolicy
 from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE

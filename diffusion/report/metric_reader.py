@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import chain, pairwise, takewhile
 from typing import NamedTuple
 
-from diffusion.launch.run_status import TRAIN_LOSS
+from diffusion.runs.run_status import TRAIN_LOSS
 from diffusion.storage.json_lines import MAX_LINE_BYTES
 
 

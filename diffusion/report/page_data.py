@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from diffusion.launch import attempts
-from diffusion.launch.run_status import TRAIN_LOSS
 from diffusion.report.metric_reader import Series, averages, downsample
 from diffusion.report.run_parts import better_directions, recipe_differences
 from diffusion.report.run_reader import RunContent
+from diffusion.runs import attempts
+from diffusion.runs.run_status import TRAIN_LOSS
 
 MAX_POINTS = 2000
 """Largest number of points of a curve."""

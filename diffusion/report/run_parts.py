@@ -12,11 +12,11 @@ import yaml
 from diffusion.config.image_metrics import IMAGE_METRICS
 from diffusion.config.secret_patterns import secret_problems
 from diffusion.config.yaml_syntax import parse_yaml
-from diffusion.launch.attempts import Attempt
-from diffusion.launch.evaluation_claims import EVALUATIONS
-from diffusion.launch.run_status import RECEIPT
 from diffusion.planning.gpus import GPU, load_gpus
 from diffusion.report.metric_reader import Curve, Series
+from diffusion.runs.attempts import Attempt
+from diffusion.runs.evaluation_claims import EVALUATIONS
+from diffusion.runs.run_status import RECEIPT
 from diffusion.storage.places import Listing, Place
 
 MAX_CHECKPOINTS = 100

@@ -11,10 +11,6 @@ from typing import Any, TypeVar
 
 from diffusion.config.recipe_history import past_changes
 from diffusion.errors import ExternalError, UserError
-from diffusion.launch import attempts, lock_content, node_status
-from diffusion.launch.attempt_object import ATTEMPTS
-from diffusion.launch.attempts import Attempt
-from diffusion.launch.run_status import METRICS, RECIPE, TRAIN_LOSS, RunReport, inspect_run
 from diffusion.report.metric_reader import MetricReader, Series
 from diffusion.report.run_parts import (
     CheckpointReader,
@@ -27,6 +23,10 @@ from diffusion.report.run_parts import (
     without_secrets,
 )
 from diffusion.report.sample_sheets import SampledImages, SheetReader
+from diffusion.runs import attempts, lock_content, node_status
+from diffusion.runs.attempt_object import ATTEMPTS
+from diffusion.runs.attempts import Attempt
+from diffusion.runs.run_status import METRICS, RECIPE, TRAIN_LOSS, RunReport, inspect_run
 from diffusion.storage.json_lines import parse_json_lines
 from diffusion.storage.places import PATIENT, FileVersion, Listing, files_of_run, is_url
 

@@ -16,8 +16,8 @@ from diffusion.config.load import Recipe, hide_environment
 from diffusion.config.objective_checks import objective_settings
 from diffusion.config.recipe import StreamConfig
 from diffusion.config.weight_sources import REPOSITORY, hub_repository
-from diffusion.launch.attempts import ATTEMPTS, format_duration, read_attempts, time_breakdown
 from diffusion.prepare.counts_report import REPORT, PrepareReport
+from diffusion.runs.attempts import ATTEMPTS, format_duration, read_attempts, time_breakdown
 from diffusion.tasks.argument_checks import LORA_WEIGHTS
 
 CARD = 'README.md'

@@ -21,12 +21,12 @@ from diffusion.config.load import (
 )
 from diffusion.errors import DataError, ExternalError, UserError, exit_status, printable
 from diffusion.exit_codes import BAD_HARDWARE, INTERRUPTED, PREEMPTED, USAGE_ERROR, HardwareFault, Preempted
-from diffusion.launch import heartbeat_file
 from diffusion.launch.lost_output import discarding_lost_output
-from diffusion.launch.openmp_spin import describe_spin
-from diffusion.launch.stop_signals import StoppedEarly, stopping_early
 from diffusion.loggers import status_line
 from diffusion.loggers.status_line import PrintableFormatter, WrappingFormatter
+from diffusion.runs import heartbeat_file
+from diffusion.runs.openmp_spin import describe_spin
+from diffusion.runs.stop_signals import StoppedEarly, stopping_early
 
 log = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from diffusion.checkpointing.claims import holding_claim, still_exists
 from diffusion.config.image_metrics import IMAGE_METRICS
 from diffusion.errors import ExternalError, UserError
 from diffusion.exit_codes import CONFIG_ERROR, USAGE_ERROR
-from diffusion.launch.evaluation_claims import EVALUATIONS, Claim, EvaluationClaims
 from diffusion.launch.workers import die_with_parent
+from diffusion.runs.evaluation_claims import EVALUATIONS, Claim, EvaluationClaims
 from diffusion.storage.places import PATIENT, files_of_run, is_url
 from diffusion.storage.working_folder import working_folder
 

@@ -48,13 +48,13 @@ from diffusion.data.cuda_prefetch import CudaPrefetchLoader
 from diffusion.data.latents import LatentsDataset
 from diffusion.data.loader import BucketedLoader, to_data_spec
 from diffusion.errors import DataError, UserError
-from diffusion.launch import run_lock
-from diffusion.launch.attempt_recorder import record_interrupt, recording_attempt
-from diffusion.launch.attempts import Attempt
-from diffusion.launch.notify import NUMBER_VARIABLE, TRAINING_EVENTS, Notifier
-from diffusion.launch.watchdog import collective_timeout
 from diffusion.loggers.progress_lines import ConsoleLines, ProgressLine, has_terminal
 from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.runs import run_lock
+from diffusion.runs.attempt_recorder import record_interrupt, recording_attempt
+from diffusion.runs.attempts import Attempt
+from diffusion.runs.notify import NUMBER_VARIABLE, TRAINING_EVENTS, Notifier
+from diffusion.runs.watchdog import collective_timeout
 from diffusion.training import components
 from diffusion.training.initial_weights import start_from
 from diffusion.training.parallelism import (

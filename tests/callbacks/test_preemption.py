@@ -16,7 +16,7 @@ from guarded_run import At, make_data, make_trainer, weights_of
 
 from diffusion.callbacks.preemption import Preemption
 from diffusion.exit_codes import PREEMPTED, Preempted
-from diffusion.launch.stop_signals import STOP_SIGNALS
+from diffusion.runs.stop_signals import STOP_SIGNALS
 from diffusion.tasks import run_recipe
 
 

@@ -22,7 +22,7 @@ from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.checkpointing.verification import verify_checkpoint
 from diffusion.config.load import load
 from diffusion.errors import UserError
-from diffusion.launch.evaluation_claims import EvaluationClaims
+from diffusion.runs.evaluation_claims import EvaluationClaims
 from diffusion.storage import object_store
 from diffusion.storage.retry import RetryPolicy
 from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE

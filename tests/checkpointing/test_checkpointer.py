@@ -18,7 +18,7 @@ from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.checkpointing.verification import verify_checkpoint
 from diffusion.config.load import load
 from diffusion.errors import UserError
-from diffusion.launch.run_id import read_run_id
+from diffusion.runs.run_id import read_run_id
 from diffusion.training.train import build_trainer, train
 
 EMA = {'ema': {'ema_start': '3ba', 'smoothing': 0.5}}
@@ -253,7 +253,7 @@ from composer.utils import dist, get_device
 from diffusion.checkpointing.rank_agreement import run_on_rank_zero
 from diffusion.checkpointing.shared_folder import check_shared, open_run_folder
 from diffusion.errors import ExternalError, UserError
-from diffusion.launch.run_id import create_run_id
+from diffusion.runs.run_id import create_run_id
 from diffusion.storage import visibility
 visibility.VISIBLE_SECONDS = 0.1
 dist.initialize_dist(get_device('cpu'), 60.0)

@@ -21,8 +21,8 @@ from diffusion.checkpointing.claims import LEASE_SECONDS, claimed_batches, claim
 from diffusion.config.checkpointing import KeepConfig
 from diffusion.config.load import load
 from diffusion.errors import UserError
-from diffusion.launch.run_id import create_run_id
-from diffusion.launch.run_lock import Owner
+from diffusion.runs.run_id import create_run_id
+from diffusion.runs.run_lock import Owner
 from diffusion.tasks import evaluate as evaluation
 from diffusion.tasks import export as exporting
 from diffusion.tasks.argument_checks import GenerateOptions

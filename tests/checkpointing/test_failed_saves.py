@@ -28,8 +28,8 @@ from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.checkpointing.storage_faults import SaveFailed
 from diffusion.checkpointing.verification import verify_checkpoint
 from diffusion.config.load import load
-from diffusion.launch.run_id import RUN_FILE, read_run_id
 from diffusion.loggers.metrics_file import read_metrics
+from diffusion.runs.run_id import RUN_FILE, read_run_id
 from diffusion.training.train import build_trainer, train
 
 BLOCKING = {'asynchronous': False}

@@ -12,7 +12,7 @@ import torch
 from diffusion.checkpointing.checkpoint_weights import weights_of
 from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.errors import UserError
-from diffusion.launch.run_lock import hold_run_lock
+from diffusion.runs.run_lock import hold_run_lock
 from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE
 
 PAGE = Path(__file__).parents[2] / 'docs' / 'extending.md'
@@ -72,7 +72,7 @@ def test_killed_script_resumes_from_the_memory_of_the_node(run, tmp_path):
 
 
 def test_second_job_at_the_same_place_is_refused(tmp_path):
-    code = 'import sys; from pathlib import Path; from diffusion.launch.run_lock import hold_run_lock\n'
+    code = 'import sys; from pathlib import Path; from diffusion.runs.run_lock import hold_run_lock\n'
     code += 'with hold_run_lock(Path(sys.argv[1])): print(flush=True); sys.stdin.read()'
     other = subprocess.Popen(
         [sys.executable, '-c', code, tmp_path / 'run'], stdin=subprocess.PIPE, stdout=subprocess.PIPE

@@ -17,9 +17,9 @@ from hub_server import Hub
 from injected import raising
 from object_store import Store
 
-from diffusion.launch import lock_content, run_lock
-from diffusion.launch.attempts import CAUSES
 from diffusion.launch.job_spec import Restart
+from diffusion.runs import lock_content, run_lock
+from diffusion.runs.attempts import CAUSES
 
 FORWARD = 'diffusion.models.latent_diffusion:LatentDiffusion.forward'
 DECODE = 'diffusion.data.image_text:to_planar'

@@ -19,9 +19,16 @@ from diffusion.config.load import load
 from diffusion.config.recipe import NotifyConfig
 from diffusion.errors import UserError
 from diffusion.exit_codes import CONFIG_ERROR, FAILED
-from diffusion.launch import attempts, environment, local_cluster
-from diffusion.launch.attempt_recorder import recording_attempt
-from diffusion.launch.attempts import (
+from diffusion.launch import local_cluster
+from diffusion.launch.exit_file import NodeExit, end_of_attempt, first_failed_node
+from diffusion.launch.local_cluster import LocalJob, job_exit_status
+from diffusion.launch.node import Node
+from diffusion.launch.node_settings import Settings
+from diffusion.launch.rank_discovery import NodePosition
+from diffusion.launch.workers import Outcome
+from diffusion.runs import attempts, environment
+from diffusion.runs.attempt_recorder import recording_attempt
+from diffusion.runs.attempts import (
     Attempt,
     Clock,
     append_attempt,
@@ -33,20 +40,14 @@ from diffusion.launch.attempts import (
     restarts_used,
     time_breakdown,
 )
-from diffusion.launch.exit_file import NodeExit, end_of_attempt, first_failed_node
-from diffusion.launch.heartbeat_file import ATTEMPT_FOLDER_VARIABLE, SAVING, TRAINING, Beat
-from diffusion.launch.local_cluster import LocalJob, job_exit_status
-from diffusion.launch.node import Node
-from diffusion.launch.node_settings import Settings
-from diffusion.launch.rank_discovery import NodePosition
-from diffusion.launch.watchdog import (
+from diffusion.runs.heartbeat_file import ATTEMPT_FOLDER_VARIABLE, SAVING, TRAINING, Beat
+from diffusion.runs.watchdog import (
     COLLECTIVE_MARGIN_SECONDS,
     SLOW_WORK_FACTOR,
     Watchdog,
     collective_timeout,
     early_timeout_warning,
 )
-from diffusion.launch.workers import Outcome
 
 
 def attempt(number, begin, first, last, **changes):

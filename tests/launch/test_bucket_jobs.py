@@ -7,13 +7,13 @@ import pytest
 from diffusion.config.load import load
 from diffusion.config.recipe import NotifyConfig
 from diffusion.exit_codes import CONFIG_ERROR, FAILED
-from diffusion.launch import attempts, environment
-from diffusion.launch.attempts import Attempt, append_attempt
 from diffusion.launch.local_cluster import LocalJob, node_environment
 from diffusion.launch.node import Node
 from diffusion.launch.node_settings import Settings
-from diffusion.launch.notify import Notifier
 from diffusion.launch.rank_discovery import NodePosition
+from diffusion.runs import attempts, environment
+from diffusion.runs.attempts import Attempt, append_attempt
+from diffusion.runs.notify import Notifier
 from diffusion.storage import object_store
 from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE
 from tests.launch.specs import ABSENT

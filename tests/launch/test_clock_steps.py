@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from forkserver import ROOT, Server
 
-from diffusion.launch import attempts
+from diffusion.runs import attempts
 from tests.launch import test_local
 from tests.launch.test_local import Launched
 

@@ -17,7 +17,7 @@ from test_local import Launched
 
 from diffusion.errors import UserError
 from diffusion.exit_codes import CONFIG_ERROR, FAILED
-from diffusion.launch import attempts
+from diffusion.runs import attempts
 
 SAVE_EVERY = 2
 BATCHES = 44

@@ -16,13 +16,14 @@ from pathlib import Path
 import pytest
 
 from diffusion.config.load import load
-from diffusion.launch import attempts, bounded_call, environment, exit_file, node, workers
+from diffusion.launch import exit_file, node, workers
 from diffusion.launch.node import Node
 from diffusion.launch.node_settings import Settings
 from diffusion.launch.rank_discovery import NodePosition
 from diffusion.launch.stack_folder import KEPT_ATTEMPTS, HangListener, NodeReport, StackFolder, attempt_name
 from diffusion.launch.stack_report import RankReport
-from diffusion.launch.stop_signals import STOP_SIGNALS
+from diffusion.runs import attempts, bounded_call, environment
+from diffusion.runs.stop_signals import STOP_SIGNALS
 from diffusion.storage.places import Listing, LocalPlace, StorePlace
 from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE
 

@@ -11,11 +11,11 @@ import yaml
 from diffusion.config.load import load
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
 from diffusion.launch import in_place
-from diffusion.launch.attempts import Attempt
 from diffusion.launch.in_place import InPlaceRestarts
 from diffusion.launch.node_settings import Settings
 from diffusion.launch.rank_discovery import NodePosition
 from diffusion.launch.workers import Outcome
+from diffusion.runs.attempts import Attempt
 from tests.launch.specs import changed
 
 KILLED = Outcome(FAILED, 'killed', 'rank 0 by SIGKILL')

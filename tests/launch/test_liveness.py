@@ -8,7 +8,7 @@ import time
 import pytest
 
 from diffusion.launch import liveness
-from diffusion.launch.heartbeat_file import write_heartbeat
+from diffusion.runs.heartbeat_file import write_heartbeat
 from diffusion.storage import own_files
 
 SLEEPER = 'import time, sys; print("up", flush=True); time.sleep(1000)'

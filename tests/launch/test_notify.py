@@ -19,12 +19,12 @@ from ranks import free_port
 
 from diffusion.config.load import RecipeError, load
 from diffusion.config.recipe import NotifyConfig
-from diffusion.launch import attempts, notify, stop_signals
-from diffusion.launch.attempts import Attempt, append_attempt
 from diffusion.launch.job_checks import check_jobs, load_job_spec
-from diffusion.launch.notify import Notifier
-from diffusion.launch.run_lock import LOCK_HELD_VARIABLE
-from diffusion.launch.run_status import inspect_run
+from diffusion.runs import attempts, notify, stop_signals
+from diffusion.runs.attempts import Attempt, append_attempt
+from diffusion.runs.notify import Notifier
+from diffusion.runs.run_lock import LOCK_HELD_VARIABLE
+from diffusion.runs.run_status import inspect_run
 
 SECRET = '/services/T000/B000/not-for-any-log'
 

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from diffusion.errors import ExternalError
-from diffusion.launch import environment, rank_discovery
+from diffusion.launch import rank_discovery
 from diffusion.launch.rank_discovery import NodePosition, find_position, rank_environment
+from diffusion.runs import environment
 
 REQUESTED = {environment.NODES: '3', environment.PROCESSES_PER_NODE: '8', environment.MASTER_PORT: '29501'}
 SKYPILOT = {'SKYPILOT_NODE_RANK': '1', 'SKYPILOT_NODE_IPS': '10.0.0.1\n10.0.0.2\n10.0.0.3'}

@@ -19,8 +19,8 @@ from ranks import assert_same_weights, batches_done, free_port
 
 from diffusion.cli import main
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
-from diffusion.launch.attempts import ATTEMPTS, Attempt, read_attempts
 from diffusion.launch.job_checks import load_job_spec
+from diffusion.runs.attempts import ATTEMPTS, Attempt, read_attempts
 from diffusion.tasks.watch_arguments import nodes_of_job
 
 ROOT = Path(__file__).parents[2]

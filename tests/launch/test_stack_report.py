@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from ranks import Ranks
 
-from diffusion.launch.heartbeat_file import ATTEMPT_FOLDER_VARIABLE, read_stacks
 from diffusion.launch.stack_report import RankReport, describe_hang, find_place, main_thread, suspects
+from diffusion.runs.heartbeat_file import ATTEMPT_FOLDER_VARIABLE, read_stacks
 
 SITE = '/opt/venv/lib/python3.11/site-packages'
 ALL_REDUCE = f"""\

@@ -18,17 +18,19 @@ import torch
 import yaml
 from ranks import free_port
 
+from diffusion.compatibility import nvml
 from diffusion.config.load import load
 from diffusion.errors import UserError
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
-from diffusion.launch import environment, gpu_health
+from diffusion.launch import gpu_health
 from diffusion.launch.findings import Finding, findings_exit_status, findings_json, findings_table
-from diffusion.launch.run_id import create_run_id
 from diffusion.models import builders  # noqa: F401  imported here once, so that forked processes need not import it
 from diffusion.preflight import __main__ as program
 from diffusion.preflight import collective_checks, node_checks, storage_checks
 from diffusion.preflight.collective_checks import CollectiveLimits, RankMeasurements, compare_ranks
 from diffusion.preflight.storage_checks import FolderView, compare_views
+from diffusion.runs import environment
+from diffusion.runs.run_id import create_run_id
 from diffusion.storage import visibility
 from diffusion.storage.bucket_clients import S3Client
 from diffusion.storage.places import files_of_run
@@ -201,7 +203,7 @@ def gpu_driver(**second):
         os.environ.pop('CUDA_VISIBLE_DEVICES', None)
         driver = Driver(**(second if rank else {}))
         driver.gpus = driver.gpus[1 : 1 if second.get('gone') and rank else 2]
-        gpu_health.load_nvml = lambda: driver
+        nvml.load_nvml = lambda: driver
         gpu_health.RELEASE_SECONDS = 0.0
 
     return inject

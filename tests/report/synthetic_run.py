@@ -11,8 +11,8 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from diffusion.evaluation.image_sheet import Figure, Section, draw_sheet, save_image
-from diffusion.launch.attempts import Attempt
 from diffusion.profiling.step_timer import STAGES
+from diffusion.runs.attempts import Attempt
 
 PROMPTS = ['a frog', 'a house at night', 'a racing car', 'a purple circle', 'a jellyfish', 'two teddy bears play chess']
 BEGIN = 1_795_000_000.0

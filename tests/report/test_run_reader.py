@@ -8,10 +8,10 @@ import pytest
 from synthetic_run import BEGIN, PROMPTS, append_metrics, write_attempts, write_run, write_sheet, write_status
 
 from diffusion.errors import ExternalError, UserError
-from diffusion.launch.attempts import Attempt
 from diffusion.planning.gpus import load_gpus
 from diffusion.report.run_parts import batch_hours, gpu_of_product, run_cost
 from diffusion.report.run_reader import RunContent, RunReader
+from diffusion.runs.attempts import Attempt
 
 
 def read(run: Path | str, **options: object) -> RunContent:

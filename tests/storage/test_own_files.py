@@ -7,10 +7,11 @@ import pytest
 
 from diffusion.data.bad_samples import quarantine
 from diffusion.errors import UserError
-from diffusion.launch import liveness, run_lock
-from diffusion.launch.attempts import Attempt, append_attempt
-from diffusion.launch.heartbeat_file import write_heartbeat
+from diffusion.launch import liveness
 from diffusion.loggers.metrics_file import MetricsFile
+from diffusion.runs import run_lock
+from diffusion.runs.attempts import Attempt, append_attempt
+from diffusion.runs.heartbeat_file import write_heartbeat
 from diffusion.storage import own_files
 from diffusion.storage.locks import hold_lock
 

@@ -19,10 +19,10 @@ from forkserver import ROOT, SOCKET
 from ranks import free_port
 
 from diffusion.exit_codes import INTERRUPTED, PREEMPTED
-from diffusion.launch import attempts, run_status
-from diffusion.launch.attempt_recorder import outcome_of
-from diffusion.launch.run_status import RunReport, format_report, inspect_run
-from diffusion.launch.stop_signals import RepeatedInterrupt, SignalThread, describe_loss
+from diffusion.runs import attempts, run_status
+from diffusion.runs.attempt_recorder import outcome_of
+from diffusion.runs.run_status import RunReport, format_report, inspect_run
+from diffusion.runs.stop_signals import RepeatedInterrupt, SignalThread, describe_loss
 
 CTRL_C = b'\x03'
 
@@ -196,7 +196,7 @@ def test_signal_before_the_first_batch_ends_at_once_without_traceback(forkserver
 
 
 def test_ignored_signals_stay_ignored():
-    program = 'import signal\nfrom diffusion.launch.stop_signals import handled_signals\nprint(*handled_signals())'
+    program = 'import signal\nfrom diffusion.runs.stop_signals import handled_signals\nprint(*handled_signals())'
     command = ['sh', '-c', f"trap '' HUP INT; exec {sys.executable} -c '{program}'"]
     environ = os.environ | {'PYTHONPATH': str(ROOT)}
     output = subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout

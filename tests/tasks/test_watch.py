@@ -21,8 +21,8 @@ from diffusion.checkpointing.checkpoint_store import RECEIPT
 from diffusion.checkpointing.claims import claimed_batches
 from diffusion.errors import UserError
 from diffusion.exit_codes import CONFIG_ERROR
-from diffusion.launch.evaluation_claims import EvaluationClaims
-from diffusion.launch.run_id import create_run_id
+from diffusion.runs.evaluation_claims import EvaluationClaims
+from diffusion.runs.run_id import create_run_id
 from diffusion.tasks.watch import MAX_TRIES, Watcher, WatchSettings, evaluation_command, launch_command
 
 FAKE = """
@@ -171,7 +171,7 @@ def test_evaluation_of_a_killed_watcher_is_done_again(site):
 
 def test_claim_of_a_machine_that_vanished_expires(site, monkeypatch):
     claims = EvaluationClaims(site.run, lease_seconds=2.0)
-    monkeypatch.setattr('diffusion.launch.run_lock._machine_id', lambda: 'elsewhere')
+    monkeypatch.setattr('diffusion.runs.run_lock._machine_id', lambda: 'elsewhere')
     assert claims.take('ba10', 0) is not None
     monkeypatch.undo()
     began = time.time()

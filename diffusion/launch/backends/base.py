@@ -1,7 +1,7 @@
 """Interface of a launch backend, which renders jobs to files, validates the files and submits them to a scheduler.
 
 Contract with `diffusion.launch.node`, which runs on the nodes: every backend starts `Job.command` once per node with
-the variables of `environment_of(job, ...)`; see `diffusion.launch.environment`.
+the variables of `environment_of(job, ...)`; see `diffusion.runs.environment`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,8 +10,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 from diffusion.config.schema import Problem
-from diffusion.launch import environment
 from diffusion.launch.job_spec import Job
+from diffusion.runs import environment
 from diffusion.storage.places import is_url
 
 IMAGE_WORKDIR = '/workspace'
@@ -83,7 +83,7 @@ def environment_of(job: Job, scheduler: str, **more: str) -> dict[str, str]:
     Args:
         job: The job.
         scheduler: Name of the scheduler, the value of DIFFUSION_SCHEDULER.
-        more: Further variables, by the name of their constant in `diffusion.launch.environment`.
+        more: Further variables, by the name of their constant in `diffusion.runs.environment`.
     """
     spec = job.spec
     restart = spec.restart

@@ -11,10 +11,10 @@ import yaml
 from diffusion.config.schema import Gatherer, Problem, join
 from diffusion.errors import ExternalError, UserError
 from diffusion.exit_codes import BAD_HARDWARE, PREEMPTED
-from diffusion.launch import environment
 from diffusion.launch.backends.base import NotValidated, Rendered, deep_merge, environment_of, unmounted_run_folders
 from diffusion.launch.command_line_tools import call
 from diffusion.launch.job_spec import Job
+from diffusion.runs import environment
 
 INSTALL = 'install kubectl and configure a context (kubectl config get-contexts)'
 LABEL = re.compile(r'[a-z]([a-z0-9-]*[a-z0-9])?')

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from diffusion.config.schema import Gatherer, Problem, join
 from diffusion.errors import UserError
-from diffusion.launch import environment
 from diffusion.launch.backends.base import NotValidated, Rendered, environment_of, unmounted_run_folders
 from diffusion.launch.command_line_tools import call
 from diffusion.launch.job_spec import Job
+from diffusion.runs import environment
 
 AFTER_SRUN = Path(__file__).with_name('slurm_requeue.sh')
 """Part of the script that runs after srun."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from diffusion.launch.run_lock import Owner, parse_owner
+from diffusion.runs.run_lock import Owner, parse_owner
 from diffusion.storage.object_store import DEFAULT
 from diffusion.storage.places import Place, files_of_run
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from diffusion.launch.openmp_spin import SPIN_COUNT, describe_spin, shorten_spin
+from diffusion.runs.openmp_spin import SPIN_COUNT, describe_spin, shorten_spin
 
 ROOT = Path(__file__).parents[2]
 RECIPE = str(ROOT / 'yamls' / 'quickstart.yaml')

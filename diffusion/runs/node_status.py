@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from diffusion.launch import run_lock
+from diffusion.runs import run_lock
 from diffusion.storage.places import files_of_run, is_url
 
 FOLDER = 'status'

@@ -12,7 +12,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from diffusion.errors import UserError
-from diffusion.launch import environment
+from diffusion.runs import environment
 from diffusion.storage.atomic import write_atomically
 
 RUN_FILE = 'run.json'

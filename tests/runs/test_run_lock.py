@@ -15,15 +15,15 @@ import pytest
 
 from diffusion.config.load import load
 from diffusion.exit_codes import CONFIG_ERROR, FAILED
-from diffusion.launch import environment, run_lock
-from diffusion.launch.lock_content import (
+from diffusion.runs import environment, run_lock
+from diffusion.runs.lock_content import (
     LOCK,
     RELEASED,
     UNREADABLE,
     LockContent,
     RunLock,
 )
-from diffusion.launch.run_lock import Owner, RunLocked, hold_run_lock, owner_of
+from diffusion.runs.run_lock import Owner, RunLocked, hold_run_lock, owner_of
 from diffusion.storage import object_store
 from diffusion.storage.retry import PreconditionFailed
 from tests.data.processes import Forked
@@ -148,7 +148,7 @@ def test_release_ends_although_the_storage_hangs(request, tmp_path, monkeypatch,
     # A release comes only after a refresh that is under way, which takes a while on a busy machine.
     limit = 0.3 if name == 'write' else 2.0
     monkeypatch.setattr(run_lock, 'STORAGE_SECONDS', limit)
-    monkeypatch.setattr('diffusion.launch.bounded_call.STORAGE_SECONDS', limit)
+    monkeypatch.setattr('diffusion.runs.bounded_call.STORAGE_SECONDS', limit)
     timer = threading.Timer(10, responds.set)  # so that a release that waits for the storage fails the test
     timer.start()
     with hold_run_lock(run, {}):

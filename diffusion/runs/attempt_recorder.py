@@ -16,11 +16,11 @@ from diffusion.exit_codes import (
     HardwareFault,
     Preempted,
 )
-from diffusion.launch import attempts
-from diffusion.launch.attempts import Attempt, Clock
-from diffusion.launch.bounded_call import within_limit
-from diffusion.launch.notify import Notifier, ended_values
-from diffusion.launch.stop_signals import StoppedEarly, signal_of_exit
+from diffusion.runs import attempts
+from diffusion.runs.attempts import Attempt, Clock
+from diffusion.runs.bounded_call import within_limit
+from diffusion.runs.notify import Notifier, ended_values
+from diffusion.runs.stop_signals import StoppedEarly, signal_of_exit
 
 _MAX_DETAIL = 300
 """Length of an error message in the record, in characters."""

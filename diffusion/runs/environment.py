@@ -7,6 +7,8 @@ Values that are known only on the node, such as its rank, come from the variable
 import socket
 from collections.abc import Mapping
 
+from diffusion.errors import UserError
+
 SCHEDULER = 'DIFFUSION_SCHEDULER'
 """Scheduler whose variables give the rank of the node and the address of the first node: local, slurm, jobset,
 kubeflow, sagemaker, skypilot or mosaicml. If unset, it is detected from the variables that are set."""
@@ -74,7 +76,25 @@ SECRETS = 'DIFFUSION_SECRETS'
 """Secrets of AWS Secrets Manager as `NAME=secret-id,NAME=secret-id`. `diffusion.launch.aws_secrets.fetch_secrets` adds
 them to the environment of the workers (sagemaker, which cannot pass secrets to a job)."""
 
+MARGIN_SECONDS = 5.0
+"""Time reserved for cleanup between the end of the workers, which may be killed, and the SIGKILL of the scheduler."""
+
 
 def machine_name(environ: Mapping[str, str]) -> str:
     """Return the name of this machine for its operators: DIFFUSION_MACHINE, else the Slurm node or the host name."""
     return environ.get(MACHINE) or environ.get('SLURMD_NODENAME') or socket.gethostname()
+
+
+def worker_notice_seconds(environ: Mapping[str, str]) -> float | None:
+    """Return the seconds from a stop signal to a worker until its node kills it; None without a scheduler."""
+    if NOTICE_SECONDS not in environ:
+        return None
+    return max(1.0, number(environ, NOTICE_SECONDS, 0) - MARGIN_SECONDS)
+
+
+def number(environ: Mapping[str, str], name: str, default: float) -> float:
+    """Return the number in an environment variable, or the default if the variable is not set."""
+    try:
+        return float(environ.get(name, default))
+    except ValueError:
+        raise UserError(f'{name}: {environ[name]!r} is not a number; set it to a number or unset it') from None

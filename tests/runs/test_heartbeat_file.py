@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from diffusion.launch import heartbeat_file
-from diffusion.launch.heartbeat_file import (
+from diffusion.runs import heartbeat_file
+from diffusion.runs.heartbeat_file import (
     SAVING,
     TRAINING,
     Beat,

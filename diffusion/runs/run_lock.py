@@ -18,9 +18,9 @@ from uuid import uuid4
 
 from diffusion.errors import UserError
 from diffusion.exit_codes import CONFIG_ERROR
-from diffusion.launch import environment
-from diffusion.launch.bounded_call import STORAGE_SECONDS, within_limit
-from diffusion.launch.lock_content import RELEASED, LockContent, RunLock
+from diffusion.runs import environment
+from diffusion.runs.bounded_call import STORAGE_SECONDS, within_limit
+from diffusion.runs.lock_content import RELEASED, LockContent, RunLock
 from diffusion.storage.retry import PreconditionFailed
 
 # No flock or fcntl lock: network file systems of clusters are often mounted without working locks. No comparison of

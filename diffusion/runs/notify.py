@@ -20,7 +20,7 @@ from typing import Any
 
 from diffusion.config.recipe import NOTIFY_EVENTS, NotifyConfig
 from diffusion.errors import UserError
-from diffusion.launch import attempts
+from diffusion.runs import attempts
 from diffusion.storage.places import QUICK
 
 log = logging.getLogger(__name__)

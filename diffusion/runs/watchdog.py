@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Mapping
 
 from diffusion.errors import UserError
-from diffusion.launch import environment
-from diffusion.launch.heartbeat_file import ATTEMPT_FOLDER_VARIABLE, SAVING, Beat
+from diffusion.runs import environment
+from diffusion.runs.heartbeat_file import ATTEMPT_FOLDER_VARIABLE, SAVING, Beat
 
 HANG_SECONDS = 900.0
 """Minimum time without a heartbeat that counts as a hang."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from diffusion.errors import UserError
-from diffusion.launch.run_id import RUN_FILE, create_run_id, parse_run_id, read_run_id, run_file_content
+from diffusion.runs.run_id import RUN_FILE, create_run_id, parse_run_id, read_run_id, run_file_content
 from diffusion.storage.atomic import remove
 from diffusion.storage.places import StorePlace
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from object_store import Store
 
-from diffusion.launch import attempts
-from diffusion.launch.attempt_object import newer_records
-from diffusion.launch.attempts import Attempt, Clock, append_attempt, has_begun, read_attempts, record_fault
+from diffusion.runs import attempts
+from diffusion.runs.attempt_object import newer_records
+from diffusion.runs.attempts import Attempt, Clock, append_attempt, has_begun, read_attempts, record_fault
 from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE
 
 

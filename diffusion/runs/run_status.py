@@ -11,9 +11,9 @@ import yaml
 
 from diffusion.config.yaml_syntax import parse_yaml
 from diffusion.errors import UserError
-from diffusion.launch import attempts, lock_content, node_status, run_lock
-from diffusion.launch.attempts import Attempt
-from diffusion.launch.node_status import NodeStatus
+from diffusion.runs import attempts, lock_content, node_status, run_lock
+from diffusion.runs.attempts import Attempt
+from diffusion.runs.node_status import NodeStatus
 from diffusion.storage.json_lines import parse_json_lines
 from diffusion.storage.places import PATIENT, Listing, LocalPlace, Place, StorePlace, files_of_run, is_url
 
@@ -49,7 +49,7 @@ class RunReport:
         process: Description of the process that holds the run's lock, or None.
         cause: How the last attempt ended, such as `preempted`, or None if it still runs or was not recorded.
         nodes: For each node of a running job: node, host, doing, batch and silent_seconds.
-        attempts: The recorded attempts; see `diffusion.launch.attempts.Attempt`. The cause of one that still runs is
+        attempts: The recorded attempts; see `diffusion.runs.attempts.Attempt`. The cause of one that still runs is
             `running`.
         goodput: Fraction of the time since the first start that was spent in batches that count, or None.
         last_activity: Time of the newest trace of the run, in seconds since 1970.

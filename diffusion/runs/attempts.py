@@ -13,9 +13,9 @@ from typing import Any, get_type_hints
 
 from diffusion.config.schema import fits
 from diffusion.errors import UserError
-from diffusion.launch.attempt_object import ATTEMPTS, append_to_object
-from diffusion.launch.run_id import RUN_FILE
-from diffusion.launch.run_lock import boot_id
+from diffusion.runs.attempt_object import ATTEMPTS, append_to_object
+from diffusion.runs.run_id import RUN_FILE
+from diffusion.runs.run_lock import boot_id
 from diffusion.storage.json_lines import parse_json_lines
 from diffusion.storage.own_files import open_own_file
 from diffusion.storage.places import PATIENT, Place, files_of_run, is_url

@@ -15,12 +15,12 @@ import pytest
 
 from diffusion.cli import main
 from diffusion.errors import UserError
-from diffusion.launch import lock_content, run_lock, run_status
-from diffusion.launch.attempts import Attempt, append_attempt
 from diffusion.launch.node_records import NodeRecords
-from diffusion.launch.node_status import NodeStatus, StatusWriter, position_of_node, read_statuses
-from diffusion.launch.run_status import format_report, inspect_run, last_loss
-from diffusion.launch.stop_signals import describe_loss
+from diffusion.runs import lock_content, run_lock, run_status
+from diffusion.runs.attempts import Attempt, append_attempt
+from diffusion.runs.node_status import NodeStatus, StatusWriter, position_of_node, read_statuses
+from diffusion.runs.run_status import format_report, inspect_run, last_loss
+from diffusion.runs.stop_signals import describe_loss
 from diffusion.storage import object_store
 from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE
 
@@ -159,7 +159,7 @@ def test_lock_of_another_machine_is_watched(run, monkeypatch):
     lock = run / lock_content.LOCK
     lock.write_text(json.dumps({'owner': asdict(owner), 'count': 0}))
     os.utime(lock, (1e9, 1e9))
-    monkeypatch.setattr('diffusion.launch.run_status.WATCH_SECONDS', 1.0)
+    monkeypatch.setattr('diffusion.runs.run_status.WATCH_SECONDS', 1.0)
     assert inspect_run(run).state == 'ended'
     writer = threading.Timer(0.2, lambda: lock.write_text(json.dumps({'owner': asdict(owner), 'count': 1})))
     writer.start()
@@ -198,7 +198,7 @@ def test_first_rank_of_each_node_writes_its_status(environ, expected):
 
 def test_writer_that_hangs_delays_neither_training_nor_the_end(tmp_path, monkeypatch):
     hangs = threading.Event()
-    monkeypatch.setattr('diffusion.launch.node_status._JOIN_SECONDS', 0.1)
+    monkeypatch.setattr('diffusion.runs.node_status._JOIN_SECONDS', 0.1)
     writer = StatusWriter(tmp_path, training(0, 5, nodes=1), on_write=lambda: (hangs.set(), time.sleep(5))[0])
     begin = time.monotonic()
     writer.start()
@@ -267,7 +267,7 @@ def test_lock_of_another_machine_is_watched_in_a_bucket(bucket_run, store, monke
         bucket_run, lock_content.LOCK, json.dumps({'owner': asdict(owner), 'count': count, 'at': 1e9}).encode()
     )
     put(0)
-    monkeypatch.setattr('diffusion.launch.run_status.BUCKET_WATCH_SECONDS', 3.0)
+    monkeypatch.setattr('diffusion.runs.run_status.BUCKET_WATCH_SECONDS', 3.0)
     done = threading.Event()
 
     def refresh() -> None:

@@ -133,6 +133,7 @@ def test_checkpoint_equals_that_of_a_blocking_save_though_training_continues(wri
     assert 4 < first <= 8 and duration[first] > 0.5 and stall[first] < duration[first]
 
 
+@pytest.mark.cpu_seconds(15)
 def test_thread_has_a_low_priority_and_memory_is_used_again_as_planned(write):
     recipe, seen = load(write('priority')), []
     trainer = build_trainer(recipe)
@@ -181,6 +182,7 @@ def test_memory_of_snapshots_is_prepared_after_the_first_batch(write, monkeypatc
     verify_checkpoint(recipe.run_dir / 'ba2')
 
 
+@pytest.mark.cpu_seconds(15)
 @pytest.mark.parametrize('phase', ['running', 'written'])
 def test_training_that_fails_during_a_save_publishes_nothing_and_resumes(write, blocking, tmp_path, caplog, phase):
     path = write(f'crash-{phase}')
@@ -219,6 +221,7 @@ def test_full_disk_found_by_the_thread_makes_room_for_a_snapshot_of_the_present_
     assert_same_end(load(path).run_dir, blocking)
 
 
+@pytest.mark.cpu_seconds(15)
 def test_save_that_is_due_waits_for_the_one_before_and_says_so(write, blocking, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(checkpointer, 'SLOW_SECONDS', 0.2)
     path = write('pressure', {'save_interval': '1ba'})
@@ -258,6 +261,7 @@ def test_choice_of_saves_in_the_time_before_the_end(remaining, synchronous, noti
     assert choose_when_stopping(remaining=remaining, synchronous=synchronous, notice=notice) == choice
 
 
+@pytest.mark.cpu_seconds(15)
 @pytest.mark.parametrize(
     ('notice', 'late', 'names', 'resumes_at'),
     [

@@ -2,10 +2,9 @@
 
 import pytest
 import yaml
-from composer.core import Callback, State
+from composer.core import Callback
 from ranks import read_losses
 
-from diffusion.compatibility.private_names import private_attribute
 from diffusion.config.load import load
 from diffusion.errors import DataError
 from diffusion.training.components import build_loader
@@ -39,26 +38,6 @@ def test_run_extended_by_an_epoch_trains_on_the_next_one(write_recipe, tmp_path,
     for duration in ('1ep', '2ep', '3ep'):
         train(load(path, [f'trainer.max_duration={duration}', 'trainer.save_interval=1ep'])).close()
     assert read_losses(tmp_path / 'runs' / 'run') == whole
-
-
-@pytest.mark.parametrize('end', ['1ep', '7ba'])
-def test_checkpoint_of_an_earlier_version_continues_at_the_epoch_of_the_run(
-    write_recipe, tmp_path, whole, monkeypatch, caplog, end
-):
-    """Saved at the end of an epoch, and within one by a run that had served its data an epoch late."""
-    path = write_recipe()
-    collect = private_attribute(State, '_dataset_state_dict')
-
-    def earlier(state):
-        saved = collect(state)
-        return saved | {'train': saved['train'] | {'epoch': saved['train']['epoch'] - 1}}
-
-    monkeypatch.setattr(State, '_dataset_state_dict', collect.__wrapped__ if end == '1ep' else earlier)
-    train(load(path, [f'trainer.max_duration={end}', 'trainer.save_interval=1ep'])).close()
-    monkeypatch.undo()
-    train(load(path, ['trainer.max_duration=3ep', 'trainer.save_interval=1ep'])).close()
-    assert read_losses(tmp_path / 'runs' / 'run') == whole
-    assert 'training continues with the data of epoch 1' in caplog.text
 
 
 def test_second_fit_continues_within_the_epoch_and_with_a_new_loader(write_recipe, tmp_path, whole):

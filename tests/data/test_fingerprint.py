@@ -38,7 +38,8 @@ def test_fingerprint_is_plain_json_and_describes_data(identity):
     assert (found['seed'], data['global_batch'], data['num_canonical_nodes']) == (17, 8, 8)
     assert data['shuffle_block_size'] == 500_000, "Streaming's default for null is included"
     assert data['dataset'] == {
-        **{'name': 'image_text', 'crop': 'center', 'min_crop_scale': 1.0, 'flip': False, 'caption_choice': 'random'}
+        **{'name': 'image_text', 'crop': 'center', 'min_crop_scale': 1.0, 'flip': False, 'caption_choice': 'random'},
+        'caption_weights': None,
     }
     small = data['streams']['px32']
     assert (small['shape'], small['choose'], small['samples']) == ('32x32', 40, 40)

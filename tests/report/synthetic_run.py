@@ -131,9 +131,7 @@ def write_evaluation(folder: Path, batch: int, seed: int = 0) -> None:
     (folder / 'evaluations' / f'ba{batch}.json').write_text(text)
 
 
-def write_sheet(
-    folder: Path, batch: int, prompts: list[str], *, side: int = 96, captions: bool = True, noise: bool = False
-) -> None:
+def write_sheet(folder: Path, batch: int, prompts: list[str], *, side: int = 96, noise: bool = False) -> None:
     """Write an image grid; its images are circles whose size shows the batch, or noise."""
     figures = []
     for index, prompt in enumerate(prompts):
@@ -144,8 +142,6 @@ def write_sheet(
         ImageDraw.Draw(image).ellipse((48 - radius, 48 - radius, 48 + radius, 48 + radius), fill='white')
         figures.append(Figure([image], prompt))
     sheet = draw_sheet([Section('', figures)], columns=4, side=256)
-    if not captions:
-        sheet.info.clear()
     save_image(sheet, folder / 'images' / f'ba{batch:06d}.png')
 
 

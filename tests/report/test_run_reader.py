@@ -169,12 +169,6 @@ def test_damaged_receipts_and_images_are_notes(run):
     assert len(content.notes) == 3
 
 
-def test_sheets_of_an_earlier_version_are_shown_whole(run):
-    write_sheet(run, 400, PROMPTS, captions=False)
-    (figure,) = read(run).images.sheets[-1].figures
-    assert figure['caption'] == '' and figure['images'][0]['width'] > 500
-
-
 def test_images_fit_into_their_bytes_with_the_first_and_the_last(tmp_path):
     run = write_run(tmp_path / 'many', sheets=0)
     for batch in range(0, 2000, 50):

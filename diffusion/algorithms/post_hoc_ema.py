@@ -52,6 +52,7 @@ class PostHocEMA(Algorithm):
             snapshots of SD2 take 190 GB.
         dtype: Data type of the snapshots. Widths below the smallest saved one are differences of snapshots with large
             coefficients (4 for a width of 0.04 and 35 for 0.02, with 55 snapshots), which amplify the rounding.
+        folder: The run's folder.
     """
 
     on_resume = fixed_on_resume('its averages start with the first batch')

@@ -41,6 +41,7 @@ class ImageGrid(Callback):
         seed: Seed of the first prompt; each additional prompt adds 1.
         batch_size: Number of images sampled per batch.
         columns: Number of images per row of the sheet.
+        folder: The run's folder.
     """
 
     def __init__(

@@ -93,6 +93,7 @@ class LossGuard(Callback):
             check off.
         window: Number of batches; explosions are not checked before half of them are known.
         check_gradients: If True, check gradients too, and log their norm.
+        folder: The run's folder.
     """
 
     def __init__(

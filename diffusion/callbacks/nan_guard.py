@@ -51,6 +51,7 @@ class NaNGuard(Callback):
 
     Args:
         check_loss: False turns the check off. Weights that are not finite are not saved in either case.
+        folder: The run's folder.
     """
 
     def __init__(self, *, check_loss: bool = True, folder: str = 'runs') -> None:

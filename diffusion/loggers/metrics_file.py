@@ -24,6 +24,9 @@ class MetricsFile(LoggerDestination):
 
     A resumed run appends to the same file; for batches that it repeats, `read_metrics` keeps the later values. When
     training ends, the loss curve is drawn to `folder/loss.png`.
+
+    Args:
+        folder: The run's folder.
     """
 
     def __init__(self, folder: str = 'runs') -> None:

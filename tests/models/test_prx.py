@@ -253,8 +253,9 @@ def test_images_must_divide_into_patches(model, small_vae):
 
 
 def test_heads_must_fit_the_rotary_embedding(small_vae):
+    wide: dict[str, Any] = {**TINY, 'hidden_size': 36}
     with pytest.raises(UserError, match='hidden_size: 36 does not divide into 2 heads of a multiple of 4 .* of 8'):
-        tiny_prx(vae=str(small_vae), **{**TINY, 'hidden_size': 36})
+        tiny_prx(vae=str(small_vae), **wide)
 
 
 def test_transformer_also_trains_diffusion(small_vae):

@@ -1,7 +1,7 @@
 """Generate the reference pages from the code: an mkdocs hook.
 
 The pages are made from the recipe's dataclasses, the registry's signatures and docstrings, the rules of resuming,
-argparse, and the constants of `exit_codes` and `launch.environment`, so that they cannot go stale. Nothing here imports
+argparse, and the constants of `exit_codes` and `runs.environment`, so that they cannot go stale. Nothing here imports
 torch.
 """
 

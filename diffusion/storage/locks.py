@@ -1,6 +1,6 @@
 """File locks between processes of one machine, released when the owner exits, and temporary folders for downloads.
 
-`launch.run_lock` locks a run against jobs on other machines, since shared file systems may not support flock.
+`runs.run_lock` locks a run against jobs on other machines, since shared file systems may not support flock.
 """
 
 import contextlib

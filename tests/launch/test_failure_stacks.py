@@ -30,7 +30,7 @@ from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE
 PROGRAM = """
     import os, signal, sys, time
     from pathlib import Path
-    from diffusion.launch import heartbeat_file
+    from diffusion.runs import heartbeat_file
     heartbeat_file.write_stacks_on_signal()
     rank, folder = int(os.environ['RANK']), Path(os.environ['DIFFUSION_ATTEMPT_FOLDER'])
 

@@ -142,7 +142,7 @@ def test_real_ranks_are_told_apart(ranks: Ranks, tmp_path: Path):
         textwrap.dedent("""
             import os, pathlib, time
             from types import SimpleNamespace
-            from diffusion.launch import heartbeat_file
+            from diffusion.runs import heartbeat_file
             heartbeat_file.write_stacks_on_signal()
             from composer.utils import dist
             from torch.utils.data import DataLoader, Dataset

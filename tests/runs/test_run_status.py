@@ -59,7 +59,7 @@ def test_status_has_batch_loss_checkpoint_and_process(run):
 
 
 def test_status_tells_that_the_process_was_killed(run):
-    program = 'import sys, time, pathlib; from diffusion.launch import run_lock\n'
+    program = 'import sys, time, pathlib; from diffusion.runs import run_lock\n'
     program += 'with run_lock.hold_run_lock(pathlib.Path(sys.argv[1])): print("held", flush=True); time.sleep(100)'
     process = subprocess.Popen([sys.executable, '-c', program, str(run)], stdout=subprocess.PIPE)
     assert process.stdout is not None

@@ -65,7 +65,7 @@ def test_evaluation_streams_need_not_be_complete(pictures, capsys):
     ('arguments', 'message'),
     [
         (['--gpu', 'h100'], "--gpu: no GPU is called 'h100'; "),
-        (['--mfu', '2'], 'argument --mfu: 2 is not in (0, 1]'),
+        (['--mfu', '2'], 'argument --mfu: 2 is not a fraction in (0, 1], such as 0.4'),
         (['--workers', '-1'], 'argument --workers: -1'),
         (['pixels'], 'pixels: no such stream in the recipe'),
     ],

@@ -256,8 +256,8 @@ def test_invalid_folder_is_a_defect_and_other_streams_are_checked(verify, pictur
     ('arguments', 'message'),
     [
         (['smal'], "smal: no such stream in the recipe; did you mean 'small'?"),
-        (['--sample', '0'], 'argument --sample: 0 is not in (0, 1]'),
-        (['--jobs', '0'], 'argument --jobs: 0 is not positive; use 1 or more'),
+        (['--sample', '0'], 'argument --sample: 0 is not a fraction in (0, 1], such as 0.4'),
+        (['--jobs', '0'], 'argument --jobs: 0 is less than 1; use 1 or more'),
         (['streams.small.resolution=x'], 'streams.small.resolution'),
     ],
 )

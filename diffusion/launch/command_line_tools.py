@@ -19,11 +19,8 @@ def call(
     """Run a command-line tool and return its standard output.
 
     Args:
-        command: The tool and its arguments.
         install: Advice for a user who does not have the tool.
-        timeout_seconds: Maximum time to wait for the tool.
         env: Additional environment variables.
-        stdin: Text for the standard input of the tool.
 
     Raises:
         UserError: The tool is not on PATH.

@@ -13,7 +13,7 @@ from diffusion.runs import environment
 from diffusion.runs.bounded_call import STORAGE_SECONDS, call_with_limit, storage_problem
 
 BEGIN = 'begin'
-"""Cause in the line that the first node writes when it has recorded the begin of an attempt."""
+"""Cause in the line that the first node writes when it has recorded the beginning of an attempt."""
 LOCAL_CAUSES = ('crash', 'killed', 'hardware')
 """Causes of an attempt's end that are due to the machine on which they were found."""
 
@@ -56,8 +56,6 @@ def end_of_attempt(outcome: Outcome, environ: Mapping[str, str], first: NodeExit
     Its machine is empty unless the cause is due to that machine.
 
     Args:
-        outcome: Outcome of the attempt on this node.
-        environ: Environment of the node entry point.
         first: Exit record of the node that failed first, if it is known; None looks into the exit file.
     """
     first = first or failure_elsewhere(environ)
@@ -83,8 +81,9 @@ def earlier_attempt_has_begun(environ: Mapping[str, str]) -> bool | None:
     if not numbered or not attempt.isdigit():
         return None
     files = [_read_lines(Path(f'{stem}.{number}.exits')) for number in range(int(attempt))]
-    # A node that ended before it started its ranks writes no cause, and one that a preflight found faulty `hardware`.
-    # Any other end counts as begun: the line `begin` is missing if attempts.jsonl could not be written.
+    # A node that ended before it started its ranks writes no cause, and a node that failed the preflight writes
+    # `hardware`. Any other cause means that an attempt has begun, even without the line `begin`, which is missing if
+    # attempts.jsonl could not be written.
     causes = {line.split()[2] for lines in files for line in lines if len(line.split()) > 2}
     if causes - {'hardware'}:
         return True

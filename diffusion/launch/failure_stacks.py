@@ -12,7 +12,7 @@ from diffusion.runs.bounded_call import STORAGE_SECONDS, call_with_limit, within
 NCCL_DUMP_SECONDS = 10.0
 """Maximum wait for the files of NCCL's flight recorder after a hang."""
 NCCL_UPLOAD_SECONDS = 20.0
-"""Maximum time of their upload to an object store."""
+"""Maximum time to upload these files to an object store."""
 
 
 def keep_stacks(
@@ -27,15 +27,12 @@ def keep_stacks(
 ) -> str:
     """Write the stacks of this node's ranks to the run's folder; return a sentence about the ranks of all nodes.
 
-    After a hang, the first node waits for the stacks of the other nodes, and the other nodes for its summary: when the
-    first of them ends, the scheduler ends the rest. The sentence is empty on the other nodes.
+    When the first node entry point ends, the scheduler ends the rest. After a hang, the first node therefore waits for
+    the stacks of the other nodes, and they wait for its summary. The sentence is empty on the other nodes.
 
     Args:
         cause: Cause of the failure, a key of `attempts.CAUSES`.
-        problem: Description of the failure.
-        workers: Worker processes of this node.
         stacks: Folder of the attempt.
-        environ: Environment of the node entry point.
         begin: Start time of the workers, by time.monotonic().
         say: Function that prints a line for the operator.
     """
@@ -44,7 +41,7 @@ def keep_stacks(
     reports = rank_reports(workers, texts, machine=environment.machine_name(environ), begin=begin)
     report = NodeReport(position.rank, cause, problem, reports)
     if not within_limit(lambda: stacks.write(report, texts)):
-        # For example because this very file system hangs. The sentence about this node's ranks is still useful.
+        # The file system may be what hangs. The sentence about the ranks of this node is still useful.
         say(f'{stacks.place} cannot be written; continuing without the stacks of the ranks')
         return describe_hang(reports) if position.rank == 0 else ''
     say(f'wrote the stacks of {len(texts)} of {position.processes} ranks to {stacks.place}')
@@ -62,7 +59,7 @@ def keep_stacks(
     if position.rank == 0:
         missing = [node for node in range(position.nodes) if node not in found] if cause == 'hang' else []
         sentence = describe_hang([rank for each in found.values() for rank in each.ranks], missing)
-        # Before the wait for NCCL, because the other nodes wait for the summary.
+        # Write the summary before waiting for NCCL, because the other nodes wait for it.
         within_limit(lambda: stacks.write_summary(sentence, found))
         sentence = f'{sentence}; stacks in {stacks.place}'
     within_limit(lambda: stacks.wait_for_nccl(asked, NCCL_DUMP_SECONDS), NCCL_DUMP_SECONDS + STORAGE_SECONDS)

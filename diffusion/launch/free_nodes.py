@@ -13,7 +13,7 @@ IDLE = ('idle', 'idle~')
 
 
 def free_nodes(spec: JobSpec) -> int:
-    """Return the number of idle nodes on which a job could start now; other jobs may be faster.
+    """Return the number of idle nodes on which a job could start now; another job may take them first.
 
     Args:
         spec: The job spec, whose queue and GPUs the nodes must have.
@@ -31,7 +31,7 @@ def free_nodes(spec: JobSpec) -> int:
 
 def _idle_nodes_of_slurm(partition: str | None) -> int:
     where = [] if partition is None else [f'--partition={partition}']
-    # A node is listed once per partition. Not --states=idle, which also matches drained nodes.
+    # sinfo lists a node once per partition. Do not use --states=idle, which also matches drained nodes.
     listed = call(['sinfo', '--noheader', '--Node', '--format=%N %t', *where], install=slurm.INSTALL)
     states = dict(line.split() for line in listed.splitlines())
     return sum(state in IDLE for state in states.values())

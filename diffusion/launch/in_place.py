@@ -1,4 +1,4 @@
-"""Restart of an attempt in place: the node entry points stay, and standby processes become the new ranks."""
+"""Restart of an attempt in place: the node entry points keep running, and standby processes become the new ranks."""
 
 import contextlib
 import socket
@@ -26,14 +26,10 @@ PORT_SECONDS = 10.0
 
 
 class InPlaceRestarts:
-    """Restarts in place of one node.
+    """In-place restarts of one node.
 
     Args:
-        position: Position of the node in its job.
-        settings: Settings of the job spec.
         command: run.py, the recipe and its overrides.
-        recipe: The loaded recipe.
-        environ: Environment of the node entry point.
         say: Function that prints a line for the operator.
     """
 
@@ -81,11 +77,9 @@ class InPlaceRestarts:
         return None if self._link is None else self._link.failure(self._number)
 
     def agree(self, outcome: Outcome, attempt: Attempt, stopped: Callable[[], bool]) -> Agreement:
-        """Return what all nodes agree on, to restart in place or not; call it when the ranks of this node have ended.
+        """Return the decision of all nodes about a restart in place; call it when the ranks of this node have ended.
 
         Args:
-            outcome: Outcome of the attempt on this node.
-            attempt: The attempt.
             stopped: Polled while waiting for the other nodes; the wait ends when it returns True.
         """
         problem = self._problem(outcome, attempt)
@@ -117,7 +111,7 @@ class InPlaceRestarts:
             return 'the ranks have begun no batch'
         if furthest is not None and attempt.last <= furthest:
             return f'two attempts in a row ended at batch {attempt.last} or before'
-        # The next ranks read the recipe again. This process would keep the folder and the settings of the old one.
+        # The next ranks read the recipe again, but this process keeps the folder and the settings of the old recipe.
         path, *overrides = self._command[1:]
         try:
             recipe = call_with_limit(lambda: load(path, overrides, environ=self._environ), STORAGE_SECONDS, None)

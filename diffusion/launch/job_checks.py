@@ -1,4 +1,4 @@
-"""Loading and validation of job specs. All mistakes are found before anything is submitted."""
+"""Load and validate job specs; all mistakes are found before anything is submitted."""
 
 import os
 import re
@@ -85,7 +85,7 @@ def check_jobs(spec: JobSpec, path: str | Path, *, environ: Mapping[str, str] | 
 
 
 def _keep_interpolations(resolved: Resolved) -> list[Problem]:
-    """Put each `${oc.env:...}` of a job spec back; the nodes resolve those in overrides, and others are problems."""
+    """Restore each `${oc.env:...}` of a job spec: nodes resolve it in overrides; it is a problem elsewhere."""
     problems = []
     for where, text in resolved.from_environment.items():
         parent: Any = resolved.values

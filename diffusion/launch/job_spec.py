@@ -169,10 +169,7 @@ class Job:
 
 
 def override_words(overrides: Mapping[str, Any], prefix: str = '') -> tuple[str, ...]:
-    """Return recipe overrides as `key=value` words, which run.py parses to the same values.
-
-    Nested keys are joined with dots.
-    """
+    """Return recipe overrides as `key=value` words that run.py parses to the same values; dots join nested keys."""
     words: list[str] = []
     for key, value in overrides.items():
         if isinstance(value, Mapping) and value:

@@ -31,7 +31,7 @@ ORDERLY = {PREEMPTED, BAD_HARDWARE}
 
 def run_local_jobs(jobs: Sequence[Job]) -> int:
     """Run jobs in sequence on this machine, with their restarts; return the first nonzero exit status, or 0."""
-    with discarding_lost_output():  # the jobs are stopped, and save, if the terminal is closed
+    with discarding_lost_output():  # a closed terminal stops the jobs, which must still save
         for job in jobs:
             status = LocalJob(job).run()
             if status:
@@ -43,7 +43,8 @@ def node_environment(job: Job, rank: int) -> dict[str, str]:
     """Return the environment variables of one node of a local job."""
     variables = environment_of(job, 'local', NODE_RANK=str(rank), MASTER_ADDR='127.0.0.1')
     if job.nodes > 1 and is_url(job.run_dir):
-        # A node keeps its part of a run in an object store to itself, but these nodes share a machine.
+        # Nodes on separate machines have separate working folders for a run in an object store; these nodes share a
+        # machine.
         variables[WORKING_FOLDER_VARIABLE] = str(working_root() / f'node{rank}')
     return variables
 
@@ -93,7 +94,7 @@ class LocalJob:
 
     def _attempt(self, count: int) -> int:
         """Start all nodes of the job once and wait for them; return the exit status of the job."""
-        # A new exit file per attempt: a line of an earlier attempt would be taken as the reason why this one ended.
+        # Create a new exit file per attempt: a line of an earlier one would be taken as the reason why this one ended.
         with tempfile.TemporaryDirectory(prefix='diffusion-job-') as folder:
             exits = Path(folder, 'exits')
             variables = {environment.ATTEMPT: str(count), environment.EXIT_FILE: str(exits)}
@@ -111,7 +112,7 @@ class LocalJob:
     def _start(self, rank: int, variables: dict[str, str]) -> subprocess.Popen[bytes]:
         environ = os.environ | node_environment(self.job, rank) | variables
         command = [sys.executable, *self.job.command[1:]]
-        # A new session, so that Ctrl-C in the terminal reaches only this process, which forwards it.
+        # A new session makes Ctrl-C in the terminal reach only this process, which forwards it.
         folder = self.job.spec.workdir
         return subprocess.Popen(command, env=environ, cwd=folder, start_new_session=True, preexec_fn=die_with_parent)
 
@@ -126,14 +127,14 @@ class LocalJob:
                 self._terminate()
                 self._print('stopping: the ranks finish their batch and save a checkpoint')
             if self._end_requested:
-                # The nodes say what is lost, and end at once. They ignore a SIGINT that comes too soon after the
-                # SIGTERM, which this process may have forwarded late; so it is sent again on every tick.
+                # The nodes print what is lost, and end at once. They ignore a SIGINT too soon after the SIGTERM, which
+                # this process may have forwarded late, so it is sent again on every tick.
                 deadline = deadline if interrupted else now + GRACE_SECONDS
                 interrupted = True
                 self._terminate(signal.SIGINT)
-            # When one node ends, the scheduler ends the others. Nodes that were preempted, or whose hardware has
-            # a fault, end after the save, so the others get the full notice to end it; after a failure, no collective
-            # save can succeed.
+            # Schedulers end all nodes when one ends. A node that was preempted or has a hardware fault ends after the
+            # save, so the others get the full notice to finish theirs; after any other failure, no collective save can
+            # succeed.
             failed = {node.returncode for node in self._nodes} - {None, 0}
             if failed and deadline == float('inf'):
                 notice = self.job.spec.schedule.notice_seconds if failed <= ORDERLY else GRACE_SECONDS

@@ -12,7 +12,7 @@ _GONE = (errno.EIO, errno.EPIPE, errno.ENXIO)
 
 
 class _DiscardingStream:
-    """Output stream that discards what can no longer be written; everything else is that of the stream itself."""
+    """Wrapper that discards text which the stream can no longer write; it forwards everything else to the stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -36,8 +36,8 @@ class _DiscardingStream:
         except OSError as error:
             if error.errno not in _GONE:
                 raise
-            # The descriptor, not only the stream: the interpreter flushes what is buffered when it exits, and would
-            # replace the exit status by 120 if that failed. Libraries write to the descriptor too.
+            # Redirect the descriptor, not only the stream: the interpreter flushes what is buffered when it exits, and
+            # would replace the exit status by 120 if that failed. Libraries write to the descriptor too.
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._stream.fileno())
             os.close(null)
@@ -49,7 +49,7 @@ class _DiscardingStream:
 @contextlib.contextmanager
 def discarding_lost_output() -> Iterator[None]:
     """Discard the output of the `with` block once it can no longer be written, instead of raising OSError."""
-    # A run whose terminal is closed receives SIGHUP and must still save. Every message would raise otherwise.
+    # A run receives SIGHUP when its terminal is closed, and must still save. Every message would raise otherwise.
     before = sys.stdout, sys.stderr
     guarded = tuple(cast(TextIO, _DiscardingStream(stream)) for stream in before)
     sys.stdout, sys.stderr = guarded
@@ -58,6 +58,6 @@ def discarding_lost_output() -> Iterator[None]:
     finally:
         for stream in guarded:
             stream.flush()
-        # Another wrapper may have been put around them since then, which stays.
+        # Keep a wrapper that other code has put around the streams since then.
         sys.stdout = before[0] if sys.stdout is guarded[0] else sys.stdout
         sys.stderr = before[1] if sys.stderr is guarded[1] else sys.stderr

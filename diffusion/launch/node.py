@@ -1,8 +1,7 @@
 """Node entry point, `python -m diffusion.launch.node -- run.py RECIPE [key=value ...]`, run on every node of a job.
 
 It determines the rank of the node, starts one process per GPU, forwards signals to them, and ends them if they hang.
-Its exit status tells the scheduler how to continue: 0 done, 75 retry, 76 retry on other nodes, 78 do not retry, 1
-crash.
+Its exit status tells the scheduler how to continue: 0 done, 1 crash, 75 retry, 76 retry on other nodes, 78 stop.
 """
 
 import contextlib
@@ -55,8 +54,7 @@ GRACE_SECONDS = 5.0
 error."""
 KILLED_GRACE_SECONDS = 0.2
 """The same time after a rank was killed by SIGKILL, for example because memory is short. The errors of the other ranks
-are then only a consequence, but several ranks may be killed at once.
-"""
+are then only a consequence, but several ranks may be killed at once."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with discarding_lost_output():
         try:
             return _main(list(sys.argv[1:] if argv is None else argv), dict(os.environ))
-        except KeyboardInterrupt:  # before the signal handlers of `Node` are installed
+        except KeyboardInterrupt:  # the signal handlers of `Node` are not installed yet
             print('interrupted before the start', file=sys.stderr)
             return PREEMPTED
 
@@ -109,7 +107,6 @@ class Node:
     """One node of a job, which runs the attempts of the job in sequence.
 
     Args:
-        position: Rank of the node in the job.
         command: run.py, the recipe and its overrides.
     """
 
@@ -157,9 +154,9 @@ class Node:
     def run(self) -> int:
         """Run the job on this node, and return the exit status of the last attempt.
 
-        There is one attempt, because the scheduler restarts a failed job by its exit status. An attempt is repeated
-        here if its status allows it, up to the maximum number of restarts, on SageMaker, which does not restart jobs,
-        and with standby processes, if all nodes agree.
+        There is usually one attempt, because the scheduler restarts a failed job by its exit status. If that status
+        allows it, the attempt is repeated here in two cases: on SageMaker, which does not restart jobs, up to the
+        maximum number of restarts, and with standby processes, if all nodes agree.
         """
         # Install the handlers before taking the lock: the wait for an earlier attempt can take minutes and must react
         # to SIGTERM.
@@ -238,7 +235,7 @@ class Node:
 
     def _status_of_missing_run(self, restarts: int = 0) -> int:
         """Return an exit status, after a message, if this is a later attempt and the run's folder is empty; else 0."""
-        # This check stops a node with a missing file system, which would otherwise begin at batch 0 without a word.
+        # This check stops a node with a missing file system, which would otherwise silently begin at batch 0.
         scheduled = self.environ.get(environment.ATTEMPT, '')
         attempt = max(restarts, int(scheduled) if scheduled.isdigit() else 0)
         if not self.saves_to_folder or not attempt or attempts.has_begun(self.home):
@@ -266,7 +263,7 @@ class Node:
         return CONFIG_ERROR
 
     def close(self) -> None:
-        """Wait a few seconds at most for messages that are not delivered yet."""
+        """Wait at most a few seconds for undelivered messages."""
         self._notifier.close()
 
     def _poll_while_waiting(self) -> bool:
@@ -275,7 +272,7 @@ class Node:
         return self.stop_requested
 
     def _make_notifier(self, number: int) -> Notifier:
-        """Return the sender of an attempt's messages, which sends none on all nodes but the first."""
+        """Return the notifier of an attempt; only that of the first node sends messages."""
         events = tuple(event for event in NOTIFY_EVENTS if event not in TRAINING_EVENTS)
         config = self._notify_config if self.owns_run else NotifyConfig()
         return Notifier(config, self.home, self.environ, events=events, attempt=number)
@@ -283,7 +280,7 @@ class Node:
     def _earlier_attempts(self) -> list[Attempt]:
         """Return the recorded earlier attempts of a training run; an empty list on nodes that do not restart it."""
         with contextlib.suppress(UserError):  # the run has no attempts.jsonl yet
-            # If restarts happen in place, every node decides, and all of them read the record of the first.
+            # Every node decides on a restart in place by itself, from the attempts that the first node has recorded.
             if self.owns_run or (self.trains and self.settings.in_place):
                 return attempts.read_attempts(self.home)
         return []
@@ -302,8 +299,8 @@ class Node:
         nodes = f'{self.position.nodes} node{"s" * (self.position.nodes > 1)}'
         notifier.send('started', f'started attempt {number} on {nodes}', nodes=self.position.nodes)
         with tempfile.TemporaryDirectory(prefix='diffusion-node-') as folder:
-            # Skip the preflight if the attempt before trained and no fault of a machine ended it: its nodes were
-            # checked then.
+            # Skip the preflight if the previous attempt trained and no machine fault ended it: its nodes were checked
+            # then.
             checked = self._restart_agreed and not self.settings.in_place
             outcome = Outcome(0, 'done') if checked else self._preflight(Path(folder), attempt)
             self._restart_agreed = False
@@ -415,21 +412,21 @@ class Node:
         keep = partial(keep_stacks, workers=workers, stacks=stacks, environ=self.environ, begin=begin, say=self._print)
         watchdog = Watchdog(begin, self.settings.hang_seconds) if self.trains and limit_seconds is None else None
         last_check, last_record = 0.0, begin
-        # When the ranks that still run are ended. It only ever gets earlier: otherwise each new event, such as a stop
-        # signal after a failure, would give ranks that hang more time than the scheduler gives this node.
+        # The ranks that still run are ended at the deadline. It only ever gets earlier: otherwise each new event, such
+        # as a stop signal after a failure, would give ranks that hang more time than the scheduler gives this node.
         deadline, forwarded, failed_at = float('inf'), False, 0.0
         in_place = None if limit_seconds is not None else self._in_place
         while not workers.ended():
             now = time.monotonic()
             if self.end_requested:
-                workers.kill()  # before the storage, which may not respond, is asked for the newest checkpoint
+                workers.kill()  # first, since the storage that lists the checkpoints may not respond
                 self._records.take_beats(workers.folder, attempt)
                 return Outcome(
                     INTERRUPTED, 'preempted', f'ended by a second Ctrl-C: {self._records.describe_loss(attempt)}'
                 )
             if self.stop_requested and not forwarded:
                 forwarded = True
-                workers.signal(signal.SIGTERM)  # whichever signal came: the workers handle this one by saving
+                workers.signal(signal.SIGTERM)  # the workers handle SIGTERM by saving, whichever signal came
                 if in_place is not None:
                     in_place.standbys.close()  # they would slow the save
                 self._announce_save(workers, attempt)

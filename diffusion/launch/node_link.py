@@ -1,9 +1,9 @@
 """Connection of the nodes of a job, over which they learn of each other's failures and agree to restart in place.
 
 Every node entry point connects to that of the first node, on the port after MASTER_PORT. A node reports the first
-failure among its ranks at once, and the end of all its ranks later. The first node passes the failure on, and when all
-nodes have ended it tells them to restart. If a node cannot restart, is lost, or does not end in time, it tells the
-others to exit instead, so that the scheduler restarts the job.
+failure among its ranks at once, and the end of all its ranks later. The first node forwards the failure. When all nodes
+have ended, it tells them to restart; if a node cannot restart, is lost, or does not end in time, it tells them to exit,
+so that the scheduler restarts the job.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from diffusion.launch.exit_file import NodeExit
 from diffusion.launch.rank_discovery import MAX_PORT, NodePosition
 
 HELLO_SECONDS = 10.0
-"""Time in which a new connection must say which node it is of."""
+"""Time in which a new connection must name its node."""
 CONNECT_SECONDS = 900.0
 """Time in which all nodes must have started; the slowest may pull its image first."""
 RETRY_SECONDS = 1.0
@@ -35,9 +35,9 @@ _KEYS: dict[str, dict[str, type]] = {
     'ended': _END | {'problem': str},
     'decided': {'attempt': int, 'restart': bool, 'reason': str},
 }
-"""Keys of each message. Anything may connect to the port."""
+"""Keys of each message and their types, which are checked because any program may connect to the port."""
 _ORDER = ('mistake', 'hardware', 'killed')
-"""Causes that explain the others: the ranks of the other nodes fail in a collective because of them."""
+"""Causes that take precedence as the first failure: because of them, the ranks of other nodes fail in a collective."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,6 @@ class NodeLink:
     """Connection of a node to the first node of its job.
 
     Args:
-        position: Position of this node.
         job: Name of the job; a node of another job is refused.
         say: Function that prints a line for the operator.
     """
@@ -96,11 +95,11 @@ class NodeLink:
             return self._failures.get(attempt)
 
     def agree(self, attempt: int, end: NodeExit, problem: str, poll: Callable[[], bool]) -> Agreement:
-        """Tell the others that all ranks of this node have ended, and wait for the decision of all.
+        """Report that all ranks of this node have ended, and wait for the decision of all nodes.
 
         Args:
             attempt: Index of the attempt in this job.
-            end: How it ended on this node.
+            end: Exit record of this node.
             problem: Reason why this node cannot restart in place, or an empty string.
             poll: Called about every second; the wait ends when it returns True.
         """
@@ -124,7 +123,7 @@ class NodeLink:
             self._hub.close()
 
     def _send(self, message: dict[str, Any]) -> str:
-        """Send a message to the first node; return the reason if that is not possible, else an empty string."""
+        """Send a message to the first node; return the reason if it cannot be sent, else an empty string."""
         with self._changed:
             if self._lost or self._socket is None or not self._welcome:
                 return self._lost or 'this node has no connection to the first node'
@@ -135,7 +134,7 @@ class NodeLink:
             return ''
 
     def _run(self, port: int) -> None:
-        """Connect, and take the messages of the first node until the connection ends."""
+        """Connect, and handle the messages of the first node until the connection ends."""
         until, address = time.monotonic() + CONNECT_SECONDS, self._position.master_addr
         address = '127.0.0.1' if self._position.rank == 0 else address
         connection: socket.socket | None = None
@@ -172,12 +171,7 @@ class NodeLink:
 
 
 class _Hub:
-    """Part of the link on the first node: it passes failures on, and decides.
-
-    Args:
-        port: Port to listen on.
-        nodes: Number of nodes.
-        job: Name of the job.
+    """Server of the link, on the first node: it forwards failures to the other nodes, and decides about restarts.
 
     Raises:
         OSError: The port is not free.
@@ -196,7 +190,7 @@ class _Hub:
             self._listener = socket.create_server(
                 ('', port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
             )
-        except (OSError, ValueError):  # without IPv6; if the port is not free, this fails again
+        except (OSError, ValueError):  # IPv6 is missing, or the port is not free and this fails again
             self._listener = socket.create_server(('', port), backlog=backlog)
         threading.Thread(target=self._accept, name='node-hub', daemon=True).start()
 
@@ -215,7 +209,7 @@ class _Hub:
 
     def _serve(self, connection: socket.socket) -> None:
         messages = _messages(connection)
-        connection.settimeout(HELLO_SECONDS)  # it may be anybody's
+        connection.settimeout(HELLO_SECONDS)  # any program may have connected
         hello = next(messages, {})
         connection.settimeout(None)
         node = hello.get('node', -1)
@@ -231,7 +225,7 @@ class _Hub:
             attempt = message['attempt']
             with self._lock:
                 failed = self._failed.setdefault(attempt, {})
-                # Not after an orderly end: the ranks of the other nodes still save.
+                # Report only failures: after an orderly end, the ranks of the other nodes still save.
                 if node not in failed and message['status'] not in (0, PREEMPTED, BAD_HARDWARE):
                     self._broadcast(message | {'event': 'failed', 'node': node})
                 failed[node] = _exit_of(message)
@@ -281,7 +275,7 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _messages(connection: socket.socket) -> Iterator[dict[str, Any]]:
-    """Yield the messages of a connection until it ends, or until something comes that is no message."""
+    """Yield the messages of a connection until it ends or something else than a message arrives."""
     with contextlib.suppress(OSError, ValueError, RecursionError), connection.makefile('rb') as lines:
         while line := lines.readline(_MAX_BYTES):
             message = json.loads(line)
@@ -294,7 +288,7 @@ def _messages(connection: socket.socket) -> Iterator[dict[str, Any]]:
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Find within a minute that the machine at the other end is lost."""
+    """Make reads fail within a minute if the machine at the other end is lost."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for name, value in (('TCP_KEEPIDLE', 20), ('TCP_KEEPINTVL', 10), ('TCP_KEEPCNT', 4)):

@@ -22,7 +22,6 @@ class NodeRecords:
 
     Args:
         run: The run's folder or URL.
-        environ: Environment of the node entry point.
         owns_run: True on the first node of a training run, which alone records the attempts.
         say: Function that prints a line for the operator.
     """

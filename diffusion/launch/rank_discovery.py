@@ -55,7 +55,6 @@ def find_position(environ: Mapping[str, str], *, resources: Path = RESOURCES) ->
     """Return the rank of this node, the size of its job and the address of the first node.
 
     Args:
-        environ: The environment of the node entry point.
         resources: Path of the file in which SageMaker lists the hosts of a job.
 
     Raises:
@@ -286,13 +285,12 @@ def nccl_environment(environ: Mapping[str, str], folder: Path, prefix: str) -> d
     a collective times out, or on request through a pipe.
 
     Args:
-        environ: Environment of the node entry point.
         folder: Folder for the pipes, on a local disk: some network file systems have no pipes, and torch would raise.
         prefix: Path of the files without the rank.
     """
-    # The names of torch 2.7; later versions read them too. The variables have no effect on runs without NCCL.
+    # These are the names of torch 2.7; later versions read them too. They have no effect on runs without NCCL.
     values = {
-        # About 20 steps of SD2 under FSDP2; torch's tutorial uses the same number.
+        # This holds about 20 steps of SD2 under FSDP2; the tutorial of torch uses the same number.
         'TORCH_NCCL_TRACE_BUFFER_SIZE': '2000',
         'TORCH_NCCL_DUMP_ON_TIMEOUT': '1',
         'TORCH_NCCL_DEBUG_INFO_TEMP_FILE': prefix,

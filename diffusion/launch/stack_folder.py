@@ -1,8 +1,8 @@
 """Folder in the run's folder where all nodes of an attempt write the stacks of their ranks when the attempt fails.
 
 Each node writes `stacks-nodeN.txt` for people and `nodeN.json` for the first node, which writes `summary.txt`. NCCL's
-flight recorder writes `nccl-rank-N` beside them; of a run in an object store it writes to the node's working folder,
-and the node uploads the files.
+flight recorder writes `nccl-rank-N` beside them. If the run is in an object store, the recorder writes to the node's
+working folder, and the node uploads the files.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ class NodeReport:
 
     @staticmethod
     def parse(content: bytes | None) -> 'NodeReport | None':
-        """Return a report from the content of its file; None if it is not there (any more) or cannot be parsed."""
+        """Return a report from the content of its file; None if the file is missing or cannot be parsed."""
         try:
             values = json.loads(content or b'')
             values.pop('at', None)
@@ -61,7 +61,6 @@ def attempt_name(environ: Mapping[str, str], restarts: int) -> str:
     """Return a name of this attempt that all of its nodes know, such as `4711-2`: the job and its number of restarts.
 
     Args:
-        environ: Environment of the node entry point.
         restarts: Number of restarts in place, by the node entry point itself.
     """
     # A local job has no id, but an exit file in a temporary folder of its own.
@@ -72,13 +71,12 @@ def attempt_name(environ: Mapping[str, str], restarts: int) -> str:
 
 
 class StackFolder:
-    """The folder of one attempt; see the module.
+    """Folder of one attempt; see the docstring of the module.
 
     Args:
         run: The run's folder or URL.
         name: Result of `attempt_name`.
         node: Rank of this node.
-        nodes: Number of nodes.
     """
 
     def __init__(self, run: Path | str, name: str, node: int, nodes: int) -> None:
@@ -114,11 +112,11 @@ class StackFolder:
             text += f'--- rank {each.rank} {each.problem or "is in " + each.place}; {heartbeat}\n'
             text += f'{stacks.get(each.rank, "")}\n'
         self._write(f'stacks-node{self.node}.txt', text)
-        # After the stacks, since other nodes take this file as the sign that this node is done.
+        # Write the report after the stacks: to other nodes, it means that this node is done.
         self._write(f'node{self.node}.json', json.dumps(asdict(report) | {'at': time.time()}) + '\n')
 
     def read(self) -> dict[int, NodeReport]:
-        """Return the reports of this attempt, by node; none of a node whose report cannot be read."""
+        """Return the reports of this attempt by node, without nodes whose report cannot be read."""
         found = {}
         for name, version in self._new_files().items():
             if not name.startswith('node'):
@@ -135,7 +133,7 @@ class StackFolder:
         return dict(sorted(found.items()))
 
     def wait_for_all(self) -> dict[int, NodeReport]:
-        """Return the reports of all nodes, waiting for those that are missing at most OTHERS_SECONDS."""
+        """Wait at most OTHERS_SECONDS for the reports of all nodes; return those that were written."""
         self._poll(lambda: len(self.read()) == self.nodes, OTHERS_SECONDS)
         return self.read()
 
@@ -149,7 +147,7 @@ class StackFolder:
         self._poll(lambda: SUMMARY in self._new_files(), OTHERS_SECONDS)
 
     def wait_for_nccl(self, ranks: Sequence[int], seconds: float) -> None:
-        """Wait until NCCL's flight recorder has written the files of some ranks, at most some seconds."""
+        """Wait at most `seconds` until NCCL's flight recorder has written the files of `ranks`."""
         names = {f'{NCCL_PREFIX}{rank}' for rank in ranks}
         _poll(lambda: names <= self._new_dumps(), seconds, POLL_SECONDS / 5)
 
@@ -173,12 +171,12 @@ class StackFolder:
         if self.in_bucket:
             self.path.mkdir(parents=True, exist_ok=True)
             return
-        # Not `parents=True`: without the mount of a run's folder, a new folder would look like that of a run.
+        # Do not create parents: if the run's folder is not mounted, a new folder would look like that of a run.
         self.path.parent.mkdir(exist_ok=True)
         self.path.mkdir(exist_ok=True)
 
     def clean_up(self) -> None:
-        """Remove the folder if it is empty, and the folders of older attempts than the newest `KEPT_ATTEMPTS`."""
+        """Remove the folder if it is empty, and the folders of all but the newest `KEPT_ATTEMPTS` attempts."""
         with contextlib.suppress(OSError):  # not empty
             self.path.rmdir()
         with contextlib.suppress(OSError):
@@ -192,7 +190,7 @@ class StackFolder:
             self._delete_old_objects()
 
     def _delete_old_objects(self) -> None:
-        """Delete the objects of older attempts than the newest `KEPT_ATTEMPTS` from the store."""
+        """Delete the objects of all but the newest `KEPT_ATTEMPTS` attempts from the store."""
         ended_at = {}
         for name in self._shared.list(STACKS).folders - {self.path.name}:
             names = self._shared.list(f'{STACKS}/{name}').files
@@ -213,7 +211,7 @@ class StackFolder:
         except OSError:
             return {}
         if self._earlier is None:
-            # At the first listing that succeeds: without it, the report of an earlier attempt would end this one.
+            # The first listing that succeeds shows the files of an earlier attempt, whose report would end this one.
             self._earlier = found
         return {name: version for name, version in found.items() if self._earlier.get(name) != version}
 
@@ -242,7 +240,7 @@ class StackFolder:
 class HangListener:
     """Thread that looks for the report of another node that found a hang.
 
-    A thread of its own, since the storage may not respond, and this node must still end its ranks.
+    It is a thread because the storage may not respond, and this node must still end its ranks.
     """
 
     def __init__(self, folder: StackFolder) -> None:

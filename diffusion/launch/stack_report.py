@@ -1,8 +1,8 @@
 """Find the rank that hangs: read the Python stacks of all ranks, group them, and name the ranks that differ.
 
-The ranks of a run wait for each other in collectives, so one rank that hangs stops all others. It is found, in this
-order of certainty, as a rank that does not respond to a signal, a rank that has completed fewer batches than the
-others, or a rank whose main thread is not in a collective while the others wait in one.
+The ranks of a run wait for each other in collectives, so one rank that hangs stops all others. These ranks are suspect,
+in this order of certainty: a rank that does not respond to a signal, a rank that has completed fewer batches than the
+others, and a rank whose main thread is not in a collective while the others wait in one.
 """
 
 import re
@@ -35,7 +35,8 @@ class Place(NamedTuple):
     """Position of a thread in the program, without line numbers, so that ranks in the same call compare equal."""
 
     label: str
-    """Such as `all_reduce (highest_signal, preemption.py)` or `DataLoader.next`; empty if the stack is unknown."""
+    """Description such as `all_reduce (highest_signal, preemption.py)` or `DataLoader.next`; empty if the stack is
+    unknown."""
     waits: bool
     """True if the thread waits, or may wait, for other ranks."""
 
@@ -108,7 +109,7 @@ def find_place(stack: Sequence[Frame]) -> Place:
 def _collective(stack: Sequence[Frame]) -> str:
     """Return the name of the collective that a stack begins in, with the function that called it."""
     inside = [each for each in stack[: _count_prefix(stack)] if each.file.endswith(_COLLECTIVES)]
-    # The outermost public function: all_gather_object calls all_gather.
+    # Take the outermost public function: all_gather_object calls all_gather.
     public = [each for each in inside if not each.function.startswith('_')]
     name = (public or inside)[-1].function
     caller = next((frame for frame in stack if not _PLUMBING.search(frame.file)), None)
@@ -157,7 +158,7 @@ def suspects(reports: Sequence[RankReport]) -> list[RankReport]:
     busy = [each for each in running if not each.waits]
     if busy and len(busy) < len(running):
         return busy
-    # 4. The ranks outside of the largest group, such as one in another collective.
+    # 4. The ranks outside of the largest group are suspect, such as one in another collective.
     sizes = {place: sum(each.place == place for each in running) for place in {each.place for each in running}}
     if sizes and 2 * max(sizes.values()) > len(running):
         largest = max(sizes, key=lambda place: sizes[place])

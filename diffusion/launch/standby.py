@@ -1,10 +1,10 @@
 """Standby processes of a node: they have imported what a rank needs, and become the ranks of the next attempt.
 
-A standby process is a process like a rank: a child of the node entry point in a session of its own, started with the
-environment of its rank. It runs `python -m diffusion.tasks.standby`, imports torch, Composer and the modules of the
-recipe's components while the run trains, and then waits. At a restart it gets the environment of the next attempt
-and runs run.py as a new process would. A fork of one imported process would need less memory (8 ranks need about
-4 GB of standby processes), but no library that it has imported may then have started a thread or touched a GPU.
+A standby process is started like a rank: as a child of the node entry point in a session of its own, with the
+environment of its rank. It runs `python -m diffusion.tasks.standby`, which imports torch, Composer and the modules of
+the recipe's components while the run trains, and then waits. At a restart it gets the environment of the next attempt
+and runs run.py as a new process would. Forks of one imported process would need less memory (8 ranks need about 4 GB of
+standby processes), but then no imported library may have started a thread or touched a GPU.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ from diffusion.launch.workers import TICK_SECONDS, die_with_parent, start_rank
 
 STANDBY = 'diffusion.tasks.standby'
 ANSWER_SECONDS = 3.0
-"""Maximum wait for the answer of a standby process. It looks at the files of its modules before, which takes
-milliseconds on a local disk."""
+"""Maximum wait for the answer of a standby process. It first checks the files of its modules, which takes milliseconds
+on a local disk."""
 STANDBY_AFTER_BATCHES = 2
 """Number of batches of an attempt after which its standby processes are started, so that they do not slow its start."""
 _OWN_PACKAGES = ('diffusion', 'torch', 'composer')
@@ -47,7 +47,7 @@ TORCH_* are, or at the start of Python, as PYTHONPATH and LD_PRELOAD are."""
 
 def modules_of(recipe: Recipe) -> list[str]:
     """Return the modules of this package and its libraries that a training run of a recipe imports."""
-    # Not the modules of `imports`: the user may change them between two attempts, and they may do anything.
+    # Exclude the modules of `imports`: the user may change them between two attempts, and they may do anything.
     named = [('model', recipe.model), ('dataset', recipe.dataset), ('eval_dataset', recipe.eval_dataset)]
     named += [('optimizer', recipe.optimizer), ('scheduler', recipe.scheduler)]
     for kind in ('algorithm', 'callback', 'logger', 'evaluator'):
@@ -74,7 +74,6 @@ class Standby:
     Args:
         command: run.py and its arguments.
         environ: Environment of the rank in the current attempt.
-        modules: Modules to import.
     """
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], modules: Sequence[str]) -> None:
@@ -159,7 +158,6 @@ class StandbyPool:
 
     Args:
         command: run.py and its arguments.
-        modules: Modules that they import.
         say: Function that prints a line for the operator.
     """
 
@@ -176,7 +174,7 @@ class StandbyPool:
         return {standby.process.pid for standby in self._standbys.values()}
 
     def start(self, environs: Sequence[Mapping[str, str]]) -> None:
-        """Start to replace the standby processes that are missing, by local rank; `poll` continues it."""
+        """Queue the standby processes that are missing, by local rank; `poll` starts them one after the other."""
         self._waiting = [(rank, each) for rank, each in enumerate(environs) if rank not in self._standbys]
         self._begin, self.taken = time.monotonic(), 0
 
@@ -190,7 +188,7 @@ class StandbyPool:
             elif standby.ready and not ready and not self._waiting:
                 seconds = time.monotonic() - self._begin
                 self.say(f'standby processes: {len(self._standbys)} ready after {seconds:.0f} s')
-        # One at a time, since the ranks need the cores.
+        # Start one at a time, since the ranks need the cores.
         if self._waiting and all(standby.ready for standby in self._standbys.values()):
             rank, environ = self._waiting.pop(0)
             try:

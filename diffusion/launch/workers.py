@@ -1,4 +1,4 @@
-"""Worker processes of a node: start, signals, stacks, end, and the outcome that their exit statuses mean."""
+"""Worker processes of a node: their start, signals, stacks and end, and the outcome that their exit statuses mean."""
 
 import contextlib
 import ctypes
@@ -44,7 +44,6 @@ class Workers:
     """Worker processes of a node, one per GPU, each in a process group with its children.
 
     Args:
-        position: Rank of the node in the job.
         command: run.py and its arguments.
         environ: Environment of all processes.
         folder: Folder for the heartbeats, stacks and output of the processes.
@@ -171,7 +170,7 @@ class Workers:
         """
         if os.getpid() != 1:
             return
-        # Without waitpid() orphans stay zombies until the container runs out of process ids. The status of a worker
+        # Orphans stay zombies until waitpid(), and the container would run out of process ids. The status of a worker
         # belongs to Popen.poll(): WNOWAIT looks at an ended child without reaping it. It reports the same worker until
         # poll() has taken its status, so the orphans behind it wait for the next call.
         worker_pids = {process.pid for process in self.processes} | {*others}
@@ -188,9 +187,7 @@ def start_rank(
     """Start a worker process.
 
     Args:
-        local_rank: Its rank within the node.
         command: run.py and its arguments.
-        environ: Its environment.
         output: File of its stdout; None for this process's.
     """
     # A new session makes each rank the leader of a process group. kill() can then end it together with its data loader

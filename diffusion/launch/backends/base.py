@@ -81,7 +81,6 @@ def environment_of(job: Job, scheduler: str, **more: str) -> dict[str, str]:
     """Return the environment variables that a launch backend sets on every node of a job.
 
     Args:
-        job: The job.
         scheduler: Name of the scheduler, the value of DIFFUSION_SCHEDULER.
         more: Further variables, by the name of their constant in `diffusion.runs.environment`.
     """
@@ -106,7 +105,7 @@ def environment_of(job: Job, scheduler: str, **more: str) -> dict[str, str]:
         ours[environment.STANDBY] = '1'
     if spec.hang_seconds is not None:
         ours[environment.HANG_SECONDS] = str(spec.hang_seconds)
-    # Last, so that a variable of the user cannot replace one of the contract; job_checks refuses such names.
+    # The variables of the contract come last, so that the user's cannot replace them; job_checks refuses such names.
     return spec.env | ours | {getattr(environment, name): value for name, value in more.items()}
 
 

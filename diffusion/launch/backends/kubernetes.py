@@ -104,7 +104,7 @@ def render(jobs: Sequence[Job]) -> Rendered:
         'kind': 'JobSet',
         'metadata': {key: value for key, value in metadata.items() if value},
         'spec': {
-            # Gives the first pod a host name that is known before the job starts: the master address.
+            # These keys give the first pod a host name that is known before the job starts: the master address.
             'network': {'enableDNSHostnames': True, 'subdomain': spec.name},
             'failurePolicy': _failure_policy(jobs),
             **({} if options.keep_seconds is None else {'ttlSecondsAfterFinished': options.keep_seconds}),
@@ -223,8 +223,8 @@ def _pod_failure_policy(job: Job, uncounted: Sequence[dict[str, Any]]) -> dict[s
     operator = 'In'
     if restart.otherwise == 'stop':
         operator, codes = 'NotIn', restart.codes('retry', 'elsewhere')
-        # Kubernetes itself ends pods with 137 (SIGKILL) and 143 (SIGTERM), for example on eviction; that is no failure
-        # of the job.
+        # Kubernetes itself ends pods with 137 (SIGKILL) and 143 (SIGTERM), for example on eviction, which is not a
+        # failure of the job.
         codes = sorted({*codes, 137, 143})
     # The first rule that matches decides. The rules of uncounted failures come first: JobSet knows them by their index.
     rules = [*uncounted, *([_exit_rule(operator, codes)] if codes else [])]
@@ -260,7 +260,7 @@ def _pod(job: Job) -> dict[str, Any]:
     shared = {'name': 'shared-memory', 'emptyDir': {'medium': 'Memory', 'sizeLimit': options.shared_memory}}
     # A podFailurePolicy requires restartPolicy Never.
     pod: dict[str, Any] = {'restartPolicy': 'Never', 'terminationGracePeriodSeconds': spec.schedule.notice_seconds}
-    # With a queue, the priority is a Kueue workload priority class in a label, not a priority class of pods.
+    # The priority of a queued job is a Kueue workload priority class in a label, not a priority class of pods.
     if spec.schedule.priority is not None and spec.schedule.queue is None:
         pod['priorityClassName'] = str(spec.schedule.priority)
     if options.service_account is not None:
@@ -289,8 +289,7 @@ def _container(job: Job) -> dict[str, Any]:
     return {
         'name': 'main',
         'image': spec.image,
-        # `args`, not `command`, which would replace the entry point of the image: tini, which forwards signals and
-        # reaps orphans.
+        # Set `args`: `command` would replace the image's entry point, tini, which forwards signals and reaps orphans.
         'args': [_literal(word) for word in job.command],
         **({} if spec.workdir is None else {'workingDir': spec.workdir}),
         'env': _env(job),
@@ -307,7 +306,7 @@ def _env(job: Job) -> list[dict[str, Any]]:
     env: list[dict[str, Any]] = [{'name': name, 'value': _literal(value)} for name, value in variables.items()]
     label = {'fieldRef': {'fieldPath': f"metadata.labels['{RESTARTS}']"}}
     env.append({'name': environment.ATTEMPT, 'valueFrom': label})
-    # The name of the node rather than of the pod, because `kubectl cordon` takes that.
+    # Use the name of the node rather than of the pod, because `kubectl cordon` takes it.
     env.append({'name': environment.MACHINE, 'valueFrom': {'fieldRef': {'fieldPath': 'spec.nodeName'}}})
     for name, source in spec.secrets.items():
         secret, _, key = str(source).partition('/')
@@ -334,7 +333,7 @@ def _schema_problems(manifest: dict[str, Any]) -> list[Problem]:
     Raises:
         ImportError: The extra `kubernetes` is not installed.
     """
-    # Imported here, because the models take a second.
+    # Import these here: the models take a second.
     import kubernetes_validate
     from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
     from pydantic import ValidationError
@@ -342,9 +341,8 @@ def _schema_problems(manifest: dict[str, Any]) -> list[Problem]:
     try:
         JobsetV1alpha2JobSet.model_validate(manifest, extra='forbid', by_alias=True, by_name=False)
     except ValidationError as error:
-        # Only the keys of JobSet itself are checked by these models. They are generated without the int-or-string types
-        # of Kubernetes, so below the template of a Job they refuse valid quantities and ports; kubernetes-validate
-        # checks that part.
+        # Use these models only for the keys of JobSet itself: they lack the int-or-string types of Kubernetes, so they
+        # refuse valid quantities and ports below the template of a Job. kubernetes-validate checks that part.
         found = [
             Problem(_path(*each['loc']), 'unknown key; remove it' if each['type'] == 'extra_forbidden' else each['msg'])
             for each in error.errors()

@@ -148,7 +148,7 @@ def _run(job: Job) -> dict[str, Any]:
         },
         'scheduling': {key: value for key, value in scheduling.items() if value is not None},
         'env_variables': environment_of(job, 'mosaicml'),
-        # exec, so that signals of the platform reach the node entry point instead of a shell.
+        # `exec` makes signals of the platform reach the node entry point instead of a shell.
         'command': f'cd {shlex.quote(spec.workdir or IMAGE_WORKDIR)} && exec {job.shell_command}',
     }
     return deep_merge(run, spec.options.raw)

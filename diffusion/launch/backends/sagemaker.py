@@ -1,4 +1,4 @@
-"""SageMaker launch backend: a job is a create_training_job request, a chain of jobs is a pipeline of such requests."""
+"""SageMaker launch backend: a job is a create_training_job request, and a chain of jobs is a pipeline of them."""
 
 import datetime
 import functools
@@ -248,7 +248,8 @@ def _request(job: Job) -> dict[str, Any]:
         'InfraCheckConfig': {'EnableInfraCheck': options.infra_check},
     }
     if spec.restart.max_restarts:
-        # Covers only errors of SageMaker itself; after a failure of the run, the node entry point restarts the workers.
+        # This covers only errors of SageMaker itself; the node entry point restarts the workers after a failure of the
+        # run.
         request['RetryStrategy'] = {'MaximumRetryAttempts': min(spec.restart.max_restarts, MAX_RETRIES)}
     if options.subnets:
         request['VpcConfig'] = {'Subnets': options.subnets, 'SecurityGroupIds': options.security_groups}
@@ -339,8 +340,7 @@ def _client(jobs: Sequence[Job]) -> Any:
         import boto3
     except ImportError as error:
         raise UserError('backend.name: sagemaker needs boto3; pip install boto3') from error
-    # Not boto3.client(): its default session lives as long as the process, and keeps the first credentials that it
-    # found.
+    # Avoid boto3.client(): its default session lives as long as the process, and keeps the first credentials it found.
     return _call(lambda: boto3.Session(region_name=jobs[0].spec.options.region).client('sagemaker'))
 
 

@@ -186,7 +186,7 @@ def submit(jobs: Sequence[Job], rendered: Rendered, folder: Path) -> str:
 
 
 def status(jobs: Sequence[Job]) -> str:
-    # The queue has no filter by name, and other jobs may have names that start alike.
+    # The queue has no filter by name. Compare whole words: names of other jobs may begin with this one.
     queue = call(['sky', 'jobs', 'queue'], install=INSTALL, env=QUIET).splitlines()
     lines = [line for line in queue if jobs[0].spec.name in line.split()]
     return '\n'.join(lines) or f"{jobs[0].spec.name}: not in SkyPilot's queue of managed jobs"
@@ -222,7 +222,7 @@ def _task(job: Job) -> dict[str, Any]:
         'secrets': dict.fromkeys(spec.secrets),
         'volumes': volumes,
         'file_mounts': {target: {'source': source, 'mode': 'MOUNT'} for target, source in buckets.items()},
-        # exec, so that signals of the platform reach the node entry point instead of a shell.
+        # `exec` makes signals of the platform reach the node entry point instead of a shell.
         'run': f'cd {shlex.quote(spec.workdir or IMAGE_WORKDIR)} && exec {job.shell_command}',
     }
     return deep_merge({key: value for key, value in task.items() if value}, options.raw)

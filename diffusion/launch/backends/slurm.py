@@ -153,7 +153,7 @@ def _logs_folder(jobs: Sequence[Job]) -> Path:
 
 
 def _dependency_options(job_id: str) -> tuple[str, ...]:
-    # Without the second option, the next job would stay in the queue forever after the previous one has finally failed.
+    # The second option cancels the next job if the previous one finally fails; it would wait in the queue forever.
     return f'--dependency=afterok:{job_id}', '--kill-on-invalid-dep=yes'
 
 
@@ -166,19 +166,19 @@ def _script(job: Job) -> str:
         *_directives(job),
         '',
         *(f'export {name}={shlex.quote(value)}' for name, value in environment_of(job, 'slurm').items()),
-        # A failing setup must end the job before srun. After it, errors must not end the script: its last part handles
-        # the exit status of srun.
+        # A failing setup must end the job before srun. Later errors must not end the script: its last part handles the
+        # exit status of srun.
         *(['set -e', setup, 'set +e'] if setup else []),
         '',
         f'export {environment.ATTEMPT}=${{SLURM_RESTART_COUNT:-0}}',
-        # An absolute path, because a container has another working directory.
+        # Make the path absolute: a container has another working directory.
         f'logs=$(realpath {shlex.quote(options.logs)})',
         f'export {environment.EXIT_FILE}="$logs/{job.name}-$SLURM_JOB_ID.${environment.ATTEMPT}.exits"',
         f'failures="$logs/{job.name}-$SLURM_JOB_ID.failures"',
         f'max_restarts={spec.restart.max_restarts}',
         *_action_function(job),
         '',
-        # Resolved on the host: containers have no scontrol.
+        # Resolve the address on the host: containers have no scontrol.
         f'export {environment.MASTER_ADDR}=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         # When one node fails, the others hang in a collective; --kill-on-bad-exit ends them.
         f'srun --kill-on-bad-exit=1 {_cpu_options(spec.options)} \\',
@@ -216,8 +216,8 @@ def _directives(job: Job) -> list[str]:
         'account': options.account,
         'chdir': spec.workdir if spec.image is None else None,
         'time': _time_limit(job.time_limit_seconds),
-        # Without the prefix `B:`, Slurm signals the node entry points and not the batch shell, which must survive to
-        # requeue.
+        # Omit the prefix `B:`, so that Slurm signals the node entry points and not the batch shell, which must survive
+        # to requeue.
         'signal': f'USR1@{schedule.notice_seconds}',
         'requeue': True,
         # The default would truncate the log of the earlier attempts when the job is requeued.

@@ -18,7 +18,7 @@ ATTEMPTS = 'attempts.jsonl'
 _update = threading.Lock()
 """Held while a record is appended to the local copy."""
 _upload = threading.Lock()
-"""Held while the local copy is uploaded: a caller that no longer waits for a slow store leaves its thread behind."""
+"""Held while the local copy is uploaded: the upload of a caller that no longer waits for a slow store may still run."""
 _reconciled: set[Path] = set()
 """Local copies that this process has compared with the object."""
 
@@ -37,7 +37,7 @@ def append_to_object(url: str, record: dict[str, Any]) -> None:
     with _update:
         path.parent.mkdir(parents=True, exist_ok=True)
         if record['event'] == 'begin' or path not in _reconciled or not path.exists():
-            # Without the records in the store, an upload would replace them.
+            # Include the records in the store, which the upload replaces.
             records = newer_records(files.read(ATTEMPTS), path.read_bytes() if path.exists() else b'')
             _reconciled.add(path)
         else:
@@ -46,7 +46,7 @@ def append_to_object(url: str, record: dict[str, Any]) -> None:
             records.pop()
         content = ''.join(json.dumps(each) + '\n' for each in [*records, record])
         write_atomically(path, content)
-    # Not under the same lock: a slow upload must not keep a later record from the local copy.
+    # Use a separate lock: a slow upload must not keep a later record from the local copy.
     with _upload:
         files.write(ATTEMPTS, path.read_bytes())
 
@@ -54,12 +54,11 @@ def append_to_object(url: str, record: dict[str, Any]) -> None:
 def newer_records(stored: bytes | None, local: bytes) -> list[dict[str, Any]]:
     """Return the records to continue from: those in the store, or the local ones if they continue those in the store.
 
-    The local copy is ahead if this node was lost before it could upload it. It is older, or of another history, if the
-    run went on from another node, or if the object was deleted or edited.
+    The local copy is ahead if this node was lost before it could upload it. It is older or differs if the run continued
+    on another node, or if the object was deleted or edited.
 
     Args:
         stored: Content of the object, or None if it does not exist.
-        local: Content of the local copy.
     """
     if stored is None:
         return []

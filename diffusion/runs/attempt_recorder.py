@@ -25,7 +25,7 @@ from diffusion.runs.stop_signals import StoppedEarly, signal_of_exit
 _MAX_DETAIL = 300
 """Length of an error message in the record, in characters."""
 INTERRUPT_SECONDS = 1.0
-"""Longest wait for the record of a second Ctrl-C, and for its message: the process is to end at once."""
+"""Longest wait for the record of a second Ctrl-C, and for its message: the process must end at once."""
 _clock = Clock()
 
 
@@ -72,9 +72,6 @@ def record_interrupt(run: Path | str, attempt: Attempt, notifier: Notifier, loss
     """Record that a second Ctrl-C ends this process, and send a message about it, in two seconds at most.
 
     Args:
-        run: The run's folder or URL.
-        attempt: The record of the attempt.
-        notifier: Sender of its messages.
         loss: Result of `describe_loss`.
     """
     attempt.status, attempt.cause, attempt.end = INTERRUPTED, 'preempted', _clock.now()
@@ -90,7 +87,7 @@ def _send_end(attempt: Attempt, notifier: Notifier) -> None:
 
 
 def record(run: Path | str, event: str, attempt: Attempt) -> None:
-    """Append the state of an attempt to attempts.jsonl; a storage fault is ignored, since training goes on without."""
+    """Append the state of an attempt to attempts.jsonl; ignore a storage fault, since training continues without it."""
     with contextlib.suppress(OSError):
         attempts.append_attempt(run, event, attempt, _clock)
 
@@ -100,7 +97,7 @@ def outcome_of(error: BaseException, hide: Callable[[str], str] = str) -> tuple[
     number = signal_of_exit(error)
     if number is not None:  # Composer's signal handler, while the Trainer is built
         error = StoppedEarly(number)
-    lines = hide(str(error)).splitlines() or ['']  # before the text is cut, which could cut a secret
+    lines = hide(str(error)).splitlines() or ['']  # hide secrets before the text is cut
     if isinstance(error, Preempted | StoppedEarly):
         return PREEMPTED, 'preempted', lines[0] if isinstance(error, StoppedEarly) else ''
     if isinstance(error, KeyboardInterrupt):

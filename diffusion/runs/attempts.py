@@ -22,9 +22,9 @@ from diffusion.storage.places import PATIENT, Place, files_of_run, is_url
 from diffusion.storage.retry import RetryPolicy
 
 _MAX_BYTES = 2**24
-"""Part of attempts.jsonl that is read; it has the records of weeks."""
+"""Size of the end of attempts.jsonl that is read, enough for the records of weeks."""
 STUCK_ATTEMPTS = 3
-"""Number of consecutive attempts that fail at the same batch, over at least STUCK_SECONDS, after which the run is given
+"""Number of consecutive attempts that may fail at the same batch, over at least STUCK_SECONDS, before the run is given
 up."""
 HARDWARE_FAULTS = 3
 """Number of hardware faults in a row on one machine after which the run is given up."""
@@ -33,7 +33,7 @@ FAULTS = 'faults'
 _CLOCK_SKEW_SECONDS = 60.0
 """Assumed upper limit for the difference between the clocks of two nodes."""
 STUCK_SECONDS = 1800.0
-"""Minimum duration of these STUCK_ATTEMPTS attempts together, so that a shorter outage does not end the run."""
+"""Minimum duration of STUCK_ATTEMPTS attempts together, so that a shorter outage does not end the run."""
 CAUSES = {
     'done': 'completed',
     'preempted': 'preempted',
@@ -150,10 +150,10 @@ def append_attempt(run: Path | str, event: str, attempt: Attempt, clock: Clock |
     # A killed node can leave a partial line. A single write() to a file opened with O_APPEND leaves it at the end of
     # the file only, and the leading newline keeps the next record off that line.
     line = f'\n{json.dumps(record)}\n'
-    # Created at the beginning of an attempt only: if the folder's file system is no longer mounted, a new file would
-    # make the empty folder look like that of a run.
+    # Create the file only at the beginning of an attempt: if the file system of the folder is no longer mounted, a new
+    # file would make the empty folder look like that of a run.
     create = os.O_CREAT if event == 'begin' else 0
-    # fsync, so that the record survives the loss of the node.
+    # os.fsync makes the record survive the loss of the node.
     descriptor = open_own_file(Path(run, ATTEMPTS), create | os.O_APPEND | os.O_WRONLY)
     try:
         os.write(descriptor, line.encode())
@@ -200,8 +200,7 @@ def read_attempts(run: Path | str, retry: RetryPolicy = PATIENT) -> list[Attempt
         if not known or not {'number', 'begin'} <= values.keys() or not all(_is_plausible(each) for each in times):
             continue
         attempt = Attempt(**values)
-        # Without an 'end' record the node was lost. Its last 'begin' or 'progress' record is the best estimate of the
-        # end.
+        # An attempt without an 'end' record lost its node. The time of its last record is the best estimate of its end.
         if event != 'end':
             attempt.end = recorded_at
         found[attempt.number, attempt.begin] = attempt
@@ -232,8 +231,8 @@ def _assign_faults(found: list[Attempt], files: Place) -> None:
             at, machine, detail = float(fault['at']), str(fault['machine']), str(fault['detail'])
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue
-        # The attempt nearest in time: a restart may begin within seconds of the fault, less than the clocks differ. A
-        # fault from before the first attempt is of a record that has been deleted.
+        # Choose the attempt nearest in time: a restart may begin within seconds of the fault, less than the clocks
+        # differ. A fault from before the first attempt belongs to a record that has been deleted.
         begun = [each for each in found if each.begin <= at + _CLOCK_SKEW_SECONDS]
         attempt = min(begun, key=lambda each: max(each.begin - at, at - each.end), default=None)
         # The first node sees only the consequences of a fault elsewhere: a request to stop, or a failed collective.
@@ -273,7 +272,7 @@ def reason_to_give_up(earlier: Sequence[Attempt], max_restarts: int) -> str | No
             'cause, then raise restart.max_restarts or delete this file'
         )
     last = earlier[-HARDWARE_FAULTS:]
-    # Attempts at the same machine count even if the run made progress in between: a GPU can fail after hours.
+    # Attempts on the same machine count even if the run made progress in between: a GPU can fail after hours.
     machines = {attempt.machine for attempt in last}
     if len(last) == HARDWARE_FAULTS and all(each.cause == 'hardware' for each in last) and len(machines) == 1:
         return (
@@ -281,7 +280,7 @@ def reason_to_give_up(earlier: Sequence[Attempt], max_restarts: int) -> str | No
             f'({last[-1].detail}); replace or repair the machine, and delete this file'
         )
     last = earlier[-STUCK_ATTEMPTS:]
-    # Preemption and bad hardware are no evidence of a broken run, since the next machines may get further. A run that
+    # Preemptions and bad hardware are not evidence of a broken run, since the next machines may get further. A run that
     # ends with 'mistake' is not restarted by default.
     failed = all(attempt.cause in ('crash', 'killed', 'hang', 'lost') for attempt in last)
     if len(last) < STUCK_ATTEMPTS or not failed or len({attempt.last for attempt in last}) > 1:
@@ -341,7 +340,7 @@ def time_breakdown(attempts: Sequence[Attempt]) -> tuple[TimeBreakdown, dict[str
         found.ending += ending
         found.down += down
         if later:
-            # Startup of the next attempt is charged to the cause too: without it, that would not have been needed.
+            # Charge the startup of the next attempt to the cause too, which made that attempt necessary.
             lost[attempt.cause] += ending + down + redone + _starting(later[0])
     return found, dict(lost)
 
@@ -365,7 +364,6 @@ def attempts_table(attempts: Sequence[Attempt], *, running: bool = False) -> lis
     """Return the lines of a report of a run's attempts, its goodput and the time lost to each cause.
 
     Args:
-        attempts: The attempts of the run.
         running: True if the last attempt has not ended.
     """
     found, lost = time_breakdown(attempts)

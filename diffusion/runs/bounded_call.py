@@ -11,10 +11,10 @@ STORAGE_SECONDS = 10.0
 
 
 def call_with_limit(function: Callable[[], T], seconds: float, default: T) -> T:
-    """Return the result of a function, or the default if it has not returned after some seconds.
+    """Return the result of a function, or the default if the function has not returned after `seconds`.
 
     Exceptions of the function are raised here. A call that takes longer continues in a daemon thread, which cannot be
-    ended: a system call on a dead mount cannot be interrupted.
+    ended because a system call on a dead mount cannot be interrupted.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -37,7 +37,6 @@ def storage_problem(function: Callable[[], object], seconds: float | None = None
     """Call a function that uses shared storage; return why it failed, or an empty string.
 
     Args:
-        function: The function.
         seconds: Time limit; None uses STORAGE_SECONDS.
     """
 

@@ -13,16 +13,16 @@ log = logging.getLogger(__name__)
 
 
 def open_bucket_run(url: str) -> str:
-    """Return the id in the run.json of the run at a URL, which is written if there is none.
+    """Return the id in the run.json of the run at a URL; write the file if it does not exist.
 
     Raises:
-        UserError: The store refuses the request, or cannot write on a condition, or the file is not a run.json.
+        UserError: The store refuses the request or has no conditional writes, or the file is not a run.json.
         OSError: The store cannot be read or written.
     """
     place = StorePlace(url)
     content = place.read(RUN_FILE)
     if content is None:
-        place.create(RUN_FILE, run_file_content(uuid4().hex))  # unless another process does so at the same time
+        place.create(RUN_FILE, run_file_content(uuid4().hex))  # no effect if another process was faster
         content = place.read(RUN_FILE) or b''
     return parse_run_id(content.decode(errors='replace'), place.locate(RUN_FILE))
 
@@ -35,7 +35,7 @@ def claim_working_folder(folder: Path, run_id: str) -> None:
     """
     try:
         found = read_run_id(folder)
-    except UserError:  # a damaged file of a full disk
+    except UserError:  # a full disk has damaged the file
         found = None
     if found == run_id:
         return

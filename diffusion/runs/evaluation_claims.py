@@ -1,9 +1,9 @@
-"""Claims on evaluations: of several watchers of a run, one evaluates a checkpoint.
+"""Claims on evaluations, by which only one of several watchers of a run evaluates a checkpoint.
 
-A claim is a file or object `evaluations/ba1600.claim-1` beside the run's checkpoints. It is created only if it does not
-exist, which exactly one watcher achieves. Its owner rewrites it; once it has not been rewritten for its lease, or its
-owner has released it or is known to be dead, the evaluation has failed, and `ba1600.claim-2` is free to be created. The
-number is thus the number of tries.
+A claim is a file or object `evaluations/ba1600.claim-1` beside the run's checkpoints. It can be created only if it does
+not exist, so exactly one watcher succeeds. Its owner keeps rewriting it. The evaluation has failed if the claim has not
+been rewritten for its lease, or if its owner has released it or is known to be dead. The next watcher then creates
+`ba1600.claim-2`, so the number counts the tries.
 """
 
 import json
@@ -30,11 +30,10 @@ class Claim:
     """Claim on the evaluation of a checkpoint.
 
     Args:
-        files: Files of the run.
         name: Name of the claim's file.
         owner: Process that holds it.
         lease_seconds: Time without being rewritten after which it has expired.
-        job: True if a job elsewhere evaluates, so that the evaluation may go on without its owner.
+        job: True if a job elsewhere evaluates, so that the evaluation may continue without the owner.
     """
 
     files: Place
@@ -53,11 +52,11 @@ class Claim:
         self.files.write(self.name, self.text(time.time()), in_place=True)
 
     def release(self) -> None:
-        """Give the evaluation up: it failed, and the next try is free at once."""
+        """Give up the evaluation: it failed, and the next try is free at once."""
         self.files.write(self.name, self.text(0.0), in_place=True)
 
     def text(self, renewed: float) -> str:
-        """Return the content of the file of a claim that was written at a time."""
+        """Return the content of the claim's file; `renewed` is the time of the last rewrite in seconds since 1970."""
         content = {
             'owner': asdict(self.owner),
             'renewed': renewed,
@@ -96,7 +95,6 @@ class EvaluationClaims:
         """Claim a checkpoint, and return the claim; None if another watcher holds it, or has been faster.
 
         Args:
-            checkpoint: Name of the checkpoint.
             tries: Number of its last claim, 0 if there is none.
 
         Raises:
@@ -118,7 +116,7 @@ class EvaluationClaims:
         return {name for name, tries in self.tries().items() if not self.has_ended(name, tries)}
 
     def has_ended(self, checkpoint: str, tries: int) -> bool:
-        """Return True if a claim was released, has expired, or its owner has ended without a job that goes on."""
+        """Return True if a claim was released or has expired, or its owner has ended and no job elsewhere evaluates."""
         name = f'{checkpoint}.claim-{tries}'
         text = (self._files.read(f'{EVALUATIONS}/{name}') or b'').decode(errors='replace')
         try:

@@ -46,7 +46,7 @@ def write_heartbeat(path: Path, content: str = '') -> None:
     """Replace a heartbeat file atomically, with time.monotonic() as modification time; a failed write is ignored."""
     # The modification time is set to time.monotonic(), because a system clock that is adjusted or a machine that is
     # suspended must not end a healthy run. Setting the time also works on a full disk, where the new content cannot be
-    # written; a full disk is no reason to end a run as hung.
+    # written: a full disk does not mean that the run hangs.
     now = time.monotonic()
     unfinished = path.with_name(f'.{path.name}')
     with contextlib.suppress(OSError):
@@ -84,17 +84,14 @@ def write_stacks_on_signal(environ: Mapping[str, str] = os.environ) -> None:
 def write_rank_heartbeat(
     batch: int, doing: str, first: int, first_at: float, environ: Mapping[str, str] = os.environ
 ) -> None:
-    """Write the heartbeat file of this rank with the fields of `Beat`.
-
-    It does nothing if `ATTEMPT_FOLDER_VARIABLE` is not set.
-    """
+    """Write this rank's heartbeat file with the fields of `Beat`; do nothing without `ATTEMPT_FOLDER_VARIABLE`."""
     folder = environ.get(ATTEMPT_FOLDER_VARIABLE)
     if folder is not None:
         write_heartbeat(Path(folder, f'beat-{_rank(environ)}'), json.dumps([batch, doing, first, first_at]))
 
 
 def report_hardware_fault(text: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Tell the node entry point the hardware fault that ends the run; every rank calls this with the same text."""
+    """Report the hardware fault that ends the run to the node entry point; every rank calls this with the same text."""
     folder = environ.get(ATTEMPT_FOLDER_VARIABLE)
     if folder is not None:
         with contextlib.suppress(OSError):  # the exit status alone is enough to act on

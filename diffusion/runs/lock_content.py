@@ -1,7 +1,8 @@
 """Content of the lock of a run: how it is read, written and released in a folder and in an object store.
 
-`run_lock` decides who holds the lock. An object is written only if it still is as it was read (compare-and-set), a file
-always: file locks do not work on every cluster's file system, so two jobs may both find the lock free.
+`run_lock` decides who holds the lock. An object is written only if it has not changed since it was read
+(compare-and-set). A file is always written, because file locks do not work on the file system of every cluster, so two
+jobs may both find the lock free.
 """
 
 from pathlib import Path
@@ -16,7 +17,7 @@ LOCK = 'run.lock'
 RELEASED = '{"owner": null, "released": true}\n'
 """Content of the lock object of a run that no job holds."""
 ONCE = RetryPolicy(tries=1, timeout_seconds=5.0)
-"""For refreshes: the next one is the next try, and a store that hangs must not make the owner look dead."""
+"""Policy of refreshes: the next refresh is the next try, and a store that hangs must not make the owner look dead."""
 
 
 class LockContent(NamedTuple):
@@ -24,7 +25,7 @@ class LockContent(NamedTuple):
 
     text: str
     version: str = ''
-    """By which a conditional write recognizes this content."""
+    """Version by which a conditional write recognizes this content."""
     readable: bool = True
     """False if the storage did not respond, so that the content is unknown."""
 
@@ -97,8 +98,8 @@ class RunLock:
     def release(self, expected: LockContent) -> None:
         """Free the lock, whose content is `expected`; raises as `write` does."""
         if self.in_bucket:
-            # Overwritten, since stores cannot delete an object on the condition of its etag: between the last look and
-            # the deletion, a later attempt of this job may have taken the lock.
+            # Overwrite the object, since stores cannot delete one on the condition of its etag: a later attempt of this
+            # job may take the lock between the last look and the deletion.
             self.write(RELEASED, expected)
         else:
             self._place().delete([LOCK])

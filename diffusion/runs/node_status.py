@@ -135,7 +135,7 @@ class StatusWriter:
         self.status.seconds_since_batch = now - self.last_batch_at
         self.status.written_at, self.status.written = now, time.time()
         with contextlib.suppress(OSError):  # the disk may be full, or the storage temporarily unavailable
-            # Where the run's folder is no longer mounted, nothing is created.
+            # Create nothing if the run's folder is no longer mounted.
             if self._created and not is_url(self.run) and not (Path(self.run) / FOLDER).is_dir():
                 return
             name = f'{FOLDER}/node-{self.status.node}.json'
@@ -152,7 +152,7 @@ def read_statuses(run: Path | str) -> list[tuple[NodeStatus, float]]:
         with contextlib.suppress(OSError, ValueError, TypeError):  # replaced just now, or not one of our files
             status = NodeStatus(**json.loads(files.read(f'{FOLDER}/{name}') or b''))
             found.append((status, status.silent_seconds(version.modified)))
-    # Files of nodes that an earlier attempt had in addition stay behind; the newest file knows the number of nodes.
+    # An earlier attempt with more nodes leaves files behind; the newest file has the current number of nodes.
     newest = max((status for status, _ in found), key=lambda each: each.written, default=None)
     nodes = 0 if newest is None else newest.nodes
     return sorted(((status, age) for status, age in found if status.node < nodes), key=lambda each: each[0].node)

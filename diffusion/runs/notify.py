@@ -36,8 +36,7 @@ COMMAND_SECONDS = 30.0
 PAUSES_SECONDS = (1.0, 3.0)
 """Pauses before the second and the third attempt to deliver a message."""
 CLOSE_SECONDS = 12.0
-"""Longest wait at the end of a process for messages that are not delivered yet: a request that times out, and the next
-one."""
+"""Longest wait at the end of a process for undelivered messages, enough for a request that times out and its retry."""
 GOODPUT_AFTER_SECONDS = 1800.0
 """Age of a run before its goodput is compared with `goodput_below`; the start of every run is unproductive."""
 
@@ -54,7 +53,6 @@ class Notifier:
         run: The run's folder or URL, whose last part is in every message as the name of the run.
         environ: Environment with the variables that `config` names.
         events: Events that this process sends.
-        attempt: Number of the attempt.
         hide: Function that removes secrets from a text.
     """
 
@@ -123,7 +121,7 @@ class Notifier:
             self.send('goodput', text, goodput=round(found.goodput, 4), wall_seconds=round(found.wall))
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Wait for the delivery of all messages, but not longer than some seconds."""
+        """Wait at most `seconds` for the delivery of all messages."""
         until = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
@@ -149,7 +147,7 @@ def _deliver(key: str, deliver: Callable[[dict[str, Any]], None], message: dict[
 
 
 def _post(url: str, message: dict[str, Any]) -> None:
-    # Not file: or ftp:, which urllib would open too.
+    # Refuse file: and ftp:, which urllib would open too.
     if not url.startswith(('https://', 'http://')):
         raise NotDelivered('the URL does not start with https:// or http://')
     try:
@@ -162,7 +160,7 @@ def _post(url: str, message: dict[str, Any]) -> None:
         error.close()
         raise NotDelivered(f'HTTP status {error.code}') from None
     except (OSError, ValueError, urllib.error.URLError) as error:
-        # Only the type and the system's words: the text of an exception may contain the URL, which is a secret.
+        # Report only the system's message or the type: the text of an exception may contain the URL, which is a secret.
         cause = error.reason if isinstance(error, urllib.error.URLError) else error
         words = getattr(cause, 'strerror', None) or type(cause).__name__
         raise NotDelivered(str(words)) from None

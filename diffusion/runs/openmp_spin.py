@@ -19,7 +19,6 @@ def shorten_spin(environ: MutableMapping[str, str] = os.environ, loaded: Contain
     Does nothing if torch is loaded, since libgomp reads the variable only when it is loaded.
 
     Args:
-        environ: Environment of this process.
         loaded: Names of imported modules.
     """
     # libgomp's default is 300,000 checks, 3 to 15 ms. When other processes need the cores, a thread that spins keeps a

@@ -1,4 +1,4 @@
-"""Identity of a run's folder: `run.json`, by which a checkpoint or a folder of another run is recognized.
+"""Identity of a run's folder in `run.json`, which shows that a checkpoint or a folder belongs to another run.
 
 The file is written once, at the first start of the run. At each save it shows that the path still leads to the run's
 folder: a file system that is no longer mounted, or a folder that was moved, leaves a path without the file.
@@ -23,7 +23,6 @@ def create_run_id(folder: Path, run_id: str = '') -> str:
     """Write run.json into a run's folder, which must exist, and return the run's id.
 
     Args:
-        folder: The run's folder.
         run_id: Id of a run whose run.json is missing, known from its checkpoints; empty for a new id.
     """
     run_id = run_id or uuid4().hex

@@ -23,8 +23,8 @@ from diffusion.runs.bounded_call import STORAGE_SECONDS, within_limit
 from diffusion.runs.lock_content import RELEASED, LockContent, RunLock
 from diffusion.storage.retry import PreconditionFailed
 
-# No flock or fcntl lock: network file systems of clusters are often mounted without working locks. No comparison of
-# timestamps either: the clocks of two machines differ.
+# This module avoids flock and fcntl, because network file systems of clusters are often mounted without working locks.
+# It compares no timestamps, because the clocks of two machines differ.
 LOCK_HELD_VARIABLE = 'DIFFUSION_RUN_LOCK'
 """Environment variable that marks the workers of a node entry point, which holds the lock for them."""
 _JOB_ID_VARIABLES = ('SLURM_JOB_ID', 'SKYPILOT_TASK_ID', 'TRAINING_JOB_NAME', 'RUN_NAME')
@@ -38,9 +38,10 @@ STALE_SECONDS = 120.0
 with a checkpoint may be slow."""
 POLL_SECONDS = 0.5
 ACQUIRE_TRIES = 10
-"""Tries to write a lock that is free; each fails only if another job has just taken it and released it again."""
+"""Number of tries to write a free lock; each fails only if another job has just taken and released it."""
 BUCKET_POLL_SECONDS = 2.0
-"""Intervals at which a job that waits for a lock looks at it; at an object, with one GET request."""
+"""Interval at which a job that waits for a lock object looks at it, with one GET request; POLL_SECONDS is that of a
+file."""
 SAME_JOB_SECONDS = 240.0
 """Maximum wait for an earlier attempt of the same job to end on another machine. It is less than the five minutes for
 which the other nodes of this attempt wait."""
@@ -129,7 +130,6 @@ def hold_run_lock(
 
     Args:
         run: The run's folder, or its URL in an object store.
-        environ: The environment of this job.
         stopped: Polled while waiting for an owner that may be dead; the wait ends when it returns True.
 
     Raises:
@@ -175,7 +175,7 @@ def _release(lock: RunLock, this_owner: Owner) -> None:
     content = lock.read()
     other = None if content is None else parse_owner(content.text)
     if content is not None and other is not None and other.token == this_owner.token:
-        # A refusal of the store: the lock then expires.
+        # The lock expires if the store refuses to release it.
         with contextlib.suppress(PreconditionFailed, UserError):
             lock.release(content)
 
@@ -265,7 +265,8 @@ def _refresh(lock: RunLock, this_owner: Owner, done: threading.Event) -> None:
         count += 1
         try:
             _refresh_once(lock, this_owner, count)
-        # Whatever it is, such as no more threads: without refreshes, another job would take over a run that trains.
+        # Survive any error, such as a lack of threads: without refreshes, another job would take over a run that
+        # trains.
         except Exception as error:
             # A file's fault shows up in the next save, and is common enough on a busy file system.
             if not failing and lock.in_bucket:
@@ -277,19 +278,20 @@ def _refresh(lock: RunLock, this_owner: Owner, done: threading.Event) -> None:
 
 def _refresh_once(lock: RunLock, this_owner: Owner, count: int) -> None:
     """Rewrite a lock, or exit this process if another job has taken it over; raises as `RunLock.write` does."""
-    # A second try if another job has written between reading and writing: it then finds the other owner.
+    # Try again if another job has written between reading and writing: the second try then finds the other owner.
     for _ in range(2):
         content = lock.read()
         other = None if content is None else parse_owner(content.text)
         if other is not None and other.token != this_owner.token:
             # This process was taken for dead, for example because its machine was suspended. The folder now belongs to
             # the other job, and any further write would damage its run. os._exit skips all cleanup, which might write a
-            # checkpoint or delete the lock of the other job. CONFIG_ERROR, so that the scheduler does not start a retry
+            # checkpoint or delete the lock of the other job. CONFIG_ERROR keeps the scheduler from starting a retry
             # that competes for the folder.
             print(f'error: {lock.path}: {other}, took over the lock; this process exits', file=sys.stderr, flush=True)
             os._exit(CONFIG_ERROR)
         if content is not None and content.text == RELEASED:
-            # By another job that took it over, trained and ended; this process releases it after its last refresh.
+            # Another job took over the lock, trained and ended: this process releases the lock only after its last
+            # refresh.
             said = 'another job took over the lock and has ended; this process exits'
             print(f'error: {lock.path}: {said}', file=sys.stderr, flush=True)
             os._exit(CONFIG_ERROR)
@@ -314,7 +316,7 @@ def read_lock(lock: RunLock) -> str | None:
 
 def _machine_id() -> str:
     """Return the boot id and PID namespace of this machine; empty if they cannot be read."""
-    # The PID namespace as well as the boot id: containers on one machine share the kernel, but not their process ids.
+    # Include the PID namespace: containers on one machine share the kernel, but not their process ids.
     boot = boot_id()
     try:
         return f'{boot} {os.readlink("/proc/self/ns/pid")}' if boot else ''

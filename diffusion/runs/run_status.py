@@ -1,4 +1,4 @@
-"""Status of a run as far as its files tell: running, silent or ended, its progress and its attempts."""
+"""Status of a run from its files: running, silent or ended, its progress and its attempts."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ from diffusion.storage.places import PATIENT, Listing, LocalPlace, Place, StoreP
 # Files that training writes. The modules that write them import PyTorch, which this package does not.
 METRICS, TRAIN_LOSS, RECIPE, RECEIPT = 'metrics.jsonl', 'loss/train/total', 'recipe.yaml', 'receipt.json'
 _TAIL_BYTES = 2**16
-"""Part of metrics.jsonl that is read; it has the metrics of many batches."""
+"""Size of the end of metrics.jsonl that is read, enough for the metrics of many batches."""
 SILENT_SECONDS = 60.0
 """Minimum time without a batch after which a running job is reported as silent."""
 SILENT_BATCHES = 10
@@ -132,16 +132,12 @@ def inspect_run(run: Path | str) -> RunReport:
 def newest_batch(files: Place, listing: Listing) -> int | None:
     """Return the batch of a run's newest checkpoint; None if there is none.
 
-    Args:
-        files: The files of the run.
-        listing: Their listing.
-
     Raises:
         OSError: The storage fails.
     """
     batches = sorted(int(name[2:]) for name in listing.folders if name[:2] == 'ba' and name[2:].isdigit())
     if isinstance(files, StorePlace):
-        # Until its receipt is there, a checkpoint is being uploaded, or was not uploaded completely.
+        # A checkpoint without a receipt is still being uploaded, or was not uploaded completely.
         return next((each for each in reversed(batches) if files.read(f'ba{each}/{RECEIPT}') is not None), None)
     return batches[-1] if batches else None
 
@@ -181,7 +177,7 @@ def _add_progress(report: RunReport, current: list[tuple[NodeStatus, float]]) ->
 
 
 def _modified(path: Path) -> float | None:
-    """Return the modification time of a file or folder, or None if it does not exist (any more)."""
+    """Return the modification time of a file or folder, or None if it does not exist."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:
@@ -196,7 +192,7 @@ def _is_alive(lock: lock_content.RunLock, content: str | None) -> bool:
     alive = owner.is_alive()
     if alive is not None:
         return alive
-    # Its owner rewrites the lock every few seconds. The clocks of two machines differ, so an old time is no evidence.
+    # The owner rewrites the lock every few seconds. Clocks of two machines differ, so an old time is not evidence.
     if lock.in_bucket:
         modified, refresh, watch = _written(content), run_lock.BUCKET_REFRESH_SECONDS, BUCKET_WATCH_SECONDS
     else:
@@ -284,7 +280,7 @@ def _duration(recipe: bytes | None) -> str | None:
 
 
 def _describe_process(content: str | None) -> str | None:
-    """Return the process that holds a run's lock, and if it still runs; None without a lock."""
+    """Return a description of the process that holds a run's lock, and its state; None without a lock."""
     if content is None:
         return None
     owner = run_lock.parse_owner(content)

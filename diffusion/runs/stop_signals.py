@@ -17,8 +17,8 @@ REPEAT_SECONDS = 0.5
 """Minimum time between two SIGINT that count as two Ctrl-C. One Ctrl-C can arrive twice: from the terminal, which
 signals its whole process group, and from a launcher that forwards it."""
 _START_SECONDS = 20.0
-"""Time in which a process that is still starting must end after a stop signal; then it is ended. An orderly end may
-wait for the delivery of messages (`notify.CLOSE_SECONDS`), and for the storage of the run's folder."""
+"""Time in which a process that is still starting must end after a stop signal, before it is forced to. An orderly end
+may wait for the delivery of messages (`notify.CLOSE_SECONDS`), and for the storage of the run's folder."""
 
 
 class StoppedEarly(KeyboardInterrupt):
@@ -68,8 +68,8 @@ class RepeatedInterrupt:
 class SignalThread:
     """Thread that calls a function for every signal, even while the main thread is blocked outside of Python.
 
-    Python runs signal handlers in the main thread, between two bytecodes. While it waits in a collective or a kernel,
-    which may be the reason for a Ctrl-C, they do not run. The signals must have a Python handler.
+    Python runs signal handlers in the main thread, between two bytecodes. They do not run while it waits in a
+    collective or a kernel, which may be the reason for a Ctrl-C. The signals must have a Python handler.
 
     Args:
         on_signal: Function that is called in the thread with the number of the signal.
@@ -94,7 +94,7 @@ class SignalThread:
             return
         current = signal.set_wakeup_fd(self._previous)
         if current not in (self._write, -1):
-            signal.set_wakeup_fd(current)  # of another library, which has set it since then
+            signal.set_wakeup_fd(current)  # another library has set its own since then
             return
         write, self._write = self._write, None
         _pipes.discard(write)

@@ -21,8 +21,8 @@ SLOW_WORK_FACTOR = 4
 """Factor on the time limit during the first batch, saves and evaluations; also the upper bound of every limit, as a
 multiple of the minimum time without a heartbeat."""
 COLLECTIVE_MARGIN_SECONDS = 60.0
-"""Time by which the timeout of collectives exceeds the longest time limit of the watchdog, in which the nodes collect
-the stacks of their ranks."""
+"""Time for the nodes to collect the stacks of their ranks, by which the timeout of collectives exceeds the longest time
+limit of the watchdog."""
 UNWATCHED_TIMEOUT_SECONDS = 1800.0
 """Timeout of collectives in a run without a watchdog. A save during which the other ranks wait must fit: 14 GB (SD2
 with optimizer and one average) at 8 MB/s."""
@@ -62,7 +62,7 @@ class Watchdog:
         # The first batch waits for cold shards and for the compiler; a save or an evaluation may take many batch times.
         slow_work = self._newest.doing == SAVING or self._newest.batch == self._newest.first
         limit = max(typical, self.hang_seconds) * (SLOW_WORK_FACTOR if slow_work else 1)
-        # Bounded, since the timeout of collectives must be longer than every limit and is set before the first batch.
+        # Bound the limit: the timeout of collectives must be longer than every limit and is set before the first batch.
         return min(limit, longest_limit(self.hang_seconds))
 
 
@@ -99,7 +99,7 @@ def collective_timeout(environ: Mapping[str, str] = os.environ) -> float:
 
 def early_timeout_warning(dist_timeout: float, hang_seconds: float) -> str | None:
     """Return a warning if a recipe's timeout of collectives is shorter than the watchdog's longest limit, else None."""
-    # A warning, not an error: the run is safe, since a collective that times out ends it with status 1 and the nodes
+    # Warn instead of failing: the run is safe, since a collective that times out ends it with status 1 and the nodes
     # keep the stacks of the ranks that still run.
     longest = longest_limit(hang_seconds)
     if dist_timeout > longest:

@@ -36,7 +36,6 @@ class AlignmentCosts(CountedCosts):
         """Return the FLOPs per image of a shape; the MLP sees only the tokens that the aligned block sees.
 
         Args:
-            shape: The image shape.
             route: Blocks that some tokens skip, or None.
             encodes: True if the image encoder runs in training, False if its features are stored.
         """
@@ -49,7 +48,8 @@ class AlignmentCosts(CountedCosts):
 
 
 class PerceptualCosts(CountedCosts):
-    """Costs of the networks of perceptual losses: passes on the prediction and the image, and one back.
+    """Costs of the networks of perceptual losses: forward passes on the prediction and the image, and one backward
+    pass.
 
     Args:
         settings: All settings of `model.perceptual_losses`.

@@ -1,7 +1,7 @@
 """Checkpoint size, optimal checkpoint interval, and goodput under failures.
 
-Both follow Daly's complete model (2006). For stalls much shorter than the MTBF, the best interval is that of Young
-(1974), sqrt(2 x stall x MTBF).
+Interval and goodput follow the complete model of Daly (2006). For stalls much shorter than the MTBF, the best interval
+is that of Young (1974), sqrt(2 x stall x MTBF).
 """
 
 import math
@@ -23,7 +23,7 @@ SHORTEST_SECONDS, LONGEST_SECONDS = 60.0, 3600.0
 MOST_TIME_SAVING = 0.05
 """Upper bound of the fraction of time that saves of `trainer.save_interval: auto` take."""
 PRIOR_HOURS = 24.0
-"""Hours of observation that the expected rate of failures counts as."""
+"""Weight of the expected failure rate, as hours of observation."""
 RESTART_SECONDS = 600.0
 """Time from a failure to the next batch: detection, node replacement, start-up, loading. An assumption."""
 
@@ -70,8 +70,6 @@ def sizes_of(recipe: Recipe, model: ModelCosts, *, auxiliary: int = 0) -> Sizes:
     """Return the size of the last checkpoint of a run: float32 weights, optimizer states, weight averages.
 
     Args:
-        recipe: The recipe.
-        model: Its model.
         auxiliary: Number of trained parameters beside the model's, such as those of representation alignment's MLP.
     """
     trained = model.trained_parameters + auxiliary
@@ -131,15 +129,16 @@ def chosen_interval(*, stall: float, mtbf: float) -> float:
 
 
 def observed_mtbf_hours(*, prior_hours: float, failures: int, hours: float) -> float:
-    """Return the mean hours between failures of a cluster by its size and by what a run has seen so far.
+    """Return the mean hours between failures of a cluster, estimated from its size and from the failures of a run so
+    far.
 
-    The prior counts as PRIOR_HOURS without more failures than its rate expects, so that it yields to the run's own
-    failures within a day.
+    The prior counts as an observation of at most PRIOR_HOURS with at most one failure, so that the failures of the run
+    itself outweigh it within a day.
 
     Args:
         prior_hours: Mean hours between failures by the size of the cluster.
         failures: Number of failures of the run.
-        hours: Hours in which the run had them.
+        hours: Hours in which these failures occurred.
     """
     seen = min(PRIOR_HOURS, prior_hours)
     return (seen + hours) / (seen / prior_hours + failures)
@@ -168,9 +167,7 @@ def resilience_of(
     """Return the optimal save interval of a training phase, and the goodput at that interval and at the recipe's.
 
     Args:
-        phase: The recipe and its amount of work.
         images_per_second: Throughput of all GPUs together.
-        nodes: Number of nodes.
         mtbf_hours: Mean time between failures of the whole cluster.
         stall_seconds: Time that a save blocks training (default: derived from the checkpoint size).
         restart_seconds: Time from a failure to the next batch.

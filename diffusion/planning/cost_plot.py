@@ -43,8 +43,8 @@ def costs_at(phases: Sequence[Phase], given: Assumptions, gpus: int) -> list[Cos
 
 def draw(plan: Plan, out: Path) -> None:
     """Plot training days (left) and dollars or, without a price, GPU-hours (right) by number of GPUs to a PNG file."""
-    # Imported here so that a plan without a plot does not pay for it. pyplot is avoided, since the backend that it
-    # selects may require a display.
+    # Import these here: a plan without a plot does not need them. Avoid pyplot, since the backend that it selects may
+    # require a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -24,14 +24,15 @@ from diffusion.storage.atomic import write_atomically
 
 SHIPPED = Path(__file__).with_name('model_counts')
 COUNTS = '2'
-"""Version of the facts, FLOPs and activations that are counted; raise it with their names or meaning."""
+"""Version of the facts, FLOPs and activations that are counted; raise it when their names or meaning change."""
 AUXILIARY = 'diffusion.models.auxiliary_counting:COUNTERS'
-"""Source of the networks that are counted apart from a model, by which their counts are invalidated."""
+"""Counters of the networks that are counted apart from a model; a change of their source invalidates the counts."""
 LIBRARIES = ('torch', 'diffusers', 'transformers')
 """Libraries whose other versions may compute a model differently, which invalidates counts made on this machine."""
 SECTIONS = ('facts', 'flops', 'activations')
 START_SECONDS, FLOPS_SECONDS, ACTIVATIONS_SECONDS = 15, 2, 8
-"""Time to import torch and build the model; per shape; per pair of shape and precision. For SD2 on a slow core."""
+"""Expected time to import torch and build the model, per shape, and per pair of shape and precision, for SD2 on a slow
+core."""
 
 
 class CountingFailed(RuntimeError):
@@ -65,7 +66,7 @@ class ModelKey:
 
     @property
     def request(self) -> dict[str, Any]:
-        """The model as models/cost_counting.py is asked to count it."""
+        """Request to count the model, as models/cost_counting.py reads it."""
         lora = {} if self.lora is None else {'lora': dict(self.lora)}
         return {'name': self.name, 'kwargs': dict(self.kwargs), 'imports': list(self.imports), **lora}
 
@@ -104,7 +105,6 @@ def count(key: ModelKey, *, flops: Sequence[str], activations: Sequence[tuple[st
     """Count the FLOPs and activations of a model in another process, and cache them; print the expected duration.
 
     Args:
-        key: The model.
         flops: Shapes whose FLOPs are counted, such as '640x384'.
         activations: Pairs of shape and precision whose activations are counted.
 
@@ -128,7 +128,7 @@ def count(key: ModelKey, *, flops: Sequence[str], activations: Sequence[tuple[st
     content = key.request | {'made_with': key.made_with()} | merged(known_counts(key), answer)
     try:
         write_atomically(key.cached, json.dumps(content, indent=1, default=str) + '\n')
-    except OSError as error:  # for example a read-only home folder; the next plan counts again
+    except OSError as error:  # the home folder may be read-only
         print(f'{key.cached} cannot be written ({error}); the next plan counts again', file=sys.stderr)
     return answer
 

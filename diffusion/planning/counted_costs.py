@@ -1,4 +1,4 @@
-"""Costs of one model or network from the cache of counts; what is missing is counted on first use."""
+"""Costs of one model or network from the cache of counts; missing counts are made on first use."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,18 +48,14 @@ class ActivationCounts:
 
 
 class CountedCosts:
-    """Facts, FLOPs and activation memory of a model or network, counted in a separate process if they are not known.
-
-    Args:
-        key: The settings that determine them.
-    """
+    """Facts, FLOPs and activation memory of a model or network, counted in a separate process if they are not known."""
 
     def __init__(self, key: ModelKey) -> None:
         self.key = key
         self._counts = known_counts(key)
 
     def require(self, flops: Sequence[str] = (), activations: Sequence[tuple[Shape, Precision]] = ()) -> None:
-        """Count what is not known yet, all in one process.
+        """Make all requested counts that are not known yet, in one process.
 
         Args:
             flops: Names of FLOPs: a shape, or a shape and a route of tokens.

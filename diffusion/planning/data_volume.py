@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from diffusion.planning.workload import Encoding, Phase
 
 JPEG_BYTES_PER_PIXEL = 62e3 / 512**2
-"""JPEG size, from 62 kB for a typical 512 x 512 JPEG. Used if the shards are not local."""
+"""Size of JPEG images whose shards are not local, from 62 kB for a typical 512 x 512 JPEG."""
 CAPTION_BYTES = 100
 """Size of a caption as text. An assumption; negligible beside an image."""
 LATENT_WIDTHS = {'float16': 2, 'float32': 4}
@@ -63,7 +63,7 @@ def sample_bytes(phase: Phase, encoding: Encoding) -> float:
     if encoding == 'pictures':
         return JPEG_BYTES_PER_PIXEL * phase.pixels + CAPTION_BYTES
     settings = phase.recipe.precompute
-    # To sample from the VAE's posterior during training, its variances are stored beside the means.
+    # Training can sample from the VAE's posterior only if its variances are stored beside the means.
     width, stores_variance = LATENT_WIDTHS[settings.dtype], settings.posterior == 'sample'
     latents = width * (2 if stores_variance else 1) * phase.latent_elements
     text = width * phase.model.text_embedding_elements

@@ -1,8 +1,8 @@
 """Simulated goodput of save strategies under failures of processes, of nodes and of the whole cluster.
 
-The simulation goes from failure to failure of a Poisson process. Between two failures training restarts, and stalls at
-each save point; a tier has the checkpoint once its lag has passed. After a failure, training continues from the newest
-checkpoint of the tiers that survived it.
+The simulation goes from failure to failure of a Poisson process. Training restarts after each failure, and stalls at
+each save point. A tier has a checkpoint once its lag has passed. Training continues from the newest checkpoint of the
+tiers that survived the failure.
 """
 
 import functools
@@ -31,12 +31,12 @@ class Failure(IntEnum):
     """Nodes are restarted or replaced. Memory is lost; the disks still hold every piece, as under DDP, where each node
     has a whole copy, or where a replica is on another node."""
     CLUSTER = 2
-    """The job starts anew on other nodes, and only durable storage remains."""
+    """The job starts again on other nodes, and only durable storage remains."""
 
 
 SHARES = {Failure.PROCESS: 0.25, Failure.NODE: 0.70, Failure.CLUSTER: 0.05}
-"""Share of each kind. Of the 419 interruptions of Llama 3's training (2024), 59 % were faults of GPUs and about a tenth
-of other parts of a node; the rest were mostly software and network. No loss of a whole cluster was reported: 5 % is an
+"""Share of each kind. Llama 3's training (2024) had 419 interruptions: 59% were faults of GPUs and about a tenth of
+other parts of a node; the rest were mostly software and network. No loss of a whole cluster was reported: 5% is an
 assumption."""
 
 
@@ -65,7 +65,7 @@ class SaveStrategy:
     stall: float
     """Time for which each save point blocks training."""
     tiers: tuple[Tier, ...]
-    """Fastest first; the last one is durable."""
+    """Tiers, the fastest first; the last one is durable."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def save_strategies(
     if recipe_interval:
         strategies.insert(0, SaveStrategy('synchronous (recipe)', recipe_interval, stall, written))
     interval = best(snapshot)
-    # A save begins after the one before is complete.
+    # A save begins only after the previous one is complete.
     durable = Tier('durable', Failure.CLUSTER, lag=stall, restore=restore)
     strategies.append(SaveStrategy('asynchronous', max(interval, stall), snapshot, (durable,)))
     disk_lag = DISK_SHARE * stall
@@ -145,10 +145,8 @@ def simulated_goodput(strategy: SaveStrategy, *, mtbf: float, restart: float, fa
     The failures are the same for each strategy and in each call.
 
     Args:
-        strategy: How checkpoints are saved.
         mtbf: Mean time between failures in seconds.
         restart: Seconds from a failure to the next batch with a checkpoint from durable storage.
-        failures: Number of simulated failures.
     """
     clock, tiers = 0.0, strategy.tiers
     # Progress is counted in save points: the one that training continued from, and the newest that each tier has.
@@ -174,10 +172,10 @@ def simulated_goodput(strategy: SaveStrategy, *, mtbf: float, restart: float, fa
 
 @functools.cache
 def _draw_failures(count: int) -> list[tuple[float, Failure]]:
-    """Return the time since the failure before, in units of the mean, and the kind of each failure."""
+    """Return the time since the previous failure, in units of the mean, and the kind of each failure."""
     draw = random.Random(17)
-    # One time in each of `count` intervals of equal probability, in random order: exponentially distributed as those of
-    # a Poisson process, with a tenth of the noise in their mean.
+    # Draw one time from each of `count` intervals of equal probability, in random order. The times are exponentially
+    # distributed, as those of a Poisson process are, but their mean has only a tenth of the noise.
     gaps = [-math.log1p(-(index + draw.random()) / count) for index in range(count)]
     draw.shuffle(gaps)
     kinds = draw.choices([*SHARES], weights=[*SHARES.values()], k=count)

@@ -81,7 +81,6 @@ def find_gpu(name: str, gpus: dict[str, GPU], *, or_file: bool = True) -> GPU:
 
     Args:
         name: Name of the GPU, such as a100-80gb.
-        gpus: All known GPUs.
         or_file: True if the command has the option --gpus-file, which the error then suggests.
 
     Raises:

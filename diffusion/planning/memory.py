@@ -70,7 +70,7 @@ class Memory:
 
     @property
     def allocated(self) -> int:
-        """Peak of allocated bytes, as counted by torch.cuda.max_memory_allocated, but for the pool of CUDA graphs."""
+        """Peak of allocated bytes as counted by torch.cuda.max_memory_allocated, except for the pool of CUDA graphs."""
         # Four moments of a step can be the peak: the start of the backward pass, its end (all gradients exist and the
         # activations are freed), the optimizer step, and the encoding of images before the forward pass. At the start
         # of a backward pass only gradients of earlier microbatches exist; new ones appear as activations are freed.
@@ -219,8 +219,6 @@ def ways_out(phase: Phase, setup: Setup, gpu: GPU, gpus: dict[str, GPU]) -> list
     """Return settings that would each make a run that is too large fit in GPU memory; empty if there are none.
 
     Args:
-        setup: The setup that does not fit.
-        gpu: GPU that it does not fit on.
         gpus: All known GPUs; the smallest one that is large enough is suggested.
     """
     found = []
@@ -264,7 +262,8 @@ def _step_bytes(phase: Phase, setup: Setup, *, fused: bool) -> int:
     adamw = 0 if fused and name in ('adamw', 'muon') else _divided(FLOAT32 * others, setup.shards)
     if name != 'muon':
         return adamw
-    # One matrix may be larger than a batch, but not than a block. Under DDP each device has those of all devices.
+    # A matrix may be larger than a batch, but not larger than a block. Each device of DDP holds the batches of all
+    # devices.
     batch = max(MUON_BATCH_ELEMENTS, facts['largest_block_parameters'])
     copies = setup.devices if setup.parallelism.strategy == 'ddp' else 1
     return max(adamw, MUON_BYTES_PER_ELEMENT * min(batch * copies, facts['block_parameters']))

@@ -46,7 +46,6 @@ class ModelCosts(CountedCosts):
         """Count the FLOPs and activations of the model that are not known yet, all in one separate process.
 
         Args:
-            shapes: Shapes whose FLOPs are needed.
             activations: Pairs of shape and precision whose activations are needed.
             route: Route of tokens whose FLOPs are needed beside those of all tokens, or None.
 
@@ -138,7 +137,7 @@ def _flops_name(shape: Shape, route: TokenRoute | None) -> str:
 
 def _key_of(model: Component, imports: Sequence[str], notes: list[str]) -> ModelKey:
     """Return the cache key of a model: the settings and configuration files that determine its counts."""
-    # The architecture of somebody else's model may depend on any keyword and on the code of the imported modules.
+    # The architecture of a third-party model may depend on any keyword and on the code of the imported modules.
     if not registry.is_own('model', model.name):
         return ModelKey(model.name, model.kwargs, tuple(imports))
     # Defaults are part of the key, so that a recipe that spells one out uses the same counts as one that omits it.

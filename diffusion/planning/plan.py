@@ -154,7 +154,7 @@ class Plan:
 
     @property
     def published(self) -> published_runs.PublishedRun | None:
-        """The published run of which the recipes are stages, or None."""
+        """Published run that has the recipes as its stages, or None."""
         if len(self.phases) != len({each.phase.largest_shape for each in self.phases}):
             return None
         work = {(each.phase.largest_shape.width, each.phase.images) for each in self.phases}
@@ -203,9 +203,7 @@ def make_plan(
     """Return the plan of training phases that run one after another on the same GPUs.
 
     Args:
-        phases: The phases in the order of the runs.
-        given: The assumptions about the cluster.
-        gpus: All known GPUs, of which larger ones are suggested if a phase does not fit.
+        gpus: All known GPUs; larger ones are suggested if a phase does not fit.
         today: Date with which the age of the price is computed (default: the current date).
 
     Raises:

@@ -1,8 +1,8 @@
 """Published figures, for the estimates of `diffusion plan`: throughput, images, GPU-hours.
 
-Sources: of Stable Diffusion 2, MosaicML, "Training Stable Diffusion from Scratch for <$50k", part 2 (2023), and its
-code; of PRX, Photoroom, "Training Design for Text-to-Image Models: Lessons from Ablations" ("PRX Part 2") and "PRX Part
-3 - Training a Text-to-Image Model in 24h!" (2026), and its code.
+The sources for Stable Diffusion 2 are MosaicML, "Training Stable Diffusion from Scratch for <$50k", part 2 (2023), and
+its code. Those for PRX are Photoroom, "Training Design for Text-to-Image Models: Lessons from Ablations" ("PRX Part 2")
+and "PRX Part 3 - Training a Text-to-Image Model in 24h!" (2026), and its code.
 """
 
 import math
@@ -31,8 +31,8 @@ PRX_BATCHES_PER_SECOND: dict[str, tuple[tuple[float, float, str], ...]] = {
 }
 """Batches of 256 per second without and with a technique, and its conditions, by PRX Part 2; REPA in latents of 256 px.
 
-The number and kind of GPUs are not named, so that no utilization follows. On 8 H200s, 3.95 would be 34 % of the peak.
-Of Muon and perceptual losses no throughput was published; the latter "add only a small overhead" (Part 3).
+The number and kind of GPUs are not named, so utilization cannot be computed; 3.95 would be 34% of the peak of 8 H200s.
+No throughput was published for Muon and perceptual losses; the latter "add only a small overhead" (Part 3).
 """
 
 
@@ -73,7 +73,7 @@ PRX_IN_24_HOURS = PublishedRun(
 
 
 def published_run(work: Collection[tuple[int, int]], parameters: int) -> PublishedRun | None:
-    """Return the published run of which these are stages, by side and number of images, or None."""
+    """Return the published run that has these stages (side and number of images), or None."""
     run = PRX_IN_24_HOURS
     return run if parameters == run.parameters and work and run.stages.issuperset(work) else None
 
@@ -81,7 +81,7 @@ def published_run(work: Collection[tuple[int, int]], parameters: int) -> Publish
 def throughput_hours(gpus: int = 128) -> float:
     """Return the A100-hours that both phases take at the published throughput: 16,926 on 128, of 20,051 reported.
 
-    The difference of 18 % is in the publication: the reported run includes evaluation, saves and interruptions.
+    The difference of 18% is in the publication: the reported run includes evaluation, saves and interruptions.
     """
     return sum(images / IMAGES_PER_SECOND[side][gpus] for side, images in SAMPLES) * gpus / 3600
 

@@ -46,10 +46,7 @@ def precompute_cost(phase: Phase, encoding: Encoding, gpu: GPU, *, gpus: int, pr
     """Return the cost of encoding every distinct image once before training.
 
     Args:
-        phase: The phase whose images are encoded.
         encoding: Form in which the results are stored, which determines which encoders run.
-        gpu: The GPU model.
-        gpus: Number of GPUs.
         price: US dollars per GPU-hour; None if unknown.
     """
     flops = phase.distinct_images * phase.precompute_flops(encoding)

@@ -9,15 +9,9 @@ from diffusion.planning.workload import Phase
 def snapshot_bytes_per_node(phase: Phase, setup: Setup, *, gpus_per_node: int) -> int:
     """Return the bytes of host memory for snapshots and checkpoints on the node that needs most.
 
-    It is 0 if saves block training and no tier is in memory.
-
-    The first device snapshots the whole state, or each device its shard of a sharded checkpoint. Of the shards that
-    several groups of devices hold (`parallelism.replicas`), the first group snapshots its own.
-
-    Args:
-        phase: The recipe and its amount of work.
-        setup: Number of devices and parallelism.
-        gpus_per_node: Number of devices of a node.
+    It is 0 if saves block training and no tier is in memory. The first device snapshots a whole checkpoint; each device
+    snapshots its shard of a sharded one. If several groups of devices hold the same shards (`parallelism.replicas`),
+    only the first group does.
     """
     recipe = phase.recipe
     node = _saved_bytes(phase, setup, gpus_per_node=gpus_per_node)
@@ -26,13 +20,13 @@ def snapshot_bytes_per_node(phase: Phase, setup: Setup, *, gpus_per_node: int) -
 
 
 def _copies_in_memory(recipe: Recipe) -> int:
-    """Return how many times a node has its part of a checkpoint in its memory while one is saved there."""
+    """Return the number of copies of its part of a checkpoint that a node holds in memory during a save."""
     tiers = recipe.checkpointing.tiers
     tier = None if tiers is None else tiers.memory
     if tier is None or 'save_folder' in recipe.trainer:
         return 0
-    # The checkpoint before stays until the new one is complete. Each node of a sharded run has another node's copy too;
-    # of a whole checkpoint, the copy is on a node that has nothing else.
+    # The previous checkpoint stays until the new one is complete. Each node of a sharded run also holds the copy of
+    # another node; the copy of a whole checkpoint is on a node that holds nothing else.
     return 2 * (1 + (tier.replicate and recipe.parallelism.checkpoints == 'sharded'))
 
 

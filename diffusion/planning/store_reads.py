@@ -10,15 +10,15 @@ from diffusion.storage.ranged_download import RANGE_BYTES
 USD_PER_GET = 0.0004 / 1000
 """List price of a GET request to S3 Standard in us-east-1 (aws.amazon.com/s3/pricing), as known on PRICE_DATE."""
 USD_PER_EGRESS_BYTE = 0.09 / 1e9
-"""List price of a byte that leaves AWS for the internet, its first 10 TB per month (same page), as known on PRICE_DATE;
-larger volumes cost less. Reads within the store's own region are free."""
+"""List price per byte of the first 10 TB per month that leave AWS for the internet (same page), as known on PRICE_DATE;
+larger volumes cost less. Reads within the region of the store are free."""
 PRICE_DATE = '2026-11-25'
 """Date on which the prices were entered; they were not compared with the page on that day."""
 
 
 @dataclass(frozen=True)
 class StoreReads:
-    """What leaves the object store in an epoch."""
+    """Traffic that leaves the object store in an epoch."""
 
     bytes: float
 
@@ -40,7 +40,7 @@ class StoreReads:
 
 @dataclass(frozen=True)
 class EpochReads:
-    """What leaves the object store in the first epoch, on empty disks, and in each later one of the same nodes."""
+    """Traffic that leaves the object store in the first epoch, on empty disks, and in each later one of these nodes."""
 
     first: StoreReads
     later: StoreReads
@@ -50,8 +50,8 @@ def nodes_per_shard(recipe: Recipe, nodes: int) -> float:
     """Return the number of nodes that read a shard in an epoch.
 
     Streaming gives each canonical node the same shards in every epoch, and each node whole canonical nodes, so that one
-    node reads a shard (two at a boundary). With more nodes than canonical nodes, several share the samples of one; and
-    `naive` shuffles samples over all nodes.
+    node reads a shard (two at a boundary). If there are more nodes than canonical nodes, several nodes share the
+    samples of one. The algorithm `naive` shuffles samples over all nodes.
     """
     loader = recipe.loader
     if loader.shuffle and loader.shuffle_algo == 'naive':
@@ -60,17 +60,15 @@ def nodes_per_shard(recipe: Recipe, nodes: int) -> float:
 
 
 def reads_per_epoch(recipe: Recipe, stored_bytes: float, *, nodes: int) -> EpochReads:
-    """Return what leaves the object store in epochs over a whole dataset.
+    """Return the traffic that leaves the object store in the epochs of a run over a whole dataset.
 
     A cache that holds all shards that its node reads keeps them; a smaller one counts as keeping none, which is an
-    upper bound. Not counted: shards that a cache smaller than a shuffle block reads again within an epoch, restarts on
-    other nodes or in another order of nodes, which read as in the first epoch, and `loader.epoch_size`, with which each
-    epoch draws its samples from all shards.
+    upper bound. Three causes of further reads are not counted: a cache smaller than a shuffle block, from which a node
+    reads shards again within an epoch; a restart on other nodes or in another order of nodes, which reads as the first
+    epoch does; and `loader.epoch_size`, with which each epoch draws its samples from all shards.
 
     Args:
         recipe: The recipe, for the order of samples and `loader.cache_limit`.
-        stored_bytes: Size of the dataset.
-        nodes: Number of nodes.
     """
     limit = recipe.loader.cache_limit
     cache = float('inf') if limit is None else parse_bytes(limit)

@@ -47,7 +47,8 @@ def communication_bytes(phase: Phase, setup: Setup) -> int:
 
 
 def recommended(fits: Sequence[Fit]) -> Fit | None:
-    """Return the strategy with the least host time that fits in memory, and then the least communication; else None.
+    """Return the strategy that fits in memory with the least host time, then the least communication; None if none
+    fits.
 
     ddp comes first: it starts its collectives without code in Python, while FSDP2 runs hooks before and after each of
     its modules in every forward and backward pass.
@@ -61,11 +62,10 @@ def recommended(fits: Sequence[Fit]) -> Fit | None:
 
 
 def advice(fits: Sequence[Fit], gpu: GPU) -> str | None:
-    """Return which strategy is recommended and why, with the settings to change; None if none fits or one device.
+    """Return which strategy is recommended and why, with the settings to change; None for one device or if none fits.
 
     Args:
         fits: All strategies, the recipe's own first.
-        gpu: The GPU.
     """
     best = recommended(fits)
     if best is None or best.setup.devices == 1:

@@ -1,4 +1,4 @@
-"""Effect on throughput of the techniques in a recipe, and what the same money would buy without each of them."""
+"""Effect of the techniques in a recipe on throughput, and the images that the same money would buy without each."""
 
 from dataclasses import dataclass, replace
 
@@ -32,12 +32,12 @@ class Technique:
     images_without: float
     """Number of images that the money of this run buys without the technique."""
     published: tuple[MeasuredEffect, ...] = ()
-    """What others measured; empty if none published it."""
+    """Measurements that others published; empty if there are none."""
 
 
 def techniques_of(phase: Phase) -> tuple[Technique, ...]:
     """Return the techniques of a recipe, and all of them together if there are several; none for plain training."""
-    # A technique is taken out of the recipe with all others in it, so that the changes do not add up to that of all.
+    # Each technique is removed while all others stay, so the changes do not add up to that of all techniques.
     without = {
         'TREAD': replace(phase, route=None),
         'REPA': replace(phase, alignment=None),
@@ -60,7 +60,7 @@ def techniques_of(phase: Phase) -> tuple[Technique, ...]:
 
 
 def _compared(name: str, phase: Phase, other: Phase) -> Technique:
-    """Return the technique that a phase has and another one lacks."""
+    """Return the effect of a technique that `phase` has and `other` lacks."""
     flops, without = phase.executed_flops(), other.executed_flops()
     published = tuple(
         MeasuredEffect(rate / base, phase.images * base / rate, f'{base} batches/s without, {rate} with, {where}')

@@ -21,13 +21,15 @@ It includes evaluation and saves. tests/planning/test_techniques.py derives it f
 UNET_LAUNCH_SECONDS = 0.111
 """Time for which the host launches the kernels of a microbatch of Stable Diffusion 2's U-Net, compiled.
 
-Measured by benchmarks/step.py on 2026-11-26: one H200 with an Intel Xeon, 16 images in 39 ms of the GPU's time; 0.130 s
-without compilation, for 52 ms. With 128 images there are as many kernels: 4,110 instead of 3,910.
+Measured by benchmarks/step.py on 2026-11-26: one H200 with an Intel Xeon, 16 images in 39 ms of GPU time (0.130 s and
+52 ms without compilation). A microbatch of 128 images has about as many kernels: 4,110 instead of 3,910.
 """
 UNET_GRAPHS_LAUNCH_SECONDS = 0.058
-"""The same with `speed.cuda_graphs`, at most: 16 images took 58 ms of one H100, and 134 ms without, on 2026-11-26."""
+"""Upper bound of this time with `speed.cuda_graphs`: 16 images took 58 ms on one H100, and 134 ms without
+(2026-11-26)."""
 LARGE_UNET = 5e8
-"""Parameters from which a U-Net has at least as many kernels as Stable Diffusion 2's, of 8.7e8."""
+"""Number of parameters from which a U-Net counts as having at least as many kernels as that of Stable Diffusion 2
+(8.7e8)."""
 TRANSFORMER_SOURCE = "that of PRX's 24-hour run on 32 H200"
 PRECOMPUTE_MFU = 0.141
 """MFU of precomputing, from the published 3,784 A100-hours for 790 M images at 256 px and 300 M at 512 px."""
@@ -72,14 +74,9 @@ def planned_speed(
     """Return the throughput of a phase: given by the user, measured, published for this model and GPU, or assumed.
 
     Args:
-        phase: The recipe and its amount of work.
-        gpu: The GPU model.
-        gpus: Number of GPUs.
         encoding: Form in which samples are stored, which determines which encoders run online; None means as in the
             recipe.
-        mfu: MFU to assume.
         images_per_second: Throughput of all GPUs together, with the encoders run as in the recipe.
-        measured: Throughput of an earlier run.
     """
     encoding = encoding or phase.encoding
     model_flops = phase.flops(encoding)
@@ -89,7 +86,7 @@ def planned_speed(
         # The figure was measured with the recipe's encoding; another one changes the FLOPs per image.
         rate, source = images_per_second * phase.flops() / model_flops, '--images-per-second'
     elif measured is not None:
-        # Assumes that FLOP/s per device carry over to another recipe and to another number of devices.
+        # This assumes that FLOP/s per device carry over to another recipe and to another number of devices.
         rate = gpus * measured.images_per_second_per_device * measured.flops_per_image / model_flops
         source = measured.source
     elif mfu is not None:
@@ -114,10 +111,6 @@ def planned_speed(
 def read_run(folder: Path, flops_per_image: float) -> MeasuredSpeed:
     """Read the throughput of a run from its metrics.jsonl: the median of the values that were logged.
 
-    Args:
-        folder: The run's folder, such as runs/phase1.
-        flops_per_image: FLOPs per image in that run.
-
     Raises:
         UserError: The file does not exist, or contains no throughput.
     """
@@ -136,7 +129,7 @@ def read_run(folder: Path, flops_per_image: float) -> MeasuredSpeed:
             f'--from-run: {path} has no {THROUGHPUT}; it is logged after the first window of callbacks.breakdown or '
             'callbacks.speed_monitor'
         )
-    # The median, since the first batches and those around evaluations and saves are slower.
+    # Use the median, since the first batches and those around evaluations and saves are slower.
     rate = statistics.median(values)
     return MeasuredSpeed(rate, flops_per_image, f'measured: {rate:.1f} images/s per device in {path}')
 
@@ -151,7 +144,7 @@ def _published(phase: Phase, gpu: GPU, gpus: int, encoding: Encoding) -> tuple[f
     exact = any(gpus in known for known in published_runs.IMAGES_PER_SECOND.values())
     source = f'published for {gpus} A100s' if exact else 'interpolated from figures published for 8 to 128 A100s'
     # The slowdown was published for both encoders together; for the text encoder alone it follows from the FLOPs. Both
-    # are relative to the training of all weights, of which a LoRA takes two thirds.
+    # are relative to training all weights; a LoRA needs two thirds of those FLOPs.
     share = phase.passes / (1 + BACKWARD)
     if encoding == 'pictures':
         slowdown, reasons = share + published_runs.ONLINE_SLOWDOWN - 1, ['online encoders']

@@ -82,7 +82,7 @@ def installed_torch() -> str | None:
 def architectures_of(version: str) -> tuple[str, ...]:
     """Return the architectures of a build of torch, such as 2.7.0+cu128 or 2.9.
 
-    Without a CUDA version, it is that of the package index's wheel: 12.6 up to torch 2.7, 12.8 up to 2.10, then 13.0.
+    A version without CUDA is the wheel of the package index: CUDA 12.6 up to torch 2.7, 12.8 up to 2.10, then 13.0.
 
     Raises:
         UserError: The text is not a version of torch.
@@ -122,10 +122,7 @@ def missing_kernels_message(gpu: str, capability: Capability, architectures: Ite
     """Return a message if none of the architectures of a build of torch runs on a GPU, else None.
 
     Args:
-        gpu: Name of the GPU.
-        capability: Its compute capability.
         architectures: Architectures of the build, as in torch.cuda.get_arch_list().
-        version: Version of torch.
     """
     names = tuple(architectures)
     if has_kernels(capability, names):

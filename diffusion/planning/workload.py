@@ -63,7 +63,7 @@ class Phase:
 
     @property
     def distinct_images(self) -> int:
-        """Number of distinct images that the run trains on; all `images` if the size of the data set is unknown."""
+        """Number of distinct images that the run trains on; all `images` if the size of the dataset is unknown."""
         return self.images if self.samples is None else min(self.samples, self.images)
 
     @property
@@ -114,7 +114,7 @@ class Phase:
     @property
     def passes(self) -> int:
         """FLOPs of the denoiser's forward and backward passes, as a multiple of the forward pass."""
-        # The gradients of frozen weights are not computed, those of activations are.
+        # Gradients of activations are computed, but not those of frozen weights.
         return 1 + BACKWARD - bool(self.model.frozen_denoiser_parameters)
 
     @property
@@ -163,18 +163,19 @@ class Phase:
     def flops(self, encoding: Encoding | None = None) -> float:
         """Return the total FLOPs per image in training, as `flops_per_batch` of a model counts them.
 
-        They include the encoders that run online and the networks of losses, and no recomputation and no optimizer.
+        They include the encoders that run online and the networks of losses, but neither recomputation nor the
+        optimizer.
         """
         encoding = encoding or self.encoding
         online = self.encoder_flops(encoding) + self._alignment_flops(encoding)
         return self.training_flops + online + self.perceptual_flops
 
     def executed_flops(self, encoding: Encoding | None = None) -> float:
-        """Return the FLOPs per image that devices execute: also recomputation, and the share of an optimizer step."""
+        """Return the FLOPs per image that devices execute, including recomputation and a share of the optimizer step."""
         return self.flops(encoding) + self.recomputed_flops + self.optimizer_flops / self.recipe.global_batch
 
     def precompute_flops(self, encoding: Encoding) -> float:
-        """Return the FLOPs per image of encoding the data set to a stored form before training."""
+        """Return the FLOPs per image of encoding the dataset to a stored form before training."""
         return self.encoder_flops('pictures') - self.encoder_flops(encoding)
 
     # -- bytes --
@@ -266,7 +267,7 @@ def phase_of(recipe: Recipe, *, samples: int | None = None, encoding: Encoding |
 
 
 def _autocast(recipe: Recipe) -> str:
-    # On GPUs, Composer's default precision is amp_fp16. gpus.yaml has no FP8 peaks, so amp_fp8 is planned as bf16.
+    # Composer's default precision on GPUs is amp_fp16. gpus.yaml has no FP8 peaks, so amp_fp8 is planned as bf16.
     precision = str(recipe.trainer.get('precision', 'amp_fp16')).lower()
     return {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'amp_fp8': 'bf16'}.get(precision, 'fp32')
 

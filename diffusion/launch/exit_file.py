@@ -59,7 +59,7 @@ def end_of_attempt(outcome: Outcome, environ: Mapping[str, str], first: NodeExit
         first: Exit record of the node that failed first, if it is known; None looks into the exit file.
     """
     first = first or failure_elsewhere(environ)
-    # When another node fails, this one is stopped or crashes in a collective. The cause that it observes is then only a
+    # This node is stopped or crashes in a collective when another node fails. The cause that it observes is then only a
     # consequence, and would be misleading in attempts.jsonl.
     if first is None or outcome.cause not in ('preempted', 'crash') or first.cause == outcome.cause:
         machine = environment.machine_name(environ) if outcome.cause in LOCAL_CAUSES else ''
@@ -81,9 +81,8 @@ def earlier_attempt_has_begun(environ: Mapping[str, str]) -> bool | None:
     if not numbered or not attempt.isdigit():
         return None
     files = [_read_lines(Path(f'{stem}.{number}.exits')) for number in range(int(attempt))]
-    # A node that ended before it started its ranks writes no cause, and a node that failed the preflight writes
-    # `hardware`. Any other cause means that an attempt has begun, even without the line `begin`, which is missing if
-    # attempts.jsonl could not be written.
+    # A node that ended before it started its ranks writes no cause, and one that failed the preflight `hardware`. Any
+    # other cause shows that an attempt began: the line `begin` is missing if attempts.jsonl could not be written.
     causes = {line.split()[2] for lines in files for line in lines if len(line.split()) > 2}
     if causes - {'hardware'}:
         return True
@@ -106,7 +105,7 @@ def append_exit_line(environ: Mapping[str, str], line: str) -> None:
 
     def append() -> None:
         with open(path, 'a', encoding='utf-8') as file:
-            # One line per node: a line break in a name would be read as the record of another node.
+            # Write one line per node: a line break in a name would be read as the record of another node.
             file.write(' '.join(line.split()) + '\n')
 
     problem = storage_problem(append)

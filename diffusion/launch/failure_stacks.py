@@ -27,12 +27,11 @@ def keep_stacks(
 ) -> str:
     """Write the stacks of this node's ranks to the run's folder; return a sentence about the ranks of all nodes.
 
-    When the first node entry point ends, the scheduler ends the rest. After a hang, the first node therefore waits for
-    the stacks of the other nodes, and they wait for its summary. The sentence is empty on the other nodes.
+    When any node entry point ends, the scheduler ends the rest. After a hang, the first node therefore waits for the
+    stacks of the other nodes, and they wait for its summary. The sentence is empty on the other nodes.
 
     Args:
         cause: Cause of the failure, a key of `attempts.CAUSES`.
-        stacks: Folder of the attempt.
         begin: Start time of the workers, by time.monotonic().
         say: Function that prints a line for the operator.
     """

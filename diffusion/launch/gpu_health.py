@@ -45,7 +45,7 @@ def check_gpus(nvml: Any, kind: str, count: int) -> Iterator[Finding]:
     # Only visible GPUs are checked; other jobs may use the rest.
     names = visible_gpus(os.environ, int(nvml.nvmlDeviceGetCount()))
     yield Finding('gpu count', len(names) >= count, f'{len(names)} of {count}')
-    # One deadline for all GPUs, because the processes of a killed attempt release them at the same time.
+    # Use one deadline for all GPUs, because the processes of a killed attempt release them at the same time.
     until = time.monotonic() + RELEASE_SECONDS
     for name in names:
         try:
@@ -74,7 +74,7 @@ def _check_one(nvml: Any, gpu: Any, name: str, kind: str, until: float) -> Itera
     while (foreign or free < MIN_FREE_SHARE) and time.monotonic() < until:
         time.sleep(0.5)
         foreign, free, total = _processes_and_memory(nvml, gpu)
-    # In a container, NVML reports process ids of the host or none at all, so the free memory is checked as well.
+    # NVML in a container reports process ids of the host or none at all, so the free memory is checked as well.
     users = f'in use by process {", ".join(map(str, foreign))}; stop it' if foreign else 'no other process'
     yield Finding('gpu processes', not foreign, f'{name}: {users}')
     yield Finding('gpu memory', free >= MIN_FREE_SHARE, f'{name}: {free:.0%} of {total / 2**30:.0f} GiB free')

@@ -43,8 +43,7 @@ def node_environment(job: Job, rank: int) -> dict[str, str]:
     """Return the environment variables of one node of a local job."""
     variables = environment_of(job, 'local', NODE_RANK=str(rank), MASTER_ADDR='127.0.0.1')
     if job.nodes > 1 and is_url(job.run_dir):
-        # Nodes on separate machines have separate working folders for a run in an object store; these nodes share a
-        # machine.
+        # Give each node a working folder of its own for a run in an object store, since they share this machine.
         variables[WORKING_FOLDER_VARIABLE] = str(working_root() / f'node{rank}')
     return variables
 

@@ -155,8 +155,8 @@ class Node:
         """Run the job on this node, and return the exit status of the last attempt.
 
         There is usually one attempt, because the scheduler restarts a failed job by its exit status. If that status
-        allows it, the attempt is repeated here in two cases: on SageMaker, which does not restart jobs, up to the
-        maximum number of restarts, and with standby processes, if all nodes agree.
+        allows it, the attempt is repeated here in two cases, up to the maximum number of restarts: on SageMaker, which
+        does not restart jobs, and with standby processes, if all nodes agree.
         """
         # Install the handlers before taking the lock: the wait for an earlier attempt can take minutes and must react
         # to SIGTERM.
@@ -299,8 +299,7 @@ class Node:
         nodes = f'{self.position.nodes} node{"s" * (self.position.nodes > 1)}'
         notifier.send('started', f'started attempt {number} on {nodes}', nodes=self.position.nodes)
         with tempfile.TemporaryDirectory(prefix='diffusion-node-') as folder:
-            # Skip the preflight if the previous attempt trained and no machine fault ended it: its nodes were checked
-            # then.
+            # Skip the preflight if the last attempt trained and no machine fault ended it: its nodes were checked then.
             checked = self._restart_agreed and not self.settings.in_place
             outcome = Outcome(0, 'done') if checked else self._preflight(Path(folder), attempt)
             self._restart_agreed = False

@@ -231,6 +231,7 @@ class _Hub:
                 failed[node] = _exit_of(message)
                 if message['event'] == 'ended':
                     self._ended.setdefault(attempt, {})[node] = message['problem']
+                    # The first node that has ended starts the time limit for the others.
                     if len(self._ended[attempt]) == 1:
                         timer = threading.Timer(AGREE_SECONDS, self._decide, (attempt, True))
                         timer.daemon = True
@@ -251,6 +252,7 @@ class _Hub:
             problems += [self._gone] * bool(self._gone)
             if late and missing:
                 problems.append(f'node {", ".join(map(str, missing))} has not ended after {AGREE_SECONDS:.0f} s')
+            # A restart needs the end of all nodes; one problem suffices to decide against it.
             if attempt in self._decided or (missing and not problems):
                 return
             self._decided.add(attempt)
@@ -275,7 +277,7 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _messages(connection: socket.socket) -> Iterator[dict[str, Any]]:
-    """Yield the messages of a connection until it ends or something else than a message arrives."""
+    """Yield the messages of a connection until it ends or sends something other than a message."""
     with contextlib.suppress(OSError, ValueError, RecursionError), connection.makefile('rb') as lines:
         while line := lines.readline(_MAX_BYTES):
             message = json.loads(line)

@@ -30,7 +30,7 @@ def kill_daemons() -> None:
     """Kill the daemon processes that this one has started, such as workers of a data loader."""
     # Training that ends in the middle of an epoch leaves the loader workers waiting for their next batch. An exit
     # handler of torch waits 5 s for each of them if memory is pinned; one of multiprocessing sends SIGTERM and waits
-    # without a limit. The workers ignore SIGTERM, with which a scheduler stops a whole job, so a complete run would
+    # without a limit. The workers ignore SIGTERM, since schedulers send it to a whole job, so a complete run would
     # never end.
     for child in multiprocessing.active_children():
         if child.daemon:

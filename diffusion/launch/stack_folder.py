@@ -76,7 +76,6 @@ class StackFolder:
     Args:
         run: The run's folder or URL.
         name: Result of `attempt_name`.
-        node: Rank of this node.
     """
 
     def __init__(self, run: Path | str, name: str, node: int, nodes: int) -> None:

@@ -35,8 +35,7 @@ class Place(NamedTuple):
     """Position of a thread in the program, without line numbers, so that ranks in the same call compare equal."""
 
     label: str
-    """Description such as `all_reduce (highest_signal, preemption.py)` or `DataLoader.next`; empty if the stack is
-    unknown."""
+    """Description such as `all_reduce (highest_signal, preemption.py)` or `DataLoader.next`; empty if unknown."""
     waits: bool
     """True if the thread waits, or may wait, for other ranks."""
 

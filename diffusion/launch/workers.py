@@ -96,7 +96,7 @@ class Workers:
             detail = 'did not save in time' if late or killed else ''
             done = set(codes.values()) == {0}
             return Outcome(0, 'done') if done else Outcome(PREEMPTED, 'preempted', detail)
-        if killed:  # for example by the OOM killer; the other ranks then fail in a collective with misleading errors
+        if killed:  # by the OOM killer, say; the other ranks then fail in a collective with misleading errors
             return Outcome(FAILED, 'killed', ', '.join(killed))
         if failed:
             return Outcome(FAILED, 'crash', ', '.join(failed))

@@ -48,8 +48,7 @@ class AlignmentCosts(CountedCosts):
 
 
 class PerceptualCosts(CountedCosts):
-    """Costs of the networks of perceptual losses: forward passes on the prediction and the image, and one backward
-    pass.
+    """Costs of the networks of perceptual losses: forward passes on prediction and image, and one backward pass.
 
     Args:
         settings: All settings of `model.perceptual_losses`.

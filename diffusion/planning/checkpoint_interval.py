@@ -129,8 +129,7 @@ def chosen_interval(*, stall: float, mtbf: float) -> float:
 
 
 def observed_mtbf_hours(*, prior_hours: float, failures: int, hours: float) -> float:
-    """Return the mean hours between failures of a cluster, estimated from its size and from the failures of a run so
-    far.
+    """Return the mean hours between failures of a cluster, estimated from its size and a run's failures so far.
 
     The prior counts as an observation of at most PRIOR_HOURS with at most one failure, so that the failures of the run
     itself outweigh it within a day.

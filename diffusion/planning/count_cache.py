@@ -31,8 +31,7 @@ LIBRARIES = ('torch', 'diffusers', 'transformers')
 """Libraries whose other versions may compute a model differently, which invalidates counts made on this machine."""
 SECTIONS = ('facts', 'flops', 'activations')
 START_SECONDS, FLOPS_SECONDS, ACTIVATIONS_SECONDS = 15, 2, 8
-"""Expected time to import torch and build the model, per shape, and per pair of shape and precision, for SD2 on a slow
-core."""
+"""Time to import torch and build the model, per shape, and per pair of shape and precision (SD2 on a slow core)."""
 
 
 class CountingFailed(RuntimeError):

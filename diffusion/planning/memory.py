@@ -262,8 +262,7 @@ def _step_bytes(phase: Phase, setup: Setup, *, fused: bool) -> int:
     adamw = 0 if fused and name in ('adamw', 'muon') else _divided(FLOAT32 * others, setup.shards)
     if name != 'muon':
         return adamw
-    # A matrix may be larger than a batch, but not larger than a block. Each device of DDP holds the batches of all
-    # devices.
+    # A matrix may be larger than a batch, but not than a block. Each DDP device holds the batches of all devices.
     batch = max(MUON_BATCH_ELEMENTS, facts['largest_block_parameters'])
     copies = setup.devices if setup.parallelism.strategy == 'ddp' else 1
     return max(adamw, MUON_BYTES_PER_ELEMENT * min(batch * copies, facts['block_parameters']))

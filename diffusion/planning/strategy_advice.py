@@ -37,9 +37,9 @@ def communication_bytes(phase: Phase, setup: Setup) -> int:
     microbatches = -(-share // setup.microbatch)
     reduces_once = bool(phase.speed(settings.strategy).reduce_once)
     reductions = 1 if reduces_once else microbatches
-    gathers = reductions  # in the forward pass; weights stay gathered between microbatches that are not reduced
+    gathers = reductions  # forward pass; weights stay gathered between microbatches that are not reduced
     if settings.reshard_after_forward:
-        gathers += microbatches  # in the backward pass
+        gathers += microbatches  # backward pass
     gathered = gathers * gathered_width * (trained + phase.model.frozen_denoiser_parameters)
     reduced = reductions * reduced_width * trained
     across = 2 * _ring(settings.replicas) * reductions * reduced_width * trained / shards
@@ -47,8 +47,7 @@ def communication_bytes(phase: Phase, setup: Setup) -> int:
 
 
 def recommended(fits: Sequence[Fit]) -> Fit | None:
-    """Return the strategy that fits in memory with the least host time, then the least communication; None if none
-    fits.
+    """Return the fitting strategy with the least host time, and then the least communication; None if none fits.
 
     ddp comes first: it starts its collectives without code in Python, while FSDP2 runs hooks before and after each of
     its modules in every forward and backward pass.

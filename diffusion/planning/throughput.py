@@ -25,11 +25,9 @@ Measured by benchmarks/step.py on 2026-11-26: one H200 with an Intel Xeon, 16 im
 52 ms without compilation). A microbatch of 128 images has about as many kernels: 4,110 instead of 3,910.
 """
 UNET_GRAPHS_LAUNCH_SECONDS = 0.058
-"""Upper bound of this time with `speed.cuda_graphs`: 16 images took 58 ms on one H100, and 134 ms without
-(2026-11-26)."""
+"""Upper bound of this time with `speed.cuda_graphs`: 16 images took 58 ms on one H100, 134 ms without (2026-11-26)."""
 LARGE_UNET = 5e8
-"""Number of parameters from which a U-Net counts as having at least as many kernels as that of Stable Diffusion 2
-(8.7e8)."""
+"""Smallest number of parameters of a U-Net that has at least as many kernels as that of Stable Diffusion 2 (8.7e8)."""
 TRANSFORMER_SOURCE = "that of PRX's 24-hour run on 32 H200"
 PRECOMPUTE_MFU = 0.141
 """MFU of precomputing, from the published 3,784 A100-hours for 790 M images at 256 px and 300 M at 512 px."""

@@ -45,7 +45,6 @@ def has_kernels(capability: Capability, architectures: Iterable[str]) -> bool:
     alone, and code with the suffix `f` on its family (CUDA C++ Programming Guide, "Compute capability").
 
     Args:
-        capability: Compute capability of the GPU.
         architectures: Names as in torch.cuda.get_arch_list(), such as sm_90 or compute_120.
     """
     for name in architectures:
@@ -82,7 +81,7 @@ def installed_torch() -> str | None:
 def architectures_of(version: str) -> tuple[str, ...]:
     """Return the architectures of a build of torch, such as 2.7.0+cu128 or 2.9.
 
-    A version without CUDA is the wheel of the package index: CUDA 12.6 up to torch 2.7, 12.8 up to 2.10, then 13.0.
+    A version without `+cu` means the wheel of the package index: CUDA 12.6 up to torch 2.7, 12.8 up to 2.10, then 13.0.
 
     Raises:
         UserError: The text is not a version of torch.

@@ -1,1 +1,1 @@
-"""What a run is: its id, lock, attempts, status, heartbeat, claims, notifications and stop signals."""
+"""State of a run: its id, lock, attempts, status, heartbeat, claims, notifications and stop signals."""

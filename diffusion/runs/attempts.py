@@ -215,8 +215,8 @@ def record_fault(run: Path | str, machine: str, detail: str) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    # One file per fault, because nodes that append to one file of a network file system overwrite each other's lines.
-    # A scheduler without a shared exit file (jobset, sagemaker, skypilot) has no other record that names the machine.
+    # Write one file per fault: nodes that append to one file of a network file system overwrite each other's lines. A
+    # scheduler without a shared exit file (jobset, sagemaker, skypilot) has no other record that names the machine.
     at = time.time()
     name = re.sub(r'[^A-Za-z0-9_.-]', '_', machine)
     content = json.dumps({'at': at, 'machine': machine, 'detail': detail})
@@ -247,6 +247,7 @@ def restarts_used(earlier: Sequence[Attempt]) -> int:
     """
     used, furthest = 0, None
     for attempt in earlier:
+        # An attempt that begins at a later batch than all before has made progress; the first only sets the mark.
         if attempt.first is not None and (furthest is None or attempt.first > furthest):
             used, furthest = (0 if furthest is not None else used), attempt.first
         used += attempt.launched and attempt.cause not in ('preempted', 'done')

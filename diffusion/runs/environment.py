@@ -62,9 +62,9 @@ run crashes or is killed and all nodes survive, the node entry points restart th
 EXIT_FILE = 'DIFFUSION_EXIT_FILE'
 """Path of a file on storage shared by all nodes. Each node appends one line when it ends: exit status, host name, cause
 and details. The first line with a nonzero status gives the reason why the job ended; the nodes that follow were killed
-because of it. The first node also appends `0 HOST begin` when it has recorded the beginning of an attempt, and `0 HOST
-progress` when the run has resumed from a newer checkpoint than the attempts before, so that the scheduler's script can
-reset its count of restarts."""
+because of it. The first node also appends `0 HOST begin` when it has recorded the beginning of an attempt. It appends
+`0 HOST progress` when the run has resumed from a newer checkpoint than the attempts before, so that the scheduler's
+script can reset its count of restarts."""
 
 NOTICE_SECONDS = 'DIFFUSION_NOTICE_SECONDS'
 """Time in seconds between SIGTERM (or SIGUSR1) and SIGKILL from the scheduler, in which the workers must save."""

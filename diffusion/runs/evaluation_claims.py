@@ -1,4 +1,4 @@
-"""Claims on evaluations, by which only one of several watchers of a run evaluates a checkpoint.
+"""Claims on evaluations: only one of several watchers of a run evaluates each checkpoint.
 
 A claim is a file or object `evaluations/ba1600.claim-1` beside the run's checkpoints. It can be created only if it does
 not exist, so exactly one watcher succeeds. Its owner keeps rewriting it. The evaluation has failed if the claim has not

@@ -79,7 +79,6 @@ class RunLock:
         """Write the content.
 
         Args:
-            text: The new content.
             expected: The content that it replaces, or None if there was no lock.
             patient: True to retry.
 

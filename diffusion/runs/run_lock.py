@@ -40,8 +40,7 @@ POLL_SECONDS = 0.5
 ACQUIRE_TRIES = 10
 """Number of tries to write a free lock; each fails only if another job has just taken and released it."""
 BUCKET_POLL_SECONDS = 2.0
-"""Interval at which a job that waits for a lock object looks at it, with one GET request; POLL_SECONDS is that of a
-file."""
+"""Interval at which a job that waits for a lock object reads it, with one GET request; POLL_SECONDS is for files."""
 SAME_JOB_SECONDS = 240.0
 """Maximum wait for an earlier attempt of the same job to end on another machine. It is less than the five minutes for
 which the other nodes of this attempt wait."""
@@ -204,7 +203,7 @@ def _wait_until_free(lock: RunLock, this_owner: Owner, stopped: Callable[[], boo
         OSError: The storage has not responded for STALE_SECONDS.
     """
     content, refreshed, announced = lock.read(patient=True), False, False
-    begin = changed = responded = time.monotonic()  # after the read, whose retries may take minutes
+    begin = changed = responded = time.monotonic()  # after the read: its retries may take minutes
     while content is not None and content.text != RELEASED:
         other = parse_owner(content.text)
         if other is not None and other.token == this_owner.token:
@@ -212,7 +211,7 @@ def _wait_until_free(lock: RunLock, this_owner: Owner, stopped: Callable[[], boo
         if other is not None and (this_owner.is_later_attempt_of(other) or other.is_alive() is False):
             return content
         # Any change of the content shows that its writer is alive, even if the content cannot be parsed (a reader may
-        # see a partial write). The modification time is no evidence: it is from the clock of another machine.
+        # see a partial write). The modification time is not evidence: it is from the clock of another machine.
         now, current = time.monotonic(), lock.poll(content)
         if current is not None and not current.readable:
             # The owner cannot refresh the lock either while the storage does not respond.
@@ -222,7 +221,7 @@ def _wait_until_free(lock: RunLock, this_owner: Owner, stopped: Callable[[], boo
         else:
             responded = now
             if current != content:
-                # After a fault, the first content that can be read says nothing about the owner.
+                # The first content that can be read after a fault says nothing about the owner.
                 refreshed = refreshed or content.readable
                 content, changed = current, time.monotonic()
                 if content is None or content.text == RELEASED:
@@ -265,8 +264,7 @@ def _refresh(lock: RunLock, this_owner: Owner, done: threading.Event) -> None:
         count += 1
         try:
             _refresh_once(lock, this_owner, count)
-        # Survive any error, such as a lack of threads: without refreshes, another job would take over a run that
-        # trains.
+        # Survive any error, such as a lack of threads: without refreshes, another job would take over this run.
         except Exception as error:
             # A file's fault shows up in the next save, and is common enough on a busy file system.
             if not failing and lock.in_bucket:
@@ -290,8 +288,7 @@ def _refresh_once(lock: RunLock, this_owner: Owner, count: int) -> None:
             print(f'error: {lock.path}: {other}, took over the lock; this process exits', file=sys.stderr, flush=True)
             os._exit(CONFIG_ERROR)
         if content is not None and content.text == RELEASED:
-            # Another job took over the lock, trained and ended: this process releases the lock only after its last
-            # refresh.
+            # Another job took over the lock, trained and ended: this process releases it only after its last refresh.
             said = 'another job took over the lock and has ended; this process exits'
             print(f'error: {lock.path}: {said}', file=sys.stderr, flush=True)
             os._exit(CONFIG_ERROR)

@@ -100,6 +100,7 @@ def inspect_run(run: Path | str) -> RunReport:
     recorded = attempts.read_attempts(run) if attempts.ATTEMPTS in listing.files else []
     traces = [each.written for each, _ in found] + [each.end for each in recorded] + [_written(content)]
     if not is_url(run):
+        # Files have modification times; of objects only the times in their content are known.
         paths = [Path(run, name) for name in known] + ([] if newest is None else [Path(newest)])
         traces = [time for path in paths if (time := _modified(path)) is not None]
     report = RunReport(
@@ -118,7 +119,7 @@ def inspect_run(run: Path | str) -> RunReport:
         report.cause = recorded[-1].cause if recorded else None
         return report
     if recorded and recorded[-1].status is None:
-        report.attempts[-1]['cause'] = 'running'  # without an end it would count as lost
+        report.attempts[-1]['cause'] = 'running'  # it would count as lost, since it has no end
     token = '' if owner is None else owner.token
     training = recorded[-1].first is not None if recorded and recorded[-1].launched else True
     current = [(each, age) for each, age in found if each.owner in ('', token) and each.doing != node_status.ENDED]

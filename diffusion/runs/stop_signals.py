@@ -94,7 +94,7 @@ class SignalThread:
             return
         current = signal.set_wakeup_fd(self._previous)
         if current not in (self._write, -1):
-            signal.set_wakeup_fd(current)  # another library has set its own since then
+            signal.set_wakeup_fd(current)  # keep what another library has set since then
             return
         write, self._write = self._write, None
         _pipes.discard(write)
@@ -136,6 +136,7 @@ def stopping_early() -> Iterator[None]:
     timers: list[threading.Timer] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
+        # A forked process, such as a data loader worker, inherits this handler and must ignore the signal.
         if os.getpid() == process:
             raise StoppedEarly(number)
 
@@ -155,6 +156,7 @@ def stopping_early() -> Iterator[None]:
     except StoppedEarly:
         raise
     except BaseException as error:
+        # Libraries may replace StoppedEarly by an error of their own, and Composer's handler raises SystemExit.
         number = received[0] if received else signal_of_exit(error)
         if number is None:
             raise

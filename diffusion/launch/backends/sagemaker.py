@@ -248,8 +248,7 @@ def _request(job: Job) -> dict[str, Any]:
         'InfraCheckConfig': {'EnableInfraCheck': options.infra_check},
     }
     if spec.restart.max_restarts:
-        # This covers only errors of SageMaker itself; the node entry point restarts the workers after a failure of the
-        # run.
+        # This covers only errors of SageMaker itself; the node entry point restarts the workers if the run fails.
         request['RetryStrategy'] = {'MaximumRetryAttempts': min(spec.restart.max_restarts, MAX_RETRIES)}
     if options.subnets:
         request['VpcConfig'] = {'Subnets': options.subnets, 'SecurityGroupIds': options.security_groups}

@@ -153,7 +153,7 @@ def _logs_folder(jobs: Sequence[Job]) -> Path:
 
 
 def _dependency_options(job_id: str) -> tuple[str, ...]:
-    # The second option cancels the next job if the previous one finally fails; it would wait in the queue forever.
+    # The second option cancels the next job if the previous one finally fails; it would otherwise stay queued forever.
     return f'--dependency=afterok:{job_id}', '--kill-on-invalid-dep=yes'
 
 

@@ -63,7 +63,7 @@ class NodeRecords:
             attempt.last, attempt.last_at = first.batch, self.clock.at(first.at)
 
     def describe_loss(self, attempt: Attempt) -> str:
-        """Return the batches that are lost if the attempt ends without another checkpoint."""
+        """Return a text about the batches that are lost if the attempt ends without another checkpoint."""
         saved = [attempt.first or 0]
 
         def list_checkpoints() -> None:

@@ -28,8 +28,8 @@ class Failure(IntEnum):
     PROCESS = 0
     """Processes end, and the memory of all nodes remains: bugs, timeouts of collectives, links."""
     NODE = 1
-    """Nodes are restarted or replaced. Memory is lost; the disks still hold every piece, as under DDP, where each node
-    has a whole copy, or where a replica is on another node."""
+    """Nodes are restarted or replaced. Memory is lost. The disks still hold every piece, because each node has a whole
+    copy (DDP) or another node has a replica."""
     CLUSTER = 2
     """The job starts again on other nodes, and only durable storage remains."""
 

@@ -103,7 +103,8 @@ class ModelCosts(CountedCosts):
 
     @property
     def published_parameters(self) -> int:
-        """Number of trained parameters; with a LoRA, that of the frozen denoiser, by which published runs are known."""
+        """Number of trained parameters, or of the frozen denoiser of a LoRA, which identifies the published runs of a
+        model."""
         return self.frozen_denoiser_parameters or self.trained_parameters
 
     @property

@@ -44,7 +44,7 @@ class PublishedRun:
     parameters: int
     """Number of parameters of the denoiser."""
     stages: frozenset[tuple[int, int]]
-    """Side of the images in pixels and number of images trained on, of each stage."""
+    """Side of the images in pixels and number of images trained on, for each stage."""
     hours: float
     gpus: int
     gpu: str

@@ -24,7 +24,7 @@ _TAIL_BYTES = 2**16
 SILENT_SECONDS = 60.0
 """Minimum time without a batch after which a running job is reported as silent."""
 SILENT_BATCHES = 10
-"""Number of batch times without a batch that must also have passed."""
+"""Number of average batch times without a batch that must also have passed for a job to count as silent."""
 WATCH_SECONDS = 12.0
 """Time for which the lock of another machine is watched if it may be dead. Its owner rewrites it every 5 seconds."""
 BUCKET_WATCH_SECONDS = 40.0

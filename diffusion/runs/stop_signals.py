@@ -36,7 +36,7 @@ def handled_signals() -> tuple[signal.Signals, ...]:
 
 
 def describe_loss(batch: int, saved: int | None) -> str:
-    """Return the batches that are lost if a run ends now.
+    """Return a text about the batches that are lost if a run ends now.
 
     Args:
         batch: Number of batches that the run has completed.

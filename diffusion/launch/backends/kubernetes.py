@@ -192,8 +192,8 @@ def _failure_policy(jobs: Sequence[Job]) -> dict[str, Any]:
         'onJobFailureMessagePatterns': patterns,
     }
     # JobSet cannot tell which attempts made progress. The node entry point of a training run can, and ends with 78 once
-    # max_restarts is exceeded, so the limit of JobSet only ends runs whose node entry point cannot start, and jobs of
-    # other tasks, which record no attempts.
+    # max_restarts is exceeded. The limit of JobSet therefore only ends two kinds of jobs: those whose node entry point
+    # cannot start, and those of other tasks, which record no attempts.
     return {'maxRestarts': restart.max_restarts * SCHEDULER_RESTARTS, 'rules': [uncounted, final]}
 
 

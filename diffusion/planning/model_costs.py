@@ -103,8 +103,7 @@ class ModelCosts(CountedCosts):
 
     @property
     def published_parameters(self) -> int:
-        """Number of trained parameters, or of the frozen denoiser of a LoRA, which identifies the published runs of a
-        model."""
+        """Number of trained parameters, or those of a LoRA's frozen denoiser, which identifies its published runs."""
         return self.frozen_denoiser_parameters or self.trained_parameters
 
     @property

@@ -1,4 +1,4 @@
-"""Write of a checkpoint in a thread while training continues, and the choice between saves when a run must stop."""
+"""Writing a checkpoint in a thread while training continues, and choosing what to save when a run must stop."""
 
 import logging
 import threading
@@ -17,12 +17,12 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 1.0
 """Least time between two collectives that ask if a save has been written."""
 ABANDON_SECONDS = 2.0
-"""Time in which the thread of an abandoned save should end, which it does at its next write to a file."""
+"""Longest wait for the thread of an abandoned save, which ends at its next write to a file."""
 
 CORES_PER_RANK = 4
-"""Cores per rank below which a save pauses between its writes, since it takes them from training."""
+"""A save pauses between its writes if there are fewer cores per rank, since it takes them from training."""
 PAUSE = 4.0
-"""Seconds that such a save pauses per second that its thread has computed."""
+"""Seconds that such a save pauses per second of CPU time of its thread."""
 
 Choice = Literal['both', 'replace', 'finish']
 
@@ -33,19 +33,19 @@ class BackgroundSave:
     Args:
         save: The save, which has a snapshot.
         batch: Composer's number of the batch that it saves.
-        stall_seconds: Time for which it has blocked training so far.
-        pause: Seconds to pause per second that the thread has computed, until the save is waited for.
+        stall_seconds: Time that it has blocked training so far.
+        pause: Seconds to pause per second of CPU time of the thread, until `wait` or `choose` is called.
     """
 
     def __init__(self, save: SaveInProgress, batch: Time, *, stall_seconds: float, pause: float = 0.0) -> None:
         self.save, self.batch, self.stall_seconds = save, batch, stall_seconds
         self.after_making_room = False
-        """True if the save before found a full disk, on which room was made for this one."""
+        """True if the previous save found a full disk, and room was made for this one."""
         save.progress.pace(pause)
         self._began = time.monotonic()
         self._polled_at = float('-inf')
         self._written = threading.Event()
-        # A daemon: this process can end while the file system does not respond.
+        # A daemon thread lets this process end while the file system does not respond.
         self._thread = threading.Thread(target=self._write, name=f'save {save.name}', daemon=True)
         self._thread.start()
 
@@ -61,7 +61,7 @@ class BackgroundSave:
 
     def poll(self, state: State) -> bool:
         """Return True if the save is written, as `is_written` does, but ask at most once per second; a collective."""
-        # Composer's clock, which is that of rank 0 on every rank.
+        # Composer's clock has the time of rank 0 on every rank.
         now = state.timestamp.total_wct.total_seconds()
         if now - self._polled_at < POLL_SECONDS:
             return False
@@ -85,7 +85,7 @@ class BackgroundSave:
         """Return the expected seconds until all ranks have written their files; a collective.
 
         Args:
-            expected_seconds: Duration of the save before; None if there was none.
+            expected_seconds: Duration of the previous save; None if there was none.
         """
         own = 0.0
         if not self._written.is_set():
@@ -101,12 +101,12 @@ class BackgroundSave:
 
         Args:
             notice_seconds: Seconds until this process is killed; None if it is not, or not known on this rank.
-            expected_seconds: Duration of the save before; None if there was none.
+            expected_seconds: Duration of the previous save; None if there was none.
         """
         self._hurry()
         notice = min((each for each in dist.all_gather_object(notice_seconds) if each is not None), default=None)
         remaining = self.remaining_seconds(expected_seconds)
-        # A save takes as long as the one before took to write, or this one is expected to.
+        # Assume that a new save takes as long as the previous one, or, if there was none, as the running one in total.
         synchronous = max(dist.all_gather_object(expected_seconds or self.elapsed_seconds() + remaining))
         choice = choose_when_stopping(remaining=remaining, synchronous=synchronous, notice=notice)
         if choice != 'both' and dist.get_global_rank() == 0:
@@ -138,7 +138,7 @@ class BackgroundSave:
 
 
 def pause_for_training() -> float:
-    """Return the seconds that a save on this machine pauses per second that its thread has computed."""
+    """Return the seconds that a save on this machine pauses per second of CPU time of its thread."""
     return PAUSE if cores_per_rank() < CORES_PER_RANK else 0.0
 
 

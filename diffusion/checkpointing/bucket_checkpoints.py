@@ -26,7 +26,7 @@ from diffusion.storage.retry import status_of
 log = logging.getLogger(__name__)
 
 DAMAGED_RECEIPT = 'receipt.damaged.json'
-"""Name of the receipt of a damaged checkpoint, whose other objects stay until that batch is saved again."""
+"""New name of a damaged checkpoint's receipt; the other objects stay until that batch is saved again."""
 FILES_AT_ONCE = 8
 REQUESTS_AT_ONCE = 16
 DOWNLOADS = 2
@@ -47,8 +47,8 @@ def published_batches(url: str) -> list[int]:
 
 
 def object_names(url: str) -> dict[int, set[str]]:
-    """Return the names of the objects in each folder of a run with the name of a checkpoint, by batch."""
-    # One request for each checkpoint, and not one for each thousand objects of all of them.
+    """Return the names of the objects of each checkpoint of a run, complete or not, by batch."""
+    # List the checkpoints in parallel: one listing of all objects would be read page by page, a thousand at a time.
     batches = [batch_number(Path(key)) for key in object_store.list_folder(url)[0]]
     found = [batch for batch in batches if batch is not None]
     with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
@@ -57,11 +57,11 @@ def object_names(url: str) -> dict[int, set[str]]:
 
 
 def read_checked_receipt(url: str, run_id: str = '') -> bytes:
-    """Return the receipt of a checkpoint in a store, after a check that the store has its objects in the right sizes.
+    """Check that a store has all objects of a checkpoint in the right sizes, and return the checkpoint's receipt.
 
     Raises:
         DamagedCheckpoint: The receipt is damaged, or an object is missing or has another size.
-        UserError: The checkpoint is of another run.
+        UserError: The checkpoint belongs to another run.
     """
     text = StorePlace(url).read(RECEIPT)
     if text is None:
@@ -89,11 +89,9 @@ def delete_checkpoint(url: str) -> None:
 
 
 def download_missing_files(url: str, folder: Path, files: Mapping[str, FileRecord]) -> None:
-    """Make files of a checkpoint available in a local folder, verified; files that are intact there are not downloaded.
+    """Download files of a checkpoint into a local folder and verify them; files that are intact there are kept.
 
     Args:
-        url: URL of the checkpoint.
-        folder: The local folder.
         files: Expected size and hash of the files by name.
 
     Raises:
@@ -108,7 +106,7 @@ def download_missing_files(url: str, folder: Path, files: Mapping[str, FileRecor
         finally:
             pool.shutdown(cancel_futures=True)
     downloaded = [each.bytes for each in found if each.downloaded]
-    # Shown for rank 0 only: other ranks log from WARNING.
+    # Only rank 0 shows this: the other ranks log from WARNING.
     log.info(
         '%s: %d files from the local disk, %d (%.3g GB) downloaded in %.1f s',
         *(url, len(found) - len(downloaded), len(downloaded), sum(downloaded) / 1e9, time.monotonic() - begin),
@@ -117,7 +115,7 @@ def download_missing_files(url: str, folder: Path, files: Mapping[str, FileRecor
 
 def _download_missing(url: str, path: Path, expected: FileRecord) -> Found:
     """Make a file available at a local path; return its size and True if it was downloaded."""
-    # The ranks of a node may want the same file.
+    # Lock the path, since several ranks of a node may want the same file.
     with hold_path_lock(path, lambda: None):
         if path.is_file() and path.stat().st_size == expected.bytes and hash_file(path) == expected:
             return Found(expected.bytes, downloaded=False)

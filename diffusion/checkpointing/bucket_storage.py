@@ -77,18 +77,18 @@ class BucketStorage:
         self._store = StorePlace(self.place)
         self.run_id = ''
         self.before_publish: Callable[[], None] = _do_nothing
-        """Called on rank 0 before a checkpoint is published, to store what should not be older than the checkpoint."""
+        """Called on rank 0 before a checkpoint is published, to upload files that must not be older than it."""
         self._node_ranks = [dist.get_global_rank()]
         """Ranks of this node, which share the working folder, in order. The first one creates and cleans it."""
         self._published: set[int] | None = None
         """Batches of the checkpoints in the store, on rank 0; None before they are listed."""
         self._saved: dict[int, float | None] = {}
-        """Times of their saves, as far as they are known."""
+        """Save times of these checkpoints in seconds since 1970, None if unknown, as far as they have been read."""
         self._maybe_published: set[int] = set()
         """Batches whose receipt may have been written although the store answered with an error."""
 
     def open(self) -> str:
-        # Not Composer's local ranks: the nodes of a local job share a machine, but may have folders of their own.
+        # A local job has several nodes on one machine, possibly with separate folders, unlike Composer's local ranks.
         here = f'{os.uname().nodename} {self.folder.absolute()}'
         folders = dist.all_gather_object(here)
         self._node_ranks = [rank for rank, folder in enumerate(folders) if folder == here]
@@ -132,7 +132,7 @@ class BucketStorage:
                 checkpoint_store.remove_unfinished_saves(self.folder)
             if dist.get_global_rank() == 0:
                 self._remove_orphans()
-                # Their parts are billed, but not listed.
+                # Abort unfinished uploads too: their parts are billed, but not listed as objects.
                 object_store.abort_uploads(f'{self.place}/', older_than_seconds=0.0)
 
     def name_of(self, batch: int) -> str:
@@ -149,7 +149,7 @@ class BucketStorage:
                 remove(work)
                 work.mkdir()
             if dist.get_global_rank() == 0 and batch in self._batches() | self._maybe_published:
-                # Its objects are overwritten one by one: until all are, it is no checkpoint.
+                # Delete the receipt first: the checkpoint is not whole until all of its objects have been overwritten.
                 self._store.delete([f'{checkpoint_name(batch)}/{RECEIPT}'])
                 self._batches().discard(batch)
                 self._maybe_published.discard(batch)
@@ -188,13 +188,13 @@ class BucketStorage:
             self._saved[batch] = retention.time_of_receipt(about)
             try:
                 self._store.write(LATEST, checkpoint_name(batch))
-            except (OSError, UserError) as error:  # the checkpoint is complete, and found without it
+            except (OSError, UserError) as error:  # the checkpoint is complete, and is found without `latest`
                 log.warning('%s: is saved, but %s still names an older checkpoint (%s)', url, LATEST, error)
 
     def finish(self, work: Path, batch: int) -> None:
         if not self._owns_folder():
             return
-        # The files of the newest checkpoint stay for a restart on this node.
+        # Keep the files of the newest checkpoint for a restart on this node.
         try:
             replace_folder(work, self.folder / checkpoint_name(batch), create_folder=False)
             checkpoint_store.remove_others(self.folder / checkpoint_name(batch))
@@ -221,7 +221,7 @@ class BucketStorage:
 
     def _infos(self, rules: KeepConfig) -> list[CheckpointInfo]:
         """Return the facts about the checkpoints in the store that the rules need."""
-        # What `diffusion watch` evaluates stays too.
+        # Keep the checkpoints that `diffusion watch` is evaluating.
         held = EvaluationClaims(self.place, lease_seconds=0.0).held()
         batches, claimed = self.list_batches(), self._pinned_batches() | {int(name[2:]) for name in held}
         if rules.hourly or rules.daily:
@@ -231,7 +231,7 @@ class BucketStorage:
         return [CheckpointInfo(batch, self._saved.get(batch), batch in claimed) for batch in batches]
 
     def make_room(self, rules: KeepConfig | None, batch: int) -> bool:
-        # It is the disk of the working folder that is full, where older checkpoints are copies.
+        # The full disk is that of the working folder, which has only copies of checkpoints in the store.
         copies = checkpoint_store.list_checkpoints(self.folder) if self._owns_folder() else []
         for path in copies:
             remove(path)
@@ -254,7 +254,7 @@ class BucketStorage:
         return self._node_ranks[0] == dist.get_global_rank()
 
     def _batches(self) -> set[int]:
-        """Return the batches of the checkpoints in the store, which are listed once; on rank 0, which adds new ones."""
+        """Return the batches of the checkpoints in the store, which are listed only once; only rank 0 adds new ones."""
         if self._published is None:
             with _as_storage_fault():
                 self._published = set(published_batches(self.place))
@@ -274,7 +274,7 @@ class BucketStorage:
 
         Raises:
             DamagedCheckpoint: The checkpoint is damaged; on every rank.
-            UserError: It is of another run.
+            UserError: It belongs to another run.
             OSError: The store cannot be read, or a local disk is full.
         """
         url, checkpoint = self.name_of(batch), self.folder / checkpoint_name(batch)
@@ -298,7 +298,7 @@ class BucketStorage:
         return checkpoint
 
     def _set_aside(self, damaged: Collection[int], newest: int) -> None:
-        """Take the receipts of damaged checkpoints away, and let `latest` name the newest intact one."""
+        """Rename the receipts of damaged checkpoints, and let `latest` name the newest intact one."""
         if (self._store.read(LATEST) or b'').decode() != checkpoint_name(newest):
             self._store.write(LATEST, checkpoint_name(newest))
         for batch in damaged:
@@ -318,15 +318,14 @@ class BucketStorage:
 
 
 def files_of_rank(receipt: Mapping[str, Any], node_ranks: Sequence[int]) -> dict[str, FileRecord]:
-    """Return the files of a checkpoint that this rank brings to its node, which together are all files that loading
-    needs, and verify the whole checkpoint.
+    """Return the files of a checkpoint that this rank downloads to its node and verifies.
 
-    Of a sharded checkpoint, a node needs the shards of its ranks, and of rank 0, which has the tensors that are not
-    sharded. If the number of ranks has changed, the shards are only verified here, by one rank each; which of them a
-    rank reads is known when the model is built (`sharded_state.read_tensors`).
+    The ranks of a node together download what loading needs, and all ranks together verify the whole checkpoint. A node
+    needs the shards of its ranks, and those of rank 0, which has the tensors that are not sharded. If the number of
+    ranks has changed, each shard is only verified here, by one rank: the shards that a rank reads are known when the
+    model is built (`sharded_state.read_tensors`).
 
     Args:
-        receipt: Content of the receipt.
         node_ranks: Ranks of this node, in order.
     """
     files: dict[str, FileRecord] = receipt['files']
@@ -357,14 +356,14 @@ def _saved_time(url: str) -> float | None:
 
 @contextmanager
 def _as_storage_fault() -> Iterator[None]:
-    """Replace the UserError of a request that the store refuses, or for which there are no credentials, by an OSError.
+    """Raise an OSError instead of the UserError of a request that the store refuses or that has no credentials.
 
-    The store has accepted such requests when the run was opened: credentials that expire are no mistake in the recipe.
+    The store accepted such requests when the run was opened: expired credentials are not a mistake in the recipe.
     """
     try:
         yield
     except UserError as error:
-        # `retry` raises it from the error of the client; one without a cause is this library's own.
+        # `RetryPolicy.run` raises it from the client's error; a UserError without a cause is this library's own.
         if isinstance(error, DamagedCheckpoint) or error.__cause__ is None:
             raise
         raise OSError(errno.EACCES, str(error)) from error

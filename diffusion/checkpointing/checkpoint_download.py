@@ -22,16 +22,16 @@ from diffusion.storage.locks import hold_path_lock
 from diffusion.storage.working_folder import working_folder
 
 TRIES = 5
-"""Number of times that the newest checkpoint is looked for while its run removes checkpoints."""
+"""Number of searches for the newest checkpoint while its run removes checkpoints."""
 KEPT_SECONDS = 7 * 24 * 3600.0
-"""Time after its last use at which a downloaded checkpoint is removed, when another one of its run is downloaded."""
+"""A downloaded checkpoint that is not used for this long is removed when another one of its run is downloaded."""
 
 
 def download_checkpoint(url: str, folders: Collection[str] = ()) -> Path:
     """Return a local copy of the checkpoint at a URL, verified, with the small files of its run in the folder above.
 
-    A copy of an earlier call is used again. If a run that trains removes its newest checkpoint meanwhile, the one that
-    is the newest then is downloaded.
+    A copy from an earlier call is used again. If the run removes its newest checkpoint during the download, the
+    checkpoint that is then the newest is downloaded.
 
     Args:
         url: URL of a checkpoint, or of a run or its `latest` to use the newest checkpoint.
@@ -54,7 +54,7 @@ def download_checkpoint(url: str, folders: Collection[str] = ()) -> Path:
 def _download(run: str, batch: int, folders: Collection[str]) -> Path:
     """Return a local copy of a checkpoint of the run at a URL, verified."""
     name = checkpoint_name(batch)
-    # Not the working folder of a node that trains, which removes old checkpoints.
+    # Training removes old checkpoints from its working folder, so downloads have a folder of their own.
     local = working_folder(run, 'downloads')
     checkpoint = local / name
     with hold_path_lock(checkpoint, lambda: None):

@@ -33,7 +33,7 @@ STATE = 'state.pt'
 RECEIPT = 'receipt.json'
 LATEST = 'latest'
 FORMAT = 1
-"""Format of checkpoints, by which a version of this library recognizes those that it can read."""
+"""Version of the checkpoint format; checkpoints of another version are refused."""
 INDEX = '.metadata'
 """Index file of the sharded tensors, in which torch.distributed.checkpoint records the file of each shard."""
 RECIPE = 'recipe.yaml'
@@ -43,7 +43,7 @@ RETRY_PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 60.0, 60.0)
 _CHUNK = 8 * 2**20
 _PIECE = 2**20
 _READS_AHEAD = 4
-"""Chunks of a file that are read at the same time, since one read at a time does not use a network file system."""
+"""Chunks of a file that are read at the same time: one read at a time would not saturate a network file system."""
 Result = TypeVar('Result')
 
 
@@ -63,11 +63,10 @@ class HashingWriter:
     """A binary file that hashes the data written to it.
 
     Args:
-        file: The file, open for writing.
         progress: Counts the bytes, and stops an abandoned save at its next write; None for neither.
     """
 
-    # Hashed while writing: reading a large checkpoint back would double its I/O.
+    # The data is hashed while it is written: reading a large checkpoint back would double its I/O.
     def __init__(self, file: IO[bytes], progress: WriteProgress | None = None) -> None:
         self._file = file
         self._progress = progress
@@ -75,8 +74,8 @@ class HashingWriter:
         self._bytes = 0
 
     def write(self, data: bytes | memoryview) -> int:
-        # In pieces that stay in a core's cache between the hash and the copy to the operating system: two passes over
-        # memory instead of three, so that a thread that writes takes less of its bandwidth from training.
+        # Pieces stay in a core's cache between the hash and the copy to the operating system. That makes two passes
+        # over memory instead of three, so that the writing thread takes less memory bandwidth from training.
         view = memoryview(data).cast('B')
         for start in range(0, len(view), _PIECE):
             piece = view[start : start + _PIECE]
@@ -112,7 +111,7 @@ def _chunks(descriptor: int) -> Iterator[memoryview]:
     """Yield a file's content in chunks, each valid until the next; threads read ahead while the caller uses one."""
     size = os.fstat(descriptor).st_size
     starts = range(0, size, _CHUNK)
-    # Buffers are used again: new ones of this size would cost more time than hashing.
+    # Buffers are reused: new ones of this size would cost more time than hashing.
     buffers = [memoryview(bytearray(min(size, _CHUNK))) for _ in starts[: _READS_AHEAD + 1]]
     if len(starts) < 2:
         yield from (_read_chunk(descriptor, start, buffers[0]) for start in starts)
@@ -121,7 +120,7 @@ def _chunks(descriptor: int) -> Iterator[memoryview]:
         pending: deque[Future[memoryview]] = deque()
         for number, start in enumerate(starts):
             if number >= len(buffers):
-                # The buffer of this chunk is that of the last one that the caller has used.
+                # Wait until the caller is done with the oldest chunk, whose buffer this chunk reuses.
                 yield pending.popleft().result()
             pending.append(readers.submit(_read_chunk, descriptor, start, buffers[number % len(buffers)]))
         while pending:
@@ -151,8 +150,8 @@ def batch_number(path: Path) -> int | None:
 
 
 def unfinished_path(folder: Path, batch: int) -> Path:
-    """Return the temporary path that a checkpoint is written to before it is renamed; the same on every rank."""
-    # The same on every rank, unlike `new_unfinished`: under FSDP2 all ranks write into it.
+    """Return the temporary path for writing a checkpoint before it is renamed; it is the same on every rank."""
+    # `new_unfinished` would differ between ranks, but under FSDP2 all ranks write into this folder.
     return folder / f'.{checkpoint_name(batch)}.unfinished'
 
 
@@ -162,7 +161,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
     Raises:
         OSError: The folder exists but cannot be listed.
     """
-    # Not Path.glob, which hides errors: the run would look as if it had no checkpoints and start from scratch.
+    # Path.glob would hide errors: the run would look as if it had no checkpoints and start from scratch.
     found: dict[int, Path] = {}
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
         for entry in entries:
@@ -184,7 +183,7 @@ def publish(work: Path, final: Path, files: Mapping[str, FileRecord], about: Map
     with (work / RECEIPT).open('w', encoding='utf-8') as file:
         file.write(receipt_text(files, about))
         flush(file)
-    # The run's folder exists; if it does not any more, a new one would hide that its file system is not mounted.
+    # Do not create the run's folder: if it is missing, its file system is not mounted, which a new one would hide.
     replace_folder(work, final, create_folder=False)
     link_latest(final)
 
@@ -213,17 +212,17 @@ def read_receipt(checkpoint: Path) -> dict[str, Any]:
 
     Raises:
         DamagedCheckpoint: The receipt is missing, cannot be parsed, lacks a required file, lists a path outside the
-            folder, or is of another batch than the folder's name says.
+            folder, or has another batch than the folder's name.
         UserError: The checkpoint has another format.
         OSError: The receipt cannot be read, or the checkpoint's folder has vanished.
     """
     path = checkpoint / RECEIPT
     try:
-        # Not decoded as UTF-8 here: bytes that are none are damage.
+        # Read bytes: text that is not UTF-8 is damage, which `parse_receipt` reports.
         text = path.read_bytes()
     except FileNotFoundError as error:
         if not checkpoint.is_dir():
-            raise  # its file system is no longer mounted: an empty folder would not be damage either
+            raise  # its file system is no longer mounted, which is not damage
         raise DamagedCheckpoint(f'{checkpoint}: {RECEIPT} is missing') from error
     return parse_receipt(text, str(checkpoint), sharded=(checkpoint / INDEX).exists())
 
@@ -284,7 +283,7 @@ def read_with_retries(read: Callable[[], Result]) -> Result:
         try:
             return read()
         except OSError as error:
-            # ENOENT: the file system may be mounted again.
+            # Retry after ENOENT, since the file system may be mounted again.
             if is_wrong_path(error) and error.errno != errno.ENOENT:
                 raise
             log.warning('%s; retrying in %g s', error, pause)
@@ -294,8 +293,8 @@ def read_with_retries(read: Callable[[], Result]) -> Result:
 
 def set_aside(newest: Path) -> None:
     """Rename the checkpoints newer than `newest`, which are damaged, and point `latest` to `newest`."""
-    # The link first: it must not dangle if the process is killed in between. The checkpoints are renamed instead of
-    # removed, since they may be repairable, and the run will write new ones under their names.
+    # Update the link first: it must not dangle if the process is killed in between. The checkpoints are renamed instead
+    # of removed, since they may be repairable, and the run will write new ones under their names.
     link = newest.with_name(LATEST)
     if not link.is_symlink() or os.readlink(link) != newest.name:
         link_latest(newest)
@@ -315,13 +314,13 @@ def remove_unfinished_saves(folder: Path) -> None:
 
 
 def remove_others(checkpoint: Path) -> None:
-    """Remove the other checkpoints in the folder of a checkpoint, which need not exist yet."""
+    """Remove all other checkpoints next to a checkpoint, which itself need not exist yet."""
     for path in list_checkpoints(checkpoint.parent):
         if path.name != checkpoint.name:
             remove(path)
 
 
 def flush(file: IO[Any]) -> None:
-    """Flush an open file to the disk, not only to the operating system."""
+    """Flush an open file to the operating system and from there to the disk."""
     file.flush()
     os.fsync(file.fileno())

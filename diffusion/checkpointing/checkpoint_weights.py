@@ -57,7 +57,7 @@ def _read_file(file: Path) -> dict[str, Any]:
     """Return the content of a file of torch.save, without executing pickled code."""
     _check_archive(file)
     try:
-        # mmap: a large file is not copied into memory for the few tensors that a caller may need.
+        # mmap avoids copying a large file into memory for the few tensors that a caller may need.
         with torch.serialization.safe_globals(_safe_globals()):
             content = torch.load(file, map_location='cpu', weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
@@ -71,7 +71,7 @@ def _read_file(file: Path) -> dict[str, Any]:
     except RuntimeError as error:
         # torch has no error class for a damaged zip archive; the name of its reader is in the message.
         if 'PytorchStreamReader' not in str(error):
-            # A file that cannot be opened or mapped: "unable to open file <a> in read-only mode: ... (116)".
+            # The message for a file that cannot be opened or mapped ends with the errno: "... (116)".
             if (number := re.search(r'\((\d+)\)$', str(error).strip().splitlines()[0])) is None:
                 raise
             raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
@@ -83,8 +83,8 @@ def _read_file(file: Path) -> dict[str, Any]:
 
 
 def _check_archive(file: Path) -> None:
-    """Raise UserError if a file is no complete zip archive of torch.save, judged by its first and last bytes."""
-    # For a truncated archive, torch.load raises errors of many types, which cannot be distinguished from bugs.
+    """Raise UserError if a file is not a complete, uncompressed zip archive, as torch.save writes it."""
+    # torch.load raises errors of many types for a truncated archive, which cannot be distinguished from bugs.
     with file.open('rb') as opened:
         start, size = opened.read(4), opened.seek(0, os.SEEK_END)
         opened.seek(max(0, size - 22))  # size of zip's end-of-central-directory record
@@ -134,7 +134,6 @@ def weights_of(path: Path, which: Weights | None = None) -> tuple[dict[str, Tens
     """Return a checkpoint's weights by parameter name, and their kind, `ema` (averaged) or `training`.
 
     Args:
-        path: The checkpoint.
         which: Averaged weights, training weights, or None for averaged weights if there are any, otherwise training
             weights.
 
@@ -206,7 +205,7 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> No
 
 
 def with_own_training_parts(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-    """Return weights for a model, in which tensors of `TRAINING_ONLY` on one side only are those that the model has.
+    """Return weights for a model: drop the tensors of `TRAINING_ONLY` that it lacks, and keep its own for missing ones.
 
     Args:
         weights: Weights of another model by name.
@@ -227,7 +226,7 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
 
 def _safe_globals() -> list[Any]:
     """Return the classes that checkpoints may contain besides tensors: versions, times and NumPy's random states."""
-    # Taken from an array, since the function's module has different names in NumPy 1 and 2.
+    # Take the function from an array, since its module has different names in NumPy 1 and 2.
     reconstruct = np.zeros(1).__reduce__()[0]
     dtypes = [type(np.dtype(name)) for name in ('bool', 'uint32', 'int64', 'float32', 'float64')]
     return [TorchVersion, timedelta, np.ndarray, np.dtype, reconstruct, *dtypes]

@@ -36,7 +36,7 @@ PICKLING_PAUSE_SECONDS = 0.001
 
 
 class Collected(NamedTuple):
-    """What a rank writes of a checkpoint.
+    """The part of a checkpoint that one rank writes.
 
     Args:
         content: The content of state.pt; empty on other ranks than 0.
@@ -58,10 +58,8 @@ def collect(state: State, folder: Path, progress: WriteProgress | None = None, *
     """Return what this rank writes of a checkpoint of this state; a collective.
 
     Args:
-        state: The trainer's state.
         folder: Folder of the checkpoint's files, into which nothing is written yet.
-        progress: Progress of the save.
-        sharded_tensors: Each rank writes its shards.
+        sharded_tensors: True if each rank writes its shards, False if rank 0 writes all tensors.
     """
     content, tensors = gather_state(state, sharded_tensors=sharded_tensors)
     sharded = ShardedWrite(tensors, folder, progress) if sharded_tensors else None
@@ -80,11 +78,10 @@ class SaveInProgress:
     `start_copy` when the batch starts and `end_copy` before the optimizer's step. `write` waits for the copies.
 
     Args:
-        state: The trainer's state.
-        storage: What the checkpoint is saved to, which is open.
-        sharded_tensors: Each rank writes its shards of the tensors; otherwise rank 0 writes all of them.
+        storage: The run's storage or a tier, already open.
+        sharded_tensors: True if each rank writes its shards of the tensors, False if rank 0 writes all of them.
         recipe_text: The resolved recipe, stored as recipe.yaml; empty for none.
-        buffers: Memory for a snapshot of the state; None takes none.
+        buffers: Memory for a snapshot of the state; None takes no snapshot.
 
     Raises:
         SaveFailed: A rank met a storage fault; on every rank.
@@ -162,7 +159,7 @@ class SaveInProgress:
         Raises:
             SaveFailed: A rank met a storage fault, in `write` or here; on every rank.
         """
-        # After each step all ranks continue or all raise: a rank that raised alone would leave the others waiting in
+        # All ranks continue or all raise after each step: a rank that raised alone would leave the others waiting in
         # the next collective until its timeout.
         failure = f'{self.name}: not saved'
         with self._discard_on_error():
@@ -179,7 +176,7 @@ class SaveInProgress:
         return self.name
 
     def start_copy(self) -> None:
-        """Start the copies of what nothing changes before the optimizer's next step, unless they have been started."""
+        """Start the copies of tensors that only the optimizer's step changes, unless they have been started."""
         if self._copies is not None:
             self._copies.start()
 
@@ -199,7 +196,7 @@ class SaveInProgress:
             self._copies.give_up()
 
     def discard(self) -> None:
-        """Remove the files written so far; on every rank, no collective."""
+        """Remove the files written so far; every rank calls this, but it is not a collective."""
         self._storage.discard(self._work)
 
     def _check(self) -> None:
@@ -237,7 +234,7 @@ class SaveInProgress:
 
     @contextmanager
     def _discard_on_error(self) -> Iterator[None]:
-        """Remove the files of this save if the block raises: they are of no use, and a full disk needs the space."""
+        """Remove the files of this save if the block raises: they are useless, and a full disk needs the space."""
         try:
             yield
         except (Exception, CheckpointException):  # CheckpointException is a BaseException
@@ -250,7 +247,7 @@ class SaveInProgress:
 
 @contextmanager
 def _as_save_failed(name: str, folder: Path, needed_bytes: int = 0) -> Iterator[None]:
-    """Replace an error of the block that a storage fault caused by SaveFailed; all ranks must raise alike in it."""
+    """Raise SaveFailed for an error that a storage fault caused; the block must raise on all ranks or on none."""
     try:
         yield
     except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
@@ -262,16 +259,16 @@ def _as_save_failed(name: str, folder: Path, needed_bytes: int = 0) -> Iterator[
 
 
 def _yielding_pickle(reductions: dict[int, Any]) -> Any:
-    """Return a stand-in for the module `pickle`, whose pickler lets the thread that trains take the interpreter.
+    """Return a stand-in for the module `pickle` with a pickler that pauses, so that the training thread can run.
 
     Args:
         reductions: `SnapshotBuffers.reductions`, which it completes.
     """
 
     class Pickler(pickle.Pickler):
-        # Called for each object but numbers, text and containers; a tensor takes 70 us, or half of it if its reduction
-        # is known, in which the thread that trains waits for the interpreter. Pickling 3,430 tensors at once makes a
-        # step of 1.3 s 0.15 s longer; pauses spread that over several steps.
+        # pickle calls this for each object except numbers, text and containers. A tensor takes 70 us, or half of that
+        # if its reduction is known, and the training thread waits for the interpreter meanwhile. Pickling 3,430 tensors
+        # without pauses makes a step of 1.3 s longer by 0.15 s; pauses spread that over several steps.
         def reducer_override(self, value: object) -> Any:
             self._count: int = getattr(self, '_count', 0) + 1
             if self._count % PICKLED_AT_ONCE == 0:
@@ -291,10 +288,7 @@ def _write_state(
     """Write the content of state.pt to a file, and return its size and hash.
 
     Args:
-        content: What is saved.
-        path: The file.
-        progress: Progress of the save.
-        reductions: Of a snapshot, `SnapshotBuffers.reductions`. Then another thread of this process trains.
+        reductions: `SnapshotBuffers.reductions` for a snapshot, while another thread trains; otherwise None.
     """
     with open_for_writing(path) as file:
         writer = checkpoint_store.HashingWriter(file, progress)

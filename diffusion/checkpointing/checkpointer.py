@@ -60,15 +60,16 @@ class Checkpointer(CheckpointSaver):
     """Callback that saves checkpoints atomically (`checkpoint_store`) and resumes from one.
 
     A storage fault of any rank, such as a full disk, fails the save on all ranks: the unfinished checkpoint is removed,
-    the metric `checkpoint/failed_saves` counts it, and training continues to the next save. The run ends if three in a
-    row fail, or the save at the end of training, or one that was requested because the run stops;
-    these are retried for a minute first. Composer uses this callback instead of creating its own CheckpointSaver.
+    the metric `checkpoint/failed_saves` counts it, and training continues to the next save. The run ends if a save
+    fails that it cannot do without, after retries for a minute: the third in a row, the save at the end of training, or
+    one that was requested because the run stops. Composer uses this callback instead of creating its own
+    CheckpointSaver.
 
-    With `asynchronous`, a save hardly blocks training: weights, optimizer state and averages are copied to host memory
-    during the forward and backward pass of the next batch, which do not change them; a thread writes the copy, and at a
-    later batch all ranks agree that it is complete and publish it. One save runs at a time: the next waits for it. The
-    last save of training, saves before the run stops, and saves without enough memory for a copy block training until
-    they are complete.
+    An `asynchronous` save hardly blocks training. Weights, optimizer state and averages are copied to host memory
+    during the forward and backward pass of the next batch, which do not change them. A thread writes the copy, and at a
+    later batch all ranks agree that it is complete and publish it. Only one save runs at a time; the next waits for it.
+    The last save of training, saves before the run stops, and saves without enough memory for a copy block training
+    until they are complete.
 
     Args:
         storage: The run's folder, on a file system that all nodes share, or its URL in an object store, or an open
@@ -79,21 +80,21 @@ class Checkpointer(CheckpointSaver):
         sharded: If True, each rank writes its shards of model, optimizer and weight averages, which requires FSDP2;
             otherwise rank 0 writes them unsharded. Both formats can be read by any number of ranks with any strategy.
         asynchronous: If True, training continues while a checkpoint is written.
-        resume: Checkpoint to resume from; None starts a new run. With `auto`, the run's newest undamaged checkpoint is
-            found when training is set up, and rank 0 holds the run's lock until the Trainer is closed, so that no other
-            job saves to the same place.
+        resume: Checkpoint to resume from; None starts a new run. `auto` finds the run's newest undamaged checkpoint
+            when training is set up, and rank 0 holds the run's lock until the Trainer is closed, so that no other job
+            saves to the same place.
         recipe_text: The resolved recipe, saved in each checkpoint as recipe.yaml; empty for a run without a recipe.
         on_failed_save: Called on rank 0 with the message of each failed save.
         tiers: Tiers of the nodes for recent checkpoints: a `TiersConfig`, or pairs of an open tier and its save
             interval, fastest first.
 
     Raises:
-        UserError: `save_interval` or `resume` has no meaning.
+        UserError: `save_interval` or `resume` is not valid.
     """
 
-    # A subclass of Composer's CheckpointSaver, since the Trainer looks for one by type and asks it when to save. Its
-    # saving is replaced: Composer 0.32.1 writes to the final name, without a flush, so that a process killed during a
-    # save leaves a truncated file.
+    # This is a subclass of Composer's CheckpointSaver, since the Trainer looks for one by type and asks it when to
+    # save. Its saving is replaced: Composer 0.32.1 writes to the final name, without a flush, so that a process killed
+    # during a save leaves a truncated file.
 
     def __init__(
         self,
@@ -169,7 +170,7 @@ class Checkpointer(CheckpointSaver):
     def before_load(self, state: State, logger: Logger) -> None:
         if self.resume is None:
             return
-        # A tier has brought all files to the node, and keeps no checkpoint for good.
+        # A tier has brought all files to the node; its checkpoint is temporary, so it is not listed as saved.
         from_storage = self.resume.parent == self.storage.folder
         fetch = self.storage.fetch if from_storage else present
         self._random_state = load_checkpoint(state, logger, self.resume, fetch)
@@ -180,8 +181,8 @@ class Checkpointer(CheckpointSaver):
 
     # Noise and timesteps come from counter-based generators keyed by sample ID; torch's generator is for layers that
     # draw from it, such as dropout. Composer 0.32.1 restores its state only for a Trainer's own load_path. Loaders draw
-    # from the generator when they start: the state of a checkpoint within an epoch is restored after that, at the first
-    # batch, and one of the end of an epoch before the next epoch's loader starts.
+    # from the generator when they start. The state of a checkpoint within an epoch is therefore restored at the first
+    # batch, after the loader's start; that of the end of an epoch before the next epoch's loader starts.
     def epoch_start(self, state: State, logger: Logger) -> None:
         self._restore_random_state()
 
@@ -190,11 +191,11 @@ class Checkpointer(CheckpointSaver):
         self._start_copies()
 
     def epoch_end(self, state: State, logger: Logger) -> None:
-        # The checkpoint was saved after the epoch's last batch, so that no batch has started since.
+        # This restores a checkpoint that was saved after the epoch's last batch: no batch has started since.
         self._restore_random_state()
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
-        self._start_copies()  # already here, since the loader may need long for the batch
+        self._start_copies()  # the loader may need long for the batch
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         # Composer runs this event after the backward pass and before the optimizer's step.
@@ -212,8 +213,8 @@ class Checkpointer(CheckpointSaver):
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         self._save_at_interval(state, logger, Event.BATCH_CHECKPOINT)
-        # After the first batch, which creates the optimizer's state, and not at the first save: the kernel needs longer
-        # to provide new memory than a snapshot takes to fill it, and if there is too little, it is said at once.
+        # Allocate after the first batch, which creates the optimizer's state, instead of at the first save: the kernel
+        # needs longer to provide new memory than a snapshot takes to fill it, and a lack of memory is logged at once.
         if self._buffers is not None and not self._has_memory and not is_last_batch(state):
             self._has_memory = True
             if self._running is None:
@@ -229,7 +230,7 @@ class Checkpointer(CheckpointSaver):
         self._save_at_interval(state, logger, Event.ITERATION_CHECKPOINT)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        # A save interval of one's own may leave out the end of training.
+        # A custom save interval may leave out the end of training.
         if self._running is not None and self._finish_running(logger) != 'saved':
             self._save_checkpoint(state, logger)
         super().fit_end(state, logger)
@@ -237,8 +238,8 @@ class Checkpointer(CheckpointSaver):
             self._tiers.clear()
 
     def close(self, state: State, logger: Logger) -> None:
-        # After an error of training: the ranks cannot agree any more, so nothing is published. The thread ends at its
-        # next write, and the next start removes its files.
+        # A save still runs here only after an error of training: the ranks cannot agree any more, so nothing is
+        # published. The thread ends at its next write, and the next start removes its files.
         if self._running is not None:
             log.warning('%s: not saved, since the run has ended while it was being written', self._running.save.name)
             self._running.save.abandon()
@@ -250,11 +251,9 @@ class Checkpointer(CheckpointSaver):
     def save_in_time(self, state: State, logger: Logger, notice_seconds: float | None) -> None:
         """Save a checkpoint before the run stops; a collective. `save_now` calls this.
 
-        If a save is running, it is finished first, or abandoned, or finished instead, as `choose_when_stopping` says.
+        A running save is finished first, abandoned, or finished instead, as `choose_when_stopping` decides.
 
         Args:
-            state: The trainer's state.
-            logger: The trainer's logger.
             notice_seconds: Seconds until this process is killed; None if it is not, or not known on this rank.
 
         Raises:
@@ -345,10 +344,8 @@ class Checkpointer(CheckpointSaver):
         """Save a checkpoint and remove old ones, or start a save in the background; a collective.
 
         Args:
-            state: The trainer's state.
-            logger: The trainer's logger.
-            in_background: Only start the save, if saves are asynchronous.
-            made_room: Room has been made on a full disk for this save, so that no more is made.
+            in_background: True only starts the save, if saves are asynchronous.
+            made_room: True if room has been made on a full disk for this save, so that it is not made again.
 
         Raises:
             SaveFailed: A rank met a storage fault; on every rank.
@@ -384,7 +381,7 @@ class Checkpointer(CheckpointSaver):
     def _allocate(self, state: State) -> None:
         """Allocate the memory for snapshots before the first one, if there is enough; a collective."""
         assert self._buffers is not None
-        # Kept until the places exist: a tensor is known by its address.
+        # Keep the tensors alive until the places exist: a tensor is identified by its address.
         collected = collect(state, self.storage.work_folder(state.timestamp.batch.value), sharded_tensors=self.sharded)
         tensors = StateTensors(collected.written)
         if reserve_on_all_ranks(self._buffers, tensors):
@@ -394,7 +391,7 @@ class Checkpointer(CheckpointSaver):
             self._buffers = None
 
     def _wait_for_running(self, logger: Logger) -> Outcome:
-        """Finish the save in the background before the next one that is due, and say once if that takes long."""
+        """Finish the save in the background before the next one that is due, and log once if that takes long."""
         running, began = self._running, time.monotonic()
         assert running is not None
         outcome = self._finish_running(logger)
@@ -432,13 +429,11 @@ class Checkpointer(CheckpointSaver):
         """Record a published checkpoint, and remove old ones; a collective.
 
         Args:
-            save: The save.
-            batch: Composer's number of its batch.
-            logger: The trainer's logger.
+            batch: Composer's number of the batch of the save.
             began: Value of time.monotonic() at the start of the save, moved by the time that did not block training.
         """
         self._write_seconds = save.write_seconds
-        # After the save: `save_now` saves a batch again unless this is its number.
+        # Set this only after the save: `save_now` saves a batch again unless it has this number.
         self.last_checkpoint_batch = batch
         self.saved_checkpoints.append(save.name)
         self.failed_saves.succeeded()

@@ -30,10 +30,10 @@ log = logging.getLogger(__name__)
 RENEWAL_SECONDS = 60.0
 """Time after which a claim is rewritten."""
 LEASE_SECONDS = 600.0
-"""Time without being rewritten after which a claim of a process on another machine has expired. It allows for clocks
-that differ by minutes on file systems that take times from their clients."""
+"""A claim of a process on another machine expires if it is not rewritten for this long. That allows for clocks that
+differ by minutes on file systems that take times from their clients."""
 TRIES = 5
-"""Number of times that a run's newest checkpoint is looked for while the run removes checkpoints."""
+"""Number of searches for a run's newest checkpoint while the run removes checkpoints."""
 PAUSE_SECONDS = 0.5
 """Time in which a run puts back a checkpoint that it was about to remove."""
 _CLAIM = re.compile(r'\.claim-ba(\d+)-\w+\.json')
@@ -84,7 +84,7 @@ def holding_claim(checkpoint: Path, purpose: str) -> Iterator[None]:
     content = (json.dumps({'owner': asdict(owner), 'purpose': purpose}) + '\n').encode()
     try:
         _write(path, content, create=True)
-    except OSError as error:  # a run of somebody else's, for example
+    except OSError as error:  # another user's run, for example
         log.warning('%s: cannot be claimed (%s); its run may remove it while it is read', checkpoint, error)
         yield
         return
@@ -95,7 +95,7 @@ def holding_claim(checkpoint: Path, purpose: str) -> Iterator[None]:
         yield
     finally:
         done.set()
-        with suppress(OSError):  # it expires
+        with suppress(OSError):  # the claim expires by itself
             path.unlink(missing_ok=True)
 
 
@@ -108,7 +108,7 @@ def _renew(path: Path, content: bytes, done: threading.Event) -> None:
 
 def _write(path: Path, content: bytes, *, create: bool) -> None:
     """Write a claim; without `create`, the file must exist, so that a claim that was released does not come back."""
-    # In place: a temporary file beside it would look like one that an unfinished save has left.
+    # Write in place: a temporary file beside it would look like one that an unfinished save has left.
     descriptor = open_own_file(path, os.O_WRONLY | (os.O_CREAT if create else 0))
     try:
         os.pwrite(descriptor, content, 0)
@@ -125,7 +125,7 @@ def claimed_batches(folder: Path) -> set[int]:
     """
     found = set()
     with os.scandir(folder) as entries:
-        # Other users may write to the folder: a link, a pipe or a folder of such a name is no claim.
+        # Other users may write to the folder: a link, a pipe or a folder with such a name is not a claim.
         names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
     for name in names:
         if pinned := PIN.fullmatch(name):
@@ -134,7 +134,7 @@ def claimed_batches(folder: Path) -> set[int]:
             if _counts(folder / name):
                 found.add(int(claim[1]))
             else:
-                with suppress(OSError):  # it is another user's
+                with suppress(OSError):  # another user's claim
                     (folder / name).unlink()
     return found
 
@@ -148,8 +148,8 @@ def _counts(claim: Path) -> bool:
     is_alive = None if owner is None else owner.is_alive()
     if is_alive is not None:
         return is_alive
-    # Both times are of the file server's clock if it sets them, so that the clocks of the machines do not matter. The
-    # folder's is that of the last save; a smaller one would only keep a claim for longer.
+    # Both times come from the file server's clock, if it sets them, so that the machines' clocks do not matter. The
+    # folder's time is that of the last save; an earlier one would only keep a claim for longer.
     with suppress(FileNotFoundError):
         return claim.parent.stat().st_mtime - claim.stat().st_mtime < LEASE_SECONDS
     return False

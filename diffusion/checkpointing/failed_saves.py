@@ -48,8 +48,6 @@ class FailedSaves:
         """Count and report a failed save that ends the run; return the error to raise.
 
         Args:
-            error: The error of the last try.
-            logger: The trainer's logger.
             newest: The run's newest checkpoint, for the message.
         """
         self._count(logger)
@@ -73,10 +71,7 @@ def make_room_after(error: SaveFailed, storage: RunStorage, keep: KeepConfig | N
     """Remove what the run would not keep after a save, if the save failed on a full disk; a collective.
 
     Args:
-        error: The error of this rank.
-        storage: The run's storage.
         keep: Checkpoints that the run keeps; None keeps all.
-        batch: Batch of the save.
 
     Returns:
         True if something was removed on any rank, so that another try may succeed.

@@ -47,7 +47,6 @@ class NodeTier:
     Args:
         name: Name for messages: `memory` or `disk`.
         folder: The run's folder on this node; not on a file system that nodes share.
-        run_id: The run's id.
         replicate: True keeps a copy of each file on another node.
         recipe_text: The resolved recipe; a checkpoint of another recipe brings all of its files to each node.
     """
@@ -57,8 +56,8 @@ class NodeTier:
         self.place = f'{name} tier'
         self.recipe_text = recipe_text
         self.base: int | None = None
-        """Batch of the newest checkpoint in the run's storage, set before each save on rank 0. The receipt has it: if
-        that checkpoint is deleted, this one does not count any more."""
+        """Batch of the newest checkpoint in the run's storage, set before each save on rank 0. The receipt records it:
+        if that checkpoint is deleted, this one is not used any more."""
         self.nodes: list[list[int]] = []
         """The ranks of each node, after `open`."""
         self.group = None
@@ -128,7 +127,7 @@ class NodeTier:
         with raise_on_all_ranks(self.name_of(batch), logs=False):
             if self.owns_folder:
                 remove(work)
-                work.mkdir()  # and not its parents: the mount of the disk may have vanished
+                work.mkdir()  # without its parents: the mount of the disk may have vanished
 
     def upload(self, work: Path, files: Mapping[str, FileRecord], batch: int, check: Callable[[], None]) -> None:
         # Rank 0 alone stores the index, which `finish` brings to all nodes.
@@ -136,7 +135,7 @@ class NodeTier:
             return
         try:
             exchange_files(work, files, self._peers, self.group, check)
-        except (RuntimeError, ValueError) as error:  # of gloo, or of a message that is not the expected one
+        except (RuntimeError, ValueError) as error:  # from gloo, or from an unexpected message
             raise OSError(EXCHANGE_FAILED, f'the exchange of files with another node failed: {error}') from error
 
     def publish(self, work: Path, batch: int, files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> None:
@@ -163,7 +162,7 @@ class NodeTier:
                 replace_folder(work, final, create_folder=False)
             except OSError as caught:
                 error = caught
-        # The checkpoint before stays until this one is complete on all nodes.
+        # Keep the previous checkpoint until this one is complete on all nodes.
         errors = [str(each) for each in dist.all_gather_object(None if error is None else str(error)) if each]
         if errors:
             self.discard(work)
@@ -200,8 +199,6 @@ def open_tiers(config: TiersConfig, run_id: str, recipe_text: str, *, begun: boo
 
     Args:
         config: The section `checkpointing.tiers`.
-        run_id: The run's id.
-        recipe_text: The resolved recipe.
         begun: True if the run has checkpoints: a folder that is missing is then the fault of a node, not a mistake.
 
     Raises:
@@ -241,7 +238,7 @@ def _take_folder(folder: Path, *, begun: bool) -> IO[str]:
         OSError: The disk is broken.
     """
     try:
-        # Not with its parents: the mount of the disk may be missing.
+        # Do not create its parents: the mount of the disk may be missing.
         folder.parent.mkdir(mode=0o700, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         for each in (folder.parent, folder):
@@ -252,7 +249,7 @@ def _take_folder(folder: Path, *, begun: bool) -> IO[str]:
                 )
         lock = (folder / LOCK).open('w', encoding='utf-8')
     except OSError as error:
-        # A disk with errors becomes read-only.
+        # EROFS is a fault, not a mistake: Linux makes a disk with errors read-only.
         if begun or error.errno == errno.EROFS or not is_wrong_path(error):
             raise
         where = error.filename if error.errno != errno.ENOENT else folder.parent.parent

@@ -1,7 +1,7 @@
-"""Exchange of checkpoint files between nodes over gloo, apart from the communication of training.
+"""Exchange of checkpoint files between nodes over gloo, separate from the communication of training.
 
-A file travels in chunks, each with a byte that says if the sender could read it. A rank that fails still exchanges all
-chunks, marked as bad, since its peer would wait for them.
+A file is sent in chunks; the first byte of each tells if the sender could read it. A rank that fails still exchanges
+all chunks, marked as bad, since its peer would wait for them.
 """
 
 import os
@@ -22,7 +22,7 @@ from diffusion.storage.direct_file import open_for_writing
 CHUNK_BYTES = 16 * 2**20
 TIMEOUT = timedelta(minutes=10)
 """Longest wait for a message of a peer, which may still be writing its own files. The timeout of a recipe's collectives
-takes its place once the Trainer has been built."""
+replaces it once the Trainer has been built."""
 _GOOD, _BAD = 1, 0
 
 
@@ -77,9 +77,7 @@ def exchange_files(
     Both peers must call this too. A rank without files to send, or whose save has failed, passes none.
 
     Args:
-        folder: Folder of the files.
         files: Size and hash of this rank's files by name.
-        peers: The peers.
         group: A group of all ranks that no other thread uses.
         check: Called before each chunk; an exception that it raises ends the exchange once all chunks have passed.
 
@@ -163,7 +161,7 @@ def _exchange_offers(
 def _send(tensor: Tensor, to: int, group: ProcessGroup | None) -> Work:
     """Start to send a tensor to a rank."""
     sending = torch.distributed.isend(tensor, to, group=group)
-    assert sending is not None  # it is for ranks outside of the group, which has all ranks
+    assert sending is not None  # it is None only on ranks outside of the group, which has all ranks
     return sending
 
 
@@ -177,7 +175,7 @@ def _tensor(data: bytes | bytearray) -> Tensor:
 
 
 class _Outgoing:
-    """Files that are read in chunks; after an error the chunks are bad, and `error` is the error."""
+    """Files that are read in chunks; `error` keeps the first error, after which all chunks are bad."""
 
     def __init__(self, folder: Path, sizes: Mapping[str, int], check: Callable[[], None]) -> None:
         self._folder, self._check = folder, check
@@ -194,7 +192,7 @@ class _Outgoing:
             self._file.close()
 
     def chunk(self, size: int) -> Tensor:
-        """Return the next chunk, of which the first byte says if it is good."""
+        """Return the next chunk, whose first byte is _GOOD or _BAD."""
         data = bytearray(size + 1)
         if self.error is None:
             try:
@@ -220,7 +218,7 @@ class _Outgoing:
 
 
 class _Incoming:
-    """Files that are written as their chunks arrive; after an error nothing more is, and `error` is the error."""
+    """Files that are written as their chunks arrive; `error` keeps the first error, after which nothing is written."""
 
     def __init__(self, folder: Path, files: Mapping[str, FileRecord]) -> None:
         self._folder, self._left = folder, list(files.items())

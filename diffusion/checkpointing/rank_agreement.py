@@ -1,4 +1,4 @@
-"""Agreement of all ranks: an error on one rank is raised on every rank, and long work of one rank is waited for."""
+"""Agreement of all ranks: every rank raises the error of any rank, and all ranks wait for the long work of one."""
 
 import errno
 import logging
@@ -61,12 +61,12 @@ def raise_on_all_ranks(where: str, *, logs: bool = True) -> Iterator[None]:
     report = None if error is None else _failure(error)
     try:
         reports = dist.all_gather_object(report)
-    except Exception as lost:  # has the error of the block as its context, which must not pass for its cause
+    except Exception as lost:  # its context is the error of the block, which is not its cause
         raise RankFailed(f'{where}: the ranks could not exchange their errors ({lost})') from lost
     failed = [(rank, each) for rank, each in enumerate(reports) if each is not None]
     if not failed:
         return
-    # The caller may catch a kind and go on: no rank may then be left alone.
+    # All ranks raise the same kind: a caller that catches one kind and goes on must do so on every rank.
     rank, worst = min(failed, key=lambda each: SEVERITY.index(each[1].kind))
     if error is not None:
         assert report is not None
@@ -138,8 +138,7 @@ def run_on_rank_zero(work: Callable[[], Result], where: str) -> Result | None:
     """
     done: Future[Result] | None = None
     if dist.get_world_size() > 1:
-        # Instead of a single collective, which would end with its timeout, the ranks meet every second while a thread
-        # works.
+        # A single collective would reach its timeout, so the ranks meet every second while a thread works.
         done = _in_thread(work) if dist.get_global_rank() == 0 else None
         while True:
             finished = [done is not None and bool(wait([done], POLL_SECONDS).done)]
@@ -191,6 +190,6 @@ def _in_thread(work: Callable[[], Result]) -> Future[Result]:
         except BaseException as error:  # raised again by future.result()
             future.set_exception(error)
 
-    # A daemon, unlike the threads of ThreadPoolExecutor: this process can end while the file system does not respond.
+    # A daemon thread, unlike those of ThreadPoolExecutor, lets this process end while the file system does not respond.
     threading.Thread(target=run, name='work that may take long', daemon=True).start()
     return future

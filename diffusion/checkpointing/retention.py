@@ -1,7 +1,7 @@
 """Choice of the checkpoints that a run keeps by `checkpointing.keep`, and removal of the others.
 
-An hour or a day is that of the receipt's `saved` time, in UTC. No clock is read, so that a clock that jumps removes
-nothing, and a run that was paused keeps the hours and days before the pause.
+Hours and days follow from the `saved` times of the receipts, in UTC, not from the present time: a clock that jumps
+removes nothing, and a run that was paused keeps the hours and days before the pause.
 """
 
 import datetime
@@ -50,7 +50,7 @@ def kept(checkpoints: Iterable[CheckpointInfo], rules: KeepConfig) -> set[int]:
     found |= {each.batch for each in newest_first[: max(1, rules.last)]}
     timed = [(each.batch, each.saved) for each in newest_first if each.saved is not None]
     for seconds, count in ((HOUR_SECONDS, rules.hourly), (DAY_SECONDS, rules.daily)):
-        # By order of batches: where the clock was set back or forward, one period more begins.
+        # Group in the order of batches: another period begins where the clock was set back or forward.
         periods = groupby(timed, key=lambda each, seconds=seconds: math.floor(each[1] / seconds))
         found |= {next(period)[0] for _, period in islice(periods, count)}
     if every := rules.every_batches:
@@ -126,7 +126,7 @@ def _remove(folder: Path, batches: Iterable[int]) -> list[Path]:
         aside = new_unfinished(path)
         try:
             path.rename(aside)
-        except FileNotFoundError:  # removed by somebody else
+        except FileNotFoundError:  # another process has removed it
             continue
         # A process that claimed it before the rename is seen here; one that claims it later does not find it.
         if batch in claimed_batches(folder):

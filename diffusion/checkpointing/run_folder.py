@@ -1,4 +1,4 @@
-"""Lookup of a run's checkpoints and recipe. It imports no torch, so that a wrong path is reported within a second."""
+"""Lookup of a run's checkpoints and recipe, without importing torch: a wrong path is reported within a second."""
 
 import logging
 import os
@@ -28,7 +28,7 @@ def find_checkpoint(place: str | Path) -> Path:
     run = path.parent if path.name == LATEST and path.is_symlink() else path
     if run.is_dir() and batch_number(run) is None and (newest := list_checkpoints(run)[:1]):
         link = run / LATEST
-        # The link may dangle or point to an older checkpoint: after a kill between two steps of a save, or in a copy.
+        # A kill between two steps of a save, or a copy of the run, can leave a link that dangles or names an older one.
         if link.is_symlink() and os.readlink(link) != newest[0].name:
             log.warning('%s points to %s, but the newest is %s, which is used', link, os.readlink(link), newest[0])
         return newest[0]

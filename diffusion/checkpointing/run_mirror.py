@@ -29,7 +29,7 @@ STATE_FILE = '.mirror.json'
 NOT_MIRRORED = frozenset({LATEST, RUN_FILE, ATTEMPTS, LOCK, STATE_FILE})
 """Files that other modules upload immediately."""
 PUSH_SECONDS = 60.0
-"""Interval at which changed files are uploaded: `diffusion status` and a report of a running run are as old as this."""
+"""Interval at which changed files are uploaded: `diffusion status` and a report of a running run can be this old."""
 MIRROR_RETRY = RetryPolicy(tries=2, timeout_seconds=30.0)
 
 
@@ -45,8 +45,6 @@ class RunMirror:
     """The small files of a run in a working folder and in an object store.
 
     Args:
-        folder: The working folder.
-        url: URL of the run.
         exclude: Names of files at the top of the run that are not copied.
     """
 
@@ -97,7 +95,7 @@ class RunMirror:
 
         Raises:
             UserError: The store refuses the request.
-            OSError: A file cannot be read, which keeps none of the others, or the store does not answer.
+            OSError: A file cannot be read (all others are uploaded), or the store does not answer.
         """
         errors: list[OSError] = []
         with self._lock:
@@ -105,11 +103,11 @@ class RunMirror:
                 name = path.relative_to(self.folder).as_posix()
                 before = self._copied.get(name)
                 try:
-                    # Before the upload: a file that grows meanwhile is uploaded again.
+                    # Stamp the file before the upload: if it grows meanwhile, it is uploaded again.
                     stamp = self._stamp(path, '' if before is None else before.tag)
                     if stamp == before or stamp.modified_ns < since * 1e9:
                         continue
-                    # Its bytes, not its path: a log may grow while it is uploaded.
+                    # Pass the bytes instead of the path: a log may grow while it is uploaded.
                     stored = object_store.write(f'{self.url}/{name}', path.read_bytes(), retry=retry)
                 except FileNotFoundError:
                     continue  # removed meanwhile
@@ -142,7 +140,7 @@ class RunMirror:
         return Copied(status.st_size, status.st_mtime_ns, tag)
 
     def _read_state(self) -> dict[str, Copied]:
-        """Return what was copied by the last process on this node; empty if nothing is known."""
+        """Return the state of the files that the last process on this node copied; empty if it is unknown."""
         try:
             content = json.loads((self.folder / STATE_FILE).read_text(encoding='utf-8'))
             return {name: Copied(int(size), int(at), str(tag)) for name, (size, at, tag) in content.items()}

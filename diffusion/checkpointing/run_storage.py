@@ -1,4 +1,4 @@
-"""Where the checkpoints of a run are stored: the interface, and its implementation for a shared folder.
+"""Storage of a run's checkpoints: the interface, and its implementation for a shared folder.
 
 `bucket_storage` has the implementation for object stores.
 """
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class SaveTarget(Protocol):
-    """What a checkpoint is saved to: the storage of a run, or a tier of its nodes.
+    """Destination of a checkpoint: the storage of a run, or a tier of its nodes.
 
     A save calls `begin` on all ranks, writes its files into the temporary folder, and calls `upload` on each rank with
     the files that it wrote. Then rank 0 calls `publish`, which makes the checkpoint exist, and all ranks `finish`.
@@ -53,7 +53,6 @@ class SaveTarget(Protocol):
         """Create the temporary folder of a save; a collective.
 
         Args:
-            batch: Number of batches.
             every_rank: True if all ranks write into it, False if only rank 0 does.
 
         Raises:
@@ -67,9 +66,7 @@ class SaveTarget(Protocol):
         Every rank calls it, without files if it has none or could not write them.
 
         Args:
-            work: The temporary folder.
             files: Size and hash of the files by name.
-            batch: Number of batches.
             check: Called while the files are stored; raises an exception if the save has been abandoned.
 
         Raises:
@@ -81,8 +78,6 @@ class SaveTarget(Protocol):
         """Make a checkpoint exist, after all ranks have stored their files; on rank 0, no collective.
 
         Args:
-            work: The temporary folder.
-            batch: Number of batches.
             files: Size and hash of the files of all ranks by name.
             about: Additional fields of the receipt.
         """
@@ -97,7 +92,7 @@ class SaveTarget(Protocol):
         ...
 
     def discard(self, work: Path) -> None:
-        """Remove the files of a save that failed; on every rank, no collective."""
+        """Remove the files of a save that failed; every rank calls this, but it is not a collective."""
         ...
 
 
@@ -149,7 +144,6 @@ class RunStorage(SaveTarget, Protocol):
 
         Args:
             rules: Checkpoints that the run keeps; None keeps all.
-            batch: Batch of the save.
 
         Returns:
             True if this rank has removed something.
@@ -161,7 +155,6 @@ class FolderStorage:
     """Storage of a run's checkpoints in a folder that all nodes share.
 
     Args:
-        folder: The run's folder.
         run_id: The run's id if the folder has been opened already.
     """
 
@@ -173,8 +166,8 @@ class FolderStorage:
         return self.run_id
 
     def resume_point(self) -> Path | None:
-        # Only on rank 0: it reads and hashes the whole checkpoint, and two ranks must never resume from different ones.
-        # The other ranks wait however long reading takes.
+        # Search on rank 0 alone: it reads and hashes the whole checkpoint, and two ranks must never resume from
+        # different ones. The other ranks wait however long reading takes.
         def find() -> Path | None:
             found = newest_intact(self.folder, self.run_id)
             if found is not None:
@@ -220,7 +213,7 @@ class FolderStorage:
         pass
 
     def discard(self, work: Path) -> None:
-        # One rank alone: a slower one could remove the folder of the next try.
+        # Let one rank remove the folder: a slower rank could remove that of the next try.
         if dist.get_global_rank() == 0:
             shutil.rmtree(work, ignore_errors=True)
 

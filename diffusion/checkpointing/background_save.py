@@ -50,11 +50,11 @@ class BackgroundSave:
         self._thread.start()
 
     def start_copy(self) -> None:
-        """Start to copy the snapshot, while the next batch is loaded and computed; no collective."""
+        """Start to copy the snapshot, while the next batch is loaded and computed; not a collective."""
         self.save.start_copy()
 
     def end_copy(self) -> None:
-        """Wait for the copies of the snapshot, since the optimizer changes the weights next; no collective."""
+        """Wait for the copies of the snapshot, since the optimizer changes the weights next; not a collective."""
         began = time.monotonic()
         self.save.end_copy()
         self.stall_seconds += time.monotonic() - began
@@ -78,7 +78,7 @@ class BackgroundSave:
         wait_for_all_ranks(self._written)
 
     def elapsed_seconds(self) -> float:
-        """Return the seconds since the start of this rank's thread, without its pauses; no collective."""
+        """Return the seconds since the start of this rank's thread, without its pauses; not a collective."""
         return time.monotonic() - self._began - self.save.progress.paused_seconds
 
     def remaining_seconds(self, expected_seconds: float | None) -> float:

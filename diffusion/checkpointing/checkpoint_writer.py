@@ -123,7 +123,7 @@ class SaveInProgress:
             self._collect(state, sharded_tensors=sharded_tensors, buffers=buffers)
 
     def write(self) -> None:
-        """Write this rank's files and store them; no collective. `publish` raises an error of this method."""
+        """Write this rank's files and store them; not a collective. `publish` raises an error of this method."""
         rank = dist.get_global_rank()
         try:
             if self._copies is not None:

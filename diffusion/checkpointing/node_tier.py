@@ -178,7 +178,7 @@ class NodeTier:
             shutil.rmtree(work, ignore_errors=True)
 
     def clear(self) -> None:
-        """Remove all checkpoints of the run from this node, whose memory or disk they take; no collective."""
+        """Remove all checkpoints of the run from this node, whose memory or disk they take; not a collective."""
         if self.owns_folder:
             try:
                 remove(self.folder)

@@ -61,7 +61,7 @@ class SaveTarget(Protocol):
         ...
 
     def upload(self, work: Path, files: Mapping[str, FileRecord], batch: int, check: Callable[[], None]) -> None:
-        """Store files that this rank has written into a temporary folder; no collective, may run in a thread.
+        """Store files that this rank has written into a temporary folder; not a collective, may run in a thread.
 
         Every rank calls it, without files if it has none or could not write them.
 
@@ -75,7 +75,7 @@ class SaveTarget(Protocol):
         ...
 
     def publish(self, work: Path, batch: int, files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> None:
-        """Make a checkpoint exist, after all ranks have stored their files; on rank 0, no collective.
+        """Make a checkpoint exist, after all ranks have stored their files; on rank 0, not a collective.
 
         Args:
             files: Size and hash of the files of all ranks by name.
@@ -124,7 +124,7 @@ class RunStorage(SaveTarget, Protocol):
         ...
 
     def fetch(self, checkpoint: Path, names: Collection[str]) -> None:
-        """Make files of the checkpoint that `resume_point` returned available in it; no collective."""
+        """Make files of the checkpoint that `resume_point` returned available in it; not a collective."""
         ...
 
     def list_batches(self) -> list[int]:
@@ -140,7 +140,7 @@ class RunStorage(SaveTarget, Protocol):
         ...
 
     def make_room(self, rules: KeepConfig | None, batch: int) -> bool:
-        """Free space on a full disk before a save is tried again; on every rank, no collective.
+        """Free space on a full disk before a save is tried again; on every rank, not a collective.
 
         Args:
             rules: Checkpoints that the run keeps; None keeps all.

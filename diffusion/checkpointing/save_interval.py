@@ -69,7 +69,7 @@ class TimedInterval:
         """Return True if a checkpoint is due at this event."""
         if event not in (Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT):
             return False
-        # Composer's clock, which is that of rank 0 on every rank.
+        # Composer's clock has the time of rank 0 on every rank.
         now = state.timestamp.total_wct.total_seconds()
         if self._since is None:
             self._since = now - state.timestamp.batch_wct.total_seconds()
@@ -85,8 +85,8 @@ class TimedInterval:
 class AutoInterval(TimedInterval):
     """Save interval that loses the least time, within bounds: `trainer.save_interval: auto`.
 
-    It follows from the duration of the latest saves and from the expected time between failures: by the number of
-    devices, and by the attempts that the run's attempts.jsonl records.
+    It follows from the duration of the latest saves and from the expected time between failures, which depends on the
+    number of devices and on the attempts that the run's attempts.jsonl records.
 
     Args:
         run: The run's folder or URL.
@@ -99,7 +99,7 @@ class AutoInterval(TimedInterval):
         self._duration: float | None = None
 
     def __call__(self, state: State, event: Event) -> bool:
-        # Not in the constructor, which may run before the ranks can communicate.
+        # The constructor cannot choose, since it may run before the ranks can communicate.
         if not self.seconds:
             self._choose()
         return super().__call__(state, event)

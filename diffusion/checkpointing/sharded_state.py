@@ -46,7 +46,6 @@ def read_tensors(tensors: dict[str, Tensor], folder: Path, fetch: Fetch = presen
 
     Args:
         tensors: Tensors to load into, by name.
-        folder: Folder of the checkpoint.
         fetch: Called with the files that this rank reads, before any rank reads.
 
     Raises:
@@ -175,7 +174,7 @@ class _IndexUnpickler(pickle.Unpickler):
         found = getattr(allowed.get(module_name), global_name, None)
         if module_name == 'torch' and isinstance(getattr(torch, global_name, None), torch.dtype):
             return getattr(torch, global_name)
-        # Only classes defined in these modules: what they import, such as os or pickle, must not be reachable.
+        # Allow only classes that these modules define: modules that they import, such as os, must not be reachable.
         if isinstance(found, type) and found.__module__ == module_name:
             return found
         raise pickle.UnpicklingError(f'unsupported global {module_name}.{global_name}')

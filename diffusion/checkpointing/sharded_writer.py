@@ -24,22 +24,20 @@ from diffusion.storage.direct_file import open_for_writing
 
 
 class ShardedWrite:
-    """Write of the sharded tensors of one checkpoint, in three steps of which a thread can run the second.
+    """Write of the sharded tensors of one checkpoint in three steps; a thread can run the second one.
 
     The constructor, a collective, plans which rank writes which shard. `write` writes this rank's shards. With the
     results of all ranks, rank 0 writes the index (`write_index`).
 
     Args:
         tensors: Tensors and DTensors by name; the same names on every rank.
-        folder: The folder of the checkpoint's files.
-        progress: Progress of the save.
 
     Raises:
         CheckpointException: A rank cannot plan its write; on every rank.
     """
 
-    # torch.distributed.checkpoint.save() is these steps in one collective. The calls between them are those of torch
-    # 2.7's _save_state_dict.
+    # torch.distributed.checkpoint.save() runs these steps in one collective. The calls here follow torch 2.7's
+    # _save_state_dict.
     def __init__(self, tensors: Mapping[str, Tensor], folder: Path, progress: WriteProgress | None = None) -> None:
         self._writer = _Writer(folder, progress)
         self._planner = _Planner()
@@ -58,17 +56,17 @@ class ShardedWrite:
         plan: SavePlan = ranks.reduce_scatter('plan', plan_locally, plan_globally)
         self._plan = self._planner.finish_plan(plan)
         self.shards = local_shards({name: tensors[name] for name in {item.index.fqn for item in self._plan.items}})
-        """The tensors that this rank writes by name, of DTensors its shard; a snapshot may replace them."""
+        """The shards of DTensors and the plain tensors that this rank writes, by name; a snapshot may replace them."""
 
     def write(self) -> list[WriteResult]:
-        """Write the tensors of `shards` to this rank's file, and return what the index needs; no collective.
+        """Write the tensors of `shards` to this rank's file, and return what the index needs; not a collective.
 
         Raises:
             OSError: A storage fault.
         """
         self._planner.shards = self.shards
         if all(each.device.type == 'cpu' for each in self.shards.values()):
-            # Otherwise a thread would wait for the GPU's stream, on which training runs.
+            # Copying ahead would make the thread wait for the GPU's stream, on which training runs.
             self._writer.per_thread_copy_ahead = 0
         with quiet():
             return self._writer.write_data(self._plan, self._planner).value()
@@ -99,7 +97,7 @@ class _Planner(DefaultSavePlanner):
         self.shards: Mapping[str, Tensor] = {}
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        self.state_dict = {}  # planning is done, and these are the tensors that training changes
+        self.state_dict = {}  # planning is done; do not write these, since training changes them
         return super().finish_plan(new_plan)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
@@ -130,7 +128,7 @@ class _HashingFiles(filesystem.FileSystem):
         with open_for_writing(Path(path)) as file:
             stream = _Stream(file, self._progress)
             yield stream
-            # Here instead of by torch, whose flush of the index precedes that of Python's buffer.
+            # Flush here, since torch syncs the index to the disk before it flushes Python's buffer.
             flush(file)
         self.records[Path(path).name] = stream.record()
 

@@ -33,7 +33,7 @@ def open_run_folder(folder: Path) -> str:
         begun = read_with_retries(lambda: (folder / RUN_FILE).exists() or bool(list_checkpoints(folder)))
         if dist.get_global_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
-    # On any rank: the machine without the mount may be that of rank 0.
+    # A run has begun if any rank sees it: the machine without the mount may be that of rank 0.
     check_shared(folder, 'runs_dir', begun=any(dist.all_gather_object(begun)))
     run_id = ['']
     with raise_on_all_ranks(str(folder)):
@@ -63,7 +63,7 @@ def check_shared(folder: Path, where: str, *, begun: bool = False) -> None:
     """
     if dist.get_world_size() == 1:
         return
-    # A new name and content each time: a network file system may cache names, also absent ones, and contents.
+    # Use a new name and content each time: a network file system may cache contents and names, even absent ones.
     first = [f'.shared-{uuid4().hex}', environment.machine_name(os.environ)]
     dist.broadcast_object_list(first, src=0)
     probe, content = folder / first[0], first[0]

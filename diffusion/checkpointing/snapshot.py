@@ -1,7 +1,7 @@
 """Snapshots of a trainer's state in host memory, so that training continues while the state is written.
 
-The memory is allocated once and used again by every snapshot. It grows when there are more tensors, as when averaging
-of weights starts.
+The memory is allocated once and reused by every snapshot. It grows when there are more tensors, as when averaging of
+weights starts.
 """
 
 import copy
@@ -26,9 +26,9 @@ from diffusion.compatibility.private_names import tree_leaves
 log = logging.getLogger(__name__)
 
 ALIGNMENT = 64
-"""Bytes; each tensor of a snapshot starts at a multiple of it."""
+"""Each tensor of a snapshot starts at a multiple of this number of bytes."""
 MAX_THREADS = 4
-"""Threads that copy tensors of the CPU, which two or three saturate."""
+"""Largest number of threads that copy tensors of the CPU; two or three saturate the memory."""
 NICENESS = 10
 """Priority of threads that work while training continues, from 0 (that of training) to 19 (the lowest)."""
 _TOUCHED_BYTES = 2**26
@@ -45,7 +45,7 @@ class StateTensors:
 
     def __init__(self, state: object) -> None:
         self.views: dict[Key, Tensor] = {}
-        """The tensors, detached, by what tells two of them apart."""
+        """The tensors, detached, by `_key`, which distinguishes them."""
         self.keys: dict[int, Key] = {}
         """The key in `views` of each tensor object, by its `id`."""
         for tensor in _tensors(state):
@@ -66,18 +66,18 @@ class StateTensors:
 class SnapshotBuffers:
     """Host memory for one snapshot at a time of this rank's state.
 
-    For a state on a GPU the memory is pinned, so that the GPU copies into it at the speed of its bus.
+    The memory is pinned if the state is on a GPU, which then copies into it at the speed of its bus.
     """
 
-    # One block for all tensors instead of a tensor each: torch's allocator of pinned memory rounds sizes up to powers
-    # of two, and a block that grows is freed before the larger one is allocated.
+    # All tensors share one block: torch's allocator of pinned memory would round the size of each up to a power of two.
+    # A block that grows is freed before the larger one is allocated.
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
         self._gpu: int | None = None
         self._pinned = 0
         self._places: dict[tuple[object, ...], Tensor] = {}
         self.reductions: dict[int, Any] = {}
-        """What `pickle` writes of each tensor of a snapshot, by the `id` of the tensor; None if it is not known yet."""
+        """Result of `__reduce_ex__` of each tensor of a snapshot, by the tensor's `id`; None if it is not known yet."""
         self._preparing: threading.Thread | None = None
         self._needed_now = threading.Event()
 
@@ -87,17 +87,16 @@ class SnapshotBuffers:
         return 0 if self._memory is None else len(self._memory)
 
     def reserve(self, need: int, *, pinned: bool = False) -> bool:
-        """Allocate memory of a size, that of a `StateTensors`; return False if the kernel refuses it.
+        """Allocate this number of bytes, the `nbytes` of a `StateTensors`; return False if the kernel refuses it.
 
-        The snapshot before must not be in use any more if the memory has to grow. It is pinned by `prepare`, or else by
-        the first copy.
+        The previous snapshot must not be in use if the memory has to grow. `prepare` or the first copy pins the memory.
         """
         if need <= self.nbytes:
             return True
         self.release()
         try:
             memory = mmap.mmap(-1, need, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, ValueError) as error:  # no storage fault, although it is an OSError
+        except (OSError, ValueError) as error:  # not a storage fault, although it is an OSError
             log.warning('%.2f GiB of memory for snapshots cannot be allocated (%s)', need / 2**30, error)
             return False
         if sys.platform == 'linux':
@@ -144,11 +143,9 @@ class SnapshotBuffers:
         """Return a copy like `copy`, and the copies of some of its tensors, which are to be made later.
 
         Args:
-            state: What is copied.
-            tensors: Its tensors.
             later: Addresses of the tensors that are to be copied later.
         """
-        self._end_preparation()  # what it has not reached yet, the copies will
+        self._end_preparation()  # the copies touch the rest of the memory
         if self._gpu is not None and not self._pinned:
             self._pin()
         copies = self._place_all(tensors.views)
@@ -181,8 +178,8 @@ class SnapshotBuffers:
 
     def _place_all(self, views: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
         """Return a tensor in the memory for each view."""
-        # Kept for the next snapshot. Thousands of new small objects in the heap, where the gradients are freed and
-        # allocated in each step, would cost the step after a snapshot a quarter of its time in page faults.
+        # Keep the tensors for the next snapshot: thousands of new small objects in the heap, where the gradients are
+        # freed and allocated in each step, would cost the step after a snapshot a quarter of its time in page faults.
         kept, self._places = self._places, {}
         copies: dict[Key, Tensor] = {}
         offset = 0
@@ -191,19 +188,19 @@ class SnapshotBuffers:
             found = kept.get(where)
             copies[key] = self._places[where] = self._new_place(view, offset) if found is None else found
             offset += _aligned(view.nbytes)
-        # Of a tensor that is no longer kept, another object may have the `id`.
+        # Drop the reductions of tensors that are no longer kept: another object may get the same `id`.
         known = {id(place): self.reductions.get(id(place)) for place in kept.values()}
         self.reductions = {id(place): known.get(id(place)) for place in self._places.values()}
         return copies
 
     def _new_place(self, view: Tensor, offset: int) -> Tensor:
         """Return an uninitialized tensor like `view` in the memory, from an offset."""
-        # In the memory format of the tensor, such as channels_last, as it would be saved.
+        # Keep the memory format of the tensor, such as channels_last, so that it is saved in it.
         strides = torch.empty_like(view, device='meta').stride()
         if not view.nbytes:
             return torch.empty_strided(view.shape, strides, dtype=view.dtype)
         assert self._memory is not None and offset + view.nbytes <= self.nbytes
-        # A storage of its own: torch.save writes the whole storage of a tensor.
+        # Each tensor needs its own storage: torch.save writes the whole storage of a tensor.
         block = torch.frombuffer(self._memory, dtype=torch.uint8, count=view.nbytes, offset=offset)
         return torch.empty(0, dtype=view.dtype).set_(block.untyped_storage(), 0, view.shape, strides)
 
@@ -218,7 +215,7 @@ class SnapshotBuffers:
         """Pin the memory for copies by the GPU; without it copies are slower, but correct."""
         assert self._memory is not None and self._gpu is not None
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        # A thread begins with the first GPU, which is another rank's.
+        # A new thread uses the first GPU by default, which may be another rank's.
         with torch.cuda.device(self._gpu):
             result = int(_cuda_runtime().cudaHostRegister(address, self.nbytes, 0))
         if result:

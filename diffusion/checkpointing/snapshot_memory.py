@@ -17,12 +17,7 @@ SPARE_FRACTION = 0.1
 
 
 def reserve_on_all_ranks(buffers: SnapshotBuffers, tensors: StateTensors) -> bool:
-    """Allocate memory for a snapshot on every rank, or on none and return False; a collective.
-
-    Args:
-        buffers: This rank's memory.
-        tensors: The tensors of what this rank's snapshot contains.
-    """
+    """Allocate memory for a snapshot on every rank, or on none and return False; a collective."""
     machine = environment.machine_name(os.environ)
     need, available = tensors.nbytes, available_memory()
     missing = max(0, need - buffers.nbytes)
@@ -43,11 +38,7 @@ def reserve_on_all_ranks(buffers: SnapshotBuffers, tensors: StateTensors) -> boo
 
 
 def has_room_on_all_nodes(needed_bytes: int) -> bool:
-    """Return True if every node has memory for what its ranks need, and keeps some free; a collective.
-
-    Args:
-        needed_bytes: Memory that this rank needs.
-    """
+    """Return True if every node has memory for what its ranks need, and keeps some free; a collective."""
     machine = environment.machine_name(os.environ)
     figures = dist.all_gather_object((machine, needed_bytes, available_memory()))
     needs = {name: sum(each for place, each, _ in figures if place == name) for name, _, _ in figures}

@@ -23,12 +23,12 @@ class SaveFailed(OSError):
 def storage_fault(error: BaseException) -> OSError | None:
     """Return the OSError that caused an error, the error itself included; None if no storage fault caused it."""
     # torch.save and torch.distributed.checkpoint raise errors of their own, which have the OSError as a cause or as the
-    # context. A UserError may have an OSError as its cause too, but was raised as the user's mistake on purpose.
-    # A RankFailed is about another error than the one that this rank may have met.
+    # context. A UserError may have an OSError as its cause too, but was raised as the user's mistake on purpose. A
+    # RankFailed reports the error of another rank.
     if isinstance(error, UserError | DataError | ExternalError | RankFailed):
         return None
     if isinstance(error, CheckpointException):
-        # The same failures are raised on every rank, so that all ranks decide alike.
+        # The same failures are raised on every rank, so that all ranks make the same decision.
         faults = [storage_fault(each) for each, _ in error.failures.values()]
         return faults[0] if faults and None not in faults else None
     if isinstance(error, OSError):
@@ -41,8 +41,6 @@ def describe_fault(fault: OSError, folder: Path, *, needed_bytes: int) -> str:
     """Return a storage fault in words, such as `no space left on runs/a: 13.85 GiB needed, 2.10 GiB free`.
 
     Args:
-        fault: The fault.
-        folder: The run's folder.
         needed_bytes: Size of the checkpoint.
     """
     if fault.errno not in DISK_FULL_ERRORS:
@@ -51,7 +49,7 @@ def describe_fault(fault: OSError, folder: Path, *, needed_bytes: int) -> str:
     what = 'the disk quota is used up on' if fault.errno == errno.EDQUOT else 'no space left on'
     try:
         free = f', {_gib(shutil.disk_usage(folder).free)} free'
-    except OSError:  # the file system does not answer any more
+    except OSError:  # the file system no longer answers
         free = ''
     return f'{what} {folder}: {_gib(needed_bytes)} needed{free}'
 

@@ -1,4 +1,4 @@
-"""Copies of tensors into host memory, by threads and by streams of the GPU, while something else happens."""
+"""Copies of tensors into host memory in the background, by threads and by streams of the GPU."""
 
 import ctypes
 import threading
@@ -41,7 +41,7 @@ class TensorCopies:
         self._versions = self._sum_of_versions()
         on_gpu, rest, pieces = self._divided()
         for device in {source.device for _, source in on_gpu}:
-            # A stream of its own, which begins after what is queued now.
+            # Copy in a separate stream, which starts after the work that is queued now.
             stream = self._streams[device] = torch.cuda.Stream(device)
             stream.wait_stream(torch.cuda.current_stream(device))
         # memmove is 1.4 times as fast as torch's copy, and releases the GIL too.
@@ -57,8 +57,8 @@ class TensorCopies:
     def wait_before_change(self) -> bool:
         """Wait until the tensors may be changed, and return False if they have been changed too early.
 
-        A GPU's stream of training waits for its copies; this thread does not. Returns at once before `start`, and when
-        it has returned before.
+        A GPU's stream of training waits for its copies; this thread does not. It returns at once if the copies have not
+        been started, and in later calls.
         """
         if not self._started.is_set() or not self._pairs:
             return True
@@ -70,7 +70,7 @@ class TensorCopies:
         return unchanged
 
     def wait(self) -> None:
-        """Wait for `start`, and until all copies are made; from any thread.
+        """Wait until `start` has been called and all copies are made; callable from any thread.
 
         Raises:
             Exception: A copy has failed.
@@ -111,7 +111,7 @@ class TensorCopies:
             elif source.device.type != 'cpu' or source.stride() != target.stride():
                 rest.append((target, source))
             else:
-                # The same dense layout, so the bytes are copied, in pieces that threads can share.
+                # Both have the same dense layout, so their bytes are copied, in pieces that threads can share.
                 starts = range(0, source.nbytes, _PIECE_BYTES)
                 to, origin, size = target.data_ptr(), source.data_ptr(), source.nbytes
                 pieces += [(to + start, origin + start, min(_PIECE_BYTES, size - start)) for start in starts]
@@ -129,7 +129,7 @@ class TensorCopies:
         # Tensors of inference mode do not count their changes.
         counted = [source for _, source in self._pairs if not source.is_inference()]
         if counted:
-            private_attribute(counted[0], '_version')  # an error if this PyTorch has none; too slow for each tensor
+            private_attribute(counted[0], '_version')  # raises if this PyTorch has none; too slow for each tensor
         return sum(map(attrgetter('_version'), counted))
 
 

@@ -37,7 +37,7 @@ SHARD = re.compile(r'__(\d+)_')
 
 @dataclass(frozen=True, order=True)
 class _Candidate:
-    """A checkpoint of which a node may have files: `save` tells apart saves of the same batch."""
+    """A checkpoint in a tier; `save` distinguishes saves of the same batch."""
 
     batch: int
     save: str
@@ -60,7 +60,7 @@ def find_resume_point(storage: RunStorage, tiers: Sequence[NodeTier]) -> Path | 
         tiers: Tiers of the nodes, fastest first, which are open.
 
     Returns:
-        The checkpoint of a tier if it is newer than those in the storage or as new; else that of the storage; None if
+        The checkpoint of a tier if it is at least as new as those in the storage, else that of the storage; None if
         there is none.
 
     Raises:
@@ -93,17 +93,16 @@ def stored_batches(storage: RunStorage) -> list[int]:
 
 
 def newest_in_tiers(tiers: Sequence[NodeTier], stored: Collection[int], *, at_least: int) -> Path | None:
-    """Return the newest checkpoint that the nodes have in a tier, complete and verified, with the files that each node
-    needs; a collective.
+    """Return the newest complete and verified checkpoint in a tier, with the files that each node needs; a collective.
 
     Args:
         tiers: Tiers of the nodes, fastest first.
         stored: Batches of the checkpoints in the run's storage. A checkpoint of a tier whose `base` is not among them
             is not used: the user has deleted the base to go back.
-        at_least: Least batch.
+        at_least: Smallest batch to consider.
     """
     candidates = [(each, tier) for tier in tiers for each in _candidates(tier, stored, at_least)]
-    # Newest first; of the same batch from the fastest tier, since sorting keeps the order of equal ones.
+    # Try the newest first; sorting keeps the order of equal batches, so that the fastest tier comes first.
     for candidate, tier in sorted(candidates, key=lambda each: -each[0].batch):
         found = _restore(candidate, tier)
         if found is not None:
@@ -159,7 +158,7 @@ def _restore(candidate: _Candidate, tier: NodeTier) -> Path | None:
             log.warning('%s: not used, no receipt can be read%s', name, f' ({damages[0]})' if damages else '')
         return None
     receipt = parse_receipt(text, str(checkpoint))
-    # By the first rank of each node.
+    # These are the intact files of each node, by its first rank.
     held = {node[0]: {file for rank in node for file in reports[rank][1]} for node in tier.nodes}
     missing = sorted(set(receipt['files']).difference(*held.values()))
     if missing:
@@ -212,7 +211,7 @@ def _verify_own_files(candidate: _Candidate, tier: NodeTier, checkpoint: Path) -
                 intact.append(name)
             else:
                 damages.append(f'{path}: does not match its receipt')
-        except FileNotFoundError:  # another node's
+        except FileNotFoundError:  # another node has it
             pass
         except OSError as error:
             damages.append(f'{path}: {error.strerror}')
@@ -223,18 +222,18 @@ def _needed_files(receipt: dict[str, Any], tier: NodeTier) -> set[str]:
     """Return the files that this rank's node must have, so that all of its ranks can load the checkpoint."""
     world_size = dist.get_world_size()
     same_layout = receipt.get('world_size') == world_size and receipt.get('recipe') == recipe_hash(tier)
-    # With parallelism.replicas, some ranks have written no shards: they read those of others.
+    # Some ranks have written no shards if parallelism.replicas is set: they read those of others.
     writers = {int(found[1]) for name in receipt['files'] if (found := SHARD.match(name))}
     if receipt.get('kind') == 'sharded' and same_layout and writers == set(range(world_size)):
         return set(files_of_rank(receipt, tier.node_ranks))
-    # Which shards a rank reads is known only when the model has been built.
+    # A node gets all files, since the shards that a rank reads are known only when the model has been built.
     return set(receipt['files'])
 
 
 def plan_transfers(
     nodes: Sequence[Sequence[int]], needs: Sequence[Collection[str]], held: dict[int, set[str]]
 ) -> list[_Transfer]:
-    """Return which rank sends which file to which rank, in the order in which all ranks go through them.
+    """Return the transfers that bring each node the files that it lacks, in the order that all ranks follow.
 
     The first rank of each node sends and receives. Files that several nodes have are sent by each of them in turn.
 

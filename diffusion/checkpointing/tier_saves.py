@@ -26,7 +26,7 @@ MAX_FAILED_SAVES = 3
 
 
 class _Schedule:
-    """A tier and when it is saved to."""
+    """A tier and the schedule of its saves."""
 
     def __init__(self, tier: NodeTier, interval: str, place: str) -> None:
         self.tier = tier
@@ -40,8 +40,8 @@ class _Schedule:
 class TierSaves:
     """Saves into the tiers of the nodes; all methods are collectives unless they say otherwise.
 
-    One save runs at a time, and none while one into the run's storage does. A save that fails is reported and changes
-    nothing else: the run does not depend on its tiers.
+    Only one save runs at a time, and none during a save into the run's storage. A save that fails is reported and
+    changes nothing else: the run does not depend on its tiers.
 
     Args:
         tiers: The tiers, fastest first, with the save interval of each.
@@ -69,8 +69,6 @@ class TierSaves:
         """Publish a save that has been written, and start one that is due.
 
         Args:
-            state: The trainer's state.
-            logger: The trainer's logger.
             buffers: Memory for a snapshot; None blocks training until the save is complete.
             can_save: False if the memory for snapshots is in use, or this batch is saved already.
         """
@@ -85,12 +83,12 @@ class TierSaves:
         self._save(due, state, logger, buffers)
 
     def start_copy(self) -> None:
-        """Start to copy the snapshot of the running save; no collective."""
+        """Start to copy the snapshot of the running save; not a collective."""
         if self._running is not None:
             self._running[1].start_copy()
 
     def end_copy(self) -> None:
-        """Wait for the copies of the snapshot, since the optimizer changes the weights next; no collective."""
+        """Wait for the copies of the snapshot, since the optimizer changes the weights next; not a collective."""
         if self._running is not None:
             self._running[1].end_copy()
 
@@ -119,10 +117,10 @@ class TierSaves:
             self._gives_up = False
 
     def stored(self, batch: int | None) -> None:
-        """Take into account that the newest checkpoint in the run's storage is of this batch; no collective."""
+        """Record the batch of the newest checkpoint in the run's storage, and clear dropped tiers; not a collective."""
         for each in self._schedules:
             each.tier.base = batch
-        # Their checkpoints were the newest ones until now.
+        # Dropped tiers kept their checkpoints until now, since those may have been the newest.
         while self._dropped:
             tier = self._dropped.pop()
             tier.clear()
@@ -136,7 +134,7 @@ class TierSaves:
             tier.clear()
 
     def close(self) -> None:
-        """End after an error of training, when the ranks cannot agree any more; no collective."""
+        """End after an error of training, when the ranks cannot agree any more; not a collective."""
         if self._running is not None:
             self._running[1].save.abandon()
             self._running = None
@@ -154,7 +152,7 @@ class TierSaves:
         self._publish(schedule, running.save, logger, time.monotonic() - running.stall_seconds)
 
     def _save(self, schedule: _Schedule, state: State, logger: Logger, buffers: SnapshotBuffers | None) -> None:
-        """Start a save into a tier, or make a whole one without memory for a snapshot."""
+        """Start a save into a tier, or save at once if there is no memory for a snapshot."""
         began = time.monotonic()
         try:
             tier = schedule.tier
@@ -198,7 +196,7 @@ class TierSaves:
         logger.log_metrics({f'checkpoint/{schedule.tier.name}_failed_saves': schedule.failed_in_a_row})
         if dist.get_global_rank() == 0:
             log.warning('%s; training continues', error)
-        # The ranks may have met different faults, but must decide alike.
+        # The ranks may have met different faults, but must make the same decision.
         if any(dist.all_gather_object(error.errno == EXCHANGE_FAILED)):
             self._drop(schedule, 'the exchange of files between nodes has failed')
         elif schedule.failed_in_a_row == MAX_FAILED_SAVES:

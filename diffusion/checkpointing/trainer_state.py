@@ -29,8 +29,8 @@ from diffusion.compatibility.torch_versions import distribute_tied_weights
 from diffusion.data.epoch_position import keep_data_position
 from diffusion.errors import UserError
 
-# Composer asks for it in each state dict, and looks up all files of its own installation to find it. That takes 50 ms,
-# and longer on a network file system, while training waits.
+# Composer looks up its commit hash for each state dict, and searches all files of its own installation for it. That
+# takes 50 ms, and longer on a network file system, while training waits.
 collect_env.get_composer_commit_hash = functools.cache(collect_env.get_composer_commit_hash)
 
 keep_data_position()
@@ -43,9 +43,9 @@ _TENSOR_ATTRIBUTES = ('model', 'optimizers')
 
 
 def gather_state(state: State, *, sharded_tensors: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return what to save: the content of state.pt, and by name the tensors of which each rank writes its shards."""
-    # After a forward pass without a backward pass (evaluation, image sampling) FSDP2 may leave gathered weights in the
-    # model, which are not the parameters that the optimizer holds.
+    """Return the content of state.pt, and the tensors that all ranks save by writing their shards, by name."""
+    # FSDP2 may leave gathered weights in the model after a forward pass without a backward pass (evaluation, image
+    # sampling). These are not the parameters that the optimizer holds.
     reshard(state.model)
     random_state = reproducibility.get_rng_state()
     if not sharded_tensors:
@@ -59,7 +59,7 @@ def gather_state(state: State, *, sharded_tensors: bool) -> tuple[dict[str, Any]
         for label, average in algorithm.averages.items():
             shards = average.shards(state.model)
             tensors |= {f'averages.{name}.{label}.{key}': shard for key, shard in shards.items()}
-    # The averages too are stored sharded. state_dict() has no argument that leaves them out.
+    # The averages are stored sharded too, but state_dict() has no argument that leaves them out.
     try:
         for algorithm in averagers.values():
             algorithm.gathers = False
@@ -80,7 +80,7 @@ def _whole_state(state: State) -> dict[str, Any]:
     model, optimizer = get_state_dict(state.model, state.optimizers[0])
     rest = _rest_of_state(state)
     found = {'model': model, 'optimizers': {type(state.optimizers[0]).__qualname__: optimizer}, **rest}
-    # In Composer's order.
+    # Keep Composer's order.
     return {name: found[name] for name in state.serialized_attributes if name in found} | rest
 
 
@@ -97,8 +97,8 @@ def _rest_of_state(state: State) -> dict[str, Any]:
 def changed_by_updates(state: State) -> set[int]:
     """Return the addresses of the tensors that nothing changes before the optimizer's step of the next batch.
 
-    These are the weights, the optimizer's state and the weight averages. There are none after the last batch of an
-    epoch, whose end may update averages, and with an algorithm of another package, which may change weights any time.
+    These are the weights, the optimizer's state and the weight averages. The set is empty after the last batch of an
+    epoch, since its end may update averages, and if an algorithm of another package may change weights at any time.
     """
     within_epoch = 0 < state.timestamp.batch_in_epoch.value < (state.dataloader_len or 0)
     if not within_epoch or not all(type(each).__module__.partition('.')[0] in _PACKAGES for each in state.algorithms):
@@ -118,9 +118,6 @@ def load_checkpoint(
     """Load a checkpoint into a trainer's state, before DDP wraps the model and after FSDP does; every rank calls this.
 
     Args:
-        state: The trainer's state.
-        logger: The trainer's logger.
-        checkpoint: Folder of the checkpoint.
         fetch: Function that makes files of a sharded checkpoint available in its folder, given the folder and names.
 
     Returns:
@@ -147,7 +144,7 @@ def load_checkpoint(
         _load_shards(state, content['optimizer_settings'], checkpoint, fetch)
     else:
         check_architecture(expected, {name: tensor.shape for name, tensor in saved['model'].items()}, str(checkpoint))
-    # Composer's load_state_dict replaces the run's name by the checkpoint's.
+    # Composer's load_state_dict replaces the run's name with the checkpoint's.
     run_name = state.run_name
     # The state of a disabled gradient scaler, of a run on a CPU, is empty, and an enabled one would refuse it.
     if not all(dict(saved.get('scaler', {})).values()):
@@ -159,7 +156,7 @@ def load_checkpoint(
         warnings.filterwarnings('ignore', message='.* is not in the state_dict. Its state will not be restored')
         state.load_state_dict(saved, logger, strict=True)
     state.run_name = run_name
-    # After load_state_dict, which resets the averagers.
+    # Load the averages after load_state_dict, which resets the averagers.
     if sharded:
         _load_averages(state, saved, checkpoint, fetch)
     state.load_path = str(checkpoint)

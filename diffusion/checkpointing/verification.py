@@ -48,7 +48,7 @@ def verify_checkpoint(checkpoint: Path) -> None:
 def _check_file(path: Path, expected: FileRecord) -> None:
     """Raise DamagedCheckpoint if a file is missing, or has another size or hash than expected."""
     try:
-        # Of the open file: after an open, a network file system asks its server for the size, which stat() may cache.
+        # Ask the open file for its size: a network file system asks its server at an open, but stat() may be cached.
         with path.open('rb') as file:
             size = os.fstat(file.fileno()).st_size
         if size != expected.bytes:
@@ -65,7 +65,6 @@ def newest_intact(folder: Path, run_id: str = '') -> Path | None:
     """Return a run's newest undamaged checkpoint, or None if it has no checkpoints.
 
     Args:
-        folder: The run's folder.
         run_id: The run's id; empty accepts the checkpoints of any run.
 
     Raises:

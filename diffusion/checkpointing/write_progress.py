@@ -4,7 +4,7 @@ import threading
 import time
 
 SHORTEST_WORK_SECONDS = 0.01
-"""Time of the processor after which a paced save pauses at the earliest."""
+"""Shortest CPU time of a paced save between two pauses."""
 
 
 class SaveAbandoned(Exception):
@@ -32,7 +32,7 @@ class WriteProgress:
         """Pause between writes from now on, until `hurry`, so that a thread takes less of the processor from training.
 
         Args:
-            pause: Seconds to pause per second that the writing thread has computed.
+            pause: Seconds to pause per second of CPU time of the writing thread.
         """
         self._pause, self._resumed_at = pause, None
 
@@ -59,7 +59,7 @@ class WriteProgress:
 
     def _wait(self) -> None:
         """Pause in proportion to what this thread has computed since the last pause, unless it was too little."""
-        # Not to the time that it took: waiting for the disk, and pauses while pickling, take nothing from training.
+        # Elapsed time does not count: waiting for the disk, and pauses while pickling, take nothing from training.
         if self._resumed_at is None:
             self._resumed_at = time.thread_time()
         worked = time.thread_time() - self._resumed_at

@@ -20,7 +20,7 @@ PRIVATE = 0o600
 
 def new_unfinished(path: Path) -> Path:
     """Return a unique temporary path in the folder of `path`, to write to before renaming to `path`."""
-    # The same folder, since a rename is atomic only within one file system.
+    # Use the same folder, since a rename is atomic only within one file system.
     return path.with_name(f'{path.name}{UNFINISHED}{uuid4().hex[:12]}')
 
 
@@ -38,7 +38,7 @@ def atomic_file(path: Path, *, create_folder: bool = True) -> Iterator[Path]:
     unfinished = new_unfinished(path)
     try:
         yield unfinished
-        # The content before the rename: otherwise a power cut could leave an empty file under the final name.
+        # Flush the content before the rename: otherwise a power cut could leave an empty file under the final name.
         _flush(unfinished)
         unfinished.replace(path)
     except BaseException:  # KeyboardInterrupt too
@@ -107,7 +107,7 @@ def write_atomically(path: Path, content: str | bytes, *, create_folder: bool = 
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder if it exists; no partial folder keeps the name if the process is killed meanwhile."""
+    """Remove a file or a folder if it exists; a kill of the process never leaves a partial folder under the name."""
     if not path.is_dir() or path.is_symlink():
         path.unlink(missing_ok=True)
         return
@@ -125,7 +125,6 @@ def remove_unfinished(folder: Path, *, below: bool = False) -> None:
     """Remove incomplete files and folders that killed processes left; no other process may be writing there.
 
     Args:
-        folder: The folder to clean.
         below: Clean all of its subfolders too.
     """
     pattern = f'*{UNFINISHED}*'

@@ -97,8 +97,8 @@ class GoogleClient:
         # exist.
         blob, condition = self._blob(location), {'if_generation_match': 0} if if_absent else {}
         if if_tag is not None:
-            # Not a race: reload() returns the etag and the generation together, so a write by another process after
-            # it changes the generation, and the upload fails with status 412.
+            # This is not a race: reload() returns the etag and the generation together, so a write by another process
+            # after it changes the generation, and the upload fails with status 412.
             blob.reload(**self.once)
             if blob.etag != if_tag:
                 raise PreconditionFailed(f'gs://{location.bucket}/{location.key}: has etag {blob.etag}, not {if_tag}')
@@ -233,7 +233,7 @@ class AzureClient:
 
 
 class HubClient:
-    """Client of Hugging Face, to read."""
+    """Read-only client of Hugging Face."""
 
     policy: RetryPolicy
 

@@ -78,7 +78,6 @@ class Client(Protocol):
         """Upload an object to the store.
 
         Args:
-            location: Location of the object.
             content: The bytes, or the path of a file.
             if_absent: Fail with status 412 if the object exists.
             if_tag: Fail with status 412 if the object's etag differs from this one.

@@ -1,4 +1,4 @@
-"""Pool of clients of object stores that no thread uses, since creating a client takes 0.1 to 0.5 s."""
+"""Pool of idle clients of object stores, since creating a client takes 0.1 to 0.5 s."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from diffusion.storage.bucket_interface import Client, Location
 from diffusion.storage.retry import RetryPolicy, status_of
 
 GRACE_SECONDS = 5.0
-"""Time that a client's own timeout is longer than the policy's; it ends the thread of an abandoned download."""
+"""A client's own timeout is longer than the policy's by this time; it ends the thread of an abandoned download."""
 
 idle: dict[tuple[Any, ...], list[Client]] = {}
 """Clients that no thread uses, by process, store and timeout."""
@@ -24,8 +24,7 @@ def client_of(location: Location, retry: RetryPolicy) -> contextlib.AbstractCont
 @contextlib.contextmanager
 def release_after(client: Client, location: Location, retry: RetryPolicy) -> Iterator[Client]:
     """Yield a client, then return it to the pool of idle clients; drop it after HTTP 400, 401 or 403."""
-    # After a refusal the client is dropped: its credentials may have expired, and the next try's new client reads them
-    # again.
+    # Drop the client after a refusal: its credentials may have expired, and a new client reads them again.
     keep = True
     try:
         yield client
@@ -39,7 +38,7 @@ def release_after(client: Client, location: Location, retry: RetryPolicy) -> Ite
 
 def acquire_client(location: Location, retry: RetryPolicy) -> Client:
     """Return an idle client from the pool, or a new client if there is none."""
-    # pop() without a check: another thread may take the last client between a check and the pop.
+    # Call pop() without a check: another thread may take the last client between a check and the pop.
     client: Client
     try:
         client = _idle_clients(location, retry).pop()
@@ -51,5 +50,5 @@ def acquire_client(location: Location, retry: RetryPolicy) -> Client:
 
 def _idle_clients(location: Location, retry: RetryPolicy) -> list[Client]:
     """Return the idle clients of a store with this policy's timeout."""
-    # Keyed by process ID: after a fork, parent and child would write to the same connections of an inherited client.
+    # The key has the process ID: parent and child would write to the same connections of a client inherited by a fork.
     return idle.setdefault((os.getpid(), location.scheme, location.account, retry.timeout_seconds), [])

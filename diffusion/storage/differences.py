@@ -9,7 +9,6 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any], *, saved_in: s
 
     Args:
         saved: The saved settings, nested mappings of plain values.
-        now: The current settings.
         saved_in: Words that follow a saved value in a line.
     """
     return list(_differences('', saved, now, saved_in))

@@ -9,12 +9,12 @@ from functools import cache
 from pathlib import Path
 from typing import BinaryIO, cast
 
-# A checkpoint is not read again soon. Through the page cache, the kernel copies it, evicts the training data from the
-# cache for it, and writes it later with threads of its own. On a virtual machine, whose host provides each page of the
-# cache only when it is first used, 1.7 GB took 4.8 to 7.4 s through the page cache and 1.4 to 1.5 s past it.
+# A checkpoint is not read again soon. The page cache makes the kernel copy it, evict training data for it, and write it
+# later with threads of its own. The host of a virtual machine provides each page of the cache only when it is first
+# used: 1.7 GB took 4.8 to 7.4 s through the page cache and 1.4 to 1.5 s past it there.
 FILE_SYSTEMS = ('ext3', 'ext4', 'f2fs', 'xfs')
-"""Types of file systems that are written directly. Not network file systems: their clients would wait for the server
-after each chunk."""
+"""Types of file systems that are written directly. Network file systems are not among them: their clients would wait
+for the server after each chunk."""
 CHUNK_BYTES = 8 * 2**20
 """Size of a direct write, a multiple of any block size."""
 
@@ -91,7 +91,7 @@ class DirectFile(io.RawIOBase):
             try:
                 written += self._file.write(self._buffer[written : self._filled])
             except OSError as error:
-                # A device with larger blocks, or a short write that ended within one.
+                # The device has larger blocks, or a short write ended within a block.
                 if error.errno != errno.EINVAL or not self._is_direct:
                     raise
                 self._may_be_direct = False
@@ -108,7 +108,7 @@ class DirectFile(io.RawIOBase):
         except OSError:
             if not direct:
                 raise
-            self._may_be_direct = False  # the file system cannot
+            self._may_be_direct = False  # the file system has no direct writes
 
 
 @cache
@@ -119,6 +119,6 @@ def _file_system(device: int) -> str:
         lines = Path('/proc/self/mountinfo').read_text(encoding='utf-8', errors='replace').splitlines()
     except OSError:
         return ''
-    # Fields of a line: man 5 proc. The number of fields before ` - ` varies.
+    # `man 5 proc` lists the fields of a line. Their number before ` - ` varies.
     mounts = (line.split(' - ', 1) for line in lines if line.split()[2] == number)
     return next((mount[1].split()[0] for mount in mounts if len(mount) == 2), '')

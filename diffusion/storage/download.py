@@ -56,7 +56,7 @@ class RemoteFolder:
             UserError: The store refuses the request, and `path` does not exist.
             GaveUp: Every try failed, and `path` does not exist.
         """
-        # Always downloaded: no index has the size or hash of this file, so a stale copy cannot be recognized.
+        # Always download the file: no index has its size or hash, so a stale copy cannot be recognized.
         try:
             self.persist(lambda: write_atomically(path, self.read(name)), name)
         except (GaveUp, UserError) as error:

@@ -1,4 +1,4 @@
-"""Memory of this machine: what is still available, and what a process keeps of that which it has freed."""
+"""Memory of this machine: the available bytes, and the freed memory that a process keeps."""
 
 import ctypes
 import re
@@ -24,7 +24,7 @@ def available_memory(*, meminfo: Path = Path('/proc/meminfo'), cgroup: Path = Pa
 
 def _reclaimable(statistics: Path) -> int:
     """Return the bytes of cached files that a container counts as used but frees when memory is needed."""
-    # Without them a run that writes checkpoints soon seems to have used up its memory.
+    # If they were not counted, a run that writes checkpoints would soon seem to have used up its memory.
     line = re.search(r'^inactive_file (\d+)$', statistics.read_text(), re.MULTILINE) if statistics.exists() else None
     return int(line[1]) if line else 0
 
@@ -32,10 +32,10 @@ def _reclaimable(statistics: Path) -> int:
 def keep_freed_memory() -> None:
     """Make this process keep up to 256 MB of memory that it has freed, in blocks of up to 64 MB.
 
-    Without effect where malloc is not glibc's.
+    It has no effect where malloc is not glibc's.
 
-    For processes that decode one image after another. By default glibc returns the memory of each to the kernel, which
-    must provide and clear it again for the next: a fifth to a third of the time of a preparation.
+    This is for processes that decode one image after another. By default glibc returns the memory of each image to the
+    kernel, which must provide and clear it again for the next: a fifth to a third of the time of a preparation.
     """
     try:
         mallopt = ctypes.CDLL('libc.so.6').mallopt

@@ -57,7 +57,7 @@ def find_damage(path: Path, expected: FileInfo, demanded: str | None = None) -> 
 def hash_of(path: Path, algorithm: str) -> str:
     """Return the hexadecimal hash of a file's content."""
     digest = _hasher(algorithm)
-    # One buffer for all reads, unbuffered: no allocation and no second copy per chunk.
+    # Read unbuffered into one buffer, which avoids an allocation and a second copy per chunk.
     chunk = memoryview(bytearray(CHUNK))
     with path.open('rb', buffering=0) as file:
         while count := file.readinto(chunk):

@@ -9,12 +9,12 @@ MAX_LINE_BYTES = 2**16
 
 
 def parse_json_lines(content: bytes) -> list[dict[str, Any]]:
-    """Return the JSON objects in the content of a file; skip lines that are incomplete, too long or no objects."""
+    """Return the JSON objects in the content of a file; skip lines that are incomplete, too long or not objects."""
     return [*json_objects(line for line in content.splitlines() if len(line) <= MAX_LINE_BYTES)]
 
 
 def json_objects(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects in lines; skip lines that are incomplete or no objects."""
+    """Yield the JSON objects in lines; skip lines that are incomplete or not objects."""
     for line in lines:
         try:
             values = json.loads(line)

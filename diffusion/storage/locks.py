@@ -28,7 +28,7 @@ class WaitedTooLong(Exception):
 
 
 def wait_at_most(seconds: float, wait: Callable[[], None]) -> Callable[[], None]:
-    """Return a `wait` for a lock that calls this one, and raises WaitedTooLong after some time from now."""
+    """Return a `wait` for a lock that calls this one, and raises WaitedTooLong after this many seconds from now."""
     deadline = time.monotonic() + seconds
 
     def limited() -> None:
@@ -59,12 +59,12 @@ def hold_lock(file: Path, wait: Callable[[], None], *, shared: bool = False, rem
         shared: Take a shared lock, which other processes can hold at the same time if theirs is shared too.
         remove: Remove the lock file afterwards; only for files on which no process takes a shared lock.
     """
-    # Polled, since a blocking flock could not call `wait`, by which callers raise a timeout or another rank's failure.
+    # Poll, since a blocking flock could not call `wait`, which raises a caller's timeout or another rank's failure.
     begin = time.monotonic()
     while (handle := _try_lock(file, shared=shared)) is None:
         wait()
-        # Less often after the first second: each poll is three requests to the server of a cluster's file system, which
-        # thousands of processes may share.
+        # Poll less often after the first second: each poll is three requests to the server of a cluster's file system,
+        # which thousands of processes may share.
         time.sleep(min(max(SHORTEST_POLL_SECONDS, POLL_FACTOR * (time.monotonic() - begin)), LONGEST_POLL_SECONDS))
     try:
         yield handle >= 0
@@ -134,7 +134,7 @@ def _open(lock: Path) -> int:
     try:
         return open_own_file(lock, os.O_CREAT | os.O_RDWR, 0o666)
     except PermissionError:
-        # In a world-writable sticky folder such as /tmp, another user's file cannot be opened with O_CREAT (sysctl
+        # Another user's file in a world-writable sticky folder such as /tmp cannot be opened with O_CREAT (sysctl
         # fs.protected_regular) or for writing, but it can be opened for reading, which is enough for flock.
         return open_own_file(lock, os.O_RDONLY)
 
@@ -143,15 +143,14 @@ def _release(handle: int, lock: Path | None) -> None:
     """Unlock and close a file descriptor returned by `_try_lock`; -1 (locks are not supported) does nothing.
 
     Args:
-        handle: The file descriptor.
         lock: Path of the lock file, to remove it first; None keeps the file for the next process.
     """
     if handle < 0:
         return
-    # Unlinked before the lock is released: afterwards it could be the file that another process has just locked.
+    # Unlink the file before the lock is released: afterwards it could be one that another process has just locked.
     if lock is not None:
         lock.unlink(missing_ok=True)
-    # Unlocked explicitly: closing alone would not release the lock if a process forked meanwhile shares the descriptor.
+    # Unlock explicitly: closing alone would not release the lock if a process forked meanwhile shares the descriptor.
     fcntl.flock(handle, fcntl.LOCK_UN)
     os.close(handle)
 

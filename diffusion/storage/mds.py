@@ -24,7 +24,7 @@ import xxhash
 from diffusion.storage.atomic import atomic_file, write_atomically
 
 HASHES = ('sha1', 'xxh64')
-"""Hash algorithms of each shard, both of which a recipe's `validate_hash` may select; Streaming checks one of them."""
+"""Hash algorithms of each shard; Streaming checks one of them, which a recipe's `validate_hash` may select."""
 INDEX = 'index.json'
 
 _NEW_HASH: dict[str, Callable[[], Any]] = {'sha1': hashlib.sha1, 'xxh64': xxhash.xxh64}

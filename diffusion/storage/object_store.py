@@ -57,12 +57,10 @@ def list_objects(url: str, *, retry: RetryPolicy = DEFAULT) -> list[ObjectInfo]:
 def collect_objects(
     url: str, collect: Callable[[Iterator[ObjectInfo]], Collected], *, retry: RetryPolicy = DEFAULT
 ) -> Collected:
-    """Return what a function makes of the metadata that `list_objects` would return, for listings that are long.
+    """Call a function with an iterator over the result of `list_objects`, for long listings, and return its result.
 
     Args:
-        url: URL of an object or a folder.
         collect: Function that is given the metadata one by one; it is called again if the listing fails meanwhile.
-        retry: Tries and pauses after failures.
     """
     location, key = locate(url), split(url)[1]
     below = key if not key or key.endswith('/') else f'{key}/'
@@ -95,7 +93,7 @@ def list_folder(url: str, *, retry: RetryPolicy = DEFAULT) -> FolderListing:
         prefix = location.key.rstrip('/')
         with client_of(location, retry) as client:
             folders, objects = client.list_folder(location._replace(key=f'{prefix}/' if prefix else ''))
-        # Without the object that some programs create for the folder itself, and, on Hugging Face, a file at the URL.
+        # Leave out the object that some programs create for the folder itself, and, on Hugging Face, a file at the URL.
         objects = [found for found in objects if found.key.startswith(below) and found.key != below]
         return sorted(folders), sorted(objects)
 
@@ -158,7 +156,6 @@ def download(url: str, path: Path, *, size: int | None = None, retry: RetryPolic
         path: Path of the copy; after a failure it may be incomplete.
         size: Expected size in bytes, checked since not every client detects a truncated body; None skips the check,
             and costs one more request.
-        retry: Number of tries and timeout.
 
     Raises:
         UserError: The object does not exist, or the store refuses the request.
@@ -193,11 +190,9 @@ def write(
     process writing the same bytes must count as a conflict.
 
     Args:
-        url: URL of the object.
         content: The bytes, or the path of a file.
         if_absent: Write only if the object does not exist.
         if_tag: Write only if the object exists and has this etag.
-        retry: Number of tries and timeout.
 
     Raises:
         UserError: The store refuses the request.
@@ -255,9 +250,7 @@ def delete(url: str, *, missing_ok: bool = False, retry: RetryPolicy = DEFAULT) 
     """Delete the object at a URL.
 
     Args:
-        url: URL of the object.
         missing_ok: Accept that there is no such object; S3 accepts it always.
-        retry: Number of tries and timeout.
 
     Raises:
         UserError: The store refuses the request, there is no such bucket, or, in some stores, no such object.
@@ -272,7 +265,7 @@ def delete(url: str, *, missing_ok: bool = False, retry: RetryPolicy = DEFAULT) 
             with client_of(location, retry) as client:
                 client.delete(location)
         except Exception as error:
-            # After a lost answer the object may be missing because an earlier try has deleted it.
+            # The object may be missing because an earlier try, whose answer was lost, has deleted it.
             if (missing_ok or answer_lost) and is_missing_object(error):
                 return
             answer_lost = answer_lost or (status_of(error) or 500) >= 500
@@ -302,7 +295,6 @@ def abort_uploads(url: str, *, older_than_seconds: float, retry: RetryPolicy = D
         url: URL of an object or a folder.
         older_than_seconds: Minimum age by the store's clock; longer than any upload takes, since a running upload
             that is aborted fails.
-        retry: Number of tries and timeout.
     """
     location = locate(url)
     aborted: list[str] = []

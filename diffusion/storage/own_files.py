@@ -1,7 +1,7 @@
-"""Files of fixed names in folders that other users may write to: opened without following links, and private folders.
+"""Safe access to files of fixed names in folders that other users may write to, and private folders.
 
-Otherwise another user of a shared folder could make such a name a link to any file of this user, which the next write
-would change, or a pipe, which would block the program.
+Files are opened without following links. Otherwise another user of a shared folder could make such a name a link to any
+file of this user, which the next write would change, or a pipe, which would block the program.
 """
 
 import os
@@ -17,7 +17,6 @@ def open_own_file(path: Path | str, flags: int, mode: int = 0o644) -> int:
     """Open or create a regular file, and return its descriptor.
 
     Args:
-        path: The file.
         flags: Flags of os.open, such as `os.O_CREAT | os.O_APPEND | os.O_WRONLY`.
         mode: Permissions of a new file.
 
@@ -26,10 +25,10 @@ def open_own_file(path: Path | str, flags: int, mode: int = 0o644) -> int:
         OSError: The file cannot be opened.
     """
     try:
-        # O_NONBLOCK: a pipe would wait for its other end. It has no effect on a regular file.
+        # O_NONBLOCK keeps a pipe from waiting for its other end. It has no effect on a regular file.
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     except OSError as error:
-        # ELOOP for a link, EISDIR for a folder, ENXIO for a pipe without a reader or a socket.
+        # The error is ELOOP for a link, EISDIR for a folder, and ENXIO for a pipe without a reader or a socket.
         if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
             raise UserError(_not_regular(path)) from error
         raise
@@ -50,7 +49,7 @@ def append_text(path: Path) -> IO[Any]:
 
 
 def user_folder() -> Path:
-    """Create and return the folder of this user in the machine's temporary folder, which others cannot write to.
+    """Create and return this user's private folder in the machine's temporary folder; others cannot write to it.
 
     Raises:
         UserError: The folder belongs to another user, or is a link.

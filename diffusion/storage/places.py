@@ -31,9 +31,9 @@ from diffusion.storage.own_files import open_own_file, opener
 from diffusion.storage.retry import PreconditionFailed, RetryPolicy, status_of
 
 QUICK = RetryPolicy(tries=2, timeout_seconds=5.0)
-"""For files without which a run goes on; callers stop waiting after `bounded_call.STORAGE_SECONDS`."""
+"""Policy for files that a run can do without; callers stop waiting after `bounded_call.STORAGE_SECONDS`."""
 PATIENT = RetryPolicy(tries=4, timeout_seconds=20.0)
-"""For files without which a program cannot go on."""
+"""Policy for files that a program cannot do without."""
 PROBE = 'conditional-write-check'
 """Start of the name of the object that `check_conditions` writes and deletes."""
 
@@ -43,11 +43,11 @@ class FileVersion(NamedTuple):
 
     tag: str
     modified: float | None
-    """Time of the last write in seconds since 1970, or None if the storage does not tell."""
+    """Time of the last write in seconds since 1970, or None if the storage does not report it."""
 
 
 class Listing(NamedTuple):
-    """What a folder contains directly, by name."""
+    """Files and subfolders directly in a folder, by name."""
 
     files: dict[str, FileVersion]
     folders: set[str]
@@ -79,7 +79,6 @@ class Place(Protocol):
         """Write a small file, which other processes then see as a whole or not at all, and create its folder.
 
         Args:
-            name: Name of the file.
             content: The new content, text as UTF-8.
             flush: False for a file that need not survive a power cut.
             in_place: Overwrite the file on a file system, although a reader may then see a partial write: clients of
@@ -91,8 +90,6 @@ class Place(Protocol):
         """Write a small file unless it exists; of several concurrent calls, exactly one has an effect and returns True.
 
         Args:
-            name: Name of the file.
-            content: Its content.
             alone: True if no other process calls this now; a store then needs no conditional writes.
         """
         ...
@@ -107,7 +104,7 @@ class Place(Protocol):
         ...
 
     def list(self, folder: str = '') -> Listing:
-        """Return what a folder contains; nothing if it does not exist."""
+        """Return the files and subfolders of a folder; none if it does not exist."""
         ...
 
     def sizes(self) -> dict[str, int]:
@@ -134,7 +131,6 @@ class Place(Protocol):
         """Return a local path of an existing file: its own, or that of a copy in the scratch folder.
 
         Args:
-            name: Name of the file.
             again: True for a file that may have changed since it was copied.
         """
         ...
@@ -144,7 +140,7 @@ class Place(Protocol):
         ...
 
     def check_conditions(self) -> None:
-        """Check that files can be replaced on a condition, before work begins that ends with that.
+        """Check that files can be replaced on a condition, before work begins that needs this at its end.
 
         Raises:
             UserError: The file system has no locks, or the store has no conditional writes.
@@ -157,7 +153,6 @@ class LocalPlace(Place):
     """Folder on a file system.
 
     Attributes:
-        path: The folder.
         is_run: True for the folder of a run, which is not created here: without its mount, a new folder would look
             like that of a run.
     """
@@ -173,7 +168,7 @@ class LocalPlace(Place):
 
     def read(self, name: str, *, tail_bytes: int | None = None) -> bytes | None:
         try:
-            # O_NONBLOCK: opening a pipe would wait for a writer.
+            # O_NONBLOCK: otherwise opening a pipe would wait for a writer.
             descriptor = os.open(self.path / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -187,7 +182,7 @@ class LocalPlace(Place):
 
     def read_version(self, name: str) -> Versioned | None:
         try:
-            # In the folder of a run, another user's link would lead the next write to any file.
+            # Another user's link in the folder of a run could lead the next write to any file.
             with open(self.path / name, 'rb', opener=opener if self.is_run else None) as file:
                 content = file.read()
         except (FileNotFoundError, NotADirectoryError):
@@ -197,7 +192,7 @@ class LocalPlace(Place):
     def write(self, name: str, content: str | bytes, *, flush: bool = True, in_place: bool = False) -> None:
         path, data = self._prepared(name), _encoded(content)
         if in_place:
-            # No O_TRUNC: the file would be empty until the write.
+            # O_TRUNC would leave the file empty until the write.
             with open(open_own_file(path, os.O_CREAT | os.O_WRONLY), 'wb', buffering=0) as file:
                 os.pwrite(file.fileno(), data, 0)
                 file.truncate(len(data))
@@ -237,7 +232,7 @@ class LocalPlace(Place):
             for entry in entries:
                 if entry.is_dir():
                     listing.folders.add(entry.name)
-                elif not entry.name.startswith('.'):  # else it is being written
+                elif not entry.name.startswith('.'):  # hidden files are still being written
                     with suppress(FileNotFoundError):  # replaced just now
                         status = entry.stat()
                         listing.files[entry.name] = FileVersion(str(status.st_mtime_ns), status.st_mtime)
@@ -308,8 +303,8 @@ class StorePlace(Place):
         url: URL of the folder.
         scratch: Local folder for files that are uploaded or downloaded, to which no other process writes.
         retry: Number of tries and timeout of each request.
-        refusal_is_fault: Raise a refusal of the store as OSError: for programs that go on without a file, since a store
-            may refuse access for a moment.
+        refusal_is_fault: Raise a refusal of the store as OSError. Programs that go on without a file set this, since a
+            store may refuse access for a moment.
     """
 
     url: str
@@ -335,8 +330,8 @@ class StorePlace(Place):
     def read_version(self, name: str) -> Versioned | None:
         url = self.locate(name)
         with self._faults(url):
-            # The etag first: if the object changes between the two requests, a replacement with this etag fails. In the
-            # other order it could replace content that was never read.
+            # Read the etag first: if the object changes between the two requests, a replacement with this etag fails.
+            # The other order could replace content that was never read.
             tag = object_store.head(url, retry=self.retry).tag
             return Versioned(object_store.read(url, retry=self.retry), tag)
         return None
@@ -421,12 +416,13 @@ class StorePlace(Place):
 
     @contextmanager
     def _faults(self, missing: str | None = None) -> Iterator[None]:
-        """Raise a refusal as it is wanted; end the block silently if the object at the URL `missing` does not exist."""
+        """Raise refusals as `refusal_is_fault` says; end the block silently if there is no object at the URL
+        `missing`."""
         try:
             yield
         except UserError as error:
             if missing is not None and status_of(error) == 404:
-                if not self.refusal_is_fault:  # a missing bucket is refused here, which the answer 404 does not tell
+                if not self.refusal_is_fault:  # raises for a missing bucket, which is also a 404
                     object_store.list_objects(missing, retry=self.retry)
                 return
             if not self.refusal_is_fault:
@@ -448,7 +444,6 @@ def files_of_run(run: Path | str, retry: RetryPolicy = QUICK, *, refusal_is_faul
     """Return the files of the run in a folder or at a URL.
 
     Args:
-        run: The run's folder or URL.
         retry: Number of tries and timeout of each request to a store.
         refusal_is_fault: As in `StorePlace`.
     """
@@ -460,7 +455,7 @@ def files_of_run(run: Path | str, retry: RetryPolicy = QUICK, *, refusal_is_faul
 def move_if_absent(unfinished: Path, path: Path) -> bool:
     """Move a complete file to another name unless that exists; of several concurrent calls, exactly one returns True.
 
-    In each case `unfinished` is gone.
+    `unfinished` is gone in each case.
     """
     # A hard link fails if the name exists, where a rename would silently replace another process's file. The linked
     # file is complete already, so no reader can see a partial one.

@@ -52,7 +52,7 @@ def run_all(tasks: Iterable[Task], retry: RetryPolicy) -> None:
 class _Pool:
     """Threads that run submitted tasks, the oldest first."""
 
-    # Not a ThreadPoolExecutor: its threads are no daemons, and at exit it still works off its whole queue.
+    # A ThreadPoolExecutor would not do: its threads are not daemons, and at exit it still works off its whole queue.
 
     def __init__(self) -> None:
         self.tasks: queue.SimpleQueue[tuple[Future[None], Task, RetryPolicy]] = queue.SimpleQueue()
@@ -76,7 +76,7 @@ class _Pool:
                 future.set_exception(error)
             else:
                 future.set_result(None)
-            del future, task, policy  # not kept alive while the thread waits
+            del future, task, policy  # do not keep them alive while the thread waits
 
 
 def _process_pool() -> _Pool:
@@ -89,8 +89,8 @@ def _process_pool() -> _Pool:
 
 
 def _forget_pool() -> None:
-    """After a fork, forget the pool and the lock of the parent process."""
-    # None of its threads exist here, and the lock stays locked if one of them held it.
+    """Forget the pool and the lock of the parent process after a fork."""
+    # The parent's threads do not exist here, and the lock stays locked if one of them held it.
     global _lock, _pool
     _lock, _pool = threading.Lock(), None
 

@@ -127,7 +127,7 @@ class RetryPolicy:
 
     def _pause(self, seconds: float) -> None:
         """Sleep for 0.5 to 1 times this many seconds, chosen at random, calling `wait` meanwhile."""
-        # Jitter: thousands of loader workers that a store throttled must not all retry at the same time.
+        # Jitter keeps thousands of loader workers that a store throttled from retrying at the same time.
         end = time.monotonic() + seconds * random.uniform(0.5, 1.0)
         while time.monotonic() < end:
             self.wait()

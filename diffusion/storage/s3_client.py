@@ -18,7 +18,7 @@ from diffusion.storage.retry import RetryPolicy
 PART_BYTES = 2**26
 """Part size of multipart uploads in bytes; a larger file is uploaded in parts, several of them in parallel."""
 WAIT_SECONDS = 0.01
-"""Interval at which an upload asks if it should end."""
+"""Interval at which an upload calls the policy's `wait`, which may end it."""
 GOOGLE_S3 = 'https://storage.googleapis.com'
 """Google's S3-compatible endpoint, used with the HMAC keys in GCS_KEY and GCS_SECRET."""
 
@@ -78,7 +78,7 @@ class S3Client:
         )
         self.client: Any = session.client('s3', config=config, **settings)
         self.transfer = TransferConfig(multipart_threshold=PART_BYTES, multipart_chunksize=PART_BYTES)
-        # Streaming's variable: the names of requester-pays buckets, separated by commas.
+        # This variable of Streaming has the names of requester-pays buckets, separated by commas.
         payers = os.environ.get('MOSAICML_STREAMING_AWS_REQUESTER_PAYS', '')
         self.requester_pays = {name.strip() for name in payers.split(',') if name.strip()}
 
@@ -122,7 +122,7 @@ class S3Client:
 
     def write(self, location: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:
         """Upload an object in one request, or a large file in parts if the write has no condition."""
-        # Streaming's variable: a canned ACL such as bucket-owner-full-control.
+        # This variable of Streaming has a canned ACL such as bucket-owner-full-control.
         extra = {'ACL': os.environ['S3_CANNED_ACL']} if os.environ.get('S3_CANNED_ACL') else {}
         conditions = {'IfNoneMatch': '*'} if if_absent else {'IfMatch': f'"{if_tag}"'} if if_tag else {}
         if conditions and self.google:

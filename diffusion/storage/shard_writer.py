@@ -1,7 +1,7 @@
 """Resumable writing of numbered MDS shards, in any order and by any number of processes.
 
-A shard is complete once its index entry exists, which is written after it; after an interruption, shards without an
-entry are written again. The dataset's index is assembled last. A plan file records the settings of the dataset, so that
+A shard is complete once its index entry exists, which is written after it. Shards without an entry are written again
+after an interruption. The dataset's index is assembled last. A plan file records the settings of the dataset, so that
 shards of different datasets are never mixed.
 """
 
@@ -31,7 +31,7 @@ class ShardWriter:
         data: Folder of the shards.
         entries: Folder of the index entries, one file per shard; `data` itself or another folder.
         format: Columns and size limit of the shards.
-        token: Part of the names of the shards that tells those of one change to a dataset from others.
+        token: Part of the names of the shards; it distinguishes the shards of one change to a dataset from others.
     """
 
     data: Place
@@ -56,14 +56,13 @@ class ShardWriter:
         """Write a shard of encoded samples and its index entry.
 
         Args:
-            number: Number of the shard.
             samples: The encoded samples in order; may be a generator.
             sizes: Sizes of the samples in bytes.
         """
         name = self.name(number)
         with self.data.writing(name) as path:
             entry = self.format.write_shard(path, samples, sizes, name=name)
-        # Only now, when the shard is complete: the entry marks it as done.
+        # Write the entry last, since it marks the shard as complete.
         self.entries.write(f'{name}.json', json.dumps(entry, sort_keys=True))
 
     def read_entries(self, numbers: Iterable[int]) -> list[dict[str, Any]]:
@@ -88,11 +87,11 @@ def pin_plan(folder: Place, plan: Mapping[str, Any], *, where: str) -> None:
         UserError: The folder has unfinished work with another plan; the message lists the differences.
     """
     text = json.dumps(plan, indent=1) + '\n'
-    # Only one process calls this for a folder in a store. Google with HMAC keys has no conditional writes.
+    # `alone`: only one process calls this for a folder in a store, and Google with HMAC keys has no conditional writes.
     folder.create(PLAN, text, alone=True)
-    # Through JSON, as the saved plan went, which for example turns tuples into lists.
+    # Convert the plan to JSON and back like the saved one, which, for example, turns tuples into lists.
     now = json.loads(text)
-    # Read back even after writing it: of several processes that start together, only one has written its plan.
+    # Read the plan back even after writing it: if several processes start together, only one has written its own.
     try:
         saved = json.loads(folder.read(PLAN) or b'')
     except ValueError as error:

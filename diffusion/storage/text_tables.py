@@ -28,8 +28,7 @@ def csv_rows(
     A position is text such as `captions.csv line 7`. Cells that a short row lacks are None.
 
     Args:
-        file: The file.
-        name: Its name in messages.
+        name: Name of the file in messages.
         check: Called with the names of the columns before the first row; raises an error about a missing column.
         delimiter: Character between the cells.
         quoting: Rule of the quotation marks, a constant of `csv`.
@@ -40,7 +39,7 @@ def csv_rows(
         UnicodeDecodeError: The file is not UTF-8, and `errors` is `strict`.
     """
     with file.open(encoding='utf-8-sig', errors=errors, newline='') as lines:
-        if sys.version_info < (3, 11):  # whose csv refuses NUL; is_misread finds surrogates too
+        if sys.version_info < (3, 11):  # older csv modules refuse NUL; is_misread finds surrogates too
             lines = (line.replace('\0', '\udc80') for line in lines)
         reader = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)  # pyright: ignore[reportArgumentType]
         try:

@@ -1,4 +1,4 @@
-"""Wait until a file that another machine wrote to a shared folder is visible, as network file systems cache."""
+"""Wait until a file that another machine wrote to a shared folder is visible, since network file systems cache."""
 
 import os
 import time
@@ -10,7 +10,7 @@ exist."""
 
 
 def why_not_visible(path: Path, content: str, seconds: float) -> str:
-    """Wait until a file can be read with this content; return an empty text, or after so many seconds the reason."""
+    """Wait until a file can be read with this content; return '', or after so many seconds the reason why it cannot."""
     deadline = time.monotonic() + seconds
     while True:
         try:

@@ -54,13 +54,13 @@ def read_watched(
         TimeoutError: Fewer than PROGRESS_BYTES arrived per timeout.
         Exception: An error of the client, with status 412 if the object no longer has this version.
     """
-    # In a separate thread, since a read from a hung mount cannot be interrupted, and a client's own timeout restarts
-    # with every byte received. A stalled thread is abandoned; it ends at its next write to `file` or when its socket
-    # times out. It is a daemon, so that the interpreter does not wait for it at exit.
+    # Read in a separate thread, since a read from a hung mount cannot be interrupted, and a client's own timeout
+    # restarts with every byte received. A stalled thread is abandoned; it ends at its next write to `file` or when its
+    # socket times out. It is a daemon, so that the interpreter does not wait for it at exit.
     read: Callable[[], None] = partial(_read_mount, url, file, span)
     if '://' in url:
         location = locate(url)
-        # Created before the clock starts: importing the package and reading credentials is not the store's time.
+        # Create the client before the clock starts: importing packages and reading credentials is not the store's time.
         read = partial(_read_store, acquire_client(location, retry), location, file, span, version, retry)
     errors: list[BaseException] = []
     reader = threading.Thread(target=_capture_error, args=(read, errors), daemon=True)

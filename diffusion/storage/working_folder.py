@@ -1,4 +1,4 @@
-"""Local folder in which a node keeps its part of a run whose home is an object store."""
+"""Local folder of a node for its part of a run in an object store."""
 
 import os
 from pathlib import Path
@@ -16,12 +16,11 @@ def working_folder(url: str, purpose: str = 'runs') -> Path:
     It is below $DIFFUSION_WORKING_FOLDER, or else below ~/.cache/diffusion.
 
     Args:
-        url: URL of the run.
-        purpose: Name of the folder above, which keeps what trains apart from what is downloaded only to be read.
+        purpose: Name of the folder above, which separates training from downloads that are only read.
     """
     scheme, _, rest = url.partition('://')
     parts = [quote(part, safe=' =+,') for part in rest.split('/') if part]
-    # Names such as `..` are not quoted, and would lead out of the folder.
+    # `quote` does not change names such as `..`, which would lead out of the folder.
     parts = [part.replace('.', '%2E') if set(part) == {'.'} else part for part in parts]
     return working_root() / purpose / scheme / Path(*parts)
 
@@ -31,5 +30,5 @@ def working_root() -> Path:
     if chosen := os.environ.get(WORKING_FOLDER_VARIABLE):
         return Path(chosen)
     cache = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
-    # The machine's name, since the nodes of a cluster may share the home folder, but not the parts that they hold.
+    # Add the machine's name, since the nodes of a cluster may share the home folder, but not the parts that they hold.
     return Path(cache, 'diffusion', os.uname().nodename)

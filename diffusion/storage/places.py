@@ -416,8 +416,7 @@ class StorePlace(Place):
 
     @contextmanager
     def _faults(self, missing: str | None = None) -> Iterator[None]:
-        """Raise refusals as `refusal_is_fault` says; end the block silently if there is no object at the URL
-        `missing`."""
+        """Raise refusals as `refusal_is_fault` says; end the block silently if the URL `missing` has no object."""
         try:
             yield
         except UserError as error:

@@ -143,7 +143,7 @@ def pause_for_training() -> float:
 
 
 def choose_when_stopping(*, remaining: float, synchronous: float, notice: float | None) -> Choice:
-    """Return what fits between a stop signal and the end of the process.
+    """Return which saves fit between a stop signal and the end of the process.
 
     `both` finishes the running save and saves the present batch; `replace` abandons the running save for one of the
     present batch; `finish` only finishes the running one, because a new one would not be complete in time.

@@ -35,7 +35,7 @@ DOWNLOADS = 2
 
 @dataclass(frozen=True)
 class Found:
-    """A file that was made available: its size, and whether it had to be downloaded."""
+    """A file that is available locally: its size, and True if it had to be downloaded."""
 
     bytes: int
     downloaded: bool

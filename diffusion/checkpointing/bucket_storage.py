@@ -156,6 +156,7 @@ class BucketStorage:
 
     def upload(self, work: Path, files: Mapping[str, FileRecord], batch: int, check: Callable[[], None]) -> None:
         def write(name: str, policy: RetryPolicy) -> None:
+            # `check` raises if the save has been abandoned, `policy.wait` if another upload has failed.
             def wait() -> None:
                 check()
                 policy.wait()
@@ -270,7 +271,7 @@ class BucketStorage:
         return found[0]
 
     def _restore(self, batch: int) -> Path:
-        """Bring a checkpoint's files to the nodes that need them, verified; return the local folder; a collective.
+        """Download a checkpoint to the nodes that need its files, verify it and return the local folder; a collective.
 
         Raises:
             DamagedCheckpoint: The checkpoint is damaged; on every rank.

@@ -231,7 +231,6 @@ def parse_receipt(text: bytes, checkpoint: str, *, sharded: bool = False) -> dic
     """Return the content of a receipt.json.
 
     Args:
-        text: The file's bytes.
         checkpoint: Path or URL of the checkpoint, whose last part is its name.
         sharded: True if the checkpoint has an index of sharded tensors.
 

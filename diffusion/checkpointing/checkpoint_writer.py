@@ -147,6 +147,7 @@ class SaveInProgress:
             self._check()  # an abandoned save is not uploaded
         except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
             self._error = error
+        # A rank that failed calls this too, without files: its peers in a tier wait for an exchange with it.
         try:
             self._storage.upload(self._work, {} if self._error else self._records, self.batch, self._check)
         except Exception as error:
@@ -204,7 +205,7 @@ class SaveInProgress:
         self.progress.add(0)
 
     def _collect(self, state: State, *, sharded_tensors: bool, buffers: SnapshotBuffers | None) -> None:
-        """Collect what is to be written, or a snapshot of it; a collective."""
+        """Collect the state to write, or a snapshot of it; a collective."""
         # The collectives in this call may raise on one rank only. That must not count as a failed save: this rank
         # would continue training while the others wait for it.
         collected = collect(state, self._work, self.progress, sharded_tensors=sharded_tensors)
@@ -223,7 +224,7 @@ class SaveInProgress:
                     self._sharded.shards = shards
 
     def _publish(self, records: list[dict[str, FileRecord]], results: list[list[WriteResult]]) -> None:
-        """Write the index of sharded tensors and the receipt from what all ranks have written; on rank 0."""
+        """Write the index of sharded tensors and the receipt from the results of all ranks; on rank 0."""
         files = {name: record for each in records for name, record in each.items()}
         if self._sharded is not None:
             self._sharded.write_index(results)

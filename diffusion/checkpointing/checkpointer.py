@@ -299,6 +299,7 @@ class Checkpointer(CheckpointSaver):
         due = self.save_interval(state, event) and self.last_checkpoint_batch != state.timestamp.batch
         if self._running is not None and self._running.batch == state.timestamp.batch:
             due = False
+        # A save that failed on a full disk is repeated at once if room has been made for it.
         if not due and not made_room:
             return
         if self._tiers is not None:

@@ -35,7 +35,7 @@ differ by minutes on file systems that take times from their clients."""
 TRIES = 5
 """Number of searches for a run's newest checkpoint while the run removes checkpoints."""
 PAUSE_SECONDS = 0.5
-"""Time in which a run puts back a checkpoint that it was about to remove."""
+"""Time that a run needs to put back a checkpoint that it was about to remove."""
 _CLAIM = re.compile(r'\.claim-ba(\d+)-\w+\.json')
 PIN = re.compile(r'ba(\d+)\.pinned')
 

@@ -68,7 +68,7 @@ class FailedSaves:
 
 
 def make_room_after(error: SaveFailed, storage: RunStorage, keep: KeepConfig | None, batch: int) -> bool:
-    """Remove what the run would not keep after a save, if the save failed on a full disk; a collective.
+    """Remove checkpoints that the run would not keep after a save, if the save failed on a full disk; a collective.
 
     Args:
         keep: Checkpoints that the run keeps; None keeps all.

@@ -198,7 +198,6 @@ def open_tiers(config: TiersConfig, run_id: str, recipe_text: str, *, begun: boo
     """Open the tiers of a recipe; return them, fastest first, with their save intervals; a collective.
 
     Args:
-        config: The section `checkpointing.tiers`.
         begun: True if the run has checkpoints: a folder that is missing is then the fault of a node, not a mistake.
 
     Raises:

@@ -45,7 +45,6 @@ def choose_peers(nodes: Sequence[Sequence[int]], domains: Sequence[str], rank: i
     Args:
         nodes: The ranks of each node, in order.
         domains: The failure domain of each node, such as its rack; equal texts if none is known.
-        rank: A global rank.
 
     Returns:
         The peers; None if there is only one node, or the nodes have different numbers of ranks.
@@ -74,7 +73,7 @@ def exchange_files(
 ) -> None:
     """Send files of a folder to a peer, and write those of another peer into the same folder; may run in a thread.
 
-    Both peers must call this too. A rank without files to send, or whose save has failed, passes none.
+    Both peers must call this too. A rank passes no files if it has none to send or its save has failed.
 
     Args:
         files: Size and hash of this rank's files by name.
@@ -82,7 +81,7 @@ def exchange_files(
         check: Called before each chunk; an exception that it raises ends the exchange once all chunks have passed.
 
     Raises:
-        OSError: A file cannot be read or written, or what arrived differs from what was sent.
+        OSError: A file cannot be read or written, or a file arrived with another content.
         RuntimeError: A peer cannot be reached.
     """
     offered = {name: (record.bytes, record.xxh3_128) for name, record in files.items()}
@@ -166,7 +165,7 @@ def _send(tensor: Tensor, to: int, group: ProcessGroup | None) -> Work:
 
 
 def _chunk_sizes(sizes: Mapping[str, int]) -> list[int]:
-    """Return the sizes of the chunks in which files are sent, one file after another; an empty file is no chunk."""
+    """Return the sizes of the chunks in which files are sent, one file after another; an empty file has no chunk."""
     return [min(CHUNK_BYTES, size - start) for size in sizes.values() for start in range(0, size, CHUNK_BYTES)]
 
 

@@ -42,8 +42,8 @@ class CheckpointInfo:
 def kept(checkpoints: Iterable[CheckpointInfo], rules: KeepConfig) -> set[int]:
     """Return the batches of the checkpoints that the rules keep or that are claimed; the newest is always kept.
 
-    Pruning after each save leaves the same checkpoints as pruning once after the last one: what a rule lets go, it
-    never keeps later.
+    Pruning after each save leaves the same checkpoints as pruning once after the last one: a rule never keeps a
+    checkpoint that it did not keep before.
     """
     newest_first = sorted(checkpoints, key=lambda each: each.batch, reverse=True)
     found = {each.batch for each in newest_first if each.claimed}
@@ -119,7 +119,7 @@ def time_of_receipt(receipt: Mapping[str, Any]) -> float | None:
 
 
 def _remove(folder: Path, batches: Iterable[int]) -> list[Path]:
-    """Remove checkpoints of a run, except for those that were claimed meanwhile; return the paths of removed ones."""
+    """Remove checkpoints of a run, except for those that have just been claimed; return the paths of removed ones."""
     removed = []
     for batch in batches:
         path = folder / checkpoint_name(batch)

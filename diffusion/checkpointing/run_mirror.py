@@ -25,7 +25,7 @@ from diffusion.storage.retry import GaveUp, RetryPolicy
 log = logging.getLogger(__name__)
 
 STATE_FILE = '.mirror.json'
-"""File in the working folder with what was copied: size, modification time and etag of each file."""
+"""File in the working folder with the size, modification time and etag of each copied file."""
 NOT_MIRRORED = frozenset({LATEST, RUN_FILE, ATTEMPTS, LOCK, STATE_FILE})
 """Files that other modules upload immediately."""
 PUSH_SECONDS = 60.0
@@ -90,7 +90,6 @@ class RunMirror:
         """Upload the files that have changed.
 
         Args:
-            retry: Number of tries and timeout.
             since: Time in seconds since 1970; files that were last modified before are not uploaded.
 
         Raises:
@@ -110,7 +109,7 @@ class RunMirror:
                     # Pass the bytes instead of the path: a log may grow while it is uploaded.
                     stored = object_store.write(f'{self.url}/{name}', path.read_bytes(), retry=retry)
                 except FileNotFoundError:
-                    continue  # removed meanwhile
+                    continue  # the file has just been removed
                 except GaveUp as error:  # the store does not answer, and would not for the other files
                     errors.append(error)
                     break

@@ -120,7 +120,7 @@ class RunStorage(SaveTarget, Protocol):
         ...
 
     def remove_unfinished(self) -> None:
-        """Remove what killed processes left of incomplete saves; a collective."""
+        """Remove incomplete saves that killed processes left; a collective."""
         ...
 
     def fetch(self, checkpoint: Path, names: Collection[str]) -> None:

@@ -45,7 +45,6 @@ def timed_interval(interval: object, run: Path | str) -> 'TimedInterval | None':
     """Return the save interval of a time such as `10m` or of `auto`; None for Composer's durations. A collective.
 
     Args:
-        interval: Value of `trainer.save_interval`.
         run: The run's folder or URL.
     """
     if isinstance(interval, str) and interval == AUTO:  # a Time cannot be compared with 'auto'

@@ -156,6 +156,7 @@ class SnapshotBuffers:
         # Training waits for these, so its cores are free.
         running = TensorCopies(now, copying_threads())
         running.start()
+        # deepcopy takes the tensors in this memory from its memo; `running` and `rest` fill them.
         memo: dict[int, Any] = {number: copies[key] for number, key in tensors.keys.items()}
         copied = copy.deepcopy(state, memo)
         running.wait()

@@ -83,7 +83,7 @@ class TensorCopies:
             raise self._error
 
     def give_up(self) -> None:
-        """Never start the copies, or wait until those that have been started are made."""
+        """Cancel the copies if they have not been started, otherwise wait until they are made."""
         if not self._started.is_set():
             self._pairs = []
             self._started.set()

@@ -141,7 +141,7 @@ def _own_receipt(tier: NodeTier, checkpoint: Path) -> dict[str, Any] | None:
 
 
 def _restore(candidate: _Candidate, tier: NodeTier) -> Path | None:
-    """Verify a checkpoint of a tier on all nodes, and bring to each node what it needs; a collective.
+    """Verify a checkpoint of a tier on all nodes, and bring each node the files that it needs; a collective.
 
     Returns:
         The checkpoint's folder on this node; None if files are missing on all nodes, or a node has no room for them.
@@ -238,7 +238,6 @@ def plan_transfers(
     The first rank of each node sends and receives. Files that several nodes have are sent by each of them in turn.
 
     Args:
-        nodes: The ranks of each node.
         needs: The files that each rank needs on its node.
         held: The intact files of each node, by its first rank.
     """

@@ -46,7 +46,6 @@ class TierSaves:
     Args:
         tiers: The tiers, fastest first, with the save interval of each.
         sharded: If True, each rank writes its shards; otherwise rank 0 writes the whole state.
-        recipe_text: The resolved recipe.
         place: The run's folder or URL.
     """
 

@@ -58,7 +58,7 @@ class WriteProgress:
         self.hurry()
 
     def _wait(self) -> None:
-        """Pause in proportion to what this thread has computed since the last pause, unless it was too little."""
+        """Pause in proportion to the CPU time of this thread since the last pause, unless that was too short."""
         # Elapsed time does not count: waiting for the disk, and pauses while pickling, take nothing from training.
         if self._resumed_at is None:
             self._resumed_at = time.thread_time()

@@ -29,7 +29,6 @@ def atomic_file(path: Path, *, create_folder: bool = True) -> Iterator[Path]:
     """Yield a temporary path to write a file to; if the block succeeds, the file is flushed and renamed to `path`.
 
     Args:
-        path: Final path of the file.
         create_folder: Create the folder if it does not exist; False for a run's folder, which must not be created again
             if its file system is no longer mounted.
     """
@@ -76,7 +75,6 @@ def replace_folder(written: Path, path: Path, *, aside: Path | None = None, crea
 
     Args:
         written: The folder, on the same file system; its files must be flushed already.
-        path: New path of the folder.
         aside: Temporary path of the replaced folder, which remains if the process is killed between the two renames;
             a path of `new_unfinished` by default.
         create_folder: Create the folder of `path` if it does not exist.

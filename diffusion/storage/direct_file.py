@@ -59,7 +59,7 @@ class DirectFile(io.RawIOBase):
         return len(view)
 
     def flush(self) -> None:
-        """Write what is left in the buffer, of any size, through the page cache."""
+        """Write the rest of the buffer, of any size, through the page cache."""
         if not self._file.closed and self._filled:
             # Direct writes must be of whole blocks, and those after this one would not begin with a block.
             self._may_be_direct = False

@@ -60,7 +60,7 @@ def collect_objects(
     """Call a function with an iterator over the result of `list_objects`, for long listings, and return its result.
 
     Args:
-        collect: Function that is given the metadata one by one; it is called again if the listing fails meanwhile.
+        collect: Function that is given the metadata one by one; it is called again if the listing fails.
     """
     location, key = locate(url), split(url)[1]
     below = key if not key or key.endswith('/') else f'{key}/'
@@ -138,9 +138,9 @@ def read_if_exists(url: str, *, retry: RetryPolicy = DEFAULT) -> bytes | None:
     except UserError as error:
         if status_of(error) != 404:
             raise
-    # Not every store tells a missing object from a missing bucket, which cannot be listed.
+    # Some stores do not distinguish a missing object from a missing bucket; a missing bucket cannot be listed.
     if any(found.key == split(url)[1] for found in list_objects(url, retry=retry)):
-        return read(url, retry=retry)  # it has been written meanwhile
+        return read(url, retry=retry)  # another process has just written it
     return None
 
 
@@ -148,7 +148,7 @@ def download(url: str, path: Path, *, size: int | None = None, retry: RetryPolic
     """Download the object at a URL, or copy a file from a mount, to a local path.
 
     An object of more than RANGED_BYTES is downloaded in ranges by parallel threads (`request_threads.THREADS` per
-    process), all from one version of the object: if it is overwritten meanwhile, the download starts again. Hugging
+    process), all from one version of the object: if it is overwritten during the download, that starts again. Hugging
     Face is read in one stream, since its client cannot request a version.
 
     Args:
@@ -250,7 +250,7 @@ def delete(url: str, *, missing_ok: bool = False, retry: RetryPolicy = DEFAULT) 
     """Delete the object at a URL.
 
     Args:
-        missing_ok: Accept that there is no such object; S3 accepts it always.
+        missing_ok: Accept that there is no such object; S3 always does.
 
     Raises:
         UserError: The store refuses the request, there is no such bucket, or, in some stores, no such object.

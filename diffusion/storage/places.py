@@ -300,7 +300,6 @@ class StorePlace(Place):
     """Folder in an object store. Conditional writes need S3, Azure, or Google with Application Default Credentials.
 
     Attributes:
-        url: URL of the folder.
         scratch: Local folder for files that are uploaded or downloaded, to which no other process writes.
         retry: Number of tries and timeout of each request.
         refusal_is_fault: Raise a refusal of the store as OSError. Programs that go on without a file set this, since a

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE_SECONDS = 2.0
 PAUSE_FACTOR = 4.0
 LONGEST_PAUSE_SECONDS = 30.0
-"""With jitter, three tries bridge an outage of 5 to 10 s, and four tries one of 20 to 40 s."""
+"""Three tries bridge an outage of 5 to 10 s, and four tries one of 20 to 40 s, depending on the jitter."""
 DEADLINE_SECONDS = 600.0
 
 DISK_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})

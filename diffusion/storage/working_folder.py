@@ -7,7 +7,7 @@ from urllib.parse import quote
 WORKING_FOLDER_VARIABLE = 'DIFFUSION_WORKING_FOLDER'
 """Environment variable with the folder below which the working folders are, such as /local/nvme."""
 LAUNCH = 'launch'
-"""Purpose of the folder of the node entry point, apart from that of training, which is emptied for a new run."""
+"""Purpose of the folder of the node entry point; the folder of training is emptied for a new run."""
 
 
 def working_folder(url: str, purpose: str = 'runs') -> Path:

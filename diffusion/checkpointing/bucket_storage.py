@@ -88,7 +88,7 @@ class BucketStorage:
         """Batches whose receipt may have been written although the store answered with an error."""
 
     def open(self) -> str:
-        # A local job has several nodes on one machine, possibly with separate folders, unlike Composer's local ranks.
+        # Group the ranks by folder instead of by Composer's nodes: those of a local job may share a folder, or not.
         here = f'{os.uname().nodename} {self.folder.absolute()}'
         folders = dist.all_gather_object(here)
         self._node_ranks = [rank for rank, folder in enumerate(folders) if folder == here]

@@ -91,7 +91,7 @@ def newest_intact(folder: Path, run_id: str = '') -> Path | None:
     # Never start from scratch here: the run would overwrite checkpoints that may be repairable.
     if damages:
         if run_id:
-            check_run_id(folder, run_id)  # a file system that has vanished damages nothing
+            check_run_id(folder, run_id)  # raises if the file system has vanished, which is not damage
         raise UserError(
             f'{folder}: all {len(damages)} checkpoints are damaged: {"; ".join(damages[:3])}; '
             'restore one from a backup, or change the name of the run to start over'

@@ -212,7 +212,7 @@ class LocalPlace(Place):
         write_atomically(unfinished, _encoded(content), create_folder=False)
         try:
             return move_if_absent(unfinished, path)
-        except OSError:  # a file system without hard links, on which another process may see a partial file
+        except OSError:  # no hard links: another process may see a partial file
             with suppress(FileExistsError), path.open('xb', buffering=0) as file:
                 file.write(_encoded(content))
                 os.fsync(file.fileno())

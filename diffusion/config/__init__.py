@@ -1,1 +1,1 @@
-"""Read, check and print recipes. Imports only the standard library, PyYAML and OmegaConf, never torch."""
+"""Read, check and print recipes. This package imports the standard library, PyYAML and OmegaConf, but never torch."""

@@ -1,4 +1,4 @@
-"""Checks of algorithms that not every model can train with, for recipes and the algorithms alike."""
+"""Checks of algorithms that only some models support, shared by recipes and the algorithms themselves."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from diffusion.config.recipe import Component, Recipe
 from diffusion.config.schema import Problem
 
 UNROUTED_BLOCKS = 3
-"""Blocks after the route of TREAD by default."""
+"""Default number of blocks after the end of the route of TREAD, which process all tokens."""
 
 
 def check_algorithms(recipe: Recipe) -> list[Problem]:
@@ -83,7 +83,7 @@ def _tread_problems(recipe: Recipe, kwargs: Mapping[str, Any]) -> dict[str, str]
     if end is None and isinstance(depth, int):
         end = depth - UNROUTED_BLOCKS
     if not isinstance(start, int) or not isinstance(end, int) or not isinstance(fraction, int | float):
-        return {}  # reported already
+        return {}  # the type check reports it
     return route_problems(start, end, fraction, depth=depth)
 
 
@@ -94,7 +94,7 @@ def _contrastive_problems(recipe: Recipe, kwargs: Mapping[str, Any]) -> dict[str
         problems['weight'] = problem
     if _has_no_denoiser(recipe):
         return {**problems, '': f'the model {recipe.model.name} has no denoiser; remove the algorithm'}
-    # Transformers have a flow by default, which their builders set.
+    # The builders of transformers set a flow as the default objective, so there is nothing to check without a setting.
     if isinstance(recipe.model.kwargs.get('objective'), Mapping) or registry.traits(recipe.model.name).u_net:
         problem = contrastive_problem(objective_settings(recipe))
         problems |= {} if problem is None else {'': problem}

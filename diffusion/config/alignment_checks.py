@@ -1,4 +1,4 @@
-"""Checks of representation alignment's settings, for recipes and the model alike."""
+"""Checks of representation alignment's settings, shared by recipes and the model."""
 
 from collections.abc import Mapping
 
@@ -31,12 +31,9 @@ def no_features_problem(stream: str) -> str:
 
 
 def alignment_problems(block: int, weight: float, hidden_size: int, *, depth: int | None) -> dict[str, str]:
-    """Return error messages for settings of representation alignment, by key.
+    """Return error messages, by key, for the aligned block's index, the loss's weight and the MLP's width.
 
     Args:
-        block: Index of the aligned block.
-        weight: Weight of the loss.
-        hidden_size: Width of the MLP.
         depth: Number of blocks of the denoiser, or None if it is not known.
     """
     problems = {}

@@ -1,4 +1,4 @@
-"""Names of autoencoders that recipes use in the place of a folder or repository."""
+"""Names of autoencoders that recipes use instead of a folder or repository."""
 
 PIXELS = 'pixels'
-"""`model.vae` of a model that is trained on pixels: no autoencoder. A folder of this name is `./pixels`."""
+"""Value of `model.vae` for a model that is trained on pixels, without an autoencoder. Write `./pixels` for a folder."""

@@ -1,4 +1,4 @@
-"""Dataclasses of a recipe's `checkpointing` section; each field is a YAML key, as in `recipe`."""
+"""Dataclasses of a recipe's `checkpointing` section; each field is a YAML key, as in `recipe.py`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,19 +7,17 @@ from typing import Any
 
 @dataclass
 class KeepConfig:
-    """The `checkpointing.keep` section: the checkpoints that a run keeps. One that any rule keeps stays."""
+    """The `checkpointing.keep` section: the checkpoints that a run keeps. A checkpoint stays if any rule keeps it."""
 
     last: int = 1
     """The number of newest checkpoints to keep, at least 1."""
     hourly: int = 0
-    """The number of hours, newest first, of which the last checkpoint is kept; hours without a checkpoint do not
-    count."""
+    """The number of hours, newest first, whose last checkpoint is kept; hours without a checkpoint do not count."""
     daily: int = 0
-    """The number of days (UTC), newest first, of which the last checkpoint is kept; days without a checkpoint do not
-    count."""
+    """The number of days (UTC), newest first, whose last checkpoint is kept; days without a checkpoint do not count."""
     every: str | None = None
-    """The number of batches, such as 10000ba, at each multiple of which a checkpoint is kept for good: the first one
-    saved there or later. Null keeps none for good."""
+    """The interval in batches, such as 10000ba: at each multiple, the first checkpoint saved there or later is kept for
+    good. Null keeps none for good."""
 
     @property
     def every_batches(self) -> int | None:
@@ -62,15 +60,15 @@ class CheckpointingConfig:
     after each save. Null keeps all."""
     asynchronous: bool = True
     """True lets training continue while a checkpoint is written: a save blocks it only while the state is copied to
-    host memory, of which `diffusion plan` shows the size. False blocks it until the checkpoint is complete. Without
-    effect for Composer's own checkpoints (`trainer.save_folder`)."""
+    host memory; `diffusion plan` shows its size. False blocks it until the checkpoint is complete. It has no effect on
+    Composer's own checkpoints (`trainer.save_folder`)."""
     tiers: TiersConfig | None = None
     """Recent checkpoints on the nodes, with the keys `memory` and `disk`: a run that is restarted on its nodes loses
     less work. Null keeps none."""
 
 
 def keep_rules(checkpointing: CheckpointingConfig, trainer: Mapping[str, Any]) -> KeepConfig | None:
-    """Return which checkpoints a run keeps, by its recipe's sections `checkpointing` and `trainer`; None for all."""
-    # Composer's keyword, which is -1 for all.
+    """Return the checkpoints that a run keeps, from its sections `checkpointing` and `trainer`; None keeps all."""
+    # In Composer, -1 keeps all checkpoints.
     last = trainer.get('save_num_checkpoints_to_keep', -1)
     return KeepConfig(last=last) if last > 0 else checkpointing.keep

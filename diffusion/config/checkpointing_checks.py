@@ -1,4 +1,4 @@
-"""Checks of the sections and keywords of a recipe that set where checkpoints are saved and which are kept."""
+"""Checks of a recipe's sections and keywords for saving and keeping checkpoints."""
 
 import re
 

@@ -62,7 +62,7 @@ SET_IN_OTHER_SECTIONS = {
 RUN_NAME = re.compile(r'[A-Za-z0-9_][A-Za-z0-9._-]{0,127}')
 """Pattern of a run's name. It excludes `.` and `..`, and names that a program would read as an option."""
 MAX_BATCH = 2**31
-"""Upper bound of `global_batch` in samples, far above any batch that is used."""
+"""Upper bound of `global_batch` in samples, far above any batch size in use."""
 DURATION = re.compile(r'\d+(\.\d+)?(ba|ep|sp|tok|dur|iter|sec)')
 """Pattern of Composer's duration strings, such as `1000ba`."""
 DURATION_KEYS = {
@@ -80,7 +80,7 @@ DURATION_KEYS = {
 }
 """Keywords of components and of the Trainer whose values are durations."""
 DEVICES = ('cpu', 'gpu')
-"""Values of `trainer.device`; Composer knows others, on which nothing here has run."""
+"""Values of `trainer.device`. Composer supports other devices, but this package was never run on them."""
 PRECISIONS = ('amp_bf16', 'amp_fp16', 'amp_fp8', 'fp32')
 """Values of `trainer.precision` that Composer knows; on a CPU it computes in fp32 only."""
 
@@ -96,7 +96,7 @@ def check_components(recipe: Recipe) -> list[Problem]:
         problems += registry.check_keywords(
             where, kind, component.name, component.kwargs, supplied=SUPPLIED.get(kind, ())
         )
-    # `check_recipe` reports durations that are numbers, and names units; the type check would suggest quotes.
+    # `check_recipe` reports durations that are bare numbers and suggests units; the type check would suggest quotes.
     numbers = {where for where, value in _durations(recipe) if not isinstance(value, str) and duration_problem(value)}
     problems = [problem for problem in problems if problem.where not in numbers]
     if not isinstance(recipe.trainer, dict):
@@ -123,7 +123,7 @@ def keyword_types(recipe: Recipe) -> dict[str, str]:
 
 def check_recipe(recipe: Recipe) -> list[Problem]:
     """Return a recipe's mistakes beyond wrong types, such as values out of range; skip values that are still ???."""
-    # A value may be ???, or None because its type was wrong; both are reported elsewhere. Hence the type checks.
+    # The checks test types, since a value may be ???, or None because its type was wrong; both are reported elsewhere.
     gather = Gatherer()
     if _not_positive(recipe.global_batch):
         gather.problem('global_batch', f'{recipe.global_batch} is not positive')
@@ -168,7 +168,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
             if not value:
                 gather.problem('evaluators_interval', f'needs {key}, which are empty; add one, or remove the interval')
     for where, value in _durations(recipe):
-        # Composer's own saver, which `save_folder` selects, takes its durations only.
+        # Composer's own saver, which `save_folder` selects, accepts no times.
         may_be_time = where.endswith('.save_interval') and 'save_folder' not in recipe.trainer
         if may_be_time and is_time(value):
             continue
@@ -181,7 +181,7 @@ def _check_notify(recipe: Recipe, gather: Gatherer) -> None:
     """Report keys of `notify` that are not names of environment variables, without quoting their values."""
     notify = recipe.notify
     for key, name in (('webhook', notify.webhook), ('command', notify.command)):
-        # A URL that was pasted here is a secret, and this message may end up in a log.
+        # Do not quote the value: a pasted URL is a secret, and this message may end up in a log.
         if isinstance(name, str) and name != MISSING and not re.fullmatch(r'[A-Za-z_][A-Za-z0-9_]*', name):
             what = 'is not the name of an environment variable; export the value in one, such as NOTIFY_'
             gather.problem(f'notify.{key}', f'{what}{key.upper()}, and write its name here')
@@ -309,8 +309,8 @@ def _shape_text(stream: StreamConfig) -> str:
 
 def _check_microbatch(recipe: Recipe, gather: Gatherer) -> None:
     """Report a microbatch that cannot divide a device's batch, however many devices there are."""
-    # If the microbatch divides the batch of each of w devices, it divides w times that: the global batch. And if it
-    # divides the global batch, one device will do. `check_devices` is stricter where the number of devices is known.
+    # If the microbatch divides each device's batch, it also divides the global batch, which is a multiple of it. If it
+    # divides the global batch, one device suffices. `check_devices` is stricter where the number of devices is known.
     batch, microbatch = recipe.global_batch, recipe.device_train_microbatch_size
     if not _positive(batch) or not _positive(microbatch) or batch % microbatch == 0:
         return
@@ -365,7 +365,7 @@ def _check_parallelism(recipe: Recipe, gather: Gatherer) -> None:
         gather.problem('parallelism.checkpoints', 'sharded needs strategy: fsdp2, not ddp; use whole')
     if settings.mixed_precision != 'default' and not sharded:
         gather.problem('parallelism.mixed_precision', 'needs fsdp2; ddp follows trainer.precision: remove it')
-    # OptimizerMonitor leaves the sum over ranks to the optimizer, and Composer's fails with the DTensors of fsdp2.
+    # OptimizerMonitor leaves the sum over ranks to the optimizer; Composer's DecoupledAdamW fails on fsdp2's DTensors.
     if sharded and isinstance(recipe.optimizer, Component) and recipe.optimizer.name == 'decoupled_adamw':
         for where, kind, component in _components(recipe):
             if kind == 'callback' and component.name == 'optimizer_monitor':
@@ -443,7 +443,7 @@ def _durations(recipe: Recipe) -> list[tuple[str, Any]]:
         keys = DURATION_KEYS & kwargs.keys()
         annotations = registry.annotations(kind, name) if keys else {}
         for key in sorted(keys):
-            # A keyword of that name may take numbers only: `every` of node_health is a number of batches.
+            # Skip keywords of these names that take only numbers: `every` of node_health is a number of batches.
             takes_text = bool({'str', 'Time'} & words(annotations.get(key, '')))
             value = kwargs[key]
             if isinstance(value, list):

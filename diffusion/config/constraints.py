@@ -99,8 +99,8 @@ CONSTRAINTS: dict[str, type[Constraint]] = {
 def constrained(function: Function) -> Function:
     """Return the function with a check of its arguments: it raises UserError if one violates its constraints.
 
-    Text in the place of a number violates them too. If the function takes `**keywords: Unpack[...]`, it gets all
-    keywords of that TypedDict, with the defaults of those that are not given.
+    Text instead of a number violates them too. If the function takes `**keywords: Unpack[...]`, it gets all keywords of
+    that TypedDict, with defaults for those that are not given.
     """
     signature, hints = full_signature(function), keyword_hints(function)
     constraints = {name: found for name, hint in hints.items() if (found := declared(hint))}
@@ -123,7 +123,7 @@ def constrained(function: Function) -> Function:
 
 
 def defaults(**values: Any) -> Callable[[Function], Function]:
-    """Return a decorator that sets defaults of keywords that a function takes as `**keywords: Unpack[...]`."""
+    """Return a decorator that sets defaults of a function's `**keywords: Unpack[...]`."""
 
     def decorate(function: Function) -> Function:
         function.keyword_defaults = values  # type: ignore[attr-defined]
@@ -135,7 +135,7 @@ def defaults(**values: Any) -> Callable[[Function], Function]:
 def full_signature(function: Callable[..., Any]) -> inspect.Signature:
     """Return the signature of a function or class, with the keywords of a TypedDict in place of `**keywords`.
 
-    Annotations are without meanings, which `inspect.signature` and `help` would show at length.
+    Meanings are removed from the annotations, since `inspect.signature` and `help` would show them at length.
     """
     signature = inspect.signature(function)
     init = function.__init__ if inspect.isclass(function) else function
@@ -188,7 +188,7 @@ def extras_of(annotation: Any) -> list[Any]:
 
 
 def _text_problem(value: Any) -> str | None:
-    """Return why a value that must be a number or a list of numbers is neither, if it is or has text, or None."""
+    """Return an error message if a value is, or contains, text or a boolean instead of a number, else None."""
     values = value if isinstance(value, list | tuple) else [value]
     wrong = next((each for each in values if isinstance(each, str | bytes | bool)), None)
     return None if wrong is None else f'{wrong!r} is not a number; pass a number without quotes, such as 64'

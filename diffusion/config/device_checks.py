@@ -13,8 +13,8 @@ def check_devices(recipe: Recipe, world_size: int, gpus_per_node: int | None = N
 
     Args:
         recipe: A valid recipe.
-        world_size: Number of devices of all nodes.
-        gpus_per_node: Number of devices per node, if it is known; then the number of nodes is checked too.
+        world_size: Number of devices of all nodes together.
+        gpus_per_node: Number of devices per node; None skips the check of the number of nodes.
     """
     if recipe.task not in ('train', 'evaluate'):
         return []
@@ -53,7 +53,7 @@ def _device_problem(recipe: Recipe, world_size: int, gpus_per_node: int | None) 
     if gpus_per_node is None or recipe.task != 'train':
         return None
     canonical_nodes = recipe.loader.num_canonical_nodes or sample_order.default_canonical_nodes(batch)
-    # Streaming counts whole nodes.
+    # Streaming rounds the number of nodes down.
     what = sample_order.nodes_problem(canonical_nodes, max(1, world_size // gpus_per_node))
     return None if what is None else Problem('loader.num_canonical_nodes', what)
 

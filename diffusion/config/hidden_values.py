@@ -16,20 +16,20 @@ def hide_values(
     """Replace values of environment variables in a message by the interpolations that they come from.
 
     Args:
-        text: The message.
+        text: Message to clean.
         from_environment: Text of each value that depends on an environment variable, by its path in `values`.
         values: Plain values, with those of the environment variables.
         quoted_at: Paths of values that the message is about, which it may quote even if they are short.
     """
     hidden: dict[str, str] = {}
-    # Those that the message is about come last: of two variables with one value, the message names the right one.
+    # Add the values that the message is about last: if two variables have the same value, theirs overwrites the other.
     for path, expression in sorted(from_environment.items(), key=lambda item: item[0] in quoted_at):
         for part in _scalars(_value_at(values, path)):
             if str(part) == expression or part is None or isinstance(part, bool):
                 continue
             if len(str(part)) >= MIN_CHARACTERS or path in quoted_at:
                 hidden |= {repr(part): repr(str(expression)), repr(part)[1:-1]: expression, str(part): expression}
-    # The longest first: one value may be part of another.
+    # Replace the longest value first: one value may be part of another.
     for value in sorted(filter(None, hidden), key=len, reverse=True):
         pattern = re.escape(value) if len(value) >= MIN_CHARACTERS else rf'(?<![\w.]){re.escape(value)}(?![\w.])'
         text = re.sub(pattern, lambda _, value=value: hidden[value], text)

@@ -15,7 +15,7 @@ class MetricInfo:
     Args:
         network: Its network, a key of `NETWORKS`.
         better: `lower` or `higher`, the direction of better values.
-        reliable_from: Number of images under which its bias is larger than the usual differences of checkpoints.
+        reliable_from: Minimum number of images; with fewer, its bias exceeds the usual differences between checkpoints.
     """
 
     network: str

@@ -86,8 +86,8 @@ def read_buckets(folder: Path) -> dict[Shape, int]:
 def resolution_problem(folder: Path, resolution: int) -> str | None:
     """Return an error message if a folder of aspect buckets was prepared for another resolution than a stream's.
 
-    The shapes of an `aspects` stream come from the folder alone, so that another resolution would have no effect; and
-    its images are stored at that size, so that a larger one would mean enlarging them.
+    The shapes of an `aspects` stream come from the folder alone, so another resolution would have no effect. Its images
+    are stored at the prepared size, so a larger resolution would enlarge them.
 
     Args:
         folder: Folder with a valid buckets.json.
@@ -145,7 +145,7 @@ def shape_for(width: int, height: int, shapes: Sequence[Shape]) -> Shape:
 def apportion(total: int, weights: Sequence[float]) -> list[int]:
     """Divide `total` into integers proportional to the weights, each off by less than one (largest remainder method).
 
-    Of equal remainders, the first gets the extra one.
+    If remainders are equal, the first one is rounded up.
     """
     weight_sum = math.fsum(weights)
     exact = [total * weight / weight_sum for weight in weights]

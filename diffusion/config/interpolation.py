@@ -1,7 +1,7 @@
 """Interpolations `${...}` in the values of a recipe, resolved by OmegaConf.
 
 A value that depends on an environment variable may be a secret. The program uses it, but every text that is saved,
-printed or rendered has the interpolation instead; `Resolved.from_environment` has these texts.
+printed or rendered has the interpolation instead, which `Resolved.from_environment` holds.
 """
 
 import re
@@ -35,7 +35,7 @@ class Resolved:
     """Values without interpolations, and the source of those that depend on environment variables."""
 
     values: dict[str, Any]
-    """The values. A value that needs an environment variable that is not set is the text of its interpolation."""
+    """The values. If an environment variable is not set, a value that needs it is the text of its interpolation."""
     from_environment: dict[KeyPath, Interpolation]
     """Text for each value that depends on an environment variable, such as `${oc.env:KEY}`. It refers to environment
     variables only, so it means the same in another file."""
@@ -53,10 +53,10 @@ def resolve(raw: dict[str, Any], environ: Mapping[str, str]) -> Resolved:
     Raises:
         InvalidInterpolation: An interpolation is malformed or circular, or its target does not exist.
     """
-    if '${' not in str(raw):  # OmegaConf would take 100 times as long as the rest
+    if '${' not in str(raw):  # OmegaConf takes 100 times as long as the rest of loading
         return Resolved(raw, {}, {})
-    # Resolve the same text twice: once with placeholders from `oc.env`, which mark every value that depends on it
-    # however the value was composed, and once with the real environment.
+    # Resolve the same text twice: once with the real environment, and once with placeholders from `oc.env`, which show
+    # in every value that depends on the environment, however the value was composed.
     hidden, actual = _Pass(raw, None), _Pass(raw, environ)
     from_environment = {path: hidden.expression(text) for path, text in hidden.leaves_with_placeholder()}
     unset = {path: actual.variables(text) for path, text in actual.leaves_with_placeholder()}
@@ -74,7 +74,7 @@ def escaped(value: Any) -> Any:
         return {key: escaped(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [escaped(item) for item in value]
-    # The backslashes before `${` are halved, and an odd number escapes it: double those there are and add one.
+    # OmegaConf halves the backslashes before `${`, and an odd number escapes it: double the existing ones and add one.
     is_literal = isinstance(value, str) and not isinstance(value, Interpolation)
     return re.sub(r'(\\*)\$\{', r'\1\1\\${', value) if is_literal else value
 
@@ -94,7 +94,7 @@ class _Pass:
 
     def __init__(self, raw: dict[str, Any], environ: Mapping[str, str] | None) -> None:
         self._environ = environ
-        # Letters and digits only, so that a placeholder passes unchanged through every kind of interpolation.
+        # Use letters and digits only, so that a placeholder passes unchanged through every kind of interpolation.
         self._tag = f'environment{uuid.uuid4().hex}x'
         self._placeholder = re.compile(f'{self._tag}(\\d+)z')
         self._expressions: list[tuple[str, tuple[str, ...]]] = []
@@ -147,7 +147,7 @@ class _Pass:
             return self._environ[name]
         if self._environ is not None and default:
             return None if default[0] is None else str(default[0])
-        # Without interpolations, keep the default as it is written.
+        # Keep a default without interpolations as it is written.
         text = texts[1] if default and '${' not in texts[1] else None
         if default and text is None:
             text = 'null' if default[0] is None else self._quoted(str(default[0]))
@@ -163,7 +163,7 @@ class _Pass:
         except Exception:
             if self._environ is None:
                 raise
-            # Only text that depends on a variable gets here in the second pass, and the error quotes it.
+            # Hide the error, which quotes the text: in the second pass, only text that depends on a variable gets here.
             raise ValueError('oc.decode cannot parse its text as a value') from None
 
     def _select(self, _root: Any, parent: Any, _node: Any, args: tuple[Any, ...], _texts: tuple[str, ...]) -> Any:
@@ -190,8 +190,8 @@ class _Pass:
 @contextmanager
 def _only_resolvers(resolvers: dict[str, Any]) -> Iterator[None]:
     """Let interpolations call only these resolvers: OmegaConf's `oc.coerce` imports any module."""
-    # The registry is private, but its functions would drop the resolvers that the program around this library set.
-    # It is one for all threads: without the lock, a second one would resolve with resolvers that the first puts back.
+    # Swap the private registry: OmegaConf's public functions would drop resolvers that the calling program registered.
+    # All threads share it: without the lock, one would put the old resolvers back while another resolves.
     with _registry_lock:
         everywhere = BaseContainer._resolvers
         BaseContainer._resolvers = resolvers

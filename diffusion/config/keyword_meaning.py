@@ -26,8 +26,8 @@ class Effect(Enum):
 class OnResume:
     """Effect of a changed value on a run that resumes, and the reason, which messages and documentation show.
 
-    Fields of a dataclass that declare none have that of the keyword that takes the dataclass. A class declares that of
-    the whole component, and of its keywords that declare none, as its attribute `on_resume`.
+    A dataclass field without one has the effect of the keyword that takes the dataclass. The class attribute
+    `on_resume` declares the effect for the whole component and for its keywords without one.
     """
 
     effect: Effect
@@ -51,12 +51,12 @@ def fixed_once_averaging(reason: str) -> OnResume:
 
 @dataclass(frozen=True)
 class NotArchitecture:
-    """The keyword of a model changes no parameters, FLOPs or activations; all others of a model are assumed to."""
+    """Mark a model's keyword that changes no parameters, FLOPs or activations; all other keywords are assumed to."""
 
 
 @dataclass(frozen=True)
 class WeightsOf:
-    """The keyword of a model names a folder or repository of pretrained weights."""
+    """Mark a model's keyword that names a folder or repository of pretrained weights."""
 
     parts: tuple[str, ...]
     """Parts of the model that are loaded from it, by their names in pipelines of diffusers."""
@@ -64,7 +64,7 @@ class WeightsOf:
 
 @dataclass(frozen=True)
 class Default:
-    """Default of a keyword in a TypedDict, which has no other place for it."""
+    """Default of a keyword in a TypedDict, whose entries cannot have values."""
 
     value: Any
 

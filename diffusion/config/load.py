@@ -53,7 +53,7 @@ class RecipeError(UserError):
 
 
 SHARDING = ' (SHARD_GRAD_OP is strategy: fsdp2 with reshard_after_forward: false, and FULL_SHARD with true)'
-"""Addition to the message about a wrong strategy or an unknown key in `parallelism`."""
+"""Addition to the message about a wrong `parallelism.strategy` or an unknown `parallelism.sharding_strategy`."""
 UNUSED_SECTIONS = {
     'train': ('precompute', 'generate'),
     'precompute': ('algorithms', 'callbacks', 'loggers', 'evaluators', 'streams', 'eval_streams', 'trainer'),
@@ -63,8 +63,8 @@ UNUSED_SECTIONS = {
         *('dataset', 'eval_dataset', 'loader', 'streams', 'eval_streams', 'precompute', 'init_from'),
     ),
 }
-"""Sections that a task does not read, in which values may remain ??? and environment variables need not be set; export
-reads as generate does. `trainer.device` and `trainer.precision` are read by all."""
+"""Sections that a task does not read: their values may remain ???, and their environment variables need not be set.
+Export reads the sections that generate reads. All tasks read `trainer.device` and `trainer.precision`."""
 
 
 def load(
@@ -78,15 +78,15 @@ def load(
 ) -> Recipe:
     """Load a recipe from YAML, apply overrides, and check everything that can be checked without importing torch.
 
-    A value whose environment variable is not set and need not be is the text of its interpolation; it is not checked.
+    A value may depend on a variable that is not set and need not be: it stays an interpolation and is not checked.
 
     Args:
         path: The recipe's YAML file.
         overrides: Changes as `key=value`, with dots for depth and YAML for values: `trainer.max_duration=20ba`.
         allow_missing: Accept values that are still `???` or whose environment variable is not set, and list them in
             `recipe.missing`.
-        task: Task that the recipe is loaded for (default: the recipe's); variables of sections that it does not read
-            need not be set.
+        task: Task that the recipe is loaded for (default: the recipe's). Variables in sections that the task does not
+            read need not be set.
         environ: Environment of `${oc.env:...}` (default: that of this process).
         set_later: Names of environment variables that need not be set yet.
 
@@ -107,8 +107,7 @@ def load(
     ]
     recipe.from_environment = resolved.from_environment
     unset = {dotted(key_path): names for key_path, names in resolved.unset.items()}
-    # Components of `imports` are known only after importing these modules, which runs user code. Do not run it for a
-    # recipe that has mistakes already.
+    # The modules in `imports` register components. Importing them runs user code, so skip it if there are mistakes.
     if isinstance(recipe.imports, list) and not _without(gather.problems, unset) and 'imports' not in unset:
         gather.problems += _import_all(recipe.imports)
     if not recipe.imports or not _without(gather.problems, unset):
@@ -135,7 +134,7 @@ def load(
             for each in recipe.from_environment
             if each[0] == 'trainer'
         ]
-    # The text of an interpolation is not the value, so its type and range say nothing.
+    # A value that is still an interpolation has neither the type nor the range of the real value: drop its problems.
     gather.problems = _without(gather.problems, unset)
     gather.missing += _missing_variables(unset, task or recipe.task, set_later)
     problems = gather.problems if allow_missing else gather.problems + gather.missing
@@ -188,7 +187,7 @@ def _missing_variables(unset: Mapping[str, tuple[str, ...]], task: str, set_late
 
 
 def _without(problems: Iterable[Problem], unset: Collection[str]) -> list[Problem]:
-    """Return the problems that are not about a value whose environment variable is not set."""
+    """Return the problems, except those about values whose environment variables are not set."""
     return [each for each in problems if not any(overlap(each.where, where) for where in unset if each.where)]
 
 
@@ -200,8 +199,8 @@ def overlap(one: str, other: str) -> bool:
 def to_yaml(recipe: Recipe) -> str:
     """Return the resolved recipe, defaults included, as YAML that `load` reads back to an equal recipe.
 
-    Values that depend on environment variables, which may be secrets, are written as `${oc.env:NAME}`. Omits
-    values that are null by default, and component names that equal their key.
+    Values that depend on environment variables may be secrets and are written as `${oc.env:NAME}`. Values that are null
+    by default and component names that equal their key are omitted.
     """
     values = saved_values(recipe)
     for section in NAMED_COMPONENT_SECTIONS:
@@ -212,7 +211,7 @@ def to_yaml(recipe: Recipe) -> str:
 
 
 def saved_values(recipe: Recipe) -> dict[str, Any]:
-    """Return a recipe as plain values, with the text of the interpolation for each that depends on the environment."""
+    """Return a recipe as plain values; those that depend on the environment are the text of their interpolation."""
     values = plain_values(recipe)
     for path, text in recipe.from_environment.items():
         _replace(values, path, text)
@@ -243,12 +242,12 @@ def plain_values(value: Any) -> Any:
         }
     if isinstance(value, dict):
         return {key: plain_values(item) for key, item in value.items()}
-    # A copy, since callers change the result.
+    # Copy the list, since callers change the result.
     return [plain_values(item) for item in value] if isinstance(value, list) else value
 
 
 def _with_components(raw: Mapping[str, Any], gather: Gatherer) -> dict[str, Any]:
-    """Return a recipe's raw values with each component as {name, kwargs}, and without entries that are set to false.
+    """Return a recipe's raw values with each component as {name, kwargs}; entries that are false are dropped.
 
     In YAML, a component's keywords are beside its name; the `Component` dataclass separates them.
     """
@@ -289,7 +288,7 @@ def _component(value: Any, name: str | None, where: str, gather: Gatherer) -> An
 def _import_all(modules: list[str]) -> list[Problem]:
     """Import the modules that a recipe's `imports` names; return a problem for each that cannot be imported."""
     problems = []
-    # As with `python -c`, modules of the working directory can be imported; a console script does not add it.
+    # Allow imports from the working directory, as `python -c` does; a console script does not put it on the path.
     if '' not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     for index, module in enumerate(modules):

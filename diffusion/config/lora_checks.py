@@ -6,7 +6,7 @@ from diffusion.config.schema import Problem
 
 
 def check_lora(recipe: Recipe) -> list[Problem]:
-    """Return values of `lora` out of their range, and a model that it cannot be used with, as problems."""
+    """Return a problem for each value of `lora` that is out of range, and for a model that does not support it."""
     settings, found = recipe.lora, []
     if not isinstance(settings, LoraConfig):
         return []

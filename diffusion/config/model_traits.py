@@ -1,4 +1,4 @@
-"""Traits of a family of models, declared with its builders: checks know them without importing the models."""
+"""Traits of a family of models, declared by decorators of its builders, so that checks need not import the models."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ Builder = TypeVar('Builder', bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class ModelTraits:
-    """Traits of a model; the defaults hold for a model that declares none, such as one of your own."""
+    """Traits of a model; a model that declares none, such as one of your own, has the defaults."""
 
     u_net: bool = False
     """True if the denoiser is a U-Net: it has no image tokens, and the default objective is diffusion."""

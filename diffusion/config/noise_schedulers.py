@@ -25,7 +25,7 @@ FLOW_SHORT_NAMES = {
     'heun': 'FlowMatchHeunDiscreteScheduler',
     'unipc': 'UniPCMultistepScheduler',
 }
-"""Short names for models of a flow, for which DDIM is Euler's method (Gao et al. 2024)."""
+"""Short names for models that are trained on a flow, where DDIM is Euler's method (Gao et al. 2024)."""
 FLOW_CLASSES = (*FLOW_SHORT_NAMES.values(), 'DPMSolverSinglestepScheduler')
 """diffusers' schedulers that can sample a flow; the others take the betas of diffusion."""
 
@@ -39,8 +39,8 @@ def name_problem(name: str, *, flow: bool = False) -> str | None:
     """Return an error message with the nearest name if diffusers has no such noise scheduler, else None.
 
     Args:
-        name: Name of the scheduler.
-        flow: True for a model of a flow, which only some schedulers can sample.
+        name: Class name in diffusers or short name.
+        flow: True for a model that is trained on a flow, which only some schedulers can sample.
     """
     known = _class_names()
     if flow and class_name(name, flow=True) not in FLOW_CLASSES and class_name(name) in known:
@@ -56,7 +56,7 @@ def name_problem(name: str, *, flow: bool = False) -> str | None:
 
 @functools.cache
 def _class_names() -> list[str]:
-    # diffusers lists the classes that it exports as strings, to import each on first use.
+    # diffusers imports each class on first use, so its source file lists the classes as strings.
     tree = ast.parse(source_file('diffusers.schedulers').read_text(encoding='utf-8'))
     texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return sorted(text for text in texts if text.endswith('Scheduler') and not text.startswith('Flax'))

@@ -1,4 +1,4 @@
-"""Allowed values and combinations of the settings of the training objective, for recipes and the model alike."""
+"""Allowed values and combinations of the training objective's settings, shared by recipes and the model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ TIMESTEPS = {'diffusion': ('uniform', 'stratified'), 'flow': ('uniform', 'strati
 DIFFUSION_ONLY = ('beta_schedule', 'beta_start', 'beta_end', 'zero_terminal_snr', 'min_snr_gamma')
 """Settings that a flow does not have."""
 LOGIT_NORMAL_ONLY = ('logit_mean', 'logit_std', 'uniform_fraction')
-"""Settings of the distribution of timesteps `logit_normal`."""
+"""Settings that apply only to `timesteps: logit_normal`."""
 
 
 def check_objective(recipe: Recipe) -> list[Problem]:
@@ -23,7 +23,7 @@ def check_objective(recipe: Recipe) -> list[Problem]:
     defaults = registry.settings_of('model', Component(recipe.model.name), 'objective') if given else {}
     if not defaults:
         return []
-    # A value of the wrong type is reported already, and its default is compared with the others.
+    # Use the default instead of a value of the wrong type, which the type check reports.
     settings = {key: given[key] if _has_type_of(default, given[key]) else default for key, default in defaults.items()}
     problems = objective_problems(settings, defaults)
     return [Problem(f'model.objective.{key}', what) for key, what in problems.items()]

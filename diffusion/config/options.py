@@ -27,19 +27,19 @@ class Option:
     flag: str | None = None
     """Name of the option; None derives it from the name of the field."""
     positional: bool = False
-    """The value has no flag."""
+    """True if the value has no flag."""
     trailing: bool = False
-    """Values of a positional list may also follow options, which argparse alone refuses."""
+    """True if values of a positional list may also follow options, which argparse alone refuses."""
     commas: bool = False
-    """A list is one word, separated by commas, instead of several words."""
+    """True if a list is one word, separated by commas, instead of several words."""
     repeated: bool = False
-    """A list is given by repeating the flag before each value."""
+    """True if a list is given by repeating the flag before each value."""
     files: bool = False
-    """Shell completion completes file names."""
+    """True if shell completion completes file names."""
     const: str | None = None
-    """Value of the flag without a value; None requires one."""
+    """Value if the flag is given alone; None requires a value after the flag."""
     excludes: str | None = None
-    """Name of a set of options of which at most one can be given."""
+    """Name of a group of mutually exclusive options."""
 
 
 FILE, DIR, DIR_OR_URL = (Option(metavar, files=True) for metavar in ('FILE', 'DIR', 'DIR_OR_URL'))
@@ -51,7 +51,7 @@ Overrides = Annotated[list[str], Option('KEY=VALUE', positional=True, trailing=T
 
 @dataclass(frozen=True)
 class _Field:
-    """Field of a settings dataclass: its type without Annotated and None, and what Annotated added."""
+    """Field of a settings dataclass: its type without Annotated and None, and the extras of Annotated."""
 
     name: str
     kind: Any
@@ -65,7 +65,7 @@ class _Field:
 
 
 def add_command(parser: argparse.ArgumentParser, function: Callable[..., int]) -> None:
-    """Let a parser's command call a function, whose arguments are dataclasses; their fields become options."""
+    """Let a parser's command call a function: its arguments are dataclasses, and their fields become options."""
     kinds = {name: kind for name, kind in get_type_hints(function).items() if name != 'return'}
     for kind in kinds.values():
         title = str(kind.__doc__).partition('\n')[0].rstrip('.')
@@ -86,8 +86,8 @@ def add_options(
         target: The parser, or a group of its options.
         kind: The dataclass.
         only: Names of the fields to add; None adds all.
-        required: True or False for the options that must or need not be given; others are required if their fields have
-            no default.
+        required: Names of fields, with True if the option must be given, else False. Other options are required if
+            their fields have no default.
     """
     docs = {name: doc for base in reversed(kind.__mro__[:-1]) for name, doc in attribute_docs(base).items()}
     groups: dict[str | None, Any] = {None: target}
@@ -134,7 +134,7 @@ def _fields(kind: Any) -> list[_Field]:
                 hint, *extras = get_args(hint)
                 option = next((extra for extra in extras if isinstance(extra, Option)), option)
                 constraints += [extra for extra in extras if isinstance(extra, Constraint)]
-            else:  # of several types, the list has the others as its items
+            else:  # a union: prefer its list, whose items have the other types, and any type to None
                 hint = max(get_args(hint), key=lambda choice: (get_origin(choice) is list, choice is not type(None)))
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         found.append(_Field(field.name, hint, option, constraints, default))
@@ -190,7 +190,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _help(doc: str, default: Any) -> str:
-    """Return the help text of an option: the doc string of its field, and its default unless that is none."""
+    """Return the help text of an option: the doc string of its field, and its default if it has one."""
     text = doc.rstrip('.').replace('%', '%%')
     has_default = isinstance(default, str | int | float) and default is not False and default != ''
     return f'{text} (default: {default})' if has_default and '(default' not in text else text

@@ -16,7 +16,7 @@ from diffusion.errors import UserError
 from diffusion.storage.writable import why_not_writable
 
 SAMPLES_LOOKED_AT = 16
-"""Images whose sizes are compared with a stream's shape."""
+"""Number of images whose sizes are compared with a stream's shape."""
 
 
 def check_paths(recipe: Recipe) -> list[Problem]:
@@ -35,8 +35,8 @@ def check_paths(recipe: Recipe) -> list[Problem]:
 
 def reads_initial_weights(recipe: Recipe) -> bool:
     """Return True if a recipe's task reads `init_from`, if it is set."""
-    # A run that has checkpoints resumes from them and no longer reads init_from, which may have been deleted since.
-    # Without a request, nothing is known about a run in an object store; training reads init_from if it is new.
+    # A run that has checkpoints resumes from them and no longer reads init_from, which may have been deleted since. It
+    # takes a request to find out if a run in an object store is new, so leave the check to training.
     return recipe.task == 'train' and recipe.run_url is None and not (recipe.run_dir / 'latest').exists()
 
 
@@ -46,9 +46,9 @@ def check_stream_folders(
     """Return a problem for each local folder of streams that cannot be read or has no samples.
 
     Args:
-        section: The section of the streams in the recipe, such as `streams`.
+        section: The recipe's section that holds the streams, such as `streams`.
         streams: The streams by name.
-        for_training: Report images that a model would see enlarged, too.
+        for_training: Also report images that would be enlarged for the model.
     """
     gather = Gatherer()
     for name, stream in streams.items():
@@ -154,8 +154,8 @@ def _check_index(where: str, folder: Path, gather: Gatherer) -> bool:
 def _enlargement_problem(folder: Path, shape: Shape) -> str | None:
     """Return an error message if the images of a folder of MDS shards are smaller than the images that a model sees.
 
-    The first images of the folder are looked at, if it has their sizes, as those that `diffusion prepare` writes; a
-    folder where some of them are large enough has no problem.
+    The check reads the sizes of the folder's first images, which `diffusion prepare` stores; it passes if they are not
+    stored, or if some of these images are large enough.
 
     Args:
         folder: Local folder with a valid index.json.

@@ -1,4 +1,4 @@
-"""Checks of the settings of perceptual losses, for recipes and the model alike."""
+"""Checks of the settings of perceptual losses, shared by recipes and the model."""
 
 from collections.abc import Mapping
 
@@ -14,7 +14,7 @@ BACKBONES = ('vgg', 'alex', 'squeeze')
 
 
 def check_perceptual_losses(recipe: Recipe) -> list[Problem]:
-    """Return a problem for each wrong setting of `model.perceptual_losses`, and for a model that they do not fit."""
+    """Return a problem for each wrong setting of `model.perceptual_losses`, and for an unsupported model."""
     model = recipe.model
     settings = registry.settings_of('model', model, KEY)
     if not settings or not isinstance(model.kwargs.get(KEY), Mapping):
@@ -33,10 +33,10 @@ def check_perceptual_losses(recipe: Recipe) -> list[Problem]:
 
 
 def perceptual_problems(settings: Mapping[str, object]) -> dict[str, str]:
-    """Return error messages for settings of perceptual losses, by key; '' is the whole of them.
+    """Return error messages for settings of perceptual losses, by key; the key '' is the section as a whole.
 
     Args:
-        settings: All settings of a `PerceptualLosses`; its numbers are numbers.
+        settings: All settings of a `PerceptualLosses`; the types of the numbers must have been checked.
     """
     problems = {}
     for key in ('lpips_weight', 'features_weight'):

@@ -27,7 +27,7 @@ class Component:
 
 @dataclass
 class StreamConfig:
-    """A stream of training data: a folder of MDS shards, or a folder with one subfolder of shards per image shape."""
+    """A stream of data: a folder of MDS shards, or a folder with one subfolder of shards per image shape."""
 
     resolution: int
     """The side in pixels of the square images that the model sees, a multiple of 8, such as 256. With `shape` or
@@ -39,7 +39,7 @@ class StreamConfig:
     """True if the folder holds one subfolder of shards per image shape, as `diffusion prepare` writes aspect buckets.
     Each shape becomes a stream of its own."""
     enlarge: bool = False
-    """True accepts images that are smaller than those that the model sees, which are then enlarged and so blurred."""
+    """True accepts images that are smaller than the model's input; they are enlarged, which blurs them."""
     remote: str | None = None
     """The object store folder that holds index.json, such as s3://bucket/mds. Null for data in `local`."""
     local: str | None = None
@@ -81,15 +81,15 @@ class LoaderConfig:
     predownload: int | None = None
     """The number of samples per worker whose shards are downloaded ahead; null lets Streaming choose."""
     cache_folder: str | None = None
-    """The folder that caches the shards of streams with a `remote` and no `local`, shared by all jobs of a machine; or
-    by all nodes, on a file system that they share. Null is `diffusion-<user id>/shards` in the machine's temporary
+    """The folder that caches the shards of streams with a `remote` and no `local`. All jobs of a machine share it, and
+    all nodes if it is on a shared file system. Null is `diffusion-<user id>/shards` in the machine's temporary
     folder."""
     cache_limit: str | None = None
     """The maximum total size of `cache_folder` and the `local` folders of remote streams, such as 500gb; the least
     recently used shards are evicted first. Null sets no limit."""
     max_bad_samples: float = 1.0e-4
     """The maximum fraction of samples that may be replaced because they cannot be decoded, in [0, 1); 0 stops at the
-    first."""
+    first bad sample."""
     shuffle: bool = True
     """True shuffles the training data; false reads it in the order of the shards."""
     shuffle_algo: Literal['py1e', 'py1br', 'py1s', 'py2s', 'naive'] = 'py1e'
@@ -139,8 +139,8 @@ class SpeedConfig:
     """The `speed` section: optimizations of a training step. A switch that is null follows the preset."""
 
     preset: Literal['full', 'none'] = 'full'
-    """The default of all parts: full turns on every part that works on the GPU under the strategy, and on a CPU only
-    `fused_optimizer`; none keeps PyTorch's defaults."""
+    """The default of all switches: full turns on every switch that works on a GPU under the strategy, but only
+    `fused_optimizer` on a CPU; none keeps PyTorch's defaults."""
     channels_last: bool | None = None
     """True runs the convolutions of the denoiser and the VAE in the channels_last memory format, which tensor cores
     need. Under FSDP, the denoiser's weights stay contiguous and only its activations change. Null follows `preset`."""
@@ -151,9 +151,9 @@ class SpeedConfig:
     """True keeps what `compile` has compiled in the run's folder `compiled`, which all nodes must share, so that a
     restart takes seconds instead of minutes until its first batch. Null follows `preset`."""
     cuda_graphs: bool = False
-    """True runs the denoiser's blocks as CUDA graphs, once per image shape, for training: the host launches two graphs
-    per block instead of hundreds of kernels, for which a GPU waits in microbatches as small as 16 images. It needs
-    memory for another copy of the gradients, strategy: ddp and a GPU."""
+    """True runs the denoiser's blocks as CUDA graphs for training, captured once per image shape: the host launches two
+    graphs per block instead of hundreds of kernels. A GPU would wait for these launches in microbatches of 16 images or
+    fewer. Needs memory for another copy of the gradients, strategy: ddp and a GPU."""
     low_precision_norms: bool | None = None
     """True computes GroupNorm and LayerNorm in the autocast dtype where they are not compiled; fused norms of compiled
     blocks would not gain from it. Null follows `preset`."""
@@ -192,8 +192,8 @@ class PrecomputeConfig:
     """The output folder for the latents, local or in an object store; it gets one subfolder per stream."""
     latents: Literal['image', 'image+text'] = 'image'
     """The encoders whose output is stored: image stores the VAE's only, and the text encoder runs during training;
-    image+text stores the text encoder's too: of each token if the model masks padding, else of padding too, which is
-    158 kB per caption for SD2. Features of the image encoder are stored too if the model has
+    image+text stores the text encoder's too. If the model masks padding, only the embeddings of tokens are stored, else
+    those of padding too: 158 kB per caption for SD2. Features of the image encoder are stored too if the model has
     representation_alignment."""
     captions: Literal['all', 'first', 'longest'] = 'all'
     """The captions of an image that are encoded with `latents: image+text`: all, first or longest. With
@@ -204,8 +204,7 @@ class PrecomputeConfig:
     dtype: Literal['float16', 'float32'] = 'float16'
     """The dtype of the stored latents, text embeddings and image features: float16 or float32."""
     crop: Literal['center', 'random'] = 'center'
-    """The crop of an image: center, or random, which is the crop that training on the images would use in its first
-    epoch."""
+    """The crop of an image: center, or random, the crop that training on the images would use in its first epoch."""
     min_crop_scale: float = 1.0
     """The minimum size of a random crop, as a fraction of the largest possible crop."""
     batch_size: int = 64
@@ -269,7 +268,7 @@ class NotifyConfig:
 class InitFrom:
     """The `init_from` section: the weights from which training starts, of another run or published ones."""
 
-    # `from` is a keyword of Python, so the field has another name than its key.
+    # The field cannot be called `from`, as its key is, since that is a keyword of Python.
     source: str = field(metadata={'key': 'from'})
     """The source of the weights: a checkpoint, or the folder of another run, whose newest checkpoint is used; a folder
     that diffusers' `save_pretrained` wrote; `hf://org/name` on the Hugging Face Hub; or a `.safetensors` file in the
@@ -374,8 +373,8 @@ class Recipe:
     missing: list[Problem] = field(default_factory=list, repr=False, compare=False)
     """The values that are still ???, if loading allowed them; not a key of a recipe."""
     from_environment: dict[KeyPath, Interpolation] = field(default_factory=dict, repr=False, compare=False)
-    """The text of each value that depends on an environment variable, such as `${oc.env:KEY}`, by its path. Write it
-    instead of the value, which may be a secret, to every file (`load.to_yaml`); not a key of a recipe."""
+    """The text of each value that depends on an environment variable, such as `${oc.env:KEY}`, by its path. Files must
+    contain this text instead of the value, which may be a secret (`load.to_yaml`); not a key of a recipe."""
 
     @property
     def initial_weights(self) -> InitFrom | None:

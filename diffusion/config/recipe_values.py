@@ -1,7 +1,7 @@
 """All values of a recipe as plain nested mappings with the defaults filled in, to compare two recipes.
 
-Works on the YAML of a recipe instead of on a `Recipe`, so that a recipe that another version of this package saved can
-be read too. No component is imported.
+This module reads the YAML of a recipe instead of a `Recipe`, so that it can also read a recipe that another version of
+this package saved. It imports no component.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ def _section(name: str, hint: Any, given: Any, raw: Mapping[str, Any], unknown: 
     if name == 'init_from' and isinstance(given, str):
         given = {'from': given}
     if name in OPTIONAL_SECTIONS and isinstance(given, Mapping):
-        # With the defaults, so that a recipe that leaves out a key is the same.
+        # Fill in the defaults, so that leaving out a key is not a difference.
         fields = {each.metadata.get('key', each.name): each for each in dataclasses.fields(OPTIONAL_SECTIONS[name])}
         return {key: _default(each) for key, each in fields.items()} | _plain(given)
     if name in SINGLE_COMPONENT_SECTIONS:
@@ -115,7 +115,7 @@ def _component(
     given = given if isinstance(given, Mapping) else {}
     name = str(given.get('name', label))
     keywords = {str(key): value for key, value in given.items() if key != 'name'}
-    if registry.unknown(kind, name) is not None:  # a component of the user's that is not registered any more
+    if registry.unknown(kind, name) is not None:  # the user's own component, no longer registered
         return {'name': name} | _plain(keywords)
     return {'name': name} | _keywords(
         where, registry.signature(kind, name), keywords, offered, unknown, SUPPLIED.get(kind, ())

@@ -179,13 +179,14 @@ def signature(kind: str, name: str) -> Signature:
 
 
 def settings_of(kind: str, component: Any, keyword: str | None = None) -> dict[str, Any]:
-    """Return the values of the keywords of a component of this package: its defaults, overlaid by those given.
+    """Return the values of the keywords of a component of this package: its defaults, overridden by those given.
 
     Args:
         kind: The component's kind, such as `model`.
-        component: The component; other values, such as `???`, have no settings, nor do components of other packages.
-        keyword: Keyword whose type is a dataclass, to get the values of its fields instead; the defaults if it is not
-            given or null, and none if the component has no such keyword.
+        component: The component. For other values, such as `???`, and for components of other packages, the result is
+            empty.
+        keyword: Keyword whose type is a dataclass, to get the values of its fields instead. The result is the defaults
+            if it is not given or null, and empty if the component has no such keyword.
     """
     if not isinstance(component, Component) or not is_own(kind, component.name):
         return {}
@@ -199,7 +200,7 @@ def settings_of(kind: str, component: Any, keyword: str | None = None) -> dict[s
 
 
 def traits(model: str) -> ModelTraits:
-    """Return the traits of a model, without importing it if it is registered by address; the defaults if not found."""
+    """Return a model's traits, read without an import if it is registered by address; the defaults if not found."""
     try:
         return signature('model', model).traits
     except (KeyError, UserError):  # `check_keywords` reports it
@@ -221,8 +222,8 @@ def check_keywords(
 
     Args:
         where: Path of the component in the recipe.
-        kind: The component's kind.
-        name: The component's name.
+        kind: The component's kind, such as `callback`.
+        name: The component's registered name.
         kwargs: The component's keywords in the recipe.
         supplied: Keywords that only the program may set.
     """

@@ -1,4 +1,4 @@
-"""Rules for changes of a recipe when its run resumes: which keys are fixed, which are applied, and why.
+"""Rules for changes of a recipe when its run resumes: the effect of each key's change, and the reason.
 
 Every key of a recipe matches a rule, so that no change is ignored: it is refused, or it takes effect and is logged.
 """
@@ -22,8 +22,8 @@ class Rule:
     """Effect of a change of some keys."""
 
     keys: tuple[str, ...]
-    """Keys as dotted paths. Names of streams are `*`; algorithms, callbacks, loggers and evaluators have their
-    registered name. A final `*` stands for every key that no other rule names."""
+    """Keys as dotted paths. `*` stands for the name of a stream; algorithms, callbacks, loggers and evaluators have
+    their registered name. A final `*` stands for every key that no other rule names."""
     effect: Effect
     reason: str
 
@@ -127,7 +127,7 @@ SECTION_RULES = (
     _rule(Effect.APPLIED, "the run's folder, which may be moved", 'name runs_dir'),
     _rule(Effect.APPLIED, 'the modules that register components', 'imports'),
 )
-"""Rules of sections and of components of other packages. Those of this package declare theirs with their keywords."""
+"""Rules of sections and of other packages' components. Components of this package declare rules at their keywords."""
 UNKNOWN_KEY = Rule(('*',), Effect.FIXED, 'a key that no rule of this version names')
 """Rule of a key that no other rule matches; a test asserts that there is none."""
 DECLARED_BY = {'model': 'model', 'optimizer': 'optimizer', 'algorithms': 'algorithm'}
@@ -194,7 +194,7 @@ def rule_of(path: str) -> Rule:
         prefix = '.'.join(parts[:length])
         if f'{prefix}.*' in known:
             return known[f'{prefix}.*']
-        # A key inside of a value, such as a mapping that a keyword takes.
+        # The key is inside a value, such as a mapping that a keyword takes.
         if prefix in known and length > 1:
             return known[prefix]
     return known.get(parts[0], known.get(f'{parts[0]}.*', UNKNOWN_KEY))
@@ -242,7 +242,7 @@ def _entries(section: str, before: Mapping[str, Any], after: Mapping[str, Any], 
         old, new = before.get(key), after.get(key)
         if named:
             names = {each['name'] for each in (old, new) if each is not None}
-            # A component under the key of another one: the old one is removed, and the new one is added.
+            # If the key now names another component, the old one is removed, and the new one is added.
             pairs = [(old, new)] if len(names) == 1 else [(old, None), (None, new)]
             for before_it, after_it in pairs:
                 path = f'{section}.{(after_it or before_it or {})["name"]}'
@@ -254,12 +254,12 @@ def _entries(section: str, before: Mapping[str, Any], after: Mapping[str, Any], 
 def _component_changes(
     key: str, path: str, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None
 ) -> Iterator[Change]:
-    """Yield the changes of a component: as a whole if it was added, removed or replaced by one of another name."""
+    """Yield the changes of a component's values; a component that was added, removed or replaced is one change."""
     if before is None and after is None:
         return
     if before is not None and after is not None and before.get('name') == after.get('name'):
         yield from _value_changes(key, path, before, after)
-    elif key in ('model', 'optimizer'):  # the keywords of another class mean nothing here
+    elif key in ('model', 'optimizer'):  # do not compare keywords of different classes
         yield Change(f'{key}.name', rule_of(f'{path}.name'), (before or {}).get('name'), (after or {}).get('name'))
     else:
         yield Change(key, rule_of(path), before, after)

@@ -4,11 +4,11 @@ import os
 from collections.abc import Mapping
 
 CONDITIONAL_SCHEMES = ('s3', 'gs', 'az', 'azure', 'azure-dl')
-"""Stores with conditional writes, by which the lock of a run is taken."""
+"""URL schemes of stores with conditional writes, which taking the lock of a run needs."""
 
 
 def runs_dir_problem(runs_dir: str) -> str | None:
-    """Return why runs cannot be in the object store at a URL, with the way out; None if they can, and for a folder."""
+    """Return an error message if runs cannot be in the object store at a URL; None if they can, and for a folder."""
     scheme, separator, rest = runs_dir.partition('://')
     if not separator:
         scheme, separator, rest = runs_dir.partition(':/')
@@ -32,7 +32,7 @@ def runs_dir_problem(runs_dir: str) -> str | None:
 
 
 def credentials_problem(runs_dir: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return why this machine's credentials do not suffice for runs in an object store; None if nothing is known.
+    """Return an error message if the environment lacks credentials that runs in an object store need, else None.
 
     Args:
         runs_dir: The value of `runs_dir`, for which `runs_dir_problem` is None.

@@ -1,8 +1,8 @@
 """Rules for the order of training samples that make global batches identical on any number of devices.
 
-Streaming splits the samples that an epoch uses of a stream into `num_canonical_nodes` rows, reads the rows column by
-column, and splits the result into global batches. If the rows have unequal lengths, or the samples do not fill the last
-batch, it pads with repeated samples, and the amount of padding depends on the number of devices: with streams of 3000
+For each stream, Streaming splits an epoch's samples into `num_canonical_nodes` rows, reads the rows column by column,
+and splits the result into global batches. If the rows have unequal lengths, or the samples do not fill the last batch,
+it pads with repeated samples, and the amount of padding depends on the number of devices. Example: with streams of 3000
 and 2000 samples, batches of 64 and 8 rows, 63 of 77 batches on 16 devices differed from those on 8.
 
 Therefore nothing may need padding: `num_canonical_nodes` must divide the global batch, and the global batch must divide
@@ -20,8 +20,7 @@ MAX_PICKS = 2**20
 
 def default_canonical_nodes(global_batch: int) -> int:
     """Return the default `num_canonical_nodes` of a new run: the largest common divisor of 960 and the global batch."""
-    # 960 = 64 * 3 * 5: a batch of 1536 = 512 * 3 divides over 12 nodes of 8 GPUs, and with a power of two its samples
-    # would not.
+    # 960 = 64 * 3 * 5 lets a batch of 1536 = 512 * 3 divide over 12 nodes of 8 GPUs; a power of two would not.
     return math.gcd(64 * 3 * 5, global_batch)
 
 

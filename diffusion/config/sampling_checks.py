@@ -1,4 +1,4 @@
-"""Checks of the settings for generating images: of the section `generate`, of image grids and of evaluators."""
+"""Checks of the settings for generating images, in the section `generate`, image grids and evaluators."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,8 +14,8 @@ def check_sampling(recipe: Recipe, components: Mapping[str, Mapping[str, Any]]) 
 
     Args:
         recipe: The recipe, whose section `generate` is checked.
-        components: Keywords of this package's components in the recipe, by path; those that are not about sampling are
-            ignored.
+        components: Keywords of this package's components in the recipe, by path. Keywords that are not about sampling
+            are ignored.
     """
     if not isinstance(recipe.generate, GenerateConfig):
         return []
@@ -39,7 +39,7 @@ def sampling_problems(settings: Mapping[str, Any], timesteps: int | None, *, flo
     Args:
         settings: Settings such as `num_inference_steps` and `guidance_scale`; others are ignored.
         timesteps: Number of timesteps of the model's noise schedule; None if unknown.
-        flow: True for a model of a flow.
+        flow: True for a model that is trained on a flow.
     """
     steps, scale = settings.get('num_inference_steps'), settings.get('guidance_scale')
     rescale, name = settings.get('guidance_rescale'), settings.get('noise_scheduler')
@@ -75,7 +75,7 @@ def model_problem(recipe: Recipe) -> str | None:
 
 
 def _check_images(settings: GenerateConfig) -> list[Problem]:
-    """Return a number of images, or seeds for that many images, that are out of range as problems."""
+    """Return a problem if the number of images is out of range, or the seeds of that many images."""
     copies, seed = settings.num_images_per_prompt, settings.seed
     if not isinstance(copies, int) or not isinstance(seed, int) or not isinstance(settings.prompts, list):
         return []

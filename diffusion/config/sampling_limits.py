@@ -1,4 +1,4 @@
-"""Allowed values of the settings for generating images, for recipes, command lines and the model alike.
+"""Allowed values of the settings for generating images, shared by recipes, command lines and the model.
 
 Each function returns an error message with the range to choose from, or None if the value is allowed.
 """
@@ -6,7 +6,7 @@ Each function returns an error message with the range to choose from, or None if
 import math
 
 SEEDS = 2**32
-"""Number of seeds; Philox, which draws the initial noise, takes a seed as one word of 32 bits."""
+"""Number of seeds; Philox draws the initial noise and takes a seed as one word of 32 bits."""
 
 
 def seeds_problem(first: int, count: int = 1) -> str | None:

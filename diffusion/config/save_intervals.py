@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 AUTO = 'auto'
-"""The interval follows from the measured duration of saves and from the failures of the run."""
+"""Interval that is computed from the measured duration of saves and from the failures of the run."""
 _UNITS = {'s': 1.0, 'sec': 1.0, 'm': 60.0, 'min': 60.0, 'h': 3600.0}
 _INTERVAL = re.compile(rf'(\d+(?:\.\d+)?)({"|".join(sorted(_UNITS, key=len, reverse=True))})')
 

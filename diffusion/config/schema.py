@@ -24,7 +24,7 @@ class Problem:
     where: str
     """Path of the value, such as `model.resolution`; empty for the whole file."""
     what: str
-    """Description of the mistake and of the way out."""
+    """Description of the mistake and of how to fix it."""
 
     def __str__(self) -> str:
         return f'{self.where}: {self.what}' if self.where else self.what
@@ -38,7 +38,7 @@ class Gatherer:
         self.missing: list[Problem] = []
 
     def problem(self, where: str, what: str) -> None:
-        """Add a mistake: `where` is the path of the value, `what` describes the mistake and the way out."""
+        """Add a mistake: `where` is the path of the value, `what` describes the mistake and how to fix it."""
         self.problems.append(Problem(where, what))
 
     def still_missing(self, where: str, doc: str) -> None:
@@ -102,7 +102,7 @@ def build_dataclass(kind: Any, value: Any, where: str, gather: Gatherer, doc: st
 
 
 def fits(kind: Any, value: Any) -> bool:
-    """Return True if a plain YAML value has a type; an int is a float too, but a bool is no int, and NaN no number."""
+    """Return True if a plain YAML value has a type: an int is a float too, a bool is not an int, NaN is not a float."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return True
@@ -212,7 +212,7 @@ def _union(kind: Any, value: Any, where: str, gather: Gatherer, doc: str) -> Any
     structured = [
         choice for choice in choices if dataclasses.is_dataclass(choice) or get_origin(choice) in (list, dict)
     ]
-    # A value of none of the simple types is taken for the structured one, so that mistakes inside it get their paths.
+    # Read a value that has none of the simple types as the structured one, so that mistakes inside it get their paths.
     if value is not None and structured and not any(fits(c, value) for c in choices if c not in structured):
         return build_dataclass(structured[0], value, where, gather, doc)
     if fits(kind, value):
@@ -222,7 +222,7 @@ def _union(kind: Any, value: Any, where: str, gather: Gatherer, doc: str) -> Any
 
 
 def _hint(kind: Any, value: Any) -> str:
-    """Return the way out for a value of the wrong type, with a leading semicolon, or an empty text."""
+    """Return how to fix a value of the wrong type, with a leading semicolon, or an empty text."""
     if get_origin(kind) is Literal and isinstance(value, str):
         near = difflib.get_close_matches(value, [str(choice) for choice in get_args(kind)], n=1)
         return f"; did you mean '{near[0]}'?" if near else ''
@@ -232,7 +232,7 @@ def _hint(kind: Any, value: Any) -> str:
 
 
 def _hint_of_text(kind: Any, text: str) -> str:
-    """Return the way out for text that YAML 1.1 reads as a number or a boolean, with a leading semicolon, or ''."""
+    """Return how to fix text that YAML 1.1 reads as a number or a boolean, with a leading semicolon, or ''."""
     kinds = {kind, *get_args(kind)}
     if {int, float} & kinds and re.fullmatch(r'[-+]?0\d+', text):
         return f'; write it without leading zeros: {int(text)}'

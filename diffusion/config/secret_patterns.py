@@ -14,7 +14,7 @@ SECRET_NAME = re.compile(
     r'(?i)(?<![a-z])(token|secret|password|passwd|passphrase|credentials?|api[_-]?key|access[_-]?key(?!_id)|'
     r'secret[_-]?key|account[_-]?key|private[_-]?key|auth[_-]?key)$'
 )
-"""Names of variables and settings whose value is a secret. The word is the last one: token_dropout is none."""
+"""Names of variables and settings whose value is a secret: the names end in such a word, unlike token_dropout."""
 _NO_SECRET_NAME = re.compile(r'(?i)(pad|eos|bos|unk|mask|cls|sep|start|end|special|class|prompt)_?token$')
 _FORMATS = {
     'an AWS access key': r'\b(AKIA|ASIA)[0-9A-Z]{16}\b',
@@ -42,9 +42,9 @@ _HASH_NAME = re.compile(r'(?i)(revision|commit|sha\d*|hash|digest|checksum|versi
 
 
 def secret_problems(values: Any, where: str = '') -> list[Problem]:
-    """Return a problem for each text in plain values that is a secret by its format or by the name of its key.
+    """Return a problem for each text in plain values that is a secret by its format or by its key's name.
 
-    No message contains the text. The text of an interpolation is no secret: it names an environment variable.
+    No message contains the text. An interpolation is not a secret: its text names an environment variable.
     """
     if isinstance(values, Mapping):
         found = [problem for key, item in values.items() for problem in secret_problems(item, join(where, key))]
@@ -77,8 +77,8 @@ def secret_format(text: str, *, name: str = '') -> str | None:
     """Return the kind of secret that a text contains, such as 'a GitHub token', or None.
 
     Args:
-        text: The text.
-        name: Name of its key: 40 hexadecimal digits are a revision in `revision`, and a W&B key elsewhere.
+        text: The value to check.
+        name: Name of its key: 40 hexadecimal digits are a Git revision under `revision`, and a W&B key elsewhere.
     """
     # Interpolations in a URL, such as https://user:${oc.env:PASSWORD}@host, hold no secret.
     plain = re.sub(r'\$\{oc\.env:\w+\}', '$', text) if isinstance(text, Interpolation) else text
@@ -89,7 +89,7 @@ def secret_format(text: str, *, name: str = '') -> str | None:
         return 'a Weights & Biases key (for a Git revision, use a key whose name ends in revision)'
     for each in _AWS_SECRET.findall(plain):
         kinds = [len(re.findall(pattern, each)) for pattern in ('[A-Z]', '[a-z]', '[0-9]')]
-        # Random characters: 16.6 of each case and 6.4 digits are expected; words of a path have few capitals.
+        # 40 random characters have 16 letters of each case and 6 digits on average; words of a path have few capitals.
         if kinds[0] >= 6 and kinds[1] >= 6 and kinds[2] and each.count('/') <= 3:
             return 'an AWS secret key'
     return None

@@ -23,17 +23,17 @@ from diffusion.config.model_traits import ModelTraits
 from diffusion.config.schema import doc_strings
 from diffusion.errors import UserError
 
-# Types that YAML values can have; keywords of any other type are not checked.
+# These are the types of YAML values; keywords of any other type are not checked.
 _SIMPLE = {'int': int, 'float': float, 'str': str, 'bool': bool, 'None': type(None), 'list': list, 'dict': dict}
 
 
 _Aliases = Mapping[str, ast.expr | None]
-"""Type aliases of a file by name; None for imported names that are no alias."""
+"""Type aliases of a file by name; None for imported names that are not an alias."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """Keyword that a component accepts: name, type annotation, and if it is required."""
+    """Keyword that a component accepts: its name, its default, and what its annotation declares."""
 
     name: str
     annotation: str
@@ -43,9 +43,9 @@ class Parameter:
     constraints: tuple[Constraint, ...] = ()
     """Constraints that its annotation declares, as in `Annotated[int, MultipleOf(8)]`."""
     default: Any = None
-    """Default value; None if it is required, and the source text of a default that is not a plain value."""
+    """Default value: None if the keyword is required, and the source text of a default that is not a plain value."""
     meanings: tuple[Meaning, ...] = ()
-    """What its annotation declares beside type and constraints, as in `Annotated[int, NotArchitecture()]`."""
+    """Meanings that its annotation declares, as in `Annotated[int, NotArchitecture()]`."""
     doc: str = ''
     """Doc string under its declaration in a dataclass or a TypedDict."""
 
@@ -77,14 +77,14 @@ class Signature:
     on_resume: OnResume | None = None
     """Effect of adding or removing the component when a run resumes, if its class declares it."""
     traits: ModelTraits = field(default_factory=ModelTraits)
-    """What the decorator `traits` of a model's builder declares."""
+    """Traits that the decorator `traits` of a model's builder declares."""
 
     def names(self) -> set[str]:
         """Return the names of the keywords that the component accepts."""
         return {parameter.name for parameter in self.parameters}
 
     def nested_in(self, parameter: 'Parameter') -> list[str]:
-        """Return the dataclasses in a keyword's annotation, as `module:attribute`; its value may be a mapping then."""
+        """Return the dataclasses in a keyword's annotation as `module:attribute`; if any, the value may be a mapping."""
         return [address for name, address in self.nested.items() if name in words(parameter.annotation)]
 
     def defaults(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class Signature:
 
 
 def of_object(target: Any) -> Signature:
-    """Return the parameters of an imported class or function, to check or select its keyword arguments by."""
+    """Return the signature of an imported class or function."""
     found = full_signature(target).parameters.values()
     named = [p for p in found if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     parameters = tuple(
@@ -164,7 +164,7 @@ def _of_function(node: ast.FunctionDef, module: str) -> Signature:
 
 
 def _unpacked_name(annotation: ast.expr | None) -> str | None:
-    """Return the name of the class in `Unpack[NAME]`, or None for another annotation."""
+    """Return the name of the class in `Unpack[NAME]`, or None for any other annotation."""
     if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value).split('.')[-1] == 'Unpack':
         return ast.unparse(annotation.slice)
     return None
@@ -187,7 +187,7 @@ def _entries(module: str, name: str) -> tuple[Parameter, ...]:
 
 
 def _decorated(node: ast.FunctionDef, name: str, module: str) -> dict[str, Any]:
-    """Return the keywords of a function's decorator of this name, which a constant of the file may hold."""
+    """Return the keywords of a function's decorator of this name; a constant of the file may hold the decorator."""
     calls = [_call(each, _source(module)) for each in node.decorator_list]
     return {
         str(keyword.arg): ast.literal_eval(keyword.value)
@@ -255,8 +255,8 @@ def _simple(node: ast.expr) -> Any:
 def _union(members: list[ast.expr]) -> Any:
     """Return the union of those types in an annotation that YAML can hold, to check a recipe's values against.
 
-    Members such as Path or Tensor are left out. Returns None (no check) if another member is not a type that YAML can
-    hold, or if nothing but None is left.
+    Members such as Path or Tensor are left out. The result is None (no check) if another member is not a type that YAML
+    can hold, or if only None is left.
     """
     kinds = [_simple(member) for member in members if not _is_class(member)]
     return None if not kinds or None in kinds or kinds == [type(None)] else Union[tuple(kinds)]  # noqa: UP007
@@ -362,7 +362,7 @@ def _parameter(
     constraints = tuple(found for extra in extras if (found := _constraint(extra)) is not None)
     meanings = tuple(meaning for extra in extras if (meaning := _meaning(extra, tree)) is not None)
     value = None if default is None else _plain(default, tree)
-    # An entry of a TypedDict has no place for a default.
+    # An entry of a TypedDict cannot have a value, so its annotation declares the default.
     declared_default = next((each for each in meanings if isinstance(each, Default)), None)
     required = default is None and declared_default is None
     value = declared_default.value if declared_default is not None else value

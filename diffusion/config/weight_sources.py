@@ -1,4 +1,4 @@
-"""Sources of weights: of `init_from` (a run, a folder of diffusers, a repository, a file), and of the frozen parts."""
+"""Sources of weights: for `init_from` (a run, a folder of diffusers, a repository, a file) and for the frozen parts."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ REPOSITORY = re.compile(r'[\w-][\w.-]*/[\w-][\w.-]*')
 """Pattern of the name of a repository, such as `org/name`."""
 COMMIT = re.compile(r'[0-9a-f]{40}')
 PICKLES = ('.bin', '.ckpt', '.pth')
-"""Endings of files of pickled weights. Composer's saver writes `.pt`, and reading these runs no code."""
+"""Endings of files of pickled weights. Composer's `.pt` is missing, since it is read without running code."""
 PIPELINE = 'model_index.json'
 DENOISERS = ('unet', 'transformer')
 """Subfolders of a pipeline of diffusers that may hold its denoiser."""
@@ -38,7 +38,7 @@ def is_diffusers_folder(folder: Path) -> bool:
 
 
 def check_initial_weights(recipe: Recipe) -> list[Problem]:
-    """Return settings of `init_from` that contradict each other, and sources that are never read, as problems."""
+    """Return a problem for each contradiction between settings of `init_from`, and for a source that is refused."""
     start = recipe.initial_weights
     # A value may be ???, or None because its type was wrong; both are reported elsewhere.
     if recipe.task != 'train' or start is None or not isinstance(start.source, str) or MISSING in _texts(start):
@@ -69,7 +69,7 @@ def check_pretrained(recipe: Recipe) -> list[Problem]:
 
 
 def revision_problem(source: str, revision: str | None) -> str | None:
-    """Return why a source of frozen parts needs a revision, or None if it has one or is a local folder."""
+    """Return an error message if a source of frozen parts lacks the revision that a repository needs, else None."""
     if revision is not None or not REPOSITORY.fullmatch(source) or Path(source).is_dir():
         return None
     return (
@@ -102,7 +102,7 @@ def _hub_problems(start: InitFrom, repository: str) -> dict[str, str]:
 
 
 def path_problem(start: InitFrom) -> str | None:
-    """Return the mistake in `init_from` that depends on the files of this machine, or None."""
+    """Return an error message if `init_from` does not fit the files of this machine, else None."""
     path, repository = Path(start.source), hub_repository(start)
     if repository is None:
         if '://' in start.source or path.exists():

@@ -1,4 +1,4 @@
-"""Checks of muP's base width, for recipes and the model alike, without importing torch."""
+"""Checks of muP's base width, shared by recipes and the model, without importing torch."""
 
 from diffusion.config import registry
 from diffusion.config.recipe import Component, Recipe
@@ -10,7 +10,7 @@ OPTIMIZERS = ('adamw', 'decoupled_adamw')
 
 
 def check_width_transfer(recipe: Recipe) -> list[Problem]:
-    """Return a base width that does not fit the model, and optimizers that it cannot be used with, as problems."""
+    """Return a problem for a base width that does not fit the model, the LoRA or the optimizer."""
     values, optimizer = registry.settings_of('model', recipe.model), recipe.optimizer
     numbers = [values.get(key) for key in (KEY, 'hidden_size', 'num_heads')]
     sizes = [each for each in numbers if isinstance(each, int) and each > 0]
@@ -29,7 +29,7 @@ def check_width_transfer(recipe: Recipe) -> list[Problem]:
 
 
 def base_width_problem(base: int, width: int, heads: int) -> str | None:
-    """Return why a base width does not fit a transformer of this width and number of heads, or None."""
+    """Return an error message if a base width does not fit a transformer of this width and number of heads."""
     head, rest = divmod(width, heads)
     if rest or base % head == 0:  # a width that does not divide into heads is reported elsewhere
         return None
@@ -38,7 +38,7 @@ def base_width_problem(base: int, width: int, heads: int) -> str | None:
 
 
 def optimizer_problem(name: str) -> str | None:
-    """Return why an optimizer cannot be used with a base width, or None."""
+    """Return an error message if an optimizer cannot be used with a base width, else None."""
     if name in OPTIMIZERS:
         return None
     return f'{name} has no rules for model.{KEY}, which are those of Adam; use adamw, or remove model.{KEY}'

@@ -102,10 +102,10 @@ def merge(contents: Sequence[dict[str, Any]], overrides: Sequence[str]) -> dict[
 def merge_and_resolve(
     contents: Sequence[dict[str, Any]], overrides: Sequence[str], environ: Mapping[str, str] | None = None
 ) -> Resolved:
-    """Merge as `merge`, and return the values together with those that depend on environment variables.
+    """Merge like `merge`, but also return the sources of values that depend on environment variables.
 
     Args:
-        contents: Plain mappings.
+        contents: Plain mappings; later ones take precedence.
         overrides: Changes as `key=value`.
         environ: Environment of `oc.env` (default: that of this process).
 
@@ -157,7 +157,7 @@ def dump_inline(value: Any) -> str:
 
 
 def _merged(base: Any, later: Any, where: str) -> Any:
-    """Return a copy of `later` merged onto `base`: mappings key by key, everything else replaces."""
+    """Return a copy of `later` merged onto `base`: mappings merge key by key, and other values replace the old ones."""
     if isinstance(later, dict) and isinstance(base, dict):
         result = dict(base)
         for key, value in later.items():
@@ -199,7 +199,7 @@ def _step(parent: dict[str, Any] | list[Any], part: str, override: str) -> Any:
 
 
 def _drop_renamed(earlier: dict[str, Any], later: dict[str, Any]) -> None:
-    """Empty, in place, each component of an earlier file that a later file replaces by one of another `name`."""
+    """Empty each component of an earlier file, in place, that a later file replaces by one of another `name`."""
     for key, new in later.items():
         old = earlier.get(key)
         if isinstance(old, dict) and isinstance(new, dict):

@@ -28,7 +28,7 @@ def yaml_error(error: yaml.YAMLError) -> tuple[str, str]:
             return '', f'character U+{code:04X} at offset {error.position} is not allowed in YAML; remove it'
         return '', ' '.join(str(error).split())
     mark = error.problem_mark or error.context_mark
-    # PyYAML reports a tab as a character that "cannot start any token", without a way out.
+    # PyYAML reports a tab as a character that "cannot start any token", without a way to fix it.
     hint = '; indent with spaces' if r"'\t'" in str(error.problem) else ''
     return f':{mark.line + 1}:{mark.column + 1}' if mark else '', f'{error.problem or error.context}{hint}'
 
@@ -36,9 +36,9 @@ def yaml_error(error: yaml.YAMLError) -> tuple[str, str]:
 class _Loader(yaml.SafeLoader):
     """SafeLoader for YAML 1.2 that rejects duplicate keys.
 
-    PyYAML implements YAML 1.1, in which 1e-4 is a string (it wants 1.0e-4), `no` and `on` are booleans, 010 is 8 and
-    1:30 is 90; it keeps the last of duplicate keys. Here a number with a leading zero is text, since readers disagree
-    about its value, and so is a number with colons.
+    PyYAML implements YAML 1.1, in which 1e-4 is a string (unlike 1.0e-4), `no` and `on` are booleans, 010 is 8 and 1:30
+    is 90; it keeps the last of duplicate keys. Here numbers with colons are text, and so are numbers with a leading
+    zero, since readers disagree about their value.
     """
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
@@ -71,7 +71,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _construct_text(loader: _Loader, node: yaml.ScalarNode) -> str:
-    """Return the text of a scalar without the escapes that neither a path nor a UTF-8 file can contain."""
+    """Return the text of a scalar, or raise an error if it has characters that a path or UTF-8 file cannot contain."""
     text = str(loader.construct_scalar(node))
     if bad := re.search('[\0\ud800-\udfff]', text):
         problem = f'the text contains U+{ord(bad[0]):04X}, which no setting can contain; remove it'
@@ -110,7 +110,7 @@ _Loader.add_constructor('tag:yaml.org,2002:float', _construct_float)
 
 
 class Interpolation(str):
-    """Text of a value with `${...}` that is written to YAML unchanged; `$` of other text is escaped."""
+    """Text of a value with `${...}` that is written to YAML unchanged; in other text, `${` is escaped."""
 
 
 class Dumper(yaml.SafeDumper):
@@ -143,14 +143,14 @@ for _kind in (str, Interpolation):
 
 _BOOL = re.compile('^(?:true|True|TRUE|false|False|FALSE)$')
 _INT = re.compile('^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)$')
-# PyYAML's pattern, extended to exponents without a decimal point or a sign.
+# This is PyYAML's pattern, extended to exponents without a decimal point or a sign.
 _FLOAT_PATTERN = r"""^(?:[-+]?{digits}(?:\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[eE][-+]?[0-9]+)
     |[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?
     |[-+]?\.(?:inf|Inf|INF)
     |\.(?:nan|NaN|NAN))$"""
 _FLOAT = re.compile(_FLOAT_PATTERN.format(digits='(?:0|[1-9][0-9_]*)'), re.X)
 _QUOTED_FLOAT = re.compile(_FLOAT_PATTERN.format(digits='[0-9][0-9_]*'), re.X)
-"""Text that is written in quotes, since another program may read it as a float."""
+"""Pattern of text that is written in quotes, since another program may read it as a float."""
 
 
 def _forget(schema: Any, *kinds: str) -> None:

@@ -84,7 +84,7 @@ class Signature:
         return {parameter.name for parameter in self.parameters}
 
     def nested_in(self, parameter: 'Parameter') -> list[str]:
-        """Return the dataclasses in a keyword's annotation as `module:attribute`; if any, the value may be a mapping."""
+        """Return the dataclasses in a keyword's annotation, as `module:attribute`; its value may then be a mapping."""
         return [address for name, address in self.nested.items() if name in words(parameter.annotation)]
 
     def defaults(self) -> dict[str, Any]:

@@ -25,8 +25,8 @@ from diffusion.models.flops import empty_copy
 Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Positional and keyword arguments of a forward pass."""
 BATCHES = 2, 4
-"""Batch sizes of the two counted passes; their difference gives the bytes per sample. Not 1: with a single sample some
-transposed tensors are contiguous and are not copied."""
+"""Batch sizes of the two counted passes; their difference gives the bytes per sample. A batch size of 1 would not count
+copies of some transposed tensors, which are contiguous then."""
 FLOAT32_ON_CUDA = frozenset(
     ['group_norm', 'layer_norm', 'softmax', 'log_softmax', 'pow', '__pow__', 'rsqrt', 'exp', 'log', 'softplus']
 )
@@ -53,7 +53,7 @@ class Activations:
     copies_between: int
     """Bytes of weight copies kept outside of the blocks under activation checkpointing."""
     copies_inside: int
-    """Bytes of weight copies kept inside a block while activation checkpointing recomputes it; the maximum."""
+    """Maximum over the blocks of the bytes of weight copies kept while activation checkpointing recomputes one."""
     largest: int
     """Bytes per sample of the largest intermediate tensor."""
 
@@ -81,8 +81,8 @@ def count_activations(module: nn.Module, inputs: Callable[[int], Inputs], precis
             (so that they compute norms in float32 without keeping anything in float32).
     """
     flags = set(precision.split('+'))
-    # Use fake CPU tensors instead of the meta device: that lacks fused attention, and its replacement keeps all L x L
-    # attention weights (70 MiB per sample where a GPU keeps 8).
+    # Use fake CPU tensors: the meta device lacks fused attention, and its replacement keeps all L x L attention weights
+    # (70 MiB per sample where a GPU keeps 8).
     with FakeTensorMode(allow_non_fake_inputs=True):
         copied = empty_copy(module, 'cpu').train()
         small, large = (_record(copied, *inputs(batch), flags) for batch in BATCHES)
@@ -191,8 +191,8 @@ class _Recording:
 class _Operations(TorchDispatchMode):
     """Dispatch mode that records the bytes of every operation's largest output tensor.
 
-    It also counts the operations that have FLOPs by torch's count, such as matmuls and convolutions; the others are
-    cheap enough that a compiled block recomputes their results.
+    It also counts the operations for which torch counts FLOPs, such as matmuls and convolutions; the others are cheap
+    enough that a compiled block recomputes their results.
     """
 
     def __init__(self, recording: _Recording) -> None:
@@ -240,7 +240,7 @@ class _AsOnGPU(TorchFunctionMode):
             saved.append(tensor)
             return tensor
 
-        # Only the innermost hooks run, so tensors saved in here do not reach `recording.keep` on their own.
+        # Pass tensors on to `recording.keep` below: autograd calls only the innermost hooks, which are the ones here.
         before = recording.flops_seen
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             out = func(*args, **kwargs)
@@ -255,7 +255,7 @@ class _AsOnGPU(TorchFunctionMode):
         # its inputs, such as an addition, does not guarantee that.
         if not has_flops and inputs & {recording.key(tensor) for tensor in saved} - recording.weights:
             results = {recording.key(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)}
-            # A view shares its input's storage: it is kept if and only if that is.
+            # A view shares its input's storage: it is kept if and only if its input is.
             recording.recomputable |= results - inputs
         return out
 
@@ -268,7 +268,7 @@ def _to_float32(value: Any) -> Any:
 
 def _record(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], flags: set[str]) -> _Recording:
     """Run a forward pass of a module, and return a record of the tensors that autograd keeps for the backward pass."""
-    # Autograd saves the weights too, which are not activations. Autocast's copies of them are new storages and count.
+    # Exclude the weights, which autograd saves too. Autocast's copies of weights are new storages and are counted.
     recording = _Recording(
         {private_attribute(tensor.untyped_storage(), '_cdata') for tensor in (*module.parameters(), *module.buffers())}
     )
@@ -294,7 +294,7 @@ def _record(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
 
 @contextlib.contextmanager
 def _compiled_blocks(module: nn.Module, recording: _Recording) -> Iterator[None]:
-    """Make forward passes inside of the context count the compiled blocks that they are in: `recording.fused_depth`."""
+    """Context in which `recording.fused_depth` counts the compiled blocks that a forward pass is inside."""
 
     def enter(*_: Any) -> None:
         recording.fused_depth += 1

@@ -1,4 +1,4 @@
-"""Costs of the networks that only training losses use: those of representation alignment and of perceptual losses.
+"""Costs of the networks that only training losses use: representation alignment and perceptual losses.
 
 Like the model in cost_counting.py, they are built on the meta device from their sizes alone.
 """
@@ -35,7 +35,7 @@ class AuxiliaryCounter(ABC):
         """Return the memory that the networks keep for the backward pass; `precision` is as for the model."""
 
     def largest_encoder_tensor(self, shape: Shape) -> int:
-        """Return 0: these networks are no encoders of the model's input."""
+        """Return 0: these networks do not encode the model's input."""
         return 0
 
 
@@ -62,7 +62,7 @@ class AlignmentCounter(AuxiliaryCounter):
         return {'frozen_parameters': _size(self.encoder.encoder), 'trained_parameters': _size(self.projector)}
 
     def flops(self, shape: Shape) -> dict[str, int]:
-        """Return `encoder`, the FLOPs of its one pass, and `projector`, those of training the MLP on all tokens."""
+        """Return the FLOPs of one pass of the `encoder`, and of training the MLP, `projector`, on all tokens."""
         grid = self._grid(shape)
         projector = feature_projector_flops(self.projector, grid[0] * grid[1])
         return {'encoder': feature_encoder_flops(self.encoder, grid), 'projector': projector}
@@ -120,7 +120,7 @@ COUNTERS: dict[str, type[AuxiliaryCounter]] = {
     'representation_alignment': AlignmentCounter,
     'perceptual_losses': PerceptualCounter,
 }
-"""Counter of each keyword of a model whose networks are counted apart from the model."""
+"""Counters by the model's keyword whose networks they count, apart from the model."""
 
 
 def _feature_encoder(config: Mapping[str, Any]) -> FeatureEncoder:

@@ -22,10 +22,10 @@ TEXT_EMBEDS = 'text_embeds'
 """Output of the frozen text encoders, [B, L, D]. The batch has the token ids too: the padding mask needs them."""
 
 TEXT_MASK = 'text_mask'
-"""True for tokens, False for padding, bool [B, L]; next to TEXT_EMBEDS that are stored without padding."""
+"""True for tokens, False for padding, bool [B, L]; present if TEXT_EMBEDS are stored without padding."""
 
 TEXT_POOLED = 'text_pooled'
-"""Pooled output of the frozen text encoders, [B, P]; next to TEXT_EMBEDS, for models that take it."""
+"""Pooled output of the frozen text encoders, [B, P]; stored with TEXT_EMBEDS for models that take it."""
 
 IMAGE_FEATURES = 'image_features'
 """Patch features of a frozen image encoder for representation alignment, [B, N, F], for N cells and width F."""
@@ -56,7 +56,7 @@ REPLACED = 'replaced'
 
 
 def check_batch(batch: 'Mapping[str, Tensor]') -> None:
-    """Check the keys of a batch and the shape of its images, which needs no values and so does not wait for a GPU.
+    """Check the keys of a batch and the shape of its images; reads no values, so that it does not wait for a GPU.
 
     Raises:
         UserError: The batch is not a dict with token ids, or its images are not [B, 3, H, W].
@@ -91,6 +91,6 @@ def device_of(batch: 'Mapping[str, Tensor]') -> 'torch.device':
 
 
 def weights_of(batch: 'Mapping[str, Tensor]', values: 'Tensor') -> 'Tensor':
-    """Return the weights in a mean of the values of samples, both [..., B]: 0 for samples that do not count."""
+    """Return weights for a mean over samples' values, both [..., B]: 0 for samples that do not count, else 1."""
     counted = batch.get(IS_COUNTED)
     return values.new_ones(()).expand_as(values) if counted is None else counted.to(values).expand_as(values)

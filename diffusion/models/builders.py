@@ -226,8 +226,8 @@ def load_vae(source: str, *, revision: str | None = None) -> Vae:
     """Load an autoencoder.
 
     Args:
-        source: Its own folder or repository, or a model's with it in the subfolder `vae`. Its class is the
-            `_class_name` in its config.json. `pixels` is PixelSpace, for training on pixels.
+        source: Folder or repository of the autoencoder, or of a model with it in the subfolder `vae`; `_class_name` in
+            its config.json is its class. `pixels` gives PixelSpace, for training on pixels.
         revision: Commit of the repository.
 
     Raises:
@@ -265,7 +265,7 @@ def latent_side(resolution: int, vae: Vae) -> int:
     Raises:
         UserError: The VAE's downsampling factor does not divide the resolution.
     """
-    # The annotation declares multiples of 8, the cell of the default VAEs; this one may downsample by more.
+    # The annotation ensures multiples of 8, the cell of the default VAEs, but this VAE may downsample by more.
     cell = downsampling(vae)
     if resolution % cell:
         raise UserError(f'resolution: {resolution} px is not a multiple of {cell} px, the size of a latent cell')

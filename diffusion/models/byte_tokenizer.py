@@ -10,12 +10,12 @@ SPECIAL = ('<pad>', '</s>', '<unk>')
 def byte_tokenizer(*, max_length: int) -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token per byte of UTF-8, ids 3 to 258, for a T5 encoder with random weights.
 
-    T5's own vocabulary must be downloaded. Captions end with `</s>` and are padded with `<pad>`, as T5's.
+    T5's own vocabulary must be downloaded. Captions end with `</s>` and are padded with `<pad>`, as with T5's.
     """
     pieces = [(token, 0.0) for token in SPECIAL] + [(f'<0x{byte:02X}>', -1.0) for byte in range(256)]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=2, byte_fallback=True))
     tokenizer.post_processor = processors.TemplateProcessing(single='$A </s>', special_tokens=[('</s>', 1)])  # type: ignore[assignment]
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])  # type: ignore[assignment]
-    # T5's class in transformers 5 loads the vocabulary of a saved tokenizer only, and not what it does with bytes.
+    # Do not use T5's class: in transformers 5, it restores a saved tokenizer's vocabulary but not its byte fallback.
     special = dict(zip(('pad_token', 'eos_token', 'unk_token'), SPECIAL, strict=True))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=max_length, **special)

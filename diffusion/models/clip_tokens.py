@@ -1,4 +1,4 @@
-"""CLIP's tokenization: the token ids that the published models were trained with, whatever version of transformers."""
+"""CLIP's tokenization: the token ids that the published models were trained with, in any version of transformers."""
 
 import re
 from collections.abc import Callable
@@ -35,7 +35,7 @@ class _CachedClipTokenizer:
     """CLIP tokenizer with a bounded cache of token ids per word."""
 
     # The published models were trained with a tokenizer in Python that cleans text with ftfy, as transformers 4 does.
-    # The one of transformers 5 does not, and gives other ids for curly quotes, ligatures and control characters.
+    # That of transformers 5 does not, and gives other ids for curly quotes, ligatures and control characters.
 
     def __init__(self, tokenizer: CLIPTokenizer) -> None:
         parts: Any = tokenizer  # transformers annotates its attributes too narrowly
@@ -49,7 +49,7 @@ class _CachedClipTokenizer:
 
     def token_ids(self, caption: str) -> list[int]:
         """Return the token ids of a caption, padded and truncated."""
-        room = self._length - 2  # without the start and end tokens
+        room = self._length - 2  # for all but the start and end tokens
         ids = [self._start]
         for part in self._parts(caption):
             words = [part] if part in self._special else WORDS.findall(_clean(part))
@@ -63,7 +63,7 @@ class _CachedClipTokenizer:
 
 def _clean(text: str) -> str:
     """Return a text in lower case, with its Unicode errors fixed by ftfy."""
-    # ftfy changes nothing in printable ASCII except entities such as &amp;, but takes a third of the time.
+    # Skip ftfy, a third of the time, for printable ASCII, in which it changes only entities such as &amp;.
     plain = text.isascii() and text.isprintable() and '&' not in text
     return (text if plain else ftfy.fix_text(text)).lower()
 

@@ -15,11 +15,11 @@ def vocabulary_files() -> tuple[str, str]:
 
 @functools.cache
 def vocabulary() -> tuple[list[str], list[str]]:
-    """Return CLIP's tokens in the order of their ids, and its merges such as `t h`, the first to apply first."""
+    """Return CLIP's tokens in the order of their ids, and its merges, such as `t h`, in order of application."""
     package = find_spec('open_clip')
     assert package is not None and package.origin is not None, 'open-clip-torch is a core dependency'
     source = Path(package.origin).parent / 'bpe_simple_vocab_16e6.txt.gz'
-    # A header line, then 49152 - 256 - 2 merges: the same slice as in transformers' tokenizer.
+    # The file has a header line, and then 49152 - 256 - 2 merges that transformers' tokenizer uses too.
     merges = gzip.decompress(source.read_bytes()).decode('utf-8').split('\n')[1 : 49152 - 256 - 2 + 1]
     letters = list(byte_letters().values())
     tokens = letters + [letter + '</w>' for letter in letters] + [merge.replace(' ', '') for merge in merges]

@@ -43,7 +43,7 @@ def build_empty(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
 class ModelCounter:
     """Counter of a model's parameters, FLOPs and activation memory.
 
-    Counts a LatentDiffusion part by part, and other models in a forward pass on images.
+    It counts a LatentDiffusion part by part, and other models in a forward pass on images.
 
     Args:
         model: Composer model on the meta device. Models with `denoiser`, `vae` and `text` are treated as a
@@ -77,7 +77,7 @@ class ModelCounter:
 
     def facts(self) -> dict[str, int | bool]:
         """Return the model's parameter counts, latent and text sizes, and FLOPs per caption, which all images share."""
-        # A LatentDiffusion's own parameters include a trained text encoder but no frozen parts: count by identity.
+        # A LatentDiffusion's parameters include a trained text encoder but no frozen parts: use ids to count each once.
         parts = [part for part in (self.model, self.vae, self.text) if part is not None]
         parameters = {id(each): each for part in parts for each in part.parameters()}.values()
         denoiser = list(self.denoiser.parameters()) if self.denoiser is not None else []
@@ -284,7 +284,7 @@ def _flops(counter: ModelCounter | AuxiliaryCounter, name: str) -> dict[str, int
 def main() -> int:
     """Read a request from stdin, print the model's costs as JSON, or {"mistake": message} for a UserError; return 0."""
     request = json.load(sys.stdin)
-    with contextlib.redirect_stdout(sys.stderr):  # what libraries print must not mix with the JSON
+    with contextlib.redirect_stdout(sys.stderr):  # keep the output of libraries out of the JSON
         try:
             result = answer(request)
         except UserError as error:

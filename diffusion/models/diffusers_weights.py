@@ -61,7 +61,7 @@ def check_hub_denoiser(denoiser: ModelMixin, repository: str, revision: str) -> 
         Bytes of weights that are not in the cache.
 
     Raises:
-        UserError: As by `fetched_denoiser_folder`, or the architecture differs.
+        UserError: The Hub refuses, the repository has no denoiser of this class, or its architecture differs.
         ExternalError: The Hub did not answer.
     """
     check = partial(hub_files.check_weights, type(denoiser), repository, revision=revision)
@@ -73,7 +73,7 @@ def check_hub_denoiser(denoiser: ModelMixin, repository: str, revision: str) -> 
 
 
 def check_local_denoiser(denoiser: ModelMixin, folder: Path) -> None:
-    """Check that the denoiser in a folder of diffusers fits, and has its weight files; read its configuration only.
+    """Check that the denoiser in a folder of diffusers fits and has its weight files; only read its configuration.
 
     Raises:
         UserError: There is no denoiser, its architecture differs, or a weight file is missing.
@@ -110,8 +110,7 @@ def read_diffusers(denoiser: ModelMixin, folder: Path) -> dict[str, Tensor]:
         folder: The folder of a denoiser, with config.json and safetensors.
 
     Raises:
-        UserError: The folder has the weights of another class, with settings that compute something else, or none in
-            the format safetensors.
+        UserError: The class or architecture differs, or the folder has no weights in the format safetensors.
     """
     check_settings(denoiser, folder / 'config.json')
     weights: dict[str, Tensor] = {}
@@ -122,10 +121,10 @@ def read_diffusers(denoiser: ModelMixin, folder: Path) -> dict[str, Tensor]:
 
 
 def check_settings(denoiser: ModelMixin, place: Path) -> None:
-    """Check that a saved configuration, the file `place`, is that of a denoiser of the same class and architecture.
+    """Check that a saved configuration, the file `place`, has the class and architecture of a denoiser.
 
     Raises:
-        UserError: It is not.
+        UserError: The class or the architecture differs.
     """
     check_config(place)
     config = json.loads(place.read_bytes())
@@ -142,7 +141,7 @@ def check_settings(denoiser: ModelMixin, place: Path) -> None:
 def different_settings(denoiser: ModelMixin, config: Mapping[str, Any]) -> list[str]:
     """Return descriptions of the settings in which a saved configuration differs from a denoiser's.
 
-    Shapes do not show all of them, such as the number of attention heads.
+    Shapes of weights do not show all differences, such as that in the number of attention heads.
     """
     defaults = {name: each.default for name, each in inspect.signature(type(denoiser).__init__).parameters.items()}
     own: Mapping[str, Any] = denoiser.config

@@ -24,8 +24,8 @@ class FlopCount:
     """Callable that returns the FLOPs of a denoiser's forward pass on one sample.
 
     Args:
-        denoiser: The denoiser.
-        family: Its family; by default the one that owns it.
+        denoiser: The denoiser, of which this makes a copy without data.
+        family: The denoiser's family; by default the one that owns it.
     """
 
     def __init__(self, denoiser: nn.Module, family: DenoiserFamily | None = None) -> None:
@@ -36,7 +36,7 @@ class FlopCount:
         self._router: TokenRouter | None = None
 
     def route(self, route: Route) -> None:
-        """Count only the tokens of a route in the blocks that the others skip; the family must have token blocks."""
+        """Count only the kept tokens in the blocks of a route; the family must have token blocks."""
         assert self._family.token_blocks is not None
         self._router = TokenRouter(self._denoiser, self._family.token_blocks, route)
         self._counted.clear()
@@ -70,7 +70,7 @@ def text_encoder_flops(text: TextConditioner, *, length: int) -> int:
 
 def feature_encoder_flops(encoder: nn.Module, grid: tuple[int, int]) -> int:
     """Return the FLOPs of a FeatureEncoder for one image and a grid of height x width cells."""
-    # Not counted at the image's own size: the encoder resizes it.
+    # The size of the image does not matter: the encoder resizes it.
     images = torch.zeros(1, 3, 8, 8, dtype=torch.uint8, device='meta')
     return forward_flops(empty_copy(encoder, 'meta'), images, grid)
 
@@ -95,7 +95,7 @@ def perceptual_flops(loss: nn.Module, *, height: int, width: int) -> int:
 def forward_flops(function: Callable[..., Any], *args: Any, gradients: bool = False, **kwargs: Any) -> int:
     """Return the FLOPs of calling a module or method; it and its arguments must be on the meta device.
 
-    With `gradients`, it is called as in training, but the backward pass is not counted.
+    `gradients` enables gradients for the call, as in training, but the backward pass is not counted.
     """
     # Gemma's rotary embedding turns autocast off on the device of its input, and the meta device has no autocast.
     autocast = mock.patch.object(torch, 'autocast', _autocast_except_on_meta)
@@ -112,11 +112,9 @@ def empty_copy(module: nn.Module, device: str, *, shared: Iterable[object] = ())
     """Return a copy of a module on another device, with uninitialized parameters and buffers.
 
     Args:
-        module: The module.
-        device: The other device.
-        shared: Objects that the copy has in common with the module. Copying a tokenizer takes a second.
+        shared: Objects that the copy shares with the module, such as tokenizers, which take a second to copy.
     """
-    # deepcopy takes the copy of an object from its memo: with empty tensors there, it never copies the data.
+    # deepcopy looks up copies of objects in its memo: put empty tensors there, so that it never copies data.
     memo: dict[int, Any] = {id(each): each for each in shared}
     for parameter in module.parameters():
         empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)

@@ -12,7 +12,7 @@ def kernels_problem(index: int) -> str | None:
     Args:
         index: Index of the GPU among the visible ones. An index out of range is left to torch.cuda.set_device.
     """
-    # ROCm's architectures (gfx942) have other rules.
+    # Skip ROCm, whose architectures (gfx942) have other rules.
     if hip is not None or not index < torch.cuda.device_count():
         return None
     name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)

@@ -15,12 +15,12 @@ WAY_OUT = (
     'use a local folder written by save_pretrained instead, with the subfolders vae/, text_encoder/ and tokenizer/ '
     '(model.pretrained=/path/to/folder)'
 )
-"""How to load pretrained models without the Hub, for messages."""
+"""Advice for messages on loading pretrained models without the Hub."""
 TOKENIZER_FILE = 'tokenizer.json'
 
 
 def way_out(subfolder: str) -> str:
-    """Return how to load a model or tokenizer in a subfolder without the Hub; an empty one is a model of its own."""
+    """Return advice on loading a model or tokenizer without the Hub; an empty subfolder is the top of a repository."""
     return WAY_OUT if subfolder else 'use a local folder written by save_pretrained instead'
 
 
@@ -31,11 +31,11 @@ def loading_error(
 
     Returns:
         A UserError if a file does not exist, is not accessible, or is damaged. An OSError if the disk cannot be read.
-        None for a bug, whose original error should be raised.
+        None for a bug: the caller should raise the original error.
     """
-    # `from_pretrained` raises OSError, ValueError or TypeError alike for a folder without files and an unreadable disk.
-    # The reason is in the chain of causes, or nowhere: for a tokenizer without files, transformers raises a TypeError
-    # that does not mention them. So look for the first files.
+    # `from_pretrained` raises OSError, ValueError or TypeError both for missing files and for an unreadable disk. The
+    # chain of causes has the reason, unless a tokenizer lacks files: then transformers raises a TypeError that does not
+    # mention them. So look for missing files first.
     reason = _find_missing_file(part, source, subfolder) or error
     is_mistake = _is_mistake(reason)
     if not is_mistake and not isinstance(reason, OSError):
@@ -74,7 +74,7 @@ def missing_tokenizer_file(part: type, source: str, subfolder: str) -> FileNotFo
         return None
     folder = Path(source, subfolder)
     names = list(part.vocab_files_names.values())
-    # tokenizer.json has all that a tokenizer of the package tokenizers needs.
+    # A tokenizer of the package tokenizers needs only tokenizer.json.
     if TOKENIZER_FILE in names and (folder / TOKENIZER_FILE).is_file():
         return None
     return _missing_file(folder / name for name in names if name != TOKENIZER_FILE)

@@ -43,13 +43,13 @@ HUB_LOGGER = 'huggingface_hub'
 """Logger that announces the Hub's own retries; `RetryPolicy` logs ours."""
 
 POLICY = RetryPolicy(tries=10, timeout_seconds=30.0)
-"""Ten tries of a request: with pauses of 2, 8, 30, 30, ... seconds less jitter, about three minutes."""
+"""Ten tries of a request take about three minutes, with pauses of 2, 8, 30, 30, ... seconds less jitter."""
 WEIGHTS = re.compile(r'(diffusion_pytorch_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?')
 """Names of weight files, without variants such as `model.fp16.safetensors`."""
 STEMS = ('model', 'diffusion_pytorch_model')
-"""Names of weight files without endings: of transformers, and of diffusers."""
+"""Names of weight files without endings, in transformers and in diffusers."""
 VARIANTS = (None, 'fp16', 'bf16')
-"""Variants of weights that a local folder may have, the preferred first."""
+"""Variants of weights that a local folder may have, in order of preference."""
 NO_WEIGHTS = 'has no weights in the format safetensors'
 TOKENIZER_FILES = ('.json', '.txt', '.model')
 COMMIT = re.compile(r'[0-9a-f]{40}')
@@ -57,7 +57,7 @@ Answer = TypeVar('Answer')
 
 
 def cache_folder() -> str:
-    """Return the cache of the Hub, to be passed to every `from_pretrained`: transformers may prefer another one."""
+    """Return the Hub's cache. Pass it to every `from_pretrained`, since transformers may prefer another one."""
     return constants.HF_HUB_CACHE
 
 
@@ -71,7 +71,7 @@ def fetch(part: type, repository: str, *, subfolder: str, revision: str | None, 
         repository: Name of the repository.
         subfolder: Subfolder of the repository; empty for its top folder.
         revision: Commit, branch or tag; None is the main branch.
-        weights: True to fetch the weights of a model too; False for its configuration only.
+        weights: True to fetch a model's weights too; False to fetch only its configuration.
 
     Raises:
         UserError: The Hub refuses: no such repository, revision or file, or no access. Or offline mode is on, and the
@@ -92,7 +92,7 @@ def fetch(part: type, repository: str, *, subfolder: str, revision: str | None, 
     with _clear_errors(what, repository, revision, way_out(subfolder)):
         if is_commit and _valid(repository) and cached():
             return revision
-        # One process per node: the others wait here, and then find the files in the cache.
+        # One process per node downloads; the others wait here, and then find the files in the cache.
         name = repository.replace('/', '--')
         try:
             with (
@@ -122,7 +122,7 @@ def check_weights(part: type, repository: str, *, subfolder: str, revision: str 
         Bytes of weights that are not in the cache.
 
     Raises:
-        UserError: As by `fetch`, or the repository has no weights in the format safetensors, or not all shards.
+        UserError: As in `fetch`, or the repository lacks weights in the format safetensors, or some of their shards.
         ExternalError: The Hub did not answer.
     """
     revision = fetch(part, repository, subfolder=subfolder, revision=revision, weights=False)
@@ -150,7 +150,7 @@ def retrying(policy: RetryPolicy) -> Iterator[None]:
 
 
 def cached_file(repository: str, name: str, *, revision: str | None) -> Path:
-    """Return the path of a file of a repository in the cache, which `fetch` has made sure to be there."""
+    """Return the path of a repository's file in the cache, which `fetch` must have put there."""
     found = try_to_load_from_cache(repository, name, revision=revision, cache_dir=constants.HF_HUB_CACHE)
     assert isinstance(found, str), f'{repository}/{name} is not in the cache'
     return Path(found)
@@ -160,7 +160,7 @@ def _download(part: type, repository: str, subfolder: str, revision: str | None,
     """Download the missing files of a model or tokenizer to the cache; return their commit."""
     commit, names = _files(repository, subfolder, revision)
     needed = [name for name in names if _is_needed(part, name, weights)]
-    # The files by which `_is_cached` decides come last: if they are there, a killed process has fetched the rest too.
+    # Download the files that `_is_cached` looks for last: if they exist, even a killed process had fetched the rest.
     for name in sorted(needed, key=lambda name: (_decides(part, name), name)):
         _download_file(repository, _inside(subfolder, name), commit)
     if not _is_cached(part, repository, subfolder, commit, weights):
@@ -169,7 +169,7 @@ def _download(part: type, repository: str, subfolder: str, revision: str | None,
 
 
 def _lack(part: type, subfolder: str, names: Collection[str]) -> str:
-    """Return what a repository lacks for loading a model or tokenizer, given the names of the subfolder's files."""
+    """Return a message about the file that a model or tokenizer needs and that is not among the subfolder's names."""
     if not issubclass(part, nn.Module):
         return f'has no {_inside(subfolder, "vocabulary")}'
     if 'config.json' not in names:
@@ -198,7 +198,7 @@ def _download_file(repository: str, path: str, commit: str) -> Path:
 
 
 def _weight_files(repository: str, subfolder: str, commit: str, names: Collection[str]) -> list[str]:
-    """Return those of a subfolder's files that hold the weights, one file or several shards.
+    """Return the names of a subfolder's files with the weights, one file or several shards.
 
     Raises:
         UserError: There are none, or some shards of the index are missing.
@@ -228,10 +228,10 @@ def _clear_errors(what: str, repository: str, revision: str | None, instead: str
     """Context that replaces errors of the Hub and of its cache by those that `fetch` documents.
 
     Args:
-        what: The model or tokenizer.
-        repository: Its repository.
-        revision: Commit, branch or tag.
-        instead: How to load it without the Hub.
+        what: Description of the model or tokenizer.
+        repository: Name of the repository.
+        revision: Commit, branch or tag; None is the main branch.
+        instead: Advice on loading it without the Hub.
     """
     failed = f'{what} could not be loaded from the Hugging Face Hub'
     try:
@@ -256,7 +256,7 @@ def _ask(request: Callable[[], Answer], url: str) -> Answer:
         try:
             return request()
         except LocalEntryNotFoundError as error:
-            # Raised for every failed request of a file that is not cached; it looks like a missing file.
+            # Every failed request of a file that is not cached raises this, as if the file did not exist.
             raise error.__cause__ or ConnectionError(str(error)) from None
         except RuntimeError as error:
             # hf_xet, which transfers large files, raises no other class. A full disk must not be retried.
@@ -275,8 +275,8 @@ def has_weights(folder: Path) -> bool:
 def weight_files(folder: Path) -> tuple[str | None, list[Path]] | None:
     """Return the variant and the safetensors files of a model's local folder, one file or all shards of an index.
 
-    The variant is None for files without one, which are preferred; a folder may have half precision only, as
-    `model.fp16.safetensors`. Without weights, or if a shard is missing, None is returned.
+    Files without a variant (None) are preferred, but a folder may have only half precision, `model.fp16.safetensors`.
+    The result is None if there are no weights or a shard is missing.
     """
     for variant in VARIANTS:
         infix = '' if variant is None else f'.{variant}'
@@ -326,7 +326,7 @@ def _is_needed(part: type, name: str, weights: bool) -> bool:
 
 
 def _decides(part: type, name: str) -> int:
-    """Return 1 for files by which `_is_cached` decides, else 0; an index of shards comes after the shards."""
+    """Return the order of download: 0, or more for files that `_is_cached` looks for; an index follows its shards."""
     if issubclass(part, PreTrainedTokenizerBase):
         return int(name in ('tokenizer.json', *part.vocab_files_names.values()))
     return 1 + name.endswith('.index.json') if WEIGHTS.fullmatch(name) else 0

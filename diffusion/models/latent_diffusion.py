@@ -74,14 +74,14 @@ NUM_VALIDATION_TIMESTEPS = 8
 STEP_WORDS = (Purpose.TIMESTEP, Purpose.CAPTION_DROPOUT)
 """Purposes for which a training step draws one random number per sample."""
 FIRST_BATCH = 'captions of the first batch'
-"""What `LatentDiffusion` says that it has looked at for captions of full length."""
+"""Subject of the warning that captions of the first training batch fill the text encoder."""
 CAPTION_DROPOUT_MODES = ('empty', 'zeros')
 
 
 class Denoised(NamedTuple):
     """Denoiser's prediction and training target, [B, C, H, W], and the loss weight of each sample, [B].
 
-    In training also the losses of each sample by representation alignment and of its perceptual losses, [B], if used.
+    In training, `alignment` and `perceptual` are these losses of each sample, [B], if the model uses them.
     """
 
     prediction: Tensor
@@ -119,10 +119,10 @@ class LatentDiffusion(ComposerModel):
         train_text_encoder: Train the text encoders together with the denoiser.
         latent_size: Side of the latents of images that are generated without a size, in cells; None is the side that
             the denoiser was built for.
-        mup_base: The denoiser at the width at which the learning rate was found, which may be on the meta device, to
-            scale initial weights and learning rates for the width of `denoiser` by muP; None does not.
-        feature_encoder: Frozen image encoder for the alignment and for perceptual losses, used instead of the one that
-            their settings name; None loads that one.
+        mup_base: The denoiser at the width for which the learning rate was found; may be on the meta device. muP scales
+            initial weights and learning rates from there to the width of `denoiser`. None turns muP off.
+        feature_encoder: Frozen image encoder for the alignment and for perceptual losses; None loads the one that their
+            settings name.
         training: The keywords that all models share; see `training_keywords.py`.
     """
 
@@ -132,11 +132,11 @@ class LatentDiffusion(ComposerModel):
     latent_std: Tensor
     empty_ids: Tensor
     sample_losses: Tensor | None
-    """Losses per sample of the last call of `loss`, float32 [B]; `LossGuard` names bad samples by them. Never saved."""
+    """Losses per sample of the last call of `loss`, float32 [B]; `LossGuard` finds bad samples by them. Never saved."""
     denoiser_is_frozen: bool
     """True if only a LoRA of the denoiser is trained; its own FLOPs, about a hundredth, are not counted."""
     learning_rate_factors: dict[str, float]
-    """Factors of the learning rate by name of parameter, which muP gives to this width; 1 for other parameters."""
+    """muP's factors of the learning rate for this width, by parameter name; other parameters have the factor 1."""
     random_bits: Callable[..., RandomBits]
     """Function that draws the random numbers of a training step; `speed.compile` replaces it by a compiled version."""
     router: TokenRouter | None
@@ -206,7 +206,7 @@ class LatentDiffusion(ComposerModel):
             self._frozen['text'] = freeze(text, dtype)
         self.representation_alignment = training['representation_alignment']
         if self.representation_alignment is not None:
-            # A child of its own, so that the optimizer, checkpoints and FSDP treat the projection like the denoiser.
+            # Make the projection a child, so that the optimizer, checkpoints and FSDP treat it like the denoiser.
             encoder, self.feature_projector, self._capture = build_alignment(
                 self.representation_alignment,
                 denoiser,
@@ -217,14 +217,14 @@ class LatentDiffusion(ComposerModel):
             self._frozen['image_encoder'] = freeze(encoder, dtype)
         if (perceptual_losses := training['perceptual_losses']) is not None:
             check_perceptual(vae, self.objective)
-            # In float32: gradients pass through them.
+            # Keep these networks in float32, since gradients pass through them.
             self._frozen['perceptual_loss'] = freeze(
                 load_perceptual_loss(perceptual_losses, feature_encoder), torch.float32
             )
 
         self.learning_rate_factors = {} if mup_base is None else self._scale_for_width(mup_base)
 
-        # Not persistent: the buffers follow from the settings, and a checkpoint must not replace them.
+        # The buffers are not persistent: they follow from the settings, and a checkpoint must not replace them.
         mean, std = latent_statistics(vae)
         empty_ids = tokenize(text.tokenizers, [''])[0]
         self.register_buffer('alpha_bars', self.objective.alpha_bars().float(), persistent=False)
@@ -236,7 +236,7 @@ class LatentDiffusion(ComposerModel):
         """Scale the initial weights by muP, and return the factors of the learning rates by name of parameter."""
         factors = scale_for_width(self.denoiser, base, prefix='denoiser.')
         if self.representation_alignment is not None:
-            # Its first layer reads the denoiser's tokens, and is an output layer of theirs.
+            # The projection's first layer reads the denoiser's tokens, so it is an output layer by muP's rules.
             width, first = self.family.sizes(base).token_width, self.feature_projector[0]
             assert width is not None and isinstance(first, nn.Linear)
             narrow = nn.Linear(width, first.out_features, device='meta')
@@ -304,7 +304,7 @@ class LatentDiffusion(ComposerModel):
     def forward(self, batch: Mapping[str, Tensor]) -> Denoised:
         """Add noise to a batch at random timesteps and return the denoiser's predictions."""
         self.place(batch_keys.device_of(batch))
-        # The numbers of the step in one call: on a GPU, the cost of small draws is the number of kernels.
+        # Draw all numbers of the step in one call: on a GPU, the cost of small draws is the number of kernels.
         draws = self.draws_of(batch).precompute_draws(STEP_WORDS, self._normals_of_a_step(batch), self.random_bits)
         latents = self.latents_of(batch, draws)
         self._check_scale(latents)
@@ -381,8 +381,8 @@ class LatentDiffusion(ComposerModel):
 
         Args:
             batch: Batch with images or latent moments.
-            draws: Random numbers for sampling the VAE's posterior, if the model's `posterior` is 'sample'. Without
-                them the latents are the posterior's means.
+            draws: Random numbers for sampling the VAE's posterior, if the model's `posterior` is 'sample'. If None, the
+                latents are the posterior's means.
         """
         if batch_keys.LATENT_MOMENTS in batch:
             moments = batch[batch_keys.LATENT_MOMENTS].float()
@@ -397,7 +397,7 @@ class LatentDiffusion(ComposerModel):
         mean, log_variance = moments[:, :channels], moments[:, channels:]
         if draws is not None and self.posterior == 'sample' and log_variance.shape[1]:
             noise = draws.normal(Purpose.POSTERIOR, mean.shape[1:])
-            # The same clamp as in diffusers' DiagonalGaussianDistribution.
+            # This is the clamp of diffusers' DiagonalGaussianDistribution.
             mean = mean + (0.5 * log_variance.clamp(-30.0, 20.0)).exp() * noise
         return (mean - self.latent_mean) / self.latent_std
 
@@ -422,7 +422,7 @@ class LatentDiffusion(ComposerModel):
         """Return a batch with the outputs of the frozen encoders, on the model's device, instead of its images.
 
         Args:
-            batch: Batch on any device. Outputs that it has already are kept.
+            batch: Batch on any device. Encoder outputs that it already contains are kept.
             batch_size: Number of samples that are encoded at a time.
         """
         batch_keys.check_batch(batch)
@@ -452,7 +452,7 @@ class LatentDiffusion(ComposerModel):
 
     @property
     def image_encoder(self) -> FeatureEncoder | None:
-        """The frozen image encoder of representation alignment; None without it, and if its features are stored."""
+        """The frozen image encoder of representation alignment; None if that is off or its features are stored."""
         return self._frozen.get('image_encoder')  # type: ignore[return-value]
 
     def use_stored_features(self) -> None:
@@ -475,8 +475,8 @@ class LatentDiffusion(ComposerModel):
     def flops_per_batch(self, batch: Mapping[str, Tensor]) -> int:
         """Return the FLOPs of training on one device's batch; Composer's SpeedMonitor calls this method.
 
-        Counts three forward passes of the trained parts (forward and backward), one of the frozen encoders that the
-        batch needs, and the passes of the networks of perceptual losses. The optimizer's FLOPs are not counted.
+        The count is three forward passes of the trained parts (forward and backward), one of each frozen encoder that
+        the batch needs, and the passes of the networks of perceptual losses. The optimizer's FLOPs are not counted.
         """
         count, _, token_length = batch[batch_keys.INPUT_IDS].shape
         outputs = batch_keys.LATENT_MOMENTS, batch_keys.TEXT_EMBEDS, batch_keys.IMAGE_FEATURES
@@ -569,7 +569,7 @@ class LatentDiffusion(ComposerModel):
             grid.check_noise(latents, size, len(prompts))
             latents = latents.to(self.device)
         else:
-            # An image's seed takes the place of a sample id, so that its noise does not depend on the other images.
+            # Use the seeds as sample ids, so that an image's noise does not depend on the other images.
             shape = grid.shape(size)
             latents = draws_for(seeds, seed=0, device=self.device).normal(Purpose.SAMPLING, shape)
         scheduler = inference_scheduler(noise_scheduler, self.objective)
@@ -649,7 +649,7 @@ class LatentDiffusion(ComposerModel):
             if encodes_features:
                 total += feature_encoder_flops(self._frozen['image_encoder'], grid)
         if (perceptual := self._frozen.get('perceptual_loss')) is not None:
-            # The model is on pixels, so that its latents have the size of the image.
+            # Perceptual losses require a model on pixels, whose latents have the size of the image.
             total += perceptual_flops(perceptual, height=height, width=width)
         return total
 
@@ -669,10 +669,10 @@ class LatentDiffusion(ComposerModel):
             )
 
     def _check_captions(self, input_ids: Tensor, what: str) -> None:
-        """Log once how many captions, as token ids [B, E, L], fill the text encoder: in training, and of prompts.
+        """Log a warning if captions fill all tokens of the text encoder, once for training and once for prompts.
 
         Args:
-            input_ids: Token ids; of the first batch only in training, since reading them waits for the GPU.
+            input_ids: Token ids, [B, E, L]. In training, only the first batch is read, since that waits for the GPU.
             what: `FIRST_BATCH` or `prompts`, for the message.
         """
         if what in self._captions_checked or input_ids.shape[1:] != self.empty_ids.shape:
@@ -699,7 +699,7 @@ class LatentDiffusion(ComposerModel):
             keep = draws.uniform(Purpose.CAPTION_DROPOUT) >= self.caption_dropout
         if keep is not None and self.caption_dropout_mode == 'empty':
             self._check_token_ids(input_ids)
-            # Replace the token ids, not only the embeddings: the padding mask is made of the ids.
+            # Replace the token ids, not only the embeddings: the padding mask is computed from the ids.
             input_ids = torch.where(keep[:, None, None], input_ids, self.empty_ids)
             if text is not None:
                 text = text.where(keep, self._empty_caption_text())
@@ -765,17 +765,17 @@ class LatentDiffusion(ComposerModel):
         return alignment_losses(self.feature_projector(tokens), features, kept)
 
     def _predicted_latents(self, outputs: Denoised, latents: Tensor, timesteps: Tensor) -> Tensor:
-        """Return the clean latents [B, C, H, W] that predictions of a flow or of x mean."""
+        """Return the clean latents [B, C, H, W] that follow from predictions of a flow's velocity or of x."""
         if self.objective.prediction_type == 'sample':
             return at_least_float32(outputs.prediction)
-        # x' = x_t - t v' with x_t = x + t v.
+        # x_t = x + t v and x' = x_t - t v', so x' = x + t (v - v').
         time = (timesteps / self.objective.num_train_timesteps).view(-1, 1, 1, 1)
         return latents + time * (outputs.target - at_least_float32(outputs.prediction))
 
     @contextmanager
     def _encoding(self, device: torch.device) -> Iterator[None]:
         """Context for running frozen encoders: no gradients, no autocast, timed by profilers as the stage `encode`."""
-        # Without autocast, which would run a float32 VAE in half precision.
+        # Turn autocast off: it would run a float32 VAE in half precision.
         frozen = torch.inference_mode() if self.encoders_in_inference_mode else torch.no_grad()
         with stage('encode'), frozen, torch.autocast(device.type, enabled=False):
             yield

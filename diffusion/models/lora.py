@@ -1,8 +1,8 @@
 """LoRA: training of low-rank updates of a denoiser's layers instead of its weights (Hu et al. 2021, arXiv:2106.09685).
 
 A layer with weight W computes W x + (alpha / rank) B A x. A has `rank` rows and starts at random, B has `rank` columns
-and starts at zero, so that the first prediction is that of W. The package peft replaces the layers; of their
-parameters, only A and B are trained.
+and starts at zero, so that the first prediction is that of W. The package peft replaces the layers; only A and B are
+trained.
 """
 
 import re
@@ -24,7 +24,7 @@ from diffusion.config.recipe import LoraConfig
 from diffusion.errors import UserError
 
 NAME = 'default'
-"""Name that peft gives to the weights of a LoRA, of which a denoiser has one."""
+"""Name in peft of a denoiser's LoRA, of which there is only one."""
 LOADERS: dict[type[ModelMixin], tuple[Any, str]] = {
     UNet2DConditionModel: (StableDiffusionLoraLoaderMixin, 'unet_lora_layers'),
     SD3Transformer2DModel: (SD3LoraLoaderMixin, 'transformer_lora_layers'),
@@ -38,7 +38,6 @@ def add_lora(denoiser: ModelMixin, settings: LoraConfig, *, seed: int) -> None:
     """Add a LoRA to a denoiser in place, and freeze all other weights.
 
     Args:
-        denoiser: The denoiser.
         settings: Rank, alpha and target layers.
         seed: Seed of the initial values of A, which depend on nothing else.
 
@@ -58,7 +57,7 @@ def check_targets(denoiser: nn.Module, targets: Sequence[str]) -> None:
     """Check that each target is the end of the name of at least one linear or convolutional layer.
 
     Raises:
-        UserError: One is not; the message has the names that are.
+        UserError: A target matches no layer; the message lists names that match one.
     """
     # peft ignores a target without layers as long as another one has some.
     layers = [name for name, layer in denoiser.named_modules() if isinstance(layer, UPDATED)]
@@ -84,12 +83,9 @@ def save_lora(
     """Write a denoiser's LoRA to a safetensors file that pipelines of diffusers load.
 
     Args:
-        denoiser: The denoiser with the LoRA.
-        settings: The LoRA's settings.
-        file: The file.
         dtype: Precision of the weights.
-        single_file: Use the names that ComfyUI reads too: for a U-Net those of kohya's scripts instead of diffusers';
-            for Stable Diffusion 3's transformer they are the same.
+        single_file: Use names that ComfyUI reads too. For a U-Net, these are the names of kohya's scripts instead of
+            diffusers'; for Stable Diffusion 3's transformer, both are the same.
 
     Raises:
         UserError: The pipeline of this denoiser does not load a LoRA.

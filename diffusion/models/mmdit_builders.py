@@ -41,7 +41,7 @@ END = '<|endoftext|>'
 def sd3_objective(resolution: int) -> Objective:
     """Return Stable Diffusion 3's objective: a flow with logit-normal timesteps and shift 3 at 1024 px.
 
-    At other resolutions the shift is in proportion to the side (Esser et al. 2024, eq. 23), and at least 1, no shift.
+    At other resolutions the shift is in proportion to the side (Esser et al. 2024, eq. 23), but at least 1 (no shift).
     """
     shift = max(1.0, 3 * resolution / 1024)
     return Objective(path='flow', prediction_type='velocity', timesteps='logit_normal', snr_shift=shift)
@@ -117,7 +117,7 @@ def mmdit(
         revision: Commit of the repository `pretrained`, which a repository needs.
         vae: Source of the VAE if it is not `pretrained`: a folder of an AutoencoderKL or AutoencoderDC, a repository
             with a `vae` subfolder, or `pixels` to train on pixels.
-        t5: Use T5 XXL, which has 4.8 B parameters. False puts zeros in the place of its tokens, as diffusers does.
+        t5: Use T5 XXL, which has 4.8 B parameters. False uses zeros instead of its tokens, as diffusers does.
         t5_length: Number of T5's tokens, to which captions are padded and truncated; 77 of CLIP come before them.
         depth: Number of blocks and of attention heads; the width is 64 times as much.
         dual_attention_blocks: Number of blocks, from the first, with a second attention among the image tokens.
@@ -205,7 +205,7 @@ def tiny_mmdit(
         text_width: Width of each CLIP text encoder, a multiple of 32; T5's is 4 times as much.
         text_layers: Number of layers of each text encoder.
         max_length: Number of CLIP's tokens, to which captions are padded and truncated, start and end included.
-        t5: Use T5; False puts zeros in the place of its tokens.
+        t5: Use T5; False uses zeros instead of its tokens.
         t5_length: Number of T5's tokens, one per byte of the caption.
         objective: Training objective; by default a flow with logit-normal timesteps.
         training: The keywords that all models share; see `training_keywords.py`.
@@ -221,7 +221,7 @@ def tiny_mmdit(
         num_layers=text_layers,
         num_heads=width // 32,
         feed_forward_proj='gated-gelu',
-        dropout_rate=0.0,  # its random numbers would not be keyed
+        dropout_rate=0.0,  # dropout's random numbers would not be keyed
     )
     text = Sd3TextConditioner(
         [_tiny_clip(text_width, text_layers, max_length) for _ in range(2)],

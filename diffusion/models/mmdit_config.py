@@ -1,7 +1,7 @@
 """Configuration of Stable Diffusion 3.5 medium (Esser et al. 2024), for building it from scratch without a download.
 
-Published as stabilityai/stable-diffusion-3.5-medium, whose files require that one accepts the Stability AI Community
-License on the Hub.
+It is published as stabilityai/stable-diffusion-3.5-medium. Accept the Stability AI Community License on the Hub to
+download its files.
 """
 
 from typing import Any
@@ -43,7 +43,7 @@ CLIP_BIG_G: dict[str, Any] = CLIP_L | {
     'hidden_act': 'gelu',
     'projection_dim': 1280,
 }
-"""OpenCLIP ViT-bigG, the second."""
+"""OpenCLIP ViT-bigG, the second text encoder."""
 
 T5_XXL: dict[str, Any] = {
     'vocab_size': 32128,
@@ -54,7 +54,7 @@ T5_XXL: dict[str, Any] = {
     'num_heads': 64,
     'feed_forward_proj': 'gated-gelu',
 }
-"""T5 v1.1 XXL, the third."""
+"""T5 v1.1 XXL, the third text encoder."""
 
 VAE: dict[str, Any] = sd2_config.VAE | {
     'sample_size': 1024,

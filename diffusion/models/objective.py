@@ -16,7 +16,7 @@ from diffusion.config.objective_checks import objective_problems
 from diffusion.errors import UserError
 
 MIN_TIME = 0.05
-"""Lower bound of t where an error in x is converted to one in velocity, which divides by t (Li and He 2025)."""
+"""Lower bound of t for converting an error in x to one in velocity, which divides by t (Li and He 2025)."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,12 @@ class Objective:
         return self.path == 'flow'
 
     def time_of(self, quantiles: Tensor) -> Tensor:
-        """Return the times t of a flow for uniform random numbers in [0, 1), float64 [B]: one number gives one time."""
+        """Return the times t of a flow for uniform random numbers in [0, 1), float64 [B], one time per number."""
         if self.timesteps != 'logit_normal':
             return self._shifted(quantiles)
         share = self.uniform_fraction
         rest = ((quantiles - share) / (1 - share)) if share < 1 else torch.zeros_like(quantiles)
-        # Away from 0 and 1, whose normal quantiles are infinite.
+        # Keep away from 0 and 1, whose normal quantiles are infinite.
         normal = torch.special.ndtri(rest.clamp(2.0**-33, 1 - 2.0**-33))
         times = self._shifted(torch.sigmoid(self.logit_mean + self.logit_std * normal))
         # The uniform part is not shifted, as in PRX: with a shift of 3 it would draw t < 0.05 a third as often.
@@ -127,7 +127,7 @@ class Objective:
 
     def _plain_betas(self) -> Tensor:
         """Return the noise variances of the steps before SNR shift and zero-terminal-SNR rescaling, float64 [T]."""
-        # On the CPU also under torch.device('meta'), where models are built to be counted.
+        # Compute on the CPU even under torch.device('meta'), which is set while models are built for counting.
         steps = self.num_train_timesteps
         if self.beta_schedule == 'linear':
             return torch.linspace(self.beta_start, self.beta_end, steps, dtype=torch.float64, device='cpu')
@@ -168,7 +168,6 @@ def target(objective: Objective, latents: Tensor, noise: Tensor, *, alpha_bar: T
     """Return the denoiser's training target, [B, C, H, W]: noise, latents or velocity, by path and prediction type.
 
     Args:
-        objective: The training objective.
         latents: Clean latents.
         noise: The noise that is added to them.
         alpha_bar: Signal variance, [B]; only diffusion with v_prediction needs it.
@@ -203,8 +202,8 @@ def loss_weight(objective: Objective, *, alpha_bar: Tensor) -> Tensor:
 def flow_loss_weight(objective: Objective, *, time: Tensor) -> Tensor:
     """Return the weight of each sample's squared error in the loss of a flow, [B].
 
-    The loss is on the velocity. An error d of a predicted x is one of d / t in the velocity (x_t - x) / t, whose t has
-    the lower bound MIN_TIME.
+    The loss is on the velocity. An error d in a predicted x becomes an error d / t in the velocity (x_t - x) / t; this
+    t has the lower bound MIN_TIME.
     """
     return time.clamp(min=MIN_TIME) ** -2 if objective.prediction_type == 'sample' else torch.ones_like(time)
 
@@ -212,14 +211,13 @@ def flow_loss_weight(objective: Objective, *, time: Tensor) -> Tensor:
 def flow_velocity(
     objective: Objective, prediction: Tensor, noisy: Tensor, *, time: Tensor, min_time: float = 0.0
 ) -> Tensor:
-    """Return the velocity of a flow for a prediction at time [], which is the velocity itself or the clean latents.
+    """Return the velocity of a flow for the denoiser's prediction, which is that velocity or the clean latents.
 
     Args:
-        objective: The training objective.
         prediction: The denoiser's prediction.
-        noisy: Its input.
-        time: Time t; above 0 without `min_time`.
-        min_time: Lower bound of the t by which the error of clean latents is divided.
+        noisy: The denoiser's input.
+        time: Time t, []; above 0 unless there is a `min_time`.
+        min_time: Lower bound of the t by which the difference between noisy and clean latents is divided.
     """
     if objective.prediction_type != 'sample':
         return prediction

@@ -113,8 +113,8 @@ def unet_tensors(unet: UNet2DConditionModel) -> Tensors:
             _, layer, leaf = rest.split('.')
             rest = f'.{UNET_RESNET[layer]}.{leaf}'
         names[name] = f'{UNET_PREFIX}{stems[stem]}{rest}'
-    # diffusers' reader goes the other way, with names in place of tensors. It finds the blocks by their numbers, and so
-    # notices a U-Net of another shape than the original code builds.
+    # Convert the names back with diffusers' reader, which takes names instead of tensors here. It finds blocks by their
+    # numbers, so the comparison detects a U-Net that the original code cannot build.
     read = convert_ldm_unet_checkpoint({each: each for each in names.values()}, unet.config)
     if read != names:
         raise _no_layout(next(name for name in names if read.get(name) != names[name]), unet)
@@ -124,8 +124,8 @@ def unet_tensors(unet: UNet2DConditionModel) -> Tensors:
 def _unet_blocks(unet: UNet2DConditionModel) -> Iterator[tuple[str, str]]:
     """Yield the name of each residual block, transformer and resampling layer of a U-Net, and its original name.
 
-    The original code numbers the input blocks through: the first convolution, then for each level its layers and its
-    downsampling. The output blocks have the upsampling in the last block of a level.
+    The original code numbers the input blocks consecutively: the first convolution, then for each level its layers and
+    its downsampling. The upsampling of a level is part of its last output block.
     """
     number = 1
     for level, block in enumerate(unet.down_blocks):
@@ -159,7 +159,7 @@ def vae_tensors(vae: AutoencoderKL) -> Tensors:
             place = 'attn_1' if parts[2] == 'attentions' else f'block_{int(parts[3]) + 1}'
             parts[1:4] = ['mid', place]
         elif parts[1] in ('down_blocks', 'up_blocks'):
-            # Levels of the decoder are numbered from the image.
+            # The original code numbers the levels of the decoder from the image.
             level = parts[2] if parts[1] == 'down_blocks' else str(last - int(parts[2]))
             if parts[3] == 'resnets':
                 parts[1:4] = [parts[1].removesuffix('_blocks'), level, 'block']
@@ -168,7 +168,7 @@ def vae_tensors(vae: AutoencoderKL) -> Tensors:
         original = '.'.join(parts)
         for layer, renamed in VAE_LAYERS.items():
             original = original.replace(f'.{layer}.', f'.{renamed}.')
-        # The attention of the original code consists of 1x1 convolutions.
+        # In the original code, the attention consists of 1x1 convolutions.
         is_attention = '.attn_1.' in original and tensor.ndim == 2
         found[original] = tensor[:, :, None, None] if is_attention else tensor
     return found
@@ -179,8 +179,8 @@ def open_clip_tensors(encoder: nn.Module, *, layers: int | None = None) -> Tenso
 
     Args:
         encoder: A CLIPTextModel or CLIPTextModelWithProjection.
-        layers: Number of layers to write, if programs build more than the encoder has and use none after those: the
-            last one repeats.
+        layers: Number of layers to write; None writes those of the encoder. Programs may build more layers, which they
+            do not use: these are copies of the last one.
     """
     state = with_text_model(encoder).state_dict()
     found = {original: state[name] for name, original in OPEN_CLIP_LAYERS.items()}
@@ -211,7 +211,7 @@ def mmdit_tensors(transformer: SD3Transformer2DModel) -> Tensors:
                     )
     names = _by_stem(state, MMDIT_LAYERS, MMDIT_BLOCK)
     found |= {original: state[name] for name, original in names.items()}
-    # The last norms of diffusers have scale and shift, those of the original code shift and scale.
+    # The last norms have scale, then shift in diffusers, but shift, then scale in the original code.
     last = f'joint_blocks.{len(transformer.transformer_blocks) - 1}.context_block.adaLN_modulation.1'
     for stem in ('final_layer.adaLN_modulation.1', last):
         for leaf in ('weight', 'bias'):
@@ -221,7 +221,7 @@ def mmdit_tensors(transformer: SD3Transformer2DModel) -> Tensors:
 
 
 def _by_stem(state: Mapping[str, Tensor], layers: Mapping[str, str], block: Mapping[str, str]) -> dict[str, str]:
-    """Return the original name of each tensor of a transformer, from those of its layers and of a block's layers."""
+    """Return the original name of each tensor of a transformer, given those of its layers and of a block's layers."""
     names = {}
     for name in state:
         if name.startswith('transformer_blocks.'):

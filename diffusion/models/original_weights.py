@@ -50,7 +50,6 @@ def renamed(
     """Return the name in a file for each name of a U-Net's tensors in diffusers.
 
     Args:
-        denoiser: The U-Net.
         stored: All names in the file.
         file: The file, for messages.
         which: The weights to take; see `read_original`.
@@ -66,7 +65,7 @@ def renamed(
     if which == 'ema' and not {*average.values()} <= {*stored}:
         raise UserError(f'{file}: it has no averaged weights ({AVERAGE_PREFIX}*); use weights: training')
     try:
-        # Called with the names as values, diffusers' conversion returns the map between both layouts.
+        # With the names as values, diffusers' conversion returns the map between both layouts.
         found = convert_ldm_unet_checkpoint({name: name for name in inside}, denoiser.config)
     except KeyError as error:
         raise UserError(f'{file}: lacks {UNET_PREFIX}{error.args[0]}; {way_out(denoiser)}') from error
@@ -84,7 +83,9 @@ def _read_mmdit(denoiser: SD3Transformer2DModel, file: Path, which: Literal['tra
     if which == 'ema':
         raise UserError(f'{file}: it has no averaged weights; use weights: training')
     try:
-        found = convert_sd3_transformer_checkpoint_to_diffusers(stored)  # takes the tensors that it knows out of it
+        found = convert_sd3_transformer_checkpoint_to_diffusers(
+            stored
+        )  # removes the tensors that it knows from `stored`
     except KeyError as error:
         raise UserError(f'{file}: lacks {UNET_PREFIX}{error.args[0]}; {way_out(denoiser)}') from error
     _check_unused({f'{UNET_PREFIX}{name}' for name in stored}, file, denoiser)

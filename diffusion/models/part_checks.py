@@ -30,7 +30,7 @@ def check_parts(denoiser: DenoiserSizes, vae: Vae, text: TextConditioner) -> Non
 
 
 def check_perceptual(vae: Vae, objective: Objective) -> None:
-    """Raise UserError unless perceptual losses apply: to a model on pixels whose predictions give the clean image."""
+    """Raise UserError unless the model is on pixels and its predictions give the clean image, for perceptual losses."""
     if not isinstance(vae, PixelSpace):
         raise UserError('perceptual_losses: need a model on pixels, but this one is on latents; use vae: pixels')
     if (problem := objective_problem(vars(objective))) is not None:

@@ -63,7 +63,6 @@ class PerceptualLoss(nn.Module):
     """Frozen networks that compute the weighted perceptual loss of each image.
 
     Args:
-        settings: The settings.
         lpips: LPIPS, a function of two images; None if its weight is 0.
         features: Image encoder of the patch features; None if their weight is 0.
     """
@@ -95,7 +94,6 @@ def load_perceptual_loss(settings: PerceptualLosses, encoder: FeatureEncoder | N
     """Return the perceptual loss with the weights of its networks.
 
     Args:
-        settings: The settings.
         encoder: Image encoder of the patch features; None loads the one that the settings name.
 
     Raises:
@@ -116,12 +114,12 @@ def lpips_network(settings: PerceptualLosses) -> nn.Module:
     Raises:
         UserError: The file cannot be read, or it is not of this network.
     """
-    # Private, because torchmetrics' public classes download the network's weights when they are built.
+    # Use the private class: torchmetrics' public classes download the network's weights when they are built.
     network = _LPIPS(net=settings.lpips_network, pnet_rand=True)  # type: ignore[arg-type]
     path = Path(str(settings.lpips_backbone))
     where = f'perceptual_losses.lpips_backbone: {path}'
     try:
-        # weights_only: a pickle could run any code.
+        # Without weights_only, a pickle could run any code.
         found = load_file(path) if path.suffix == '.safetensors' else torch.load(path, 'cpu', weights_only=True)
     except FileNotFoundError as error:
         raise UserError(f'{where} does not exist; download the weights of torchvision, or correct the path') from error

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 class PixelSpace(nn.Module):
     """Autoencoder without weights that changes nothing: its latents are the pixels, [B, 3, H, W] in [-1, 1]."""
 
-    # The attributes and methods that diffusion.models.vae uses of diffusers' autoencoders.
+    # It has the attributes and methods of diffusers' autoencoders that diffusion.models.vae uses.
     config: ClassVar[dict[str, Any]] = {'in_channels': 3, 'latent_channels': 3, 'scaling_factor': 1.0}
     spatial_compression_ratio: ClassVar[int] = 1
     dtype: ClassVar[torch.dtype] = torch.float32
-    """Pixels are not rounded, whatever the precision of the other frozen parts."""
+    """Data type of the pixels. It does not follow the precision of the frozen parts, so that pixels are not rounded."""
 
     def encode(self, pixels: Tensor, return_dict: bool = False) -> tuple[Tensor]:
         """Return pixels [B, 3, H, W] in [-1, 1] in a tuple."""

@@ -106,7 +106,7 @@ def load_pretrained(
         options['output_loading_info'] = True
         options |= _variant(Path(source, subfolder))
     if weights and issubclass(part, PreTrainedModel):
-        options['dtype'] = torch.float32  # the default of transformers 4; that of 5 is the type in the file
+        options['dtype'] = torch.float32  # transformers 5 would use the type in the file
     if weights and issubclass(part, ModelMixin):
         options['low_cpu_mem_usage'] = False  # otherwise diffusers logs a long request to install accelerate
     loader: Any = part
@@ -121,7 +121,7 @@ def load_pretrained(
             options['config'] = config_class(**content) if read_config is None else read_config(content)
             if _without_weights:
                 return loader(options['config'])
-        # Without its files, a tokenizer of transformers 5 would be an empty one.
+        # transformers 5 would return an empty tokenizer if the files are missing.
         if (missing := missing_tokenizer_file(part, source, subfolder)) is not None:
             raise missing
         with without_own_deprecations():
@@ -134,7 +134,7 @@ def load_pretrained(
     if not weights:
         return loaded
     model, info = loaded
-    # from_pretrained only warns, and continues with random numbers in place of the missing tensors.
+    # from_pretrained only warns about missing tensors, and continues with random numbers instead.
     if info['missing_keys']:
         name = min(info['missing_keys'])
         raise UserError(
@@ -160,7 +160,7 @@ def _check_weights(part: type[nn.Module], source: str, subfolder: str, revision:
         size = hub_files.check_weights(part, source, subfolder=subfolder, revision=revision)
         return f'{name}: {bytes_text(size)} to download' if size else f'{name}: in the cache'
     folder = Path(source, subfolder)
-    # Without config.json, the error of loading says so.
+    # A missing config.json is reported when the model is loaded.
     if (folder / 'config.json').is_file() and not hub_files.has_weights(folder):
         raise UserError(f'{folder}: has no {hub_files.STEMS[issubclass(part, ModelMixin)]}.safetensors; {WAY_OUT}')
     return f'{name}: in {folder}'
@@ -192,7 +192,7 @@ def clip_tokenizer(*, max_length: int = 77, pad_token: str = '!') -> CLIPTokeniz
 
     Token ids equal those of `openai/clip-vit-large-patch14`. Stable Diffusion 2 pads with `!`, id 0.
     """
-    # Reading the vocabulary takes 0.2 s, and a run needs the tokenizer twice: for the model and for the dataset.
+    # Cache it: reading the vocabulary takes 0.2 s, and the model and the dataset of a run each need the tokenizer.
     return copy.copy(_clip_tokenizer(max_length, pad_token))
 
 

@@ -265,10 +265,10 @@ def _text_classes(source: str, revision: str | None) -> tuple[type[Any], type[An
 
 
 def _t5gemma_config(content: dict[str, Any]) -> Any:
-    """Return the configuration of a T5GemmaEncoder; files are published with that of encoder and decoder."""
+    """Return the configuration of a T5GemmaEncoder; published files also have that of the decoder."""
     return T5GemmaConfig(encoder=content.get('encoder', content) or None).encoder
 
 
 def _qwen_config(content: dict[str, Any]) -> Qwen3VLTextConfig:
-    """Return the configuration of Qwen3-VL's language part; files may have that of the vision part too."""
+    """Return the configuration of Qwen3-VL's language part; files may also have that of the vision part."""
     return Qwen3VLTextConfig(**content.get('text_config', content))

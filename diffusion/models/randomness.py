@@ -1,9 +1,9 @@
 """Keyed randomness: random numbers that depend only on (seed, purpose, sample, epoch, batch).
 
-A stateful generator makes a run depend on how often it was called: on the number of devices and on interruptions. A
-counter-based generator has no state; any number can be drawn anywhere, in any order. This is Philox 4x32-10
-(Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011), in integer arithmetic that gives
-the same bits on every device.
+The numbers of a stateful generator depend on earlier calls, and so on the number of devices and on interruptions. A
+counter-based generator has no state: any number can be drawn anywhere, in any order. This is Philox 4x32-10 (Salmon,
+Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011), in integer arithmetic that gives the same
+bits on every device.
 """
 
 import math
@@ -19,7 +19,7 @@ from torch import Tensor
 from diffusion.errors import UserError
 
 _MASK = 0xFFFFFFFF
-# Constants of Philox 4x32-10 from the paper.
+# These are the constants of Philox 4x32-10 in the paper.
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
@@ -81,7 +81,8 @@ def philox_rows(even: Tensor, odd: Tensor, keys: Tensor) -> tuple[Tensor, Tensor
     """
     multipliers = _multipliers(even.device)
     for key in keys:
-        # As above. Low words stay unmasked: the mask after the next xor removes what is above their 32 bits.
+        # The product wraps around as in `philox`. Low words stay unmasked: the mask after the next xor removes the bits
+        # above their 32.
         product = even.mul(multipliers).flip(0)
         even, odd = ((product >> 32) ^ odd ^ key) & _MASK, product
     return even, odd & _MASK
@@ -124,7 +125,7 @@ def fusible_random_bits(
     blocks: Tensor, keys: Tensor, sample_id: Tensor, epoch: Tensor, batch_index: Tensor, *, num_words: int
 ) -> RandomBits:
     """Return what `random_bits` does, in a form that torch.compile makes one GPU kernel."""
-    # All operations have the shape [B, N, 2], also where that draws a block twice: for tensors of other shapes, and for
+    # All operations have the shape [B, N, 2], even though each block is then computed twice: for other shapes, and for
     # torch.stack, the compiler would write more kernels, and a kernel costs more than its arithmetic.
     counters = [each[..., None].expand(-1, -1, 2) for each in _counters(blocks, sample_id, epoch, batch_index)]
     w0, w1, w2, w3 = philox(tuple(counters), (keys[0, 0, ..., None], keys[0, 1, ..., None]))  # type: ignore[arg-type]
@@ -162,7 +163,7 @@ def box_muller(uniforms: Tensor, angles: Tensor) -> Tensor:
     Method of Box and Muller (1958).
     """
     radius = uniforms.log().mul_(-2.0).sqrt_()
-    # Written in place, since on a GPU the cost of small draws is the number of kernels: here six.
+    # Write in place: on a GPU, the cost of small draws is the number of kernels, here six.
     normals = torch.empty((*angles.shape, 2), dtype=angles.dtype, device=angles.device)
     torch.cos(angles, out=normals[..., 0])
     torch.sin(angles, out=normals[..., 1])
@@ -196,7 +197,7 @@ class Draws:
     Attributes:
         seed: Seed of the run, in [0, 2**32).
         sample_id: Index of each sample in its dataset, int64 [B].
-        epoch: Epoch of each sample, which repetitions of a sample within it extend by `epoch_word`, int64 [B].
+        epoch: Epoch of each sample, combined by `epoch_word` with the number of its earlier copies in it, int64 [B].
         batch_index: Index of the global batch, int64 [B].
         ready_words: Words drawn by `precompute_draws`, as integers and as fractions [B], by purpose.
         ready_normals: Normal numbers drawn by `precompute_draws`, by purpose.
@@ -212,7 +213,7 @@ class Draws:
     def precompute_draws(
         self, words: Sequence[Purpose], normals: Mapping[Purpose, int], draw: Callable[..., RandomBits] = random_bits
     ) -> 'Draws':
-        """Return an equal source of random numbers, in which these are drawn already, in one call for all purposes.
+        """Return an equal source that holds some of its random numbers already, drawn in one call for all purposes.
 
         Args:
             words: Purposes that need one number per sample.
@@ -298,7 +299,7 @@ def epoch_word(epoch: Words, occurrence: Words) -> Words:
 
 def keyed_uniforms(seed: int, purpose: Purpose, sample_id: int, epoch: int) -> tuple[float, float, float, float]:
     """Return four random numbers in [0, 1) for a sample and an `epoch_word`, without tensors, for data workers."""
-    # int(): Streaming passes NumPy integers, which warn when a product overflows.
+    # Streaming passes NumPy integers, which warn when a product overflows; convert them.
     w0, w1, w2, w3 = philox((0, int(sample_id) & _MASK, int(epoch) & _MASK, 0), (seed, int(purpose)))
     return w0 * 2.0**-32, w1 * 2.0**-32, w2 * 2.0**-32, w3 * 2.0**-32
 

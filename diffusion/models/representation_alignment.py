@@ -98,7 +98,7 @@ class FeatureEncoder(nn.Module):
         pixels = functional.interpolate(pixels, size, mode='bicubic', antialias=True)
         pixels = (pixels - self.mean) / self.std
         output = self.encoder(pixel_values=pixels.to(self.encoder.dtype)).last_hidden_state
-        # Before the patches are the class token and the registers.
+        # The class token and the registers come before the patches.
         return output[:, -grid[0] * grid[1] :]
 
 
@@ -120,7 +120,7 @@ class TokenCapture:
 
     Args:
         blocks: The family's blocks of image tokens.
-        block: The block.
+        block: The block after which the tokens are captured.
     """
 
     def __init__(self, blocks: TokenBlocks, block: nn.Module) -> None:
@@ -154,9 +154,7 @@ def build_alignment(
     """Return the image encoder, the projection with random weights, and a hook that captures a denoiser's tokens.
 
     Args:
-        settings: The settings.
         denoiser: The denoiser, before it is wrapped by FSDP.
-        family: Its family.
         width: D, width of the denoiser's tokens.
         encoder: Image encoder; None loads the one that the settings name.
 
@@ -184,10 +182,10 @@ def load_feature_encoder(source: str, revision: str | None, *, where: str) -> Fe
         where: Key of the setting, for messages.
 
     Raises:
-        UserError: It cannot be loaded, or it is not one of `ENCODERS`.
+        UserError: The encoder cannot be loaded, or is not one of `ENCODERS`.
     """
     options: dict[str, Any] = {'subfolder': '', 'revision': revision}
-    # AutoConfig would ask on the terminal whether to run the code that `auto_map` names.
+    # Do not use AutoConfig: it would ask on the terminal whether to run the code that `auto_map` names.
     config = read_config(PreTrainedModel, source, **options)
     kind = config.get('model_type')
     if kind not in ENCODERS:

@@ -53,11 +53,10 @@ def scheduler_class(name: str, *, flow: bool = False) -> Any:
     """Return a scheduler class by short name (`ddim`, `dpm++`, `euler`, ...) or by its class name in diffusers.
 
     Args:
-        name: The name.
-        flow: True for a model of a flow, False for diffusion.
+        flow: True for a model that is trained on a flow, False for diffusion.
 
     Raises:
-        UserError: The scheduler does not exist, or is not one for this kind of model.
+        UserError: The scheduler does not exist, or does not support this kind of model.
     """
     if (problem := noise_schedulers.name_problem(name, flow=flow)) is not None:
         raise UserError(f'noise_scheduler: {problem}')
@@ -84,10 +83,9 @@ def sample_latents(
     scheduler.set_timesteps(num_inference_steps, device=noise.device)
     extra: dict[str, Any] = {}
     if 'generator' in inspect.signature(scheduler.step).parameters:
-        # One generator per image, so that its noise does not depend on the other images; on the CPU, so that it does
-        # not depend on the device.
+        # Use one generator per image, on the CPU, so that its noise depends neither on other images nor on the device.
         extra['generator'] = [torch.Generator().manual_seed(seed) for seed in seeds]
-    # Schedulers of flows alone start from plain noise and do not scale the input.
+    # Schedulers that are only for flows start from plain noise and do not scale the input.
     latents = noise * getattr(scheduler, 'init_noise_sigma', 1.0)
     scale = getattr(scheduler, 'scale_model_input', lambda latents, timestep: latents)
     for timestep in scheduler.timesteps:
@@ -109,13 +107,13 @@ def guided_denoiser(
 
     Args:
         predict: Function from noisy latents, timesteps [B] and a condition to the denoiser's prediction.
-        condition: Condition of the prompts; with guidance, after that of the unconditional predictions.
+        condition: Condition of the prompts. With guidance, the batch starts with the unconditional condition.
         scheduler: One of diffusers' schedulers.
         objective: Training objective of the model.
-        scale: Guidance scale; 1 or less is no guidance.
+        scale: Guidance scale; 1 or less turns guidance off.
         rescale: Strength of guidance rescaling; see `guide`.
     """
-    # Schedulers of flows alone take the velocity, whatever the denoiser predicts.
+    # Schedulers that are only for flows take the velocity, whatever the denoiser predicts.
     takes_velocity = objective.is_flow and 'prediction_type' not in scheduler.config
     # Euler's method as published for x-prediction (Li and He 2025; PRXPixelPipeline of diffusers) bounds t as training
     # does. Heun's second step needs the velocity close to t = 0, where the bound would stop it halfway.

@@ -28,7 +28,7 @@ def check_sampling(
     Args:
         seeds: Seeds of the images.
         num_inference_steps: Steps of the noise scheduler.
-        num_train_timesteps: Steps of the noise schedule in training, of which there cannot be fewer.
+        num_train_timesteps: Steps of the noise schedule in training, the maximum of `num_inference_steps`.
         scale: Guidance scale.
         rescale: Strength of guidance rescaling.
     """

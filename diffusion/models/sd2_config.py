@@ -1,7 +1,7 @@
 """Configuration of Stable Diffusion 2 base, for building it from scratch without a download.
 
-Published as stabilityai/stable-diffusion-2-base (Rombach et al. 2022), withdrawn by its authors in November 2025, and
-preserved by the community in the repository `PRETRAINED`.
+It was published as stabilityai/stable-diffusion-2-base (Rombach et al. 2022) and withdrawn by its authors in November
+2025. The community preserves it in the repository `PRETRAINED`.
 """
 
 from typing import Any

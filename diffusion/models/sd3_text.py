@@ -23,10 +23,10 @@ class Sd3TextConditioner(TextConditioner):
 
     Args:
         clips: The two CLIP models.
-        t5: T5's encoder. Without it, its tokens are zeros, as in the pipeline of diffusers.
-        tokenizers: One tokenizer per encoder. Those of the CLIP models have the same length, that of T5 another one.
+        t5: T5's encoder; if None, its tokens are zeros, as in the pipeline of diffusers.
+        tokenizers: One tokenizer per encoder. Those of the CLIP models have the same length; T5's may differ.
         width: D, which must be T5's width.
-        t5_length: Number of T5's tokens, also if it is missing.
+        t5_length: Number of T5's tokens, even if `t5` is None.
 
     Raises:
         UserError: Widths or lengths do not fit together.
@@ -98,7 +98,7 @@ class Sd3TextConditioner(TextConditioner):
         if self.t5 is None:
             rest = embeds.new_zeros(len(embeds), self.t5_length, self.width)
         else:
-            # Without a mask: Stable Diffusion 3 was trained on the embeddings of the padding too.
+            # Pass no mask: Stable Diffusion 3 was trained on the embeddings of the padding too.
             rest = self.t5(input_ids[:, 2, : self.t5_length]).last_hidden_state
         pooled = torch.cat([output.text_embeds for output in outputs], dim=-1)
         return TextOutput(torch.cat([embeds, rest], dim=1), pooled)

@@ -39,7 +39,7 @@ def sdxl_tokenizers(
 ) -> list[PreTrainedTokenizerBase]:
     """Return Stable Diffusion XL's tokenizers, built from open_clip's vocabulary if `pretrained` is None.
 
-    They have the same vocabulary, but the first pads with the end-of-text token, and the second with `!`.
+    Both have the same vocabulary, but the first pads with the end-of-text token, and the second with `!`.
     """
     if pretrained is None:
         return _clip_tokenizers(sdxl_config.TEXT_LENGTH)

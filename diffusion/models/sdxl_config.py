@@ -1,6 +1,6 @@
 """Configuration of Stable Diffusion XL base 1.0 (Podell et al. 2023), for building it from scratch without a download.
 
-Published as `PRETRAINED` under the CreativeML Open RAIL++-M license.
+It is published as `PRETRAINED` under the CreativeML Open RAIL++-M license.
 """
 
 from typing import Any

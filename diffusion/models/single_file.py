@@ -63,7 +63,7 @@ class SingleFile:
         }
         if (prediction := _prediction_type(objective)) is not None:
             header['modelspec.prediction_type'] = prediction
-        # Transformers of Stable Diffusion 3 are flows, for which programs look for no markers.
+        # These tensors mark a U-Net's v-prediction for programs, which need no marker for flows (Stable Diffusion 3).
         if prediction == 'v':
             tensors['v_pred'] = torch.zeros(0)
             if objective.zero_terminal_snr:
@@ -79,7 +79,7 @@ def sd_file(pipeline: Any, objective: Objective) -> SingleFile:
     """
     encoder = _clip(pipeline.text_encoder)
     tensors = unet_tensors(pipeline.unet) | _vae(pipeline.vae, SD_SCALE)
-    # OpenAI's CLIP has an activation of its own, by which both versions differ at any size.
+    # Only OpenAI's CLIP, the encoder of version 1, has this activation, at any size.
     if encoder.config.hidden_act == 'quick_gelu':
         tensors |= _prefixed('cond_stage_model.transformer.', _text_model(encoder))
         architecture = 'stable-diffusion-v1'
@@ -144,7 +144,7 @@ def sd3_file(pipeline: Any, objective: Objective) -> SingleFile:
 
 
 def _vae(vae: Any, scale: float, shift: float = 0.0) -> Tensors:
-    """Return the tensors of a pipeline's VAE, with another scale of latents than the program's folded in."""
+    """Return the tensors of a pipeline's VAE, adapted to the scale and shift of latents that programs assume."""
     return _prefixed('first_stage_model.', vae_tensors(with_latent_scale(vae, scale, shift)))
 
 
@@ -152,7 +152,7 @@ def _clip(encoder: Any) -> CLIPTextModel | CLIPTextModelWithProjection:
     """Return a text encoder of a pipeline if it is CLIP's.
 
     Raises:
-        UserError: It is another, which programs would not recognize.
+        UserError: The encoder is not CLIP's, so programs would not recognize it.
     """
     if not isinstance(encoder, CLIPTextModel | CLIPTextModelWithProjection):
         raise UserError(
@@ -163,7 +163,7 @@ def _clip(encoder: Any) -> CLIPTextModel | CLIPTextModelWithProjection:
 
 
 def _text_model(encoder: torch.nn.Module) -> Tensors:
-    """Return the tensors of CLIP without its projection, by the names of transformers, which CLIP ViT-L keeps."""
+    """Return the tensors of CLIP without its projection, by transformers' names, which files use for CLIP ViT-L."""
     state = with_text_model(encoder).state_dict()
     return {name: each for name, each in state.items() if name.startswith('text_model.')}
 
@@ -175,7 +175,7 @@ def _fold_projection(transformer: Tensors, encoder: Any) -> None:
     the published model.
 
     Raises:
-        UserError: The projection is not square, so that the layer would get another width.
+        UserError: The projection is not square, so folding it in would change the width of the layer's input.
     """
     projection: Tensor = encoder.text_projection.weight.detach()
     width, pooled_width = encoder.config.hidden_size, encoder.config.projection_dim
@@ -192,7 +192,7 @@ def _fold_projection(transformer: Tensors, encoder: Any) -> None:
 
 
 def _warn_of_schedule(objective: Objective) -> None:
-    """Warn of an objective that programs cannot know from the file."""
+    """Log a warning if the file does not tell programs all that they need to know of the objective."""
     usual = Objective()
     names = ('path', 'beta_schedule', 'beta_start', 'beta_end', 'num_train_timesteps', 'snr_shift')
     different = [
@@ -209,7 +209,7 @@ def _warn_of_schedule(objective: Objective) -> None:
 
 
 def _prediction_type(objective: Objective) -> str | None:
-    """Return the prediction type by the names of ModelSpec; None if it has no name for it."""
+    """Return ModelSpec's name of the prediction type, or None if it has no name for it."""
     return {'epsilon': 'epsilon', 'v_prediction': 'v'}.get(objective.prediction_type)
 
 

@@ -27,7 +27,7 @@ class TextOutput(NamedTuple):
         return TextOutput(function(self.embeds), None if self.pooled is None else function(self.pooled))
 
     def where(self, keep: Tensor, other: 'TextOutput') -> 'TextOutput':
-        """Return the text of each caption whose `keep`, bool [B], is True, and `other` in the place of the rest."""
+        """Return the text of each caption whose `keep`, bool [B], is True, and `other` for the rest."""
         embeds = torch.where(keep[:, None, None], self.embeds, other.embeds.to(self.embeds.dtype))
         if self.pooled is None or other.pooled is None:
             return TextOutput(embeds)
@@ -35,11 +35,11 @@ class TextOutput(NamedTuple):
 
 
 def tokenize(tokenizers: Sequence[PreTrainedTokenizerBase], captions: Sequence[str]) -> Tensor:
-    """Return the token ids of captions, each tokenizer's padded and truncated to its own length, int64 [B, E, L].
+    """Return the token ids of captions, padded and truncated to each tokenizer's own length, int64 [B, E, L].
 
     L is the length of the longest tokenizer; the ids of the others are followed by zeros.
     """
-    # By way of NumPy: torch.tensor takes ten times as long to read nested lists.
+    # Convert with NumPy: torch.tensor takes ten times as long to read nested lists.
     ids = np.zeros((len(captions), len(tokenizers), longest(tokenizers)), dtype=np.int64)
     for index, tokenizer in enumerate(tokenizers):
         ids[:, index, : tokenizer.model_max_length] = [token_ids(tokenizer, caption) for caption in captions]
@@ -62,9 +62,9 @@ class TextConditioner(nn.Module):
             layer after the final norm.
         tokenizers: One tokenizer per encoder, all of the same length.
         mask_padding: Hide the padding of a caption from the encoders' own attention, as models trained on longer
-            sequences expect. CLIP, whose attention is causal, was trained without.
-        layer: Hidden states to use: those after the last layer and the final norm, or those after the layer before it,
-            without norm, as in Stable Diffusion XL; the latter of CLIP only.
+            sequences expect. CLIP has causal attention and was trained without this.
+        layer: Hidden states to use: `last` are those after the last layer and the final norm; `penultimate` those after
+            the layer before it, without norm, as in Stable Diffusion XL (only for CLIP).
     """
 
     equal_lengths: ClassVar[bool] = True
@@ -105,8 +105,8 @@ class TextConditioner(nn.Module):
         if layer == 'penultimate':
             for encoder in self.encoders:
                 _freeze_unused_layer(encoder)
-        # Where a caption ends is known by its end-of-text token, or by the padding token where captions have no end.
-        # Not always by the padding token: CLIP pads with the end-of-text token, Stable Diffusion 2 with `!`.
+        # The end-of-text token ends a caption, or the first padding token if captions have no end. The padding token alone
+        # does not tell: CLIP pads with the end-of-text token, Stable Diffusion 2 with `!`.
         first: Any = tokenizers[0]
         self._ends = first.eos_token_id in first('').input_ids
         if not self._ends and first.pad_token_id is None:
@@ -140,14 +140,14 @@ class TextConditioner(nn.Module):
         return longest(self.tokenizers)
 
     def fills(self, input_ids: Tensor) -> Tensor:
-        """Return which of the captions, as token ids [B, E, L], fill the longest tokenizer, bool [B].
+        """Return True for each caption, given as token ids [B, E, L], that fills the longest tokenizer, bool [B].
 
-        A longer caption was cut to this length.
+        Longer captions were cut to this length.
         """
         lengths = [tokenizer.model_max_length for tokenizer in self.tokenizers]
         index = lengths.index(max(lengths))
         tokenizer: Any = self.tokenizers[index]
-        # The last token of a full caption ends it, and may be the padding token too.
+        # Look at the token before the last, which is the end token of a full caption and may be the padding token too.
         last = input_ids[:, index, lengths[index] - 2]
         return last.ne(tokenizer.pad_token_id) & last.ne(tokenizer.eos_token_id)
 
@@ -195,7 +195,7 @@ class TextConditioner(nn.Module):
 
 
 def _freeze_unused_layer(encoder: Any) -> None:
-    """Freeze the last layer and the final norm of a CLIP encoder whose penultimate hidden states alone are used.
+    """Freeze the last layer and the final norm of a CLIP encoder if only its penultimate hidden states are used.
 
     Raises:
         UserError: The encoder is not a CLIP text model with a layer.
@@ -204,7 +204,7 @@ def _freeze_unused_layer(encoder: Any) -> None:
         raise UserError(
             f'text encoders: {type(encoder).__name__} has no penultimate layer that can be used; use a CLIP text model'
         )
-    # They get no gradient unless a projection follows, and DDP waits in vain for gradients of trained parameters.
+    # Without a projection, these layers get no gradients, for which DDP would wait in vain.
     if isinstance(encoder, CLIPTextModel):
         parts: Any = encoder.text_model
         parts.encoder.layers[-1].requires_grad_(False)

@@ -12,8 +12,6 @@ def training_timesteps(objective: Objective, draws: Draws, quantiles: Tensor | N
     """Return a random timestep for each sample of a batch, [B]: int64 for diffusion, float32 for a flow.
 
     Args:
-        objective: Distribution of the timesteps.
-        draws: Random numbers of the batch.
         quantiles: Quantiles of the timesteps in [0, 1), float64 [B], which the loader gives for stratified timesteps.
 
     Raises:

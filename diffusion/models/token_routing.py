@@ -45,16 +45,16 @@ class Route:
 
 
 class TokenRouter:
-    """Hooks on the blocks of a transformer: some tokens are removed before the first and put back after the last block.
+    """Hooks on a route's blocks: they remove some tokens before the first block and put them back after the last.
 
     The number of tokens in these blocks is fixed per image shape and needs no mask, so that compiled blocks need no
-    dynamic shapes. The hooks are active from `begin` to `finish` while gradients are enabled: not in evaluation or
-    sampling. They run outside of a block's `forward`, so torch.compile, FSDP and activation checkpointing see an
+    dynamic shapes. The hooks are active from `begin` to `finish` while gradients are enabled, so not in evaluation
+    or sampling. They run outside of a block's `forward`, so torch.compile, FSDP and activation checkpointing see an
     ordinary block; a forward pass that is recomputed gets the same tokens.
 
     Args:
         denoiser: The denoiser, before it is wrapped by FSDP.
-        blocks: Its blocks of image tokens.
+        blocks: The denoiser's blocks of image tokens.
         route: Blocks that tokens skip.
     """
 
@@ -66,7 +66,7 @@ class TokenRouter:
         self._tokens: Tensor | None = None
         self._selected: dict[str, tuple[Tensor, Tensor]] = {}
         routed = blocks.of(denoiser)[route.start : route.end]
-        # Of the class, since a compiled `forward` of the instance takes any arguments.
+        # Inspect `forward` of the class, since a compiled one of the instance takes any arguments.
         self._names = list(inspect.signature(type(routed[0]).forward).parameters)[1:]
         for block in routed:
             block.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -136,7 +136,7 @@ class TokenRouter:
 
     def _select_once(self, name: str, values: Tensor, dim: int) -> Tensor:
         """Return the entries of the kept tokens, the same tensor for all blocks that get the same values."""
-        # Each copy would be kept for the backward pass.
+        # Select once for all blocks: the backward pass would keep each copy.
         source, selected = self._selected.get(name, (None, None))
         if source is not values or selected is None:
             selected = self._select(values, dim=dim)

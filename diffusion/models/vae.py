@@ -55,7 +55,7 @@ def latent_statistics(vae: Vae) -> tuple[Tensor, Tensor]:
 def moments_of(vae: Vae, pixels: Tensor) -> Tensor:
     """Return the encoder's output for images [B, 3, 8H, 8W] in [-1, 1].
 
-    It is the mean and log-variance of the posterior, [B, 2C, H, W], or without a variance the latents, [B, C, H, W].
+    It is the mean and log-variance of the posterior, [B, 2C, H, W]; without a variance, the latents, [B, C, H, W].
 
     Raises:
         UserError: The images' sides are not multiples of the VAE's downsampling.
@@ -106,14 +106,14 @@ def downsampling(vae: Vae) -> int:
 
 
 def autoencoder_kl_of(vae: Vae, pipeline: str) -> AutoencoderKL:
-    """Return a VAE that a pipeline of diffusers can use only if it is an AutoencoderKL.
+    """Return a VAE if it is an AutoencoderKL, the only autoencoder that a pipeline of diffusers can use.
 
     Args:
         vae: The model's VAE.
         pipeline: Class of the pipeline, for the message.
 
     Raises:
-        UserError: It is another autoencoder.
+        UserError: The VAE is another autoencoder.
     """
     if not isinstance(vae, AutoencoderKL):
         raise UserError(
@@ -132,7 +132,6 @@ def with_folded_statistics(vae: AnyVae, *, pipeline_shifts: bool = False) -> Any
     moments of z, and `post_quant_conv` maps z back to m. A VAE that needs none of this is copied unchanged.
 
     Args:
-        vae: The VAE.
         pipeline_shifts: True if the pipeline applies `shift_factor`.
 
     Raises:
@@ -165,7 +164,7 @@ def with_folded_statistics(vae: AnyVae, *, pipeline_shifts: bool = False) -> Any
 def with_latent_scale(vae: AutoencoderKL, scale: float, shift: float = 0.0) -> AutoencoderKL:
     """Return a VAE for a program that normalizes latents by a scale and a shift of its own: (m - shift) * scale.
 
-    A VAE with other statistics is copied, and the difference is folded into its weights.
+    If the VAE has other statistics, the result is a copy with the difference folded into its weights.
 
     Raises:
         UserError: The VAE has other statistics and no convolutions to fold them into.

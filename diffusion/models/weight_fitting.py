@@ -1,4 +1,4 @@
-"""Comparison of the shapes of a denoiser's weights with those of a source, and additional channels of zeros."""
+"""Fit the weights of a source to a denoiser: add latent channels of zeros, and explain weights that do not fit."""
 
 from collections.abc import Mapping
 
@@ -37,7 +37,7 @@ def resized(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[d
 
 
 def fitting_hint(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
-    """Return why a source may not fit a model: a LoRA, or another width of the text embeddings; else an empty text."""
+    """Return a hint if a source is a LoRA or has another width of the text embeddings than a model, else ''."""
     if any('.lora_A.' in name for name in weights):
         return '; it is the checkpoint of a LoRA: start from the folder that diffusion export --merge writes'
     theirs, ours = _text_width(weights), _text_width(own)
@@ -50,7 +50,7 @@ def fitting_hint(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> st
 
 
 def way_out(denoiser: ModelMixin) -> str:
-    """Return the way out for weights that do not fit a denoiser."""
+    """Return advice for the message about weights that do not fit a denoiser."""
     width = denoiser.config.get('cross_attention_dim')
     family = FAMILIES.get(width) if isinstance(width, int) else None
     return f'use weights of {family}, or other model settings' if family else 'use other model settings'

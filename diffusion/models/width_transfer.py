@@ -16,8 +16,8 @@ from diffusion.models.block_matrices import MATRIX_LAYERS
 def scale_for_width(model: nn.Module, base: nn.Module, *, prefix: str = '') -> dict[str, float]:
     """Scale the initial weights of a model in place, and return the factors of its layers' learning rates.
 
-    A layer's fan_in ratio is its fan_in divided by that of the same layer in the base model. Layers are told apart by
-    which dimensions of their weights differ between the two models; PyTorch initializes weights with a variance of
+    A layer's fan_in ratio is its fan_in divided by that of the same layer in the base model. The kind of a layer depends
+    on which dimensions of its weight differ between the two models. PyTorch initializes weights with a variance of
     1 / (3 fan_in):
 
         layer   fan_in   fan_out   standard deviation of initial weights   learning rate of Adam
@@ -31,10 +31,10 @@ def scale_for_width(model: nn.Module, base: nn.Module, *, prefix: str = '') -> d
     Args:
         model: The model, with its initial weights.
         base: The same model at the base width, on any device (`torch.device('meta')` allocates nothing).
-        prefix: Put before the names that are returned, such as `denoiser.`.
+        prefix: Prefix of the names that are returned, such as `denoiser.`.
 
     Returns:
-        Factor of the learning rate by name of parameter; of parameters that are not named, it is 1.
+        Factors of the learning rate by parameter name; parameters that are not listed have the factor 1.
 
     Raises:
         UserError: The models differ in more than width, or a weight of unknown use grows in two dimensions.

@@ -1,1 +1,1 @@
-"""Families of denoisers: one adapter per class of diffusers, which says how LatentDiffusion uses it."""
+"""Families of denoisers: one adapter per class of diffusers, which defines how LatentDiffusion uses it."""

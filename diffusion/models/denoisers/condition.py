@@ -25,8 +25,8 @@ class Condition:
     """One embedding per caption, [B, P]; None for families without it."""
     sizes: Tensor | None = None
     """Original height and width, top and left of the crop, and target height and width in pixels, int64 [B, 6]
-    (Podell et al. 2023, section 2.2); None for families without it. Integers, since FSDP casts float inputs to the
-    dtype of the parameters, and bfloat16 rounds sizes above 256."""
+    (Podell et al. 2023, section 2.2); None for families without it. They are not floats, since FSDP would cast them to
+    the dtype of the parameters, and bfloat16 rounds sizes above 256."""
 
     def __len__(self) -> int:
         return len(self.embeds)

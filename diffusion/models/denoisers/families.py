@@ -9,13 +9,13 @@ from diffusion.models.denoisers.prx import PRX
 from diffusion.models.denoisers.sdxl import SDXLUNet
 from diffusion.models.denoisers.unet import CrossAttentionUNet
 
-# CrossAttentionUNet would own SDXL's U-Net too: their class is the same.
+# SDXLUNet comes before CrossAttentionUNet, which would own SDXL's U-Net too: both U-Nets have the same class.
 FAMILIES: list[DenoiserFamily] = [SDXLUNet(), CrossAttentionUNet(), PRX(), MMDiT()]
 """Supported families; the first that owns a denoiser is used."""
 
 
 def register_family(family: DenoiserFamily) -> None:
-    """Add a family of your own, which takes precedence over those before; call it when your module is imported."""
+    """Add a family of your own, which takes precedence over all others; call this when your module is imported."""
     FAMILIES.insert(0, family)
 
 

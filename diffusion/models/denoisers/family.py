@@ -64,7 +64,7 @@ class TokenBlocks:
 
 
 class DenoiserFamily(ABC):
-    """Adapter of one family of denoisers; without state, so that one object serves all denoisers of the family."""
+    """Adapter of one family of denoisers. It has no state, so that one object serves all denoisers of the family."""
 
     denoiser_class: ClassVar[type[nn.Module]]
     """diffusers' class of the denoiser."""
@@ -107,7 +107,7 @@ class DenoiserFamily(ABC):
         """
 
     def single_file(self, model: Any) -> Any:
-        """Return the `models.single_file.SingleFile` that programs such as ComfyUI read, of the model's pipeline.
+        """Return the model's pipeline as a `models.single_file.SingleFile`, which programs such as ComfyUI read.
 
         Raises:
             UserError: There is no such layout for this family, or it cannot represent the model.
@@ -136,7 +136,6 @@ class DenoiserFamily(ABC):
         """Return inputs without data for counting a denoiser's costs: positional and keyword arguments.
 
         Args:
-            denoiser: The denoiser.
             batch: B.
             height: H.
             width: W.

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 T5_LENGTH = 't5_length'
 """Key in the first tokenizer's configuration of an export without T5: the number of zeros in place of T5's tokens."""
 PIPELINE_TEXT_LENGTH = 256
-"""Number of T5's tokens by default in a StableDiffusion3Pipeline."""
+"""Default number of T5's tokens in a StableDiffusion3Pipeline."""
 
 
 class MMDiT(DenoiserFamily):
@@ -61,7 +61,7 @@ class MMDiT(DenoiserFamily):
         return super().predict(denoiser, noisy, timesteps, condition)
 
     def pipeline(self, model: Any) -> Any:
-        # Imported here: training does not need pipelines, whose import takes seconds.
+        # Import here: training does not need pipelines, which take seconds to import.
         from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
 
         name = StableDiffusion3Pipeline.__name__
@@ -85,13 +85,13 @@ class MMDiT(DenoiserFamily):
         vae = with_folded_statistics(autoencoder_kl_of(model.vae, name), pipeline_shifts=True)
         # The pipeline adds the shift factor to the latents even if it is None, AutoencoderKL's default.
         vae.register_to_config(shift_factor=vae.config.get('shift_factor') or 0.0)
-        # The pipeline draws images of `sample_size` by default. In training it is the scale of the position embeddings,
-        # which are among the weights.
+        # The pipeline draws images of `sample_size` by default. In training it only sets the scale of the position
+        # embeddings, which are stored with the weights.
         transformer = copy.copy(model.denoiser)
         transformer.register_to_config(sample_size=model.latent_size)
         tokenizers = [*text.tokenizers, None][:3]
         if text.t5 is None:
-            # `diffusion generate` reads it there: models' configurations take no keys of others.
+            # `diffusion generate` reads this key from the tokenizer: models' configurations accept no additional keys.
             tokenizers[0] = copy.copy(text.tokenizers[0])
             tokenizers[0].init_kwargs = tokenizers[0].init_kwargs | {T5_LENGTH: text.t5_length}
         encoders = [*text.encoders, None][:3]
@@ -108,7 +108,7 @@ class MMDiT(DenoiserFamily):
         )
 
     def single_file(self, model: Any) -> Any:
-        # Imported here: training does not need it.
+        # Import here: training does not need it.
         from diffusion.models.single_file import sd3_file
 
         return sd3_file(self.pipeline(model), model.objective)

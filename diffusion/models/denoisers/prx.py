@@ -86,7 +86,7 @@ class PRX(DenoiserFamily):
 
 def _latent_pipeline(model: Any) -> Any:
     """Return the PRXPipeline of a model that was trained on latents."""
-    # Imported here: training does not need pipelines, whose import takes seconds.
+    # Import here: training does not need pipelines, which take seconds to import.
     from diffusers.pipelines.prx.pipeline_prx import PRXPipeline
 
     log.info(
@@ -98,7 +98,7 @@ def _latent_pipeline(model: Any) -> Any:
     name = 'euler' if takes_velocity else 'dpm++' if model.objective.is_flow else 'ddim'
     vae = with_folded_statistics(model.vae, pipeline_shifts=True)
     # The pipeline adds the shift factor to the latents even if it is None, AutoencoderKL's default. AutoencoderDC has
-    # none, and would warn about it when it is loaded.
+    # no shift factor, and would warn about one when it is loaded.
     if isinstance(vae, AutoencoderKL):
         vae.register_to_config(shift_factor=vae.config.get('shift_factor') or 0.0)
     return PRXPipeline(

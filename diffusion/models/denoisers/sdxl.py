@@ -47,13 +47,13 @@ class SDXLUNet(DenoiserFamily):
         }
 
     def pipeline(self, model: Any) -> Any:
-        # Imported here: training does not need pipelines, whose import takes seconds.
+        # Import here: training does not need pipelines, which take seconds to import.
         from diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl import StableDiffusionXLPipeline
 
         self.check_exportable(model, 'StableDiffusionXLPipeline')
         if len(model.text.encoders) != 2:
             raise UserError(f'export: {len(model.text.encoders)} text encoders; a StableDiffusionXLPipeline has two')
-        # The schedulers that diffusers has for flows alone do not fit into this pipeline.
+        # This pipeline does not support diffusers' schedulers that are only for flows.
         scheduler = inference_scheduler('dpm++' if model.objective.is_flow else 'ddim', model.objective)
         pipeline = StableDiffusionXLPipeline(
             vae=with_folded_statistics(autoencoder_kl_of(model.vae, 'StableDiffusionXLPipeline')),
@@ -63,17 +63,17 @@ class SDXLUNet(DenoiserFamily):
             tokenizer_2=model.text.tokenizers[1],
             unet=model.denoiser,
             scheduler=scheduler,
-            # Without a negative prompt: zeros in place of its embedding and pooled text, or the empty caption.
+            # An empty negative prompt is embedded as zeros, the pooled text too, or as the empty caption.
             force_zeros_for_empty_prompt=model.caption_dropout_mode == 'zeros',
             add_watermarker=False,
         )
-        # Its constructor leaves this out of the saved configuration, and the pipeline that loads the folder would draw
-        # a watermark if the package invisible_watermark is installed.
+        # The constructor does not save this setting. The pipeline loaded from the folder would draw a watermark if the
+        # package invisible_watermark is installed.
         pipeline.register_to_config(add_watermarker=False)
         return pipeline
 
     def single_file(self, model: Any) -> Any:
-        # Imported here: training does not need it.
+        # Import here: training does not need it.
         from diffusion.models.single_file import sdxl_file
 
         return sdxl_file(self.pipeline(model), model.objective)

@@ -41,7 +41,7 @@ class CrossAttentionUNet(DenoiserFamily):
         }
 
     def pipeline(self, model: Any) -> Any:
-        # Imported here: training does not need pipelines, whose import takes seconds.
+        # Import here: training does not need pipelines, which take seconds to import.
         from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
 
         self.check_exportable(model, 'StableDiffusionPipeline')
@@ -55,7 +55,7 @@ class CrossAttentionUNet(DenoiserFamily):
             log.warning(
                 'export: trained with zeros for dropped captions; the diffusers pipeline uses the empty caption instead'
             )
-        # The schedulers that diffusers has for flows alone do not fit into this pipeline.
+        # This pipeline does not support diffusers' schedulers that are only for flows.
         scheduler = inference_scheduler('dpm++' if model.objective.is_flow else 'ddim', model.objective)
         return StableDiffusionPipeline(
             vae=with_folded_statistics(autoencoder_kl_of(model.vae, 'StableDiffusionPipeline')),  # type: ignore[arg-type]
@@ -69,7 +69,7 @@ class CrossAttentionUNet(DenoiserFamily):
         )
 
     def single_file(self, model: Any) -> Any:
-        # Imported here: training does not need it.
+        # Import here: training does not need it.
         from diffusion.models.single_file import sd_file
 
         return sd_file(self.pipeline(model), model.objective)

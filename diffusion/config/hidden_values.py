@@ -16,7 +16,6 @@ def hide_values(
     """Replace values of environment variables in a message by the interpolations that they come from.
 
     Args:
-        text: Message to clean.
         from_environment: Text of each value that depends on an environment variable, by its path in `values`.
         values: Plain values, with those of the environment variables.
         quoted_at: Paths of values that the message is about, which it may quote even if they are short.

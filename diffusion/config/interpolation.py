@@ -88,7 +88,6 @@ class _Pass:
     """One resolution of all interpolations in plain values.
 
     Args:
-        raw: The plain values.
         environ: Environment of `oc.env`; None to return a placeholder for every variable.
     """
 

@@ -78,7 +78,7 @@ def load(
 ) -> Recipe:
     """Load a recipe from YAML, apply overrides, and check everything that can be checked without importing torch.
 
-    A value may depend on a variable that is not set and need not be: it stays an interpolation and is not checked.
+    A value stays an interpolation and is not checked if its environment variable is not set and need not be.
 
     Args:
         path: The recipe's YAML file.
@@ -151,7 +151,6 @@ def read_values(
     """Return the plain values of a YAML file, merged with the files it extends and with overrides.
 
     Args:
-        path: The YAML file.
         overrides: Changes as `key=value`.
         environ: Environment of `${oc.env:...}` (default: that of this process).
 

@@ -84,7 +84,6 @@ def add_options(
 
     Args:
         target: The parser, or a group of its options.
-        kind: The dataclass.
         only: Names of the fields to add; None adds all.
         required: Names of fields, with True if the option must be given, else False. Other options are required if
             their fields have no default.
@@ -129,6 +128,7 @@ def _fields(kind: Any) -> list[_Field]:
     hints, found = get_type_hints(kind, include_extras=True), []
     for field in fields(kind):
         hint, option, constraints = hints[field.name], Option(), []
+        # Unwrap Annotated and unions, which may contain each other.
         while (origin := get_origin(hint)) in (Annotated, Union, types.UnionType):
             if origin is Annotated:
                 hint, *extras = get_args(hint)

@@ -47,7 +47,6 @@ def check_stream_folders(
 
     Args:
         section: The recipe's section that holds the streams, such as `streams`.
-        streams: The streams by name.
         for_training: Also report images that would be enlarged for the model.
     """
     gather = Gatherer()

@@ -223,7 +223,6 @@ def check_keywords(
     Args:
         where: Path of the component in the recipe.
         kind: The component's kind, such as `callback`.
-        name: The component's registered name.
         kwargs: The component's keywords in the recipe.
         supplied: Keywords that only the program may set.
     """

@@ -185,7 +185,7 @@ class Change:
 
 
 def rule_of(path: str) -> Rule:
-    """Return the rule of a key, given as in `Rule.keys`, such as `algorithms.ema.smoothing`."""
+    """Return the rule of a key as in `Rule.keys`, such as `algorithms.ema.smoothing`, or else of its longest prefix."""
     known = rule_of_key()
     if path in known:
         return known[path]

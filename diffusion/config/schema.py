@@ -69,8 +69,6 @@ def build_dataclass(kind: Any, value: Any, where: str, gather: Gatherer, doc: st
     Args:
         kind: A dataclass, a simple type, Literal, a union, `list[...]`, `dict[str, ...]` or Any.
         value: Plain YAML: mappings, lists, strings, numbers, booleans, None; `???` is returned unchanged.
-        where: Path of the value.
-        gather: Collects the mistakes.
         doc: Description of the value, for the message if it is missing.
     """
     if isinstance(value, str) and value == MISSING:

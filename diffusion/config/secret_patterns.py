@@ -77,7 +77,6 @@ def secret_format(text: str, *, name: str = '') -> str | None:
     """Return the kind of secret that a text contains, such as 'a GitHub token', or None.
 
     Args:
-        text: The value to check.
         name: Name of its key: 40 hexadecimal digits are a Git revision under `revision`, and a W&B key elsewhere.
     """
     # Interpolations in a URL, such as https://user:${oc.env:PASSWORD}@host, hold no secret.

@@ -350,6 +350,7 @@ def _parameter(
 ) -> Parameter:
     """Return a parameter, with type aliases in its annotation replaced by their definitions."""
     extras: list[ast.expr] = []
+    # Replace aliases and unwrap Annotated, which may contain each other.
     while True:
         alias = _aliases(module).get(annotation.id) if isinstance(annotation, ast.Name) else None
         annotation = alias or annotation

@@ -49,7 +49,6 @@ def read_yaml(path: Path, *, extended_by: Path | None = None) -> dict[str, Any]:
     """Return the mapping in a YAML file.
 
     Args:
-        path: The file.
         extended_by: The file whose `extends` names this one, for the error message.
 
     Raises:

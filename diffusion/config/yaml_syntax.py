@@ -82,7 +82,7 @@ def _construct_text(loader: _Loader, node: yaml.ScalarNode) -> str:
 def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
     """Return an integer of at most 64 bits."""
     if not _INT.match(str(node.value)):
-        raise ValueError('!!int of another form')  # construct_object says where
+        raise ValueError('!!int of another form')  # construct_object adds the position
     value = yaml.SafeLoader.construct_yaml_int(loader, node)  # type: ignore[no-untyped-call]
     if abs(value) >= 2**63:
         problem = f'{_shortened(node.value)} does not fit into 64 bits; use a smaller number, or put it in quotes'

@@ -60,7 +60,7 @@ def image_sizes(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def sizes_of_uncropped(latents: Tensor, *, cell: int) -> Tensor:
-    """Return the sizes, int64 [B, 6], of images that were neither resized nor cropped, as diffusers' pipeline does.
+    """Return the sizes, int64 [B, 6], for images that count as not resized or cropped, as in diffusers' pipeline.
 
     Args:
         latents: Latents of the images to generate, [B, C, H, W].

@@ -63,7 +63,7 @@ class _CachedClipTokenizer:
 
 def _clean(text: str) -> str:
     """Return a text in lower case, with its Unicode errors fixed by ftfy."""
-    # Skip ftfy, a third of the time, for printable ASCII, in which it changes only entities such as &amp;.
+    # Skip ftfy, which takes a third of the time, for printable ASCII, in which it changes only entities such as &amp;.
     plain = text.isascii() and text.isprintable() and '&' not in text
     return (text if plain else ftfy.fix_text(text)).lower()
 

@@ -109,7 +109,6 @@ class ModelCounter:
         """Return the forward FLOPs for one image of a shape, as two counts by name.
 
         Args:
-            shape: The image shape.
             route: Blocks of a transformer that some tokens skip in training, or None.
 
         Returns:

@@ -229,8 +229,6 @@ def _clear_errors(what: str, repository: str, revision: str | None, instead: str
 
     Args:
         what: Description of the model or tokenizer.
-        repository: Name of the repository.
-        revision: Commit, branch or tag; None is the main branch.
         instead: Advice on loading it without the Hub.
     """
     failed = f'{what} could not be loaded from the Hugging Face Hub'

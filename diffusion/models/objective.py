@@ -76,6 +76,7 @@ class Objective:
         """Return the times t of a flow for uniform random numbers in [0, 1), float64 [B], one time per number."""
         if self.timesteps != 'logit_normal':
             return self._shifted(quantiles)
+        # Quantiles below the uniform fraction give uniform times; stretch the others to [0, 1) for the logit-normal.
         share = self.uniform_fraction
         rest = ((quantiles - share) / (1 - share)) if share < 1 else torch.zeros_like(quantiles)
         # Keep away from 0 and 1, whose normal quantiles are infinite.

@@ -119,7 +119,7 @@ def lpips_network(settings: PerceptualLosses) -> nn.Module:
     path = Path(str(settings.lpips_backbone))
     where = f'perceptual_losses.lpips_backbone: {path}'
     try:
-        # Without weights_only, a pickle could run any code.
+        # weights_only refuses pickles that would run code.
         found = load_file(path) if path.suffix == '.safetensors' else torch.load(path, 'cpu', weights_only=True)
     except FileNotFoundError as error:
         raise UserError(f'{where} does not exist; download the weights of torchvision, or correct the path') from error

@@ -45,7 +45,7 @@ def without_weights() -> Iterator[None]:
 
 @contextmanager
 def checking_weights() -> Iterator[list[str]]:
-    """Context as `without_weights`, in which `load_pretrained` also checks that the weights could be loaded.
+    """Context like `without_weights` in which `load_pretrained` also checks that the weights could be loaded.
 
     Weights on the Hub are not downloaded, and those in a folder are not read.
 

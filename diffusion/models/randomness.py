@@ -185,6 +185,7 @@ def _layout(seed: int, counts: tuple[tuple[Purpose, int], ...], device: torch.de
     blocks = [_blocks(count) for _, count in counts]
     number = torch.cat([torch.arange(count) for count in blocks])
     purpose = torch.repeat_interleave(torch.tensor([int(each) for each, _ in counts]), torch.tensor(blocks))
+    # Philox adds the Weyl constants to both key words after each round; compute the keys of all rounds in advance.
     weyl = torch.arange(_ROUNDS)[:, None] * torch.tensor(_WEYL)
     keys = (torch.stack((torch.full_like(purpose, seed), purpose)) + weyl[:, :, None]) & _MASK
     return number.to(device), keys[:, :, None, :].to(device)

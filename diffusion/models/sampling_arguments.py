@@ -26,11 +26,7 @@ def check_sampling(
     """Raise UserError if a seed, the number of steps, or a setting of guidance is out of range.
 
     Args:
-        seeds: Seeds of the images.
-        num_inference_steps: Steps of the noise scheduler.
         num_train_timesteps: Steps of the noise schedule in training, the maximum of `num_inference_steps`.
-        scale: Guidance scale.
-        rescale: Strength of guidance rescaling.
     """
     problems = {
         'seeds': next((problem for seed in seeds if (problem := seeds_problem(seed)) is not None), None),

@@ -105,8 +105,8 @@ class TextConditioner(nn.Module):
         if layer == 'penultimate':
             for encoder in self.encoders:
                 _freeze_unused_layer(encoder)
-        # The end-of-text token ends a caption, or the first padding token if captions have no end. The padding token alone
-        # does not tell: CLIP pads with the end-of-text token, Stable Diffusion 2 with `!`.
+        # The end-of-text token ends a caption, or the first padding token if captions have no end token. Padding alone
+        # does not show the end: CLIP pads with the end-of-text token, Stable Diffusion 2 with `!`.
         first: Any = tokenizers[0]
         self._ends = first.eos_token_id in first('').input_ids
         if not self._ends and first.pad_token_id is None:

@@ -55,7 +55,6 @@ class TokenRouter:
     Args:
         denoiser: The denoiser, before it is wrapped by FSDP.
         blocks: The denoiser's blocks of image tokens.
-        route: Blocks that tokens skip.
     """
 
     def __init__(self, denoiser: nn.Module, blocks: TokenBlocks, route: Route) -> None:

@@ -55,7 +55,7 @@ def latent_statistics(vae: Vae) -> tuple[Tensor, Tensor]:
 def moments_of(vae: Vae, pixels: Tensor) -> Tensor:
     """Return the encoder's output for images [B, 3, 8H, 8W] in [-1, 1].
 
-    It is the mean and log-variance of the posterior, [B, 2C, H, W]; without a variance, the latents, [B, C, H, W].
+    It is the mean and log-variance of the posterior, [B, 2C, H, W], or the latents alone, [B, C, H, W].
 
     Raises:
         UserError: The images' sides are not multiples of the VAE's downsampling.
@@ -109,7 +109,6 @@ def autoencoder_kl_of(vae: Vae, pipeline: str) -> AutoencoderKL:
     """Return a VAE if it is an AutoencoderKL, the only autoencoder that a pipeline of diffusers can use.
 
     Args:
-        vae: The model's VAE.
         pipeline: Class of the pipeline, for the message.
 
     Raises:

@@ -16,8 +16,8 @@ from diffusion.models.block_matrices import MATRIX_LAYERS
 def scale_for_width(model: nn.Module, base: nn.Module, *, prefix: str = '') -> dict[str, float]:
     """Scale the initial weights of a model in place, and return the factors of its layers' learning rates.
 
-    A layer's fan_in ratio is its fan_in divided by that of the same layer in the base model. The kind of a layer depends
-    on which dimensions of its weight differ between the two models. PyTorch initializes weights with a variance of
+    A layer's fan_in ratio is its fan_in divided by that of the same layer in the base model. Which dimensions of its
+    weight differ between the two models decides the kind of the layer. PyTorch initializes weights with a variance of
     1 / (3 fan_in):
 
         layer   fan_in   fan_out   standard deviation of initial weights   learning rate of Adam

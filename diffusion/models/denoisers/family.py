@@ -37,7 +37,7 @@ class DenoiserSizes:
 
 @dataclass(frozen=True)
 class TokenBlocks:
-    """Blocks of a transformer through which the image tokens pass one after another, and where the tokens are."""
+    """Blocks of a transformer that process the image tokens in turn, and the tokens' place in arguments and outputs."""
 
     attribute: str
     """Name of the denoiser's list of blocks."""
@@ -140,7 +140,6 @@ class DenoiserFamily(ABC):
             height: H.
             width: W.
             text_length: L.
-            device: Device of the tensors.
         """
         sizes = self.sizes(denoiser)
         pooled = None if sizes.pooled_width is None else torch.empty(batch, sizes.pooled_width, device=device)

@@ -179,8 +179,8 @@ def open_clip_tensors(encoder: nn.Module, *, layers: int | None = None) -> Tenso
 
     Args:
         encoder: A CLIPTextModel or CLIPTextModelWithProjection.
-        layers: Number of layers to write; None writes those of the encoder. Programs may build more layers, which they
-            do not use: these are copies of the last one.
+        layers: Number of layers to write; None writes the encoder's. Additional ones are copies of the last layer, for
+            programs that build more layers than they use.
     """
     state = with_text_model(encoder).state_dict()
     found = {original: state[name] for name, original in OPEN_CLIP_LAYERS.items()}

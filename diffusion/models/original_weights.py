@@ -83,9 +83,7 @@ def _read_mmdit(denoiser: SD3Transformer2DModel, file: Path, which: Literal['tra
     if which == 'ema':
         raise UserError(f'{file}: it has no averaged weights; use weights: training')
     try:
-        found = convert_sd3_transformer_checkpoint_to_diffusers(
-            stored
-        )  # removes the tensors that it knows from `stored`
+        found = convert_sd3_transformer_checkpoint_to_diffusers(stored)  # removes the tensors that it knows
     except KeyError as error:
         raise UserError(f'{file}: lacks {UNET_PREFIX}{error.args[0]}; {way_out(denoiser)}') from error
     _check_unused({f'{UNET_PREFIX}{name}' for name in stored}, file, denoiser)

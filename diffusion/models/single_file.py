@@ -192,7 +192,7 @@ def _fold_projection(transformer: Tensors, encoder: Any) -> None:
 
 
 def _warn_of_schedule(objective: Objective) -> None:
-    """Log a warning if the file does not tell programs all that they need to know of the objective."""
+    """Log a warning if the file does not record all settings of the objective that programs need."""
     usual = Objective()
     names = ('path', 'beta_schedule', 'beta_start', 'beta_end', 'num_train_timesteps', 'snr_shift')
     different = [

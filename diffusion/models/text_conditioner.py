@@ -147,7 +147,7 @@ class TextConditioner(nn.Module):
         lengths = [tokenizer.model_max_length for tokenizer in self.tokenizers]
         index = lengths.index(max(lengths))
         tokenizer: Any = self.tokenizers[index]
-        # Look at the token before the last, which is the end token of a full caption and may be the padding token too.
+        # Look at the last token but one: the last one of a full caption is its end token, which may be padding too.
         last = input_ids[:, index, lengths[index] - 2]
         return last.ne(tokenizer.pad_token_id) & last.ne(tokenizer.eos_token_id)
 

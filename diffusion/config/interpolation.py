@@ -55,8 +55,8 @@ def resolve(raw: dict[str, Any], environ: Mapping[str, str]) -> Resolved:
     """
     if '${' not in str(raw):  # OmegaConf takes 100 times as long as the rest of loading
         return Resolved(raw, {}, {})
-    # Resolve the same text twice: once with the real environment, and once with placeholders from `oc.env`, which show
-    # in every value that depends on the environment, however the value was composed.
+    # Resolve the same text twice: first with placeholders from `oc.env`, which mark every value that depends on the
+    # environment, however the value was composed; then with the real environment.
     hidden, actual = _Pass(raw, None), _Pass(raw, environ)
     from_environment = {path: hidden.expression(text) for path, text in hidden.leaves_with_placeholder()}
     unset = {path: actual.variables(text) for path, text in actual.leaves_with_placeholder()}

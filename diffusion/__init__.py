@@ -36,7 +36,7 @@ __all__ = [
 shorten_spin()
 
 # Names are imported on first use (PEP 562): importing Composer, Streaming and diffusers takes 18 to 32 s on a
-# slow core, and commands such as `diffusion check` need none of them.
+# slow core, and commands such as `diffusion check` do not need them.
 _MODULES = {
     'EMA': 'diffusion.algorithms.ema',
     'Checkpointer': 'diffusion.checkpointing.checkpointer',

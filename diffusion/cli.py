@@ -22,9 +22,9 @@ from diffusion.exit_codes import CLOSED_PIPE, CONFIG_ERROR, INTERRUPTED, USAGE_E
 class _Commands(argparse._SubParsersAction):
     """Subcommands; the `--help` of each begins with its help text from the list of subcommands."""
 
-    # typeshed declares every keyword of ArgumentParser, which the override need not repeat.
+    # typeshed declares every keyword of ArgumentParser; the override need not repeat them.
     def add_parser(self, name: str, fill: 'Fill', *, help: str, **options: Any) -> Any:  # type: ignore[override]
-        """Add a subcommand, whose arguments `fill` adds to its parser when they are needed."""
+        """Add a subcommand; `fill` adds the arguments to its parser when they are needed."""
         parser = super().add_parser(name, help=help, **{'description': f'{help[0].upper()}{help[1:]}.', **options})
         parser.fill = fill
         return parser
@@ -34,7 +34,7 @@ class CommandParser(argparse.ArgumentParser):
     """Parser that suggests the nearest name for an unknown subcommand; parsers of its subcommands do the same."""
 
     commands: Any = None
-    """What `add_subparsers` returned, whose `choices` are the subcommands."""
+    """Result of `add_subparsers`; its `choices` are the subcommands."""
     fill: 'Fill | None' = None
     """Function that adds the arguments: it imports their modules, which the other subcommands do not need."""
 
@@ -43,7 +43,7 @@ class CommandParser(argparse.ArgumentParser):
         self.commands = super().add_subparsers(action=_Commands, **options)
         return self.commands
 
-    # typeshed declares overloads of this method, which the override need not repeat.
+    # typeshed declares overloads of this method; the override need not repeat them.
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Parse arguments; argparse calls this for each subcommand with the arguments that follow its name."""
         self.add_arguments()

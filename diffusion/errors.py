@@ -48,11 +48,11 @@ class ExternalError(RuntimeError):
 
 
 class RankFailed(RuntimeError):
-    """Error for a rank whose error was neither the user's mistake nor a storage fault; raised on every rank."""
+    """Raised on every rank if the error of one was neither the user's mistake nor a storage fault."""
 
 
 def printable(text: str) -> str:
-    """Return a text for a terminal, in which control characters, except line breaks and tabs, are escapes."""
+    """Return a text for a terminal: control characters, except line breaks and tabs, are replaced by escapes."""
     # File names, captions and files of others may contain sequences that change the title or the keys of a terminal.
     return re.sub(r'[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]', _escape, text)
 

@@ -1,7 +1,7 @@
 """Exit statuses of the programs, and the exception of a run that was asked to stop.
 
-`run.py` and the node entry point exit with 0, FAILED, PREEMPTED, BAD_HARDWARE or CONFIG_ERROR, on which a scheduler
-acts, or with INTERRUPTED. The `diffusion` command is for interactive use. It exits with 0; FAILED; USAGE_ERROR for
+`run.py` and the node entry point exit with 0, FAILED, PREEMPTED, BAD_HARDWARE or CONFIG_ERROR, so that a scheduler can
+react, or with INTERRUPTED. The `diffusion` command is for interactive use. It exits with 0; FAILED; USAGE_ERROR for
 every user error, as argparse does for a wrong option; 3 if the data that it checked is not valid (`data verify`,
 `prepare`); INTERRUPTED if it was interrupted; CLOSED_PIPE if nobody reads its output any more.
 
@@ -27,7 +27,7 @@ CONFIG_ERROR = 78
 
 
 INTERRUPTED = 130
-"""Interrupted with Ctrl-C without saving: the `diffusion` command, or a training run by a second Ctrl-C (128 + SIGINT).
+"""Interrupted by Ctrl-C without saving: the `diffusion` command, or a training run by a second Ctrl-C (128 + SIGINT).
 The first Ctrl-C saves a checkpoint and ends a run with 75."""
 
 CLOSED_PIPE = 141

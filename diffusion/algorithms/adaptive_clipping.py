@@ -1,4 +1,4 @@
-"""Adaptive gradient clipping (Brock et al. 2021, arXiv 2102.06171), right for gradients that FSDP2 shards.
+"""Adaptive gradient clipping (Brock et al. 2021, arXiv 2102.06171), also for gradients that FSDP2 shards.
 
 The gradient of each unit i is scaled by min(1, threshold * |W_i| / |G_i|). A unit is a row of a matrix or an output
 channel of a convolution, over all their other dimensions; a vector or a scalar is one unit.
@@ -38,7 +38,7 @@ def clip_adaptively(parameters: Iterable[nn.Parameter], threshold: float) -> Non
 
 
 def splits_units(tensor: Tensor) -> bool:
-    """Return True if a tensor is a DTensor whose shards have parts of units: of vectors, or sharded within rows."""
+    """Return True if a tensor is a DTensor and its shards hold parts of units, such as parts of a vector or of rows."""
     if not isinstance(tensor, DTensor):
         return False
     dims = {placement.dim for placement in tensor.placements if placement.is_shard()}  # type: ignore[attr-defined]
@@ -57,7 +57,7 @@ def _unit_norms(tensor: Tensor) -> Tensor:
 def _norms_over_ranks(tensors: Sequence[Any]) -> list[Tensor]:
     """Return the norms of the units of DTensors over all ranks, by a single all-reduce of their squares."""
     shards = [local_shard(each) for each in tensors]
-    # The sum is in float64, so that all numbers of ranks give the same float32 value as one process.
+    # Sum in float64, so that any number of ranks gives the same float32 value as one process.
     squares = [
         _unit_norms(each.double()).square() / copies_of_shard(of) for each, of in zip(shards, tensors, strict=True)
     ]
@@ -69,6 +69,6 @@ def _norms_over_ranks(tensors: Sequence[Any]) -> list[Tensor]:
 
 def _scale(gradient: Tensor, weight_norm: Tensor, norm: Tensor, threshold: float) -> None:
     """Scale this rank's part of a gradient in place by min(1, threshold * weight_norm / norm) of each unit."""
-    # A unit without a gradient, 0 / 0 or x / 0, keeps it.
+    # A gradient of zeros stays as it is: 0 / 0 gives the factor 1, and x / 0 is clamped to 1.
     factor = (weight_norm * threshold / norm).nan_to_num(nan=1.0).clamp(max=1.0)
     local_shard(gradient).mul_(factor)

@@ -196,7 +196,7 @@ def _shard_like(saved: Tensor, weight: Tensor) -> Tensor:
 def reshard(model: nn.Module) -> None:
     """Free FSDP's gathered weights, so that the model's parameters are this device's shards."""
     # The root module keeps its weights gathered after a forward pass. Until they are freed, `named_parameters` returns
-    # the gathered copies, and what is written to those is lost at the next all-gather.
+    # the gathered copies, and writes to those are lost at the next all-gather.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -18,15 +18,15 @@ from diffusion.models.randomness import Draws, Purpose
 
 
 class ContrastiveFlowMatching(Algorithm):
-    """Contrastive term of a flow's loss, whose negatives are the velocities of other samples of the global batch.
+    """Contrastive term of a flow's loss; its negatives are the velocities of other samples of the global batch.
 
     With v the velocity predicted for sample i, v_i = eps_i - x_i its target and j another sample (Stoica et al. 2025):
 
         loss_i = ||v - v_i||^2 - weight * ||v - v_j||^2
 
     The samples of the global batch are put into a random cycle: j is the sample after i. The cycle depends on the
-    samples' ids, epoch and batch, but not on the number of devices. Hence a device's batch must be one microbatch. If
-    an epoch repeats samples, j is the next sample in the cycle with another id than i.
+    samples' ids, epoch and batch, but not on the number of devices, so a device's batch must be one microbatch. If an
+    epoch repeats samples, j is the next sample in the cycle with another id than i.
 
     The minimum of the loss is v = (E[v_i | x_t] - weight * E[v_j]) / (1 - weight). Where the mean velocity E[v_j] is
     near 0, predictions are larger by 1 / (1 - weight); the authors undo that when they sample with guidance (their

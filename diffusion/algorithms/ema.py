@@ -51,9 +51,9 @@ class EMA(Algorithm):
         'averaging cannot start in the past, and removing the algorithm would drop the averages'
     )
 
-    # Composer 0.32.1's EMA allocates its copy at INIT whatever `ema_start` is and swaps the roles of model and average
-    # in checkpoints. It raises AttributeError under FSDP1, and under FSDP2 it silently corrupts the weights of a run
-    # that resumes after the start (first losses 0.326 and 0.582 instead of 0.258 and 0.521).
+    # Composer 0.32.1's EMA allocates its copy at INIT, regardless of `ema_start`, and swaps the roles of model and
+    # average in checkpoints. It raises AttributeError under FSDP1. Under FSDP2 it silently corrupts weights if a run
+    # resumes after the start (first losses 0.326 and 0.582 instead of 0.258 and 0.521).
 
     def __init__(
         self,

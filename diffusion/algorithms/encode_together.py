@@ -15,8 +15,8 @@ class EncodeTogether(Algorithm):
     """Algorithm that encodes a device's batch before it is split into microbatches; `speed.encode_batch_size`.
 
     The frozen VAE and text encoders then run a few large kernels instead of many small ones per microbatch, which
-    spares the host; their activations are freed before the first microbatch is trained. A batch of one microbatch is
-    left as it is. Random numbers belong to samples, so that only roundings of the encoders' kernels differ.
+    saves time of the host; their activations are freed before the first microbatch is trained. A batch of one
+    microbatch is not changed. Random numbers belong to samples, so results differ only by the rounding of kernels.
 
     Args:
         batch_size: Number of samples that are encoded at a time.
@@ -29,7 +29,7 @@ class EncodeTogether(Algorithm):
         self._given: dict[str, Tensor] | None = None
 
     def match(self, event: Event, state: State) -> bool:
-        # Composer splits the batch that it has after BATCH_START, also when it tries smaller microbatches.
+        # Composer splits the batch after BATCH_START, also when it tries smaller microbatches.
         return event in (Event.BATCH_START, Event.BATCH_END)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:

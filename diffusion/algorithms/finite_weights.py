@@ -57,7 +57,7 @@ def check_weights(state: State, where: str, remedy: str) -> None:
 
 def check_before_saves(saver: CheckpointSaver) -> None:
     """Let one of Composer's savers check that the weights are finite before each save."""
-    # Composer saves from several events, all of which call this method; no public one is called for each save.
+    # Composer saves at several events. All of them call this private method; no public one is called for each save.
     save = private_attribute(saver, '_save_checkpoint')
     set_private_attribute(saver, '_save_checkpoint', partial(_save_if_finite, save))
 
@@ -65,7 +65,7 @@ def check_before_saves(saver: CheckpointSaver) -> None:
 @torch.no_grad()
 def count_non_finite(tensors: Iterable[Tensor]) -> Tensor:
     """Return how many of the tensors have a NaN or an infinity, int64 [], on their device, without waiting for it."""
-    # An empty shard of FSDP has no largest element.
+    # Skip empty shards of FSDP, which have no largest element.
     filled = [tensor for tensor in tensors if tensor.numel()]
     if not filled:
         return torch.zeros((), dtype=torch.int64)

@@ -31,8 +31,8 @@ EPSILON = 1e-6
 class GradientClipping(ComposerGradientClipping):
     """Clip the gradients of each batch before the optimizer's step.
 
-    `norm` scales all gradients by min(1, threshold / norm), where the norm is over all parameters and ranks: the values
-    of `torch.nn.utils.clip_grad_norm_`. `value` limits each element to [-threshold, threshold]. `adaptive` limits the
+    `norm` scales all gradients by min(1, threshold / norm) with the norm over all parameters and ranks, as
+    `torch.nn.utils.clip_grad_norm_` does. `value` limits each element to [-threshold, threshold]. `adaptive` limits the
     gradient of each output unit to `threshold` times the norm of its weights (Brock et al. 2021).
 
     Args:
@@ -44,8 +44,8 @@ class GradientClipping(ComposerGradientClipping):
 
     # Composer's class calls clip_grad_norm_ with the DTensors of FSDP2, which takes the host 10 ms for the 686 tensors
     # of Stable Diffusion 2, half of a step on 128 GPUs, and loops over parameters in Python on CPUs. The loss guard
-    # needs the same norms: here they are computed and reduced over ranks once. Composer's `adaptive` changes norms of
-    # DTensors in place before they are reduced over ranks, so that it does not clip 1-D gradients.
+    # needs the same norms, so this class computes and reduces them over ranks once for both. Composer's `adaptive`
+    # changes norms of DTensors in place before they are reduced over ranks, so that it does not clip 1-D gradients.
 
     @constrained
     def __init__(
@@ -81,7 +81,7 @@ def clip_by_norm(gradients: Gradients, squared_norm: Tensor, threshold: float) -
     """
     if not gradients.local:
         return
-    # Gradients that each rank has as a whole get exactly the factor of torch.nn.utils.clip_grad_norm_.
+    # Compute the factor of gradients that are not sharded exactly as torch.nn.utils.clip_grad_norm_ does.
     whole = not gradients.is_sharded
     norm = torch.linalg.vector_norm(gradients.norms) if whole else squared_norm.sqrt().to(gradients.norms.dtype)
     factor = (threshold / (norm + EPSILON)).clamp(max=1.0)
@@ -91,7 +91,7 @@ def clip_by_norm(gradients: Gradients, squared_norm: Tensor, threshold: float) -
 def _known_gradients(state: State) -> tuple[Gradients, Tensor] | None:
     """Return the summary of the gradients that a callback has already, and their squared norm over all ranks."""
     if state.precision == Precision.AMP_FP16:
-        return None  # made before the loss scaler has unscaled them
+        return None  # the callback made its summary before the loss scaler unscaled the gradients
     source = next((each for each in state.callbacks if isinstance(each, GradientSource)), None)
     return None if source is None else source.gradients_of_batch(state)
 

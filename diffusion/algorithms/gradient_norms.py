@@ -1,4 +1,4 @@
-"""Norms of a batch's gradients, computed once for all that need them: the loss guard, its metric, and clipping."""
+"""Norms of a batch's gradients, computed once for all users: the loss guard, its metric, and clipping."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -22,11 +22,11 @@ class Gradients(NamedTuple):
     squared_norm: Tensor
     """This rank's part of the squared L2 norm of the gradients of all ranks, float64 []."""
     local: list[Tensor]
-    """N gradients; of DTensors, this rank's shards."""
+    """N gradients, or this rank's shards of them if they are DTensors."""
     norms: Tensor
     """L2 norm of each tensor in `local`, float32 [N]."""
     is_sharded: bool
-    """True if a rank's `norms` are of shards, so that the norm of all gradients needs the other ranks."""
+    """True if `norms` are those of shards, so that the norm of all gradients depends on other ranks too."""
 
 
 @runtime_checkable
@@ -39,7 +39,7 @@ class GradientSource(Protocol):
 
 @torch.no_grad()
 def summarize_gradients(gradients: Iterable[Tensor | None]) -> Gradients:
-    """Return whether this rank's gradients (or shards of them) are finite, their norms, and its part of the total norm.
+    """Return a summary of this rank's gradients, or shards of them: finite or not, norms, and part of the total norm.
 
     Args:
         gradients: Gradients of the trained parameters: plain tensors, which all ranks have, or DTensors.

@@ -24,7 +24,7 @@ class LowPrecisionGroupNormLayer(nn.GroupNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         dtype = _dtype(input)
-        # Autocast must be off: group_norm is on CUDA's float32 list, so that it would cast its input to float32 again.
+        # Autocast must be off: group_norm is on CUDA's float32 list, so autocast would cast its input to float32 again.
         with torch.autocast(input.device.type, enabled=False):
             weight, bias = _cast(self.weight, dtype), _cast(self.bias, dtype)
             return functional.group_norm(input.to(dtype), self.num_groups, weight, bias, self.eps)

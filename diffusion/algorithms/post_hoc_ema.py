@@ -19,15 +19,15 @@ from diffusion.errors import UserError
 
 log = logging.getLogger(__name__)
 
-# The checkpoint events would be too late: a run killed between its last checkpoint and its last snapshot would count as
-# finished, and never write the snapshot. The end of the batch or epoch comes before the checkpoint.
+# Write a snapshot at the end of the batch or epoch, before the checkpoint. A run killed between its last checkpoint and
+# a later snapshot would count as finished, and never write the snapshot.
 _SNAPSHOT_EVENTS = (Event.BATCH_END, Event.EPOCH_END, Event.FIT_END)
-SNAPSHOTS = applied_on_resume('the snapshots after the resume')
 """Events at which a snapshot may be due. FIT_END is for runs that stop early."""
+SNAPSHOTS = applied_on_resume('the snapshots after the resume')
 
 
 class PostHocEMA(Algorithm):
-    """Averages of the trained weights by power functions of time, saved as snapshots (Karras et al. 2024, section 3).
+    """Power-function averages of the trained weights over time, saved as snapshots (Karras et al. 2024, section 3).
 
     `diffusion export --ema-width 0.13` reconstructs the average of any width at any batch from the snapshots, so that
     the averaging length can be chosen from results after training.
@@ -43,8 +43,8 @@ class PostHocEMA(Algorithm):
     reconstruction at an earlier batch ignores them, but one at the end of the run needs them overwritten or removed.
 
     Args:
-        widths: Standard deviations of the averages as fractions of the training so far, sigma_rel; the paper's two by
-            default.
+        widths: Standard deviations of the averages as fractions of the training so far, sigma_rel; the defaults are the
+            paper's.
         every: Interval between snapshots, as a Composer time string; one more is saved at the end of training. The
             number of snapshots determines the accuracy of reconstructed averages, measured as the relative L2 error of
             the weights that they give to the training steps. With 55 snapshots (550,000 batches at the default) it is
@@ -140,7 +140,7 @@ class PostHocEMA(Algorithm):
             if average.started:
                 average.update(model, beta(step, self.gammas[label]))
             else:
-                average.start(model)  # the same as an update with beta(1) = 0
+                average.start(model)  # equals an update with beta(1) = 0
 
     def _write(self, model: nn.Module, batch: int) -> None:
         """Write a snapshot of every average; every rank must call it."""

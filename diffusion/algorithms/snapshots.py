@@ -40,7 +40,7 @@ class Snapshot:
 
     @property
     def profile(self) -> Profile:
-        """Profile of this saved average of the model: the share that each training step has in it."""
+        """Profile of this saved average: the weight of each training step in it."""
         return Profile(self.batch, self.gamma)
 
 
@@ -71,9 +71,9 @@ def write_snapshot(run: Path, tensors: Mapping[str, Tensor], *, batch: int, widt
     """Write a weight average, as full tensors, to a snapshot file atomically, and return the file's path."""
     path = run / SNAPSHOT_FOLDER / f'{label_of(width)}-ba{batch}.safetensors'
     header = {'version': _VERSION, 'batch': batch, 'width': width, 'gamma': gamma_of_width(width)}
-    # safetensors rejects non-contiguous tensors, and channels_last tensors are.
+    # safetensors rejects tensors that are not contiguous, such as those in channels_last.
     stored = {name: tensor.to('cpu', dtype).contiguous() for name, tensor in tensors.items()}
-    # One metadata key: safetensors writes several in an order that varies, and a resumed run must write equal files.
+    # Use one metadata key: safetensors writes several in varying order, and a resumed run must write equal files.
     with atomic_file(path) as unfinished:
         save_file(stored, unfinished, metadata={_KEY: json.dumps(header)})
     return path
@@ -106,8 +106,8 @@ def reconstruct_average(run: Path, width: float, *, at: int | None = None) -> Re
     Args:
         width: Standard deviation of the average's coefficients over the training steps, as a fraction of the training
             so far, in (0, 0.2887]; 0.2887 is the plain mean of all steps.
-        at: Batch up to which to average; the batch of the last snapshot by default. At a batch between two snapshots,
-            the coefficients have a relative L2 error of about 20%.
+        at: Last batch to average over; the batch of the last snapshot by default. The coefficients have a relative L2
+            error of about 20% at a batch between two snapshots.
 
     Raises:
         UserError: There are no snapshots, `at` is after the last one, the width is out of range, or a file is damaged.
@@ -120,8 +120,9 @@ def reconstruct_average(run: Path, width: float, *, at: int | None = None) -> Re
         raise UserError(
             f'{run / SNAPSHOT_FOLDER}: batch {batch} is not between 1 and {last}, the batch of the last snapshot'
         )
-    # Ignore snapshots far beyond this batch. They say little about it, and may be from an abandoned trajectory: a run
-    # that resumed from an earlier checkpoint with another learning rate and has not overwritten them yet.
+    # Ignore snapshots beyond the first one from this batch on. They have little information about it, and may be from
+    # an abandoned trajectory: a run that resumed from an earlier checkpoint with another learning rate and has not
+    # overwritten them yet.
     until = min(snapshot.batch for snapshot in snapshots if snapshot.batch >= batch)
     used = [snapshot for snapshot in snapshots if snapshot.batch <= until]
     shares, error = mixture([snapshot.profile for snapshot in used], Profile(batch, gamma))

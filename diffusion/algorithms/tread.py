@@ -23,18 +23,18 @@ class TREAD(Algorithm):
         y_i = x_i                        if m_i = 0
 
     and block `end` gets y (Krause et al. 2025). The loss is that of all tokens. Evaluation and sampling use all tokens
-    in all blocks. Each sample's tokens are drawn from its own random numbers, so that they do not depend on the number
-    of devices.
+    in all blocks. Each sample's own random numbers choose its tokens, so the choice does not depend on the number of
+    devices.
 
-    Cost: the linear layers of a skipped block take 1 - `fraction` of their time, its attention less; the page "Cheaper
-    training" has measurements.
+    Cost: the linear layers of a skipped block take 1 - `fraction` of their time, and attention takes less than that;
+    the page "Cheaper training" has measurements.
 
     The defaults are those of PRX (Photoroom 2026, algorithm/tread.py): half of the tokens skip the blocks 2 to 12 of
     16, block 12 included.
 
     Args:
         start: Index of the first block that is skipped, from 0.
-        end: Index of the first block after them, which has all tokens again; by default no token skips the last 3.
+        end: Index of the first block that has all tokens again; by default no token skips the last 3 blocks.
         fraction: Fraction of the image tokens that skip the blocks, in (0, 1).
     """
 

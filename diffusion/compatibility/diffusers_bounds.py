@@ -1,6 +1,6 @@
-"""Bounds of diffusers, which pyproject.toml names without any, checked when this package is imported.
+"""Bounds of diffusers' version, checked when this package is imported; pyproject.toml has none.
 
-With bounds in the metadata, pip before 26.3 would choose the version of diffusers before that of transformers, which
+If the metadata had bounds, pip before 26.3 would choose the version of diffusers before that of transformers, which
 mosaicml-streaming bounds; pip 23.2.1 had not found versions that fit after ten minutes. Remove this module when
 mosaicml-streaming allows transformers 5.
 """
@@ -11,7 +11,7 @@ import re
 from diffusion.errors import UserError
 
 BOUNDS = '>=0.39,<0.43'
-"""U-Net, VAE, noise schedulers and pipelines; configs change in minor releases."""
+"""Bounds for U-Net, VAE, noise schedulers and pipelines, since configs change in minor releases."""
 
 
 def check_diffusers() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @contextmanager
 def without_own_deprecations() -> Iterator[None]:
-    """Hide deprecation warnings that diffusers causes by itself, whatever the user does, inside of the context.
+    """Hide deprecation warnings that diffusers causes by itself, which a user cannot avoid, inside of the context.
 
     diffusers 0.42 always passes `local_dir_use_symlinks`, which huggingface-hub 2 ignores with a warning, and its
     PRXPipeline inherits from a class that announces its own removal. Remove this function when diffusers does neither.

@@ -34,7 +34,7 @@ class PrivateName:
 
     Args:
         distribution: Name of the package in a package index, a key of `CHECKED_VERSIONS`.
-        where: Module of the name, and for an attribute its class: `torch.utils.data.dataloader:_SomeClass`.
+        where: Module of the name, followed by the class of an attribute: `torch.utils.data.dataloader:_SomeClass`.
         name: The name itself, dotted for a member of a private module.
         reason: Use of the name, and why no public name serves.
     """
@@ -150,7 +150,7 @@ ATTRIBUTES = {
         ('mosaicml-streaming', 'streaming.base.shared.prefix', '_check_and_find_retrying', 'lets ranks agree on names'),
     )
 }
-"""Attributes by the name of their class or module and their own."""
+"""Attributes by the name of their class or module and their own name."""
 
 INHERITED = {
     each.name: each
@@ -171,7 +171,7 @@ INHERITED = {
         ('mosaicml-streaming', 'streaming:StreamingDataset', '_unique_rank_world', 'one process per machine'),
     )
 }
-"""Attributes that subclasses use by `self`; those that a constructor sets are only there in an instance."""
+"""Attributes that subclasses use by `self`; those that a constructor sets exist only in an instance."""
 
 
 def private_attribute(owner: Any, name: str) -> Any:
@@ -199,7 +199,7 @@ def set_private_attribute(owner: Any, name: str, value: Any) -> None:
 
 
 def _entry(owner: Any, name: str) -> PrivateName:
-    """Return the table's row for an attribute; of several rows with one name, the one for the owner's classes."""
+    """Return the table's row for an attribute; prefer the row of the owner's classes if several have the name."""
     kinds = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
     places = {kind.__name__ for kind in kinds} | {str(getattr(owner, '__name__', '')).rpartition('.')[2]}
     rows = [entry for (place, listed), entry in ATTRIBUTES.items() if listed == name]

@@ -16,12 +16,12 @@ from transformers import (
 )
 
 GENERAL_TOKENIZERS = ('PreTrainedTokenizerFast', 'TokenizersBackend')
-"""Names in files of the class for tokenizers of any kind, by version 4 and by version 5."""
+"""Names that version 4 and version 5 write into files for their class of tokenizers of any kind."""
 IS_VERSION_5 = int(transformers.__version__.partition('.')[0]) >= 5
 
 
 class _WithTextModel(CLIPTextModel):
-    """CLIP's text model as transformers 4 has it, with its parts in a module `text_model`."""
+    """CLIP's text model with its parts in a module `text_model`, as in transformers 4."""
 
     def __init__(self, encoder: CLIPTextModel) -> None:
         CLIPPreTrainedModel.__init__(self, encoder.config)
@@ -45,8 +45,8 @@ _WithTextModel.__name__, _WithTextModel.__module__ = CLIPTextModel.__name__, CLI
 def with_text_model(encoder: nn.Module) -> nn.Module:
     """Return a CLIPTextModel whose tensors have the names of published files, `text_model.embeddings...`.
 
-    transformers 5.6 removed the module `text_model`, and with it the first part of the names, from CLIPTextModel but
-    not from CLIPTextModelWithProjection. Checkpoints have the names of version 4, so that both versions resume them.
+    transformers 5.6 removed the module `text_model`, and so the first part of the names, from CLIPTextModel but not
+    from CLIPTextModelWithProjection. Checkpoints have the names of version 4, so that both versions resume them.
     Other modules are returned unchanged. Remove this function with the support of transformers 4.
     """
     if isinstance(encoder, CLIPTextModel) and not hasattr(encoder, 'text_model'):
@@ -57,17 +57,17 @@ def with_text_model(encoder: nn.Module) -> nn.Module:
 def fast_tokenizer(name: str) -> type[PreTrainedTokenizerFast]:
     """Return the class of a model's tokenizers that the package tokenizers implements, such as T5TokenizerFast.
 
-    transformers 5 has no others: there the class is T5Tokenizer, and T5TokenizerFast is a second name of it that type
+    transformers 5 has only such classes, and names them T5Tokenizer; T5TokenizerFast is a second name that type
     checkers do not know. Remove this function with the support of transformers 4.
     """
     return getattr(transformers, f'{name}TokenizerFast')
 
 
 def byte_pairs(tokenizer: CLIPTokenizer) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Return the vocabulary of CLIP's tokenizer, and its merges, the first to apply first.
+    """Return the vocabulary of CLIP's tokenizer, and its merges in order of application.
 
-    The tokenizer of transformers 4 is written in Python, that of version 5 is one of the package tokenizers. Remove the
-    former with the support of transformers 4.
+    The tokenizer of transformers 4 is written in Python; that of version 5 is one of the package tokenizers. Remove the
+    branch for the former with the support of transformers 4.
     """
     parts: Any = tokenizer
     if hasattr(parts, 'bpe_ranks'):
@@ -77,7 +77,7 @@ def byte_pairs(tokenizer: CLIPTokenizer) -> tuple[dict[str, int], list[tuple[str
 
 
 def clip_features(output: Any) -> Tensor:
-    """Return the features [B, D] from what CLIP's get_image_features or get_text_features returned.
+    """Return the features [B, D] in a result of CLIP's get_image_features or get_text_features.
 
     transformers 5 wraps them in another object. Remove this function with the support of transformers 4.
     """
@@ -87,16 +87,16 @@ def clip_features(output: Any) -> Tensor:
 def mask_without_values(input_ids: Tensor) -> Tensor | None:
     """Return the attention mask for a text encoder whose token ids [B, L] are on the meta device, to count its cost.
 
-    transformers 5 looks at the values of a mask of tokens, its own too if it is given none, but not at those of a mask
-    of pairs of tokens, bool [B, 1, L, L]. CLIP of transformers 4 does not take the latter. Remove this function with
-    the support of transformers 4.
+    transformers 5 reads the values of a mask of tokens, even of the one that it makes by default, but not those of a
+    mask of pairs of tokens, bool [B, 1, L, L]. CLIP of transformers 4 does not accept the latter. Remove this function
+    with the support of transformers 4.
     """
     batch, length = input_ids.shape
     return torch.ones(batch, 1, length, length, dtype=torch.bool, device='meta') if IS_VERSION_5 else None
 
 
 def make_readable_by_version_4(folder: Path, pipeline: Any) -> None:
-    """Change the files of tokenizers in a folder that a pipeline was saved to, so that both versions load it.
+    """Change the tokenizers' files in a saved pipeline's folder, so that both versions load it.
 
     transformers 5 writes names of classes that version 4 does not have or that need other files, and CLIP's vocabulary
     in a file that version 4 does not read. Remove this function with the support of transformers 4.

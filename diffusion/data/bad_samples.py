@@ -31,9 +31,7 @@ def replacement(seed: int, sample_id: int, epoch: int, attempt: int, *, samples:
     """Return the row number, in the same shard, of the sample that replaces an undecodable one.
 
     Args:
-        seed: The dataset's seed.
         sample_id: Id of the undecodable sample.
-        epoch: The current epoch.
         attempt: Number of the attempt, from 1; the sample chosen by an earlier attempt may be undecodable too.
         samples: Number of rows in the shard.
     """

@@ -17,11 +17,11 @@ log = logging.getLogger(__name__)
 SHARD_MARKER = '.mds'
 """Substring of the file names of all shards, compressed or not."""
 RECORD = '.used_bytes.json'
-"""Name of the file in which the processes that share a folder record how much of it is used."""
+"""Name of the file with the used size of a folder, written by all processes that share the folder."""
 RECOUNT_SECONDS = 600.0
 """Time after which the files are counted again, since a job without a limit does not record its shards."""
 SLACK = 0.01
-"""Fraction of the limit that an eviction frees in addition, so that it is needed rarely: it lists all files."""
+"""Fraction of the limit that an eviction frees in addition. Evictions should be rare, because each lists all files."""
 PATIENCE_SECONDS = 10.0
 """Time to wait for another process that evicts shards. If its node is stopped, this process goes on without a lock."""
 
@@ -111,15 +111,15 @@ class CacheBudget:
     def _locked(self) -> Iterator[None]:
         """Hold the locks of all limited folders inside the block."""
         with contextlib.ExitStack() as stack:
-            # In the same order in all processes, or two could wait for each other.
+            # Every process takes the locks in the same order, or two could wait for each other.
             for folder in sorted(self.folders):
                 seconds = 0.0 if folder in self._without_lock else PATIENCE_SECONDS
                 try:
                     stack.enter_context(locks.hold_path_lock(folder / 'room', locks.wait_at_most(seconds, self.wait)))
                     self._without_lock.discard(folder)
                 except locks.WaitedTooLong:
-                    # Without it, two processes may record or evict at the same time, so that the limit is exceeded by a
-                    # few shards until the next count.
+                    # Two processes without the lock may record or evict at the same time. The limit is then exceeded
+                    # by a few shards until the next count.
                     if seconds:
                         log.warning(
                             '%s: another process has held its lock for %.0f s; limiting its size without the lock. '
@@ -136,7 +136,8 @@ class CacheBudget:
         for folder in self.folders:
             try:
                 record = Record(**json.loads((folder / RECORD).read_text()))
-                # A process that was killed while it wrote has left half of a record. Clocks of nodes differ.
+                # A process that was killed while it wrote leaves half of a record (ValueError or TypeError below). The
+                # age may be negative, since clocks of nodes differ.
                 if abs(time.time() - record.counted_at) > RECOUNT_SECONDS:
                     return None
             except (OSError, ValueError, TypeError):

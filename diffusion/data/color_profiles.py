@@ -15,12 +15,13 @@ MAX_SRGB_DIFFERENCE = 2
 def to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
     """Convert an image from its ICC profile to sRGB; the result has mode RGB, and may be the image itself.
 
-    As in image viewers, a profile that cannot be read or that has other channels than the image is ignored: the image
+    Like an image viewer, it ignores a profile that cannot be read or that has other channels than the image: the image
     is treated as sRGB, and CMYK is converted without a profile.
     """
     transform = _transform(profile, image.mode) if profile else None
     if transform is None:
-        # `convert` would copy. An opened file keeps its own type, with the metadata that it was opened with.
+        # `convert` copies, so return an RGB image itself. An image that was opened from a file is converted all the
+        # same: it has a subclass of Image, which holds the file's metadata.
         return image if image.mode == 'RGB' and type(image) is Image.Image else image.convert('RGB')
     converted = ImageCms.applyTransform(image, transform)
     assert converted is not None  # applyTransform returns None only for in-place conversion
@@ -47,7 +48,7 @@ def _built_transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | 
             renderingIntent=ImageCms.Intent.RELATIVE_COLORIMETRIC,
             flags=ImageCms.Flags.BLACKPOINTCOMPENSATION,
         )
-        # Only RGB can stay as it is; other modes must be converted to RGB in any case.
+        # Pixels of another mode than RGB must be converted in any case.
         return None if mode == 'RGB' and _is_identity(transform) else transform
     except (ImageCms.PyCMSError, OSError, ValueError, TypeError):
         return None

@@ -43,8 +43,8 @@ class DownloadTurns:
     def take(self, path: Path, size: int, is_complete: Callable[[], bool]) -> Iterator[Path | None]:
         """Hold the turn to download a file inside the block, after waiting for other processes that download it.
 
-        Yields a path whose lock this process holds, to name its temporary folder by: `path` itself, or `path` with a
-        number if it waited for too long. Yields None if the file is complete, because another process downloaded it.
+        Yields a path to name the temporary folder by; this process holds the lock of that path. It is `path` itself, or
+        `path` with a number after too long a wait. Yields None if another process has completed the file.
 
         Args:
             path: Final path of the file.
@@ -66,7 +66,7 @@ class DownloadTurns:
         # Processes that gave up download one after another and not all at once: each waits for the next lock again.
         for number in itertools.count():
             locked = path if not number else path.with_name(f'{path.name}.{number}')
-            # An evicted shard is needed again: its lock that was not released before is not waited for again.
+            # A shard that was evicted is downloaded again. Do not wait a second time for a lock that was not released.
             seconds = 0.0 if locked in self._given_up else patience
             with contextlib.ExitStack() as stack:
                 try:

@@ -1,4 +1,4 @@
-"""Position of the training data: derived from Composer's timestamp, in checkpoints and at the start of every epoch.
+"""Derive the position of the training data from Composer's timestamp, in checkpoints and when an epoch starts.
 
 Composer 0.32.1 asks a StreamingDataset for its own position when it saves. At the end of an epoch the two disagree:
 the timestamp is at the start of the next epoch, the dataset at the finished one, because it counts an epoch when its
@@ -39,7 +39,7 @@ def position_to_save(dataset: StreamingDataset, timestamp: Timestamp) -> dict[st
     """
     epoch, sample = timestamp.epoch.value, timestamp.sample_in_epoch.value
     found = dataset.state_dict(sample, from_beginning=True)
-    # Between two epochs the dataset is still in the finished one, and `place_dataset` sets it before the next.
+    # The dataset stays in the finished epoch until `place_dataset` sets it for the next one.
     if timestamp.batch_in_epoch.value and found['epoch'] != epoch:
         raise DataError(
             f'checkpoint not saved: the run is in epoch {epoch}, but its training data in epoch {found["epoch"]}. '

@@ -1,7 +1,7 @@
 """Order of the samples of an evaluation: every sample once, on any number of devices.
 
-Streaming drops the samples of a stream that do not fill a global batch, and repeats samples where they do not divide
-over the devices, so that a validation loss would depend on the number of devices.
+Streaming drops the samples of a stream that do not fill a global batch, and repeats samples if they do not divide
+evenly over the devices. So a validation loss would depend on the number of devices.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class EvaluationOrder:
     Args:
         batches: Sample ids, int64 [G, R, B], for G global batches, R ranks and B samples per rank. All samples of a
             global batch are of one stream. The places after the last sample of a stream repeat it.
-        counts: Number of samples of each rank in each global batch that are no repetition, int64 [G, R]. They come
+        counts: Number of samples of each rank in each global batch that are not repetitions, int64 [G, R]. They come
             first.
     """
 

@@ -1,7 +1,7 @@
 """Fingerprint of a run's training data, saved in checkpoints and compared on resume.
 
-Streaming's own state holds only the position in the epoch. With a different batch size, stream or shuffle block size,
-it resumes with different samples and reports nothing.
+Streaming's own state holds only the position in the epoch. If the batch size, a stream or the shuffle block size has
+changed, Streaming resumes with different samples and reports nothing.
 """
 
 import hashlib

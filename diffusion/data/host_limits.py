@@ -1,7 +1,7 @@
 """Check before the first batch that the machine has enough memory, shared memory, open files and disk for the run.
 
-Without these checks a run fails late and with little explanation: a bus error in a worker, a process killed by the
-kernel for lack of memory, or "too many open files".
+A run on too small a machine would fail late and with little explanation: a bus error in a worker, a process killed by
+the kernel for lack of memory, or "too many open files".
 """
 
 import contextlib
@@ -104,7 +104,7 @@ def memory_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
 
 
 def open_file_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
-    """Raise the soft limit on open files to what the workers need; yield a problem if the hard limit is lower."""
+    """Raise the soft limit on open files to the number that is needed; yield a problem if the hard limit is lower."""
     # Each tensor that a worker passes to the main process is a file in shared memory, which the receiver holds open.
     need = OPEN_FILES + loader.num_workers * (FILES_PER_WORKER + (loader.prefetch_factor or 0) * TENSORS)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -184,7 +184,7 @@ def warn_about_leftovers() -> None:
     for path in unmapped_files(SHM):
         with contextlib.suppress(FileNotFoundError):
             sizes[path.name[:6]] = sizes.get(path.name[:6], 0) + path.stat().st_size
-    # Only warn, never delete: a process in another container, which /proc does not show here, may still use the files.
+    # Warn and never delete: a process in another container, which /proc does not show here, may still use the files.
     if sum(sizes.values()) > MIN_LEFTOVER_BYTES:
         largest = sorted(sizes, key=lambda prefix: -sizes[prefix])[:8]
         log.warning(
@@ -218,7 +218,7 @@ def _read_or_empty(path: Path) -> str:
 
 
 def _processes(loader: BucketedLoader) -> int:
-    """Return the number of processes on this machine that load samples: the workers, or without workers the ranks."""
+    """Return the number of processes on this machine that load samples: its workers, or its ranks if there are none."""
     return max(1, loader.num_workers) * dist.get_local_world_size()
 
 
@@ -231,7 +231,7 @@ def _batch_bytes(loader: BucketedLoader) -> int:
 def _shuffled_together(loader: BucketedLoader) -> int:
     """Return the number of samples per machine that are shuffled together; the cache should hold all their shards.
 
-    Without shuffling, it is the number of samples that all processes of the machine download ahead.
+    If the dataset is not shuffled, it is the number of samples that all processes of the machine download ahead.
     """
     dataset = loader.dataset
     if not dataset.shuffle:

@@ -54,7 +54,7 @@ class ImageBlock:
         batch = default_collate([{name: item[name] for name in item if name != batch_keys.IMAGE} for item in items])
         if batch_keys.IMAGE in items[0]:
             batch[batch_keys.IMAGE] = as_batch([item[batch_keys.IMAGE] for item in items])
-        # The batch now owns the memory: never write another image into it.
+        # The memory belongs to the batch now: never write another image into it.
         self._block = None
         return batch
 
@@ -62,7 +62,7 @@ class ImageBlock:
         """Return uninitialized memory for a batch of images: shared in a worker, otherwise recycled if possible."""
         size = math.prod(shape)
         if get_worker_info() is not None:
-            # A worker passes its batch through shared memory, into which any other tensor would be copied. PyTorch's
+            # A worker passes its batch through shared memory, and a tensor elsewhere would be copied into it. PyTorch's
             # default_collate allocates there with this private method too. The memory is not recycled, because a worker
             # cannot know when the main process is done with it.
             new_shared = private_attribute(torch.UntypedStorage, '_new_shared')

@@ -86,8 +86,8 @@ def read_image(
         background: Color of transparent areas, in any notation that Pillow accepts.
         max_pixels: Maximum width times height, compared with the header of the file before it is decoded.
         extra_formats: Formats besides `FORMATS` to decode, by their names in Pillow, where they are registered.
-        resized_to: Returns the largest (width, height) to which an image of some width and height is resized. Given it,
-            a JPEG is decoded by libjpeg at 1/2, 1/4 or 1/8 of its size, if that is `SCALING_RESERVE` times as large.
+        resized_to: Returns the largest (width, height) that an image of some width and height will be resized to. If
+            given, libjpeg decodes a JPEG at 1/2, 1/4 or 1/8 of its size, if that is `SCALING_RESERVE` times as large.
         first_frame: Read the first frame of an animation instead of rejecting it.
 
     Raises:
@@ -108,7 +108,7 @@ def read_image(
         try:
             return read(encoded)
         except Exception:
-            # Pillow refuses a PNG for its texts, which are not needed: read again without them.
+            # Pillow refuses a PNG with large or damaged texts. They are not needed: remove them and read again.
             file, profile = without_texts(encoded) if encoded.startswith(PNG_START) else (encoded, None)
             if file == encoded:
                 raise
@@ -142,8 +142,8 @@ def _read_checked(
     image = _open(encoded, formats)
     name = 'JPEG' if image.format == 'MPO' else cast(str, image.format)  # JPEG from a phone, with a preview appended
     check_pixels(image.width, image.height, max_pixels)
-    # The second frame of a phone's MPO is a preview, so a JPEG is never an animation. The images of a HEIC file are
-    # photographs, of which Pillow opens the primary one.
+    # The second frame of a phone's MPO is a preview, so a JPEG is never an animation. A HEIC file may hold several
+    # photographs, and Pillow opens the primary one.
     if not first_frame and name not in ('JPEG', 'HEIF') and getattr(image, 'n_frames', 1) > 1:
         raise UnreadableImage('animated', 'the file has several frames or pages')
     array, is_repaired, factor, (width, height) = None, False, 1, image.size
@@ -156,7 +156,7 @@ def _read_checked(
     else:
         decoded = decode_other(image)
     opaque, is_unchanged = _to_opaque_srgb(decoded, profile or image.info.get('icc_profile'), background)
-    # Read after decoding: Pillow has turned a TIFF then, and its orientation is 1.
+    # Read the orientation after decoding: by then, Pillow has rotated a TIFF, and its orientation is 1.
     upright = apply_orientation(opaque, orientation_of(image))
     upright.info = {}
     is_unmodified = (
@@ -207,7 +207,7 @@ def _open(encoded: bytes, formats: Sequence[str]) -> Image.Image:
 
 
 def _signature(encoded: bytes) -> str | None:
-    """Return the format according to the first bytes, or None if unknown."""
+    """Return the format that the first bytes indicate, or None if unknown."""
     if encoded[:4] == b'RIFF' and encoded[8:12] == b'WEBP':
         return 'WEBP'
     if encoded[4:12] == b'ftypavif':
@@ -218,7 +218,7 @@ def _signature(encoded: bytes) -> str | None:
 
 def _check_png(encoded: bytes) -> None:
     """Raise an error if a PNG file has no last chunk, or if the checksum of one of its chunks is wrong."""
-    # Pillow does not check them when it decodes. `verify` leaves an image unusable, so open another one.
+    # Pillow does not check them when it decodes, only in `verify`, which leaves the image unusable: open another one.
     if PNG_END not in encoded:
         raise UnreadableImage('truncated', 'the last chunk is missing or incomplete')
     with Image.open(io.BytesIO(encoded), formats=['PNG']) as image:
@@ -248,10 +248,10 @@ def _decode_jpeg(encoded: bytes, image: Image.Image, factor: int) -> tuple[Image
 
     The image is smaller than that of the file by `factor`, rounded up.
     """
-    # Pillow ignores these warnings and returns an image in which libjpeg made up the missing pixels. simplejpeg raises
+    # Pillow ignores these warnings and returns an image with missing pixels made up by libjpeg. simplejpeg raises
     # ValueError for every warning, so decode again without checks after one that is known to be harmless.
     colorspace = {'L': 'GRAY', 'RGB': 'RGB', 'CMYK': 'CMYK'}[image.mode]
-    # Of all of libjpeg's factors, simplejpeg takes the largest whose result has at least these sides.
+    # simplejpeg takes the largest of libjpeg's factors that leaves at least these sides.
     least = (0, 0) if factor == 1 else (-(-image.height // factor), -(-image.width // factor))
     decode = partial(simplejpeg.decode_jpeg, encoded, colorspace, min_height=least[0], min_width=least[1])
     is_repaired = False
@@ -283,7 +283,7 @@ def decode_other(image: Image.Image) -> Image.Image:
         return _scale_to_8_bits(image)
     if image.mode == '1':
         gray = image.convert('L')
-        if 'transparency' in image.info:  # is 0 or 1 in the file, but compared with 0 and 255 after conversion to L
+        if 'transparency' in image.info:  # it is 0 or 1 in the file, but is compared with 0 and 255 in mode L
             gray.info['transparency'] = 255 * bool(image.info['transparency'])
         return gray
     if image.mode == 'I':
@@ -317,8 +317,8 @@ def _to_opaque_srgb(
 
 def orientation_of(image: Image.Image) -> int:
     """Return the EXIF orientation of an image that was opened, 1 (upright) to 8."""
-    # libjxl applies the orientation that a JPEG XL file states itself, and its EXIF does not count (ISO/IEC 18181-2);
-    # but one that stores a JPEG is decoded as that JPEG.
+    # A JPEG XL file states its orientation outside of EXIF, and libjxl applies it; the EXIF block does not count
+    # (ISO/IEC 18181-2). A file that stores a JPEG is the exception: it is decoded as that JPEG.
     if image.format == 'JXL' and not getattr(image, 'jpeg', False):
         return 1
     try:
@@ -355,8 +355,8 @@ _pillow_globals = threading.RLock()
 @contextmanager
 def strict_pillow(max_pixels: int) -> Iterator[None]:
     """Make Pillow reject truncated files, use our pixel limit, and issue no warnings."""
-    # These are globals of Pillow that other libraries set too, so set them for each image and restore them afterwards;
-    # one thread at a time, since another one would restore what the first has set.
+    # Other libraries set these globals of Pillow too, so set them for each image and restore them afterwards. The lock
+    # admits one thread at a time: a second one would take the values of the first for the original ones.
     with _pillow_globals, warnings.catch_warnings():
         lenient, pixels = ImageFile.LOAD_TRUNCATED_IMAGES, Image.MAX_IMAGE_PIXELS
         ImageFile.LOAD_TRUNCATED_IMAGES, Image.MAX_IMAGE_PIXELS = False, max_pixels

@@ -21,18 +21,18 @@ def image_sizes(
     """Return the sizes of a cropped and resized image in pixels, int64 [6].
 
     They are the original height and width, the top and left of the crop, and the target height and width. The crop is
-    in coordinates of the image after resizing, as in Podell et al., whose images are resized before they are cropped.
+    in coordinates of the image after resizing, since Podell et al. resize images before they crop them.
 
     Args:
         box: Crop of the encoded image before resizing.
         shape: Target shape.
         image: Width and height of the encoded image, upright.
-        original: Width and height before any resizing; None if unknown, which takes those of the encoded image.
+        original: Width and height before any resizing; None (unknown) for those of the encoded image.
         flipped: The crop is mirrored; the sizes are then those of the same crop from the mirrored image.
     """
     width, height = image if original is None else original
     left = image[0] - box.left - box.width if flipped else box.left
-    # The box has the aspect ratio of the shape to whole pixels, so that both sides have nearly the same scale.
+    # The aspect ratio of the box is that of the shape, rounded to whole pixels, so both sides have nearly one scale.
     top, left = round(box.top * shape.height / box.height), round(left * shape.width / box.width)
     return torch.tensor([height, width, top, left, shape.height, shape.width], dtype=torch.int64)
 

@@ -10,10 +10,10 @@ START, END, SCAN = b'\xff\xd8', b'\xff\xd9', b'\xff\xda'
 SEGMENT_MARKER = re.compile(rb'\xff[\xc0-\xcf\xda-\xdf\xe0-\xef\xfe]')
 """Marker of a segment with a length."""
 AFTER_SCAN = re.compile(rb'\xff[\x01-\xcf\xd8-\xfe]')
-"""Marker that ends the data of a scan; in them, 0 follows 255, and restart markers are part of the data."""
+"""Marker that ends the data of a scan. In the data, 0 follows 255, and restart markers are part of the data."""
 
 BUFFERED_BYTES = 9
-"""Number of bytes that libjpeg may have read of what follows the data of a scan."""
+"""Number of bytes after the data of a scan that libjpeg may have read ahead."""
 
 
 def header_segments(jpeg: bytes) -> Iterator[bytes]:
@@ -26,9 +26,9 @@ def header_segments(jpeg: bytes) -> Iterator[bytes]:
 
 
 def without_stray_bytes(jpeg: bytes) -> bytes:
-    """Return a JPEG without bytes between its segments that belong to none; the same object if there are none.
+    """Return a JPEG without the bytes between its segments; the same object if there are none.
 
-    Data of a scan is kept as it is, as is all from a place on where no further segment is found.
+    The data of scans is kept as it is, and so is everything after the last segment that is found.
     """
     kept, at = [START], len(START)
     while not jpeg.startswith(END, at):
@@ -46,15 +46,15 @@ def without_stray_bytes(jpeg: bytes) -> bytes:
 
 
 def ends_with_stray_bytes(jpeg: bytes, count: int, marker: bytes, colorspace: str) -> bool:
-    """Return True if bytes that follow the complete data of one scan are all that is wrong with a JPEG.
+    """Return True if the only fault of a JPEG is stray bytes after the complete data of one scan.
 
-    Damaged data may end early as well, and the rest of it looks like stray bytes. Data that is complete ends with its
-    last byte filled up with ones, which damaged data does by chance only.
+    Damaged data may end early as well, so that the rest of it looks like stray bytes. Complete data fills the unused
+    bits of its last byte with ones; damaged data does so only by chance.
 
     Args:
         jpeg: The file.
         count: Number of bytes that libjpeg has skipped; a few more may be in its buffer.
-        marker: The marker before which they are.
+        marker: The marker that follows the stray bytes.
         colorspace: Color space to decode to, by simplejpeg's name.
     """
     for end in scan_ends(jpeg):
@@ -66,6 +66,8 @@ def ends_with_stray_bytes(jpeg: bytes, count: int, marker: bytes, colorspace: st
             found = _decoded(data + jpeg[end:], colorspace)
             return found is not None and np.array_equal(found, pixels)
 
+        # Find the last byte that changes a pixel, then the number of its unused low bits: flip ever fewer of them until
+        # the pixels stay the same. All of these bits are ones if the data is complete.
         used = next((at for at in range(start - BUFFERED_BYTES, start) if is_enough(jpeg[:at])), start)
         last = jpeg[used - 1]
         for mask in (127, 63, 31, 15, 7, 3, 1):

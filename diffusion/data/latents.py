@@ -82,7 +82,6 @@ class LatentManifest:
         """Read the manifest.json of a folder of precomputed latents.
 
         Args:
-            folder: The folder of the shards.
             where: Name of the stream or its URL, for the error message.
 
         Raises:
@@ -141,7 +140,6 @@ def features_shape(encoder: FeatureEncoder, shape: Shape, *, token_side: int) ->
     """Return height, width and number of features of the grid of an image's tokens, as manifests record it.
 
     Args:
-        encoder: The image encoder.
         shape: Size of the image in pixels.
         token_side: Side in pixels of the square of the image that a token covers.
     """
@@ -318,7 +316,6 @@ class LatentsDataset(BucketedDataset):
         """Check before training that the stored features were made by the model's own image encoder for its tokens.
 
         Args:
-            encoder: The model's image encoder.
             token_side: Side in pixels of the square of the image that a token of the denoiser covers.
 
         Raises:

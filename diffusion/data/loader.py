@@ -46,7 +46,7 @@ WORKER_EXIT_SECONDS = 5.0
 
 
 class _EndOfWorkers:
-    """The event by which PyTorch ends a loader's workers, which a killed worker cannot make this process wait for.
+    """Wrapper of the event that ends PyTorch's workers, so that a killed worker cannot block this process.
 
     Workers look at the event between samples. One that is killed at that moment holds the event's lock forever, and
     PyTorch takes that lock in the training process when it finds the dead worker, and when it ends the others.
@@ -63,7 +63,7 @@ class _EndOfWorkers:
         """Set the event, unless its lock is held for WORKER_EXIT_SECONDS."""
         self._is_set = True
         thread = threading.Thread(target=self._event.set, name='end of the workers', daemon=True)
-        # Python starts no threads while it ends; PyTorch terminates workers that do not end by themselves.
+        # Python raises RuntimeError for new threads while it exits; PyTorch then terminates the remaining workers.
         with contextlib.suppress(RuntimeError):
             thread.start()
             thread.join(WORKER_EXIT_SECONDS)
@@ -103,8 +103,8 @@ class BucketedLoader(StreamingDataLoader):
     ) -> None:
         # PyTorch's timeout only serves to poll: `_next_batch` catches it, checks for failures, and calls next() again.
         poll_seconds = min(timeout or math.inf, POLL_SECONDS) if num_workers else 0
-        # PyTorch draws a seed for the workers when it starts them, more often after a resume. Draw it from another
-        # generator than dropout layers do, so that these do not depend on it.
+        # PyTorch draws a seed each time that it starts the workers, which a resume does once more. Give it a generator
+        # of its own, so that the random numbers of dropout layers do not depend on the number of starts.
         settings = {'collate_fn': dataset.image_block.collate, 'generator': torch.Generator()} | settings
         super().__init__(dataset, num_workers=num_workers, timeout=poll_seconds, **settings)
         if stratified and not dataset.elastic:
@@ -117,7 +117,7 @@ class BucketedLoader(StreamingDataLoader):
         self.quarantine = quarantine
         self.tally = SampleCounts()
         self.wait_seconds = 0.0
-        """Time in which this rank has waited for its own workers, without the wait for other ranks."""
+        """Time that this rank has waited for its own workers, excluding the wait for other ranks."""
         self._gloo: torch.distributed.ProcessGroup | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -164,10 +164,9 @@ class BucketedLoader(StreamingDataLoader):
     def _start_workers(self) -> Iterator[Any]:
         """Start this rank's DataLoader workers and return the iterator over their batches."""
         worker_batches = DataLoader.__iter__(self)
-        # PyTorch's SIGCHLD handler raises as soon as a worker dies, at whatever line the main thread is executing. In
-        # the middle of a forward pass, for example, the other ranks would wait for this one in a collective. So remove
-        # our workers from the handler's list; `_next_batch` detects a dead worker within POLL_SECONDS, and all ranks
-        # stop at the same batch.
+        # PyTorch's SIGCHLD handler raises as soon as a worker dies, at whatever line the main thread is executing. If
+        # that is in a forward pass, the other ranks wait for this one in a collective. So remove our workers from the
+        # handler's list; `_next_batch` detects a dead worker within POLL_SECONDS, and all ranks stop at the same batch.
         if isinstance(worker_batches, _MultiProcessingDataLoaderIter) and private_attribute(
             worker_batches, '_worker_pids_set'
         ):
@@ -222,7 +221,7 @@ class BucketedLoader(StreamingDataLoader):
         return f'{self.dataset.names()}: the epoch ended after {index} of {expected} batches'
 
     def _report_problem(self, error: Exception, worker_batches: Iterator[Any] | None) -> str:
-        """Return the error message for an exception, after sharing it with this machine's processes, which stop."""
+        """Share an exception's error message with the processes of this machine, so that they stop, and return it."""
         assert self.dataset.failures is not None
         dead = None
         if not isinstance(error, UserError | DataError):
@@ -241,7 +240,7 @@ class BucketedLoader(StreamingDataLoader):
 
         Args:
             index: Index of the global batch in the epoch.
-            batch: This rank's batch, or None.
+            batch: This rank's batch, or None after its last.
             problem: This rank's error message, or None.
             notes: JSON notes on this rank's replaced samples.
 
@@ -348,9 +347,10 @@ def describe_exit(exit_code: int) -> str:
 
 
 def without_repetitions(batch: dict[str, torch.Tensor], count: int) -> dict[str, torch.Tensor]:
-    """Return the first samples of an evaluation's batch, which are no repetitions, with the key `IS_COUNTED`.
+    """Return an evaluation's batch without its repeated samples, with the key `IS_COUNTED`.
 
-    A rank without any keeps one that does not count, since all ranks must make the same forward passes under FSDP.
+    A rank that has only repetitions keeps one, not counted, since under FSDP all ranks must make the same forward
+    passes.
     """
     kept = {name: tensor[: max(1, count)] for name, tensor in batch.items()}
     return kept | {batch_keys.IS_COUNTED: torch.arange(max(1, count)) < count}
@@ -360,10 +360,8 @@ def timestep_quantiles(seed: int, batch: Mapping[str, torch.Tensor], copies: tor
     """Return a stratified timestep quantile in [0, 1) for each sample in a rank's part of a global batch, float64 [B].
 
     Args:
-        seed: Seed of the draws.
         batch: This rank's batch of B samples.
         copies: Sample ids and occurrences of the global batch in rank order, int64 [2, G].
-        rank: Global rank.
     """
     ids, occurrences = copies
     epoch, index = (batch[name][:1].expand(len(ids)) for name in (batch_keys.EPOCH, batch_keys.BATCH_INDEX))

@@ -14,10 +14,10 @@ HEADER_BYTES = 8
 
 
 def without_texts(png: bytes) -> tuple[bytes, bytes | None]:
-    """Return a PNG without its texts and its color profile, and the profile; None if that is missing or damaged.
+    """Return a PNG without its texts and its color profile, and the profile, or None if it is missing or damaged.
 
-    Texts of less than `MAX_TEXT_BYTES` that can state the orientation are kept. Never more than `MAX_PROFILE_BYTES` are
-    decompressed. A file that is damaged in other places is returned as it is from there.
+    Texts of less than `MAX_TEXT_BYTES` that can state the orientation are kept. At most `MAX_PROFILE_BYTES` are
+    decompressed. If another part of the file is damaged, the file is returned unchanged from there on.
     """
     kept, profile = [png[:HEADER_BYTES]], None
     for kind, content, chunk in _chunks(png):
@@ -29,7 +29,7 @@ def without_texts(png: bytes) -> tuple[bytes, bytes | None]:
 
 
 def _chunks(png: bytes) -> Iterator[tuple[bytes, bytes, bytes]]:
-    """Yield kind, content and all bytes of each chunk; what follows the last complete one has the kind b''."""
+    """Yield kind, content and all bytes of each chunk; the rest after the last complete one has the kind b''."""
     at = HEADER_BYTES
     while at + 12 <= len(png):
         (size,) = struct.unpack_from('>I', png, at)

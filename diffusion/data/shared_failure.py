@@ -75,7 +75,7 @@ class FailureEvent(threading.Event):
     """Event that Streaming's threads check in order to stop; also set when another process has failed."""
 
     # Streaming's threads wait for a shard in loops that end only when their event is set, and each worker has an event
-    # of its own. Without this class, threads would wait forever for a shard whose download failed in another worker.
+    # of its own. If a shard's download fails in one worker, threads of the others would wait for it forever.
 
     def __init__(self, failures: Failures) -> None:
         super().__init__()

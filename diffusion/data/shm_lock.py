@@ -1,4 +1,4 @@
-"""Names in shared memory of datasets: one job per machine chooses at a time, and its ranks choose the same."""
+"""Let one job per machine at a time choose its datasets' names in shared memory, the same on all of its ranks."""
 
 import contextlib
 import logging
@@ -25,15 +25,15 @@ TIMEOUT_SECONDS = 15.0
 
 @contextlib.contextmanager
 def one_job_at_a_time() -> Iterator[None]:
-    """Hold a lock of this machine inside the block, in which a dataset is created; a collective call.
+    """Hold a lock of this machine while the block creates a dataset; a collective call.
 
     If the lock cannot be taken, a warning is logged and the block runs without the lock.
     """
     # Streaming's get_shm_prefix() looks for a free name in shared memory on each rank and claims it only afterwards. If
-    # two jobs start on one machine at the same time, one fails with `FileExistsError`. And if the names of a killed job
-    # vanish meanwhile, as when ranks restart, the ranks find different ones. Remove this module when Streaming claims
-    # the name in one step. It also takes a number of which a killed job has left some files in shared memory but not
-    # all. The position that a resumed job has left there would make the new one skip the beginning of its data.
+    # two jobs start on one machine at the same time, one fails with `FileExistsError`. If the names of a killed job
+    # vanish during the search, as when ranks restart, the ranks find different ones. Streaming also takes a name if a
+    # killed job has left only some of its files in shared memory: the position of a resumed job among them would make
+    # the new job skip the beginning of its data. Remove this module when Streaming claims an unused name in one step.
     with contextlib.ExitStack() as stack:
         if dist.get_local_rank() == 0:
             try:
@@ -43,7 +43,7 @@ def one_job_at_a_time() -> Iterator[None]:
                 log.warning('%s: held by another job for %d s; continuing without the lock', LOCK, TIMEOUT_SECONDS)
             except OSError as error:
                 log.warning('%s: cannot be opened (%s); continuing without the lock', LOCK, error)
-        # Only one rank per machine takes the lock; the others wait here until it holds it.
+        # One rank per machine takes the lock; the others wait here until it holds the lock.
         dist.barrier()
         with _unused_name_on_all_ranks():
             yield
@@ -74,7 +74,7 @@ def _unused_name_on_all_ranks() -> Iterator[None]:
 
 
 def _unused(number: int) -> int:
-    """Return the first number, from this one on, of which no dataset has a file in shared memory."""
+    """Return the first number, from this one on, that no file in shared memory is named by."""
     used = {path.name[:6] for path in SHM.glob('[0-9]' * 6 + '_*')}
     while f'{number:06}' in used:
         number += 1

@@ -123,7 +123,7 @@ class BucketedDataset(VerifiedDataset):
                 item = self.item(sample, index)
                 break
             except BadSample as error:
-                # A damaged shard would lose its samples one by one; it is downloaded anew, or named in an error.
+                # Do not replace the samples of a damaged shard one by one: download it again, or name it in an error.
                 if self.check_again(int(self.spanner[index][0])):
                     continue
                 errors.append(str(error))
@@ -223,7 +223,7 @@ class BucketedDataset(VerifiedDataset):
 
     def _replacement(self, index: int, attempt: int) -> int:
         """Return the numbered id of the sample that replaces an undecodable one at this attempt (1, 2, ...)."""
-        # From the same shard: it has the same shape, so the batch stays uniform, and it is already on the local disk.
+        # A sample of the same shard has the same shape, so the batch stays uniform, and is already on the local disk.
         shard, _ = self.spanner[index]
         first = int(self.sample_offset_per_shard[shard])
         samples = int(self.samples_per_shard[shard])
@@ -289,7 +289,7 @@ class BucketedDataset(VerifiedDataset):
     def evaluation_order(self) -> EvaluationOrder:
         """Order in which an epoch serves every sample once, for a dataset that is not elastic."""
         assert not self.elastic and isinstance(self.batch_size, int)
-        # Always the samples of epoch 0: a stream with `choose` has others in each epoch.
+        # Take the samples of epoch 0 in every epoch: a stream with `choose` has others in each.
         samples = [self.resample_streams(0, index)[1] for index in range(len(self.streams))]
         ranks = self._parallel_rank_world.num_ranks
         return evaluation_order(samples, ranks=ranks, batch_size=self.batch_size)

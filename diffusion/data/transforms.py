@@ -21,12 +21,12 @@ from diffusion.data.jpeg_segments import header_segments
 Pixels = NDArray[np.uint8]
 """Image as uint8 [height, width, 3] in RGB order."""
 MAX_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 89_478_485)
-"""Largest image that is decoded, in pixels; Pillow as well rejects a larger one as a decompression bomb."""
+"""Largest image that is decoded, in pixels; Pillow, too, rejects a larger one as a decompression bomb."""
 MIN_OVERSAMPLING = 2
 """Minimum ratio of crop size to target size after a JPEG is decoded at a reduced size.
 
 Measured on photographs and a zone plate: at 2, the result has a PSNR of 50 dB relative to a full decode and aliases
-about as much as bicubic. At 1, which is 15 % faster, it has 46 dB and aliases like a box filter, ten times as much as
+about as much as bicubic. At 1, which is 15% faster, it has 46 dB and aliases like a box filter, ten times as much as
 Lanczos.
 """
 JPEG_START = b'\xff\xd8\xff'
@@ -36,7 +36,7 @@ FAST_COLOR_SPACES = ('YCbCr', 'RGB', 'Gray')
 
 
 class Undecodable(ValueError):
-    """Error for bytes that are not an image or are a damaged one; has the decoder's message."""
+    """Error for bytes that are not an image or are a damaged one; its message is the decoder's."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Crop:
 
 
 def decode_for_model(encoded: bytes | Image.Image, shape: Shape, crop: Crop = Crop()) -> Tensor:
-    """Return an image as the model sees it: decoded, cropped and resized to a shape, uint8 [3, height, width]."""
+    """Return an image as the model gets it: decoded, cropped and resized to a shape, uint8 [3, height, width]."""
     return to_planar(
         crop_and_resize(encoded, shape, crop), torch.empty((3, shape.height, shape.width), dtype=torch.uint8)
     )
@@ -118,7 +118,7 @@ def decode_crop(encoded: bytes | Image.Image, shape: Shape, crop: Crop) -> Decod
 def resize(pixels: Pixels, shape: Shape) -> Pixels:
     """Resize pixels to a shape with antialiased bicubic filtering, rows first.
 
-    The result is that of Pillow to within two gray levels if Pillow resizes the rows first too, as before version 13.
+    The result is within two gray levels of that of Pillow before version 13, which resizes the rows first too.
     """
     # PyTorch's filter is six times as fast as Pillow's. OpenCV's `INTER_AREA` aliases like a box filter, and its other
     # filters are not antialiased at all.
@@ -177,7 +177,7 @@ def _decode_jpeg_crop(encoded: bytes, shape: Shape, crop: Crop) -> DecodedCrop |
         reduction = reduction_for(box, shape)
         smallest = {'min_width': math.ceil(width / reduction), 'min_height': math.ceil(height / reduction)}
         # Subsampled color has at most half the resolution. If the result is half the size as well, it need not be
-        # interpolated: 6 % faster, at a PSNR of 53 dB relative to smooth upsampling.
+        # interpolated: 6% faster, at a PSNR of 53 dB relative to smooth upsampling.
         fast_color = min(box.width / shape.width, box.height / shape.height) >= MIN_OVERSAMPLING
         pixels = simplejpeg.decode_jpeg(encoded, fastupsample=fast_color, **(smallest if reduction > 1 else {}))
     except ValueError:

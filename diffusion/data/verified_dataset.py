@@ -33,7 +33,7 @@ from diffusion.storage.own_files import user_folder
 log = logging.getLogger(__name__)
 
 TOUCH_INTERVAL_SECONDS = 60.0
-"""Minimum interval between updates of a shard's access time, which the cache evicts by."""
+"""Minimum interval between updates of a shard's access time, which decides what the cache evicts."""
 
 
 class VerifiedDataset(StreamingDataset):
@@ -99,7 +99,7 @@ class VerifiedDataset(StreamingDataset):
             try:
                 sample = self.shards[shard_id][row]
             except Exception:
-                # In an unchanged shard the error is real, such as a column that cannot be decoded. In a changed one, it
+                # An error in an unchanged shard is real, such as a column that cannot be decoded. In a changed shard it
                 # is a consequence of the change.
                 if self._is_unchanged(shard_id):
                     raise
@@ -134,7 +134,6 @@ class VerifiedDataset(StreamingDataset):
         """Check a shard, and download it if it is missing or damaged; only one process per machine does so at a time.
 
         Args:
-            shard_id: Index of the shard.
             blocking: Wait if another process is preparing the shard, instead of returning immediately.
 
         Raises:
@@ -196,7 +195,7 @@ class VerifiedDataset(StreamingDataset):
     def _each_sample_id(self, it: _Iterator) -> Iterator[int]:
         yield from super()._each_sample_id(it)
         # Streaming's private generator also ends, without an exception, when its event is set. Check here instead of in
-        # __iter__: there Streaming would first wait for its threads, which may be in the middle of a download.
+        # __iter__, where Streaming would first wait for its threads, which may be in the middle of a download.
         self.check_failures()
         if it.yield_index < it.total and not it.should_exit():
             raise DataError(f'{self.names()}: the epoch ended after {it.yield_index} of {it.total} samples')
@@ -259,7 +258,7 @@ class VerifiedDataset(StreamingDataset):
         return False
 
     def _touch_shard(self, shard_id: int) -> None:
-        """Update a shard's access time, by which the cache evicts, at most once every TOUCH_INTERVAL_SECONDS."""
+        """Update a shard's access time, so that the cache keeps it, at most once every TOUCH_INTERVAL_SECONDS."""
         now = time.monotonic()
         if now - self._touched.get(shard_id, now - TOUCH_INTERVAL_SECONDS) >= TOUCH_INTERVAL_SECONDS:
             self._touched[shard_id] = now
@@ -320,8 +319,9 @@ class VerifiedDataset(StreamingDataset):
 
 def _remove_lock_files(prefix: str, process: int) -> None:
     """Remove the lock files of a dataset, when it is garbage-collected or its process ends."""
-    # Streaming leaves them, and takes the number of a dataset for used as long as they exist: each run would add two
-    # files to the folder, and each start would look at those of all runs before. Workers are forked, with this call.
+    # Streaming leaves them, and considers the number of a dataset used as long as they exist: each run would add two
+    # files to the folder, and each start would look at those of all earlier runs. Forked workers inherit this finalizer
+    # and must not run it.
     if os.getpid() != process:
         return
     for name in (BARRIER_FILELOCK, CACHE_FILELOCK):

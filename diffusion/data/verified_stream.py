@@ -44,11 +44,11 @@ DEFAULTS = {
     'validate_hash': None,
     'keep_zip': False,
 }
-"""StreamingDataset's defaults for settings that a stream does not have."""
+"""StreamingDataset's defaults for settings that a stream does not have itself."""
 EVICTIONS = 3
-"""Times that room is made on a full disk for one shard, before the run ends."""
+"""Number of times to evict shards from a full disk for one new shard, before the run ends with an error."""
 EVICTED_SHARDS = 4
-"""Room that is made each time, in sizes of the shard."""
+"""Space to free each time, in multiples of the new shard's size."""
 RESTORE = 'restore it, or prepare the data again'
 RESTART = 'start the same command again when the store responds; the data may be intact'
 
@@ -65,7 +65,7 @@ class VerifiedStream(Stream):
 
     Attributes:
         cache_budget: Limit on the size of downloaded shards, set by the dataset; None for no limit.
-        on_disk: The downloaded shards, of which some are evicted when the disk is full, set by the dataset.
+        on_disk: The downloaded shards, set by the dataset; some are evicted when the disk is full.
         has_warned: True after a warning that the disk is full.
         home: The dataset's folder in the cache, or None if the stream is not cached.
         turns: Coordinates its downloads with those of other jobs and nodes.
@@ -164,7 +164,7 @@ class VerifiedStream(Stream):
         return 0  # only used for Streaming's own cache_limit, which is never set
 
     def touch(self, path: str | Path) -> None:
-        """Set the access time of a downloaded shard to now, by which the cache evicts; do nothing for local data."""
+        """Set a downloaded shard's access time to now, so that others are evicted first; do nothing for local data."""
         if self.source is not None:
             shard_cache.touch(path)
 
@@ -227,7 +227,7 @@ class VerifiedStream(Stream):
             path: Path of the shard that does not fit.
             size: Size of its download in bytes.
         """
-        # Of several shards' size, since other processes download too, and another program may fill the disk.
+        # Free space for several shards: other processes download at the same time, and other programs fill the disk.
         freed = 0 if self.on_disk is None else self.on_disk.evict(EVICTED_SHARDS * size)
         if freed and not self.has_warned:
             self.has_warned = True
@@ -252,7 +252,7 @@ class VerifiedStream(Stream):
                 continue
             # The cache counts both names, so that its limit is kept: evicting one of them may free nothing.
             reserved = nullcontext() if self.cache_budget is None else self.cache_budget.reserve(path, raw.bytes)
-            # An error: evicted meanwhile, or no hard links on this file system.
+            # os.link fails if the other file has just been evicted, or if the file system has no hard links.
             with suppress(OSError), reserved:
                 path.unlink(missing_ok=True)
                 os.link(other, path)
@@ -266,7 +266,7 @@ class VerifiedStream(Stream):
 
         Args:
             path: Final path of the raw shard.
-            locked: Path whose lock this process holds, by which others see that the temporary folder is in use.
+            locked: Path whose lock this process holds, which shows others that the temporary folder is in use.
             files: The raw file, or the compressed and the raw file.
             compression: Compression algorithm of the first of two files.
 
@@ -289,8 +289,8 @@ class VerifiedStream(Stream):
                 downloaded = unpacked
             os.replace(downloaded, path)
         except (FileNotFoundError, DamagedDownload) as error:
-            # A cluster's file system ends the locks of a node that is stopped or cut off for a minute, so that a job
-            # that starts on another node removes this folder.
+            # A cluster's file system releases the locks of a node that is stopped or cut off for a minute. A job that
+            # starts on another node then removes this folder as stale.
             if scratch.exists():
                 raise
             raise DamagedDownload(f'another process removed the temporary folder {scratch}') from error
@@ -393,7 +393,7 @@ class VerifiedStream(Stream):
 
     def _remove_shards_without_hashes(self, folder: Path, content: bytes) -> None:
         """If the index has changed, remove local shards without hashes, so that they are downloaded again."""
-        # Only a hash tells an old shard from a new one of the same size.
+        # An old shard and a new one of the same size can be told apart by a hash only.
         path = folder / INDEX
         if self.source is None or not path.exists() or path.read_bytes() == content:
             return

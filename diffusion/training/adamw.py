@@ -1,4 +1,4 @@
-"""AdamW whose step takes the host half a millisecond instead of 27, under FSDP2 too."""
+"""AdamW with less work of the host: 0.5 ms instead of 27 ms per step, under FSDP2 too."""
 
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, NamedTuple
@@ -14,7 +14,7 @@ from diffusion.config.keyword_meaning import OPTIMIZER_STATE, SAME_UPDATE
 
 
 class AdamW(torch.optim.AdamW):
-    """torch.optim.AdamW with the same results to the last bit and the same state, and less work of the host per step.
+    """torch.optim.AdamW with less work of the host per step; its results are bit-identical, its state is the same.
 
     With `fused`, weights and moments are collected once instead of in every step, all weights share their counter of
     steps, and DTensors are updated through this device's shards.
@@ -83,7 +83,7 @@ class AdamW(torch.optim.AdamW):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Remove the gradients, or with `set_to_none=False` set them to zero."""
+        """Remove the gradients, or set them to zero if `set_to_none` is False."""
         if not set_to_none:
             super().zero_grad(set_to_none=False)
             return
@@ -97,7 +97,7 @@ class AdamW(torch.optim.AdamW):
         gradients = None if known is None else known.gradients(self.state, group)
         if known is None or gradients is None:
             lists: list[list[Tensor]] = [[] for _ in range(6)]
-            # Private, but it is what initializes the state exactly as torch does.
+            # This private method initializes the state exactly as torch does.
             self._init_group(group, *lists)  # type: ignore[attr-defined]
             lists = [[local_shard(each) for each in tensors] for tensors in lists]
             if not self._shares_steps(group, lists):
@@ -128,7 +128,6 @@ class AdamW(torch.optim.AdamW):
         """Make all weights of a group share their counter of steps; return False if one fused call cannot update all.
 
         Args:
-            group: The parameter group.
             lists: Weights, gradients, both moments, largest second moments and steps.
         """
         weights, steps = lists[0], lists[5]

@@ -1,6 +1,6 @@
 """CUDA graphs of a denoiser's blocks: the host launches two graphs per block instead of hundreds of kernels.
 
-A GPU of today computes a microbatch of 16 images faster than the host launches its kernels. A CUDA graph is a recorded
+A current GPU computes a microbatch of 16 images faster than the host launches its kernels. A CUDA graph is a recorded
 sequence of kernels that one call launches. One graph per block instead of one for the whole step keeps everything that
 happens between blocks: DDP sends the gradients of a block while the next one is computed, and hooks run.
 """
@@ -33,17 +33,17 @@ _version = attrgetter('_version')
 class BlockGraphs:
     """Runs the blocks of a denoiser as CUDA graphs while it is trained.
 
-    The first forward pass with inputs of a shape runs as it is, and the blocks' arguments are noted. Before the second
-    one the forward and backward pass of each block are captured, and from then on they are replayed. Passes without
-    gradients, on a CPU, and with inputs of other shapes than the first MAX_SHAPES run as without graphs. The kernels
-    are the same.
+    The first forward pass with inputs of a shape runs normally, and the blocks' arguments are noted. Before the second
+    one the forward and backward pass of each block are captured, and from then on they are replayed. Three kinds of
+    passes never use graphs: without gradients, on a CPU, and with inputs of other shapes than the first MAX_SHAPES. The
+    kernels are the same with and without graphs.
 
-    A graph reads and writes fixed memory. Weights may change only in place, as optimizers do; if they have moved, the
-    graphs are captured again. What a block returns is overwritten by the next forward pass.
+    A graph reads and writes fixed memory. Weights should change in place, as optimizers do; if they have moved, the
+    graphs are captured again. The next forward pass overwrites the tensors that a block returned.
 
     Args:
         denoiser: The denoiser, before DDP wraps it.
-        blocks: Its blocks, which a forward pass runs one after another.
+        blocks: Its blocks, in any order.
     """
 
     def __init__(self, denoiser: nn.Module, blocks: Sequence[nn.Module]) -> None:
@@ -59,7 +59,7 @@ class BlockGraphs:
         denoiser.register_forward_hook(self._end)
 
     def _wrap(self, block: nn.Module) -> None:
-        """Let a block's `forward` be noted or replayed."""
+        """Replace a block's `forward` by a function that lets the current pass note its arguments or replay it."""
         plain = block.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -70,7 +70,7 @@ class BlockGraphs:
         block.forward = forward
 
     def _begin(self, denoiser: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Choose what the blocks do in the forward pass that begins."""
+        """Decide whether the blocks run normally, are noted or are replayed in the forward pass that begins."""
         self._current = None
         leaves = leaves_of(args, kwargs)
         if not denoiser.training or not torch.is_grad_enabled() or not can_capture(leaves):
@@ -109,11 +109,11 @@ class _Replayed:
 
     def __init__(self) -> None:
         self.waiting: list[int] = []
-        """Places of the blocks whose backward pass is to come, the next one last."""
+        """Indices of the blocks that still need a backward pass; the next one is last."""
 
 
 class _SharedMemory:
-    """What all graphs share: the pool of their memory, and the gradients of the weights.
+    """Memory that all graphs share: the pool for their intermediate results, and the gradients of the weights.
 
     The pool has valid contents for one pass at a time, from its forward to its backward pass.
     """
@@ -137,7 +137,7 @@ class _SharedMemory:
 
 
 class _Pass:
-    """The blocks that a forward pass with inputs of one shape runs, in their order.
+    """Calls of blocks in a forward pass with inputs of one shape, in the order of execution.
 
     Args:
         memory: Memory of all graphs.
@@ -154,7 +154,7 @@ class _Pass:
 
     @property
     def _graphed(self) -> list['_Call']:
-        """Those that are run as graphs: all but frozen blocks before the first one that is trained."""
+        """Calls that run as graphs: all except those of frozen blocks before the first trained block."""
         return [each for each in self._calls if each.has_gradients]
 
     def start(self) -> None:
@@ -197,8 +197,8 @@ class _Pass:
         with capturing(self._memory):
             for each in self._graphed:
                 each.warm_up()
-            # Graphs that are replayed later use the memory of intermediate results again, so they are captured in the
-            # order of a step.
+            # A graph reuses the memory of intermediate results of the graphs captured before it, so capture them in the
+            # order in which a step replays them.
             for each in self._graphed:
                 each.capture_forward()
             for each in reversed(self._graphed):
@@ -209,10 +209,7 @@ class _Call:
     """A block's forward and backward pass with arguments of one shape.
 
     Args:
-        block: The block.
-        plain: Its `forward` without graphs.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+        plain: The block's `forward` without graphs.
         memory: Memory of all graphs.
     """
 
@@ -231,10 +228,10 @@ class _Call:
         self._plain, self._structure, self._memory = plain, structure, memory
         self._tensors = [*block.parameters(), *block.buffers()]
         self._places: list[int] = []
-        # Autograd accumulates a weight's gradient in the stream where it first did, which for the real weights, that
-        # DDP and earlier passes have used, is the default stream; a capture must not wait for that.
+        # Autograd accumulates a weight's gradient in the stream of its first use. For the real weights, used by DDP and
+        # earlier passes, that is the default stream, and a capture must not wait for it. So capture with aliases.
         self._aliases = {weight: nn.Parameter(weight.detach()) for weight in self.weights}
-        # Arguments of the same shapes, which the graphs read.
+        # The graphs read their arguments from these tensors; a replay copies the real ones into them.
         self._leaves = [_zeros_like(each) if isinstance(each, Tensor) else each for each in leaves]
         self._inputs = [each for each in self._leaves if isinstance(each, Tensor)]
         self._outputs: list[Tensor] = []
@@ -247,11 +244,11 @@ class _Call:
         return bool(self.weights) or any(each.requires_grad for each in self._inputs)
 
     def has_moved(self) -> bool:
-        """Return True if weights are elsewhere than when they were captured."""
+        """Return True if weights or buffers have another address than when the graphs were captured."""
         return self._places != [each.data_ptr() for each in self._tensors]
 
     def warm_up(self) -> None:
-        """Run the block once outside of a graph, since libraries time and allocate what they need at the first use.
+        """Run the block once outside of a graph, since libraries benchmark kernels and allocate memory at first use.
 
         Raises:
             UserError: The block cannot be captured.
@@ -282,7 +279,7 @@ class _Call:
             for weight, gradient in zip(self.weights, self._weight_gradients, strict=True)
             if gradient is not None
         }
-        self._with_history = []  # and with it what the forward pass has saved, in memory that is used again
+        self._with_history = []  # also drops the tensors that the forward pass saved; their memory is used again
 
     def replay_forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Replay the forward pass, and return the outputs."""
@@ -307,12 +304,12 @@ class _Call:
             static.copy_(given)
         self._backward_graph.replay()
         of_inputs = [None if each is None else each.detach() for each in self._input_gradients]
-        # Without `detach`: autograd would make a tensor that nothing else refers to the weight's gradient, and the next
-        # replay would overwrite it.
+        # Return the weights' gradients without `detach`: a new tensor that nothing else refers to would become the
+        # weight's gradient itself, without a copy, and the next replay would overwrite it.
         return [*of_inputs, *self._weight_gradients]
 
     def result(self, outputs: Sequence[Tensor]) -> Any:
-        """Return what the block returns, made of the outputs."""
+        """Return the block's result in its original structure, with these outputs as its tensors."""
         if self._is_tensor:
             return outputs[0]
         given = iter(outputs)
@@ -320,7 +317,8 @@ class _Call:
 
     def _forward(self) -> list[Tensor]:
         """Run the block's `forward`, and return the tensors of its result."""
-        # A cast of a weight that is cached would be a constant in the graph, and one from a graph has no value yet.
+        # A cast of a weight that autocast has cached before would be a constant in the graph, and a cast that was
+        # cached during a capture has no value yet: clear the cache before and after.
         torch.clear_autocast_cache()
         args, kwargs = tree_unflatten(self._leaves, self._structure)
         with _replaced(self.block, self._aliases):
@@ -350,7 +348,7 @@ class _Call:
 
 
 class _Replay(torch.autograd.Function):
-    """A block as a graph, as autograd sees it: a function of its inputs and its weights."""
+    """Autograd function of a block's inputs and weights that replays its graphs."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, replayed: _Replayed, place: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -374,7 +372,7 @@ class CudaGraph:
     Args:
         work: The function, which is called once.
         pool: The pool of the graph's memory.
-        name: Name of what it computes, for messages.
+        name: Class of the captured block, for messages.
 
     Raises:
         UserError: CUDA cannot capture the function.
@@ -382,13 +380,13 @@ class CudaGraph:
 
     def __init__(self, work: Callable[[], list[Tensor]], pool: Any, name: str) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        # Not torch.cuda.graph(), which collects garbage and empties torch's cache each time. Other threads of this
-        # process, such as a loader's, may call what is forbidden during a capture.
+        # torch.cuda.graph() would collect garbage and empty torch's cache for each graph. `thread_local` lets other
+        # threads of this process, such as a loader's, make calls that are forbidden during a capture.
         self._graph.capture_begin(pool=pool, capture_error_mode='thread_local')
         try:
             work()
         except Exception as error:
-            with suppress(RuntimeError):  # it says that the capture is invalid, and ends it
+            with suppress(RuntimeError):  # capture_end ends the capture, and raises because it is invalid
                 self._graph.capture_end()
             raise UserError(f'speed.cuda_graphs: {name} cannot be captured ({error}). {WAY_OUT}') from error
         self._graph.capture_end()
@@ -444,12 +442,15 @@ def can_capture(leaves: Sequence[Any]) -> bool:
 def leaves_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any]:
     """Return the tensors and other values in arguments, in the order of `tree_flatten`."""
     values = [*args, *kwargs.values()]
-    # Without nested containers, a tenth of the time.
+    # Skip tree_flatten if no container is nested: that takes a tenth of the time.
     return tree_flatten((args, dict(kwargs)))[0] if any(isinstance(each, _CONTAINERS) for each in values) else values
 
 
 def signature(leaves: Sequence[Any]) -> Signature:
-    """Return what must be equal for a graph to serve other arguments: shapes, types and all that is no tensor."""
+    """Return a key of arguments: shapes, strides and dtypes of tensors, and the values of all others.
+
+    Calls with equal keys can share a graph.
+    """
     return tuple(
         (each.shape, each.stride(), each.dtype, each.requires_grad) if isinstance(each, Tensor) else repr(each)
         for each in leaves

@@ -36,7 +36,7 @@ from diffusion.training.performance import FUSED_ALTERNATIVES
 from diffusion.training.width_groups import width_groups
 
 DETERMINISTIC = {'crop': 'center', 'flip': False, 'caption_choice': 'first', 'caption_weights': None}
-"""Keywords of the training dataset that evaluation sets, so that every evaluation sees the same samples."""
+"""Keywords of the training dataset that evaluation sets, so that every evaluation uses the same samples."""
 QUARANTINE = 'quarantine.jsonl'
 """File in the run's folder with one JSON line per bad sample."""
 
@@ -120,7 +120,7 @@ def build_dataset(
         'shuffle_seed': recipe.seed if settings.shuffle_seed is None else settings.shuffle_seed,
         'shuffle_block_size': settings.shuffle_block_size,
         'num_canonical_nodes': settings.num_canonical_nodes if elastic else None,
-        # For a single stream both methods give the same order. But per_stream drops samples that do not fill a batch,
+        # Both methods give the same order for a single stream. But per_stream drops samples that do not fill a batch,
         # and with workers Streaming warns about that even if it drops none.
         'batching_method': settings.batching_method if len(streams) > 1 else 'random',
         'epoch_size': settings.epoch_size if elastic else None,
@@ -133,7 +133,7 @@ def build_dataset(
     buckets = [Bucket(name, _stream(stream), stream.image_shape) for name, stream in streams.items()]
     supplied = {'tokenizers': build_tokenizers(recipe), 'batch_size': batch_size, 'seed': recipe.seed}
     if takes_image_sizes(recipe):
-        # Not passed otherwise: the class may be the user's, for models that take none.
+        # Pass the keyword only here: a user's dataset class for models without image sizes does not take it.
         if not registry.signature('dataset', component.name).accepted({'image_sizes': True}):
             raise UserError(
                 f'dataset.name: {component.name} takes no keyword image_sizes, but the model {recipe.model.name} is '
@@ -232,8 +232,8 @@ def build_optimizer(recipe: Recipe, model: ComposerModel) -> torch.optim.Optimiz
     """Build a recipe's optimizer of the trained parameters, fused if `speed` and the optimizer's keywords allow it.
 
     An optimizer class may have a function `parameter_groups(model, ...)`, such as `Muon.parameter_groups`, which
-    returns its parameter groups and may take some of its keywords. Others get a list of parameters, or the groups of a
-    model whose layers have learning rates by their width.
+    returns its parameter groups and may take some of its keywords. Other classes get a list of parameters, or one group
+    per learning rate if the model scales learning rates by width.
     """
     component = recipe.optimizer
     factors = getattr(model, 'learning_rate_factors', {})

@@ -73,7 +73,7 @@ def start_from(model: ComposerModel, start: InitFrom) -> None:
 
 
 def read_weights(model: ComposerModel, start: InitFrom) -> SourceWeights:
-    """Return the weights that `init_from` names, by their names in the model.
+    """Read the weights that `init_from` names, and return them by their names in the model.
 
     Raises:
         UserError: As in `start_from`; the message has the key and the way out.
@@ -103,7 +103,7 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 def published_weights(model: ComposerModel, start: InitFrom) -> SourceWeights:
-    """Return the weights of a folder of diffusers, of a repository on the Hub, or of a file in the original layout.
+    """Return the weights of a diffusers folder, of a repository on the Hub, or of a file in the original layout.
 
     Raises:
         UserError: The model has no denoiser, or the source has no weights that fit its parts.
@@ -162,13 +162,11 @@ def text_encoder_weights(model: LatentDiffusion, source: str, revision: str | No
 
 
 def load_source(model: ComposerModel, source: SourceWeights, *, resize: bool) -> None:
-    """Copy the weights of a source into a model; every tensor of the model must be in it, and no other.
+    """Copy the weights of a source into a model; both must have the same tensors.
 
     The parts that only training uses, such as REPA's projection, may be missing on either side.
 
     Args:
-        model: The model.
-        source: The weights.
         resize: Accept fewer latent channels, and add zeros for the others.
 
     Raises:
@@ -195,8 +193,8 @@ def _prefixed(prefix: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 @torch.no_grad()
 def broadcast(tensor: Tensor) -> None:
     """Replace the values of a tensor on all ranks by those of rank 0; a collective."""
-    # NCCL broadcasts from GPU memory only, and the model is still on the CPU. One tensor at a time, so that no rank has
-    # a second copy of the model.
+    # NCCL broadcasts from GPU memory only, and the model is still on the CPU. Copying one tensor at a time avoids a
+    # second copy of the model on each rank.
     device = 'cuda' if torch.distributed.get_backend() == 'nccl' else tensor.device
     values = tensor.detach().to(device).contiguous()
     dist.broadcast(values, src=0)

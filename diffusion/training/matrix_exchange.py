@@ -58,10 +58,8 @@ def on_whole_matrices(
     Args:
         function: Function from matrices [N, R, C] to results of the same shape and dtype, each matrix by itself.
         parts: This rank's part of each matrix: its shards [N, r, C], or whole copies [N, R, C].
-        layout: The matrices' distribution over ranks.
         rows: R, rows of a whole matrix.
-        first: Rank that computes the first matrix, modulo the number of ranks. The matrices are dealt out one by one
-            from there.
+        first: Rank that computes the first matrix, modulo the number of ranks; the next ranks compute the next ones.
     """
     if layout.group is None:
         return function(parts)
@@ -80,7 +78,7 @@ def dealt(matrices: int, ranks: int, *, first: int = 0) -> list[int]:
 def _on_copies(
     function: Callable[[Tensor], Tensor], copies: Tensor, counts: list[int], rank: int, group: dist.ProcessGroup
 ) -> Tensor:
-    """Return the results of all matrices, of which this rank computes its own."""
+    """Compute the results of this rank's matrices, and return those of all ranks."""
     start = sum(counts[:rank])
     mine = slice(start, start + counts[rank])
     results = torch.zeros_like(copies)

@@ -44,10 +44,10 @@ class Muon(Optimizer):
     of equal shape are orthogonalized in one batch. Under DDP and FSDP2 each rank orthogonalizes a part of the matrices,
     and the ranks exchange the results: every rank must call `step`, with gradients for the same parameters.
 
-    A parameter group has the key `algorithm`: 'muon' or 'adamw'. A group without the key is divided: matrices, also
-    those of embeddings, are updated by Muon. A group with 'muon' may have the key `parts`: for each weight, the number
-    of matrices whose rows it holds one after another, such as 3 for fused queries, keys and values; each is
-    orthogonalized by itself. `muon_groups(model)` makes groups by the layers of a model.
+    A parameter group has the key `algorithm`: 'muon' or 'adamw'. A group without the key is divided: Muon updates its
+    matrices, including those of embeddings, and AdamW the rest. A group with 'muon' may have the key `parts`: for each
+    weight, the number of matrices stacked along its rows, such as 3 for fused queries, keys and values. Each matrix is
+    orthogonalized separately. `muon_groups(model)` makes groups by the layers of a model.
 
     Args:
         params: Parameters, named parameters or parameter groups.
@@ -60,18 +60,18 @@ class Muon(Optimizer):
         newton_schulz_dtype: Data type of the orthogonalization; auto is bfloat16 on GPUs and the weights' own on a CPU.
         convolutions: Apply Muon to weights of more than two dimensions too, flattened to [out, in * height * width];
             does not change groups that have the key `algorithm`.
-        split_projections: Orthogonalize the matrices of a fused projection of queries, keys and values each by
-            itself, as Jordan et al. recommend; used by `muon_groups`, which knows these layers.
+        split_projections: Orthogonalize the matrices of a fused projection of queries, keys and values separately, as
+            Jordan et al. recommend; used by `muon_groups`, which knows these layers.
         betas: Decay of AdamW's two moments.
         eps: Term that AdamW adds to the denominator.
         fused: Use AdamW's fused kernel, for the parameters that AdamW updates.
 
     Raises:
-        UserError: A setting is out of range, or a group with `algorithm: muon` has a parameter that is no matrix.
+        UserError: A setting is out of range, or a group with `algorithm: muon` has a parameter that is not a matrix.
     """
 
     parameter_groups = staticmethod(muon_groups)
-    """Function from a model to the groups, by which a recipe's optimizer is built."""
+    """Function that returns the parameter groups of a model; building a recipe's optimizer calls it."""
 
     @constrained
     def __init__(
@@ -138,7 +138,7 @@ class Muon(Optimizer):
     def _keep_parts(self, param_group: dict[str, Any], shapes: list[tuple[int, ...]]) -> None:
         """Keep the `parts` of a group that is about to be added, by the group's index."""
         # The group itself must not hold them: a checkpoint restores its keys, and a run may change `parts` on resume.
-        # Composer removes all groups for FSDP2 and adds them again in their order, so that the indices stay the same.
+        # Composer removes all groups for FSDP2 and adds them again in the same order, so their indices stay the same.
         parts = param_group.get('parts')
         if parts is None:
             return
@@ -151,7 +151,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update all parameters that have gradients; a collective under DDP and FSDP2. Return what `closure` does."""
+        """Update all parameters that have gradients, and return the result of `closure`; a collective."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -203,11 +203,11 @@ class Muon(Optimizer):
         for weight in weights:
             state = self.state[weight]
             if 'step' not in state:
-                # Fused kernels need the number of steps on the weights' device, others want it on the CPU.
+                # Fused kernels need the number of steps on the weights' device, other implementations on the CPU.
                 double = torch.get_default_dtype() == torch.float64 and not fused
                 dtype, device = torch.float64 if double else torch.float32, weight.device if fused else 'cpu'
                 state['step'] = torch.zeros((), dtype=dtype, device=device)
-        # On this device's shards: an operation on many DTensors takes the host ten times as long (see AdamW).
+        # Pass this device's shards: an operation on many DTensors takes the host ten times as long (see AdamW).
         adamw(
             [local_shard(each) for each in weights],
             [local_shard(each.grad) for each in weights if each.grad is not None],
@@ -234,13 +234,13 @@ class Muon(Optimizer):
 
 
 def _orthogonalize_parts(weights_NRC: Tensor, *, parts: int, steps: int) -> Tensor:
-    """Orthogonalize the matrices in each weight, of which it holds `parts` one after another along its rows."""
+    """Orthogonalize the `parts` matrices that are stacked along the rows of each weight."""
     rows, columns = weights_NRC.shape[-2:]
     return orthogonalize(weights_NRC.reshape(-1, rows // parts, columns), steps=steps).reshape(weights_NRC.shape)
 
 
 def _batches(weights: list[Tensor], parts: list[int]) -> Iterator[tuple[list[Tensor], int]]:
-    """Yield lists of weights of equal shapes and parts, with the parts, alike on all ranks, up to the maximum size."""
+    """Yield lists of weights of equal shapes and parts, up to the maximum size, with the parts; equal on all ranks."""
     alike: dict[Any, list[Tensor]] = {}
     for weight, number in zip(weights, parts, strict=True):
         sharding = (weight.device_mesh, weight.placements) if isinstance(weight, DTensor) else None
@@ -253,7 +253,7 @@ def _batches(weights: list[Tensor], parts: list[int]) -> Iterator[tuple[list[Ten
 
 
 def _size(weight: Tensor) -> tuple[int, int]:
-    """Return the rows and columns of a weight as a matrix, of which a DTensor has all."""
+    """Return the rows and columns of a weight as a matrix; those of the whole matrix for a DTensor."""
     return weight.shape[0], math.prod(weight.shape[1:])
 
 

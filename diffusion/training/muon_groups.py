@@ -10,7 +10,7 @@ from diffusion.models.block_matrices import fused_projections, trained_matrices
 
 
 def muon_groups(model: nn.Module, *, convolutions: bool = True, split_projections: bool = True) -> list[dict[str, Any]]:
-    """Return the parameter groups of a model for `Muon`: one that it orthogonalizes, and one that AdamW updates.
+    """Return the parameter groups of a model for `Muon`: one for Muon itself, and one for AdamW.
 
     Muon updates the weights of linear layers and convolutions inside of blocks, which are the modules that a
     `fsdp_wrap_fn` in the model selects. AdamW updates the rest: embeddings, norms, biases, first and last layers, text
@@ -20,8 +20,8 @@ def muon_groups(model: nn.Module, *, convolutions: bool = True, split_projection
         model: A ComposerModel, or any module with a `fsdp_wrap_fn` in itself or in a submodule.
         convolutions: True includes convolutions; their weights [out, in, height, width] are used as matrices [out,
             in * height * width].
-        split_projections: True orthogonalizes the queries', keys' and values' matrices of a fused projection each by
-            itself; the families of denoisers name these layers. False takes the layer's weight as one matrix.
+        split_projections: True orthogonalizes the queries', keys' and values' matrices of a fused projection
+            separately; the families of denoisers name these layers. False takes the layer's weight as one matrix.
 
     Raises:
         UserError: The model has no blocks, or nothing in them is a matrix that is trained.

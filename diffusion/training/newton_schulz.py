@@ -21,12 +21,12 @@ def orthogonalize(matrices_NRC: Tensor, *, steps: int) -> Tensor:
 
     Args:
         matrices_NRC: The matrices, in the dtype of the computation; bfloat16 is accurate enough.
-        steps: Number of steps; 5 in the source.
+        steps: Number of steps; 5 in Jordan et al.
 
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks", algorithm 2.
     """
     tall = matrices_NRC.shape[-2] > matrices_NRC.shape[-1]
-    # The Gram matrices X X^T are then of the smaller side.
+    # Transposing makes the Gram matrices X X^T those of the smaller side.
     x = matrices_NRC.mT if tall else matrices_NRC
     precise = torch.promote_types(x.dtype, torch.float32)
     norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=precise).clamp(min=MIN_NORM)

@@ -59,8 +59,8 @@ def parallelism_config(settings: ParallelismConfig) -> dict[str, Any] | None:
 
 def set_group_timeouts(seconds: float) -> None:
     """Set the timeout of collectives in all process groups of this process, such as those of FSDP's device mesh."""
-    # torch creates the groups of a mesh with replicas with its own default, 10 minutes for NCCL, whatever the timeout
-    # of the default group: a collective in them would end a run that hangs before the watchdog does.
+    # torch ignores the timeout of the default group when it creates those of a mesh with replicas, and sets its own, 10
+    # minutes for NCCL: a collective in them would end a run that hangs before the watchdog does.
     if not torch.distributed.is_initialized():
         return
     for group in list(private_names._world.pg_map):
@@ -78,7 +78,7 @@ def settle_buckets(model: DistributedDataParallel) -> None:
     # parameter's offset in its bucket. So on more than two ranks, the first batch after a restart would be summed in
     # another order than in an uninterrupted run, and losses would differ.
     module = model.module
-    # About the order of a real backward pass, on which the overlap of reduction and computation depends.
+    # This is about the order of a real backward pass; the overlap of reduction and computation depends on it.
     parameters = [parameter for parameter in in_order_of_use(module) if parameter.requires_grad]
     # DDP has no call for this: its reducer counts only gradients of a forward pass through the DDP module, and a pass
     # through the real model would need a batch. So replace the wrapped module by one without inputs, and skip the
@@ -106,7 +106,7 @@ def in_order_of_use(module: nn.Module) -> list[nn.Parameter]:
 class _Touch(nn.Module):
     """Stand-in for the model in `settle_buckets`: a module without inputs, whose output is zero.
 
-    The output depends on every parameter, so one backward pass gives each a gradient, upon which DDP puts its gradient
+    The output depends on every parameter, so one backward pass gives each a gradient, and DDP then puts its gradient
     buckets into their final order.
     """
 

@@ -40,7 +40,7 @@ def apply_speed(model: ComposerModel, parts: SpeedConfig, *, strategy: str = 'dd
     Args:
         model: A LatentDiffusion; other models are not changed.
         parts: Settings as returned by `effective_parts`.
-        strategy: Parallelism strategy: ddp or fsdp2.
+        strategy: ddp or fsdp2.
         shapes: Number of image shapes in the data; blocks are compiled once per shape.
     """
     if not isinstance(model, LatentDiffusion):
@@ -68,10 +68,9 @@ def set_backends(parts: SpeedConfig, *, on_gpu: bool, deterministic: bool = Fals
 
     Args:
         parts: Settings as returned by `effective_parts`.
-        on_gpu: True if the Trainer computes on a GPU.
         deterministic: True leaves cuDNN benchmarking as Composer's deterministic mode sets it.
     """
-    # Composer's Trainer sets TF32 when it is built, which would undo a call before.
+    # Composer's Trainer sets TF32 when it is built, which would undo an earlier call.
     if not on_gpu:
         return
     torch.backends.cuda.matmul.allow_tf32 = bool(parts.tf32)
@@ -84,10 +83,9 @@ def channels_last(model: LatentDiffusion, *, weights: bool) -> None:
     """Make denoiser and VAE compute in the channels_last memory format.
 
     Args:
-        model: The model.
         weights: True also stores the denoiser's weights in channels_last; the VAE's always are.
     """
-    # Not vae.to(): diffusers overrides it with a method that warns about modules that this VAE does not have.
+    # Call nn.Module.to: diffusers overrides vae.to() by a method that warns about modules that this VAE does not have.
     nn.Module.to(model.vae, memory_format=torch.channels_last)  # type: ignore[call-overload]
     if weights:
         nn.Module.to(model.denoiser, memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -106,8 +104,8 @@ def fuse_attention(denoiser: Any) -> None:
     On GPUs, this function uses flash attention in half precision, for heads of up to 256 channels (64 in SD2) without a
     mask. With `mask_padding`, cross-attention uses the memory-efficient kernel.
     """
-    # One processor for all layers, which has no state. Dynamo of torch 2.7 guards its identity: with one per layer, it
-    # would compile each transformer block, although their shapes are equal (SD2: 39 graphs instead of 28).
+    # Share one processor, which has no state, between all layers. Dynamo of torch 2.7 guards its identity: with one per
+    # layer, it would compile each transformer block, although their shapes are equal (SD2: 39 graphs instead of 28).
     shared: dict[type, Any] = {AttnProcessor: AttnProcessor2_0()}
     shared[AttnProcessor2_0] = shared[AttnProcessor]
     processors = denoiser.attn_processors.items()
@@ -120,7 +118,6 @@ def lower_norms(denoiser: nn.Module, *, except_blocks: bool) -> None:
     """Replace the denoiser's GroupNorm and LayerNorm layers by layers that compute in the autocast dtype.
 
     Args:
-        denoiser: The denoiser.
         except_blocks: True keeps the norms of compiled blocks, which torch.compile fuses.
     """
     blocks = blocks_of(denoiser) if except_blocks else []
@@ -150,11 +147,11 @@ def compile_blocks(model: LatentDiffusion, *, shapes: int = 1) -> None:
 def configure_dynamo(*, graphs: int) -> None:
     """Configure torch.compile for blocks: the number of graphs per function, floats as constants, no graph splits."""
     # All blocks of a class share one `forward`, so they share its limit of 8 recompilations in torch 2.7. Beyond the
-    # limit, Dynamo runs them eagerly with no more than a warning.
+    # limit, Dynamo runs them eagerly and only logs a warning.
     config: Any = dynamo_config
     config.recompile_limit = max(config.recompile_limit, graphs)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, graphs)
-    # Norms of blocks that share code differ in epsilon. As a variable, epsilon breaks the graph (torch 2.7).
+    # Norms of blocks that share code differ in epsilon. An epsilon that is a variable breaks the graph (torch 2.7).
     config.specialize_float = True
     # Dynamo would split graphs at DDP's buckets to overlap their reduction; blocks are smaller than that already.
     config.optimize_ddp = False

@@ -27,7 +27,6 @@ def compare_with_checkpoint(recipe: Recipe, checkpoint: Path | None) -> ResumedR
     """Compare a recipe with the one that a checkpoint of its run was trained with; a collective of all ranks.
 
     Args:
-        recipe: The recipe.
         checkpoint: The checkpoint to resume from; None if Composer's own saver has loaded it.
 
     Returns:
@@ -91,8 +90,8 @@ def _compare(recipe: Recipe, checkpoint: Path | None) -> ResumedRecipe:
             *(place, ', '.join(saved.unknown)),
         )
     known = [change for change in _changes(recipe, saved.values) if change.key not in saved.unknown]
-    # Only these keys require reading the checkpoint. Composer's own checkpoint is not available here, so such changes
-    # are refused.
+    # Changes that are allowed only before averaging require reading the checkpoint. If Composer has saved it, it is not
+    # available here, so such changes are refused.
     starts = any(change.rule.effect is Effect.BEFORE_AVERAGING for change in known)
     fixed = refused(known, averaging=starts and (checkpoint is None or has_averages(read_content(checkpoint)['state'])))
     if fixed:

@@ -1,4 +1,4 @@
-"""Less work of Composer's Trainer per step, with the same calls of algorithms, callbacks and loggers."""
+"""Reduce the host's work per step of Composer's Trainer, with the same calls of algorithms, callbacks and loggers."""
 
 import os
 from functools import cache, partial
@@ -31,22 +31,23 @@ EVENTS_OF_A_STEP = frozenset(
 
 
 def reduce_step_overhead(trainer: Trainer) -> None:
-    """Make a built Trainer's steps take the host less time; what is called, and in which order, does not change.
+    """Make a built Trainer's steps take the host less time.
 
-    Callbacks and loggers that do nothing at an event are not called at it, and Composer's search for FSDP modules is
-    made once instead of in each step. With a profiler or Composer's debug log its events stay as they are.
+    Callbacks and loggers that do nothing at an event are not called at it; the order of all other calls stays the same.
+    Composer searches for FSDP modules once instead of in each step. Events are not changed if a profiler or Composer's
+    debug log is on.
     """
-    # At 128 GPUs a step takes them 22 to 70 ms, and they are idle while the host prepares the next.
+    # A step takes 128 GPUs 22 to 70 ms, and they are idle while the host prepares the next one.
     trainer.state.__class__ = _StateOfKnownModel
     if trainer.state.profiler is None and not os.environ.get('ENGINE_DEBUG'):
         _call_only_handlers(trainer.engine)
 
 
 class _StateOfKnownModel(State):
-    """State that searches its model for FSDP modules once; after every step Composer asks whether it has any."""
+    """State that searches its model for FSDP modules once; Composer reads the result after every step."""
 
-    # Without FSDP the search passes through the frozen models too: 1,236 modules for Stable Diffusion 2. DDP wraps the
-    # model in the first fit(), so the answer is kept for the model that was searched.
+    # The search in a model without FSDP visits the frozen parts too: 1,236 modules for Stable Diffusion 2. DDP wraps
+    # the model in the first fit(), so the result is kept together with the model that was searched.
     _searched: tuple[Any, bool] | None = None
 
     @property
@@ -94,7 +95,7 @@ def _is_logger(kind: type[Callback]) -> bool:
 
 def handles(callback: Callback, event: str) -> bool:
     """Return True if a callback does something at an event, named as the method for it, such as `batch_end`."""
-    # A method may be replaced on the object, too.
+    # A method may also be replaced on the object.
     changed = callback.__dict__
     return event in changed or 'run_event' in changed or _class_handles(type(callback), event)
 

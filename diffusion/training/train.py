@@ -110,7 +110,6 @@ def _train(recipe: Recipe, attempt: Attempt | None, notifier: Notifier, mirror: 
     """Build a recipe's Trainer, train, and return the Trainer; the caller must hold the lock of the run's folder.
 
     Args:
-        recipe: The recipe.
         attempt: Record of this attempt, kept up to date while training; None if another process records it.
         notifier: Sender of messages about the run.
         mirror: The small files of a run in an object store, on rank 0; else None.
@@ -128,16 +127,16 @@ def _train(recipe: Recipe, attempt: Attempt | None, notifier: Notifier, mirror: 
         check_start(recipe, trainer.state)
         fit(trainer)
     except BaseException:
-        # The engine alone, which flushes the loggers and logs errors of their close. Trainer.close() also waits for all
-        # ranks in a barrier: after a bug on one rank that rank would wait there while the others wait in the backward
-        # pass, so that the bug would look like a hang, and its traceback would be printed only after the timeout.
+        # Close the engine alone, which flushes the loggers and logs errors of closing them. Trainer.close() also waits
+        # for all ranks in a barrier: after a bug on one rank, that rank would wait there and the others in the backward
+        # pass. The bug would look like a hang, and its traceback would be printed only after the timeout.
         trainer.engine.close()
         raise
     return trainer
 
 
 def connect(callbacks: Sequence[Callback], attempt: Attempt | None, notifier: Notifier) -> None:
-    """Let callbacks keep the record of an attempt, and send messages about a bad batch, a failed save or its end."""
+    """Let callbacks update the record of an attempt, and send messages about its end, a bad batch or a failed save."""
     for callback in callbacks:
         if isinstance(callback, RunStatus):
             callback.attempt, callback.on_record = attempt, notifier.check_goodput
@@ -187,7 +186,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         dist.initialize_dist(get_device(recipe.trainer.get('device')), dist_timeout(recipe))
     checkpointer = build_checkpointer(recipe)
     resume = None if checkpointer is None else checkpointer.resume
-    # Before anything expensive is built.
+    # Compare the recipe with that of the checkpoint before anything expensive is built.
     keeper = RecipeKeeper(recipe.run_dir / RECIPE, to_yaml(recipe))
     if resume is None:
         check_saver(recipe)
@@ -206,7 +205,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         if model.image_encoder is not None:
             loader.dataset.check_features(model.image_encoder, token_side=model.token_side)
             model.use_stored_features()
-    # Without this package's Checkpointer, Composer may later find its own checkpoint, which replaces these weights.
+    # If Composer saves the checkpoints, it may later find one of its own, which then replaces these weights.
     if recipe.initial_weights is not None and resume is None:
         start_from(model, recipe.initial_weights)
     if recipe.lora is not None:
@@ -225,7 +224,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         schedulers=registry.build('scheduler', recipe.scheduler) if recipe.scheduler is not None else None,
         algorithms=[*_own_algorithms(parts), *components.build_all(recipe, 'algorithm', recipe.algorithms)],
         callbacks=[
-            # First, so that the heartbeat before a save precedes callbacks that save themselves and raise.
+            # Heartbeat comes first: it must beat before callbacks that save a checkpoint themselves and raise.
             Heartbeat(),
             *with_guard(components.build_all(recipe, 'callback', recipe.callbacks), recipe),
             keeper,
@@ -240,7 +239,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         **_trainer_keywords(recipe),
     )
     if isinstance(model, LatentDiffusion):
-        # FSDP has moved only what it shards to a GPU.
+        # FSDP has moved the sharded weights to the GPU, and left the frozen parts where they were.
         model.place(trainer.state.device.tensor_to_device(torch.empty(0)).device)
     set_group_timeouts(dist_timeout(recipe))
     for saver in trainer.state.callbacks:
@@ -249,7 +248,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
     reduce_step_overhead(trainer)
     average_gradients_on_cpu(trainer.state.model)
     if checkpointer is None and trainer.state.timestamp.batch.value:
-        # Only Composer's own saver knows its checkpoint, and only now.
+        # Composer finds its own checkpoint while the Trainer is built, so the recipe can be compared only now.
         try:
             keeper.resumed = compare_with_checkpoint(recipe, None)
         except BaseException:

@@ -16,8 +16,7 @@ def width_groups(
     Args:
         model: The model; frozen parameters are in no group.
         optimizer: Name of the optimizer, `adamw` or `decoupled_adamw`. AdamW multiplies the weight decay by the
-            learning rate, so its weight decay is divided by the factor, which keeps the decay per step equal in all
-            groups.
+            learning rate, so its weight decay is divided by the factor to keep the decay per step equal in all groups.
         lr: Learning rate of layers with the factor 1.
         weight_decay: Weight decay of layers with the factor 1.
         factors: Factor of the learning rate by name of parameter; 1 for others. See `scale_for_width`.

@@ -43,7 +43,7 @@ _WithTextModel.__name__, _WithTextModel.__module__ = CLIPTextModel.__name__, CLI
 
 
 def with_text_model(encoder: nn.Module) -> nn.Module:
-    """Return a CLIPTextModel whose tensors have the names of published files, `text_model.embeddings...`.
+    """Return a CLIPTextModel with the tensor names of published files, `text_model.embeddings...`.
 
     transformers 5.6 removed the module `text_model`, and so the first part of the names, from CLIPTextModel but not
     from CLIPTextModelWithProjection. Checkpoints have the names of version 4, so that both versions resume them.
@@ -85,7 +85,7 @@ def clip_features(output: Any) -> Tensor:
 
 
 def mask_without_values(input_ids: Tensor) -> Tensor | None:
-    """Return the attention mask for a text encoder whose token ids [B, L] are on the meta device, to count its cost.
+    """Return an attention mask for token ids [B, L] on the meta device, to count the cost of a text encoder.
 
     transformers 5 reads the values of a mask of tokens, even of the one that it makes by default, but not those of a
     mask of pairs of tokens, bool [B, 1, L, L]. CLIP of transformers 4 does not accept the latter. Remove this function

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 8
 MIN_REPLACED = 8
-"""Number of replaced samples up to which a run never stops: too few to estimate a rate from."""
+"""Maximum number of replaced samples that never stops a run: they are too few to estimate a rate from."""
 
 
 class BadSample(DataError):

@@ -23,7 +23,7 @@ RECOUNT_SECONDS = 600.0
 SLACK = 0.01
 """Fraction of the limit that an eviction frees in addition. Evictions should be rare, because each lists all files."""
 PATIENCE_SECONDS = 10.0
-"""Time to wait for another process that evicts shards. If its node is stopped, this process goes on without a lock."""
+"""Time to wait for another process that evicts shards; if its node is stopped, this process continues unlocked."""
 
 
 class CachedShard(NamedTuple):
@@ -91,7 +91,6 @@ class CacheBudget:
         """Create a temporary folder next to a shard's path to download the shard into, after evicting enough others.
 
         Args:
-            path: Path of the shard.
             size: Size of the download in bytes, including the unpacked shard if it is compressed.
         """
         with self.reserve(path, size):

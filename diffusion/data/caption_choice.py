@@ -18,7 +18,6 @@ def captions_of(sample: dict[str, Any], where: str) -> list[str]:
     """Return the captions of a dataset sample as a list, from its column `captions` (a list) or `caption` (a string).
 
     Args:
-        sample: A sample of an MDS shard.
         where: Stream and row of the sample, to start the error message.
 
     Raises:
@@ -43,8 +42,6 @@ def choose_caption_index(captions: list[str], rule: CaptionChoice, draw: float, 
     """Return the index of the chosen caption, to select data stored per caption, such as text embeddings.
 
     Args:
-        captions: The captions.
-        rule: first, longest or random.
         draw: Uniform random number in [0, 1), which `random` uses.
         chances: Chance of each caption under `random`, from `caption_chances`; empty for equal chances.
     """

@@ -9,7 +9,7 @@ from PIL import Image, ImageCms
 MAX_CACHED_PROFILE_BYTES = 2**20
 """Size above which the transform of a profile is not kept, so that the cache stays small."""
 MAX_SRGB_DIFFERENCE = 2
-"""Maximum difference, in levels of 255, at which a profile is treated as sRGB and pixels are not converted."""
+"""Maximum difference to sRGB, in levels of 255, of a profile that is treated as sRGB: its pixels are not converted."""
 
 
 def to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:

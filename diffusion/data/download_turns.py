@@ -1,4 +1,4 @@
-"""Which of several processes downloads a shard into a folder that they share.
+"""Decide which of several processes downloads a shard into a folder that they share.
 
 One process downloads a shard while the others wait for its lock, so that the shard leaves the object store once. The
 lock of a killed process ends, but that of a stopped node does not, and a node with a bad network holds it for minutes.
@@ -28,7 +28,7 @@ class DownloadTurns:
     """Turns of one process at downloading files into folders that other processes download into too.
 
     Args:
-        name: What the files belong to, for messages, such as `streams.photos`.
+        name: Owner of the files, for messages, such as `streams.photos`.
         wait: Called repeatedly while another process downloads; an exception that it raises ends the wait.
     """
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 NO_SAMPLE = -1
-"""Value with which Streaming marks the absence of a sample."""
+"""Streaming's value for the absence of a sample."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class EvaluationOrder:
     counts: NDArray[np.int64]
 
     def for_workers(self, workers: int) -> NDArray[np.int64]:
-        """Return the samples of each worker in the order in which it serves them, int64 [R, workers, samples].
+        """Return the samples of each worker in the order of serving, int64 [R, workers, samples].
 
         A DataLoader takes its batches from its workers in turn. Missing samples are `NO_SAMPLE`.
         """

@@ -37,7 +37,7 @@ OPEN_FILES = 200
 FILES_PER_WORKER = 10
 """Other open files per worker."""
 MIN_LEFTOVER_BYTES = 64 * 2**20
-"""Size up to which shared memory left behind by dead runs is not reported."""
+"""Maximum size of shared memory left behind by dead runs that is not reported."""
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ PNG_START = b'\x89PNG\r\n\x1a\n'
 PNG_END = b'IEND\xaeB`\x82'
 """Name and checksum of the last chunk of a PNG, which has no content."""
 SIDEWAYS = range(5, 9)
-"""EXIF orientations in which width and height are exchanged."""
+"""EXIF orientations that exchange width and height."""
 JPEG_FACTORS = (8, 4, 2)
-"""Factors by which libjpeg decodes an image smaller, at a fraction of the time; other factors are not faster."""
+"""Factors that libjpeg can divide an image's size by at a fraction of the decoding time; others are not faster."""
 SCALING_RESERVE = 2
 """Least size of a JPEG that is decoded smaller, relative to the size that it is then resized to."""
 HARMLESS_WARNINGS = re.compile('Invalid SOS parameters|Unknown Adobe color transform')
@@ -65,7 +65,7 @@ class DecodedImage:
     is_unmodified: bool
     """True for a JPEG, PNG or WebP file that needed no correction, so that any decoder returns these pixels."""
     is_repaired: bool = False
-    """True for a JPEG with stray bytes that belong to no segment, whose pixels are complete."""
+    """True for a JPEG with stray bytes outside of its segments; its pixels are complete."""
     pixels: np.ndarray | None = None
     """The pixels of `image`, uint8 [H, W, 3], if they are at hand."""
 
@@ -232,7 +232,7 @@ def _check_webp(encoded: bytes) -> None:
 
 
 def _jpeg_factor(size: tuple[int, int], resized: tuple[int, int]) -> int:
-    """Return the factor by which a JPEG of some size may be decoded smaller before it is resized."""
+    """Return the largest factor to reduce a JPEG by while decoding it, before it is resized; 1 for no reduction."""
     enough = [
         factor
         for factor in JPEG_FACTORS

@@ -25,7 +25,6 @@ def image_sizes(
 
     Args:
         box: Crop of the encoded image before resizing.
-        shape: Target shape.
         image: Width and height of the encoded image, upright.
         original: Width and height before any resizing; None (unknown) for those of the encoded image.
         flipped: The crop is mirrored; the sizes are then those of the same crop from the mirrored image.

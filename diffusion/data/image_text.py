@@ -28,8 +28,8 @@ class ImageTextDataset(BucketedDataset):
         min_crop_scale: Smallest side of a random crop, as a fraction of the largest crop that fits.
         flip: Mirror half of the images at random. Captions that mention left or right become wrong.
         caption_choice: Caption to use if there are several: the first, the longest, or a random one in each epoch.
-        caption_weights: Weights of the columns from which `diffusion prepare` took the captions, such as {original:
-            0.3, recaptioned: 0.7}, for the random choice; None chooses evenly.
+        caption_weights: Weights of the captions' columns in the source of `diffusion prepare`, such as {original: 0.3,
+            recaptioned: 0.7}, for the random choice; None chooses evenly.
         seed: Seed of crops, flips and caption choice.
         streaming: Keyword arguments for StreamingDataset.
     """

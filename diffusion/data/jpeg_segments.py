@@ -52,7 +52,6 @@ def ends_with_stray_bytes(jpeg: bytes, count: int, marker: bytes, colorspace: st
     bits of its last byte with ones; damaged data does so only by chance.
 
     Args:
-        jpeg: The file.
         count: Number of bytes that libjpeg has skipped; a few more may be in its buffer.
         marker: The marker that follows the stray bytes.
         colorspace: Color space to decode to, by simplejpeg's name.

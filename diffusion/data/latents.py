@@ -54,7 +54,7 @@ class LatentManifest:
     crop: str = 'center'
     """Crop of the images that was encoded: `center`, or `random` with its minimum scale and seed."""
     text_encoder: str | None = None
-    """Fingerprint of the text encoders whose output is stored; None if they run during training."""
+    """Fingerprint of the text encoders that made the stored embeddings; None if they run during training."""
     text_output: str = 'last'
     """Stored output of the text encoders, `TextConditioner.output`."""
     text_padding: str = 'kept'
@@ -62,7 +62,7 @@ class LatentManifest:
     image_sizes: bool = False
     """True if the sizes of the images are stored."""
     image_encoder: str | None = None
-    """Fingerprint of the image encoder whose features are stored for representation alignment; None if none are."""
+    """Fingerprint of the image encoder that made the stored features for representation alignment; None for none."""
     image_encoder_source: str = ''
     """Folder or repository of the image encoder, with its revision; for the reader, not compared in training."""
     features_shape: list[int] | None = None
@@ -152,7 +152,6 @@ def _padded(embeds: torch.Tensor, lengths: Sequence[int], caption: int, size: in
     Args:
         embeds: Embeddings of all captions of a sample, one after another, [sum of lengths, D].
         lengths: Number of tokens of each caption.
-        caption: Index of the caption.
         size: L.
     """
     start = sum(lengths[:caption])
@@ -180,8 +179,8 @@ class LatentsDataset(BucketedDataset):
         image_sizes: Add the stored sizes of each image, int64 [6], for a model that takes them.
         image_features: Add the stored features of an image encoder, for training with representation alignment.
         caption_choice: Caption to use if there are several: the first, the longest, or a random one in each epoch.
-        caption_weights: Weights of the columns from which `diffusion prepare` took the captions, such as {original:
-            0.3, recaptioned: 0.7}, for the random choice; None chooses evenly.
+        caption_weights: Weights of the captions' columns in the source of `diffusion prepare`, such as {original: 0.3,
+            recaptioned: 0.7}, for the random choice; None chooses evenly.
         seed: Seed of the caption choice.
         streaming: Keyword arguments for StreamingDataset.
     """

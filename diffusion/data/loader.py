@@ -79,11 +79,10 @@ class BucketedLoader(StreamingDataLoader):
     raise the same `DataError` at the same batch.
 
     Args:
-        dataset: The dataset to load.
         stratified: Add a timestep quantile to each sample, for `Objective.timesteps: stratified`.
         timeout: Maximum wait for a batch from a worker, in seconds; 0 for no limit.
         max_bad_samples: Maximum fraction of samples that may be replaced because they cannot be decoded.
-        quarantine: JSON Lines file to which each replaced sample is appended.
+        quarantine: JSON Lines file that lists each replaced sample.
         num_workers: Worker processes per device.
         settings: Keyword arguments for StreamingDataLoader.
     """
@@ -164,9 +163,9 @@ class BucketedLoader(StreamingDataLoader):
     def _start_workers(self) -> Iterator[Any]:
         """Start this rank's DataLoader workers and return the iterator over their batches."""
         worker_batches = DataLoader.__iter__(self)
-        # PyTorch's SIGCHLD handler raises as soon as a worker dies, at whatever line the main thread is executing. If
-        # that is in a forward pass, the other ranks wait for this one in a collective. So remove our workers from the
-        # handler's list; `_next_batch` detects a dead worker within POLL_SECONDS, and all ranks stop at the same batch.
+        # PyTorch's SIGCHLD handler raises in the main thread as soon as a worker dies. In the middle of a forward pass,
+        # the other ranks would then wait for this one in a collective. So remove our workers from the handler's list;
+        # `_next_batch` detects a dead worker within POLL_SECONDS, and all ranks stop at the same batch.
         if isinstance(worker_batches, _MultiProcessingDataLoaderIter) and private_attribute(
             worker_batches, '_worker_pids_set'
         ):
@@ -371,8 +370,8 @@ def timestep_quantiles(seed: int, batch: Mapping[str, torch.Tensor], copies: tor
 
 
 def to_data_spec(loader: BucketedLoader) -> DataSpec:
-    """Return a Composer DataSpec for evaluation with this loader, whose last batch may be short."""
-    # Composer's default split_batch warns about a last batch that is short.
+    """Return a Composer DataSpec for evaluation with this loader."""
+    # The last batch may be short, and Composer's default split_batch would warn about that.
     return DataSpec(loader, split_batch=_split)
 
 
@@ -386,7 +385,7 @@ def _split(batch: dict[str, torch.Tensor], size: int | float) -> list[dict[str, 
 def ignore_stop_signals(worker: int) -> None:
     """Make a DataLoader worker ignore the stop signals; pass it to the loader as `worker_init_fn`."""
     # These signals ask a run to stop and reach its whole process group. The main process first finishes the current
-    # batch (see `Preemption`), for which it needs its workers, and ends them afterwards.
+    # batch (see `Preemption`). It needs its workers until then, and ends them afterwards.
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

@@ -27,7 +27,6 @@ def numbered_ids(sample_ids: NDArray[np.int64], num_samples: int) -> NDArray[np.
 
     Args:
         sample_ids: Ids in the order of the epoch, in [0, num_samples), int64 [N].
-        num_samples: Number of samples of the dataset.
     """
     if np.bincount(sample_ids).max(initial=0) <= 1:
         return sample_ids

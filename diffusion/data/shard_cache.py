@@ -42,7 +42,6 @@ def version(home: Path, digest: str, stream: str) -> Path:
     Args:
         home: The dataset's folder in the cache.
         digest: SHA-256 of the version's index, in hexadecimal.
-        stream: Name of the stream.
     """
     # StreamingDataset refuses two streams with the same local folder, so each stream gets a symbolic link of its own to
     # the version's folder.

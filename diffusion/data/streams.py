@@ -36,7 +36,7 @@ MAX_SHARE_ERROR = 0.01
 
 @dataclass(frozen=True)
 class Bucket:
-    """A stream with its name and the shape to which its images are cropped and resized."""
+    """A stream with its name and the shape of its images after cropping and resizing."""
 
     name: str
     stream: Stream
@@ -54,8 +54,8 @@ class BucketedDataset(VerifiedDataset):
         batch_size: Samples per device per batch.
         columns: Columns that every sample must have; one of each tuple is enough.
         seed: Seed of crops, flips and caption choice, in [0, 2**32).
-        elastic: For training: serve whole global batches, the same on any number of devices; samples that do not fill a
-            batch are left for another epoch. Otherwise, for evaluation, an epoch serves every sample once, in the same
+        elastic: True (training) serves whole global batches, the same on any number of devices, and leaves samples that
+            do not fill a batch for another epoch. False (evaluation) serves every sample once per epoch, in the same
             order each time (`diffusion.data.evaluation_order`).
         substitute: Replace samples that cannot be decoded by others of the same shard
             (`diffusion.data.bad_samples`).

@@ -1,4 +1,4 @@
-"""StreamingDataset that serves only verified shards, and whose processes all stop when one of them fails."""
+"""StreamingDataset that serves only verified shards, and stops all of its processes when one of them fails."""
 
 import contextlib
 import logging
@@ -43,7 +43,6 @@ class VerifiedDataset(StreamingDataset):
     an epoch early without an exception if a shard is missing, and may hang with several workers.
 
     Args:
-        streams: Streams by name.
         cache_folder: Cache folder that jobs may share, for the shards of streams whose `local` folder is inside it.
         cache_limit: Maximum total size of downloaded shards, such as `500gb`.
         streaming: Keyword arguments for StreamingDataset.

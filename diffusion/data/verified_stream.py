@@ -57,7 +57,6 @@ class VerifiedStream(Stream):
     """Stream whose shards are checked before use, and downloaded again if they are damaged.
 
     Args:
-        stream: The stream to copy.
         name: The stream's name in the recipe.
         cache: The cache folder; the stream is cached if its `local` folder is inside it.
         wait: Called repeatedly while waiting for files; an exception that it raises ends the wait.
@@ -405,8 +404,8 @@ class VerifiedStream(Stream):
 @contextmanager
 def hidden_remotes(streams: Sequence[VerifiedStream]) -> Iterator[None]:
     """Set all streams' remotes to None inside the block, so that StreamingDataset's constructor downloads nothing."""
-    # For a stream with a remote, the constructor downloads the index without checks, and get_shm_prefix() raises
-    # "Reused local directory" if another job uses the folder, or if a killed job has left the folder's name in shared
+    # The constructor downloads the index of a stream with a remote without checks, and get_shm_prefix() raises "Reused
+    # local directory" for it if another job uses the folder, or if a killed job has left the folder's name in shared
     # memory. Streaming has no setting for either. Remove this when jobs can share local folders.
     remotes = [stream.remote for stream in streams]
     for stream in streams:

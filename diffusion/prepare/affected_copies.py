@@ -1,4 +1,4 @@
-"""Find what was made from a dataset whose images are removed: latents, and runs that were trained on it."""
+"""Find latents that were made from a dataset whose images are removed, and runs that were trained on it."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from diffusion.prepare.remove_by_scan import index_folders
 from diffusion.storage.places import is_url, place_at
 
 MANIFEST = 'manifest.json'
-"""File with which latents name the index of the images that they were made from (`data.latents`)."""
+"""File of latents that identifies the index of the images that they were made from (`data.latents`)."""
 STREAMS = ('streams', 'eval_streams', 'precompute.streams')
 """Sections of a recipe that name datasets."""
 
@@ -39,7 +39,7 @@ def latents_of(indexes: Mapping[str, Sequence[str]], places: Sequence[str]) -> I
 
 
 def runs_with(places: Sequence[str], runs_dir: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield the name of each run whose recipe reads one of some datasets, and the streams that do.
+    """Yield the name of each run that reads one of some datasets by its recipe, and the streams that do.
 
     Args:
         places: Folders or URLs of datasets; a stream that reads a folder below one is found too.

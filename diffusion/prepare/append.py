@@ -2,8 +2,8 @@
 
 The delivery is converted in a work folder as in a first preparation, and compared with the images of the dataset. Its
 shards and tables are then put into the dataset, where nothing refers to them until the record is replaced
-(`dataset_record`); the indexes follow. Killed at any moment, each bucket is the old one or the grown one, and the next
-start of the same command finishes it. If another process changes the dataset meanwhile, the comparison is repeated.
+(`dataset_record`); the indexes follow. If the process is killed, each bucket is either the old or the grown one, and
+the next start of the same command finishes it. If another process changes the dataset, the comparison is repeated.
 """
 
 import logging
@@ -45,15 +45,15 @@ from diffusion.storage.retry import PreconditionFailed
 log = logging.getLogger(__name__)
 
 DUPLICATE_KEY = 'duplicate_key'
-"""Rejection reason of an image whose key another image of the dataset has."""
+"""Rejection reason of an image with the same key as another image of the dataset."""
 REMOVED = 'removed'
 """Rejection reason of an image that was removed from the dataset earlier."""
 PRESENT = 'already in the dataset'
-"""What images are counted as that the dataset has under the same key; they are skipped and not rejected."""
+"""Kind of skipped images in the report: the dataset has them under the same key, so they are not rejected."""
 COMPUTED = 'columns_from'
-"""Setting of which a dataset records the hash of a file, and not its path."""
+"""Setting with a path; a dataset records the hash of the file instead of the path."""
 BASE = 'base'
-"""File of the work folder that names the version of the dataset with which the delivery was compared."""
+"""File of the work folder that names the version of the dataset that the delivery was compared with."""
 
 
 def append(
@@ -61,13 +61,13 @@ def append(
 ) -> PrepareReport | None:
     """Add the images of a source to the dataset at `settings.out`, or resume an addition that was stopped.
 
-    All added images are for training; `hold_out` must be that of the dataset, whose held-out images stay the same.
+    All added images are for training; the held-out images stay the same, and `hold_out` must be that of the dataset.
 
     Args:
-        settings: Settings of the preparation; those that affect samples must be those of the dataset.
+        settings: Settings of the preparation; those that affect samples must be equal to the dataset's.
         source: Source to read instead of `settings.source`.
         run: Function that runs the jobs (default: processes on this machine).
-        share: Convert only this share of the input, then return; see `pipeline.prepare`.
+        share: Share of the input to convert before returning; see `pipeline.prepare`.
 
     Returns:
         The report of this delivery, or None if `share` is given.
@@ -177,7 +177,7 @@ class _Addition(Preparation):
         return replace(plan, parts=PartList(plan.parts[number] for number in remaining))
 
     def forget_other_plan(self, plan: InputPlan) -> None:
-        """Remove the work of an earlier start that is in the dataset by now, or whose input has changed since.
+        """Remove the work of an earlier start if it is in the dataset by now, or if its input has changed since.
 
         Work on another source, or with other settings, is kept for `write_or_check` to refuse.
         """
@@ -187,7 +187,7 @@ class _Addition(Preparation):
         if saved.settings != plan.settings or saved.fingerprint == plan.fingerprint:
             return
         self.discard_other_version()
-        # The folder may have grown since a start that was killed, which has put nothing into the dataset.
+        # The input may have grown since a start that was killed before it put anything into the dataset.
         if plan.parts:
             log.warning('%s: the input changed since the last (interrupted) run; starting over', self.work.path)
         self.work.clear()
@@ -219,7 +219,7 @@ class _Addition(Preparation):
         """Add the converted delivery to the version of the dataset that was read last.
 
         Raises:
-            PreconditionFailed: Another process has changed the dataset meanwhile.
+            PreconditionFailed: Another process has changed the dataset since.
         """
         self.start_on_version(plan)
         catalog = Catalog.read(self.folders(plan), self.buckets)
@@ -247,7 +247,7 @@ class _Addition(Preparation):
         return report
 
     def start_on_version(self, plan: InputPlan) -> None:
-        """Remove what an earlier start has derived from another version of the dataset."""
+        """Remove the results that an earlier start derived from another version of the dataset."""
         self.token = self.dataset.token(plan.fingerprint)
         folder = delivery_folder(len(self.dataset.record.deliveries), self.token)
         base = self.work.path / BASE
@@ -257,7 +257,7 @@ class _Addition(Preparation):
         self.first = {bucket: self.dataset.next_shard(bucket) for bucket in self.buckets}
 
     def discard_other_version(self) -> None:
-        """Remove the results of comparing the delivery with another version of the dataset, which does not use them."""
+        """Remove the unused results of comparing the delivery with another version of the dataset."""
         staging, base = self.outputs[TRAIN].staging, self.work.path / BASE
         packed = (path.relative_to(staging.packed).as_posix() for path in staging.packed.rglob('*.mds.json'))
         # Shards and tables may be in the dataset already. Another process that has added the same delivery to the same
@@ -353,11 +353,11 @@ class _Addition(Preparation):
 
 
 def reject_known(catalog: Catalog, earlier: EarlierImages) -> tuple[NamedCount, int]:
-    """Reject the images of a delivery whose keys an image of the dataset has or had.
+    """Reject the images of a delivery that have the key of an image that the dataset has or had.
 
     Returns:
-        The images that the dataset has already, with the same pixels, which do not count as rejected; and the number of
-        those that were rejected because an image with other pixels has their key.
+        The images that the dataset already has with the same pixels, which do not count as rejected, and the number of
+        images rejected because an image with other pixels has their key.
     """
     kept = catalog.kept
     same_key = earlier.find_keys(catalog.key_hashes()[kept])

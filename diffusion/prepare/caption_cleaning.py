@@ -30,7 +30,7 @@ def clean_captions(raw: Sequence[Any], *, min_length: int = MIN_LENGTH, max_leng
 def usable_captions(
     raw: Sequence[Any], *, min_length: int = MIN_LENGTH, max_length: int = MAX_LENGTH
 ) -> dict[str, int]:
-    """Return an image's cleaned captions in their order, each with the number of the first raw one that it is from.
+    """Return an image's cleaned captions in their order, each with the index of the first raw caption that gives it.
 
     Args:
         raw: Raw values, which may include None, numbers and NaN.

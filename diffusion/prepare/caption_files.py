@@ -20,12 +20,12 @@ FILE_COLUMNS = ('file', 'file_name')
 CAPTION_COLUMNS = ('captions', 'caption', 'text')
 """Names of the column with the captions, in order of precedence; the last is that of Hugging Face's imagefolder."""
 _REJECTED_ROWS = ('no_caption', 'caption_not_text', 'caption_not_utf8')
-"""Reasons for which a row is rejected here, with its position, rather than when its image is converted."""
+"""Reasons to reject a row here, where its position is known, instead of when its image is converted."""
 NO_PATH = ('no_file_name', 'not_json', 'outside_folder')
-"""Problems of rows whose path is not that of an image in the folder."""
+"""Problems of rows that have no path of an image in the folder."""
 _DRIVE = re.compile('[A-Za-z]:[/\\\\]')
 TEXT_COLUMN = 'txt'
-"""Name of the .txt file among several caption columns, whose others are keys of the .json file."""
+"""Name of the .txt file among several caption columns; the others are keys of the .json file."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def read_caption_rows(file: Path, caption_columns: Sequence[str] = ()) -> Iterat
     has a problem.
 
     Args:
-        caption_columns: Columns with captions, of which a row of a JSONL may lack some; empty for the common names.
+        caption_columns: Columns with captions; a row of a JSONL may lack some. Empty for the common names.
 
     Raises:
         UserError: The file does not exist or cannot be parsed, or no row has a column of paths and one of captions.
@@ -100,7 +100,7 @@ def _path_problem(path: Any) -> str | None:
 
 
 def _caption_problem(captions: Sequence[Any]) -> str | None:
-    """Return the reason why none of a row's captions can be used, if it is one of those that name the row."""
+    """Return the reason why none of a row's captions can be used, if it is one of `_REJECTED_ROWS`, or None."""
     try:
         usable_captions(captions)
     except Unfit as unfit:
@@ -165,7 +165,7 @@ def _jsonl_rows(file: Path, _: Sequence[str]) -> Iterator[tuple[str, dict[str, A
             try:
                 row = json.loads(line)
                 problem = '' if isinstance(row, dict) else f'is {type(row).__name__}'
-            except (ValueError, RecursionError) as error:  # ValueError: also a number of more than 4300 digits
+            except (ValueError, RecursionError) as error:  # ValueError includes a number of more than 4300 digits
                 row, problem = None, f'is not JSON ({error})'
             # The first line shows whether the file is a JSONL at all.
             if problem and not found:
@@ -202,7 +202,7 @@ def read_sidecars(
         entry: The entry; it gets a problem if the text is not UTF-8, or the only captions are in an unreadable .json.
         text: Content of the .txt file; None if there is none.
         columns: Content of the .json file; None if there is none.
-        rule: What the .txt file holds.
+        rule: Content of the .txt file; see `SourceSettings.caption_text`.
         caption_columns: Keys of the .json file with captions, and `txt` for the .txt file; empty for the rule above.
     """
     entry.metadata = {} if columns is None else read_columns(columns)

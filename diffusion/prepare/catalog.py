@@ -36,7 +36,7 @@ NUMBERS = {
 
 @dataclass(frozen=True)
 class Samples:
-    """Table with one row per stored sample, one array per column, in the order of inputs and, within them, buckets."""
+    """Table with one row per stored sample, one array per column, sorted by input and then by bucket."""
 
     image: np.ndarray
     """Row of its image in the catalog, int64."""
@@ -137,7 +137,7 @@ class Catalog:
             yield found.take(rows - self.first_row[number]).combine_chunks()
 
     def caption_columns(self, images: np.ndarray) -> Counter[str]:
-        """Return the number of captions of the images in these rows by the column that they are from, if named."""
+        """Return the number of captions of the images in these rows by source column, if the columns are named."""
         total: Counter[str] = Counter()
         edges = np.searchsorted(images, self.first_row)
         for number, folder in enumerate(self.parts):
@@ -192,8 +192,8 @@ class Catalog:
     def hold_out(self, count: int) -> None:
         """Hold out the `count` kept images with the smallest hashes of their keys (XXH3, 64 bits).
 
-        No two kept images are duplicates of each other after `drop_duplicates`, so none in training is one of a
-        held-out image.
+        No two kept images are duplicates of each other after `drop_duplicates`, so no training image duplicates a
+        held-out one.
         """
         if not count:
             return
@@ -220,7 +220,7 @@ class Catalog:
 def _read_samples(folder: Path, buckets: Sequence[str], *, first_row: int) -> Samples:
     """Read the table of samples of a part whose first input is in row `first_row` of the catalog."""
     rows = read_samples(folder)
-    # Map the few distinct names to numbers, and not each of up to 100 million strings in Python.
+    # Map the few distinct names to numbers instead of up to 100 million strings in Python.
     names = rows['bucket'].combine_chunks().dictionary_encode()
     codes = np.array([buckets.index(name) for name in names.dictionary.to_pylist()], np.int16)
     return Samples(

@@ -134,7 +134,7 @@ def _settings(args: argparse.Namespace) -> 'PrepareSettings':
 
 
 def _inherit(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of the dataset that is added to, for those that are left out."""
+    """Return the existing dataset's settings, as defaults for an addition to it."""
     from diffusion.prepare.append import inherited_settings
 
     return inherited_settings(str(values['out'])) if values.get('out') else {}

@@ -52,7 +52,7 @@ COUNTS_FILE = 'part.json'
 """File of a part with its counts."""
 THUMBNAILS_PER_REASON = 6
 DECODER_REASONS = ('undecodable', 'truncated')
-"""Reasons for which the report lists the messages of the decoder."""
+"""Rejection reasons that the report lists with the messages of the decoder."""
 MAX_DETAIL = 200
 """Maximum length of such a message, in characters."""
 ATTEMPTS = 4
@@ -73,7 +73,7 @@ class PartCounts:
     columns: set[str] = field(default_factory=set)
     """Names of the metadata columns."""
     passed_over: dict[str, NamedCount] = field(default_factory=dict)
-    """Files that are neither images nor belong to one, by suffix; not among the inputs."""
+    """Files that neither are images nor belong to one, by suffix; they do not count as inputs."""
     details: dict[str, dict[str, int]] = field(default_factory=dict)
     """Messages of the decoder by rejection reason, with the number of images."""
     repaired: NamedCount = field(default_factory=NamedCount)
@@ -116,7 +116,7 @@ class PartJob:
             try:
                 return self._prepare(note)
             except _Unreadable as error:
-                # A missing file or a missing permission does not change by waiting; other errors may be temporary.
+                # Waiting does not help if a file or a permission is missing; other errors may be temporary.
                 permanent = isinstance(error.__cause__, FileNotFoundError | NotADirectoryError | PermissionError)
                 if permanent or attempt == ATTEMPTS - 1:
                     raise (UserError if permanent else DataError)(
@@ -137,8 +137,7 @@ class PartJob:
                 store_tables(unfinished, self.url)
                 return counts
         except OSError:
-            # Renaming fails if another machine was given the same part and finished first. Its folder holds the same
-            # bytes, so use it.
+            # Renaming fails if another machine had the same part and finished first. Its folder has the same bytes.
             if not self.folder.is_dir():
                 raise
             return read_counts(self.folder, self.part)
@@ -217,7 +216,7 @@ class PartJob:
         return counts
 
     def _is_full(self, pending: Sequence[tuple[int, Candidate]]) -> bool:
-        """Return True if these images are a batch for the function that computes columns; without one, one image is."""
+        """Return True if the images fill a batch for the columns' function; if there is no function, one image does."""
         if self.settings.columns_from is None:
             return bool(pending)
         pixels = sum(each.decoded.width * each.decoded.height for _, each in pending)
@@ -247,7 +246,7 @@ class PartJob:
 
     @contextmanager
     def _naming(self, entry: Entry) -> Iterator[None]:
-        """Name the image in an exception that is a bug, and not a bad image."""
+        """Add the image's name to any exception other than a rejection, since such an exception is a bug."""
         try:
             yield
         except Unfit:
@@ -256,7 +255,7 @@ class PartJob:
             raise RuntimeError(f'{self.name}, image {entry.key!r}: {error!r}') from error
 
     def _entries(self, note: Note) -> Iterator[Entry | PassedOver]:
-        """Yield the images of the part with their captions, each named in `note` in case the process dies at it.
+        """Yield the images of the part with their captions; name each one by `note`, in case it kills the process.
 
         Raises:
             _Unreadable: Reading failed.

@@ -38,7 +38,7 @@ class PrepareReport:
     source: str
     arguments: dict[str, Any]
     max_rejected: float = 1.0
-    """Maximum fraction of rejected inputs with which the preparation passes."""
+    """Maximum fraction of rejected inputs for the preparation to pass."""
     versions: dict[str, str] = field(default_factory=dict)
     license: str | None = None
     pictures: int = 0
@@ -68,7 +68,7 @@ class PrepareReport:
     fingerprint: str | None = None
     """Hash of the settings, the input and the package versions."""
     date: str | None = None
-    """Time at which the dataset was finished or last changed, in UTC."""
+    """Time when the dataset was finished or last changed, in UTC."""
     seconds: float = 0.0
     """Elapsed time of the last start in seconds."""
     deliveries: list[dict[str, Any]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Choice of what to read of a Hugging Face dataset: the configuration, the layout of its files, and the split."""
+"""Choose the configuration, the file layout and the split to read of a Hugging Face dataset."""
 
 import csv
 import json
@@ -31,7 +31,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     'arrow': (parquet.ARROW_SUFFIX,),
     'folder': (),
 }
-"""Layouts, with the suffixes of their files; those of images depend on the settings."""
+"""Layouts, with the suffixes of their files; suffixes of images depend on the settings."""
 TABLE_SUFFIXES = ('.csv', '.tsv', '.jsonl', '.json')
 """Suffixes of tables that hold no images, at most their addresses."""
 STATE = 'state.json'
@@ -42,12 +42,12 @@ SPLITS = 'dataset_dict.json'
 """File of several saved datasets, one folder per split."""
 ARCHIVE_SUFFIXES = ('.zip', '.7z', '.rar')
 MAX_TABLE_BYTES = 2**26
-"""Size of a table up to which its columns are looked up for a message."""
+"""Maximum size of a table that is read to name its columns in a message."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What is read of a dataset."""
+    """Files of a dataset to read, and their layout."""
 
     layout: str
     """A key of LAYOUTS."""
@@ -144,7 +144,7 @@ class Chooser:
         return Choice(layout, split, splits[split], others)
 
     def _refuse_unnamed(self, splits: Mapping[str, list[File]], none: Sequence[File]) -> None:
-        """Refuse to take a split such as `test`, the only one that files are named after, for the training data."""
+        """Refuse to choose between a split such as `test` and files of no split, if there is no split for training."""
         if none and self.split is None and all(split_in(split) != TRAIN for split in splits):
             raise UserError(
                 f'{self.location}: has the split {", ".join(splits)}, and {len(none)} files of no split, such as '
@@ -152,8 +152,8 @@ class Chooser:
             )
 
     def _config(self, files: Sequence[File]) -> tuple[DataFiles, dict[str, list[File]]]:
-        """Return the configuration to read, and those of its files that the card has patterns of, by split."""
-        # Folders CONFIG/SPLIT, as in the Hub's own Parquet copies, are configurations where the card has none.
+        """Return the configuration to read, and the files by split that match the card's patterns for it."""
+        # If the card has no configurations, folders CONFIG/SPLIT count as such, as in the Hub's own Parquet copies.
         paths = (file.name.split('/') for file in files if file.name.lower().endswith(parquet.SUFFIX))
         folders = {
             path[0]
@@ -169,7 +169,7 @@ class Chooser:
         return choose_config(None, folders, self.config, self.location), {}  # the user named files, not the card
 
     def _refuse_overlap(self, splits: Mapping[str, list[File]], chosen: str) -> None:
-        """Refuse a split that shares a file with one for testing, as the patterns of a card may say."""
+        """Refuse a split that shares a file with one for testing, which the patterns of a card may cause."""
         names = {file.name for file in splits[chosen]}
         for split, group in splits.items():
             shared = next((file.name for file in group if file.name in names), None)
@@ -219,7 +219,7 @@ class Chooser:
             raise UserError(download_first(file.url, address, caption, suffix=Path(file.name).suffix))
 
     def data_files(self, layout: str, files: Sequence[File]) -> list[File]:
-        """Return those of some files that hold the data of a layout; for images, the images alone."""
+        """Return the files that hold the data of a layout, by suffix; captions beside images are not included."""
         if layout == 'folder':
             suffixes = tuple(f'.{suffix}' for suffix in self.image_suffixes)
             return [file for file in files if file.name.lower().endswith(suffixes)]
@@ -239,7 +239,7 @@ def _others(
     *,
     of_config: Sequence[File] = (),
 ) -> list[PassedOver]:
-    """Return the files that are not read, each with the split or the reason for which it is not."""
+    """Return the files that are not read, each with its split or another reason."""
     used = {file.name for file in chosen}
     reasons = {file.name: 'other configuration or no split' for file in of_config}
     reasons |= {file.name: f'split {split}' for split, group in splits.items() for file in group}
@@ -250,7 +250,7 @@ def saved_files(state: bytes, where: str) -> tuple[list[str], str | None]:
     """Return the names of the Arrow files of a saved dataset in order, and its split, from its state.json.
 
     Raises:
-        UserError: The file is damaged, or the dataset has an order that is not that of its files.
+        UserError: The file is damaged, or the rows of the dataset are not in the order of its files.
     """
     try:
         content: dict[str, Any] = json.loads(state)

@@ -17,7 +17,7 @@ from diffusion.prepare.source import PassedOver, is_hidden
 
 CARD = 'README.md'
 MAX_HEADER_BYTES = 2**20
-"""Size of a header beyond which it is refused: YAML of others is parsed here."""
+"""Maximum size of a header; a larger one is refused, since the YAML is written by strangers."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,6 @@ class DatasetListing:
 
         Args:
             location: A folder, or the name of a dataset on the Hub; a folder takes precedence.
-            hub: The Hub.
             commit: Commit to list on the Hub instead of the revision in the location.
 
         Raises:

@@ -33,7 +33,7 @@ from diffusion.storage.retry import PreconditionFailed
 
 RECORD = 'dataset.json'
 VERSION = 2
-"""Format of the record; a dataset of another one is refused."""
+"""Version of the record's format; a dataset with another version is refused."""
 IMAGES = 'images.parquet'
 SHARDS = 'shards.json'
 PARTS = 'parts.json'
@@ -79,7 +79,7 @@ class DatasetRecord:
     kept: list[str] = field(default_factory=list)
     """Shards that were replaced by a removal of images, which running jobs may still read."""
     obsolete: list[str] = field(default_factory=list)
-    """Files that are to be deleted when the indexes are up to date."""
+    """Files to delete when the indexes are up to date."""
 
     def content(self) -> bytes:
         """Return the content of dataset.json."""
@@ -145,13 +145,13 @@ class RecordedDataset:
     def token(self, *purpose: str) -> str:
         """Return 8 hex digits that name the files of one change to this version of the dataset.
 
-        The same change to the same version has the same names and writes the same content, so that it can be resumed;
-        any other has other names, so that no two processes write the same file.
+        The same change to the same version has the same names and writes the same content, so that it can be resumed.
+        Any other change has other names, so that no two processes write different content to one file.
         """
         return hashlib.sha256('\0'.join([self.record.content().decode(), *purpose]).encode()).hexdigest()[:8]
 
     def commit(self, record: DatasetRecord) -> None:
-        """Replace the record; this is the moment at which a change takes place.
+        """Replace the record; this is the moment when a change takes place.
 
         Raises:
             PreconditionFailed: Another process has changed the dataset since `refresh`.
@@ -205,7 +205,7 @@ class RecordedDataset:
         return EarlierImages.read(self.paths(delivery.images for delivery in self.record.deliveries), removed)
 
     def known_parts(self, source: Mapping[str, Any]) -> dict[str, set[str]]:
-        """Return the stamps of the parts, by name, that earlier deliveries from a source have had."""
+        """Return the stamps of the parts in earlier deliveries from a source, by name of the part."""
         known: dict[str, set[str]] = {}
         for delivery in self.record.deliveries:
             if delivery.source == source:
@@ -214,7 +214,7 @@ class RecordedDataset:
         return known
 
     def next_shard(self, bucket: str) -> int:
-        """Return the number of the next new shard of a bucket: higher than that of any shard it has or has had."""
+        """Return the number of the next new shard of a bucket, higher than that of any present or former shard."""
         names = (name.rpartition('/') for name in self.shard_names())
         return max((int(file.split('.')[1]) + 1 for folder, _, file in names if folder == bucket), default=0)
 
@@ -230,8 +230,8 @@ class RecordedDataset:
 
     def _update(self, name: str) -> None:
         while True:
-            # Read the file first, then the record: if it is still the same file when it is replaced, then no process
-            # that knew a newer record has written it.
+            # Read the file first, then the record. If the file is unchanged when it is replaced, no process with a
+            # newer record has written it.
             found = self.folder.read_version(name)
             self.refresh()
             content = index_files(self.entries())[name].encode()
@@ -260,7 +260,7 @@ def index_hashes(entries: Entries) -> Iterator[tuple[str, str]]:
 
 
 def with_indexes(record: DatasetRecord, entries: Entries) -> DatasetRecord:
-    """Return the record with the hashes of the buckets' present indexes at the end of their lists."""
+    """Return the record with the hashes of the buckets' current indexes at the end of their lists."""
     indexes = {bucket: list(hashes) for bucket, hashes in record.indexes.items()}
     for bucket, digest in index_hashes(entries):
         if indexes.setdefault(bucket, [])[-1:] != [digest]:

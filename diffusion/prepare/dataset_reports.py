@@ -17,7 +17,7 @@ from diffusion.storage.atomic import write_atomically
 def finish_change(dataset: RecordedDataset) -> None:
     """Finish the last change to a dataset if the process that made it was killed: indexes, reports, obsolete files.
 
-    Do nothing if they are up to date. The page then has no thumbnails of the images.
+    Do nothing if they are up to date. A page that is written here has no thumbnails of the images.
     """
     dataset.folder.clean()
     dataset.update_indexes()
@@ -84,7 +84,7 @@ def merged_report(
 
     Args:
         reports: Reports of the deliveries, in order.
-        entries: Index entries of the dataset's shards by bucket, which count the samples that are left.
+        entries: Index entries of the dataset's shards by bucket, with the numbers of samples that are left.
         removed: Number of images that were removed after their delivery.
         removed_held_out: Number of images that were removed from the held-out dataset.
     """
@@ -155,7 +155,7 @@ def _summed_details(reports: Sequence[PrepareReport]) -> dict[str, dict[str, int
 
 
 def _merged_statistics(statistics: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return histograms with the sums of the counts; of the quantiles, only minimum and maximum can be merged."""
+    """Return histograms with the sums of the counts; minimum and maximum are the only quantiles that can be merged."""
     merged: dict[str, Any] = {}
     for name in statistics[0]:
         found = [each[name] for each in statistics if sum(each.get(name, {}).get('counts', ()))]
@@ -172,7 +172,7 @@ def _merged_statistics(statistics: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def without_names(report: PrepareReport, keys: frozenset[str]) -> PrepareReport:
-    """Return a report in which no list of examples names one of these keys; the counts stay."""
+    """Return a report without these keys in its lists of examples; the counts stay."""
 
     def kept(counts: dict[str, NamedCount]) -> dict[str, NamedCount]:
         return {

@@ -1,7 +1,7 @@
 """Configurations and splits (train, validation, test) of a dataset: by its card, or by names as in `datasets`.
 
-Names decide in this order: `data/NAME-00000-of-00002.parquet` is of the split NAME; else a folder named after a split,
-such as `test/0000.parquet`; else a file, such as `images-val-0000.tar`; else everything is the split `train`.
+Names decide in this order: `data/NAME-00000-of-00002.parquet` belongs to the split NAME; else a folder may be named
+after a split, such as `test/0000.parquet`; else a file, such as `images-val-0000.tar`; else all files are `train`.
 """
 
 import re
@@ -59,7 +59,7 @@ def choose_config(listed: Any, folders: Iterable[str], wanted: str | None, where
 
     Args:
         listed: `configs` of the dataset's card; None if there are none.
-        folders: Folders that are configurations of a dataset whose card has none.
+        folders: Folders that count as configurations if the card has none.
         wanted: Name that the user gave.
         where: The dataset, for messages.
 
@@ -116,8 +116,8 @@ def group_by_split(
     Args:
         files: Data files of one configuration of a dataset.
         name: Returns the path of a file relative to the dataset.
-        by_file: If no folder is named after a split, look at the names of the files too. If false, they must all name
-            one: the names of images are words, such as `test-pattern.png`.
+        by_file: If no folder is named after a split, look at the names of the files too. If false, all of them must
+            name one, since the names of images are ordinary words, such as `test-pattern.png`.
 
     Returns:
         Files by split, and those that belong to none because only others have a split in their path.
@@ -153,7 +153,7 @@ def choose_split(splits: Iterable[str], wanted: str | None, where: str) -> str:
     """Return the split to read: the one that the user named, else the only one, else `train`.
 
     Raises:
-        UserError: There is no such split, or several of which none is `train`.
+        UserError: There is no such split, or there are several but no `train`.
     """
     names = list(splits)
     if wanted is None and (len(names) == 1 or TRAIN in names):
@@ -169,16 +169,15 @@ def choose_split(splits: Iterable[str], wanted: str | None, where: str) -> str:
 
 
 def refuse_mixed_splits(location: str, names: Sequence[str], kind: str) -> None:
-    """Refuse a folder whose files belong to several splits, of which at least one is not for training.
+    """Refuse a folder that has files of several splits, unless all of them are for training.
 
     Names that may be ordinary words count only if every file has one: `images/train` and `images/val` are splits, but
-    `vehicles/train` beside `vehicles/plane` is a picture of a train. A folder directly in the location that is named
-    after a split, and, other than for images, files such as `test-00000-of-00002.parquet` always count.
+    `vehicles/train` beside `vehicles/plane` has images of trains. Two kinds of names always count: a folder directly in
+    the location that is named after a split, and files such as `test-00000-of-00002.parquet` unless they are images.
 
     Args:
         location: The folder, for messages.
         names: Paths of the data files relative to it.
-        kind: Kind of the source.
 
     Raises:
         UserError: The files belong to several splits.
@@ -233,6 +232,6 @@ def _pattern(wanted: Sequence[str], names: Sequence[str]) -> str | None:
         word = _WORD.search(last)
         end = 0 if word is None else word.end(1)
         suffix = last[max(end, last.find('.', end)) :]
-        end += last[end : end + 1] in ('-', '_', ' ')  # a separator, so that `train-*` has no `train2`
+        end += last[end : end + 1] in ('-', '_', ' ')  # include a separator, so that `train-*` excludes `train2`
         found = '/'.join([*folders, f'{last[:end]}{"*" if last[end:] != suffix else ""}{suffix}'])
     return found if [name for name in names if is_inside(name, found)] == list(wanted) else None

@@ -1,7 +1,7 @@
 """Engines that run the jobs of `diffusion prepare` on several machines: Ray, Spark or others; or no engine at all.
 
-All machines need access to the input at the same location, and to the work folder (NFS, Lustre); shares do not need the
-latter if `PrepareSettings.parts` is in an object store.
+All machines need access to the input at the same location, and to the work folder (NFS, Lustre). Shares do not need a
+common work folder if `PrepareSettings.parts` is in an object store.
 
 - Ray: `diffusion prepare RECIPE.yaml --engine ray` on a cluster started with `ray start`; without one, Ray uses only
   this machine.

@@ -22,7 +22,7 @@ BATCH_IMAGES = 64
 BATCH_PIXELS = 2**26
 """Limits of a batch; the pixels are those of the decoded images, 200 MB."""
 RESERVED = ('caption_length', 'perceptual_hash', 'source_height', 'source_width', 'language')
-"""Columns of our own, which a function may not compute."""
+"""Columns that this package computes itself; a user's function may not."""
 
 
 def json_value(value: Any) -> Any:
@@ -61,7 +61,7 @@ def read_columns(text: bytes) -> dict[str, Any]:
 
 
 def source_hash(path: str) -> str:
-    """Return the SHA-256 of the user's file, by which a dataset records the function that computed its columns."""
+    """Return the SHA-256 of the user's file; a dataset records it to identify the function that computed columns."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 

@@ -146,7 +146,7 @@ def single_file_part(file: File, suffix: str) -> Part:
 
 
 def with_passed_over(parts: Sequence[Part], files: Sequence[PassedOver]) -> list[Part]:
-    """Return parts of which the first has the count of the listed files that are in none, for the report."""
+    """Return parts, the first of them with the counts of the listed files that are in no part, for the report."""
     counts: dict[str, NamedCount] = {}
     for file in files:
         count_named(counts, file.kind, 1, [file.key])
@@ -229,7 +229,7 @@ def _check_matches(location: str, base: str, files: Iterable[File]) -> None:
 
 
 def _split_by_suffix(files: Iterable[File], suffixes: Collection[str] | None) -> tuple[list[File], list[PassedOver]]:
-    """Return the files with one of some suffixes, and the others, among them hidden ones; None keeps all suffixes."""
+    """Return the files with one of some suffixes, and the others, including hidden ones; None keeps all suffixes."""
     endings = ('',) if suffixes is None else tuple(suffixes)
     found: list[File] = []
     others: list[PassedOver] = []
@@ -281,7 +281,6 @@ def _walk(location: str, broken: list[PassedOver]) -> Iterator[File]:
     """Yield all files below a local folder and the folders that it links to, or the file itself.
 
     Args:
-        location: The folder or file.
         broken: List that broken links are added to.
 
     Raises:

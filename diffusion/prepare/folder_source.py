@@ -46,15 +46,15 @@ from diffusion.prepare.source import (
 METADATA_FILES = ('metadata.jsonl', 'metadata.csv', 'metadata.parquet')
 """Captions files of Hugging Face's imagefolder, in order of precedence."""
 BESIDE = ('txt', 'json')
-"""Kinds of the files beside an image that hold its captions: text, of the suffix in the settings, and JSON."""
+"""Kinds of the files beside an image that hold its captions: text, with the suffix in the settings, and JSON."""
 OTHER_TEXT = 'caption'
-"""Suffix of text files that other programs write beside images, which is read if the settings name it."""
+"""Suffix of text files that other programs write beside images; they are read if the settings name it."""
 TABLE_KINDS = ('.csv', '.jsonl', '.json', '.parquet', '.tsv', '.xlsx')
 """Kinds of files that may be tables of captions under another name."""
 PART_IMAGES = 1000
 """Images per part."""
 MIN_IMAGES = 32
-"""Images from which on a job of its own is worth its start and its files."""
+"""Minimum number of images for a job of its own, to be worth its start and its files."""
 DOWNLOADS = 16
 """Number of objects to download at the same time."""
 
@@ -63,7 +63,7 @@ DOWNLOADS = 16
 class FolderSource:
     """Images in a folder and its subfolders, in parts of 1000; the key of an image is its path relative to the folder.
 
-    Without a captions file, the captions of `a.jpg` are read as in img2dataset's `files` format: `captions` in
+    If there is no captions file, the captions of `a.jpg` are read as in img2dataset's `files` format: `captions` in
     `a.json`, else those in `a.txt` (`caption_text`), else `caption` in `a.json`; other columns of `a.json` are
     metadata. A captions file is a CSV with columns `file` and `caption`, or a JSONL with `file` and `caption` or
     `captions`; other columns are metadata. If no image has such a file beside it, a `metadata.jsonl` or `metadata.csv`
@@ -74,7 +74,7 @@ class FolderSource:
     captions: str | None = None
     """Captions file, local or in an object store."""
     caption_text: CaptionText = 'whole'
-    """What a .txt file holds."""
+    """Content of a .txt file; see `SourceSettings.caption_text`."""
     caption_column: str | Sequence[str] | None = None
     """Columns of the captions file, or keys of the .json and `txt` for the .txt; None for the rule above."""
     image_suffixes: tuple[str, ...] = IMAGE_SUFFIXES
@@ -131,7 +131,7 @@ class FolderSource:
             others: Files to count as skipped.
             metadata: Captions files of an imagefolder, each for the images in its folder and below; None finds one in
                 the folder itself.
-            elsewhere: Names of images that are not listed on purpose; rows about them are skipped.
+            elsewhere: Names of images that are deliberately not listed; rows about them are skipped.
             copy: Yields a local copy of a captions file, given its URL.
 
         Raises:
@@ -254,13 +254,13 @@ class FolderSource:
         return entry
 
     def _paired_in_order(self, files: Iterable[File], passed_over: dict[str, NamedCount]) -> Iterator['_ImageFile']:
-        """Yield each image with the files beside it that hold its captions, of which none is read yet.
+        """Yield each image with the files beside it that hold its captions, which are not read yet.
 
         The files are not held in memory, as their order puts those of one stem together.
 
         Args:
             files: The files in the order of their names, hidden ones too.
-            passed_over: Counts to which the files are added that are neither images nor beside one.
+            passed_over: Counts by kind; files that are neither images nor beside one are added to them.
         """
         # All names that begin with the stem of an image and a dot follow each other, among them its captions, and such
         # spans of names are nested or apart.
@@ -307,7 +307,7 @@ class FolderSource:
         copy: Callable[[str], AbstractContextManager[Path]],
         notes: list[str],
     ) -> Iterator['_ImageFile']:
-        """Yield the images in the order of the captions files, then those that none lists, which are rejected.
+        """Yield the images in the order of the captions files, then those that no file lists, as rejected ones.
 
         A row of a missing or repeated image, or without a caption, is yielded as a rejected image too. If no row names
         an image, `notes` gets a hint.
@@ -377,7 +377,7 @@ class _ImageFile:
 
 @dataclass
 class _Span:
-    """The files whose names begin with the same stem and a dot."""
+    """Files with names that begin with the same stem and a dot."""
 
     prefix: str
     beside: dict[str, File] = field(default_factory=dict)
@@ -432,7 +432,7 @@ def metadata_in(folder: str, files: Iterable[File]) -> list[File]:
 
 
 def _put_beside(beside: dict[str, File], kind: str, file: File) -> File | None:
-    """Add a file to those of an image by kind; of `a.TXT` and `a.txt` the latter stays. Return the other one."""
+    """Add a file to those of an image by kind; prefer `a.txt` to `a.TXT`, and return the other one, if any."""
     other = beside.get(kind)
     if other is not None and other.name.rpartition('.')[2].islower():
         return file

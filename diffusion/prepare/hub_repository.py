@@ -29,7 +29,7 @@ DOWNLOADS = 8
 """Number of files to download at the same time per process; the Hub limits the requests per user."""
 HASHED_BYTES = 2**20
 MAX_PATH_CHARACTERS = 1024
-"""Length of a row's path above which the Hub is not asked for it: servers refuse or drop such requests."""
+"""Maximum length of a row's path to request from the Hub: servers refuse or drop requests with longer ones."""
 Answer = TypeVar('Answer')
 
 
@@ -58,7 +58,7 @@ def parse_name(location: str) -> HubName | None:
     if not location.startswith('hf://'):
         found = re.fullmatch(rf'{name}(?:@([\w./-]+))?', location)
         return None if found is None else HubName(found[1], found[2])
-    # A revision such as refs/convert/parquet has slashes, which a URL may also have as %2F.
+    # A revision such as refs/convert/parquet has slashes, or %2F for them in a URL.
     rest = r'(?:@(refs/(?:convert|pr)/[\w.-]+|[^/]+))?(?:/(.*))?'
     found = re.fullmatch(f'{PREFIX}{name}{rest}', location, re.DOTALL)
     if found is None:
@@ -75,7 +75,7 @@ def _name_of(url: str) -> HubName:
 
 @dataclass(frozen=True)
 class Hub:
-    """The Hub at HF_ENDPOINT, whose files are read at a commit, named in their URL, so that they do not change."""
+    """The Hub at HF_ENDPOINT; the URL of a file names a commit, so that its content does not change."""
 
     token_variable: str | None = None
     """Name of the environment variable with the token; None uses HF_TOKEN or the login of `hf auth login`."""
@@ -135,14 +135,14 @@ class Hub:
             yield paths
 
     def read_beside(self, table: str, path: str) -> bytes:
-        """Return the image that a row of a table has the path of, without a check of its hash.
+        """Return the image that a row of a table names by path; its hash is not checked.
 
         Args:
             table: URL of the table.
             path: Path relative to the table, or to the repository.
 
         Raises:
-            Unfit: The path leaves the repository, or there is no such file; other errors as by `copies`.
+            Unfit: The path leaves the repository, or there is no such file. Other errors are those of `copies`.
         """
         from huggingface_hub.errors import EntryNotFoundError
 
@@ -162,7 +162,7 @@ class Hub:
         raise Unfit('missing_file', f'{root} has no file {paths[0]!r}')
 
     def read_end(self, file: File, size: int) -> bytes:
-        """Return the last bytes of a file, at most `size`; without a check, since they are only looked at."""
+        """Return the last bytes of a file, at most `size`; their hash is not checked."""
         from huggingface_hub import hf_hub_url
 
         name = _name_of(file.url)
@@ -178,7 +178,7 @@ class Hub:
         name = _name_of(file.url)
 
         def attempt() -> Path:
-            # The client's folder of each file is its own: it writes lock files and metadata beside the copies.
+            # Give the client a folder per file, since it writes lock files and metadata beside the copies.
             own = Path(tempfile.mkdtemp(dir=folder))
             path = hf_hub_download(
                 name.repository,
@@ -202,7 +202,7 @@ class Hub:
 
     def _get(self, url: str, headers: Mapping[str, str]) -> Any:
         """Return the answer to a request of the Hub; errors are those of huggingface_hub."""
-        # Documented as `huggingface_hub.utils`, which lists no names that it exports.
+        # This is the documented module, but it does not declare which names it exports.
         from huggingface_hub.utils import (
             build_hf_headers,  # pyright: ignore[reportPrivateImportUsage]
             get_session,  # pyright: ignore[reportPrivateImportUsage]
@@ -218,7 +218,7 @@ class Hub:
     def _get_json(self, url: str) -> tuple[Any, str | None]:
         """Return the answer to an API request, and the query of its next page."""
         response = self._get(url, {})
-        # Only the query: the token must not go to another host.
+        # Return the query alone: the token must not be sent to another host.
         following = response.links.get('next', {}).get('url')
         return response.json(), None if following is None else urlsplit(following).query
 
@@ -234,7 +234,7 @@ def endpoint() -> str:
 
 
 def token_of(variable: str | None) -> str | None:
-    """Return the token in an environment variable; without one, that of HF_TOKEN or of `hf auth login`, or None.
+    """Return the token in an environment variable; if None is given, that of HF_TOKEN or `hf auth login`, or None.
 
     Raises:
         UserError: The variable is not set.
@@ -286,7 +286,7 @@ def _ask(request: Callable[[], Answer], url: str, name: str, revision: str | Non
             try:
                 return request()
             except LocalEntryNotFoundError as error:
-                # Raised for each failed request of a file's metadata; it looks like a missing file.
+                # huggingface_hub raises this for any failed request of metadata, so that it looks like a missing file.
                 raise error.__cause__ or ConnectionError(str(error)) from None
             except RuntimeError as error:
                 # hf_xet, which transfers large files, raises no other class.
@@ -329,10 +329,10 @@ def _refusal(error: Exception, name: str, revision: str | None) -> str | None:
 
 @cache
 def _turn_off_progress_bars() -> None:
-    """Turn off the progress bars of huggingface_hub, of which each file would have one."""
+    """Turn off the progress bars of huggingface_hub, which shows one per file."""
     from huggingface_hub.utils import disable_progress_bars  # pyright: ignore[reportPrivateImportUsage]  # as above
     from tqdm import tqdm
 
     disable_progress_bars()
-    # Without this, even a bar that is off creates a semaphore of the system, of which Python warns when a worker ends.
+    # Otherwise, even a bar that is off creates a system semaphore, and Python warns about it when a worker ends.
     tqdm.set_lock(threading.RLock())

@@ -38,8 +38,8 @@ IMAGES_AT_ONCE = 64
 class HuggingFaceSource:
     """One split of a Hugging Face dataset: `org/dataset[@revision]`, a `hf://datasets/` path or pattern, or a folder.
 
-    A folder is a snapshot of a repository (what `hf download` wrote) or what `save_to_disk` wrote. Files of other
-    splits and configurations are passed over and counted. The key of an image is that of the reader of its layout.
+    A folder is a snapshot of a repository, written by `hf download`, or was written by `save_to_disk`. Files of other
+    splits and configurations are skipped and counted. The key of an image is that of the reader of its layout.
     """
 
     location: str
@@ -67,7 +67,7 @@ class HuggingFaceSource:
 
     @property
     def _captions(self) -> dict[str, Any]:
-        """Keywords of the readers of captions in files beside the images."""
+        """Keyword arguments for the readers of captions in files beside the images."""
         return {
             'caption_text': self.caption_text,
             'caption_column': self.caption_column,
@@ -186,7 +186,7 @@ class HuggingFaceSource:
                 yield from folder.read(replace(part, where={'pictures': local}))
 
     def _check_columns(self, file: File) -> None:
-        """Report a wrong column name before any work is done."""
+        """Raise UserError for a wrong column name, before any work is done."""
         if file.size and is_on_hub(file.url):
             check_columns(pa.BufferReader(self._hub.read_end(file, FOOTER_BYTES)), self._columns, file.url)
         elif file.size and not is_remote(file.url):
@@ -202,7 +202,7 @@ def _metadata_of(images: Sequence[File], files: Sequence[File]) -> list[File]:
 
 
 def _files_on_hub(image: Mapping[str, Any]) -> list[File]:
-    """Return the files on the Hub of an image in a plan: the image and its captions; its stamp has that of each."""
+    """Return an image in a plan and its captions as files on the Hub; the image's stamp has the stamps of all."""
     if not is_on_hub(image.get('url', '')):
         return []
     beside, stamps = image.get('beside', {}).values(), image['stamp'].split(' ')

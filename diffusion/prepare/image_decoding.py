@@ -42,8 +42,8 @@ def decode_image(
         max_pixels: Maximum width times height, compared with the header of the file before it is decoded.
         formats: Names of optional formats to decode: heic, jxl and svg (`optional_formats`).
         svg_side: Minimum of the shorter side of an SVG drawing, in pixels.
-        resized_to: Returns the largest (width, height) to which an image of some width and height is resized; a JPEG
-            that is much larger is decoded smaller.
+        resized_to: Returns the largest (width, height) that an image of some width and height will be resized to; a
+            JPEG that is much larger is decoded smaller.
 
     Raises:
         Unfit: The image is rejected for one of the reasons of `read_image`, or for SVG also svg_text, svg_other_file or
@@ -87,7 +87,7 @@ def covering_size(width: int, height: int, shape: Shape) -> tuple[int, int]:
 
 
 def shrink(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """Downscale an image to a (width, height); return the same object if it has it."""
+    """Downscale an image to a (width, height); return the same object if it already has that size."""
     if size == image.size:
         return image
     # Reduce by an integer factor first, which is faster; with a gap of 3.0 or more the result is practically the same

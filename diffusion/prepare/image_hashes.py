@@ -21,11 +21,11 @@ FLAT_LEVELS = 4.0
 MAX_DISTANCE = 8
 """Maximum supported Hamming distance of near-duplicates, in bits."""
 ALL_PAIRS_LIMIT = 2048
-"""Number of hashes up to which all pairs are compared."""
+"""Maximum number of hashes to compare in all pairs."""
 MAX_COMPARISONS_PER_HASH = 1000
 """Comparisons per hash after which a search with more, smaller groups is tried."""
 MAX_PAIRS_PER_HASH = 16
-"""Near pairs per hash that are held in memory."""
+"""Maximum number of near pairs per hash to hold in memory."""
 MAX_TABLES = 1000
 """Maximum number of sorted tables in one search."""
 CHUNK = 2**18
@@ -49,7 +49,7 @@ def exact_hash(image: Image.Image, pixels: np.ndarray | None = None, size: tuple
 
 
 class PerceptualHash(NamedTuple):
-    """Hash of what an image looks like."""
+    """Hash of the appearance of an image."""
 
     bits: int
     """64 bits."""
@@ -58,7 +58,7 @@ class PerceptualHash(NamedTuple):
 
 
 def perceptual_hash(image: Image.Image) -> PerceptualHash:
-    """Return a 64-bit hash of which few bits change when an image is resized, recompressed or slightly edited.
+    """Return a 64-bit hash; few of its bits change when an image is resized, recompressed or slightly edited.
 
     pHash (Zauner 2010, Implementation and Benchmarking of Perceptual Image Hash Functions): take the DCT of a 32 x 32
     thumbnail, keep the lowest 8 x 8 frequencies, and set a bit for each that is above their median.
@@ -88,8 +88,8 @@ def duplicates(exact: np.ndarray, perceptual: np.ndarray, meaningful: np.ndarray
     Raises:
         UserError: `max_distance` is out of range.
     """
-    # Compare only distinct perceptual hashes with each other: first replace each image by the first one with an equal
-    # exact hash, then those by the first one with an equal perceptual hash.
+    # Compare distinct perceptual hashes with each other: first replace each image by the first one with an equal exact
+    # hash, then those by the first one with an equal perceptual hash.
     check_distance(max_distance)
     first = _first_of_equal(exact)
     unique = np.flatnonzero(first == np.arange(len(exact)))
@@ -112,7 +112,7 @@ def find_known(
 ) -> np.ndarray:
     """Return, for each image, the index of the first known one that it duplicates, or -1.
 
-    For few images and many known ones, of which it passes through the hashes without sorting them. Unlike in
+    This is fast for few images and many known ones: it reads the hashes of the latter without sorting them. Unlike in
     `duplicates`, each known image counts, whether or not it duplicates another.
 
     Args:
@@ -173,8 +173,8 @@ def _greedy(hashes: np.ndarray, distance: int) -> np.ndarray:
     pairs = _near_pairs(hashes, distance)
     if pairs is not None:
         return _resolve(len(hashes), *pairs)
-    # Too many near pairs for memory, so most images are duplicates and few are kept. Split in halves: the second half
-    # is compared only with the kept images of the first, and what is left of it with itself.
+    # There are too many near pairs for memory, so most images are duplicates and few are kept. Split in halves: compare
+    # the second half with the kept images of the first half, and then its remaining images with each other.
     middle = len(hashes) // 2
     found = np.concatenate([_greedy(hashes[:middle], distance), np.full(len(hashes) - middle, -1)])
     kept = np.flatnonzero(found[:middle] < 0)
@@ -246,8 +246,8 @@ def _pairs_by_blocks(hashes: np.ndarray, distance: int, blocks: int) -> tuple[np
 
 def _first_near(kept: np.ndarray, hashes: np.ndarray, distance: int) -> np.ndarray:
     """Return, for each hash, the index in `kept` of the first that differs in at most `distance` bits, or -1."""
-    # Sort the smaller array, and pass through the larger. Most hashes of the larger are not near any of the smaller,
-    # and have no equal key in a table of one byte per entry, which takes a tenth of the time of a binary search.
+    # Sort the smaller array, and pass through the larger. Most hashes of the larger are not near any of the smaller: a
+    # table of one byte per entry excludes them in a tenth of the time of a binary search.
     swapped = len(hashes) < len(kept)
     few, many = (hashes, kept) if swapped else (kept, hashes)
     found = np.full(len(hashes), len(kept))
@@ -270,7 +270,7 @@ def _first_near(kept: np.ndarray, hashes: np.ndarray, distance: int) -> np.ndarr
 
 
 class KeyTable:
-    """Table that tells quickly that most other keys are not among some; there are false positives.
+    """Table for fast membership tests: it excludes most keys that are not in a set, and has false positives.
 
     Args:
         keys: Keys, uint64 [N].
@@ -282,7 +282,7 @@ class KeyTable:
         self._table[self._entry(keys)] = True
 
     def may_contain(self, keys: np.ndarray) -> np.ndarray:
-        """Return False for keys that are not in the table, and True for all others and one of 16 of those."""
+        """Return True for all keys in the table and about 1 of 16 others, and False for the rest."""
         return self._table[self._entry(keys)]
 
     def _entry(self, keys: np.ndarray) -> np.ndarray:

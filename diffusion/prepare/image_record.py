@@ -23,7 +23,7 @@ HASHES = {
     'perceptual_hash': pa.uint64(),
     'is_flat': pa.bool_(),
 }
-"""Columns by which images are compared. `key_hash` is the XXH3 of the key; see `image_hashes` for the others."""
+"""Columns for comparing images. `key_hash` is the XXH3 of the key; see `image_hashes` for the others."""
 REMOVED_SCHEMA = pa.schema(HASHES)
 IMAGE_SCHEMA = pa.schema(
     {
@@ -39,7 +39,7 @@ bucket and the shard number of each sample of the image."""
 
 
 def key_hash(key: str) -> int:
-    """Return the hash by which keys are compared: XXH3 of its UTF-8 bytes, 64 bits."""
+    """Return the 64-bit hash of a key for comparisons: XXH3 of its UTF-8 bytes."""
     return xxhash.xxh3_64_intdigest(key.encode())
 
 
@@ -50,7 +50,7 @@ def write_images(
 
     Args:
         shard_of_sample: Number of the final shard of each sample.
-        split: TRAIN for a training set, whose table also has the held-out images; HELD_OUT for the held-out dataset.
+        split: TRAIN for a training set, to list the held-out images too; HELD_OUT for the held-out dataset.
     """
     names = pa.array(list(buckets), pa.string())
     with atomic_file(path) as unfinished, pq.ParquetWriter(unfinished, IMAGE_SCHEMA, compression='zstd') as writer:

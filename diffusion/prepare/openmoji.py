@@ -34,7 +34,7 @@ PART_EMOJI = 50
 """Emoji per part."""
 
 SKIN_TONES = frozenset({'1F3FB', '1F3FC', '1F3FD', '1F3FE', '1F3FF'})
-# Code points in which variants of one drawing differ: joiners, gender signs, and man, woman, person, boy, girl.
+# Code points that distinguish variants of one drawing: joiners, gender signs, and man, woman, person, boy, girl.
 _VARIANT = SKIN_TONES | {'200D', 'FE0F', '2640', '2642', '1F468', '1F469', '1F9D1', '1F466', '1F467'}
 # Equal drawings with unrelated code points, which would otherwise be split between train and heldout: the couple with
 # heart, with and without code points for its two people, and the flag of Australia, also used by Heard Island. A test
@@ -71,7 +71,7 @@ class Emoji:
     @property
     def is_heldout(self) -> bool:
         """True for the emoji of 1 of 16 families, which `split: heldout` selects."""
-        # Families are split, not emoji, so that no image in `heldout` has a variant in `train`.
+        # Split by families instead of emoji, so that no image in `heldout` has a variant in `train`.
         return int(hashlib.sha256(self.family.encode()).hexdigest(), 16) % 16 == 0
 
     def png(self, size: int) -> bytes:
@@ -182,7 +182,7 @@ def choose_emoji(
 def _distinct(emojis: list[Emoji]) -> Iterator[Emoji]:
     """Yield the emoji for `select: distinct`: one per family, without lettered ones and near-duplicates.
 
-    A family has the skin tone and gender variants of an emoji, of which the one with the fewest code points is taken.
+    A family has the skin tone and gender variants of an emoji; the one with the fewest code points is chosen.
     """
     simplest: dict[str, Emoji] = {}
     for emoji in sorted(emojis, key=lambda emoji: (len(emoji.codes), emoji.hexcode)):

@@ -45,7 +45,7 @@ def image_suffixes(formats: Collection[str]) -> tuple[str, ...]:
 
 
 def packages_of(formats: Collection[str]) -> list[str]:
-    """Return the pip packages that read these formats, whose versions affect the pixels."""
+    """Return the pip packages that read these formats; their versions affect the pixels."""
     return [REQUIREMENTS[name].package for name in formats]
 
 
@@ -132,8 +132,8 @@ def _jxl_codestream(encoded: bytes) -> bytes | None:
         if size == 1:
             size, header = int.from_bytes(encoded[start + 8 : start + 16], 'big'), 16
         if kind in (b'jxlc', b'jxlp'):
-            return encoded[start + header + (4 if kind == b'jxlp' else 0) :]  # jxlp: after the number of the piece
-        if size < header:  # 0: the last box
+            return encoded[start + header + (4 if kind == b'jxlp' else 0) :]  # the content of jxlp follows its number
+        if size < header:  # a size of 0 marks the last box
             break
         start += size
     raise ValueError('the file has no codestream')
@@ -161,7 +161,7 @@ def looks_like_svg(encoded: bytes) -> bool:
 
 
 def render_svg(svg: bytes, *, side: int, max_pixels: int) -> bytes:
-    """Return a drawing as a PNG with transparency, rendered in another process, which a drawing can crash or hang.
+    """Return a drawing as a PNG with transparency, rendered in another process, since it may crash or hang.
 
     Args:
         side: Minimum of the shorter side in pixels.
@@ -176,7 +176,7 @@ def render_svg(svg: bytes, *, side: int, max_pixels: int) -> bytes:
 class _Renderer:
     """The process that renders, started with the first drawing and after each crash."""
 
-    # A process per drawing would take a tenth of a second for each.
+    # Starting a process for each drawing would take a tenth of a second.
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -210,7 +210,7 @@ class _Renderer:
         return process.returncode
 
     def _end(self) -> Unfit:
-        """Return the reason for which the process has ended."""
+        """Return the reason to reject the drawing, given how the process ended."""
         status = self.close()
         if status == -signal.SIGALRM:
             return Unfit('svg_too_complex', f'rendering took more than {svg_process.TIMEOUT_SECONDS} seconds')

@@ -104,8 +104,7 @@ class FolderOutput:
             self.out.rename(self.staging.replaced)
 
     def put_in_place(self) -> None:
-        # The folder is missing if an earlier start was killed after it had moved the dataset and before it removed the
-        # work folder.
+        # The folder is missing if an earlier start was killed between moving the dataset and removing the work folder.
         if self.staging.dataset.exists():
             self._check_free()  # another process may have written to it since the first check
             replace_folder(self.staging.dataset, self.out, aside=self.staging.replaced)
@@ -170,7 +169,7 @@ class StoreOutput:
         found = self.folder.sizes()
         for name, size in expected.items():
             if found.get(name) != size:
-                # Forget that this object is done, so that the next start writes it again and keeps all others.
+                # Remove the record of this object, so that the next start writes it again and keeps all others.
                 self.work.complete.unlink()
                 if name in entries:
                     entries[name].unlink()

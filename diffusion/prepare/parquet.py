@@ -50,10 +50,9 @@ _ARROW_FILE_MAGIC = b'ARROW1'
 class ParquetSource:
     """Parquet files in a folder, a single file, or a pattern with braces; each file is one part, or several if large.
 
-    The image column holds bytes, Hugging Face's struct of bytes and path, or paths. An image that a row has only the
-    path of is read if it is a file in the same folder, local or in an object store. Columns that are not named are
-    detected by common names, ignoring case. The key of a row is the stem of the file plus its `key` column or its row
-    number.
+    The image column holds bytes, Hugging Face's struct of bytes and path, or paths. A path without bytes is read if it
+    is a file in the same folder, local or in an object store. Columns that are not named are detected by common names,
+    ignoring case. The key of a row is the stem of the file plus its `key` column or its row number.
     """
 
     location: str
@@ -77,7 +76,7 @@ class ParquetSource:
     def read(self, part: Part) -> Iterator[Entry]:
         """Yield one image with captions and metadata per row of a part.
 
-        For a damaged file, the rows before the damage, then an entry that reports it.
+        A damaged file yields the rows before the damage, then an entry that reports it.
 
         Raises:
             UserError: The file lacks a column, or the store denies access.
@@ -107,7 +106,7 @@ def images_of(location: str, table: str) -> ReadImage:
 
 
 def check_columns(file: str | pa.NativeFile, names: ColumnNames, where: str) -> None:
-    """Report a wrong column name before any work is done, given a Parquet file or the end of one."""
+    """Raise UserError for a wrong column name before any work is done, given a Parquet file or the end of one."""
     try:
         schema = pq.read_schema(file)
     except (pa.ArrowException, OSError):
@@ -116,12 +115,12 @@ def check_columns(file: str | pa.NativeFile, names: ColumnNames, where: str) -> 
 
 
 def parquet_entries(path: Path, part: Part, names: ColumnNames, *, images: ReadImage | None) -> Iterator[Entry]:
-    """Yield the rows of a part of a Parquet file; for a damaged file, those before the damage and an entry about it.
+    """Yield the rows of a part of a Parquet file; if it is damaged, those before the damage and an entry about it.
 
     Args:
-        part: The part, whose `where` has the URL of the file, its stem, and the row groups if it is not the whole file.
+        part: Part with the URL of the file, its stem, and the row groups if it is not the whole file, in `where`.
         names: Columns that the user named.
-        images: Reader of images that the rows only have the paths of.
+        images: Reader of images that the rows name by path.
 
     Raises:
         UserError: The file lacks a column.
@@ -146,7 +145,7 @@ def arrow_entries(path: Path, part: Part, names: ColumnNames, *, images: ReadIma
     """Yield the rows of a part that is an Arrow file, in its stream or file format; else as `parquet_entries`."""
     where = part.where
     try:
-        # `datasets` writes files of 500 MB, of which only a batch is needed at a time.
+        # `datasets` writes files of 500 MB, and one batch is needed at a time, so map the file.
         opened = pa.memory_map(str(path))
         schema, batches = _open_arrow(opened)
     except (pa.ArrowException, OSError) as error:
@@ -196,10 +195,10 @@ def parquet_parts(file: File) -> list[Part]:
 def _entries(
     batches: Iterator[pa.RecordBatch], columns: Columns, stem: str, row: int, images: ReadImage | None
 ) -> Iterator[Entry]:
-    """Yield the rows of batches, of which the first one has the number `row`; see `parquet_entries`."""
+    """Yield the rows of batches, numbered from `row`; see `parquet_entries`."""
     seen: set[str] = set()
     while True:
-        # Only the errors of reading the file are damage; those of `images` are not.
+        # Errors of reading the file are damage; those of `images` are not, and pass through.
         try:
             rows = row_values(next(batches))
         except StopIteration:

@@ -3,8 +3,8 @@
 A part is the unit of input that one job converts, such as a tar. In an object store, a preparation needs local disk
 space only for the shards that are being written, and for the tables of its images.
 
-Machines without a common folder convert shares of one input in an object store, and a preparation resumes whose disk is
-gone. A part is in the store when its tables are, which are written last, as one object.
+So machines without a common folder can convert shares of one input, and a preparation can resume after the loss of its
+disk. A part counts as stored when its tables are there; they are written last, as one object.
 """
 
 import json
@@ -24,11 +24,11 @@ from diffusion.storage.places import StorePlace
 LOCATION = 'shards.txt'
 """File of a part with the URL of its shards, if they are in an object store."""
 GAP_BYTES = 2**20
-"""Bytes between two samples that are read with them: they take less time than another request."""
+"""Maximum gap between two samples that one request reads: reading it takes less time than another request."""
 SPAN_BYTES = 2**22
-"""Bytes after which a request ends."""
+"""Number of bytes after which a new request begins."""
 REQUESTS = 8
-"""Requests at the same time for the samples of one shard."""
+"""Number of parallel requests for the samples of one shard."""
 TABLES = 'tables.zip'
 """Object with all files of a part's folder, which has no shards."""
 
@@ -118,7 +118,7 @@ def _stored_shards(folder: Path, written: int) -> tuple[str | None, list[int]]:
     """Return the URL of a part's shards, and the size of the header of each; None if they are in its folder.
 
     Args:
-        written: Time of its index, which tells it from an earlier part in the same folder.
+        written: Modification time of its index, which distinguishes it from an earlier part in the same folder.
     """
     location = folder / LOCATION
     if not location.exists():

@@ -62,8 +62,8 @@ def prepare(
     Args:
         source: Source to read instead of `settings.source`.
         run: Function that runs the jobs (default: processes on this machine).
-        share: Convert only this share of the input, such as 3/16, then return. For several machines with a common work
-            folder, or with `settings.parts`; when all shares are done, a call without `share` finishes the preparation.
+        share: Share of the input to convert, such as 3/16, before returning. Use it on several machines with a common
+            work folder or with `settings.parts`; then a call without `share` finishes the preparation.
 
     Returns:
         The report, or None if `share` is given.
@@ -177,12 +177,12 @@ class Preparation:
         self.work.parts.mkdir(exist_ok=True)
         stored = None
         if self.settings.parts is not None:
-            # Each plan has a folder of its own there: several preparations may share `parts`.
+            # Several preparations may share `parts`, so each plan has a folder of its own there.
             stored = f'{self.settings.parts.rstrip("/")}/{plan.fingerprint[:16]}'
             self.work.store_parts(stored)
         pieces = [piece for piece in self.pieces(plan) if share is None or share.includes(piece.number)]
         remaining = [piece for piece in pieces if not self.work.part(piece.name).is_dir()]
-        # List the parts that another machine has converted, or an earlier start whose work folder is gone.
+        # List the parts that another machine, or an earlier start with a lost work folder, has converted.
         there = list_stored(stored) if stored is not None and remaining else {}
         if share is not None:
             remaining = [piece for piece in remaining if piece.name not in there]
@@ -268,7 +268,7 @@ class Preparation:
         """Check that an image is left for training; if not, remove the work folder.
 
         Args:
-            notes: Messages of the source, which may say why no image has a caption.
+            notes: Messages of the source, which may explain why no image has a caption.
 
         Raises:
             UserError: All images were rejected or would be held out.
@@ -432,9 +432,9 @@ class Preparation:
 
     def put_in_place(self, report: PrepareReport) -> None:
         """Move the complete datasets with this report to the outputs; idempotent."""
-        # The training set goes last, so that it never exists without the images that were held out from it. An existing
-        # one that is replaced goes first, since it may contain images that are held out now. The report decides, since
-        # the settings may have changed since the start that was killed here.
+        # Move the training set last, so that it never exists without the images that were held out from it. If it
+        # replaces an existing one, move that away first, since it may contain images that are held out now. Decide by
+        # the report, since the settings may have changed since the start that was killed here.
         if report.held_out is not None:
             self.outputs[TRAIN].set_aside()
             self.outputs[HELD_OUT].put_in_place()

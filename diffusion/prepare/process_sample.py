@@ -38,7 +38,7 @@ def sample_columns(settings: PrepareSettings) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A decoded image with its captions, which only the filters by columns and the buckets may still reject."""
+    """A decoded image with its captions; the filters by columns and the buckets may still reject it."""
 
     entry: Entry
     row: InputRow
@@ -82,7 +82,7 @@ def decode_entry(entry: Entry, row: InputRow, settings: PrepareSettings, buckets
 
 
 def resized_to(buckets: Buckets) -> Callable[[int, int], tuple[int, int]]:
-    """Return a function with the (width, height) at which an image of some width and height is stored at most."""
+    """Return a function from an image's width and height to the largest (width, height) that it is stored at."""
 
     def largest(width: int, height: int) -> tuple[int, int]:
         sizes = [covering_size(width, height, shape) for _, shape in buckets.choose(width, height)]
@@ -97,7 +97,7 @@ def make_samples(
     """Return the samples to store of an image, one per bucket; the image is encoded for each of them.
 
     Args:
-        candidate: The image, whose row gets its perceptual hash.
+        candidate: The image; its perceptual hash is written to its row.
         computed: Columns that were computed for it.
 
     Returns:
@@ -139,7 +139,7 @@ def thumbnail(image: Image.Image) -> bytes:
 def _stored(
     encoded: bytes, decoded: DecodedImage, shape: Shape, settings: PrepareSettings
 ) -> tuple[bytes, tuple[int, int]]:
-    """Return the image file to store, which is the original or resized to its bucket, and its (width, height)."""
+    """Return the image file to store, either the original or resized to its bucket, and its (width, height)."""
     keep_original = settings.store == 'original'
     if keep_original and decoded.is_unmodified:
         return encoded, (decoded.width, decoded.height)

@@ -1,9 +1,9 @@
 """Remove images from a prepared dataset: only the shards that hold them are rewritten, under new names.
 
 The new shards and tables are put beside the old ones. Replacing the record (`dataset_record`) removes the images; the
-indexes follow, and last the old files are deleted. Killed at any moment, the dataset is whole, and the next start of
-the same command finishes the rest. The record keeps hashes of the keys and pixels, so that a later delivery does not
-bring the images back.
+indexes follow, and last the old files are deleted. If the process is killed, the dataset is whole, and the next start
+of the same command finishes the rest. The record keeps hashes of the keys and pixels, so that a later delivery does
+not bring the images back.
 """
 
 import difflib
@@ -46,7 +46,7 @@ from diffusion.storage.retry import PreconditionFailed
 log = logging.getLogger(__name__)
 
 MAX_COMPARED_KEYS = 20_000
-"""Maximum number of keys among which the nearest to one that does not exist is searched."""
+"""Maximum number of keys to compare with a missing key, to suggest the nearest."""
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Selection:
 
 @dataclass
 class Removal:
-    """What a removal has done to a dataset."""
+    """Changes that a removal has made to a dataset."""
 
     selection: Selection
     rewritten: list[str] = field(default_factory=list)
@@ -184,7 +184,7 @@ def purge(dataset: RecordedDataset) -> list[str]:
 
 
 def _remove_selected(dataset: RecordedDataset, selection: Selection, *, keep_old_shards: bool) -> Removal:
-    """Remove images from the version of the dataset in which they were found.
+    """Remove images from the version of the dataset that they were found in.
 
     Raises:
         PreconditionFailed: Another process has changed the dataset since.
@@ -307,7 +307,7 @@ def _removed_table(dataset: RecordedDataset) -> pa.Table:
 
 
 def _similar_keys(dataset: RecordedDataset, names: Sequence[str]) -> dict[str, list[str]]:
-    """Return keys of the dataset that may be meant by each of some that do not exist."""
+    """Return, for each key that does not exist, the most similar keys of the dataset."""
     found: dict[str, list[str]] = {name: [] for name in names}
     for delivery in dataset.record.deliveries:
         keys: Any = read_images(dataset.path(delivery.images), ['key'])['key']
@@ -321,5 +321,5 @@ def _similar_keys(dataset: RecordedDataset, names: Sequence[str]) -> dict[str, l
 
 
 def _rows_with(table: pa.Table, column: str, values: Collection[int]) -> np.ndarray:
-    """Return the sorted numbers of the rows of a table whose value in a column is one of `values`."""
+    """Return the sorted numbers of a table's rows that have one of `values` in a column."""
     return np.flatnonzero(np.isin(table[column].to_numpy(), np.array(list(values), np.uint64)))

@@ -122,7 +122,7 @@ def remove_scanned(
 
 
 def superseded(folder: Place, place: str) -> list[str]:
-    """Return the paths of old shards whose rewritten version is in an index, which a killed removal has left."""
+    """Return the paths of old shards that a killed removal has left; an index already lists their replacements."""
     left = []
     for name in index_folders(place):
         each = ScannedFolder(name, Versioned(b'', ''))

@@ -84,7 +84,7 @@ def run_remove(options: RemoveOptions) -> int:
 
 
 def _remove(options: RemoveOptions, keys: list[str], datasets: 'Sequence[RecordedDataset]') -> int:
-    """Remove images from datasets with records, of which the last is the one that was named."""
+    """Remove images from datasets with records; the last one is the dataset that the user named."""
     from diffusion.prepare.dataset_reports import finish_change
     from diffusion.prepare.remove import missing_problem, purge, remove, select
 
@@ -154,7 +154,7 @@ def _print_affected(options: RemoveOptions, datasets: 'Sequence[RecordedDataset]
 
 
 def _print_effect(dataset: 'RecordedDataset', rewritten: list[str], old_indexes: list[str], *, kept: bool) -> None:
-    """Print what a removal means for running jobs, caches and the order of samples."""
+    """Print the effects of a removal on running jobs, caches and the order of samples."""
     print(f'{dataset.folder}: rewrote {len(rewritten)} shards')
     if not rewritten:
         return

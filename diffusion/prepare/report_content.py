@@ -83,7 +83,6 @@ def _figure(catalog: Catalog, number: int | np.integer, original: str | None = N
     """Return a thumbnail of a stored sample with its first caption or, for a duplicate, the key of its original image.
 
     Args:
-        number: Number of the sample.
         original: Key of the image that it duplicates, if any.
     """
     sample = catalog.stored_sample(number)
@@ -99,8 +98,8 @@ def clip_token_counts(captions: Sequence[str]) -> np.ndarray:
 
 @functools.cache
 def _tokenizer() -> Tokenizer:
-    # Build the tokenizer here, since transformers, whose tokenizer training uses, takes seconds to import. That one
-    # also corrects broken Unicode (ftfy), which does not matter for a count.
+    # Build the tokenizer here instead of importing that of transformers, as training does: the import takes seconds.
+    # That one also corrects broken Unicode (ftfy), which does not matter for a count.
     tokens, merges = vocabulary()
     pairs = [(first, second) for first, _, second in (merge.partition(' ') for merge in merges)]
     ids = {token: index for index, token in enumerate(tokens)}
@@ -115,8 +114,8 @@ def _tokenizer() -> Tokenizer:
 def statistics_of(catalog: Catalog, images: np.ndarray) -> dict[str, Any]:
     """Return histograms over the images in these rows, for the report of a preparation.
 
-    One each of shorter side and aspect ratio before resizing, of the number of captions of an image, of the length of
-    its longest caption, and of the number of CLIP tokens of a caption.
+    The quantities are shorter side and aspect ratio before resizing, number of captions of an image, length of its
+    longest caption, and number of CLIP tokens of a caption.
     """
     width, height, length = (catalog.columns[name][images] for name in ('width', 'height', 'caption_length'))
     tokens = clip_token_counts(some_captions(catalog, images))
@@ -163,7 +162,7 @@ def _at_equal_distances(values: Any) -> Any:
 def _histogram(values: np.ndarray, edges: list[Any]) -> dict[str, Any]:
     """Return bin edges, counts and quantiles; the last bin has no upper edge."""
     counts, _ = np.histogram(values, [*edges, np.inf])
-    if not len(values):  # an added delivery of which no image was kept
+    if not len(values):  # no image of an added delivery was kept
         return {'edges': edges, 'counts': counts.tolist(), 'quantiles': {}}
     quantiles = np.quantile(values, QUANTILES)
     return {

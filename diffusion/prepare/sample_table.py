@@ -36,7 +36,7 @@ SAMPLE_SCHEMA = pa.schema(
 class InputRow:
     """Row of one input in a table of its part: its key, rejection reason, captions and measurements.
 
-    Values that are unknown because it was rejected stay zero or empty.
+    If it was rejected, the values that are unknown stay zero or empty.
     """
 
     key: str
@@ -45,7 +45,7 @@ class InputRow:
     captions: list[str] = field(default_factory=list)
     """Cleaned captions."""
     caption_columns: list[str] = field(default_factory=list)
-    """The column of the source that each of them is from; empty if there is only one."""
+    """Column of the source that each caption is from; empty if there is only one column."""
     width: int = 0
     """Width of the decoded image in pixels, before it is resized."""
     height: int = 0

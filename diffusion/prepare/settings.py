@@ -229,7 +229,7 @@ class PrepareSettings:
         if self.is_remote:
             return f'{self.out.rstrip("/")}-held-out'
         out = Path(self.out)
-        # The work folder is beside the target of a symbolic link, and the dataset is renamed from there.
+        # Resolve a symbolic link: the work folder is beside its target, and the dataset is renamed from there.
         out = out.resolve() if out.is_symlink() or out.name in ('', '..') else out
         return f'{out}-held-out'
 
@@ -273,7 +273,6 @@ def load_settings(
     """Load settings from a YAML file, the files that it extends, and `key=value` overrides.
 
     Args:
-        path: The YAML file.
         overrides: Settings that replace those of the file.
         inherit: Called with the settings; returns those to use where the file and the overrides give none.
 

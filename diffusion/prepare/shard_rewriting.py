@@ -1,4 +1,4 @@
-"""Rewriting of an MDS shard without some of its samples, which are copied byte for byte and not decoded."""
+"""Rewrite an MDS shard without some of its samples; the others are copied byte for byte and not decoded."""
 
 import json
 import struct

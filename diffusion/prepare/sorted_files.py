@@ -1,4 +1,4 @@
-"""Sort the files of a listing by name with little memory, whatever their number: in runs on disk that are merged."""
+"""Sort any number of listed files by name with little memory: sorted runs are written to disk and merged."""
 
 import heapq
 import marshal
@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import IO, NamedTuple
 
 IN_MEMORY = 300_000
-"""Number of files, with 120 MB, up to which they are sorted in memory."""
+"""Maximum number of files to sort in memory, which takes 120 MB."""
 BLOCK = 2000
 """Files that are written and read at a time."""
 
@@ -50,7 +50,7 @@ class SortedFiles(Iterable[File]):
 
 
 class _Run:
-    """Files in a temporary file, in blocks that are preceded by their size."""
+    """Sorted files in a temporary file, in blocks that are preceded by their size."""
 
     def __init__(self, files: Iterable[File]) -> None:
         self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115

@@ -18,14 +18,14 @@ NAMES_SHOWN = 20
 IMAGE_SUFFIXES = ('jpg', 'jpeg', 'jpe', 'jfif', 'png', 'webp', 'gif', 'bmp', 'tif', 'tiff', 'avif')
 """File suffixes of images, in lower case and without a dot."""
 CaptionText = Literal['whole', 'lines', 'first']
-"""What the text file of an image holds; see `SourceSettings.caption_text`."""
+"""Content of the text file of an image; see `SourceSettings.caption_text`."""
 MEMORY_BYTES = 2**26
-"""Size up to which a list of parts is kept in memory instead of in TMPDIR."""
+"""Maximum size of a list of parts to keep in memory; a larger one is kept in TMPDIR."""
 _COMMIT = re.compile(r'("hf://datasets/[^"@]*)@[0-9a-f]{40}(?=[/"])')
 
 
 def captions_in(text: bytes, kind: CaptionText) -> list[str]:
-    """Return the captions in the content of a text file; the texts of a JSON list are captions whatever the kind.
+    """Return the captions in the content of a text file; the texts of a JSON list are captions for every kind.
 
     Raises:
         UnicodeDecodeError: The text is not UTF-8.
@@ -38,7 +38,7 @@ def captions_in(text: bytes, kind: CaptionText) -> list[str]:
 
 
 def texts_of(value: Any) -> list[Any]:
-    """Return the captions in a value: those of a list or of a text with a JSON list of texts, or else the value."""
+    """Return the captions in a value: the items of a list, or of a JSON list of texts in a text, else the value."""
     if isinstance(value, list):
         return value
     if isinstance(value, str) and value.lstrip()[:1] == '[':
@@ -103,11 +103,11 @@ class PassedOver:
     key: str
     """Its name, for the report."""
     reason: str | None = None
-    """Why it is skipped if not for its suffix, such as `split test`."""
+    """Reason to skip it other than its suffix, such as `split test`."""
 
     @property
     def kind(self) -> str:
-        """What it is counted as: its reason, or its suffix in lower case such as `.svg`, `hidden`, `without suffix`."""
+        """Kind in the counts: its reason, or its suffix in lower case such as `.svg`, `hidden`, `without suffix`."""
         if self.reason is not None:
             return self.reason
         if is_hidden(self.key):
@@ -186,7 +186,7 @@ class Source(Protocol):
 
 @runtime_checkable
 class DivisibleSource(Source, Protocol):
-    """Source whose parts can be divided into smaller ones, so that several jobs convert one."""
+    """Source that can divide a part into smaller ones, so that several jobs convert it."""
 
     def divide(self, part: Part, count: int) -> Sequence[Part]:
         """Return at most `count` parts with the images of a part in order; the same for the same part and count."""
@@ -195,7 +195,7 @@ class DivisibleSource(Source, Protocol):
 
 @runtime_checkable
 class VersionedSource(Source, Protocol):
-    """Source of an input whose versions stay readable, such as a branch on the Hugging Face Hub with its commits."""
+    """Source of an input with versions that stay readable, such as the commits of a branch on the Hugging Face Hub."""
 
     def pinned_to(self, parts: Iterable[Mapping[str, Any]]) -> Source:
         """Return the source at the version that an earlier start of the preparation listed.
@@ -207,7 +207,7 @@ class VersionedSource(Source, Protocol):
 
 
 class PartList(Sequence[Part]):
-    """Parts of an input in order. Memory holds all of a part but its `where`, which takes 28 GB for 100 million images.
+    """Parts of an input in order. Their `where`, which take 28 GB for 100 million images, are not kept in memory.
 
     Args:
         parts: The first parts.
@@ -275,7 +275,7 @@ class PartList(Sequence[Part]):
 
 
 def plan_entry(part: Part) -> dict[str, Any]:
-    """Return what a plan has of a part: the values that the dataset depends on, without those for the report."""
+    """Return the entry of a part in a plan: the values that the dataset depends on, without those for the report."""
     return {'name': part.name, 'where': part.where, 'size': part.size, 'stamp': part.stamp}
 
 

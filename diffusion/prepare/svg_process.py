@@ -17,7 +17,7 @@ ANSWER = struct.Struct('<?Q')
 TIMEOUT_SECONDS = 20
 MEMORY_BYTES = 4 * 2**30
 FIRST_SIDE = 64
-"""Longer side of a first small rendering, which shows the aspect ratio."""
+"""Longer side of a first small rendering, to find the aspect ratio."""
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ class Rejected(Exception):
 
 
 def render(svg: bytes, side: int, max_pixels: int) -> bytes:
-    """Return a drawing as a PNG with transparency whose shorter side has at least `side` pixels.
+    """Return a drawing as a PNG with transparency; its shorter side has at least `side` pixels.
 
     Raises:
         Rejected: The drawing has text or an image of another file, or is too large.
@@ -55,7 +55,7 @@ def render(svg: bytes, side: int, max_pixels: int) -> bytes:
     text = svg.decode('utf-8-sig')
     # resvg allocates the size that a drawing claims, unless it gets the size of a frame to fit in.
     width, height = png_size(rendered(text, FIRST_SIDE))
-    # One less, since the small rendering is rounded: an image must not be smaller than its bucket.
+    # Subtract one, since the small rendering is rounded: an image must not be smaller than its bucket.
     frame = -(-side * max(width, height) // max(1, min(width, height) - 1))
     if frame * (-(-frame * min(width, height) // max(width, height))) > max_pixels:
         raise Rejected(f'too_many_pixels\0a drawing of {width} to {height} with a side of {side} exceeds {max_pixels}')
@@ -75,7 +75,7 @@ def check(svg: bytes) -> None:
 
 
 def rendered(svg: str, side: int) -> bytes:
-    """Return a drawing as a PNG whose longer side has `side` pixels."""
+    """Return a drawing as a PNG with a longer side of `side` pixels."""
     import resvg_py  # an extra, and `optional_formats` imports this module without it
 
     png = resvg_py.svg_to_bytes(svg_string=svg, width=side, height=side, skip_system_fonts=True)

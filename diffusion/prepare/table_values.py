@@ -1,4 +1,4 @@
-"""Values of the rows of an Arrow table as Python objects, whatever bytes and times it holds."""
+"""Values of the rows of an Arrow table as Python objects, for any bytes and times."""
 
 from typing import Any
 

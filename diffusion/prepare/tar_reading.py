@@ -74,7 +74,7 @@ def members(path: Path) -> Iterator[Member]:
 
 
 class _Tar:
-    """Sequential reader of the members of an open tar file, with the byte offset at which it is damaged."""
+    """Sequential reader of the members of an open tar file; it finds the byte offset of damage."""
 
     def __init__(self, file: IO[bytes] | gzip.GzipFile) -> None:
         self.file = file

@@ -37,7 +37,7 @@ class WebDatasetSource:
 
     location: str
     caption_text: CaptionText = 'whole'
-    """What a .txt member holds."""
+    """Content of a .txt member; see `SourceSettings.caption_text`."""
     caption_column: str | Sequence[str] | None = None
     """Keys of the JSON with captions, and `txt` for the .txt; None for the rule above."""
     image_suffixes: tuple[str, ...] = IMAGE_SUFFIXES
@@ -57,7 +57,7 @@ class WebDatasetSource:
         return with_passed_over([single_file_part(file, SUFFIXES[0]) for file in files], others)
 
     def read(self, part: Part) -> Iterator[Entry | PassedOver]:
-        """Yield the samples in tar order; for a damaged tar, those before the damage, then an entry that reports it.
+        """Yield the samples in tar order; if the tar is damaged, those before the damage and an entry that reports it.
 
         Raises:
             ValueError: The store denies access to the tar.
@@ -67,9 +67,9 @@ class WebDatasetSource:
             yield from self.read_tar(path, part.where['stem'])
 
     def read_tar(self, path: Path, stem: str) -> Iterator[Entry | PassedOver]:
-        """Yield the samples of a local tar, whose keys begin with this stem; see `read`."""
-        # A key that appears a second time would become two samples with one key. If both have an image it is a
-        # duplicate; otherwise the members of one sample were not adjacent, so that image and caption were read as two.
+        """Yield the samples of a local tar; their keys begin with this stem. See `read`."""
+        # Reject a sample with a key that has appeared before. If both samples have an image, it is a duplicate.
+        # Otherwise the members of one sample were not adjacent, so that image and caption were read as two samples.
         had_image: dict[str, bool] = {}
         try:
             for sample in _samples(path, self.image_suffixes, (self.caption_suffix, 'json')):
@@ -143,7 +143,7 @@ def _samples(path: Path, image_suffixes: Sequence[str], beside: Sequence[str]) -
 
 
 class _Group:
-    """Adjacent members of a tar whose names are the same up to the first dot.
+    """Adjacent members of a tar with names that are the same up to the first dot.
 
     Args:
         key: The name up to the first dot, with folders.

@@ -1,4 +1,4 @@
-"""Work folder of a preparation, from which a stopped one resumes: its layout and its lock.
+"""Work folder of a preparation, which makes it resumable: its layout and its lock.
 
 Several machines can work in one folder, each on a share of the input such as 3/16.
 """
@@ -48,7 +48,7 @@ class Staging:
 
     @property
     def dataset(self) -> Path:
-        """Path of the folder in which the final dataset is written; a local one is renamed to the output."""
+        """Path of the folder for the final dataset; a local one is renamed to the output."""
         return self.path / 'dataset'
 
     @property
@@ -63,13 +63,13 @@ class Staging:
 
     @property
     def replaced(self) -> Path:
-        """Path to which the existing dataset of the output is moved while it is replaced."""
+        """Path that the existing dataset of the output is moved to while it is replaced."""
         return self.path / 'replaced'
 
 
 @dataclass(frozen=True)
 class WorkFolder:
-    """Folder that holds the state of a preparation, from which a stopped preparation resumes."""
+    """Folder that holds the state of a preparation, so that it can resume after it was stopped."""
 
     path: Path
 
@@ -89,7 +89,7 @@ class WorkFolder:
         return self.path / 'stored-parts.txt'
 
     def store_parts(self, url: str) -> None:
-        """Note an object store folder that will hold shards of converted parts, which `remove` and `clear` delete."""
+        """Note an object store folder for shards of converted parts; `remove` and `clear` delete its content."""
         known = self.stored_parts.read_text(encoding='utf-8').splitlines() if self.stored_parts.exists() else []
         if url not in known:
             write_atomically(self.stored_parts, ''.join(f'{each}\n' for each in (*known, url)))

@@ -50,8 +50,8 @@ def run_jobs(jobs: Iterable[WorkerJob], *, workers: int) -> Iterator[Any]:
         DataError: A job's process died `DEATHS` times.
         Exception: A job raised it; the other jobs are stopped.
     """
-    # A job whose process died runs again beside the others, and after the second death alone, because memory may have
-    # run out, and the jobs beside it may have used it.
+    # If a job's process dies, the job runs again beside the others. After the second death it runs alone, since the
+    # other jobs may have used up the memory.
     pending, retries, last_tries = iter(jobs), deque[WorkerJob](), deque[WorkerJob]()
     deaths: Counter[str] = Counter()
     idle: list[_Worker] = []
@@ -155,7 +155,7 @@ def _wait_for_any(busy: list[_Worker]) -> list[_Worker]:
 def _death_message(worker: _Worker) -> str:
     note, code = worker.note, worker.stop() or 0
     if not note and code > 0:
-        # It imports the caller's script, which must not begin another preparation.
+        # A new process imports the caller's script, which must not begin another preparation.
         return (
             f'{worker.job.name}: its process ended with status {code} before it began, with the traceback above; a '
             "script that prepares data must do so below `if __name__ == '__main__':`"
@@ -169,11 +169,11 @@ def _death_message(worker: _Worker) -> str:
 
 
 def _start_forkserver() -> None:
-    """Start the server that forks the worker processes of a preparation, with SIGINT ignored, which they inherit."""
+    """Start the server that forks the worker processes of a preparation; they inherit that it ignores SIGINT."""
     # The terminal sends Ctrl-C to the whole process group. A worker that is still importing, before `_serve` ignores
     # SIGINT, would die with a traceback of its own.
     if threading.current_thread() is not threading.main_thread():
-        return  # signal handlers can be set by the main thread alone
+        return  # only the main thread can set signal handlers
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         forkserver.ensure_running()
@@ -207,7 +207,7 @@ def _exit_with_parent() -> None:
     """Wait for the parent process to end, then exit this process."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    # A daemon process is not stopped if its parent is killed with SIGKILL; it would go on writing while the next start
-    # resumes the same part. `sys.exit` would end only this thread.
+    # A daemon process is not stopped if its parent is killed with SIGKILL; it would continue to write while the next
+    # start resumes the same part. `sys.exit` would end only this thread.
     parent.join()
     os._exit(1)

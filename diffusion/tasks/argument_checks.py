@@ -1,6 +1,6 @@
 """Options of `diffusion generate`, `diffusion evaluate` and `diffusion export`, and their checks.
 
-They import no torch, so that a wrong path or number is reported within a second instead of after 15.
+This module does not import torch, so that a wrong path or number is reported within a second instead of after 15.
 """
 
 import json
@@ -36,7 +36,7 @@ LORA_WEIGHTS = 'pytorch_lora_weights.safetensors'
 SAFETY_CHECKER = ('stable_diffusion', 'StableDiffusionSafetyChecker')
 """Part of published pipelines of Stable Diffusion, by the module of diffusers' pipelines and its class."""
 UNSCALED = ('ddim', 'ddpm', 'dpm++', 'pndm', 'unipc')
-"""Noise schedulers of diffusion that do not scale the denoiser's input, which pipelines of transformers do not call."""
+"""Noise schedulers of diffusion that do not scale the denoiser's input. Pipelines of transformers need such ones."""
 
 
 def exported_pipelines() -> dict[str, ModelTraits]:
@@ -51,10 +51,10 @@ def is_export(folder: Path) -> bool:
 
 
 def check_pipeline(folder: Path) -> str:
-    """Check that a folder is a pipeline whose parts are classes of diffusers and transformers; return its class.
+    """Check that a folder is a pipeline with parts of diffusers and transformers only; return its class.
 
     Raises:
-        UserError: It is another pipeline, or names other classes, whose modules would run when they are imported.
+        UserError: It is another pipeline, or names other classes; importing these would run the code of their modules.
     """
     place = folder / MODEL_INDEX
     content = _read_json(place)
@@ -242,11 +242,11 @@ def evaluation_recipe(options: CheckpointOptions, evaluation: EvaluationOptions)
     runs_dir, _, name = place.rstrip('/').rpartition('/')
     overrides = [f'runs_dir={json.dumps(runs_dir)}', f'name={json.dumps(name)}', *options.overrides]
     overrides += [f'evaluators.image_metrics.{key}={json.dumps(value)}' for key, value in given.items()]
-    # `task` first in the file's values, so that sections which evaluation does not read may be incomplete.
+    # Set `task` first, so that sections which evaluation does not read may be incomplete.
     recipe = load(recipe_of_checkpoint(checkpoint), ['task=evaluate', *overrides])
     recipe.checkpoint = str(checkpoint)
     if not any(word.startswith('trainer.device=') for word in options.overrides):
-        recipe.trainer.pop('device', None)  # this machine may have another than the one that trained
+        recipe.trainer.pop('device', None)  # this machine may have another kind of device
     if given:
         recipe.evaluators = {'image_metrics': recipe.evaluators['image_metrics']}
     return recipe
@@ -357,7 +357,7 @@ def _problems_of_export(given: Mapping[str, Any], pipeline: str, config: Mapping
     if name is None or 'noise_scheduler' in problems:
         return problems
     is_flow_match = noise_schedulers.class_name(name, flow=flow).startswith('FlowMatch')
-    # Schedulers of flows alone take velocities, and lack the method with which pipelines of U-Nets scale their input.
+    # Schedulers for flows only take velocities, and lack the method that pipelines of U-Nets scale their input with.
     u_net = exported_pipelines()[pipeline].u_net
     refuses_flow_match = u_net or config.get('prediction_type') == 'sample'
     if pipeline == 'PRXPixelPipeline' and noise_schedulers.class_name(name, flow=True) != config.get('_class_name'):

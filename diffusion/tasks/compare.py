@@ -35,13 +35,13 @@ log = logging.getLogger(__name__)
 IMAGES, ANSWERS = 'images', 'answers'
 """Subfolders of the page's folder."""
 BATCH_SIZE = 8
-"""Images that are generated at once, and the most that an interruption loses."""
+"""Number of images generated at once; an interruption loses at most so many."""
 
 
 def build_page(settings: CompareSettings) -> None:
-    """Generate the images that are missing, and write the page and its key.
+    """Generate missing images, and write the page and its key.
 
-    Images are kept in the page's folder, so that a call that was interrupted continues with those that are missing.
+    Images are kept in the page's folder, so the next call after an interruption continues with those that are missing.
 
     Raises:
         UserError: The images of A and B are all equal, or have different shapes.
@@ -78,7 +78,7 @@ def _images_of(model: ComparedModel, settings: CompareSettings) -> tuple[Sequenc
     """Return the image file of each prompt, and a description of one side for the key."""
     if model.files:
         return model.files, {'source': model.source}
-    # Folders of images do not need torch and Composer, whose imports take 15 s.
+    # Import torch and Composer, which takes 15 s, only to generate images.
     from diffusion.tasks.compared_models import generate_images
 
     folder = settings.out / IMAGES / model.name.lower()
@@ -103,7 +103,7 @@ def serve_page(folder: Path, *, host: str, port: int) -> None:
     Args:
         folder: Folder of the page and its key.
         host: Address to bind.
-        port: Port; 0 for any that is free.
+        port: Port; 0 for a free one.
 
     Raises:
         UserError: The address cannot be used.

@@ -30,8 +30,8 @@ class ComparedModel:
     Args:
         name: `A` or `B`.
         place: Path of the checkpoint, of the exported pipeline, or of the folder of images.
-        source: Place for people to read, which for a checkpoint that was downloaded is its URL.
-        files: Image of each prompt, of a folder of images; empty for a model that generates them.
+        source: Place to show to people: the path, or the URL of a checkpoint that was downloaded.
+        files: Image file of each prompt if the place is a folder of images; empty for a model.
     """
 
     name: str
@@ -203,10 +203,8 @@ def _model(
 
     Args:
         name: `A` or `B`.
-        place: Path or URL.
-        prompts: All prompts of the file, whose numbers a folder of images has.
+        prompts: All prompts of the file; a folder of images is numbered by them.
         chosen: Indices of the prompts that are used.
-        options: Options of the command.
     """
     path = Path(place)
     try:

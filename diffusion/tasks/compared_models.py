@@ -33,8 +33,8 @@ def generate_images(
     Args:
         place: Checkpoint or exported pipeline.
         prompts: One prompt per image.
-        folder: Folder whose subfolders have the images of each model and setting.
-        source: Name of the model that the images and the key carry, to which the kind of its weights is added.
+        folder: Folder with one subfolder of images per model and setting.
+        source: Name of the model in the images and the key; the kind of its weights is added to it.
         guidance_scale: Guidance scale; None for the recipe's, or 7.5 for an export.
         num_inference_steps: Sampling steps; None for the recipe's, or 50 for an export.
         seed: Seed of the first image; each further image has the next one.
@@ -57,7 +57,7 @@ def generate_images(
     with claimed_checkpoint(place, 'comparison') as checkpoint:
         recipe = load(recipe_of_checkpoint(checkpoint), task='generate')
         recipe.checkpoint = str(checkpoint)
-        recipe.trainer.pop('device', None)  # this machine may have another than the one that trained
+        recipe.trainer.pop('device', None)  # this machine may have another kind of device
         components.check_device(recipe)
         model, which, _ = trained_model(recipe)
     if not isinstance(model, LatentDiffusion):

@@ -47,7 +47,7 @@ def trained_model(recipe: Recipe, which: Weights | None = None) -> TrainedModel:
     """Build a recipe's model with the weights of its checkpoint.
 
     Args:
-        recipe: The recipe; its `checkpoint` is the checkpoint to load, null for the run's latest.
+        recipe: Its `checkpoint` is the checkpoint to load, null for the run's latest.
         which: Averaged or training weights; None loads averaged weights if the checkpoint has them.
     """
     with claimed_checkpoint(recipe.checkpoint or recipe.run_place, recipe.task) as checkpoint:
@@ -55,7 +55,7 @@ def trained_model(recipe: Recipe, which: Weights | None = None) -> TrainedModel:
         model = components.build_model(recipe)
         if recipe.lora is not None:
             components.add_lora(recipe, model)
-        # The weights may be mapped from the file until they are copied here.
+        # The loaded tensors may be mapped from the file, so copy them while it is open.
         load_weights(model, weights, str(checkpoint))
         return TrainedModel(model, which, checkpoint.name)
 

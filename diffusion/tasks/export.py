@@ -48,7 +48,7 @@ def export(
 ) -> str:
     """Export the model of a checkpoint as the pipeline of its family, or an autoencoder as an AutoencoderKL.
 
-    Of a run with a LoRA, the LoRA alone is exported, as `pytorch_lora_weights.safetensors`, unless `merge` is True.
+    If the run trained a LoRA, it alone is exported, as `pytorch_lora_weights.safetensors`, unless `merge` is True.
 
     If `out` ends with `.safetensors`, the pipeline is one file in the layout that ComfyUI reads; see
     `models.single_file`. The LoRA of a U-Net has ComfyUI's names there, and diffusers' in a folder.
@@ -123,7 +123,6 @@ def average_of(checkpoint: Path, width: float, *, at: int | None = None) -> Reco
     """Reconstruct the average of any width from the snapshots of a checkpoint's run.
 
     Args:
-        checkpoint: A checkpoint of the run.
         width: Width of the average; see `reconstruct_average`.
         at: Batch of the average; None is the batch of the last snapshot at or before the checkpoint.
 
@@ -193,7 +192,7 @@ def write_folder(model: nn.Module, recipe: Recipe, folder: Path, precision: torc
     for part in pipeline.components.values():
         if isinstance(part, nn.Module):
             _cast(part, precision)
-    # It warns of the parts that a pipeline does not have, such as Stable Diffusion 3's T5.
+    # Hide diffusers' warnings about parts that a pipeline was built without, such as Stable Diffusion 3's T5.
     with errors_only('diffusers.pipelines.pipeline_utils'):
         pipeline.save_pretrained(folder)
     make_readable_by_version_4(folder, pipeline)

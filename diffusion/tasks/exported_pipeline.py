@@ -99,7 +99,6 @@ def draw_with_export(folder: Path, options: GenerateOptions) -> Tensor:
     """Generate one image per prompt with an exported pipeline, float32 [B, 3, height, width] in [0, 1].
 
     Args:
-        folder: Folder of the pipeline.
         options: Options of `diffusion generate`, which `check_generate` has checked.
     """
     pipeline = ExportedPipeline(folder, lora=None if options.lora is None else Path(options.lora))
@@ -134,7 +133,7 @@ def noise_shape(pipeline: Any) -> tuple[int, int, int]:
 
 
 def call_settings(pipeline: Any, *, negative: str, guidance: float) -> dict[str, Any]:
-    """Return the arguments with which a pipeline draws what the model was trained on.
+    """Return the arguments that make a pipeline generate images as the model was trained to.
 
     Args:
         negative: Negative prompt; empty for none.
@@ -142,8 +141,8 @@ def call_settings(pipeline: Any, *, negative: str, guidance: float) -> dict[str,
     """
     kind = type(pipeline).__name__
     if kind.startswith('PRX'):
-        # These pipelines refuse a scale below 1, and resize images to the sizes of the published models. Text cleaning
-        # changes prompts (lower case, no punctuation) that training has not changed.
+        # These pipelines refuse a scale below 1, and resize images to the sizes of the published models. Their text
+        # cleaning changes prompts (lower case, no punctuation), unlike training.
         settings = {'guidance_scale': max(guidance, 1.0), 'use_resolution_binning': False, 'negative_prompt': negative}
         return settings | ({'skip_text_cleaning': True} if kind == 'PRXPipeline' else {})
     # Pass None for an empty prompt: Stable Diffusion XL then uses zeros, if dropped captions were zeros in training.
@@ -163,7 +162,7 @@ def scheduler_like(scheduler: Any, name: str) -> Any:
     config = dict(scheduler.config) | {'_class_name': type(scheduler).__name__}
     if not is_flow_scheduler(config):
         return scheduler_class(name).from_config(scheduler.config)
-    # Schedulers of flows alone have other names for the same settings than those that also sample diffusion.
+    # Schedulers that sample only flows name these settings differently from those that also sample diffusion.
     shift = config.get('flow_shift', config.get('shift', 1.0))
     flow = {
         'num_train_timesteps': config['num_train_timesteps'],

@@ -73,7 +73,7 @@ def run_generate(options: GenerateOptions) -> None:
     with claimed_checkpoint(source, 'generate') as checkpoint:
         recipe = load(recipe_of_checkpoint(checkpoint), task='generate')
         recipe.checkpoint = str(checkpoint)
-        recipe.trainer.pop('device', None)  # this machine may have another than the one that trained
+        recipe.trainer.pop('device', None)  # this machine may have another kind of device
         settings = recipe.generate
         settings.prompts, settings.out = list(options.prompts), options.out
         settings.seed, settings.negative_prompt, settings.weights = options.seed, options.negative, options.weights

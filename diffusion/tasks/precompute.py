@@ -57,7 +57,7 @@ from diffusion.training.expand_streams import by_shape
 log = logging.getLogger(__name__)
 
 MIN_TIMEOUT_SECONDS = 3600.0
-"""Minimum timeout of collectives: a device that is done waits in a barrier for those with more shards to encode."""
+"""Minimum timeout of collectives: a device that has finished waits in a barrier for those with more shards."""
 
 
 @dataclass(frozen=True)
@@ -378,7 +378,7 @@ def _encoded(
 
 
 def _select_captions(row: dict[str, Any], settings: PrecomputeConfig) -> None:
-    """Leave the captions of a row that are encoded: all, first or longest, as `precompute.captions` is set."""
+    """Remove the captions of a row that are not encoded: keep all, the first or the longest (`precompute.captions`)."""
     if settings.captions != 'all':
         chosen = choose_caption_index(row['captions'], settings.captions, 0)
         for name in ('captions', CAPTION_COLUMNS):
@@ -472,7 +472,10 @@ def _posterior(model: LatentDiffusion, settings: PrecomputeConfig) -> str:
 
 
 def _samples_per_shard(model: LatentDiffusion, shape: Shape, settings: PrecomputeConfig) -> int:
-    """Return the samples in a shard of about `shard_mb` MB, a multiple of the batch size; 512 bytes per captions."""
+    """Return the samples in a shard of about `shard_mb` MB, a multiple of the batch size.
+
+    The captions of a sample are estimated to take 512 bytes.
+    """
     itemsize = np.dtype(settings.dtype).itemsize
     size = math.prod(_moments_shape(model, shape, settings)) * itemsize + 512
     if settings.latents == 'image+text':

@@ -17,7 +17,7 @@ from diffusion.training.resume import compare_with_checkpoint
 
 
 def describe_resume(recipe: Recipe) -> list[str]:
-    """Return lines that say from which checkpoint a recipe's run would resume, with which changes, and how fast.
+    """Return lines about a recipe's run before it resumes: checkpoint, changed settings and learning rate.
 
     Raises:
         UserError: A setting has changed that is fixed for a run.

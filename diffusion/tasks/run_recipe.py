@@ -31,12 +31,12 @@ from diffusion.runs.stop_signals import StoppedEarly, stopping_early
 log = logging.getLogger(__name__)
 
 RANK_ZERO_SECONDS = 5.0
-"""Time in which rank 0 should have printed the mistakes in a recipe, for which the other ranks wait."""
+"""Time that the other ranks wait for rank 0 to print the mistakes in a recipe."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `run.py RECIPE [key=value ...]`, and return an exit status of `diffusion.exit_codes`."""
-    # A run whose terminal is closed still saves, with SIGHUP as the request to stop.
+    # A run still saves a checkpoint if its terminal is closed: SIGHUP asks it to stop, and lost output is discarded.
     with discarding_lost_output():
         return _main(list(sys.argv[1:] if argv is None else argv))
 
@@ -65,8 +65,8 @@ def _main(arguments: Sequence[str]) -> int:
     except (UserError, DataError, ExternalError) as error:
         if os.environ.get('DIFFUSION_TRACEBACK'):
             traceback.print_exc()
-        # Rank 0 alone prints mistakes in a recipe, which all ranks find. Other errors, such as a missing shard, may
-        # occur on one rank alone.
+        # All ranks find the mistakes in a recipe, and rank 0 alone prints them. Other errors, such as a missing shard,
+        # may occur on one rank alone.
         if rank == 0 or not isinstance(error, RecipeError):
             prefix = f'rank {rank}: ' if rank else ''
             message = str(error) if recipe is None else hide_environment(recipe, str(error))
@@ -163,7 +163,7 @@ def caption_files(recipe: Recipe) -> Iterator[Path]:
     """Yield the existing lists of captions in the local folders of a recipe's streams and in the folders above."""
     from diffusion.prepare.report_content import CAPTIONS
 
-    # A training stream may have latents, which are in another folder than the images that they were made from.
+    # A training stream may have latents, and their folder is not that of the images that they were made from.
     streams = [*recipe.streams.values(), *recipe.eval_streams.values(), *recipe.precompute.streams.values()]
     locals_ = [Path(stream.local) for stream in streams if stream.local is not None]
     candidates = dict.fromkeys(folder / CAPTIONS for local in locals_ for folder in (local, local.parent))

@@ -64,7 +64,7 @@ def run(command: list[str]) -> None:
     path = os.path.abspath(command[0])
     sys.argv = list(command)
     main_module = sys.modules['__main__'] = types.ModuleType('__main__')
-    # Started processes of multiprocessing look for the main module by its file.
+    # Processes that multiprocessing starts by `spawn` find the main module by its file.
     main_module.__file__ = path
     try:
         exec(compile(Path(path).read_bytes(), path, 'exec'), vars(main_module))
@@ -78,7 +78,7 @@ def run(command: list[str]) -> None:
 
 
 def _import(modules: list[str]) -> str:
-    """Import modules, and call what is slow once, at low priority; return the reason if that fails."""
+    """Import modules at low priority, and make slow calls whose results are cached; return the reason of a failure."""
     found = (finder.find_spec('diffusion', None) for finder in sys.meta_path)
     spec = next((each for each in found if each is not None), None)
     if spec is None or spec.origin != diffusion.__file__:
@@ -92,7 +92,7 @@ def _import(modules: list[str]) -> str:
         try:
             for module in modules:
                 importlib.import_module(module)
-            # Composer's Trainer calls it, and py-cpuinfo measures for a second. The result is cached.
+            # Composer's Trainer calls this function, and py-cpuinfo measures for a second. The result is cached.
             if environment := sys.modules.get('composer.utils.collect_env'):
                 environment.get_cpu_model()
         except BaseException as error:
@@ -138,7 +138,7 @@ def _silence() -> None:
 
 
 def _set_oom_score(score: int) -> int:
-    """Set the score by which the kernel chooses a process to kill when memory is short; return the one before."""
+    """Set the score that decides which process the kernel kills if memory is short; return the previous score."""
     before = 0
     with contextlib.suppress(OSError, ValueError):  # Linux alone has the file
         before = int(OOM_SCORE.read_text())

@@ -1,7 +1,7 @@
 """`diffusion watch`: evaluate the checkpoints of a run as they appear, each once, by any number of watchers.
 
-A watcher keeps nothing: the checkpoints and the results in the run's folder or bucket say what is to be done. An
-evaluation is a process of its own, so that its failure ends neither the watcher nor the training.
+A watcher keeps no state: the checkpoints and results in the run's folder or bucket determine what remains to be done.
+An evaluation is a process of its own, so that its failure ends neither the watcher nor the training.
 """
 
 import json
@@ -32,7 +32,7 @@ from diffusion.storage.working_folder import working_folder
 log = logging.getLogger(__name__)
 
 MAX_TRIES = 3
-"""Number of evaluations of a checkpoint that may fail before it is left alone."""
+"""Number of evaluations of a checkpoint that may fail before it is given up."""
 RENEWALS_PER_LEASE = 5
 WATCHED = 'DIFFUSION_WATCHED'
 """Environment variable of an evaluation that must end when the process that started it is killed."""
@@ -54,9 +54,9 @@ class WatchSettings:
         metrics: Metrics that a checkpoint's results must have to count as evaluated; empty for any results.
         jobs: Maximum number of evaluations at once.
         keep_best: Metric and number: checkpoints with its best values are pinned, so that the run keeps them.
-        lease_seconds: Time after which an evaluation that shows no sign of life is done again.
-        elsewhere: True if the command submits a job, which goes on after it has ended.
-        poll_seconds: Time between two looks for new checkpoints.
+        lease_seconds: Time after which an evaluation that shows no sign of life is repeated.
+        elsewhere: True if the command submits a job, which continues after the command has ended.
+        poll_seconds: Time between two searches for new checkpoints.
         once: End when all checkpoints are evaluated, instead of waiting for new ones.
     """
 
@@ -82,7 +82,7 @@ class _Evaluation:
     process: subprocess.Popen[bytes]
     log: Path
     kept: ExitStack
-    """Keeps the run from removing the checkpoint, until closed."""
+    """Prevents the run from removing the checkpoint, until closed."""
     renewal: ExitStack
     """Renews the claim, until closed."""
 
@@ -112,7 +112,7 @@ class Watcher:
                     self._collect()
                     open_ones = self._start()
                 except (OSError, ExternalError) as error:
-                    # The storage failed; running evaluations go on.
+                    # The storage failed; running evaluations continue.
                     log.warning('%s: %s; trying again in %g s', self._place, error, self.settings.poll_seconds)
                     open_ones = True
                 if self.settings.once and not (open_ones or self._running or self._submitted):
@@ -126,7 +126,7 @@ class Watcher:
             )
 
     def _checkpoints(self) -> list[str]:
-        """Return the names of the complete checkpoints that are wanted, oldest first."""
+        """Return the names of the complete checkpoints to evaluate, oldest first."""
         if is_url(self._place):
             batches = published_batches(self._place)
         else:
@@ -138,7 +138,7 @@ class Watcher:
         return names[-1:] if self.settings.policy == 'latest' else names
 
     def results(self, name: str) -> dict[str, Any] | None:
-        """Return the results of a checkpoint, if it has all metrics that are wanted; else None.
+        """Return the results of a checkpoint if they have all required metrics, else None.
 
         Raises:
             OSError: The storage cannot be read.
@@ -157,7 +157,7 @@ class Watcher:
         return still_exists(Path(self._place, name))
 
     def _start(self) -> bool:
-        """Start evaluations of checkpoints without results; return True if some have none and were not given up."""
+        """Start evaluations of checkpoints without results; return True if any such checkpoint was not given up."""
         own = {each.checkpoint for each in self._running + self._submitted}
         waiting = [name for name in self._checkpoints() if name not in own | self._given_up]
         waiting = [name for name in waiting if self.results(name) is None]
@@ -175,8 +175,8 @@ class Watcher:
         return bool(set(waiting) - self._given_up)
 
     def _start_one(self, name: str, claim: Claim) -> None:
-        """Start the evaluation of a claimed checkpoint, unless its run has removed it meanwhile."""
-        # Another watcher may have finished between the look for results and the claim.
+        """Start the evaluation of a claimed checkpoint, unless its run has removed it."""
+        # Another watcher may have finished between the search for results and the claim.
         if self.results(name) is not None:
             claim.release()
             return
@@ -201,8 +201,7 @@ class Watcher:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # End it with this watcher, or it would go on beside the next watcher's evaluation of the same
-                # checkpoint.
+                # End it with this watcher: the next watcher will evaluate the same checkpoint.
                 preexec_fn=die_with_parent,
                 env=os.environ | {WATCHED: '1'},
             )
@@ -233,7 +232,7 @@ class Watcher:
             each.renewal.close()
             status = each.process.returncode
             if status == 0 and self.settings.elsewhere:
-                # The claim is not renewed any more, so it counts until its lease ends.
+                # The claim is not renewed any more, and expires with its lease.
                 log.info('%s: job submitted', each.checkpoint)
                 self._submitted.append(each)
                 continue
@@ -257,7 +256,7 @@ class Watcher:
         return True
 
     def _failed(self, each: _Evaluation, status: int) -> None:
-        """Release the claim of an evaluation that has left no results, and say why."""
+        """Release the claim of an evaluation that has left no results, and log the reason."""
         each.claim.release()
         if not self._exists(each.checkpoint):
             log.warning('%s: was removed by its run before its evaluation had read it; skipped', each.checkpoint)
@@ -289,7 +288,7 @@ class Watcher:
         log.info('best by %s: %s', metric, ', '.join(f'{name} ({values[name]:.4f})' for name in best))
 
     def _wait(self) -> None:
-        """Wait for the next look, or until an evaluation ends."""
+        """Wait until the next search for checkpoints is due or an evaluation ends."""
         deadline = time.monotonic() + self.settings.poll_seconds
         while time.monotonic() < deadline:
             if any(each.process.poll() is not None for each in self._running):
@@ -299,7 +298,7 @@ class Watcher:
     def _stop(self) -> None:
         """End the evaluations of this watcher and release their claims, so that another watcher can do them.
 
-        Jobs that were submitted go on, and keep their claims.
+        Submitted jobs continue, and keep their claims.
         """
         for each in self._submitted:
             each.kept.close()
@@ -338,9 +337,8 @@ def launch_command(
     """Return the command that submits an evaluation as a job, for `WatchSettings.command`.
 
     Args:
-        spec: Path of the job YAML, whose recipe names the evaluators.
-        name: Name of the jobs, to which the name of the checkpoint is added.
-        run: Path or URL of the run.
+        spec: Path of the job YAML; its recipe names the evaluators.
+        name: Start of the jobs' names; the name of the checkpoint is added.
         overrides: Further overrides of the job.
         nodes: Function that returns the number of nodes of the next job; None for that of the YAML.
     """

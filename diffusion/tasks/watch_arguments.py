@@ -94,7 +94,7 @@ def watch_settings(options: WatchOptions, evaluation: EvaluationOptions) -> Watc
                 raise UserError(
                     f'--max-nodes: {options.max_nodes} is less than the {spec.nodes} nodes of {options.launch}'
                 )
-            free_nodes(spec)  # a mistake here is better than at the first checkpoint
+            free_nodes(spec)  # report mistakes now, not at the first checkpoint
             nodes = partial(nodes_of_job, spec, options.max_nodes)
         command = launch_command(options.launch, spec.name, run, options.overrides, nodes)
     else:

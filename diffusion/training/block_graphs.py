@@ -137,11 +137,7 @@ class _SharedMemory:
 
 
 class _Pass:
-    """Calls of blocks in a forward pass with inputs of one shape, in the order of execution.
-
-    Args:
-        memory: Memory of all graphs.
-    """
+    """Calls of blocks in a forward pass with inputs of one shape, in the order of execution."""
 
     def __init__(self, memory: _SharedMemory) -> None:
         self.is_noted = False
@@ -210,7 +206,6 @@ class _Call:
 
     Args:
         plain: The block's `forward` without graphs.
-        memory: Memory of all graphs.
     """
 
     def __init__(
@@ -272,7 +267,7 @@ class _Call:
         self._outputs = [each.detach() for each in self._with_history]
 
     def capture_backward(self) -> None:
-        """Capture the backward pass, whose gradients of the weights have the same memory for all shapes."""
+        """Capture the backward pass; the gradients of the weights have the same memory for all shapes."""
         self._backward_graph = CudaGraph(self._backward, self._memory.pool, type(self.block).__name__)
         self._memory.gradients |= {
             (self.block, weight): gradient
@@ -398,7 +393,7 @@ class CudaGraph:
 
 @contextmanager
 def capturing(memory: _SharedMemory) -> Iterator[None]:
-    """Context in which graphs are captured, in a stream of their own, without changing the GPU's random numbers."""
+    """Capture graphs inside the context, in a stream of their own, without changing the GPU's random numbers."""
     if memory.pool is None:
         memory.pool = torch.cuda.graph_pool_handle()
     random_state, collects = torch.cuda.get_rng_state(), gc.isenabled()
@@ -418,7 +413,7 @@ def capturing(memory: _SharedMemory) -> Iterator[None]:
 
 @contextmanager
 def _replaced(block: nn.Module, aliases: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
-    """Context in which a block computes with other parameters."""
+    """Let a block compute with other parameters inside the context."""
     places = [
         (module, name, parameter, aliases[parameter])
         for module in block.modules()

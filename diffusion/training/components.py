@@ -64,7 +64,7 @@ def _check_is_recipe(recipe: object) -> None:
 
 
 def add_lora(recipe: Recipe, model: ComposerModel) -> None:
-    """Add the LoRA of a recipe to the denoiser of its model, whose other weights are frozen.
+    """Add the LoRA of a recipe to the denoiser of its model, and freeze the denoiser's other weights.
 
     Raises:
         UserError: The model has no denoiser or trains its text encoder, or a target matches no layer.
@@ -103,10 +103,8 @@ def build_dataset(
 
     Args:
         recipe: Loader settings, seed and model of the dataset.
-        streams: The streams, by name.
         component: The dataset's name and keyword arguments.
         batch_size: Samples per device per batch.
-        shuffle: Shuffle the samples.
         elastic: Yield the same global batches on any number of devices, all full; used for training.
         substitute: Replace samples that cannot be decoded.
     """

@@ -21,7 +21,6 @@ def by_shape(streams: Mapping[str, StreamConfig], *, smallest: int = 1) -> dict[
     shape.
 
     Args:
-        streams: Streams by name.
         smallest: Minimum number of samples of a shape; smaller shapes are skipped with a warning.
 
     Raises:

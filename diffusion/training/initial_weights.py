@@ -76,7 +76,7 @@ def read_weights(model: ComposerModel, start: InitFrom) -> SourceWeights:
     """Read the weights that `init_from` names, and return them by their names in the model.
 
     Raises:
-        UserError: As in `start_from`; the message has the key and the way out.
+        UserError: The source cannot be used, as in `start_from`; the message has the key and what to do.
     """
     try:
         is_public = hub_repository(start) is not None or is_original_file(start.source)

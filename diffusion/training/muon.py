@@ -179,7 +179,7 @@ class Muon(Optimizer):
             first += len(batch)
 
     def _update_batch(self, group: dict[str, Any], batch: list[Tensor], first: int, *, parts: int) -> None:
-        """Update weights of equal shapes on one device, each of which holds the rows of `parts` matrices."""
+        """Update weights of equal shapes on one device; each holds the rows of `parts` matrices."""
         momentum, lr = group['momentum'], float(group['lr'])
         weights = [local_shard(each) for each in batch]
         rows, columns = _size(batch[0])

@@ -74,9 +74,9 @@ def settle_buckets(model: DistributedDataParallel) -> None:
     Runs a backward pass of zeros through the DDP module, which triggers DDP's reassignment of parameters to buckets.
     """
     # DDP assigns gradients to buckets in the order of the parameters, and reassigns them after the first batch of a
-    # process, in the order in which they became ready. The order in which an all-reduce sums over ranks depends on a
-    # parameter's offset in its bucket. So on more than two ranks, the first batch after a restart would be summed in
-    # another order than in an uninterrupted run, and losses would differ.
+    # process in the order of readiness. A parameter's offset in its bucket determines in which order an all-reduce sums
+    # over ranks. So on more than two ranks, the first batch after a restart would be summed in another order than in an
+    # uninterrupted run, and losses would differ.
     module = model.module
     # This is about the order of a real backward pass; the overlap of reduction and computation depends on it.
     parameters = [parameter for parameter in in_order_of_use(module) if parameter.requires_grad]
@@ -104,7 +104,7 @@ def in_order_of_use(module: nn.Module) -> list[nn.Parameter]:
 
 
 class _Touch(nn.Module):
-    """Stand-in for the model in `settle_buckets`: a module without inputs, whose output is zero.
+    """Stand-in for the model in `settle_buckets`: a module without inputs that returns zero.
 
     The output depends on every parameter, so one backward pass gives each a gradient, and DDP then puts its gradient
     buckets into their final order.

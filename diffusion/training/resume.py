@@ -30,7 +30,7 @@ def compare_with_checkpoint(recipe: Recipe, checkpoint: Path | None) -> ResumedR
         checkpoint: The checkpoint to resume from; None if Composer's own saver has loaded it.
 
     Returns:
-        The changes, all of which may be made.
+        The changes; all of them are allowed.
 
     Raises:
         UserError: A setting has changed that is fixed for a run; on every rank.
@@ -51,7 +51,7 @@ def check_saver(recipe: Recipe) -> None:
 
 
 def _check_saver(recipe: Recipe) -> None:
-    """Raise UserError if the run has checkpoints in another folder than the one in which its recipe looks for them."""
+    """Raise UserError if the run has checkpoints in another folder than its recipe's."""
     folder = recipe.trainer.get('save_folder')
     way_out = 'set it back to resume, or use another name for a new run'
     if folder is not None and (present := list_checkpoints(recipe.run_dir)):
@@ -63,7 +63,7 @@ def _check_saver(recipe: Recipe) -> None:
     if not recipe.trainer.get('autoresume') or not place.is_file():
         return
     before = (read_yaml(place).get('trainer') or {}).get('save_folder')
-    # Only a local folder can be looked into; one elsewhere may have checkpoints.
+    # A local folder counts only if it has files; a folder elsewhere is not listed, and may have checkpoints.
     if before not in (None, folder) and ('://' in before or any(Path(before).glob('*'))):
         raise UserError(
             f'trainer.save_folder: {format_value(folder)}, but {place} says that this run saves its checkpoints to '

@@ -210,5 +210,5 @@ def _entry(owner: Any, name: str) -> PrivateName:
 def __getattr__(name: str) -> Any:
     if name not in IMPORTED:
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-    # Keep it, so that the next use is an ordinary look-up.
+    # Keep it as a global, so that the next use is an ordinary look-up.
     return globals().setdefault(name, IMPORTED[name].load())

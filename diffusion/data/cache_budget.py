@@ -70,7 +70,7 @@ class CacheBudget:
     def reserve(self, path: Path, size: int) -> Iterator[None]:
         """Evict enough shards for a new one of `size` bytes at `path`, and record its size.
 
-        Inside the block, create the file, or a temporary folder whose name has the size, so that others count it.
+        Inside the block, create the file, or a temporary folder with the size in its name, so that others count it.
         """
         # Evict and reserve under locks, which all jobs that share the folders take. Otherwise, two processes would
         # count the same free space and together exceed the limit.

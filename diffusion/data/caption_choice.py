@@ -11,7 +11,7 @@ from diffusion.errors import UserError
 
 CaptionChoice = Literal['first', 'random', 'longest']
 CAPTION_COLUMNS = 'caption_columns'
-"""Column of a dataset whose captions are from several columns of the source: a list with the column of each caption."""
+"""Column with a list of the source column of each caption, in a dataset with captions from several columns."""
 
 
 def captions_of(sample: dict[str, Any], where: str) -> list[str]:
@@ -51,7 +51,7 @@ def choose_caption_index(captions: list[str], rule: CaptionChoice, draw: float, 
         return 0
     if not chances:
         return int(draw * len(captions))
-    # The last caption with a chance also takes what rounding leaves below 1.
+    # The sum of the chances may be rounded to less than 1: draws above it choose the last caption with a chance.
     last = max(index for index, chance in enumerate(chances) if chance > 0)
     return next((index for index, end in enumerate(accumulate(chances)) if draw < end), last)
 

@@ -63,7 +63,7 @@ class DownloadTurns:
                 if is_complete():
                     raise _IsComplete
 
-        # Processes that gave up download one after another and not all at once: each waits for the next lock again.
+        # Processes that gave up waiting download one after another, not all at once: each waits for the next lock.
         for number in itertools.count():
             locked = path if not number else path.with_name(f'{path.name}.{number}')
             # A shard that was evicted is downloaded again. Do not wait a second time for a lock that was not released.

@@ -49,7 +49,7 @@ def position_to_save(dataset: StreamingDataset, timestamp: Timestamp) -> dict[st
 
 
 def place_dataset(dataset: StreamingDataset, timestamp: Timestamp) -> None:
-    """Set the position at which the dataset's next iteration starts to that of the timestamp; a collective call."""
+    """Make the dataset's next iteration start at the position of the timestamp; a collective call."""
     wanted = timestamp.epoch.value, timestamp.sample_in_epoch.value
     found = private_attribute(dataset, '_resume')(World.detect(), dataset.next_epoch)
     # The ranks of a node share the position: all of them must have read it before the first one writes it.

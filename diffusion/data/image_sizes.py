@@ -1,4 +1,4 @@
-"""Sizes of an image and its crop, on which Stable Diffusion XL is conditioned (Podell et al. 2023, section 2.2)."""
+"""Sizes of an image and its crop, inputs of Stable Diffusion XL (Podell et al. 2023, section 2.2)."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -40,7 +40,7 @@ from diffusion.runs.watchdog import collective_timeout
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
-"""Interval at which a rank that waits for its workers checks whether another process has failed."""
+"""Interval of the checks for failures of other processes, while a rank waits for its workers."""
 WORKER_EXIT_SECONDS = 5.0
 """Maximum wait for a worker to exit after its connection broke, and for all of them to end after a failure."""
 
@@ -48,8 +48,8 @@ WORKER_EXIT_SECONDS = 5.0
 class _EndOfWorkers:
     """Wrapper of the event that ends PyTorch's workers, so that a killed worker cannot block this process.
 
-    Workers look at the event between samples. One that is killed at that moment holds the event's lock forever, and
-    PyTorch takes that lock in the training process when it finds the dead worker, and when it ends the others.
+    Workers check the event between samples. A worker that is killed during the check holds the event's lock forever,
+    and PyTorch takes that lock in the training process when it finds the dead worker, and when it ends the others.
     """
 
     def __init__(self, event: Event) -> None:
@@ -128,7 +128,7 @@ class BucketedLoader(StreamingDataLoader):
         assert self.batch_size is not None
         first = sample_in_epoch // (self.batch_size * world.num_ranks)
         # StreamingDataLoader.state_dict() reads this count. Its __iter__, which maintains it, is bypassed here: it is a
-        # generator, which an exception ends for good, so next() could not be called again after a timeout.
+        # generator, and an exception ends a generator, so next() could not be called again after a timeout.
         self.num_samples_yielded = 0
         worker_batches: Iterator[Any] | None = None
         for index in itertools.count(first):

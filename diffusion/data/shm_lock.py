@@ -74,7 +74,7 @@ def _unused_name_on_all_ranks() -> Iterator[None]:
 
 
 def _unused(number: int) -> int:
-    """Return the first number, from this one on, that no file in shared memory is named by."""
+    """Return the first number, from this one on, that is not the prefix of a file in shared memory."""
     used = {path.name[:6] for path in SHM.glob('[0-9]' * 6 + '_*')}
     while f'{number:06}' in used:
         number += 1

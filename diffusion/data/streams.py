@@ -81,7 +81,7 @@ class BucketedDataset(VerifiedDataset):
         self.elastic = elastic
         self.substitute = substitute
         self.caption_weights: Mapping[str, float] | None = None
-        # Streaming's constructor derives a `proportion` for every stream. Only the private `_proportion` shows whether
+        # Streaming's constructor derives a `proportion` for every stream. The private `_proportion` is not None only if
         # the recipe set one.
         given = [bucket.stream for bucket in buckets if private_attribute(bucket.stream, '_proportion') is not None]
         self.is_proportional = bool(given) or streaming.get('epoch_size') is not None
@@ -203,7 +203,7 @@ class BucketedDataset(VerifiedDataset):
         return f'streams.{self.bucket_of(index).name}: sample {sample} (row {row} of {reader.raw_data.basename})'
 
     def current_epoch(self) -> int:
-        """Return the number of the epoch whose samples this dataset serves now, counted from 0."""
+        """Return the number of the epoch that this dataset serves now, counted from 0."""
         # Streaming increments `next_epoch` when an iteration starts; before the first one it is 0.
         return max(self.next_epoch - 1, 0)
 
@@ -242,7 +242,7 @@ class BucketedDataset(VerifiedDataset):
         return json.dumps(line | {'epoch': self.current_epoch(), 'error': errors[0]}, default=str)
 
     def load_state_dict(self, obj: dict[str, Any]) -> None:
-        """Set the position within the epoch at which a resumed run continues, from a checkpoint.
+        """Set the position in the epoch where a resumed run continues, from a checkpoint.
 
         The position is rounded down to a multiple of the current global batch, and to at most the end of the epoch.
         """
@@ -287,7 +287,7 @@ class BucketedDataset(VerifiedDataset):
 
     @cached_property
     def evaluation_order(self) -> EvaluationOrder:
-        """Order in which an epoch serves every sample once, for a dataset that is not elastic."""
+        """Order of an epoch that serves every sample once, for a dataset that is not elastic."""
         assert not self.elastic and isinstance(self.batch_size, int)
         # Take the samples of epoch 0 in every epoch: a stream with `choose` has others in each.
         samples = [self.resample_streams(0, index)[1] for index in range(len(self.streams))]

@@ -1,8 +1,8 @@
 """Streams that serve a shard only after its size and hash have been checked against its index.
 
-Streaming trusts any file that exists, even one whose hash it has just found to be wrong, or one that an earlier run
-left truncated. Here, a shard is checked when a run first needs it, and a download is checked before it is renamed to
-its final name.
+Streaming trusts any file that exists, even if it has just found its hash to be wrong, or if an earlier run left it
+truncated. Here, a shard is checked when a run first needs it, and a download is checked before it is renamed to its
+final name.
 """
 
 import hashlib

@@ -148,7 +148,7 @@ def _rows(file: Path, caption_columns: Sequence[str]) -> Iterator[tuple[str, dic
 
 
 def _csv_rows(file: Path, caption_columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    # A row with bytes that are not UTF-8 is rejected when its captions are looked at.
+    # Keep bytes that are not UTF-8 as surrogates; `_caption_problem` rejects their row.
     check = _check(caption_columns, f'{file.name} line 1')
     return csv_rows(file, file.name, check=check, errors='surrogateescape')
 

@@ -20,7 +20,7 @@ from diffusion.prepare.source import Entry, Unfit
 COLUMNS = {'image': 'bytes', 'captions': 'json', 'width': 'int', 'height': 'int', 'key': 'str', 'metadata': 'json'}
 """MDS encodings by column; width and height are those of the stored image, in pixels."""
 CAPTION_COLUMNS = 'caption_columns'
-"""Column of datasets whose captions are from several columns of the source: a list with the column of each caption."""
+"""Column with a list of the source column of each caption, in datasets with captions from several columns."""
 LANGUAGE_COLUMNS = ('language', 'LANGUAGE', 'lang')
 """Metadata columns that may hold the language of the captions, in order of precedence."""
 PRIVATE_COLUMNS = frozenset({'exif', 'EXIF'})

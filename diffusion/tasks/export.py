@@ -171,7 +171,7 @@ def run_export(options: ExportOptions) -> None:
 
 
 def write_folder(model: nn.Module, recipe: Recipe, folder: Path, precision: torch.dtype, *, lora: bool) -> str:
-    """Write a model to a folder, and return what was written: a pipeline's class, or a constant of `model_card`.
+    """Write a model to a folder, and return the kind of the export: a pipeline's class, or a constant of `model_card`.
 
     Args:
         folder: The folder, which exists.
@@ -200,7 +200,7 @@ def write_folder(model: nn.Module, recipe: Recipe, folder: Path, precision: torc
 
 
 def write_file(model: nn.Module, recipe: Recipe, file: Path, precision: torch.dtype, *, lora: bool) -> str:
-    """Write a model to a file in the layout that ComfyUI reads, and return what was written; see `write_folder`.
+    """Write a model to a file in the layout that ComfyUI reads, and return the kind of the export; see `write_folder`.
 
     Raises:
         UserError: There is no such layout for the model, or it cannot represent it.

@@ -86,7 +86,7 @@ def _import(modules: list[str]) -> str:
     errors: list[str] = []
 
     def work() -> None:
-        # A thread has a priority of its own on Linux. For a process, only root could raise it again.
+        # Linux can lower the priority of this thread alone; only root could raise that of a process again.
         if sys.platform == 'linux':
             os.setpriority(os.PRIO_PROCESS, 0, NICE)
         try:

@@ -70,7 +70,7 @@ class AdamW(torch.optim.AdamW):
         self.register_state_dict_post_hook(_with_own_steps)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update all weights that have gradients, and return what `closure` returns."""
+        """Update all weights that have gradients, and return the result of `closure`."""
         if self.defaults['differentiable']:
             return super().step(closure)
         loss = None
@@ -135,7 +135,8 @@ class AdamW(torch.optim.AdamW):
             return False
         if len({(each.device, each.dtype) for each in weights}) > 1:
             return False
-        # The counters are equal unless a weight had no gradient in some steps. They are read once per start of a run.
+        # The counters are equal unless a weight had no gradient in some steps. Reading them waits for the device, but
+        # happens once per start of a run: afterwards all are the same tensor.
         if len({id(each) for each in steps}) > 1 and torch.stack(steps).unique().numel() > 1:
             return False
         steps[:] = [steps[0]] * len(steps)

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 DENOISER = 'denoiser.'
 """Prefix of the names of a denoiser's tensors in a LatentDiffusion."""
 TEXT_SETTINGS = ('hidden_act', 'num_attention_heads', 'layer_norm_eps')
-"""Settings of a text encoder that change what its weights compute but do not show in their shapes."""
+"""Settings of a text encoder that change its output but not the shapes of its weights."""
 
 
 @dataclass(frozen=True)

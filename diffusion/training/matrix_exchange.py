@@ -56,7 +56,7 @@ def on_whole_matrices(
     """Apply a function to whole matrices, each on one rank, and return this rank's part of the results; a collective.
 
     Args:
-        function: Function from matrices [N, R, C] to results of the same shape and dtype, each matrix by itself.
+        function: Function from matrices [N, R, C] to results of the same shape and dtype, independent for each matrix.
         parts: This rank's part of each matrix: its shards [N, r, C], or whole copies [N, R, C].
         rows: R, rows of a whole matrix.
         first: Rank that computes the first matrix, modulo the number of ranks; the next ranks compute the next ones.
@@ -102,6 +102,7 @@ def _on_shards(
     matrices, height, columns = shards.shape
     ranks, mine = len(counts), counts[rank]
     chunk = -(-rows // ranks)  # rows per rank; the last ranks may have fewer or none
+    # Send each rank this rank's rows of the matrices that it computes, padded so that all shards have equal heights.
     padded = torch.nn.functional.pad(shards, (0, 0, 0, chunk - height))
     received = padded.new_empty(ranks * mine, chunk, columns)
     dist.all_to_all_single(received, padded, [mine] * ranks, counts, group=group)
@@ -109,6 +110,7 @@ def _on_shards(
     if mine:
         whole = received.view(ranks, mine, chunk, columns).transpose(0, 1).reshape(mine, ranks * chunk, columns)
         results[:, :rows] = function(whole[:, :rows])
+    # Send each rank its rows of the results, so that it gets its rows of all matrices.
     by_rank = results.view(mine, ranks, chunk, columns).transpose(0, 1).reshape(ranks * mine, chunk, columns)
     returned = padded.new_empty(matrices, chunk, columns)
     dist.all_to_all_single(returned, by_rank, counts, [mine] * ranks, group=group)

@@ -102,6 +102,6 @@ def handles(callback: Callback, event: str) -> bool:
 
 @cache
 def _class_handles(kind: type[Callback], event: str) -> bool:
-    """Return True if a class of callbacks has a method for an event, or handles events by itself."""
+    """Return True if a class of callbacks has a method for an event, or overrides `run_event`."""
     overrides_all = kind.run_event not in (Callback.run_event, LoggerDestination.run_event)
     return overrides_all or getattr(kind, event) not in (getattr(Callback, event), getattr(LoggerDestination, event))

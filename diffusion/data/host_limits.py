@@ -123,6 +123,7 @@ def open_file_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
 def disk_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
     """Yield a problem for each disk without space for the shards still to be downloaded (at most `cache_limit`)."""
     dataset = loader.dataset
+    # Several streams may share a disk, so add up the missing shards of each device.
     missing: dict[int, int] = {}
     folders: dict[int, Path] = {}
     for stream, shards in dataset.shards_of_streams():

@@ -323,6 +323,7 @@ class FolderSource:
                     if any(name in elsewhere for name in names):
                         continue
                     name = next((name for name in names if name in files), names[-1])
+                    # Accept a suffix in another case, as in a.JPG for a.jpg; the first such row indexes the files.
                     if name not in files and not row.problem:
                         by_suffix = by_suffix or {_lower_suffix(each): each for each in files}
                         name = by_suffix.get(_lower_suffix(name), name)

@@ -62,6 +62,8 @@ def write_images(
             if not len(rows):
                 continue
             keys = read_inputs(folder, ['key'])['key'].take(rows - first).combine_chunks()
+            # The samples of an image are adjacent in the catalog. Concatenate the ranges of all rows in `samples`: row
+            # i has samples[ends[i] : ends[i + 1]], which is empty for an image of the other split.
             starts, stops = (np.searchsorted(catalog.samples.image, rows, side=side) for side in ('left', 'right'))
             counts = np.where(catalog.split[rows] == split, stops - starts, 0)
             ends = np.concatenate([[0], np.cumsum(counts)])

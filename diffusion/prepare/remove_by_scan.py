@@ -97,6 +97,8 @@ def remove_scanned(
     for each in scanned:
         if not each.holding:
             continue
+        # The names of new shards follow from the index and the keys, so that a killed removal which is started again
+        # writes the same files. Nothing refers to them until the index is replaced.
         token = hashlib.sha256(each.index.content + '\0'.join(sorted(keys)).encode()).hexdigest()[:8]
         entries = []
         for entry in each.entries:

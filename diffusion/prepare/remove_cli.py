@@ -94,6 +94,7 @@ def _remove(options: RemoveOptions, keys: list[str], datasets: 'Sequence[Recorde
         for dataset in datasets:
             finish_change(dataset)
     selections = [select(dataset, keys, hashes) for dataset in datasets]
+    # A key may exist in one of the training set and its held-out dataset alone.
     missing = [name for name in selections[-1].missing if all(name in each.missing for each in selections)]
     if missing and not options.missing_ok:
         raise UserError(missing_problem(datasets[-1], missing))
@@ -179,6 +180,7 @@ def _remove_by_scan(options: RemoveOptions, keys: list[str], scratch: Path) -> i
             '--missing-ok and --runs-dir apply; leave out the other options'
         )
     folder = place_at(options.dataset, scratch)
+    # Delete the old shards of a removal that was killed after it had replaced an index.
     if not options.dry_run:
         folder.delete(superseded(folder, options.dataset))
     scanned = scan(folder, options.dataset, set(keys), scratch)
@@ -240,6 +242,7 @@ def _hash_of(path: Path, dataset: 'RecordedDataset') -> str:
     from diffusion.prepare.source import Unfit
 
     settings = dataset.record.settings
+    # If `fast_jpeg` is set, the dataset has hashes of JPEGs that were decoded smaller: decode the file in the same way.
     smaller = None
     if settings.get('fast_jpeg'):
         every = settings['buckets'] == 'every'

@@ -25,10 +25,10 @@ from diffusion.config.recipe import Component, Recipe
 from diffusion.config.resume_rules import rules
 from diffusion.config.schema import attribute_docs
 from diffusion.config.signatures import of_source, source_file, words
-from diffusion.runs import environment
 from diffusion.launch.backends import NAMES, backend_of
 from diffusion.launch.job_spec import JobSpec
 from diffusion.prepare.settings import PrepareSettings
+from diffusion.runs import environment
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig

@@ -80,6 +80,7 @@ def variance(gradients: list[torch.Tensor]) -> float:
     return float(torch.stack(gradients).var(dim=0).sum())
 
 
+@pytest.mark.cpu_seconds(10)
 def test_variance_of_the_batch_gradient_equals_that_of_fresh_noise(recipe):
     """Compared with draws that have nothing in common, and with copies that share their draws."""
     settings = load(recipe, ['model.caption_dropout=0.0'])

@@ -169,6 +169,7 @@ class Pixels(ComposerModel):
 """
 
 
+@pytest.mark.slow
 def test_recipe_with_a_user_defined_model_is_planned(tmp_path):
     """Run `diffusion plan`, whose counting process imports the recipe's modules."""
     (tmp_path / 'pixels.py').write_text(OTHER)

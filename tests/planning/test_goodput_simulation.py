@@ -164,10 +164,10 @@ def test_table_in_the_documentation_is_that_of_the_benchmark():
     half_hour = rare['synchronous (recipe)']
     hourly = goodput(interval=chosen_interval(stall=60, mtbf=386 * HOUR), stall=60, restart=240, mtbf=386 * HOUR)
     for gain, words in (
-        (rare['synchronous'] - half_hour, 'the best one instead of half an hour is worth {:.1f} %'),
-        (hourly - half_hour, 'saves at least every hour, {:.1f} %'),
-        (rare['asynchronous'] - rare['synchronous'], 'Saves in the background are worth another {:.1f} %'),
-        (often['tiers'] - often['asynchronous'], 'gain {:.1f} % more on thousands of GPUs'),
-        (180 / (3 * HOUR), 'The other 180 s are {:.1f} % of the time'),
+        (rare['synchronous'] - half_hour, 'the best one instead of half an hour is worth {:.1f}%'),
+        (hourly - half_hour, 'saves at least every hour, {:.1f}%'),
+        (rare['asynchronous'] - rare['synchronous'], 'Saves in the background are worth another {:.1f}%'),
+        (often['tiers'] - often['asynchronous'], 'gain {:.1f}% more on thousands of GPUs'),
+        (180 / (3 * HOUR), 'The other 180 s are {:.1f}% of the time'),
     ):
         assert words.format(100 * gain) in ' '.join(page.split())

@@ -31,7 +31,12 @@ def test_sd2_has_the_published_parameters_and_flops():
     assert model.text_encoder_flops / 1e9 == pytest.approx(45.13, abs=0.005)
 
 
-@pytest.mark.parametrize('name', registry.names('model'))
+LARGE = {'sdxl', 'mmdit'}
+
+
+@pytest.mark.parametrize(
+    'name', [pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) for name in registry.names('model')]
+)
 def test_every_registered_model_can_be_counted(name):
     model = costs(name)
     assert model.trained_flops(square(64 if name != 'sd2' else 256)) > 0

@@ -70,6 +70,7 @@ def pixel_recipe(networks, tmp_path_factory):
     )
 
 
+@pytest.mark.cpu_seconds(10)
 def test_plan_counts_the_flops_that_training_reports(pixel_recipe):
     """With one technique after another, down to plain training; the model is the recipe's own."""
     work: Any = phase(pixel_recipe)

@@ -125,6 +125,7 @@ def test_other_input_is_named_by_its_parts(prepared, tmp_path, monkeypatch):
         InputPlan.make(prepared, FolderSource('/in')).write_or_check(work)
 
 
+@pytest.mark.slow
 def test_memory_of_a_plan_does_not_grow_with_its_files(prepared, tmp_path, monkeypatch):
     monkeypatch.setattr(sorted_files, 'IN_MEMORY', 2000)
     monkeypatch.setattr(sorted_files, 'BLOCK', 100)

@@ -164,4 +164,5 @@ def test_profile_errors_name_the_setting(tmp_path, tiny_recipe, capsys):
     assert main(['profile', str(path)]) == 2
     error = capsys.readouterr().err
     assert 'has no index.json' in error and '--synthetic' in error
-    assert main(['profile', str(path), '--synthetic', '--batches', '0']) == 2
+    with pytest.raises(SystemExit, match='2'):
+        main(['profile', str(path), '--synthetic', '--batches', '0'])

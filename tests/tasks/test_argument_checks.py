@@ -90,7 +90,8 @@ def test_sources_without_a_pipeline_are_refused_with_the_way_out(tmp_path, capsy
         return capsys.readouterr().err
 
     other = pipeline(tmp_path / 'other', 'FluxPipeline', FLOW)
-    assert f'{other}: is a FluxPipeline; use a folder of StableDiffusionPipeline, ' in problem(other)
+    message = problem(other)
+    assert f'{other}: is a FluxPipeline; use a folder of ' in message and 'StableDiffusionPipeline, ' in message
     lora = tmp_path / 'lora'
     lora.mkdir()
     assert f'--lora: {lora} is not an exported pipeline' in problem(lora, '--lora', str(lora))

@@ -32,6 +32,7 @@ def run(store: Store, write_recipe, pictures, tmp_path, monkeypatch) -> str:
     return recipe.run_place
 
 
+@pytest.mark.cpu_seconds(10)
 def test_tasks_take_the_url_of_a_run(run, store, tmp_path, capsys):
     assert main(['generate', run, 'a cat', '--steps', '1', '--out', 'images']) == 0
     assert [path.suffix for path in (tmp_path / 'images').iterdir()] == ['.png']

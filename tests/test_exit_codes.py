@@ -162,7 +162,7 @@ EARLY_RUN: dict[str, tuple[Words, str]] = {
         lambda site: [site.recipe, 'trainer.max_duration=5'],
         r'trainer.max_duration: 5 has no unit; write 5ba \(batches\) or 5ep \(epochs\)',
     ),
-    'unknown device': (lambda site: [site.recipe, 'trainer.device=cuda'], "trainer.device: 'cuda' is unknown"),
+    'unknown device': (lambda site: [site.recipe, 'trainer.device=cuda'], "trainer.device: 'cuda' is not supported"),
     'unknown precision': (
         lambda site: [site.recipe, 'trainer.precision=bf16'],
         "trainer.precision: 'bf16' is not supported; did you mean 'amp_bf16'",

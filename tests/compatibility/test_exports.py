@@ -63,6 +63,7 @@ def run(python: str, *words: str) -> None:
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
 
 
+@pytest.mark.cpu_seconds(60)
 @pytest.mark.skipif(OTHER_PYTHON is None, reason='compares two environments: run `make test-resolvable`')
 @pytest.mark.parametrize('writes', ['other', 'this'])
 def test_export_draws_the_same_images_in_the_other_environment(tmp_path, small_vae, writes):

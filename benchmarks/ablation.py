@@ -6,7 +6,7 @@ Each row of the table is a small model that is trained on captioned OpenMoji ima
 seconds, with each seed. `openmoji_split.py` explains the held-out images. Two runs are made at once, each in a process
 with one thread. Seconds are CPU seconds of the process from the start to the end of each batch, because other programs
 on a machine make wall time longer; validation is not counted. The learning rate depends on the fraction of the seconds
-that are spent: it increases over the first 5 % and then decreases linearly to 0, so that every run anneals to its end.
+that are spent: it increases over the first 5% and then decreases linearly to 0, so that every run anneals to its end.
 No weights are averaged. The learning rate of each model and optimizer is the best of a few powers of two times 1e-3 in
 runs of 60 seconds with one seed; a technique has that of the row it is added to.
 

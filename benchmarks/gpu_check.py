@@ -163,7 +163,7 @@ def print_summary(results: Sequence[Result], folder: Path) -> None:
     if losses:
         print('largest losses of time:')
     for loss in losses:
-        print(f'  {100 * loss.share:.1f} % of a step, {1e3 * loss.seconds:.1f} ms ({loss.source}): {loss.name}')
+        print(f'  {100 * loss.share:.1f}% of a step, {1e3 * loss.seconds:.1f} ms ({loss.source}): {loss.name}')
     print(f'page: {folder / PAGE}')
     print(f'file to send in: {folder / ARCHIVE}')
 

@@ -91,7 +91,7 @@ def _losses_section(results: Sequence[Result]) -> str:
     if not losses:
         return ''
     items = ''.join(
-        f'<li><strong>{100 * loss.share:.1f} %</strong> of a step ({1e3 * loss.seconds:.1f} ms): '
+        f'<li><strong>{100 * loss.share:.1f}%</strong> of a step ({1e3 * loss.seconds:.1f} ms): '
         f'{html.escape(loss.name)} <span class="muted">({html.escape(loss.source)})</span></li>\n'
         for loss in losses
     )
@@ -171,7 +171,7 @@ def _absence_line(table: Mapping[str, Any]) -> str:
     if not costs or full is None:
         return ''
     step = full['step_seconds']
-    listed = ', '.join(f'{part} {1e3 * cost:+.1f} ms ({100 * cost / step:+.1f} %)' for part, cost in costs)
+    listed = ', '.join(f'{part} {1e3 * cost:+.1f} ms ({100 * cost / step:+.1f}%)' for part, cost in costs)
     return f'The absence of <code>{costs[0][0]}</code> costs most. A step without: {listed}.'
 
 

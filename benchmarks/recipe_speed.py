@@ -194,7 +194,7 @@ def print_table(found: dict[str, dict[str, Any]]) -> None:
     for recipe, figures in found.items():
         shares = {name.partition('/')[2]: value for name, value in figures.items() if name.startswith('time_share/')}
         largest = sorted(shares.items(), key=lambda each: -each[1])
-        print(f'\n{recipe}: ' + ', '.join(f'{name} {100 * share:.1f} %' for name, share in largest if share > 0.001))
+        print(f'\n{recipe}: ' + ', '.join(f'{name} {100 * share:.1f}%' for name, share in largest if share > 0.001))
 
 
 if __name__ == '__main__':

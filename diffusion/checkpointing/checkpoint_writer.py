@@ -187,7 +187,7 @@ class SaveInProgress:
             self._error = SaveFailed(
                 errno.EAGAIN,
                 'weights were changed between the start of a batch and the step of the optimizer, while they were '
-                'copied. Way out: checkpointing.asynchronous: false, or change them at the end of a batch',
+                'copied. To fix: checkpointing.asynchronous: false, or change them at the end of a batch',
             )
 
     def abandon(self) -> None:

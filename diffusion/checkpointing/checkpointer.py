@@ -400,7 +400,7 @@ class Checkpointer(CheckpointSaver):
         if waited > SLOW_SECONDS and not self._said_slow and dist.get_global_rank() == 0:
             self._said_slow = True
             said = (
-                '%s: took %.3g s, longer than the save interval, so training waited %.3g s for it. Way out: a longer '
+                '%s: took %.3g s, longer than the save interval, so training waited %.3g s for it. To fix: a longer '
                 'trainer.save_interval, or faster storage'
             )
             log.warning(said, running.save.name, running.elapsed_seconds(), waited)

@@ -110,7 +110,7 @@ class NodeTier:
             self._peers = choose_peers(self.nodes, domains, dist.get_global_rank())
             if self._peers is None and dist.get_global_rank() == 0:
                 log.warning(
-                    '%s: files are not copied to another node, since the run has %s. Way out: '
+                    '%s: files are not copied to another node, since the run has %s. To fix: '
                     'checkpointing.tiers.%s.replicate: false',
                     *(self.place, 'one node' if len(self.nodes) == 1 else 'nodes with different numbers of ranks'),
                     self.name,

@@ -29,7 +29,7 @@ def reserve_on_all_ranks(buffers: SnapshotBuffers, tensors: StateTensors) -> boo
         if free is not None and needs[name] > (1 - SPARE_FRACTION) * free:
             if dist.get_global_rank() == 0:
                 log.warning(
-                    'saves block training: a snapshot needs %s of memory on %s, where %s are available. Way out: '
+                    'saves block training: a snapshot needs %s of memory on %s, where %s are available. To fix: '
                     'lower loader.num_workers or loader.prefetch_factor, or set checkpointing.asynchronous: false',
                     *(bytes_text(needs[name]), name, bytes_text(free)),
                 )

@@ -85,7 +85,7 @@ def shared_memory_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
         yield HostProblem(
             f'{SHM}: about {bytes_text(order + batches)} needed ({bytes_text(order)} for the order of '
             f'{dataset.epoch_size} samples, the rest for batches of {loader.num_workers} workers per device), '
-            f'{bytes_text(free)} free. Way out: enlarge it with docker run --shm-size or mount -o remount,size=, or '
+            f'{bytes_text(free)} free. To fix: enlarge it with docker run --shm-size or mount -o remount,size=, or '
             'lower loader.epoch_size or loader.num_workers',
             # The estimate for batches assumes that every prefetch slot is full, so on its own it only warns.
             fatal=order > free,
@@ -98,7 +98,7 @@ def memory_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
     if available is not None and need > 0.5 * available:
         yield HostProblem(
             f'memory: shuffling {loader.dataset.epoch_size} samples needs {bytes_text(need)} at the start of an epoch, '
-            f'{bytes_text(available)} available. Way out: set loader.epoch_size to a part of the data',
+            f'{bytes_text(available)} available. To fix: set loader.epoch_size to a part of the data',
             fatal=need > available,
         )
 
@@ -114,7 +114,7 @@ def open_file_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
         return
     yield HostProblem(
-        f'ulimit -n: {loader.num_workers} workers need {need} open files, the limit is {hard}. Way out: raise the '
+        f'ulimit -n: {loader.num_workers} workers need {need} open files, the limit is {hard}. To fix: raise the '
         'hard limit (docker run --ulimit nofile=65536), or lower loader.num_workers or loader.prefetch_factor',
         fatal=False,
     )
@@ -145,7 +145,7 @@ def disk_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
         if min(need, limit) > free:
             yield HostProblem(
                 f'{folder}: {bytes_text(need)} of shards are still to be downloaded, the disk has {bytes_text(free)} '
-                'free. Way out: set loader.cache_limit to less than the disk holds, or use another disk',
+                'free. To fix: set loader.cache_limit to less than the disk holds, or use another disk',
                 fatal=False,
             )
 
@@ -164,7 +164,7 @@ def cache_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
     if limit < least:
         yield HostProblem(
             f'loader.cache_limit: {bytes_text(limit)} cannot hold the shards that {_processes(loader)} processes read '
-            f'and download at a time, two each of up to {bytes_text(largest)}. Way out: set it to at least '
+            f'and download at a time, two each of up to {bytes_text(largest)}. To fix: set it to at least '
             f'{bytes_text(least)}',
             fatal=True,
         )
@@ -173,7 +173,7 @@ def cache_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
     if limit < shuffled:
         yield HostProblem(
             f'loader.cache_limit: {bytes_text(limit)} is less than the {bytes_text(shuffled)} that are shuffled '
-            'together, so shards will be downloaded more than once. Way out: raise it, or lower '
+            'together, so shards will be downloaded more than once. To fix: raise it, or lower '
             'loader.shuffle_block_size or loader.num_canonical_nodes (only from the start of a run)',
             fatal=False,
         )
@@ -189,7 +189,7 @@ def warn_about_leftovers() -> None:
     if sum(sizes.values()) > MIN_LEFTOVER_BYTES:
         largest = sorted(sizes, key=lambda prefix: -sizes[prefix])[:8]
         log.warning(
-            '%s: %s left behind by runs that have ended. Way out: unless another container uses them, rm %s',
+            '%s: %s left behind by runs that have ended. To fix: unless another container uses them, rm %s',
             *(SHM, bytes_text(sum(sizes.values())), ' '.join(f'{SHM}/{prefix}_*' for prefix in largest)),
         )
 

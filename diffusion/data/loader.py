@@ -196,7 +196,7 @@ class BucketedLoader(StreamingDataLoader):
                     shards = ', '.join(self.dataset.shards_in_progress()) or 'none'
                     raise DataError(
                         f'loader.timeout_seconds: no batch within {self.timeout_seconds:g} s; shards in progress: '
-                        f'{shards}. Way out: raise the timeout if the store or the disk is slow'
+                        f'{shards}. To fix: raise the timeout if the store or the disk is slow'
                     ) from error
 
     def _end_workers(self, worker_batches: Iterator[Any] | None) -> None:
@@ -287,7 +287,7 @@ class BucketedLoader(StreamingDataLoader):
                 quarantine(self.quarantine, [note for notes in all_notes for note in notes], index)
         problem = self.tally.problem(self.max_bad_samples)
         if problem is not None:
-            raise DataError(f'{problem}{pointer}. Way out: prepare the data again, or raise the limit')
+            raise DataError(f'{problem}{pointer}. To fix: prepare the data again, or raise the limit')
 
     def _gather_copies(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the ids and occurrences of all samples in the global batch in rank order, [2, G]; a collective."""
@@ -333,8 +333,8 @@ def dead_workers(worker_batches: Iterator[Any] | None, error: Exception) -> str 
 
 LIKELY_CAUSES = {
     signal.SIGKILL: '; did the machine or its container run out of memory? '
-    'Way out: lower loader.num_workers or loader.prefetch_factor, or request more memory',
-    signal.SIGBUS: '; is /dev/shm full? Way out: use a container with a larger /dev/shm, or lower loader.num_workers',
+    'To fix: lower loader.num_workers or loader.prefetch_factor, or request more memory',
+    signal.SIGBUS: '; is /dev/shm full? To fix: use a container with a larger /dev/shm, or lower loader.num_workers',
 }
 
 

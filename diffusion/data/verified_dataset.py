@@ -109,7 +109,7 @@ class VerifiedDataset(StreamingDataset):
                     return sample
             self._invalidate(shard_id)
         raise self._report_failure(
-            f'{self._address(shard_id)}: it changed or disappeared {1 + retry} times while being read. Way out: raise '
+            f'{self._address(shard_id)}: it changed or disappeared {1 + retry} times while being read. To fix: raise '
             'loader.cache_limit, or stop programs that change the folder'
         )
 

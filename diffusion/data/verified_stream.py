@@ -207,7 +207,7 @@ class VerifiedStream(Stream):
                 except (GaveUp, UserError) as error:
                     damaged = isinstance(error, UserError) or isinstance(error.__cause__, DamagedDownload)
                     way_out = f'{RESTORE} and start the same command again' if damaged else RESTART
-                    raise DataError(f'streams.{self.name}: {error}. Way out: {way_out}') from error
+                    raise DataError(f'streams.{self.name}: {error}. To fix: {way_out}') from error
                 except OSError as error:
                     if error.errno not in DISK_FULL_ERRORS:
                         raise
@@ -216,7 +216,7 @@ class VerifiedStream(Stream):
                     url = self.source.address(files[0].basename)
                     raise DataError(
                         f'streams.{self.name}: {url}: no space left on the disk: {error}. '
-                        f'Way out: free space in {path.parent}, or set loader.cache_limit to less than its disk holds'
+                        f'To fix: free space in {path.parent}, or set loader.cache_limit to less than its disk holds'
                     ) from error
 
     def _evict_some(self, path: Path, size: int) -> bool:
@@ -308,12 +308,12 @@ class VerifiedStream(Stream):
         source = self.folder / (zipped or raw).basename
         found = found if zipped is None else find_damage(source, zipped, self.validate_hash) or ''
         if found:
-            raise DataError(f'streams.{self.name}: {source}: {found}. Way out: {RESTORE}')
+            raise DataError(f'streams.{self.name}: {source}: {found}. To fix: {RESTORE}')
         scratch = locks.make_scratch_folder(path, raw.bytes)
         try:
             os.replace(_unpacked(source, raw, compression, scratch), path)
         except DamagedDownload as error:
-            raise DataError(f'streams.{self.name}: {source}: after unpacking, {error}. Way out: {RESTORE}') from error
+            raise DataError(f'streams.{self.name}: {source}: after unpacking, {error}. To fix: {RESTORE}') from error
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 

@@ -75,7 +75,7 @@ class Preference:
         """Return the number of people needed to show a difference with these prompts and a power of 80%.
 
         Args:
-            difference: Distance of the true preference from one half, such as 0.05 for 55 %.
+            difference: Distance of the true preference from one half, such as 0.05 for 55%.
 
         Returns: The number, at least 2; None if these prompts are too few for any number of people.
         """
@@ -90,7 +90,7 @@ class Preference:
         If k times the people each answer k times the prompts, there are k^2 times the answers.
 
         Args:
-            difference: Distance of the true preference from one half, such as 0.05 for 55 %.
+            difference: Distance of the true preference from one half, such as 0.05 for 55%.
         """
         variance = _variance_needed(difference)
         # v = c / k + d / k^2 is a quadratic equation in 1 / k.

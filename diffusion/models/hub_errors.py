@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from diffusion.errors import UserError, is_wrong_path
 
-WAY_OUT = (
+TO_FIX = (
     'use a local folder written by save_pretrained instead, with the subfolders vae/, text_encoder/ and tokenizer/ '
     '(model.pretrained=/path/to/folder)'
 )
@@ -21,7 +21,7 @@ TOKENIZER_FILE = 'tokenizer.json'
 
 def way_out(subfolder: str) -> str:
     """Return advice on loading a model or tokenizer without the Hub; an empty subfolder is the top of a repository."""
-    return WAY_OUT if subfolder else 'use a local folder written by save_pretrained instead'
+    return TO_FIX if subfolder else 'use a local folder written by save_pretrained instead'
 
 
 def loading_error(
@@ -48,7 +48,7 @@ def loading_error(
     )
     return (UserError if is_mistake else OSError)(
         f'{full_name}: {part.__name__}{at_revision} could not be loaded from {place} ({_summary(reason)}); '
-        f'{repair}{WAY_OUT}'
+        f'{repair}{TO_FIX}'
     )
 
 
@@ -63,9 +63,9 @@ def check_config(path: Path) -> None:
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise UserError(f'{path}: is not valid JSON ({_summary(error)}); {WAY_OUT}') from error
+        raise UserError(f'{path}: is not valid JSON ({_summary(error)}); {TO_FIX}') from error
     if not isinstance(content, dict):
-        raise UserError(f'{path}: has {type(content).__name__}, expected a JSON object; {WAY_OUT}')
+        raise UserError(f'{path}: has {type(content).__name__}, expected a JSON object; {TO_FIX}')
 
 
 def missing_tokenizer_file(part: type, source: str, subfolder: str) -> FileNotFoundError | None:

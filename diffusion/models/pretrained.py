@@ -22,7 +22,7 @@ from diffusion.config.weight_sources import revision_problem
 from diffusion.errors import UserError
 from diffusion.models import hub_files
 from diffusion.models.clip_vocabulary import vocabulary_files
-from diffusion.models.hub_errors import WAY_OUT, check_config, loading_error, missing_tokenizer_file
+from diffusion.models.hub_errors import TO_FIX, check_config, loading_error, missing_tokenizer_file
 
 log = logging.getLogger(__name__)
 Loadable = TypeVar('Loadable')
@@ -139,7 +139,7 @@ def load_pretrained(
         name = min(info['missing_keys'])
         raise UserError(
             f'{"/".join(each for each in (source, subfolder) if each)}: its weight files lack '
-            f'{len(info["missing_keys"])} tensors of {part.__name__}, such as {name}; {WAY_OUT}'
+            f'{len(info["missing_keys"])} tensors of {part.__name__}, such as {name}; {TO_FIX}'
         )
     return model
 
@@ -162,7 +162,7 @@ def _check_weights(part: type[nn.Module], source: str, subfolder: str, revision:
     folder = Path(source, subfolder)
     # A missing config.json is reported when the model is loaded.
     if (folder / 'config.json').is_file() and not hub_files.has_weights(folder):
-        raise UserError(f'{folder}: has no {hub_files.STEMS[issubclass(part, ModelMixin)]}.safetensors; {WAY_OUT}')
+        raise UserError(f'{folder}: has no {hub_files.STEMS[issubclass(part, ModelMixin)]}.safetensors; {TO_FIX}')
     return f'{name}: in {folder}'
 
 

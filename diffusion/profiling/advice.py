@@ -155,7 +155,7 @@ def opportunities(measured: ProfileMeasurements) -> list[Opportunity]:
         ),
         Opportunity(
             idle - m.in_stages('data_wait', 'checkpoint', 'evaluation') if starved else 0.0,
-            f'the GPU is busy for {100 * m.busy:.0f} % of the time and waits for the host to launch kernels: '
+            f'the GPU is busy for {100 * m.busy:.0f}% of the time and waits for the host to launch kernels: '
             f'{fewer_kernels}{larger}',
         ),
         Opportunity(

@@ -101,7 +101,7 @@ class BreakdownReport:
         rate, per_device = self.samples_per_second, self.samples_per_second / self.devices
         parts = [f'{_figures(rate)} images/s' + (f' ({_figures(per_device)} per device)' if self.devices > 1 else '')]
         if self.mfu is not None:
-            parts.append(f'MFU {100 * self.mfu:.1f} %')
+            parts.append(f'MFU {100 * self.mfu:.1f}%')
         step = f'{_figures(1e3 * self.step_seconds)} ms/step'
         if self.slowest_step_seconds > 1.02 * self.step_seconds:
             step += f' (slowest rank {_figures(1e3 * self.slowest_step_seconds)})'
@@ -109,7 +109,7 @@ class BreakdownReport:
         if self.peak_gib is not None:
             parts.append(f'peak {self.peak_gib:.1f} GiB')
         largest = sorted(self.shares.items(), key=lambda item: -item[1])
-        shown = [f'{NAMES.get(stage, stage)} {100 * share:.0f} %' for stage, share in largest if share >= 0.01]
+        shown = [f'{NAMES.get(stage, stage)} {100 * share:.0f}%' for stage, share in largest if share >= 0.01]
         return f'{", ".join(parts)}; {", ".join(shown)}'
 
 

@@ -248,7 +248,7 @@ def profile_table(
     lines += ['', '| source line that waits for the device | times/step |', '|---|---|']
     lines += [f'| {site} | {count / BATCHES_WATCHED:g} |' for site, count in phases.waits.most_common()]
     lines += ['', 'Largest opportunities:']
-    lines += [f'{i}. Up to {100 * each.share:.0f} %: {each.text}.' for i, each in enumerate(opportunities, 1)]
+    lines += [f'{i}. Up to {100 * each.share:.0f}%: {each.text}.' for i, each in enumerate(opportunities, 1)]
     if not opportunities:
         lines.append('None above 1% of step time.')
     lines += ['', f'Trace: {trace} (chrome://tracing or ui.perfetto.dev)']

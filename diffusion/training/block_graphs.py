@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 MAX_SHAPES = 4
 """Shapes of a denoiser's inputs that are captured; each needs memory for the inputs and outputs of all blocks."""
-WAY_OUT = 'Way out: speed.cuda_graphs=false'
+TO_FIX = 'To fix: speed.cuda_graphs=false'
 
 Signature = tuple[object, ...]
 _version = attrgetter('_version')
@@ -178,7 +178,7 @@ class _Pass:
         if call is None or call.block is not block or call.signature != signature(leaves):
             raise UserError(
                 f'speed.cuda_graphs: the forward pass runs {type(block).__name__} with other arguments, or in another '
-                f'order, than when it was captured. {WAY_OUT}'
+                f'order, than when it was captured. {TO_FIX}'
             )
         if not call.has_gradients:
             return plain(*args, **kwargs)
@@ -253,7 +253,7 @@ class _Call:
         outputs = self._forward()
         if not all(each.requires_grad for each in outputs):
             raise UserError(
-                f'speed.cuda_graphs: {type(self.block).__name__} returns a tensor without gradients. {WAY_OUT}'
+                f'speed.cuda_graphs: {type(self.block).__name__} returns a tensor without gradients. {TO_FIX}'
             )
         self._output_gradients = [torch.zeros_like(each) for each in outputs]
         self._backward()
@@ -293,7 +293,7 @@ class _Call:
         if self._versions != list(map(_version, self._outputs)):
             raise UserError(
                 f'speed.cuda_graphs: the output of {type(self.block).__name__} was changed in place, and its backward '
-                f'pass may need it. {WAY_OUT}'
+                f'pass may need it. {TO_FIX}'
             )
         for static, given in zip(self._output_gradients, gradients, strict=True):
             static.copy_(given)
@@ -356,7 +356,7 @@ class _Replay(torch.autograd.Function):
         if ctx.replayed.waiting.pop() != ctx.place:
             raise UserError(
                 f'speed.cuda_graphs: the backward pass of {type(ctx.call.block).__name__} is not in the order in which '
-                f'it was captured. {WAY_OUT}'
+                f'it was captured. {TO_FIX}'
             )
         return None, None, None, *ctx.call.replay_backward(gradients)
 
@@ -383,7 +383,7 @@ class CudaGraph:
         except Exception as error:
             with suppress(RuntimeError):  # capture_end ends the capture, and raises because it is invalid
                 self._graph.capture_end()
-            raise UserError(f'speed.cuda_graphs: {name} cannot be captured ({error}). {WAY_OUT}') from error
+            raise UserError(f'speed.cuda_graphs: {name} cannot be captured ({error}). {TO_FIX}') from error
         self._graph.capture_end()
 
     def replay(self) -> None:

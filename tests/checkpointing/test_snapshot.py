@@ -186,4 +186,4 @@ def test_snapshots_that_do_not_fit_into_memory_are_not_taken(monkeypatch, caplog
     assert buffers.nbytes == (0 if available else 8000)
     if available:
         assert 'saves block training: a snapshot needs 8.0 kB of memory' in caplog.text
-        assert 'where 8.0 kB are available. Way out: ' in caplog.text
+        assert 'where 8.0 kB are available. To fix: ' in caplog.text

@@ -39,7 +39,7 @@ def test_shared_memory_shortage(source, tmp_path, monkeypatch):
     ((message, fatal),) = summary(host_limits.shared_memory_problems(loader))
     assert fatal
     assert message.startswith('/dev/shm: about 80.0 MB needed (80.0 MB for the order of 10000000 samples')
-    assert '64.0 MB free. Way out: enlarge it with docker run --shm-size' in message
+    assert '64.0 MB free. To fix: enlarge it with docker run --shm-size' in message
     loader.dataset.epoch_size, loader.prefetch_factor = 60, 5000
     ((_, fatal),) = summary(host_limits.shared_memory_problems(loader))
     assert not fatal

@@ -189,7 +189,7 @@ def test_disk_that_others_have_filled_ends_the_run_with_the_way_out(store: Store
         isolate('node', tmp_path / 'tmp')
         subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=100k', 'tmpfs', str(cache)], check=True)
         (cache / 'of-another-program').write_bytes(bytes(88_000))
-        with pytest.raises(DataError, match='no space left on the disk.*Way out: free space in'):
+        with pytest.raises(DataError, match='no space left on the disk.*To fix: free space in'):
             served(cached_loader(url, cache))
 
     assert Forked(run).wait() == 0

@@ -73,7 +73,7 @@ def test_persistently_failing_shard_stops_epoch_with_its_name(store, bucket, tmp
     with within(20), pytest.raises(DataError, match=message) as caught:
         served(loader)
     assert str(caught.value).startswith(f'streams.a: {bucket}/shard.00003.mds: ')
-    assert 'Way out: ' in str(caught.value)
+    assert 'To fix: ' in str(caught.value)
     assert shards_of(store.shard_reads())['shard.00003.mds'] == (1 if fault in (403, 404) else 2)
     assert not (tmp_path / 'local' / 'shard.00003.mds').exists()
 
@@ -232,7 +232,7 @@ def test_damaged_local_shard_raises_with_details(tmp_path, workers):
     size = (local / 'shard.00002.mds').stat().st_size
     loader = loader_over(None, local, workers=workers)
     message = f'{local}/shard.00002.mds: {size} bytes, expected {size + 100}'
-    with within(20), pytest.raises(DataError, match=f'^streams.a: {re.escape(message)}. Way out: restore it'):
+    with within(20), pytest.raises(DataError, match=f'^streams.a: {re.escape(message)}. To fix: restore it'):
         served(loader)
     assert (local / 'shard.00002.mds').stat().st_size == size, 'local data must not be modified'
 
@@ -393,7 +393,7 @@ def test_refresh_downloads_newest_file_and_falls_back_to_local_copy(store, bucke
 def test_full_disk_is_reported(store, bucket, tmp_path):
     def small_disk() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (6000, resource.RLIM_INFINITY))
-        message = r'shard.0000\d.mds: no space left on the disk: .*Way out: free space in .*local'
+        message = r'shard.0000\d.mds: no space left on the disk: .*To fix: free space in .*local'
         with pytest.raises(DataError, match=message):
             served(loader_over(bucket, local))
         # Downloads under way in other threads end because of the error; Python waits for these threads at exit, which

@@ -38,7 +38,7 @@ def true_share(base, by_rater, by_prompt, tie) -> float:
         (0.2, 0.3, 1.0, 0.0),
         (0.0, 0.0, 0.0, 0.3),  # neither people nor prompts differ, and neither do A and B
         (0.0, 0.3, 0.0, 1.0),  # most answers are ties
-        (1.6, 0.5, 0.5, 0.3),  # A is preferred in 90 %
+        (1.6, 0.5, 0.5, 0.3),  # A is preferred in 90%
     ],
 )
 def test_interval_covers_the_true_preference_in_95_percent_of_simulations(base, by_rater, by_prompt, tie):

@@ -37,7 +37,7 @@ def test_tables_list_all_stages_and_worker_counts(recipe, capsys):
 
 
 def test_h100_demand_matches_flops(tmp_path, pictures, capsys):
-    """Stable Diffusion 2 at 256 px, at 40 % of 989 TFLOP/s: 728 images per second, of 3 x 181.09 GFLOP each."""
+    """Stable Diffusion 2 at 256 px, at 40% of 989 TFLOP/s: 728 images per second, of 3 x 181.09 GFLOP each."""
     import yaml
 
     path = tmp_path / 'sd2.yaml'

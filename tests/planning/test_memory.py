@@ -353,7 +353,7 @@ def test_steps_whose_peak_is_measured_run():
 @pytest.mark.gpu
 @pytest.mark.parametrize('size', [32, 64])
 def test_peak_matches_torch_on_a_gpu(size):
-    """Compare SD2's denoiser on one GPU with torch.cuda.max_memory_allocated, within 10 %."""
+    """Compare SD2's denoiser on one GPU with torch.cuda.max_memory_allocated, within 10%."""
     work, microbatch = (PHASE1 if size == 32 else PHASE2), 16
     before = torch.cuda.memory_allocated()  # of other tests
     denoiser: Any = UNet2DConditionModel(**sd2_config.UNET).train()

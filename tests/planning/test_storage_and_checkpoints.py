@@ -176,7 +176,7 @@ def test_chosen_interval_is_the_best_one_within_bounds():
     assert chosen_interval(stall=8, mtbf=3 * 3600) == best_interval(stall=8, mtbf=3 * 3600)
     assert chosen_interval(stall=8, mtbf=5000 * 3600) == 3600  # at most an hour of work is lost
     assert chosen_interval(stall=0.01, mtbf=3600) == 60
-    assert chosen_interval(stall=300, mtbf=3600) == 6000  # saves take at most 5 % of the time
+    assert chosen_interval(stall=300, mtbf=3600) == 6000  # saves take at most 5% of the time
 
 
 def test_expected_failures_yield_to_those_of_the_run():

@@ -106,7 +106,7 @@ def test_perceptual_losses_take_three_passes_of_each_network(pixel_recipe):
         loss.features.of_pixels(images, (2, 2))
     with FlopCounterMode(display=False) as step:
         loss(images.clone().requires_grad_(), images).sum().backward()
-    # torch does not count fused attention on a CPU, 1 % of this tiny encoder.
+    # torch does not count fused attention on a CPU, 1% of this tiny encoder.
     planned = phase(pixel_recipe).perceptual_flops
     assert planned == pytest.approx(step.get_total_flops(), rel=0.02)
     assert planned == pytest.approx(3 * one.get_total_flops(), rel=0.02)

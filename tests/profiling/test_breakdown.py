@@ -273,8 +273,7 @@ def test_nested_stages_of_an_evaluation_count_as_evaluation():
 def test_line_includes_the_slowest_rank_only_if_it_is_slower():
     fast = BreakdownReport(10, 640, 2, 0.1, 0.101, 4e12, 1e12, 3.0, {'forward': 0.3, 'backward': 0.6, 'data_wait': 0.1})
     assert fast.line() == (
-        '640 images/s (320 per device), MFU 200.0 %, 100 ms/step, peak 3.0 GiB; '
-        'backward 60 %, forward 30 %, data wait 10 %'
+        '640 images/s (320 per device), MFU 200.0%, 100 ms/step, peak 3.0 GiB; backward 60%, forward 30%, data wait 10%'
     )
     slow = BreakdownReport(10, 640, 2, 0.1, 0.2, None, None, None, {'forward': 1.0})
     assert '100 ms/step (slowest rank 200)' in slow.line()

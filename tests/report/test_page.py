@@ -80,7 +80,7 @@ def pixels(page: Page, chart: str) -> str:
 
 def test_summary_and_all_sections_are_there(visit, report):
     page = visit(report)
-    assert 'of 1,000, 40.1 %' in page.locator('#summary').inner_text()
+    assert 'of 1,000, 40.1%' in page.locator('#summary').inner_text()
     assert '$' in page.locator('#summary').inner_text() and 'ended, completed' in page.locator('header').inner_text()
     charts = [
         'loss',
@@ -127,7 +127,7 @@ def test_curve_follows_smoothing_axes_and_legend(visit, report):
         assert seen[-1] != seen[-2]
 
     page.locator('#smoothing').fill('10')
-    assert page.locator('output[for=smoothing]').inner_text() == '10 %'
+    assert page.locator('output[for=smoothing]').inner_text() == '10%'
     changed()
     page.locator('label[for=axis-hours]').click()
     changed()
@@ -327,7 +327,7 @@ def test_a_million_batches_fit_into_a_page(visit, tmp_path):
     path.write_text(RunsSource([str(run)]).write())
     assert path.stat().st_size < MAX_BYTES
     page = visit(path)
-    assert 'of 1,000,000, 100.0 %' in page.locator('#summary').inner_text()
+    assert 'of 1,000,000, 100.0%' in page.locator('#summary').inner_text()
     assert '80 grids' not in page.locator('#samples').inner_text()
     page.locator('#samples-slider').fill('0')
     assert page.locator('#samples-batch').inner_text().startswith('batch 0 (1 of ')

@@ -21,7 +21,7 @@ from diffusion.training.train import build_trainer
 PROGRAM = ROOT / 'tests' / 'training' / 'cpu_autocast.py'
 EVERYTHING: dict[str, Any] = {
     # The rate of yamls/phase1.yaml. At the fixture's 1e-3 the U-Net's third loss differs by 6.5e-3: Adam's first
-    # updates are the rate times the sign of each gradient, and in bfloat16 the smallest 0.7 % of the gradients have the
+    # updates are the rate times the sign of each gradient, and in bfloat16 the smallest 0.7% of the gradients have the
     # other sign. With an eps of 1e-2 small gradients make small updates, and losses at 1e-3 differ by 2e-4, as at 1e-4.
     'optimizer': {'name': 'adamw', 'lr': 1.0e-4},
     'device_train_microbatch_size': 2,

@@ -177,7 +177,7 @@ class Chart {
     const logX = settings.logX && !this.spec.xTitle;
     const short = values =>
       values.map(value =>
-        value === null ? '' : this.spec.format === formatPercent ? `${trimmed(100 * value)} %` : shortNumber(value),
+        value === null ? '' : this.spec.format === formatPercent ? `${trimmed(100 * value)}%` : shortNumber(value),
       );
     this.plot = new uPlot(
       {

@@ -63,7 +63,7 @@ function smoothed(x, y, scale) {
   return out;
 }
 
-/** Return the value of a column at an index or, where it has none, the nearest one within 3 % of the columns before it. */
+/** Return the value of a column at an index or, where it has none, the nearest one within 3% of the columns before it. */
 function nearestValue(x, values, index) {
   const reach = 0.03 * (x[x.length - 1] - x[0]) || 1;
   for (let i = index; i >= 0 && (index === x.length - 1 || x[index] - x[i] <= reach); i--)

@@ -35,7 +35,7 @@ function formatNumber(value) {
   return value.toLocaleString('en-US', {maximumFractionDigits: digits, minimumFractionDigits: digits});
 }
 
-const formatPercent = value => (known(value) ? `${(100 * value).toFixed(1)} %` : MISSING);
+const formatPercent = value => (known(value) ? `${(100 * value).toFixed(1)}%` : MISSING);
 
 function formatDuration(seconds) {
   if (!known(seconds)) return MISSING;

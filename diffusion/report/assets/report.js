@@ -139,12 +139,12 @@ function toolbar() {
     value: settings.smoothing,
     oninput: () => {
       settings.smoothing = Number(smoothing.value);
-      output.textContent = `${settings.smoothing} %`;
+      output.textContent = `${settings.smoothing}%`;
       cancelAnimationFrame(page.frame);
       page.frame = requestAnimationFrame(redrawCharts);
     },
   });
-  const output = element('output', {for: 'smoothing'}, `${settings.smoothing} %`);
+  const output = element('output', {for: 'smoothing'}, `${settings.smoothing}%`);
   return [
     choice(
       'axis',

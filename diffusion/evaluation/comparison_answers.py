@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from diffusion.errors import UserError
-from diffusion.evaluation.comparison_key import SIDES
+from diffusion.evaluation.comparison_page import SIDES
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from diffusion.errors import UserError
 from diffusion.evaluation.comparison_answers import MAX_BYTES, QUESTIONS, Answer, answers_json, parse_answers
-from diffusion.evaluation.comparison_key import ComparisonKey
+from diffusion.evaluation.comparison_page import ComparisonKey
 from diffusion.evaluation.page_server import PageServer
 from diffusion.storage.atomic import write_atomically
 

@@ -16,8 +16,15 @@ from PIL import Image
 from diffusion.errors import UserError
 from diffusion.evaluation.compared_images import read_image
 from diffusion.evaluation.comparison_answers import read_answers
-from diffusion.evaluation.comparison_key import KEY, ComparisonKey, make_pairs, new_comparison, read_key
-from diffusion.evaluation.comparison_page import PAGE, page_chunks
+from diffusion.evaluation.comparison_page import (
+    KEY,
+    PAGE,
+    ComparisonKey,
+    make_pairs,
+    new_comparison,
+    page_chunks,
+    read_key,
+)
 from diffusion.evaluation.comparison_result import (
     analyze_answers,
     counted_people,

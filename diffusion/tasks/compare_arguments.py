@@ -14,8 +14,7 @@ from diffusion.config.constraints import AtLeast
 from diffusion.config.options import DIR, FILE, Count, Option, Port
 from diffusion.errors import UserError
 from diffusion.evaluation.compared_images import has_images, numbered_images
-from diffusion.evaluation.comparison_key import KEY, read_key
-from diffusion.evaluation.comparison_page import PAGE
+from diffusion.evaluation.comparison_page import KEY, PAGE, read_key
 from diffusion.evaluation.page_server import PageServer
 from diffusion.evaluation.prompts import OWN, own_prompts, read_prompts
 from diffusion.storage.atomic import UNFINISHED

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from PIL import Image, ImageDraw
 
 from diffusion.evaluation.comparison_answers import QUESTIONS, Answer, answers_json
-from diffusion.evaluation.comparison_key import ComparisonKey, Pair, make_pairs
-from diffusion.evaluation.comparison_page import page_chunks
+from diffusion.evaluation.comparison_page import ComparisonKey, Pair, make_pairs, page_chunks
 
 PROMPTS = ('a red circle', 'a <b>bold</b> & "quoted" prompt </script>', 'two cats', 'an old photograph of a fox')
 COMPARISON = 'c0ffee0123456789'

@@ -16,8 +16,7 @@ from PIL import Image, PngImagePlugin
 
 from diffusion.errors import UserError
 from diffusion.evaluation.comparison_answers import parse_answers
-from diffusion.evaluation.comparison_key import ComparisonKey, Pair, make_pairs, read_key
-from diffusion.evaluation.comparison_page import pair_images
+from diffusion.evaluation.comparison_page import ComparisonKey, Pair, make_pairs, pair_images, read_key
 from diffusion.evaluation.comparison_server import AnswerFolder, make_server
 
 KEY = make_key()

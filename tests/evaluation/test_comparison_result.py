@@ -3,13 +3,187 @@
 import json
 import math
 import random
+from statistics import NormalDist
 
+import numpy as np
 import pytest
 from evaluation.comparisons import answers_of, attentive, make_key, rater_name
 from PIL import Image
 
 from diffusion.errors import UserError
-from diffusion.evaluation.comparison_result import analyze_answers, draw_result, result_json, result_text
+from diffusion.evaluation.comparison_result import (
+    analyze_answers,
+    analyze_preference,
+    draw_result,
+    krippendorff_alpha,
+    result_json,
+    result_text,
+    wilson_interval,
+)
+
+RATERS, PROMPTS = 20, 50
+
+
+def cells(raters=RATERS, prompts=PROMPTS) -> tuple[np.ndarray, np.ndarray]:
+    """Return the person and the prompt of each answer if each person answers each prompt."""
+    return np.repeat(np.arange(raters), prompts), np.tile(np.arange(prompts), raters)
+
+
+def draw(random, base, by_rater, by_prompt, tie, *, raters=RATERS, prompts=PROMPTS) -> np.ndarray:
+    """Draw answers: who prefers A by more than `tie` says so, with effects of people and prompts that are normal."""
+    effects = base + by_rater * random.standard_normal((raters, 1)) + by_prompt * random.standard_normal((1, prompts))
+    felt = effects + random.standard_normal((raters, prompts))
+    return ((felt > tie) + 0.5 * (abs(felt) <= tie)).ravel()
+
+
+def true_share(base, by_rater, by_prompt, tie) -> float:
+    """Return the exact mean of the answers that `draw` draws."""
+    felt = NormalDist(base, math.sqrt(by_rater**2 + by_prompt**2 + 1))
+    return 1 - felt.cdf(tie) + 0.5 * (felt.cdf(tie) - felt.cdf(-tie))
+
+
+@pytest.mark.parametrize(
+    ('base', 'by_rater', 'by_prompt', 'tie'),
+    [
+        (0.2, 0.5, 0.5, 0.3),
+        (0.2, 1.0, 0.3, 0.3),
+        (0.2, 0.3, 1.0, 0.0),
+        (0.0, 0.0, 0.0, 0.3),  # neither people nor prompts differ, and neither do A and B
+        (0.0, 0.3, 0.0, 1.0),  # most answers are ties
+        (1.6, 0.5, 0.5, 0.3),  # A is preferred in 90%
+    ],
+)
+def test_interval_covers_the_true_preference_in_95_percent_of_simulations(base, by_rater, by_prompt, tie):
+    random = np.random.default_rng(1)
+    raters, prompts = cells()
+    truth = true_share(base, by_rater, by_prompt, tie)
+    found = [analyze_preference(draw(random, base, by_rater, by_prompt, tie), raters, prompts) for _ in range(1000)]
+    covered = sum(each.low <= truth <= each.high for each in found) / len(found)
+    assert 0.93 <= covered <= 0.97
+
+
+def test_interval_covers_where_people_stop_early():
+    random = np.random.default_rng(2)
+    raters, prompts = cells()
+    truth, covered = true_share(0.2, 0.5, 0.5, 0.3), 0
+    for _ in range(1000):
+        last = random.integers(10, PROMPTS + 1, size=RATERS)  # answers per person, of prompts in an order of their own
+        kept = (random.random((RATERS, PROMPTS)).argsort(axis=1) < last[:, None]).ravel()
+        found = analyze_preference(draw(random, 0.2, 0.5, 0.5, 0.3)[kept], raters[kept], prompts[kept])
+        covered += found.low <= truth <= found.high
+    assert 0.93 <= covered / 1000 <= 0.97
+
+
+def test_answers_of_one_person_and_one_prompt_do_not_count_as_independent():
+    random = np.random.default_rng(3)
+    raters, prompts = cells()
+    widths = {}
+    for effects in [(0.0, 0.0), (1.0, 0.0), (0.0, 1.0)]:
+        found = [analyze_preference(draw(random, 0.0, *effects, 0.0), raters, prompts) for _ in range(50)]
+        widths[effects] = np.mean([each.high - each.low for each in found])
+    assert widths[1.0, 0.0] > 3 * widths[0.0, 0.0] and widths[0.0, 1.0] > 2 * widths[0.0, 0.0]
+
+
+def test_variance_equals_that_of_the_definition_with_dummy_matrices():
+    random = np.random.default_rng(4)
+    raters, prompts = cells(6, 9)
+    values = draw(random, 0.3, 1.0, 1.0, 0.2, raters=6, prompts=9)
+    found = analyze_preference(values, raters, prompts)
+    errors = values - values.mean()
+    same_rater, same_prompt = raters[:, None] == raters, prompts[:, None] == prompts
+    products = np.outer(errors, errors)
+    parts = [(products * same_rater).sum() * 6 / 5, (products * same_prompt).sum() * 9 / 8, (errors**2).sum() * 54 / 53]
+    by_rater, by_prompt, single = (part / 54**2 for part in parts)
+    assert found.by_rater == pytest.approx(by_rater - single)
+    assert found.by_prompt == pytest.approx(by_prompt - single)
+    assert found.by_answer == pytest.approx(single)
+    ratio = (by_rater + by_prompt - single) / (found.share * (1 - found.share))
+    assert (found.low, found.high) == pytest.approx(wilson_interval(found.share, ratio, 2.570582))  # t with 5
+
+
+def test_wilson_interval_equals_published_values():
+    # Newcombe 1998 (https://doi.org/10.1002/(SICI)1097-0258(19980430)17:8<857::AID-SIM777>3.0.CO;2-E), table I.
+    for successes, trials, low, high in [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611)]:
+        found = wilson_interval(successes / trials, 1 / trials, 1.96)
+        assert found == pytest.approx((low, high), abs=1e-4)
+
+
+def test_equal_answers_of_all_do_not_give_an_interval_of_width_zero():
+    raters, prompts = cells(10, 20)
+    found = analyze_preference([1.0] * 200, raters, prompts)
+    assert found.share == found.high == 1
+    assert 0.6 < found.low < 0.8
+    ties = analyze_preference([0.5] * 200, raters, prompts)
+    assert ties.low < 0.4 and ties.high > 0.6 and not ties.differs
+    needed = ties.people_needed(0.05)
+    assert needed is not None and needed > 10
+
+
+def test_sentences_say_who_is_better():
+    raters, prompts = cells(10, 20)
+    for share, sentence in [
+        (0.9, 'image quality: X and Y differ; people prefer X. Preference for X is '),
+        (0.1, 'image quality: X and Y differ; people prefer Y. Preference for X is '),
+        (0.5, 'image quality: X and Y do not differ significantly. Preference for X is '),
+    ]:
+        values = np.random.default_rng(5).random(200) < share
+        found = analyze_preference(values.astype(float), raters, prompts)
+        assert found.sentence('image quality', 'X', 'Y').startswith(sentence)
+        assert found.differs == (share != 0.5)
+
+
+def test_answers_needed_find_the_difference_with_the_promised_power():
+    random = np.random.default_rng(6)
+    pilots = [analyze_preference(draw(random, 0.2, 0.4, 0.4, 0.0), *cells()) for _ in range(200)]
+    factor = float(np.median([each.factor_needed(0.05) for each in pilots]))
+    raters, prompts = round(factor * RATERS), round(factor * PROMPTS)
+    base = NormalDist().inv_cdf(0.55) * math.sqrt(1 + 2 * 0.4**2)
+    assert true_share(base, 0.4, 0.4, 0.0) == pytest.approx(0.55)
+    cluster = cells(raters, prompts)
+    tries = [
+        analyze_preference(draw(random, base, 0.4, 0.4, 0.0, raters=raters, prompts=prompts), *cluster)
+        for _ in range(200)
+    ]
+    assert 0.72 < sum(each.low > 0.5 for each in tries) / 200 < 0.88
+    assert pilots[0].factor_needed(0.5) == 1
+
+
+def test_more_people_do_not_help_where_prompts_are_too_few():
+    random = np.random.default_rng(7)
+    found = analyze_preference(draw(random, 0.0, 0.2, 1.0, 0.0), *cells())
+    assert found.people_needed(0.02) is None
+    assert found.people_needed(0.3) is not None
+    people_differ = analyze_preference(draw(random, 0.0, 1.0, 0.0, 0.0), *cells())
+    needed = people_differ.people_needed(0.05)
+    assert needed is not None and needed > RATERS
+
+
+@pytest.mark.parametrize(('raters', 'prompts', 'message'), [(1, 5, '2 people.* of 1'), (5, 1, '2 prompts.* of 1')])
+def test_too_few_people_or_prompts_are_refused(raters, prompts, message):
+    with pytest.raises(UserError, match=message):
+        analyze_preference([1.0] * 5, *cells(raters, prompts))
+
+
+def test_krippendorff_alpha_equals_published_value():
+    # Krippendorff, Computing Krippendorff's Alpha-Reliability, 2011, example C: nominal data of four observers.
+    table = {
+        'A': [1, 2, 3, 3, 2, 1, 4, 1, 2, None, None, None],
+        'B': [1, 2, 3, 3, 2, 2, 4, 1, 2, 5, None, 3],
+        'C': [None, 3, 3, 3, 2, 3, 4, 2, 2, 5, 1, None],
+        'D': [1, 2, 3, 3, 2, 4, 4, 1, 2, 5, 1, None],
+    }
+    cells = [(value, unit) for row in table.values() for unit, value in enumerate(row) if value is not None]
+    values, units = np.array(cells).T
+    assert krippendorff_alpha(values, units) == pytest.approx(0.743, abs=5e-4)
+
+
+def test_agreement_is_one_zero_or_unknown():
+    units = np.tile(np.arange(40), 10)
+    assert krippendorff_alpha(np.tile(np.arange(40) % 2, 10), units) == 1
+    chance = krippendorff_alpha(np.random.default_rng(8).integers(0, 2, 400), units)
+    assert abs(chance) < 0.1
+    assert math.isnan(krippendorff_alpha(np.ones(5), np.arange(5)))
+
 
 KEY = make_key([f'prompt {index}' for index in range(30)], checks=6)
 

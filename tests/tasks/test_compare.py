@@ -18,7 +18,7 @@ from PIL import Image
 
 from diffusion import cli
 from diffusion.evaluation import compared_images
-from diffusion.evaluation.comparison_key import read_key
+from diffusion.evaluation.comparison_page import read_key
 from diffusion.exit_codes import USAGE_ERROR
 from diffusion.tasks import compare
 

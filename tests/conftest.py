@@ -64,7 +64,8 @@ RANK_VARIABLES = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption('--slow-part', metavar='I/N', default='0/1', help='run only the I-th of N parts of the slow tests')
+    text = 'run only the I-th of N parts of the slow tests, or of those of `make test-resolvable`'
+    parser.addoption('--part', metavar='I/N', default='0/1', help=text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -85,8 +86,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    part, parts = (int(number) for number in str(config.getoption('--slow-part')).split('/'))
-    left_out = {item for item in items if item.get_closest_marker('slow') and part_of(item.nodeid, parts) != part}
+    part, parts = (int(number) for number in str(config.getoption('--part')).split('/'))
+    left_out = {item for item in items if is_rotated(item) and part_of(item.nodeid, parts) != part}
     if left_out:
         config.hook.pytest_deselected(items=[*left_out])
         items[:] = [item for item in items if item not in left_out]
@@ -102,8 +103,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason='needs a GPU; torch.cuda.is_available() is False'))
 
 
+def is_rotated(item: pytest.Item) -> bool:
+    """Return True if `--part` may leave out a test: slow ones, and what is tested again with the resolvable versions."""
+    again = 'OTHER_PYTHON' in os.environ and item.path.parent.name != 'compatibility'
+    return again or item.get_closest_marker('slow') is not None
+
+
 def part_of(nodeid: str, parts: int) -> int:
-    """Return the number of the part that a slow test is in: the cases of a test are spread over the parts."""
+    """Return the number of the part that a test is in: the cases of a test are spread over the parts."""
     return zlib.crc32(nodeid.encode()) % parts
 
 

@@ -17,9 +17,7 @@ from diffusion.config.load import load
 from diffusion.config.recipe import Component
 from diffusion.planning.auxiliary_costs import alignment_of, perceptual_of
 from diffusion.planning.count_cache import SHIPPED, ModelKey, run_counter
-from diffusion.planning.counted_costs import PRECISIONS
-from diffusion.planning.model_costs import ModelCosts
-from diffusion.planning.token_route import route_of
+from diffusion.planning.model_costs import PRECISIONS, ModelCosts, route_of
 from diffusion.storage.atomic import write_atomically
 
 YAMLS = Path(__file__).parents[1] / 'yamls'

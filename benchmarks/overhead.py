@@ -39,8 +39,7 @@ from diffusion.loggers.progress_lines import ConsoleLines
 from diffusion.models import batch_keys
 from diffusion.models.builders import tiny
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.profiling.breakdown import Breakdown
-from diffusion.profiling.step_timer import Timeline
+from diffusion.profiling.breakdown import Breakdown, Timeline
 from diffusion.training.adamw import AdamW
 from diffusion.training.step_overhead import reduce_step_overhead
 

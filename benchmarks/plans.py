@@ -9,7 +9,7 @@ recipes are those of their headers. Takes seconds.
 from collections.abc import Iterator
 from pathlib import Path
 
-from diffusion.planning.checkpoint_interval import LLAMA3_GPUS, LLAMA3_HOURS_BETWEEN_FAILURES
+from diffusion.planning.checkpoints import LLAMA3_GPUS, LLAMA3_HOURS_BETWEEN_FAILURES
 from diffusion.planning.goodput_simulation import save_strategies, simulated_goodput
 from diffusion.planning.gpus import GPU, load_gpus
 from diffusion.planning.memory import GIB

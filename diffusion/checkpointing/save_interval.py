@@ -9,7 +9,7 @@ from composer.utils import dist
 from diffusion.callbacks.preemption import is_last_batch
 from diffusion.config.save_intervals import AUTO, is_time, seconds_of
 from diffusion.errors import UserError
-from diffusion.planning.checkpoint_interval import chosen_interval, default_mtbf_hours, observed_mtbf_hours
+from diffusion.planning.checkpoints import chosen_interval, default_mtbf_hours, observed_mtbf_hours
 from diffusion.runs.attempts import Attempt, read_attempts
 from diffusion.storage.places import QUICK
 

@@ -17,8 +17,7 @@ from diffusion.errors import UserError
 from diffusion.launch.backends import NAMES, backend_of
 from diffusion.launch.backends.base import Backend
 from diffusion.launch.job_spec import Job, JobSpec, JobStage, override_words, seconds_of
-from diffusion.planning.gpus import GPU, find_gpu, load_gpus
-from diffusion.planning.torch_architectures import missing_kernels
+from diffusion.planning.gpus import GPU, find_gpu, load_gpus, missing_kernels
 
 VARIABLE = re.compile(r'[A-Za-z_][A-Za-z0-9_]*')
 

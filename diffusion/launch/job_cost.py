@@ -9,7 +9,7 @@ from diffusion.launch.job_spec import Job
 from diffusion.planning.count_cache import CountingFailed
 from diffusion.planning.gpus import GPU, load_gpus
 from diffusion.planning.plan import Assumptions, load_phases, make_plan
-from diffusion.planning.run_cost import Cost
+from diffusion.planning.throughput import Cost
 
 
 @dataclass(frozen=True)

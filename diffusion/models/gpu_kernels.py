@@ -3,7 +3,7 @@
 import torch
 from torch.version import hip
 
-from diffusion.planning.torch_architectures import missing_kernels_message
+from diffusion.planning.gpus import missing_kernels_message
 
 
 def kernels_problem(index: int) -> str | None:

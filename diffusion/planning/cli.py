@@ -8,12 +8,11 @@ from typing import Annotated
 from diffusion.config.constraints import AtLeast, Fraction, GreaterThan
 from diffusion.config.options import Count, Option
 from diffusion.errors import UserError
-from diffusion.planning.checkpoint_interval import RESTART_SECONDS
-from diffusion.planning.gpus import find_gpu, load_gpus
+from diffusion.planning.checkpoints import RESTART_SECONDS
+from diffusion.planning.gpus import find_gpu, load_gpus, missing_kernels
 from diffusion.planning.plan import Assumptions, load_phases, make_plan, read_measured_speed
 from diffusion.planning.plan_json import plan_to_dict
 from diffusion.planning.plan_table import plan_text
-from diffusion.planning.torch_architectures import missing_kernels
 from diffusion.planning.workload import Encoding
 from diffusion.storage.writable import check_writable
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from diffusion.config.device_checks import check_devices
 from diffusion.planning.plan import Assumptions, Plan, phase_speed
-from diffusion.planning.run_cost import Cost, training_cost
+from diffusion.planning.throughput import Cost, training_cost
 from diffusion.planning.workload import Phase
 from diffusion.storage.atomic import atomic_file
 

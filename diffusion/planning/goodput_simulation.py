@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-from diffusion.planning.checkpoint_interval import Resilience, best_interval, possible_interval
+from diffusion.planning.checkpoints import Resilience, best_interval, possible_interval
 
 SNAPSHOT_SHARE = 0.4 / 8
 """Stall of a snapshot into memory, relative to a synchronous save: 0.4 s against 8 s for 1.6 GB on two slow cores."""

@@ -1,7 +1,10 @@
-"""Peak FLOP/s, memory and hourly price of GPUs, read from gpus.yaml and optionally from the user's file."""
+"""GPU models: peak FLOP/s, memory, hourly price, and the builds of torch that have kernels for them."""
 
 import datetime
+import importlib.util
+import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,13 +130,139 @@ def _check(gpu: GPU, where: str, gather: Gatherer) -> None:
                 join(where, f'peak_tflops.{precision}'),
                 f'{peak!r} is not a positive number; use the dense peak in TFLOP/s',
             )
-    if gpu.compute_capability is not None and re.fullmatch(r'\d+\.\d', gpu.compute_capability) is None:
-        gather.problem(
-            join(where, 'compute_capability'),
-            f'{gpu.compute_capability!r} is not a compute capability; use the format 9.0',
-        )
+    if gpu.compute_capability is not None:
+        try:
+            capability_of(gpu.compute_capability)
+        except ValueError as error:
+            gather.problem(join(where, 'compute_capability'), str(error))
     if gpu.date is not None:
         try:
             datetime.date.fromisoformat(gpu.date)
         except ValueError:
             gather.problem(join(where, 'date'), f'{gpu.date!r} is not a date; use the format 2026-05-01')
+
+
+Capability = tuple[int, int]
+"""Compute capability of a GPU: major and minor number, such as (9, 0) for H100."""
+
+UP_TO_HOPPER = ('sm_50', 'sm_60', 'sm_70', 'sm_75', 'sm_80', 'sm_86', 'sm_90')
+TURING_TO_BLACKWELL = ('sm_75', 'sm_80', 'sm_86', 'sm_90', 'sm_100', 'sm_120')
+VOLTA_TO_BLACKWELL = ('sm_70', *TURING_TO_BLACKWELL)
+PACKAGE_INDEX_CUDA: tuple[tuple[tuple[float, int], tuple[int, int]], ...] = (
+    ((2, 7), (12, 6)),
+    ((2, 10), (12, 8)),
+    ((math.inf, 0), (13, 0)),
+)
+"""CUDA version of the package index's wheels, by the newest release of torch that has it."""
+NEWER_TORCH = 'use torch 2.9 or newer (make install; docs/install.md)'
+OLDER_TORCH = 'use torch 2.7 with CUDA 12.6 (make install STACK=resolvable; docs/install.md)'
+
+
+def capability_of(text: str) -> Capability:
+    """Return a compute capability such as 9.0 or 10.3 as a pair of integers.
+
+    Raises:
+        ValueError: The text is not a compute capability.
+    """
+    found = re.fullmatch(r'(\d+)\.(\d)', text)
+    if found is None:
+        raise ValueError(f'{text!r} is not a compute capability; use the format 9.0')
+    return int(found[1]), int(found[2])
+
+
+def has_kernels(capability: Capability, architectures: Iterable[str]) -> bool:
+    """Return True if code for one of the architectures runs on a GPU with this compute capability.
+
+    Binary code (sm_XY) runs on GPUs with the same major number and an equal or higher minor number. PTX (compute_XY) is
+    compiled by the driver for every GPU that is equal or newer. Code with the suffix `a` runs on that architecture
+    alone, and code with the suffix `f` on its family (CUDA C++ Programming Guide, "Compute capability").
+
+    Args:
+        architectures: Names as in torch.cuda.get_arch_list(), such as sm_90 or compute_120.
+    """
+    for name in architectures:
+        found = re.fullmatch(r'(sm|compute)_(\d+)(\d)([af]?)', name)
+        if found is None:
+            continue
+        kind, major, minor, suffix = found[1], int(found[2]), int(found[3]), found[4]
+        if suffix == 'a':
+            runs = capability == (major, minor)
+        elif kind == 'sm' or suffix == 'f':
+            runs = capability[0] == major and capability[1] >= minor
+        else:
+            runs = capability >= (major, minor)
+        if runs:
+            return True
+    return False
+
+
+def installed_torch() -> str | None:
+    """Return the version of the installed torch with its CUDA version, such as 2.7.0+cu126; None if not installed."""
+    spec = importlib.util.find_spec('torch')
+    if spec is None or spec.origin is None:
+        return None
+    # Importing torch takes 3 s, and the version in the wheel's metadata omits the CUDA version.
+    text = Path(spec.origin).with_name('version.py').read_text()
+    version = re.search(r"^__version__ = '([^']+)'", text, re.MULTILINE)
+    cuda = re.search(r"^cuda\b.*= '([\d.]+)'", text, re.MULTILINE)
+    if version is None:
+        return None
+    release = version[1].split('+')[0]
+    return f'{release}+cu{cuda[1].replace(".", "")}' if cuda is not None else release
+
+
+def architectures_of(version: str) -> tuple[str, ...]:
+    """Return the architectures of a build of torch, such as 2.7.0+cu128 or 2.9.
+
+    A version without `+cu` means the wheel of the package index: CUDA 12.6 up to torch 2.7, 12.8 up to 2.10, then 13.0.
+
+    Raises:
+        UserError: The text is not a version of torch.
+    """
+    found = re.fullmatch(r'(\d+)\.(\d+)[\w.]*(?:\+cu(\d{2})(\d))?(?:\+cpu)?', version)
+    if found is None:
+        raise UserError(f'{version!r} is not a version of torch; use the format 2.9 or 2.7.0+cu128')
+    release = int(found[1]), int(found[2])
+    if found[3] is not None:
+        cuda = int(found[3]), int(found[4])
+    else:
+        cuda = next(default for newest, default in PACKAGE_INDEX_CUDA if release <= newest)
+    if cuda < (12, 8):
+        return UP_TO_HOPPER
+    return VOLTA_TO_BLACKWELL if cuda < (13, 0) and release > (2, 7) else TURING_TO_BLACKWELL
+
+
+def missing_kernels(gpu: GPU, version: str | None = None) -> str | None:
+    """Return a message if a build of torch has no kernels for a GPU, else None.
+
+    Args:
+        gpu: The GPU; one without a compute capability, from the user's own file, is not checked.
+        version: Version of torch, such as 2.9 or 2.7.0+cu128; None is the installed torch.
+
+    Raises:
+        UserError: The version is not a version of torch.
+    """
+    version = version or installed_torch()
+    if version is None or gpu.compute_capability is None:
+        return None
+    return missing_kernels_message(
+        gpu.name, capability_of(str(gpu.compute_capability)), architectures_of(version), version
+    )
+
+
+def missing_kernels_message(gpu: str, capability: Capability, architectures: Iterable[str], version: str) -> str | None:
+    """Return a message if none of the architectures of a build of torch runs on a GPU, else None.
+
+    Args:
+        architectures: Architectures of the build, as in torch.cuda.get_arch_list().
+    """
+    names = tuple(architectures)
+    if has_kernels(capability, names):
+        return None
+    have = ', '.join(names) if names else 'no GPU'
+    # CUDA 13 has dropped the GPUs before Turing (7.5).
+    way_out = NEWER_TORCH if capability >= (7, 5) else OLDER_TORCH
+    return (
+        f'torch {version} has no kernels for {gpu} (compute capability {capability[0]}.{capability[1]}; '
+        f'it has kernels for {have}); {way_out}'
+    )

@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass, replace
 
 from diffusion.config import registry
 from diffusion.config.recipe import ParallelismConfig, Recipe
-from diffusion.planning.counted_costs import ActivationCounts
 from diffusion.planning.gpus import GPU
-from diffusion.planning.model_costs import FLOAT32, HALF, ModelCosts
+from diffusion.planning.model_costs import FLOAT32, HALF, ActivationCounts, ModelCosts
 from diffusion.planning.workload import Phase
 
 GIB = 2**30

@@ -1,18 +1,132 @@
 """Parameters, FLOPs per image and activation memory per sample of a recipe's model, counted on the model itself."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal, get_args
 
 from diffusion.config import registry
+from diffusion.config.algorithm_checks import UNROUTED_BLOCKS
 from diffusion.config.autoencoders import PIXELS
 from diffusion.config.image_shapes import Shape
-from diffusion.config.recipe import Component, LoraConfig
+from diffusion.config.recipe import Component, LoraConfig, Recipe
 from diffusion.errors import UserError
-from diffusion.planning.count_cache import ModelKey
-from diffusion.planning.counted_costs import CountedCosts, Precision
-from diffusion.planning.token_route import TokenRoute
+from diffusion.planning.count_cache import ModelKey, count, known_counts, merged
+
+Precision = Literal['float32', 'float32+compile', 'half', 'half+low_precision_norms', 'half+compile']
+"""Settings of a GPU run that change the activations kept for the backward pass; see models/activation_memory.py."""
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+
+
+@dataclass(frozen=True)
+class ActivationCounts:
+    """Bytes kept for the backward pass: activations per sample, and autocast's copies of weights per microbatch.
+
+    Both are counted by models/activation_memory.py.
+    """
+
+    kept: int
+    """Activations per sample without activation checkpointing."""
+    kept_between: int
+    """Activations per sample kept between checkpointed blocks, block inputs included."""
+    kept_inside: int
+    """Activations per sample inside the largest checkpointed block while it is recomputed."""
+    copies: int
+    """Copies of weights in 16 bits without activation checkpointing; independent of the batch size."""
+    copies_between: int
+    """Copies of weights outside of checkpointed blocks."""
+    copies_inside: int
+    """Copies of weights inside the largest checkpointed block."""
+    largest: int
+    """Bytes of the largest intermediate tensor, per sample."""
+    largest_encoder_elements: int
+    """Number of elements of the largest tensor in the frozen image encoder, per sample."""
+
+    @property
+    def kept_recomputing(self) -> int:
+        """Peak bytes of activations per sample with activation checkpointing."""
+        return self.kept_between + self.kept_inside
+
+    @property
+    def copies_recomputing(self) -> int:
+        """Peak bytes of 16-bit weight copies with activation checkpointing: only one block at a time holds copies."""
+        return self.copies_between + self.copies_inside
+
+
+class CountedCosts:
+    """Facts, FLOPs and activation memory of a model or network, counted in a separate process if they are not known."""
+
+    def __init__(self, key: ModelKey) -> None:
+        self.key = key
+        self._counts = known_counts(key)
+
+    def require(self, flops: Sequence[str] = (), activations: Sequence[tuple[Shape, Precision]] = ()) -> None:
+        """Make all requested counts that are not known yet, in one process.
+
+        Args:
+            flops: Names of FLOPs: a shape, or a shape and a route of tokens.
+            activations: Pairs of shape and precision.
+
+        Raises:
+            UserError: The model cannot be built.
+            CountingFailed: The forward pass failed.
+        """
+        pairs = dict.fromkeys((str(shape), precision) for shape, precision in activations)
+        names = [name for name in dict.fromkeys(flops) if name not in self._counts['flops']]
+        unknown = [pair for pair in pairs if ' '.join(pair) not in self._counts['activations']]
+        if names or unknown or not self.is_counted:
+            self._counts = merged(self._counts, count(self.key, flops=names, activations=unknown))
+
+    @property
+    def is_counted(self) -> bool:
+        """True if the model has been counted, so that `facts` returns immediately."""
+        return bool(self._counts['facts'])
+
+    @property
+    def facts(self) -> Mapping[str, int]:
+        """Counts that do not depend on the image shape, such as the number of parameters, by name."""
+        # The names are defined in models/cost_counting.py and models/auxiliary_counting.py.
+        self.require()
+        return self._counts['facts']
+
+    def flops(self, name: str) -> Mapping[str, int]:
+        """Return FLOPs by part, for a shape or for a shape and a route."""
+        self.require(flops=[name])
+        return self._counts['flops'][name]
+
+    def activations(self, shape: Shape, precision: Precision) -> ActivationCounts:
+        """Return the bytes kept for the backward pass of one sample, for this image shape and precision."""
+        self.require(activations=[(shape, precision)])
+        counts: Mapping[str, Any] = self._counts['activations'][f'{shape} {precision}']
+        return ActivationCounts(**counts)
+
+
+@dataclass(frozen=True)
+class TokenRoute:
+    """Blocks `start` to `end` - 1, which `fraction` of the image tokens skip in training."""
+
+    start: int
+    end: int
+    fraction: float
+
+    def __str__(self) -> str:
+        return f'tread={self.start}:{self.end}:{self.fraction}'
+
+    def fraction_after(self, block: int) -> float:
+        """Return the fraction of the image tokens in the output of a block."""
+        return 1 - self.fraction if self.start <= block < self.end else 1.0
+
+
+def route_of(recipe: Recipe, blocks: int) -> TokenRoute | None:
+    """Return the route of a recipe's TREAD, for a denoiser with this number of blocks, or None if it has none."""
+    for algorithm in recipe.algorithms.values():
+        if algorithm.name == 'tread':
+            settings = registry.settings_of('algorithm', algorithm)
+            end = blocks - UNROUTED_BLOCKS if settings['end'] is None else settings['end']
+            return TokenRoute(settings['start'], end, settings['fraction'])
+    return None
+
 
 FLOAT32 = 4
 HALF = 2
@@ -170,3 +284,16 @@ def _config_of(folder: str, part: str) -> str | None:
             except ValueError as error:
                 raise UserError(f'{path}: not JSON ({error}); write the folder with save_pretrained') from error
     return None
+
+
+def newton_schulz_flops(recipe: Recipe, model: ModelCosts) -> int:
+    """Return the FLOPs of orthogonalization in an optimizer step, of all devices together; 0 for other optimizers.
+
+    Devices orthogonalize a part of the matrices each, and exchange the results.
+    """
+    if recipe.optimizer.name != 'muon':
+        return 0
+    settings = registry.settings_of('optimizer', recipe.optimizer)
+    layers = 'all' if settings['convolutions'] else 'linears'
+    projections = 'split' if settings['split_projections'] else 'whole'
+    return settings['newton_schulz_steps'] * model.facts.get(f'newton_schulz_flops_{layers}_{projections}', 0)

@@ -9,13 +9,14 @@ from diffusion.config.device_checks import check_devices
 from diffusion.config.load import RecipeError, load
 from diffusion.errors import UserError
 from diffusion.planning import published_runs
-from diffusion.planning.checkpoint_interval import (
+from diffusion.planning.checkpoints import (
     RESTART_SECONDS,
     Resilience,
     Sizes,
     default_mtbf_hours,
     resilience_of,
     sizes_of,
+    snapshot_bytes_per_node,
 )
 from diffusion.planning.data_volume import Storage, storage_of
 from diffusion.planning.gpus import GPU
@@ -28,17 +29,20 @@ from diffusion.planning.memory import (
     strategies,
     ways_out,
 )
-from diffusion.planning.run_cost import Cost, cost_of_hours, precompute_cost, training_cost
-from diffusion.planning.snapshot_memory import snapshot_bytes_per_node
 from diffusion.planning.strategy_advice import Fit, advice, communication_bytes
-from diffusion.planning.techniques import Technique, techniques_of
 from diffusion.planning.throughput import (
     TRANSFORMER_MFU,
     TRANSFORMER_SOURCE,
+    Cost,
     MeasuredSpeed,
     Speed,
+    Technique,
+    cost_of_hours,
     planned_speed,
+    precompute_cost,
     read_run,
+    techniques_of,
+    training_cost,
 )
 from diffusion.planning.workload import ENCODINGS, Encoding, Phase, phase_of
 

@@ -2,12 +2,11 @@
 
 from typing import Any
 
-from diffusion.planning.checkpoint_storage import kept_checkpoints
+from diffusion.planning.checkpoints import kept_checkpoints
+from diffusion.planning.data_volume import StoreReads, reads_per_epoch
 from diffusion.planning.goodput_simulation import SimulatedGoodput, simulate_strategies
 from diffusion.planning.plan import Alternative, Fit, PhasePlan, Plan
-from diffusion.planning.run_cost import Cost
-from diffusion.planning.store_reads import StoreReads, reads_per_epoch
-from diffusion.planning.techniques import Technique
+from diffusion.planning.throughput import Cost, Technique
 from diffusion.planning.workload import Phase
 
 

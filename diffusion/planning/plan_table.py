@@ -2,13 +2,12 @@
 
 from collections.abc import Collection, Sequence
 
-from diffusion.planning.checkpoint_storage import kept_checkpoints
+from diffusion.planning.checkpoints import kept_checkpoints
+from diffusion.planning.data_volume import PRICE_DATE, StoreReads, nodes_per_shard, reads_per_epoch
 from diffusion.planning.goodput_simulation import simulate_strategies
 from diffusion.planning.memory import GIB
 from diffusion.planning.plan import Plan
-from diffusion.planning.run_cost import Cost
-from diffusion.planning.store_reads import PRICE_DATE, StoreReads, nodes_per_shard, reads_per_epoch
-from diffusion.planning.throughput import PRECOMPUTE_MFU
+from diffusion.planning.throughput import PRECOMPUTE_MFU, Cost
 from diffusion.planning.workload import Phase
 
 PARTS = {

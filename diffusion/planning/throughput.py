@@ -1,13 +1,14 @@
-"""Throughput of a phase in images per second: measured, published, or derived from an assumed MFU."""
+"""Throughput of a phase, its time and cost, and the effect of each technique of the recipe on throughput."""
 
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from diffusion.errors import UserError
 from diffusion.planning import published_runs
 from diffusion.planning.gpus import GPU
+from diffusion.planning.published_runs import PRX_BATCHES_PER_SECOND
 from diffusion.planning.workload import BACKWARD, Encoding, Phase
 from diffusion.storage.json_lines import json_objects
 
@@ -173,3 +174,115 @@ def _assumed_mfu(phase: Phase) -> tuple[float, str]:
     if phase.model.is_transformer:
         return TRANSFORMER_MFU, TRANSFORMER_SOURCE
     return ASSUMED_MFU, 'close to the published code on A100s'
+
+
+HOUR = 3600
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Wall-clock hours, GPU-hours and dollars of a training run or of precomputing."""
+
+    hours: float
+    """Wall-clock hours."""
+    gpu_hours: float
+    usd: float | None
+    """US dollars; None if the price is unknown."""
+
+    @property
+    def days(self) -> float:
+        return self.hours / 24
+
+    def __add__(self, other: 'Cost') -> 'Cost':
+        usd = None if self.usd is None or other.usd is None else self.usd + other.usd
+        return Cost(self.hours + other.hours, self.gpu_hours + other.gpu_hours, usd)
+
+    def __mul__(self, factor: float) -> 'Cost':
+        return Cost(self.hours * factor, self.gpu_hours * factor, None if self.usd is None else self.usd * factor)
+
+
+def cost_of_hours(hours: float, *, gpus: int, price: float | None) -> Cost:
+    """Return the cost of wall-clock hours on a number of GPUs, at a price in US dollars per GPU-hour."""
+    gpu_hours = hours * gpus
+    return Cost(hours, gpu_hours, None if price is None else gpu_hours * price)
+
+
+def training_cost(phase: Phase, speed: Speed, *, gpus: int, price: float | None) -> Cost:
+    """Return the cost of the training batches of a phase alone: no evaluation, no saves, no failures."""
+    return cost_of_hours(phase.images / speed.images_per_second / HOUR, gpus=gpus, price=price)
+
+
+def precompute_cost(phase: Phase, encoding: Encoding, gpu: GPU, *, gpus: int, price: float | None) -> Cost:
+    """Return the cost of encoding every distinct image once before training.
+
+    Args:
+        encoding: Form in which the results are stored, which determines which encoders run.
+        price: US dollars per GPU-hour; None if unknown.
+    """
+    flops = phase.distinct_images * phase.precompute_flops(encoding)
+    peak = gpus * gpu.peak_flops('fp16')
+    return cost_of_hours(flops / (PRECOMPUTE_MFU * peak) / HOUR, gpus=gpus, price=price)
+
+
+CONTRASTIVE = 'contrastive_flow_matching'
+
+
+@dataclass(frozen=True)
+class MeasuredEffect:
+    """Effect of a technique on throughput as measured and published by others."""
+
+    speedup: float
+    """Throughput with the technique over that without it."""
+    images_without: float
+    """Number of images that the money of this run buys without the technique, by that ratio."""
+    conditions: str
+    """Conditions of the measurement, and the two throughputs."""
+
+
+@dataclass(frozen=True)
+class Technique:
+    """A technique in a recipe, compared with the same recipe without it at equal utilization of the GPUs."""
+
+    name: str
+    flops_per_image: float
+    """Change of the FLOPs that devices execute per image; that of an optimizer step is divided among its images."""
+    speedup: float
+    """Throughput with the technique over that without it."""
+    images_without: float
+    """Number of images that the money of this run buys without the technique."""
+    published: tuple[MeasuredEffect, ...] = ()
+    """Measurements that others published; empty if there are none."""
+
+
+def techniques_of(phase: Phase) -> tuple[Technique, ...]:
+    """Return the techniques of a recipe, and all of them together if there are several; none for plain training."""
+    # Each technique is removed while all others stay, so the changes do not add up to that of all techniques.
+    without = {
+        'TREAD': replace(phase, route=None),
+        'REPA': replace(phase, alignment=None),
+        'perceptual losses': replace(phase, perceptual=None),
+        'contrastive flow matching': phase,
+        'Muon': replace(phase, optimizer_flops=0),
+    }
+    used = {
+        'TREAD': phase.route is not None,
+        'REPA': phase.alignment is not None,
+        'perceptual losses': phase.perceptual is not None,
+        'contrastive flow matching': any(each.name == CONTRASTIVE for each in phase.recipe.algorithms.values()),
+        'Muon': bool(phase.optimizer_flops),
+    }
+    found = [_compared(name, phase, without[name]) for name in used if used[name]]
+    if len(found) > 1:
+        plain = replace(phase, route=None, alignment=None, perceptual=None, optimizer_flops=0)
+        found.append(_compared('all of them', phase, plain))
+    return tuple(found)
+
+
+def _compared(name: str, phase: Phase, other: Phase) -> Technique:
+    """Return the effect of a technique that `phase` has and `other` lacks."""
+    flops, without = phase.executed_flops(), other.executed_flops()
+    published = tuple(
+        MeasuredEffect(rate / base, phase.images * base / rate, f'{base} batches/s without, {rate} with, {where}')
+        for base, rate, where in PRX_BATCHES_PER_SECOND.get(name, ())
+    )
+    return Technique(name, flops - without, without / flops, phase.images * flops / without, published)

@@ -15,10 +15,7 @@ from diffusion.config.schema import MISSING
 from diffusion.errors import UserError
 from diffusion.planning import published_runs
 from diffusion.planning.auxiliary_costs import AlignmentCosts, PerceptualCosts, alignment_of, perceptual_of
-from diffusion.planning.counted_costs import Precision
-from diffusion.planning.model_costs import ModelCosts
-from diffusion.planning.muon_costs import newton_schulz_flops
-from diffusion.planning.token_route import TokenRoute, route_of
+from diffusion.planning.model_costs import ModelCosts, Precision, TokenRoute, newton_schulz_flops, route_of
 
 Encoding = Literal['pictures', 'latents', 'latents+text']
 ENCODINGS: tuple[Encoding, ...] = ('pictures', 'latents', 'latents+text')

@@ -17,7 +17,7 @@ from diffusion.errors import UserError
 from diffusion.exit_codes import CONFIG_ERROR, FAILED
 from diffusion.launch.findings import Finding
 from diffusion.launch.gpu_health import check_gpus
-from diffusion.planning.checkpoint_interval import sizes_of
+from diffusion.planning.checkpoints import sizes_of
 from diffusion.planning.model_costs import ModelCosts
 from diffusion.preflight.source_checks import check_sources
 from diffusion.preflight.storage_checks import check_bucket

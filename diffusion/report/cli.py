@@ -11,9 +11,16 @@ from diffusion.config.options import Option, Port
 from diffusion.config.schema import did_you_mean
 from diffusion.errors import ExternalError, UserError
 from diffusion.report.live_server import BUCKET_SECONDS, POLL_SECONDS, ReportServer, ServedPage, run_address
-from diffusion.report.report_source import ReportSource, RunsSource, TableSource
+from diffusion.report.report_source import (
+    REPORT,
+    ReportSource,
+    RunsSource,
+    TableReader,
+    TableSource,
+    runs_in,
+    written_report,
+)
 from diffusion.report.run_reader import looks_like_a_run
-from diffusion.report.run_table import REPORT, TableReader, runs_in, written_report
 from diffusion.storage.atomic import write_atomically
 from diffusion.storage.places import PATIENT, files_of_run, is_url
 from diffusion.storage.writable import check_writable

@@ -30,8 +30,8 @@ from diffusion.checkpointing.verification import verify_checkpoint
 from diffusion.config.load import load
 from diffusion.exit_codes import PREEMPTED, Preempted
 from diffusion.loggers.metrics_file import read_metrics
+from diffusion.planning.checkpoints import snapshot_bytes_per_node
 from diffusion.planning.memory import Setup
-from diffusion.planning.snapshot_memory import snapshot_bytes_per_node
 from diffusion.planning.workload import phase_of
 from diffusion.runs.environment import NOTICE_SECONDS
 from diffusion.training.train import build_trainer, train

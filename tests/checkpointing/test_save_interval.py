@@ -20,7 +20,7 @@ from diffusion.checkpointing.checkpointer import Checkpointer
 from diffusion.checkpointing.save_interval import AutoInterval, TimedInterval, timed_interval
 from diffusion.config.load import load
 from diffusion.errors import UserError
-from diffusion.planning.checkpoint_interval import chosen_interval, default_mtbf_hours
+from diffusion.planning.checkpoints import chosen_interval, default_mtbf_hours
 from diffusion.runs.attempts import ATTEMPTS, Attempt
 
 

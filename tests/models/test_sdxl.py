@@ -22,7 +22,7 @@ from diffusion.models.pretrained import clip_tokenizer
 from diffusion.models.randomness import Draws, Purpose
 from diffusion.models.sdxl_builders import sdxl, sdxl_tokenizers, tiny_sdxl
 from diffusion.models.text_conditioner import TextConditioner
-from diffusion.planning.counted_costs import PRECISIONS
+from diffusion.planning.model_costs import PRECISIONS
 
 # https://huggingface.co/stabilityai/stable-diffusion-xl-base-1.0/blob/main/unet/config.json, as published
 PUBLISHED_UNET = json.loads(

@@ -11,8 +11,7 @@ from diffusion.models.auxiliary_counting import COUNTERS
 from diffusion.models.cost_counting import answer
 from diffusion.planning import count_cache
 from diffusion.planning.count_cache import SHIPPED, CountingFailed, ModelKey, run_counter
-from diffusion.planning.counted_costs import PRECISIONS
-from diffusion.planning.model_costs import ModelCosts
+from diffusion.planning.model_costs import PRECISIONS, ModelCosts
 from tests.planning.recipes import PHASES, YAMLS
 
 TINY = {'block_out_channels': [32, 64], 'text_layers': 1}

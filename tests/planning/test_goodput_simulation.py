@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffusion.planning import goodput_simulation
-from diffusion.planning.checkpoint_interval import best_interval, chosen_interval, goodput
+from diffusion.planning.checkpoints import best_interval, chosen_interval, goodput
 from diffusion.planning.goodput_simulation import (
     SHARES,
     Failure,

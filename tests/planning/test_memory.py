@@ -11,7 +11,7 @@ from diffusion.algorithms.post_hoc_ema import PostHocEMA
 from diffusion.config.recipe import ParallelismConfig
 from diffusion.models import sd2_config
 from diffusion.models.builders import tiny
-from diffusion.planning.checkpoint_interval import sizes_of
+from diffusion.planning.checkpoints import sizes_of
 from diffusion.planning.gpus import find_gpu
 from diffusion.planning.memory import (
     GIB,

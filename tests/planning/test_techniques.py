@@ -18,11 +18,10 @@ from diffusion.models.block_matrices import newton_schulz_flops
 from diffusion.models.builders import tiny
 from diffusion.models.token_routing import Route
 from diffusion.planning import published_runs
-from diffusion.planning.image_encoders import PUBLISHED, encoder_sizes
+from diffusion.planning.auxiliary_costs import PUBLISHED_ENCODERS, encoder_sizes
 from diffusion.planning.memory import Setup, memory_of
 from diffusion.planning.plan import Assumptions, make_plan
-from diffusion.planning.techniques import techniques_of
-from diffusion.planning.throughput import TRANSFORMER_MFU, planned_speed
+from diffusion.planning.throughput import TRANSFORMER_MFU, planned_speed, techniques_of
 from diffusion.training import components
 from diffusion.training.muon_groups import muon_groups
 from diffusion.training.newton_schulz import orthogonalize
@@ -259,12 +258,12 @@ def test_sizes_of_published_encoders_are_those_of_transformers(tmp_path):
 
     millions = {'dinov2-base': 86.6, 'dinov2-giant': 1136.5, 'dinov3-vitl16-pretrain-lvd1689m': 303.1}
     for name, expected in millions.items():
-        sizes = PUBLISHED[f'facebook/{name}']
+        sizes = PUBLISHED_ENCODERS[f'facebook/{name}']
         counter = AlignmentCounter(encoder=sizes, hidden_size=8, token_width=8, pixels_per_token=16)
         assert counter.facts()['frozen_parameters'] / 1e6 == pytest.approx(expected, rel=0.002)
     Dinov2Config(image_size=518).save_pretrained(tmp_path)
     notes = []
-    base = PUBLISHED['facebook/dinov2-base']
+    base = PUBLISHED_ENCODERS['facebook/dinov2-base']
     assert encoder_sizes(str(tmp_path), notes, where='encoder') == base and not notes
     (tmp_path / 'config.json').write_text('{"model_type": "vit"}')
     with pytest.raises(ValueError, match='encoder: .* is not a dinov2, dinov2_with_registers, dinov3_vit'):

@@ -8,8 +8,15 @@ from hypothesis import strategies as st
 
 from diffusion.planning import published_runs
 from diffusion.planning.plan import read_measured_speed
-from diffusion.planning.run_cost import cost_of_hours, precompute_cost, training_cost
-from diffusion.planning.throughput import ASSUMED_MFU, THROUGHPUT, planned_speed, read_run
+from diffusion.planning.throughput import (
+    ASSUMED_MFU,
+    THROUGHPUT,
+    cost_of_hours,
+    planned_speed,
+    precompute_cost,
+    read_run,
+    training_cost,
+)
 from tests.planning.recipes import A100, GPUS, both, phase, write_recipe
 
 TABLE = [(8, 81.33, 31_230), (16, 40.42, 31_043), (32, 20.06, 30_805), (64, 10.14, 31_146), (128, 5.51, 33_874)]

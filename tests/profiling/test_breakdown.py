@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader
 from diffusion.algorithms.ema import EMA
 from diffusion.models import batch_keys, stage_hooks
 from diffusion.models.flops import FlopCount, empty_copy, forward_flops
-from diffusion.profiling.breakdown import Breakdown, BreakdownReport
-from diffusion.profiling.step_timer import STAGES, WAITS, Recorder, Timeline, shares_of
+from diffusion.profiling.breakdown import STAGES, WAITS, Breakdown, BreakdownReport, Recorder, Timeline, shares_of
 
 
 def samples(count: int, *, latents: bool = False) -> Any:

@@ -11,9 +11,9 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from diffusion.evaluation.image_sheet import Figure, Section, draw_sheet, save_image
-from diffusion.profiling.step_timer import STAGES
 from diffusion.runs.attempts import Attempt
 
+STAGES = ('data_wait', 'h2d', 'encode', 'forward', 'backward', 'optimizer', 'ema', 'logging', 'checkpoint', 'other')
 PROMPTS = ['a frog', 'a house at night', 'a racing car', 'a purple circle', 'a jellyfish', 'two teddy bears play chess']
 BEGIN = 1_795_000_000.0
 SECONDS_PER_BATCH = 0.5

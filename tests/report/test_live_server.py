@@ -22,8 +22,7 @@ from synthetic_run import append_metrics, write_run, write_sheet
 
 from diffusion.errors import UserError
 from diffusion.report.live_server import ReportServer, ServedPage, run_address
-from diffusion.report.report_source import RunsSource, TableSource
-from diffusion.report.run_table import TableReader
+from diffusion.report.report_source import RunsSource, TableReader, TableSource
 
 
 @pytest.fixture

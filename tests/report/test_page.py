@@ -11,8 +11,7 @@ from playwright.sync_api import BrowserContext, Page, expect
 from synthetic_run import append_metrics, metric_lines, write_attempts, write_evaluation, write_run, write_sheet
 
 from diffusion.report.page import MAX_BYTES
-from diffusion.report.report_source import RunsSource, TableSource
-from diffusion.report.run_table import TableReader, written_report
+from diffusion.report.report_source import RunsSource, TableReader, TableSource, written_report
 
 pytestmark = needs_browser
 PHONE, DESK = {'width': 390, 'height': 844}, {'width': 1280, 'height': 900}

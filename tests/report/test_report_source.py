@@ -7,10 +7,8 @@ from synthetic_run import append_metrics, write_run
 
 from diffusion.errors import UserError
 from diffusion.report import report_source
-from diffusion.report.page_data import page_data
-from diffusion.report.report_source import RunsSource
+from diffusion.report.report_source import RunsSource, TableReader, page_data, runs_in
 from diffusion.report.run_reader import RunReader
-from diffusion.report.run_table import TableReader, runs_in
 
 
 def test_huge_page_has_fewer_points(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""What leaves the object store per epoch: compared with the real order of Streaming, counted shard by shard."""
+"""Bytes of stored samples, and reads from the object store, compared with the order of Streaming shard by shard."""
 
 from collections.abc import Iterator
 
@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from diffusion.config.load import load
-from diffusion.planning.store_reads import nodes_per_shard, reads_per_epoch
-from tests.planning.recipes import PHASES, write_recipe
+from diffusion.planning.data_volume import CAPTION_BYTES, nodes_per_shard, reads_per_epoch, sample_bytes, storage_of
+from tests.planning.recipes import PHASES, phase, write_recipe
 
 SHARDS, PER_SHARD = 192, 512
+MEANS = ['precompute.posterior=mean']
 
 
 def recipe_with(*overrides: str):
@@ -69,3 +70,42 @@ def test_plan_prints_the_reads(capsys, tmp_path):
     assert main(['plan', str(write_recipe(tmp_path)), '--gpu', 'h100-sxm', '--gpus', '8']) == 0
     section = capsys.readouterr().out.partition('Reads from the object store per epoch')[2]
     assert ' 0.00 TB' in section, 'without a limit, caches keep what their nodes read'
+
+
+@pytest.mark.parametrize(('path', 'latents'), [(PHASES[0], 8_192), (PHASES[1], 32_768)])
+def test_bytes_per_sample_of_latents_and_text(path, latents):
+    work = phase(path, MEANS)
+    assert sample_bytes(work, 'latents') == latents + CAPTION_BYTES
+    assert sample_bytes(work, 'latents+text') == latents + 157_696 + CAPTION_BYTES
+    assert sample_bytes(phase(path), 'latents') == 2 * latents + CAPTION_BYTES  # with variances
+    assert sample_bytes(phase(path, [*MEANS, 'precompute.dtype=float32']), 'latents') == 2 * latents + CAPTION_BYTES
+
+
+def test_790_million_images_of_512_px_take_49_tb_as_jpeg_and_26_tb_as_latents():
+    work = phase(PHASES[1], MEANS, samples=790_000_000)
+    stored = {
+        kind: storage_of(work, kind, images_per_second=1, nodes=1).stored_bytes for kind in ('pictures', 'latents')
+    }
+    assert stored['pictures'] == pytest.approx(49e12, rel=0.01)
+    assert stored['latents'] == pytest.approx(26e12, rel=0.01)
+
+
+def test_read_bandwidth_is_bytes_times_throughput_and_divides_among_nodes():
+    work = phase()
+    storage = storage_of(work, 'latents+text', images_per_second=11_600, nodes=16)
+    assert storage.bytes_per_second == pytest.approx(11_600 * storage.bytes_per_sample)
+    assert storage.bytes_per_second_per_node * 16 == pytest.approx(storage.bytes_per_second)
+    assert storage.read_bytes == pytest.approx(work.images * storage.bytes_per_sample)
+
+
+def test_local_shards_give_samples_and_bytes(tmp_path):
+    from streaming import MDSWriter
+
+    with MDSWriter(out=str(tmp_path / 'mds'), columns={'image': 'bytes', 'caption': 'str'}) as writer:
+        for index in range(24):
+            writer.write({'image': bytes(1000), 'caption': str(index)})
+    path = write_recipe(tmp_path, streams={'a': {'local': str(tmp_path / 'mds'), 'resolution': 64}})
+    work = phase(path)
+    assert work.samples == 24
+    assert 1000 < sample_bytes(work, 'pictures') < 1100
+    assert sample_bytes(work, 'latents') == 2 * 2 * 16 * 8 * 8 + CAPTION_BYTES

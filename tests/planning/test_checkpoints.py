@@ -1,4 +1,4 @@
-"""Size of data and checkpoints, checkpoint intervals, and goodput under failures."""
+"""Size of checkpoints, save intervals, goodput under failures, and host memory of snapshots."""
 
 import random
 
@@ -8,62 +8,23 @@ from hypothesis import strategies as st
 
 from diffusion.checkpointing.retention import CheckpointInfo, kept
 from diffusion.config.checkpointing import KeepConfig
-from diffusion.planning.checkpoint_interval import (
+from diffusion.planning.checkpoints import (
     best_interval,
     chosen_interval,
     default_mtbf_hours,
     default_stall_seconds,
     goodput,
+    kept_checkpoints,
+    most_checkpoints,
     observed_mtbf_hours,
     resilience_of,
     sizes_of,
+    snapshot_bytes_per_node,
 )
-from diffusion.planning.checkpoint_storage import kept_checkpoints, most_checkpoints
-from diffusion.planning.data_volume import CAPTION_BYTES, sample_bytes, storage_of
 from diffusion.planning.memory import Setup
-from diffusion.planning.snapshot_memory import snapshot_bytes_per_node
 from tests.planning.recipes import PHASES, both, phase, write_recipe
 
 PHASE1, PHASE2 = both()
-MEANS = ['precompute.posterior=mean']
-
-
-@pytest.mark.parametrize(('path', 'latents'), [(PHASES[0], 8_192), (PHASES[1], 32_768)])
-def test_bytes_per_sample_of_latents_and_text(path, latents):
-    work = phase(path, MEANS)
-    assert sample_bytes(work, 'latents') == latents + CAPTION_BYTES
-    assert sample_bytes(work, 'latents+text') == latents + 157_696 + CAPTION_BYTES
-    assert sample_bytes(phase(path), 'latents') == 2 * latents + CAPTION_BYTES  # with variances
-    assert sample_bytes(phase(path, [*MEANS, 'precompute.dtype=float32']), 'latents') == 2 * latents + CAPTION_BYTES
-
-
-def test_790_million_images_of_512_px_take_49_tb_as_jpeg_and_26_tb_as_latents():
-    work = phase(PHASES[1], MEANS, samples=790_000_000)
-    stored = {
-        kind: storage_of(work, kind, images_per_second=1, nodes=1).stored_bytes for kind in ('pictures', 'latents')
-    }
-    assert stored['pictures'] == pytest.approx(49e12, rel=0.01)
-    assert stored['latents'] == pytest.approx(26e12, rel=0.01)
-
-
-def test_read_bandwidth_is_bytes_times_throughput_and_divides_among_nodes():
-    storage = storage_of(PHASE1, 'latents+text', images_per_second=11_600, nodes=16)
-    assert storage.bytes_per_second == pytest.approx(11_600 * storage.bytes_per_sample)
-    assert storage.bytes_per_second_per_node * 16 == pytest.approx(storage.bytes_per_second)
-    assert storage.read_bytes == pytest.approx(PHASE1.images * storage.bytes_per_sample)
-
-
-def test_local_shards_give_samples_and_bytes(tmp_path):
-    from streaming import MDSWriter
-
-    with MDSWriter(out=str(tmp_path / 'mds'), columns={'image': 'bytes', 'caption': 'str'}) as writer:
-        for index in range(24):
-            writer.write({'image': bytes(1000), 'caption': str(index)})
-    path = write_recipe(tmp_path, streams={'a': {'local': str(tmp_path / 'mds'), 'resolution': 64}})
-    work = phase(path)
-    assert work.samples == 24
-    assert 1000 < sample_bytes(work, 'pictures') < 1100
-    assert sample_bytes(work, 'latents') == 2 * 2 * 16 * 8 * 8 + CAPTION_BYTES
 
 
 def test_sd2_checkpoint_sizes():

@@ -1,4 +1,4 @@
-"""Checkpoint size, optimal checkpoint interval, and goodput under failures.
+"""Checkpoints of a run: size, optimal interval, goodput under failures, storage, and host memory of snapshots.
 
 Interval and goodput follow the complete model of Daly (2006). For stalls much shorter than the MTBF, the best interval
 is that of Young (1974), sqrt(2 x stall x MTBF).
@@ -7,9 +7,10 @@ is that of Young (1974), sqrt(2 x stall x MTBF).
 import math
 from dataclasses import dataclass
 
+from diffusion.config.checkpointing import KeepConfig, keep_rules
 from diffusion.config.recipe import Recipe
 from diffusion.config.save_intervals import AUTO, seconds_of
-from diffusion.planning.memory import averages_of, optimizer_elements
+from diffusion.planning.memory import Setup, averages_of, optimizer_elements
 from diffusion.planning.model_costs import FLOAT32, ModelCosts
 from diffusion.planning.workload import Phase
 
@@ -194,3 +195,77 @@ def resilience_of(
         batch_seconds=batch_seconds,
         run_seconds=run_seconds,
     )
+
+
+@dataclass(frozen=True)
+class KeptCheckpoints:
+    """Largest number of checkpoints of a run that exist at a time, and the storage that they need."""
+
+    count: int
+    bytes: int
+
+
+def kept_checkpoints(phase: Phase, saving: Resilience, sizes: Sizes) -> KeptCheckpoints | None:
+    """Return the most checkpoints that exist at a time in a training phase, and their storage; None if it is unknown.
+
+    Claimed and pinned checkpoints are not counted.
+
+    Args:
+        saving: The recipe's save interval, in seconds.
+        sizes: Sizes of a checkpoint; each counts as one of the end of the run.
+    """
+    rules = keep_rules(phase.recipe.checkpointing, phase.recipe.trainer)
+    saves = None
+    if saving.recipe_interval_seconds:
+        # Subtract 1e-9, so that a save that falls on the end of the run is not counted twice.
+        saves = math.ceil(saving.run_seconds / saving.recipe_interval_seconds - 1e-9)
+    count = most_checkpoints(rules, saves=saves, batches=phase.batches)
+    return None if count is None else KeptCheckpoints(count, count * sizes.with_averages)
+
+
+def most_checkpoints(rules: KeepConfig | None, *, saves: int | None, batches: int) -> int | None:
+    """Return the largest number of checkpoints that exist at a time; None if that is not known.
+
+    Args:
+        rules: The checkpoints that the run keeps; None keeps all.
+        saves: Number of saves of the run; None if it is not known.
+    """
+    if rules is None:
+        return saves
+    multiples = batches // rules.every_batches if rules.every_batches else 0
+    # Add 1: the new checkpoint exists before those that no rule keeps are removed.
+    count = rules.last + rules.hourly + rules.daily + multiples + 1
+    return count if saves is None else min(count, saves)
+
+
+def snapshot_bytes_per_node(phase: Phase, setup: Setup, *, gpus_per_node: int) -> int:
+    """Return the bytes of host memory for snapshots and checkpoints on the node that needs most.
+
+    It is 0 if saves block training and no tier is in memory. The first device snapshots a whole checkpoint; each device
+    snapshots its shard of a sharded one. If several groups of devices hold the same shards (`parallelism.replicas`),
+    only the first group does.
+    """
+    recipe = phase.recipe
+    node = _saved_bytes(phase, setup, gpus_per_node=gpus_per_node)
+    snapshot = recipe.checkpointing.asynchronous and 'save_folder' not in recipe.trainer
+    return node * (snapshot + _copies_in_memory(recipe))
+
+
+def _copies_in_memory(recipe: Recipe) -> int:
+    """Return the number of copies of its part of a checkpoint that a node holds in memory during a save."""
+    tiers = recipe.checkpointing.tiers
+    tier = None if tiers is None else tiers.memory
+    if tier is None or 'save_folder' in recipe.trainer:
+        return 0
+    # The previous checkpoint stays until the new one is complete. Each node of a sharded run also holds the copy of
+    # another node; the copy of a whole checkpoint is on a node that holds nothing else.
+    return 2 * (1 + (tier.replicate and recipe.parallelism.checkpoints == 'sharded'))
+
+
+def _saved_bytes(phase: Phase, setup: Setup, *, gpus_per_node: int) -> int:
+    """Return the bytes of a checkpoint that the ranks of a node save, on the node that has most."""
+    recipe = phase.recipe
+    total = sizes_of(recipe, phase.model, auxiliary=phase.auxiliary_parameters).with_averages
+    if recipe.parallelism.checkpoints == 'whole':
+        return total
+    return -(-total * min(gpus_per_node, setup.shards) // setup.shards)

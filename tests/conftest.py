@@ -104,7 +104,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def is_rotated(item: pytest.Item) -> bool:
-    """Return True if `--part` may leave out a test: slow ones, and what is tested again with the resolvable versions."""
+    """Return True if `--part` may leave out a test: slow ones, and what the resolvable versions run again."""
     again = 'OTHER_PYTHON' in os.environ and item.path.parent.name != 'compatibility'
     return again or item.get_closest_marker('slow') is not None
 

@@ -54,8 +54,7 @@ from diffusion.models.pixel_space import PixelSpace
 from diffusion.models.prx_builders import FLOW, transformer
 from diffusion.models.representation_alignment import RepresentationAlignment
 from diffusion.models.text_conditioner import tokenize
-from diffusion.training.muon import Muon
-from diffusion.training.muon_groups import muon_groups
+from diffusion.training.muon import Muon, muon_groups
 
 SIDE = 64
 BATCH = 32

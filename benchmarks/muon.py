@@ -21,9 +21,7 @@ from torch import Tensor
 from diffusion.compatibility.private_names import TorchDispatchMode
 from diffusion.config.load import load
 from diffusion.training.components import build_model
-from diffusion.training.muon import MAX_BATCH_ELEMENTS, RMS_OF_ADAMW, Muon
-from diffusion.training.muon_groups import muon_groups
-from diffusion.training.newton_schulz import orthogonalize
+from diffusion.training.muon import MAX_BATCH_ELEMENTS, RMS_OF_ADAMW, Muon, muon_groups, orthogonalize
 
 RECIPE = Path(__file__).parent / 'first_quickstart.yaml'
 BATCH = 32

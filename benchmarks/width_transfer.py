@@ -23,8 +23,7 @@ from diffusion.config.load import load
 from diffusion.models import batch_keys
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.prx_builders import tiny_prx
-from diffusion.training.components import build_loader
-from diffusion.training.width_groups import width_groups
+from diffusion.training.components import build_loader, width_groups
 
 Batch = dict[str, Tensor]
 HEAD = 32

@@ -189,8 +189,8 @@ def assert_same_weights(one: Path, other: Path) -> None:
     """Assert that the averaged weights of two runs' newest checkpoints are equal bit for bit."""
     import torch
 
+    from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
     from diffusion.checkpointing.checkpoint_weights import weights_of
-    from diffusion.checkpointing.run_folder import find_checkpoint
 
     found, expected = (weights_of(find_checkpoint(str(run)), 'ema')[0] for run in (one, other))
     assert found.keys() == expected.keys()

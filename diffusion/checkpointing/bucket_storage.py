@@ -31,6 +31,7 @@ from diffusion.checkpointing.bucket_checkpoints import (
     published_batches,
     read_checked_receipt,
 )
+from diffusion.checkpointing.checkpoint_lookup import PIN
 from diffusion.checkpointing.checkpoint_store import (
     INDEX,
     LATEST,
@@ -42,7 +43,6 @@ from diffusion.checkpointing.checkpoint_store import (
     checkpoint_name,
     parse_receipt,
 )
-from diffusion.checkpointing.claims import PIN
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks, run_on_each_rank
 from diffusion.checkpointing.retention import CheckpointInfo
 from diffusion.config.checkpointing import KeepConfig

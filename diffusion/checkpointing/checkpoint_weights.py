@@ -1,4 +1,4 @@
-"""Reading of weights from checkpoints, without executing pickled code."""
+"""Verification of checkpoints, and reading of their weights without executing pickled code."""
 
 import logging
 import os
@@ -6,6 +6,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -15,9 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from diffusion.checkpointing import sharded_state
-from diffusion.checkpointing.checkpoint_store import STATE, read_with_retries
-from diffusion.checkpointing.verification import verify_checkpoint
+from diffusion.checkpointing import checkpoint_store, sharded_state
+from diffusion.checkpointing.checkpoint_store import (
+    STATE,
+    DamagedCheckpoint,
+    FileRecord,
+    read_receipt,
+    read_with_retries,
+)
+from diffusion.checkpointing.sharded_state import data_files
 from diffusion.errors import UserError
 from diffusion.storage.refused_pickles import code_to_run
 
@@ -26,6 +33,8 @@ log = logging.getLogger(__name__)
 TRAINING_ONLY = ('feature_projector.',)
 """Prefixes of the names of tensors that a model without representation alignment does not have."""
 Weights = Literal['ema', 'training']
+FILES_AT_ONCE = 8
+"""Number of files of a checkpoint that are read at the same time."""
 
 
 class NoAverages(UserError):
@@ -38,6 +47,50 @@ class NoAverages(UserError):
     def __init__(self, reason: str) -> None:
         super().__init__(f'{reason}; use --weights training')
         self.reason = reason
+
+
+def verify_checkpoint(checkpoint: Path) -> None:
+    """Check every file of a checkpoint against its receipt; reads all data, several files at a time.
+
+    Raises:
+        DamagedCheckpoint: A file is damaged; the message has its path and the difference.
+        OSError: A file cannot be read after several tries, which does not mean that it is damaged.
+    """
+    receipt = read_with_retries(lambda: read_receipt(checkpoint))
+
+    def check(name: str) -> None:
+        read_with_retries(lambda: _check_file(checkpoint / name, receipt['files'][name]))
+
+    # xxhash and reads release the interpreter's lock. The first failure ends the check: files that no thread has begun
+    # are not read.
+    with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
+        try:
+            for _ in pool.map(check, receipt['files']):
+                pass
+        finally:
+            pool.shutdown(cancel_futures=True)
+    if checkpoint_store.INDEX in receipt['files']:
+        missing = sorted(read_with_retries(lambda: data_files(checkpoint)) - receipt['files'].keys())
+        if missing:
+            raise DamagedCheckpoint(
+                f'{checkpoint / checkpoint_store.RECEIPT}: does not list {missing[0]}, which its index names'
+            )
+
+
+def _check_file(path: Path, expected: FileRecord) -> None:
+    """Raise DamagedCheckpoint if a file is missing, or has another size or hash than expected."""
+    try:
+        # Ask the open file for its size: a network file system asks its server at an open, but stat() may be cached.
+        with path.open('rb') as file:
+            size = os.fstat(file.fileno()).st_size
+        if size != expected.bytes:
+            raise DamagedCheckpoint(f'{path}: {size} bytes, expected {expected.bytes}')
+        if checkpoint_store.hash_file(path) != expected:
+            raise DamagedCheckpoint(f'{path}: the content has changed since it was written (xxh3_128 differs)')
+    except FileNotFoundError as error:
+        if not path.parent.is_dir():
+            raise  # the whole folder has vanished, which is a fault of the file system
+        raise DamagedCheckpoint(f'{path}: the file does not exist') from error
 
 
 def read_content(path: Path) -> dict[str, Any]:

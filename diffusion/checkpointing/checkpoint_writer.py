@@ -3,6 +3,7 @@
 import datetime
 import errno
 import pickle
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -18,21 +19,56 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from diffusion.algorithms.finite_weights import NOT_SAVED, check_weights
 from diffusion.checkpointing import checkpoint_store
-from diffusion.checkpointing.checkpoint_store import FileRecord
-from diffusion.checkpointing.rank_agreement import gather_on_rank_zero, raise_on_all_ranks
+from diffusion.checkpointing.checkpoint_store import FileRecord, WriteProgress
+from diffusion.checkpointing.rank_agreement import gather_on_rank_zero, raise_on_all_ranks, storage_fault
 from diffusion.checkpointing.run_storage import SaveTarget
-from diffusion.checkpointing.sharded_writer import ShardedWrite
-from diffusion.checkpointing.snapshot import SnapshotBuffers, StateTensors
-from diffusion.checkpointing.snapshot_memory import reserve_on_all_ranks
-from diffusion.checkpointing.storage_faults import SaveFailed, describe_fault, storage_fault
-from diffusion.checkpointing.tensor_copies import TensorCopies
+from diffusion.checkpointing.sharded_state import ShardedWrite
+from diffusion.checkpointing.snapshot import SnapshotBuffers, StateTensors, TensorCopies, reserve_on_all_ranks
 from diffusion.checkpointing.trainer_state import changed_by_updates, gather_state
-from diffusion.checkpointing.write_progress import WriteProgress
 from diffusion.storage.direct_file import open_for_writing
+from diffusion.storage.retry import DISK_FULL_ERRORS
 
 PICKLED_AT_ONCE = 2
 """Objects, most of them tensors, that a save in the background pickles between two pauses."""
 PICKLING_PAUSE_SECONDS = 0.001
+
+
+class SaveFailed(OSError):
+    """Error for a checkpoint that could not be written because of a storage fault; raised on every rank.
+
+    Training may continue to the next save. `errno` is that of the fault.
+    """
+
+    def __str__(self) -> str:
+        return self.strerror or super().__str__()  # without the errno's number, since the message says it in words
+
+
+def describe_fault(fault: OSError, folder: Path, *, needed_bytes: int) -> str:
+    """Return a storage fault in words, such as `no space left on runs/a: 13.85 GiB needed, 2.10 GiB free`.
+
+    Args:
+        needed_bytes: Size of the checkpoint.
+    """
+    if fault.errno not in DISK_FULL_ERRORS:
+        reason = fault.strerror or str(fault)
+        return f'{reason}: {fault.filename}' if fault.filename is not None else reason
+    what = 'the disk quota is used up on' if fault.errno == errno.EDQUOT else 'no space left on'
+    try:
+        free = f', {_gib(shutil.disk_usage(folder).free)} free'
+    except OSError:  # the file system no longer answers
+        free = ''
+    return f'{what} {folder}: {_gib(needed_bytes)} needed{free}'
+
+
+def way_out(number: int | None) -> str:
+    """Return the user's next step after a save that failed with this errno."""
+    if number in DISK_FULL_ERRORS:
+        return 'free some space and start the same command again'
+    return 'check the storage of the run and start the same command again'
+
+
+def _gib(size: float) -> str:
+    return f'{size / 2**30:.2f} GiB'
 
 
 class Collected(NamedTuple):

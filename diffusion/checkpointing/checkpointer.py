@@ -14,18 +14,15 @@ from composer.utils import dist, reproducibility
 
 from diffusion.callbacks.preemption import is_last_batch
 from diffusion.checkpointing.background_save import BackgroundSave, pause_for_training
-from diffusion.checkpointing.checkpoint_writer import SaveInProgress, collect
-from diffusion.checkpointing.failed_saves import FailedSaves, make_room_after
-from diffusion.checkpointing.node_tier import NodeTier, open_tiers
+from diffusion.checkpointing.checkpoint_writer import SaveFailed, SaveInProgress, collect
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks, run_on_each_rank
 from diffusion.checkpointing.run_storage import RunStorage, run_storage
-from diffusion.checkpointing.save_interval import check_interval, timed_interval
+from diffusion.checkpointing.save_policy import FailedSaves, check_interval, make_room_after, timed_interval
 from diffusion.checkpointing.sharded_state import present
-from diffusion.checkpointing.snapshot import SnapshotBuffers, StateTensors
-from diffusion.checkpointing.snapshot_memory import reserve_on_all_ranks
-from diffusion.checkpointing.storage_faults import SaveFailed
-from diffusion.checkpointing.tier_restore import find_resume_point, stored_batches
-from diffusion.checkpointing.tier_saves import TierSaves
+from diffusion.checkpointing.snapshot import SnapshotBuffers, StateTensors, reserve_on_all_ranks
+from diffusion.checkpointing.tiers.node_tier import NodeTier, open_tiers
+from diffusion.checkpointing.tiers.tier_restore import find_resume_point, stored_batches
+from diffusion.checkpointing.tiers.tier_saves import TierSaves
 from diffusion.checkpointing.trainer_state import load_checkpoint
 from diffusion.config.checkpointing import KeepConfig, TiersConfig
 from diffusion.errors import UserError

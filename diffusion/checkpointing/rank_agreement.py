@@ -14,8 +14,7 @@ from composer.utils import dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from diffusion.checkpointing.checkpoint_store import DamagedCheckpoint
-from diffusion.checkpointing.storage_faults import storage_fault
-from diffusion.errors import ExternalError, RankFailed, UserError, exit_status
+from diffusion.errors import DataError, ExternalError, RankFailed, UserError, exit_status
 from diffusion.exit_codes import CONFIG_ERROR
 
 log = logging.getLogger(__name__)
@@ -193,3 +192,20 @@ def _in_thread(work: Callable[[], Result]) -> Future[Result]:
     # A daemon thread, unlike those of ThreadPoolExecutor, lets this process end while the file system does not respond.
     threading.Thread(target=run, name='work that may take long', daemon=True).start()
     return future
+
+
+def storage_fault(error: BaseException) -> OSError | None:
+    """Return the OSError that caused an error, the error itself included; None if no storage fault caused it."""
+    # torch.save and torch.distributed.checkpoint raise errors of their own, which have the OSError as a cause or as the
+    # context. A UserError may have an OSError as its cause too, but was raised as the user's mistake on purpose. A
+    # RankFailed reports the error of another rank.
+    if isinstance(error, UserError | DataError | ExternalError | RankFailed):
+        return None
+    if isinstance(error, CheckpointException):
+        # The same failures are raised on every rank, so that all ranks make the same decision.
+        faults = [storage_fault(each) for each, _ in error.failures.values()]
+        return faults[0] if faults and None not in faults else None
+    if isinstance(error, OSError):
+        return error
+    cause = error.__cause__ or error.__context__
+    return None if cause is None else storage_fault(cause)

@@ -14,6 +14,7 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
+from diffusion.checkpointing.checkpoint_lookup import claimed_batches
 from diffusion.checkpointing.checkpoint_store import (
     DamagedCheckpoint,
     batch_number,
@@ -21,7 +22,6 @@ from diffusion.checkpointing.checkpoint_store import (
     list_checkpoints,
     read_receipt,
 )
-from diffusion.checkpointing.claims import claimed_batches
 from diffusion.config.checkpointing import KeepConfig
 from diffusion.storage.atomic import new_unfinished, sync_folder
 

@@ -4,21 +4,34 @@
 """
 
 import logging
+import os
 import shutil
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
+from uuid import uuid4
 
 from composer.utils import dist
 
 from diffusion.checkpointing import checkpoint_store, retention
 from diffusion.checkpointing.bucket_storage import BucketStorage
-from diffusion.checkpointing.checkpoint_store import FileRecord, checkpoint_name
+from diffusion.checkpointing.checkpoint_store import (
+    DamagedCheckpoint,
+    FileRecord,
+    checkpoint_name,
+    list_checkpoints,
+    read_receipt,
+    read_with_retries,
+    run_id_of,
+)
+from diffusion.checkpointing.checkpoint_weights import verify_checkpoint
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks, run_on_rank_zero
-from diffusion.checkpointing.shared_folder import open_run_folder
-from diffusion.checkpointing.verification import newest_intact
 from diffusion.config.checkpointing import KeepConfig
-from diffusion.runs.run_id import check_run_id
+from diffusion.errors import ExternalError, UserError
+from diffusion.runs import environment
+from diffusion.runs.run_id import RUN_FILE, check_run_id, create_run_id, read_run_id
+from diffusion.storage import visibility
 from diffusion.storage.atomic import remove
 from diffusion.storage.places import is_url
 
@@ -239,3 +252,113 @@ def run_storage(place: str | Path) -> RunStorage:
     if is_url(place):
         return BucketStorage(str(place))
     return FolderStorage(Path(place))
+
+
+def open_run_folder(folder: Path) -> str:
+    """Create or open a run's folder, verify that all ranks share it, and return the run's id; a collective.
+
+    The first start writes run.json, and so does a start that finds none beside the checkpoints of a run.
+
+    Raises:
+        UserError: A new run's folder is not shared by all ranks.
+        ExternalError: A rank does not see the folder of a run that has begun: its file system is not mounted there.
+        OSError: The folder cannot be read or written.
+    """
+    begun = False
+    with raise_on_all_ranks(str(folder)):
+        begun = read_with_retries(lambda: (folder / RUN_FILE).exists() or bool(list_checkpoints(folder)))
+        if dist.get_global_rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+    # A run has begun if any rank sees it: the machine without the mount may be that of rank 0.
+    check_shared(folder, 'runs_dir', begun=any(dist.all_gather_object(begun)))
+    run_id = ['']
+    with raise_on_all_ranks(str(folder)):
+        if dist.get_global_rank() == 0:
+            run_id = [read_with_retries(lambda: read_run_id(folder)) or _first_id(folder)]
+    dist.broadcast_object_list(run_id, src=0)
+    return run_id[0]
+
+
+def _first_id(folder: Path) -> str:
+    """Write the run.json of a folder that has none, with the id of the run's newest checkpoint that names one."""
+    named = (run_id_of(checkpoint) for checkpoint in list_checkpoints(folder))
+    return create_run_id(folder, next((run_id for run_id in named if run_id), ''))
+
+
+def check_shared(folder: Path, where: str, *, begun: bool = False) -> None:
+    """Check that a folder is shared by all ranks: each reads a new file of rank 0. A collective.
+
+    Args:
+        folder: The folder; rank 0 creates it if it does not exist.
+        where: Recipe key that sets the folder, for messages.
+        begun: True for the folder of a run that has begun, which was shared by all ranks then.
+
+    Raises:
+        UserError: A rank does not see the file, and the run has not begun: the path is the user's mistake.
+        ExternalError: A rank does not see the file of a run that has begun: the machine has lost its mount.
+    """
+    if dist.get_world_size() == 1:
+        return
+    # Use a new name and content each time: a network file system may cache contents and names, even absent ones.
+    first = [f'.shared-{uuid4().hex}', environment.machine_name(os.environ)]
+    dist.broadcast_object_list(first, src=0)
+    probe, content = folder / first[0], first[0]
+    try:
+        with raise_on_all_ranks(str(folder)):
+            if dist.get_global_rank() == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+                probe.write_text(content, encoding='utf-8')
+        with raise_on_all_ranks(str(folder)):
+            if reason := visibility.why_not_visible(probe, content, visibility.VISIBLE_SECONDS):
+                raise not_shared(f'{where}: {folder}', first[1], reason, begun=begun)
+    finally:
+        if dist.get_global_rank() == 0:
+            with suppress(OSError):
+                probe.unlink(missing_ok=True)
+
+
+def not_shared(where: str, machine: str, reason: str, *, begun: bool) -> UserError | ExternalError:
+    """Return the error of a rank that cannot read a file which rank 0, on `machine`, wrote into a folder."""
+    here = f'rank {dist.get_global_rank()} ({environment.machine_name(os.environ)})'
+    message = f'{where} is not the same folder on rank 0 ({machine}) and {here}: {reason}'
+    if begun:
+        return ExternalError(f'{message}. The run has begun; check that its file system is mounted on both machines')
+    return UserError(f'{message}; use a folder on a file system that all nodes share')
+
+
+def newest_intact(folder: Path, run_id: str = '') -> Path | None:
+    """Return a run's newest undamaged checkpoint, or None if it has no checkpoints.
+
+    Args:
+        run_id: The run's id; empty accepts the checkpoints of any run.
+
+    Raises:
+        UserError: All of the run's checkpoints are damaged, or the newest is a checkpoint of another run.
+        OSError: A checkpoint cannot be read after several tries, or `folder` is no longer the run's folder.
+    """
+    damages = []
+    for checkpoint in read_with_retries(lambda: checkpoint_store.list_checkpoints(folder)):
+        # Only damage is skipped. An OSError ends the run with status 1: after a transient error of the file system, a
+        # restart resumes from this checkpoint instead of repeating hours of work from an older one.
+        try:
+            found = read_with_retries(lambda checkpoint=checkpoint: read_receipt(checkpoint)).get('run')
+            if run_id and found and found != run_id:
+                raise UserError(
+                    f'{checkpoint}: it is of another run (id {found}, this run has {run_id}); move it out of the '
+                    f'folder, or start a new run from its weights with init_from: {checkpoint}'
+                )
+            verify_checkpoint(checkpoint)
+        except DamagedCheckpoint as error:
+            damages.append(str(error))
+            log.warning('damaged checkpoint, trying an earlier one: %s', error)
+            continue
+        return checkpoint
+    # Never start from scratch here: the run would overwrite checkpoints that may be repairable.
+    if damages:
+        if run_id:
+            check_run_id(folder, run_id)  # raises if the file system has vanished, which is not damage
+        raise UserError(
+            f'{folder}: all {len(damages)} checkpoints are damaged: {"; ".join(damages[:3])}; '
+            'restore one from a backup, or change the name of the run to start over'
+        )
+    return None

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from diffusion.checkpointing.run_folder import find_checkpoint
+from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.config import registry
 from diffusion.config.autoencoders import PIXELS
 from diffusion.config.byte_sizes import bytes_text

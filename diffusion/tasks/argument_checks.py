@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from diffusion.algorithms.power_function import SNAPSHOT_FOLDER, gamma_of_width
-from diffusion.checkpointing.checkpoint_download import download_checkpoint
-from diffusion.checkpointing.run_folder import find_checkpoint, recipe_of_checkpoint, run_of_checkpoint
+from diffusion.checkpointing.checkpoint_lookup import (
+    download_checkpoint,
+    find_checkpoint,
+    recipe_of_checkpoint,
+    run_of_checkpoint,
+)
 from diffusion.config import noise_schedulers, registry
 from diffusion.config.load import Recipe, load
 from diffusion.config.model_traits import ModelTraits

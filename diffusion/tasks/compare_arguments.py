@@ -8,8 +8,8 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Annotated
 
+from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.checkpointing.checkpoint_store import RECIPE, list_checkpoints
-from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.config.constraints import AtLeast
 from diffusion.config.options import DIR, FILE, Count, Option, Port
 from diffusion.errors import UserError

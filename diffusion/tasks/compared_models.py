@@ -5,8 +5,7 @@ from pathlib import Path
 
 from composer.utils import get_device
 
-from diffusion.checkpointing.claims import claimed_checkpoint
-from diffusion.checkpointing.run_folder import recipe_of_checkpoint
+from diffusion.checkpointing.checkpoint_lookup import claimed_checkpoint, recipe_of_checkpoint
 from diffusion.config.load import load
 from diffusion.errors import UserError
 from diffusion.evaluation.generated_images import GeneratedImages, ImageGenerator, Sampling

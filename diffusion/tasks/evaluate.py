@@ -9,8 +9,8 @@ from composer import Trainer
 from composer.models import ComposerModel
 from composer.utils import dist, get_device
 
+from diffusion.checkpointing.checkpoint_lookup import claimed_checkpoint
 from diffusion.checkpointing.checkpoint_weights import Weights, load_weights, weights_of
-from diffusion.checkpointing.claims import claimed_checkpoint
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
 from diffusion.checkpointing.run_mirror import RunMirror, try_to_push
 from diffusion.config.load import Recipe

@@ -12,9 +12,8 @@ from torch import nn
 
 from diffusion.algorithms.average import trained_parameters
 from diffusion.algorithms.snapshots import ReconstructedAverage, find_snapshots, reconstruct_average
+from diffusion.checkpointing.checkpoint_lookup import claimed_checkpoint, recipe_of_checkpoint, run_of_checkpoint
 from diffusion.checkpointing.checkpoint_weights import Weights
-from diffusion.checkpointing.claims import claimed_checkpoint
-from diffusion.checkpointing.run_folder import recipe_of_checkpoint, run_of_checkpoint
 from diffusion.compatibility.transformers_versions import make_readable_by_version_4
 from diffusion.config.load import Recipe, load
 from diffusion.errors import UserError

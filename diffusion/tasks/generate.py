@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 from composer.utils import get_device
 
-from diffusion.checkpointing.claims import claimed_checkpoint
-from diffusion.checkpointing.run_folder import recipe_of_checkpoint
+from diffusion.checkpointing.checkpoint_lookup import claimed_checkpoint, recipe_of_checkpoint
 from diffusion.checkpointing.run_mirror import RunMirror, try_to_push
 from diffusion.config.load import Recipe, load
 from diffusion.errors import UserError

@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 import diffusion
+from diffusion.checkpointing.checkpoint_lookup import run_of_checkpoint
 from diffusion.checkpointing.checkpoint_store import RECEIPT
-from diffusion.checkpointing.run_folder import run_of_checkpoint
 from diffusion.config import registry
 from diffusion.config.load import Recipe, hide_environment
 from diffusion.config.objective_checks import objective_settings

@@ -23,7 +23,7 @@ from composer.utils import dist, get_device
 from torch.utils.data import DataLoader, Dataset, default_collate
 from tqdm import tqdm
 
-from diffusion.checkpointing.shared_folder import check_shared
+from diffusion.checkpointing.run_storage import check_shared
 from diffusion.config.image_shapes import BUCKETS, Shape, buckets_text
 from diffusion.config.load import Component, Recipe
 from diffusion.config.recipe import PrecomputeConfig

@@ -8,9 +8,9 @@ from composer.core import Time, Timestamp
 
 from diffusion.callbacks.optimizer_settings import OptimizerSettings, describe_rates, one_batch_earlier
 from diffusion.checkpointing.bucket_checkpoints import published_batches
+from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.checkpointing.checkpoint_store import list_checkpoints
 from diffusion.checkpointing.checkpoint_weights import read_content
-from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.config import registry
 from diffusion.config.recipe import Recipe
 from diffusion.training.resume import compare_with_checkpoint

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from diffusion.checkpointing.run_folder import find_checkpoint
+from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.config.load import (
     Problem,
     Recipe,

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from diffusion.checkpointing.bucket_checkpoints import published_batches
+from diffusion.checkpointing.checkpoint_lookup import holding_claim, still_exists
 from diffusion.checkpointing.checkpoint_store import RECEIPT, batch_number, checkpoint_name, list_checkpoints
-from diffusion.checkpointing.claims import holding_claim, still_exists
 from diffusion.config.image_metrics import IMAGE_METRICS
 from diffusion.errors import ExternalError, UserError
 from diffusion.exit_codes import CONFIG_ERROR, USAGE_ERROR

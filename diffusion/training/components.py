@@ -13,6 +13,7 @@ import composer.utils.dist as composer_dist
 import torch
 from composer.models import ComposerModel
 from streaming import Stream
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from diffusion.config import registry
@@ -21,6 +22,7 @@ from diffusion.config.load import Component, Recipe, StreamConfig, saved_values
 from diffusion.config.performance_preset import effective_parts
 from diffusion.config.recipe import SpeedConfig
 from diffusion.config.signatures import of_object
+from diffusion.config.width_checks import optimizer_problem
 from diffusion.data.fingerprint import fingerprint
 from diffusion.data.host_limits import check_machine
 from diffusion.data.loader import BucketedLoader, default_num_workers, ignore_stop_signals
@@ -33,7 +35,6 @@ from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.storage.own_files import user_folder
 from diffusion.training.expand_streams import by_shape
 from diffusion.training.performance import FUSED_ALTERNATIVES
-from diffusion.training.width_groups import width_groups
 
 DETERMINISTIC = {'crop': 'center', 'flip': False, 'caption_choice': 'first', 'caption_weights': None}
 """Keywords of the training dataset that evaluation sets, so that every evaluation uses the same samples."""
@@ -314,3 +315,33 @@ def _stream(config: StreamConfig) -> Stream:
     # diffusion.storage downloads the shards, and it refuses az:// URLs.
     stream.remote = config.remote
     return stream
+
+
+def width_groups(
+    model: nn.Module, *, optimizer: str, lr: float, weight_decay: float, factors: dict[str, float]
+) -> list[dict[str, Any]]:
+    """Return the parameter groups of a model, one for each factor of the learning rate; the group of factor 1 is first.
+
+    Args:
+        model: The model; frozen parameters are in no group.
+        optimizer: Name of the optimizer, `adamw` or `decoupled_adamw`. AdamW multiplies the weight decay by the
+            learning rate, so its weight decay is divided by the factor to keep the decay per step equal in all groups.
+        lr: Learning rate of layers with the factor 1.
+        weight_decay: Weight decay of layers with the factor 1.
+        factors: Factor of the learning rate by name of parameter; 1 for others. See `scale_for_width`.
+
+    Raises:
+        UserError: The optimizer has other rules for the width.
+    """
+    problem = optimizer_problem(optimizer)
+    if problem is not None:
+        raise UserError(f'optimizer.name: {problem}')
+    by_factor: dict[float, list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            by_factor.setdefault(factors.get(name, 1.0), []).append(parameter)
+    groups = []
+    for factor in sorted(by_factor, key=lambda each: (each != 1, each)):
+        decay = weight_decay / factor if optimizer == 'adamw' else weight_decay
+        groups.append({'params': by_factor[factor], 'lr': lr * factor, 'weight_decay': decay})
+    return groups

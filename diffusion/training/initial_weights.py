@@ -10,6 +10,7 @@ from composer.models import ComposerModel
 from composer.utils import dist
 from torch import Tensor
 
+from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.checkpointing.checkpoint_store import DamagedCheckpoint
 from diffusion.checkpointing.checkpoint_weights import (
     NoAverages,
@@ -18,7 +19,6 @@ from diffusion.checkpointing.checkpoint_weights import (
     with_own_training_parts,
 )
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks, run_on_rank_zero
-from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.config.recipe import InitFrom
 from diffusion.config.weight_sources import hub_repository, is_diffusers_folder, is_original_file
 from diffusion.errors import UserError

@@ -32,13 +32,13 @@ from diffusion.callbacks.same_run import SameRun
 from diffusion.callbacks.status_updates import Heartbeat, RunStatus
 from diffusion.callbacks.stragglers import Stragglers
 from diffusion.checkpointing.bucket_storage import BucketStorage
+from diffusion.checkpointing.checkpoint_lookup import RECIPE
 from diffusion.checkpointing.checkpointer import Checkpointer
-from diffusion.checkpointing.node_tier import NodeTier, open_tiers
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
-from diffusion.checkpointing.run_folder import RECIPE
 from diffusion.checkpointing.run_mirror import MIRROR_RETRY, RunMirror, mirrored, try_to_push
 from diffusion.checkpointing.run_storage import RunStorage, run_storage
-from diffusion.checkpointing.tier_restore import find_resume_point, stored_batches
+from diffusion.checkpointing.tiers.node_tier import NodeTier, open_tiers
+from diffusion.checkpointing.tiers.tier_restore import find_resume_point, stored_batches
 from diffusion.config import registry
 from diffusion.config.checkpointing import keep_rules
 from diffusion.config.load import Recipe, hide_environment, to_yaml

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 
 from diffusion.callbacks import loss_guard
 from diffusion.callbacks.loss_guard import BadLoss, LossGuard
+from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.checkpointing.checkpoint_weights import weights_of as weights_of_run
-from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.errors import UserError
 from diffusion.exit_codes import CONFIG_ERROR
 from diffusion.models import batch_keys

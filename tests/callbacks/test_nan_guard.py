@@ -14,8 +14,8 @@ from guarded_run import At, make_data, make_trainer, weights_of
 from diffusion.algorithms.finite_weights import NonFiniteWeights, check_before_saves, count_non_finite
 from diffusion.callbacks.loss_guard import BadLoss, LossGuard
 from diffusion.callbacks.nan_guard import NaNGuard
+from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.checkpointing.checkpoint_weights import weights_of as weights_of_run
-from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.config.load import load
 from diffusion.exit_codes import CONFIG_ERROR
 from diffusion.models import batch_keys

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from composer.utils import dist
 
-from diffusion.checkpointing import peers
 from diffusion.checkpointing.checkpoint_store import FileRecord, hash_file
-from diffusion.checkpointing.peers import Peers, exchange_files, new_group, receive_file, send_file
+from diffusion.checkpointing.tiers import peers
+from diffusion.checkpointing.tiers.peers import Peers, exchange_files, new_group, receive_file, send_file
 
 
 class GivenUp(Exception):

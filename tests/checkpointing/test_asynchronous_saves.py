@@ -18,15 +18,14 @@ from composer.utils import dist
 from faults import Fault, active, environment
 from ranks import free_port, read_losses
 
-from diffusion.checkpointing import background_save, checkpointer, snapshot_memory
+from diffusion.checkpointing import background_save, checkpointer, snapshot
 from diffusion.checkpointing.background_save import choose_when_stopping
-from diffusion.checkpointing.checkpoint_weights import weights_of
+from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
+from diffusion.checkpointing.checkpoint_weights import verify_checkpoint, weights_of
 from diffusion.checkpointing.checkpointer import Checkpointer
-from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.checkpointing.run_storage import FolderStorage
 from diffusion.checkpointing.sharded_state import read_all_tensors
 from diffusion.checkpointing.snapshot import NICENESS, SnapshotBuffers
-from diffusion.checkpointing.verification import verify_checkpoint
 from diffusion.config.load import load
 from diffusion.exit_codes import PREEMPTED, Preempted
 from diffusion.loggers.metrics_file import read_metrics
@@ -238,7 +237,7 @@ def test_save_that_is_due_waits_for_the_one_before_and_says_so(write, blocking, 
 
 
 def test_without_enough_memory_saves_block_training_and_say_so_once(write, blocking, monkeypatch, caplog):
-    monkeypatch.setattr(snapshot_memory, 'available_memory', lambda: 1000)
+    monkeypatch.setattr(snapshot, 'available_memory', lambda: 1000)
     path = write('memory')
     train(load(path)).close()
     assert saved(load(path).run_dir) == ['ba2', 'ba4', 'ba6', 'ba8']

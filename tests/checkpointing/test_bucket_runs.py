@@ -17,9 +17,8 @@ from ranks import Job, Ranks, free_port, read_losses
 
 from diffusion.checkpointing import checkpointer
 from diffusion.checkpointing.bucket_checkpoints import published_batches
-from diffusion.checkpointing.checkpoint_weights import weights_of
-from diffusion.checkpointing.run_folder import find_checkpoint
-from diffusion.checkpointing.verification import verify_checkpoint
+from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
+from diffusion.checkpointing.checkpoint_weights import verify_checkpoint, weights_of
 from diffusion.config.load import load
 from diffusion.errors import UserError
 from diffusion.runs.evaluation_claims import EvaluationClaims

@@ -11,10 +11,10 @@ import xxhash
 from checkpointing.run_folders import records_of, write
 from faults import Fault, active, met
 
-from diffusion.checkpointing import checkpoint_store, checkpoint_weights, verification
-from diffusion.checkpointing.run_folder import find_checkpoint, recipe_of_checkpoint, run_of_checkpoint
-from diffusion.checkpointing.sharded_writer import ShardedWrite
-from diffusion.checkpointing.write_progress import WriteProgress
+from diffusion.checkpointing import checkpoint_store, checkpoint_weights, run_storage
+from diffusion.checkpointing.checkpoint_lookup import find_checkpoint, recipe_of_checkpoint, run_of_checkpoint
+from diffusion.checkpointing.checkpoint_store import WriteProgress
+from diffusion.checkpointing.sharded_state import ShardedWrite
 from diffusion.errors import UserError
 
 
@@ -31,7 +31,7 @@ def test_latest_points_to_the_last_published_checkpoint(tmp_path):
         write(tmp_path, batch)
     assert os.readlink(tmp_path / 'latest') == 'ba15'
     assert [path.name for path in checkpoint_store.list_checkpoints(tmp_path)] == ['ba15', 'ba10', 'ba5']
-    assert verification.newest_intact(tmp_path) == tmp_path / 'ba15'
+    assert run_storage.newest_intact(tmp_path) == tmp_path / 'ba15'
     assert {path.name for path in tmp_path.iterdir()} == {'ba5', 'ba10', 'ba15', 'latest'}, (
         'no temporary files are left'
     )
@@ -40,7 +40,7 @@ def test_latest_points_to_the_last_published_checkpoint(tmp_path):
 def test_checkpoints_are_ordered_by_batch_number(tmp_path):
     for batch in (900, 1000):
         write(tmp_path, batch)
-    assert verification.newest_intact(tmp_path) == tmp_path / 'ba1000'
+    assert run_storage.newest_intact(tmp_path) == tmp_path / 'ba1000'
 
 
 def test_every_flipped_bit_is_detected(tmp_path):
@@ -54,12 +54,12 @@ def test_every_flipped_bit_is_detected(tmp_path):
             path.write_bytes(flipped)
             # A receipt has other fields than these three, in which a flipped bit does no harm.
             if name == 'receipt.json' and has_same_records(flipped, intact):
-                verification.verify_checkpoint(checkpoint)
+                checkpoint_weights.verify_checkpoint(checkpoint)
             else:
                 with pytest.raises(ValueError, match='ba5'):
-                    verification.verify_checkpoint(checkpoint)
+                    checkpoint_weights.verify_checkpoint(checkpoint)
         path.write_bytes(intact)
-    verification.verify_checkpoint(checkpoint)
+    checkpoint_weights.verify_checkpoint(checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -77,12 +77,12 @@ def test_damaged_checkpoint_is_reported_and_the_previous_one_is_used(tmp_path, c
     newest = write(tmp_path, 10)
     damage(newest)
     with pytest.raises(ValueError, match=message):
-        verification.verify_checkpoint(newest)
-    assert verification.newest_intact(tmp_path) == tmp_path / 'ba5'
+        checkpoint_weights.verify_checkpoint(newest)
+    assert run_storage.newest_intact(tmp_path) == tmp_path / 'ba5'
     assert 'ba10' in caplog.text
     damage(tmp_path / 'ba5')
     with pytest.raises(ValueError, match='all 2 checkpoints are damaged.*restore one from a backup'):
-        verification.newest_intact(tmp_path)
+        run_storage.newest_intact(tmp_path)
 
 
 @pytest.mark.parametrize('number', [errno.ESTALE, errno.EIO, errno.ETIMEDOUT])
@@ -99,11 +99,11 @@ def test_read_error_is_retried_and_does_not_count_as_damage(tmp_path, monkeypatc
 
     monkeypatch.setattr(checkpoint_store, 'hash_file', hash_file)
     monkeypatch.setattr(checkpoint_store, 'RETRY_PAUSES_SECONDS', (0.0, 0.0, 0.0))
-    assert verification.newest_intact(tmp_path) == tmp_path / 'ba10'
+    assert run_storage.newest_intact(tmp_path) == tmp_path / 'ba10'
     assert caplog.text.count('retrying') == 3
     faults[:] = [1] * 4
     with pytest.raises(OSError, match=os.strerror(number)) as raised:
-        verification.newest_intact(tmp_path)
+        run_storage.newest_intact(tmp_path)
     assert raised.value.errno == number
     assert 'damaged' not in caplog.text
 
@@ -112,7 +112,7 @@ def test_permission_error_is_raised_at_once_and_is_no_damage(tmp_path, monkeypat
     write(tmp_path, 5)
     monkeypatch.setattr(checkpoint_store, 'hash_file', raise_permission_error)
     with pytest.raises(PermissionError):
-        verification.newest_intact(tmp_path)
+        run_storage.newest_intact(tmp_path)
     assert not caplog.records and (tmp_path / 'ba5').is_dir()
     with pytest.raises(UserError, match='ba5: cannot be read .*; ask its owner for read access'):
         checkpoint_weights.weights_of(tmp_path / 'ba5')
@@ -129,7 +129,7 @@ def test_folder_that_cannot_be_listed_does_not_count_as_empty(tmp_path, monkeypa
     monkeypatch.setattr(os, 'scandir', scandir)
     monkeypatch.setattr(checkpoint_store, 'RETRY_PAUSES_SECONDS', (0.0,))
     with pytest.raises(OSError, match='Stale'):
-        verification.newest_intact(tmp_path)
+        run_storage.newest_intact(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_checkpoint_of_another_format_is_refused_and_not_skipped(tmp_path, found
         del content['format']
     receipt.write_text(json.dumps(content))
     with pytest.raises(UserError, match=rf'ba10/receipt\.json: {message}.* reads format 1; resume with the version'):
-        verification.newest_intact(tmp_path)
+        run_storage.newest_intact(tmp_path)
     assert [path.name for path in checkpoint_store.list_checkpoints(tmp_path)] == ['ba10', 'ba5']
 
 
@@ -158,14 +158,14 @@ def test_latest_points_to_the_newest_intact_checkpoint_after_set_aside(tmp_path)
 
 
 def test_run_without_checkpoints_has_no_newest_one(tmp_path):
-    assert verification.newest_intact(tmp_path) is None
-    assert verification.newest_intact(tmp_path / 'absent') is None
+    assert run_storage.newest_intact(tmp_path) is None
+    assert run_storage.newest_intact(tmp_path / 'absent') is None
 
 
 def test_existing_checkpoint_is_replaced(tmp_path):
     write(tmp_path, 5, b'old')
     checkpoint = write(tmp_path, 5, b'newer')
-    verification.verify_checkpoint(checkpoint)
+    checkpoint_weights.verify_checkpoint(checkpoint)
     assert (checkpoint / 'state.pt').read_bytes() == b'newer'
 
 
@@ -173,7 +173,7 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path):
     write(tmp_path, 5)
     checkpoint_store.unfinished_path(tmp_path, 10).mkdir()
     (checkpoint_store.unfinished_path(tmp_path, 10) / 'state.pt').write_bytes(b'hal')
-    assert verification.newest_intact(tmp_path) == tmp_path / 'ba5'
+    assert run_storage.newest_intact(tmp_path) == tmp_path / 'ba5'
     checkpoint_store.remove_unfinished_saves(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {'ba5', 'latest'}
 
@@ -246,8 +246,8 @@ def test_receipt_that_cannot_be_right_counts_as_damage(tmp_path, change, message
     write(tmp_path, 5)
     checkpoint = change(write(tmp_path, 10))
     with pytest.raises(checkpoint_store.DamagedCheckpoint, match=message):
-        verification.verify_checkpoint(checkpoint)
-    assert verification.newest_intact(tmp_path) == tmp_path / 'ba5'
+        checkpoint_weights.verify_checkpoint(checkpoint)
+    assert run_storage.newest_intact(tmp_path) == tmp_path / 'ba5'
 
 
 def test_receipt_lists_every_file_that_the_index_of_a_sharded_checkpoint_names(tmp_path):
@@ -262,21 +262,21 @@ def test_receipt_lists_every_file_that_the_index_of_a_sharded_checkpoint_names(t
         about = {'batch': 5, 'kind': 'sharded'}
         checkpoint_store.publish(work, checkpoint, records_of(work, names), about)
         if '__0_0.distcp' in names:
-            verification.verify_checkpoint(checkpoint)
+            checkpoint_weights.verify_checkpoint(checkpoint)
     with pytest.raises(checkpoint_store.DamagedCheckpoint, match=r'does not list __0_0\.distcp, which its index names'):
-        verification.verify_checkpoint(checkpoint)
+        checkpoint_weights.verify_checkpoint(checkpoint)
 
 
 def test_checkpoint_of_another_run_is_refused_and_one_without_id_passes(tmp_path):
     write(tmp_path, 5)
-    assert verification.newest_intact(tmp_path, 'own') == tmp_path / 'ba5'
+    assert run_storage.newest_intact(tmp_path, 'own') == tmp_path / 'ba5'
     write(tmp_path, 10, run='own')
-    assert verification.newest_intact(tmp_path, 'own') == tmp_path / 'ba10'
+    assert run_storage.newest_intact(tmp_path, 'own') == tmp_path / 'ba10'
     write(tmp_path, 15, run='sibling')
     with pytest.raises(
         UserError, match=r'ba15: it is of another run \(id sibling, .* move it out .* init_from: .*/ba15'
     ):
-        verification.newest_intact(tmp_path, 'own')
+        run_storage.newest_intact(tmp_path, 'own')
     assert not (tmp_path / 'ba15.damaged').exists()
 
 
@@ -294,10 +294,10 @@ def test_fault_in_any_phase_of_reading_is_retried_and_nothing_is_renamed(tmp_pat
     monkeypatch.setattr(checkpoint_store, 'RETRY_PAUSES_SECONDS', (0.0, 0.0))
     path = f'^{run}{path}'
     with active(tmp_path / 'counts', Fault(operation, path, error, times=2)):
-        assert verification.newest_intact(run) == run / 'ba10'
+        assert run_storage.newest_intact(run) == run / 'ba10'
     assert met(tmp_path / 'counts') >= 3
     with active(tmp_path / 'counts', Fault(operation, path, error)), pytest.raises(OSError) as raised:
-        verification.newest_intact(run)
+        run_storage.newest_intact(run)
     assert raised.value.errno == getattr(errno, error)
     assert {path.name for path in run.iterdir()} == {'ba5', 'ba10', 'latest'}
 
@@ -315,7 +315,7 @@ def test_folder_that_vanishes_while_it_is_read_is_not_damage(tmp_path, monkeypat
     monkeypatch.setattr(checkpoint_store, 'RETRY_PAUSES_SECONDS', ())
     monkeypatch.setattr(checkpoint_store, 'hash_file', vanish)
     with pytest.raises(FileNotFoundError):
-        verification.newest_intact(run)
+        run_storage.newest_intact(run)
 
 
 def test_evaluation_and_export_use_the_checkpoint_that_resuming_uses(tmp_path):
@@ -325,7 +325,7 @@ def test_evaluation_and_export_use_the_checkpoint_that_resuming_uses(tmp_path):
     for target in ('ba5', 'ba7', 'ba10'):  # older, dangling, newest
         latest.unlink()
         latest.symlink_to(target)
-        newest = verification.newest_intact(tmp_path)
+        newest = run_storage.newest_intact(tmp_path)
         assert find_checkpoint(tmp_path) == find_checkpoint(latest) == newest == tmp_path / 'ba10'
     assert find_checkpoint(tmp_path / 'ba5') == tmp_path / 'ba5', 'a checkpoint that is named is used'
 

@@ -13,9 +13,8 @@ from faults import Fault, environment
 from ranks import largest_difference, read_losses
 
 from diffusion.checkpointing import checkpoint_store
-from diffusion.checkpointing.checkpoint_weights import is_sharded, read_checkpoint, weights_of
-from diffusion.checkpointing.run_folder import find_checkpoint
-from diffusion.checkpointing.verification import verify_checkpoint
+from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
+from diffusion.checkpointing.checkpoint_weights import is_sharded, read_checkpoint, verify_checkpoint, weights_of
 from diffusion.config.load import load
 from diffusion.errors import UserError
 from diffusion.runs.run_id import read_run_id
@@ -251,7 +250,7 @@ from pathlib import Path
 import torch
 from composer.utils import dist, get_device
 from diffusion.checkpointing.rank_agreement import run_on_rank_zero
-from diffusion.checkpointing.shared_folder import check_shared, open_run_folder
+from diffusion.checkpointing.run_storage import check_shared, open_run_folder
 from diffusion.errors import ExternalError, UserError
 from diffusion.runs.run_id import create_run_id
 from diffusion.storage import visibility

@@ -16,8 +16,8 @@ from checkpointing.run_folders import names, write
 from composer.core import Event
 from faults import Fault, active
 
-from diffusion.checkpointing import claims, retention
-from diffusion.checkpointing.claims import LEASE_SECONDS, claimed_batches, claimed_checkpoint
+from diffusion.checkpointing import checkpoint_lookup, retention
+from diffusion.checkpointing.checkpoint_lookup import LEASE_SECONDS, claimed_batches, claimed_checkpoint
 from diffusion.config.checkpointing import KeepConfig
 from diffusion.config.load import load
 from diffusion.errors import UserError
@@ -66,7 +66,7 @@ def test_newest_checkpoint_of_a_run_is_claimed(run):
 
 CLAIM = """
 import sys
-from diffusion.checkpointing.claims import claimed_checkpoint
+from diffusion.checkpointing.checkpoint_lookup import claimed_checkpoint
 with claimed_checkpoint(sys.argv[1], 'test'):
     print('claimed', flush=True)
     sys.stdin.read()
@@ -110,7 +110,7 @@ def test_links_pipes_and_folders_are_not_claims(run):
 
 
 def test_claim_is_rewritten_and_does_not_come_back(run, monkeypatch):
-    monkeypatch.setattr(claims, 'RENEWAL_SECONDS', 0.01)
+    monkeypatch.setattr(checkpoint_lookup, 'RENEWAL_SECONDS', 0.01)
     with claimed_checkpoint(run / 'ba10', 'test'):
         (claim,) = claim_files(run)
         os.utime(claim, (0, 0))
@@ -139,8 +139,8 @@ def test_run_that_cannot_be_written_to_is_read_with_a_warning(run, tmp_path, cap
 
 
 def test_another_checkpoint_is_found_if_the_newest_is_removed_before_it_is_claimed(run, monkeypatch):
-    monkeypatch.setattr(claims, 'PAUSE_SECONDS', 0.0)
-    plain, found = claims.holding_claim, []
+    monkeypatch.setattr(checkpoint_lookup, 'PAUSE_SECONDS', 0.0)
+    plain, found = checkpoint_lookup.holding_claim, []
 
     def late(checkpoint, purpose):
         found.append(checkpoint.name)
@@ -149,7 +149,7 @@ def test_another_checkpoint_is_found_if_the_newest_is_removed_before_it_is_claim
             (run / 'ba30').rename(run / 'gone')
         return plain(checkpoint, purpose)
 
-    monkeypatch.setattr(claims, 'holding_claim', late)
+    monkeypatch.setattr(checkpoint_lookup, 'holding_claim', late)
     with claimed_checkpoint(run, 'test') as checkpoint:
         assert checkpoint == run / 'ba40'
     assert found == ['ba30', 'ba40'] and claim_files(run) == []

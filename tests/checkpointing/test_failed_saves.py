@@ -21,12 +21,11 @@ from ranks import read_losses
 from torch.utils.data import DataLoader
 
 from diffusion.checkpointing import checkpoint_writer, checkpointer
+from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.checkpointing.checkpoint_store import read_receipt
-from diffusion.checkpointing.checkpoint_weights import weights_of
+from diffusion.checkpointing.checkpoint_weights import verify_checkpoint, weights_of
+from diffusion.checkpointing.checkpoint_writer import SaveFailed
 from diffusion.checkpointing.checkpointer import Checkpointer
-from diffusion.checkpointing.run_folder import find_checkpoint
-from diffusion.checkpointing.storage_faults import SaveFailed
-from diffusion.checkpointing.verification import verify_checkpoint
 from diffusion.config.load import load
 from diffusion.loggers.metrics_file import read_metrics
 from diffusion.runs.run_id import RUN_FILE, read_run_id

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.checkpointing.checkpoint_weights import weights_of
-from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.errors import UserError
 from diffusion.runs.run_lock import hold_run_lock
 from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffusion.checkpointing.peers import choose_peers
+from diffusion.checkpointing.tiers.peers import choose_peers
 
 PROGRAM = Path(__file__).with_name('exchange_program.py')
 

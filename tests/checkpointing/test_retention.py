@@ -14,8 +14,8 @@ from sudden_death import die_before
 
 from diffusion.checkpointing import checkpoint_store, retention
 from diffusion.checkpointing.checkpoint_store import list_checkpoints
+from diffusion.checkpointing.checkpoint_weights import verify_checkpoint
 from diffusion.checkpointing.retention import CheckpointInfo, kept, make_room, prune, select_removable
-from diffusion.checkpointing.verification import verify_checkpoint
 from diffusion.config.checkpointing import KeepConfig
 from diffusion.config.load import load
 from diffusion.errors import UserError

@@ -17,7 +17,7 @@ from composer.trainer import trainer as composer_trainer
 
 from diffusion.checkpointing.checkpoint_store import batch_number, list_checkpoints
 from diffusion.checkpointing.checkpointer import Checkpointer
-from diffusion.checkpointing.save_interval import AutoInterval, TimedInterval, timed_interval
+from diffusion.checkpointing.save_policy import AutoInterval, TimedInterval, timed_interval
 from diffusion.config.load import load
 from diffusion.errors import UserError
 from diffusion.planning.checkpoints import chosen_interval, default_mtbf_hours

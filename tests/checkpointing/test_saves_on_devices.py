@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
+from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.checkpointing.checkpoint_weights import weights_of
-from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.checkpointing.snapshot import SnapshotBuffers, StateTensors
 from diffusion.config.load import load
 from diffusion.loggers.metrics_file import read_metrics

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from diffusion.checkpointing import checkpoint_writer, snapshot_memory
-from diffusion.checkpointing.snapshot import ALIGNMENT, SnapshotBuffers, StateTensors
-from diffusion.checkpointing.snapshot_memory import reserve_on_all_ranks
-from diffusion.checkpointing.write_progress import WriteProgress
+from diffusion.checkpointing import checkpoint_writer, snapshot
+from diffusion.checkpointing.checkpoint_store import WriteProgress
+from diffusion.checkpointing.snapshot import ALIGNMENT, SnapshotBuffers, StateTensors, reserve_on_all_ranks
 
 
 class Custom:
@@ -180,7 +179,7 @@ def test_memory_is_freed():
 @pytest.mark.parametrize('available', [8000, None])
 def test_snapshots_that_do_not_fit_into_memory_are_not_taken(monkeypatch, caplog, available):
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr(snapshot_memory, 'available_memory', lambda: available)
+    monkeypatch.setattr(snapshot, 'available_memory', lambda: available)
     buffers, state = SnapshotBuffers(), {'w': torch.ones(2000)}
     assert reserve_on_all_ranks(buffers, StateTensors(state)) == (available is None)
     assert buffers.nbytes == (0 if available else 8000)

@@ -12,11 +12,10 @@ from callbacks.guarded_run import At
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 
-from diffusion.checkpointing import tensor_copies
+from diffusion.checkpointing import snapshot
 from diffusion.checkpointing.checkpoint_weights import weights_of
 from diffusion.checkpointing.checkpointer import Checkpointer
-from diffusion.checkpointing.snapshot import SnapshotBuffers
-from diffusion.checkpointing.tensor_copies import TensorCopies
+from diffusion.checkpointing.snapshot import SnapshotBuffers, TensorCopies
 from diffusion.config.load import load
 from diffusion.training.train import build_trainer, train
 
@@ -26,14 +25,14 @@ COPY_SECONDS = 0.2
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the threads that have copied; each copy takes COPY_SECONDS."""
-    original, names = tensor_copies._move, []
+    original, names = snapshot._move, []
 
     def move(pieces):
         time.sleep(COPY_SECONDS)
         names.append(threading.current_thread().name)
         original(pieces)
 
-    monkeypatch.setattr(tensor_copies, '_move', move)
+    monkeypatch.setattr(snapshot, '_move', move)
     return names
 
 

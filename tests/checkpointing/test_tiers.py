@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Job, Ranks, free_port, read_losses
 
+from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.checkpointing.checkpoint_weights import weights_of
-from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.checkpointing.sharded_state import read_all_tensors
-from diffusion.checkpointing.tier_restore import plan_transfers
+from diffusion.checkpointing.tiers.tier_restore import plan_transfers
 from diffusion.config.load import load
 from diffusion.errors import UserError
 from diffusion.training.train import build_trainer

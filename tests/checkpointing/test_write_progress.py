@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from diffusion.checkpointing.write_progress import SaveAbandoned, WriteProgress
+from diffusion.checkpointing.checkpoint_store import SaveAbandoned, WriteProgress
 
 PIECE_SECONDS = 0.02
 PIECES = 20

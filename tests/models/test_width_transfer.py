@@ -10,8 +10,7 @@ from diffusion.config.load import load
 from diffusion.errors import UserError
 from diffusion.models.prx_builders import at_width, tiny_prx, transformer
 from diffusion.models.width_transfer import scale_for_width
-from diffusion.training.components import build_optimizer
-from diffusion.training.width_groups import width_groups
+from diffusion.training.components import build_optimizer, width_groups
 
 HEAD = 8
 BASE = 2 * HEAD

@@ -23,8 +23,7 @@ from diffusion.planning.memory import (
     strategies,
     ways_out,
 )
-from diffusion.training.muon import MAX_BATCH_ELEMENTS, Muon
-from diffusion.training.muon_groups import muon_groups
+from diffusion.training.muon import MAX_BATCH_ELEMENTS, Muon, muon_groups
 from tests.planning.recipes import A100, GPUS, PHASES, phase, write_recipe
 
 DDP = ParallelismConfig(strategy='ddp')

@@ -23,8 +23,7 @@ from diffusion.planning.memory import Setup, memory_of
 from diffusion.planning.plan import Assumptions, make_plan
 from diffusion.planning.throughput import TRANSFORMER_MFU, planned_speed, techniques_of
 from diffusion.training import components
-from diffusion.training.muon_groups import muon_groups
-from diffusion.training.newton_schulz import orthogonalize
+from diffusion.training.muon import muon_groups, orthogonalize
 from tests.planning.recipes import A100, GPUS, YAMLS, phase, write_recipe
 
 H200 = GPUS['h200']

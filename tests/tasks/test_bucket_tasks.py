@@ -6,7 +6,7 @@ import shutil
 import pytest
 from object_store import Store
 
-from diffusion.checkpointing.run_folder import find_checkpoint
+from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.cli import main
 from diffusion.config.load import load
 from diffusion.exit_codes import USAGE_ERROR

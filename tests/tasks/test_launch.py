@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.checkpointing.checkpoint_weights import weights_of
-from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.loggers.metrics_file import read_metrics
 
 ROOT = Path(__file__).parents[2]

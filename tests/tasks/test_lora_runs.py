@@ -12,8 +12,8 @@ from PIL import Image
 from ranks import largest_difference, read_losses
 from safetensors.torch import load_file
 
+from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.checkpointing.checkpoint_weights import Weights, weights_of
-from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.cli import main
 from diffusion.config.load import load
 from diffusion.errors import UserError

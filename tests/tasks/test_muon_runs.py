@@ -7,8 +7,8 @@ import pytest
 import yaml
 from ranks import largest_difference, read_losses
 
+from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.checkpointing.checkpoint_weights import weights_of
-from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.config.load import load
 from diffusion.errors import UserError
 from diffusion.training.train import build_trainer, train

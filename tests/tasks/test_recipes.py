@@ -22,8 +22,8 @@ from torchvision.models import vgg16
 from transformers import Dinov2Config, Dinov2Model
 
 from diffusion.algorithms.tread import TREAD
+from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.checkpointing.checkpoint_weights import weights_of
-from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.config.image_shapes import Shape, write_buckets
 from diffusion.config.load import Recipe, load, to_yaml
 from diffusion.loggers.metrics_file import read_metrics

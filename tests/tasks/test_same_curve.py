@@ -13,8 +13,8 @@ import torch
 import yaml
 from ranks import Ranks, largest_difference, read_losses
 
+from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.checkpointing.checkpoint_weights import Weights, weights_of
-from diffusion.checkpointing.run_folder import find_checkpoint
 
 BATCHES = 20
 WHICH: tuple[Weights, ...] = ('training', 'ema')

@@ -13,8 +13,8 @@ from ranks import largest_difference, read_losses
 from shards import write_image_shards
 from stock_pipeline import draw
 
+from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.checkpointing.checkpoint_weights import weights_of
-from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.cli import main
 from diffusion.config.load import load
 from diffusion.errors import UserError

@@ -18,8 +18,8 @@ from PIL import Image
 from shards import open_shards
 from stock_pipeline import draw
 
+from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.checkpointing.checkpoint_weights import read_checkpoint, weights_of
-from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.cli import main
 from diffusion.config.load import load, to_yaml
 from diffusion.loggers.metrics_file import read_metrics

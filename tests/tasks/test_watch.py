@@ -17,8 +17,8 @@ from ranks import read_losses
 from small_networks import write_clip
 
 from diffusion import cli
+from diffusion.checkpointing.checkpoint_lookup import claimed_batches
 from diffusion.checkpointing.checkpoint_store import RECEIPT
-from diffusion.checkpointing.claims import claimed_batches
 from diffusion.errors import UserError
 from diffusion.exit_codes import CONFIG_ERROR
 from diffusion.runs.evaluation_claims import EvaluationClaims

@@ -13,8 +13,8 @@ from composer.loggers import Logger
 from cpu_autocast import allow_half_precision, overflow_at
 from ranks import ROOT, assert_same_weights, largest_difference, read_losses
 
+from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.checkpointing.checkpoint_weights import weights_of
-from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.config.load import load
 from diffusion.training.train import build_trainer
 

@@ -15,8 +15,8 @@ from huggingface_hub import constants
 from original_layout import original_layout
 from safetensors.torch import save_file
 
+from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.checkpointing.checkpoint_weights import weights_of
-from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.config.load import load, to_yaml
 from diffusion.errors import UserError
 from diffusion.models.builders import tiny

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from diffusion.errors import UserError
 from diffusion.training.matrix_exchange import layout_of, on_whole_matrices
 from diffusion.training.muon import Muon
-from diffusion.training.newton_schulz import orthogonalize
+from diffusion.training.muon import orthogonalize
 
 dist.init_process_group('gloo')
 mesh = init_device_mesh('cpu', (3,))

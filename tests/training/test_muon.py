@@ -13,9 +13,7 @@ from diffusion.models.prx_builders import tiny_prx
 from diffusion.training import muon as muon_module
 from diffusion.training.components import build_optimizer
 from diffusion.training.matrix_exchange import dealt
-from diffusion.training.muon import Muon
-from diffusion.training.muon_groups import muon_groups
-from diffusion.training.newton_schulz import orthogonalize
+from diffusion.training.muon import Muon, muon_groups, orthogonalize
 
 
 def reference_newton_schulz(gradient: Tensor, steps: int) -> Tensor:

@@ -18,8 +18,8 @@ from forkserver import ROOT
 from object_store import Store
 from ranks import Ranks, read_losses
 
+from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.checkpointing.checkpoint_weights import is_sharded, read_checkpoint
-from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.checkpointing.sharded_state import read_all_tensors
 from diffusion.config.load import load
 from diffusion.exit_codes import PREEMPTED

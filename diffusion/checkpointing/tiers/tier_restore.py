@@ -24,10 +24,10 @@ from diffusion.checkpointing.checkpoint_store import (
     parse_receipt,
     read_with_retries,
 )
-from diffusion.checkpointing.node_tier import NodeTier, recipe_hash
-from diffusion.checkpointing.peers import receive_file, send_file
 from diffusion.checkpointing.rank_agreement import run_on_each_rank, run_on_rank_zero
 from diffusion.checkpointing.run_storage import RunStorage
+from diffusion.checkpointing.tiers.node_tier import NodeTier, recipe_hash
+from diffusion.checkpointing.tiers.peers import receive_file, send_file
 
 log = logging.getLogger(__name__)
 

@@ -11,13 +11,11 @@ from composer.utils.misc import create_interval_scheduler
 
 from diffusion.callbacks.preemption import is_last_batch
 from diffusion.checkpointing.background_save import BackgroundSave
-from diffusion.checkpointing.checkpoint_writer import SaveInProgress
-from diffusion.checkpointing.node_tier import EXCHANGE_FAILED, NodeTier
+from diffusion.checkpointing.checkpoint_writer import SaveFailed, SaveInProgress
 from diffusion.checkpointing.rank_agreement import run_on_each_rank
-from diffusion.checkpointing.save_interval import TimedInterval, timed_interval
-from diffusion.checkpointing.snapshot import SnapshotBuffers
-from diffusion.checkpointing.snapshot_memory import has_room_on_all_nodes
-from diffusion.checkpointing.storage_faults import SaveFailed
+from diffusion.checkpointing.save_policy import TimedInterval, timed_interval
+from diffusion.checkpointing.snapshot import SnapshotBuffers, has_room_on_all_nodes
+from diffusion.checkpointing.tiers.node_tier import EXCHANGE_FAILED, NodeTier
 
 log = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from composer.utils import dist
 
 from diffusion.checkpointing import checkpoint_store
 from diffusion.checkpointing.checkpoint_store import INDEX, RECEIPT, FileRecord, checkpoint_name
-from diffusion.checkpointing.peers import Peers, choose_peers, exchange_files, new_group
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
+from diffusion.checkpointing.tiers.peers import Peers, choose_peers, exchange_files, new_group
 from diffusion.config.checkpointing import TiersConfig
 from diffusion.errors import UserError, is_wrong_path
 from diffusion.storage.atomic import remove, replace_folder

@@ -1,0 +1,287 @@
+"""Lookup of a run's checkpoints by path or URL, and claims that keep the run from removing them while they are read.
+
+A claim is a file in the run's folder, `.claim-ba500-TOKEN.json`. It holds its owner and is rewritten every minute. It
+counts while its owner's process exists or, on other machines, while it is rewritten. A file `ba500.pinned`, whatever
+its content, keeps a checkpoint until the file is removed.
+
+This module does not import torch, so that a wrong path is reported within a second.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from diffusion.checkpointing.bucket_checkpoints import download_missing_files, published_batches, read_checked_receipt
+from diffusion.checkpointing.checkpoint_store import (
+    LATEST,
+    RECEIPT,
+    RECIPE,
+    STATE,
+    DamagedCheckpoint,
+    batch_number,
+    checkpoint_name,
+    list_checkpoints,
+    parse_receipt,
+)
+from diffusion.checkpointing.run_mirror import RunMirror
+from diffusion.errors import UserError
+from diffusion.runs.run_id import RUN_FILE
+from diffusion.runs.run_lock import Owner, parse_owner
+from diffusion.storage.locks import hold_path_lock
+from diffusion.storage.own_files import open_own_file
+from diffusion.storage.places import LocalPlace, is_url
+from diffusion.storage.working_folder import working_folder
+
+log = logging.getLogger(__name__)
+
+KEPT_SECONDS = 7 * 24 * 3600.0
+"""A downloaded checkpoint that is not used for this long is removed when another one of its run is downloaded."""
+RENEWAL_SECONDS = 60.0
+"""Time after which a claim is rewritten."""
+LEASE_SECONDS = 600.0
+"""A claim of a process on another machine expires if it is not rewritten for this long. That allows for clocks that
+differ by minutes on file systems that take times from their clients."""
+TRIES = 5
+"""Number of searches for a run's newest checkpoint while the run removes checkpoints."""
+PAUSE_SECONDS = 0.5
+"""Time that a run needs to put back a checkpoint that it was about to remove."""
+_CLAIM = re.compile(r'\.claim-ba(\d+)-\w+\.json')
+PIN = re.compile(r'ba(\d+)\.pinned')
+
+
+def find_checkpoint(place: str | Path) -> Path:
+    """Return the path of the checkpoint at `place`: a folder of this library, or a file of Composer's own saver.
+
+    Args:
+        place: Path or URL of a checkpoint, or of a run or its `latest` to use the newest checkpoint, which is the one
+            that the run would resume from. A checkpoint in an object store is downloaded.
+
+    Raises:
+        UserError: There is no such checkpoint; the message lists the existing ones.
+    """
+    if is_url(place):
+        return download_checkpoint(str(place))
+    path = Path(place)
+    run = path.parent if path.name == LATEST and path.is_symlink() else path
+    if run.is_dir() and batch_number(run) is None and (newest := list_checkpoints(run)[:1]):
+        link = run / LATEST
+        # A kill between two steps of a save, or a copy of the run, can leave a link that dangles or names an older one.
+        if link.is_symlink() and os.readlink(link) != newest[0].name:
+            log.warning('%s points to %s, but the newest is %s, which is used', link, os.readlink(link), newest[0])
+        return newest[0]
+    for choice in (path, path / LATEST):
+        if choice.is_file() or (choice / STATE).is_file():
+            return choice.parent / choice.readlink() if choice.is_symlink() else choice
+    folder = path if path.is_dir() else path.parent
+    present = [checkpoint.name for checkpoint in list_checkpoints(folder)] if folder.is_dir() else []
+    found = f'{folder} contains {", ".join(present[:4])}' if present else f'{folder} contains no checkpoint'
+    raise UserError(f'checkpoint: {place} is not a checkpoint or a run ({found}); check the path')
+
+
+def run_of_checkpoint(checkpoint: Path) -> Path:
+    """Return the folder of the run that a checkpoint belongs to: the folder above, or the one above that.
+
+    The latter is for files of Composer's own saver in a folder of their own.
+    """
+    folder = checkpoint.resolve().parent
+    return next((parent for parent in (folder, folder.parent) if (parent / RECIPE).is_file()), folder)
+
+
+def recipe_of_checkpoint(checkpoint: Path) -> Path:
+    """Return the path of the resolved recipe that a checkpoint was trained with: its own, or that of its run.
+
+    Raises:
+        UserError: There is no recipe in the checkpoint, in the folder above it or in the folder above that.
+    """
+    for recipe in (checkpoint / RECIPE, run_of_checkpoint(checkpoint) / RECIPE):
+        if recipe.is_file():
+            return recipe
+    folder = checkpoint.resolve().parent
+    raise UserError(f'{checkpoint}: there is no {RECIPE} next to it; copy the {RECIPE} of its run to {folder}')
+
+
+def download_checkpoint(url: str, folders: Collection[str] = ()) -> Path:
+    """Return a local copy of the checkpoint at a URL, verified, with the small files of its run in the folder above.
+
+    A copy from an earlier call is used again. If the run removes its newest checkpoint during the download, the
+    checkpoint that is then the newest is downloaded.
+
+    Args:
+        url: URL of a checkpoint, or of a run or its `latest` to use the newest checkpoint.
+        folders: Folders of the run to download too, such as snapshots.
+
+    Raises:
+        UserError: There is no such checkpoint, or it is damaged.
+        OSError: The store cannot be read, or the local disk is full.
+    """
+    for _ in range(TRIES):
+        run, batch = _checkpoint_of(url.rstrip('/'))
+        try:
+            return _download(run, batch, folders)
+        except DamagedCheckpoint:
+            if batch in published_batches(run):
+                raise
+    raise UserError(f'checkpoint: {url} was removed by its run {TRIES} times in a row; name another checkpoint')
+
+
+def _download(run: str, batch: int, folders: Collection[str]) -> Path:
+    """Return a local copy of a checkpoint of the run at a URL, verified."""
+    name = checkpoint_name(batch)
+    # Training removes old checkpoints from its working folder, so downloads have a folder of their own.
+    local = working_folder(run, 'downloads')
+    checkpoint = local / name
+    with hold_path_lock(checkpoint, lambda: None):
+        text = read_checked_receipt(f'{run}/{name}')
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        _remove_unused(local, checkpoint)
+        download_missing_files(f'{run}/{name}', checkpoint, parse_receipt(text, f'{run}/{name}')['files'])
+        (checkpoint / RECEIPT).write_bytes(text)
+    with hold_path_lock(local / 'run', lambda: None):
+        RunMirror(local, run, exclude=()).pull(folders)
+    return checkpoint
+
+
+def _checkpoint_of(url: str) -> tuple[str, int]:
+    """Return the URL of the run and the batch of the checkpoint at a URL."""
+    parent, _, name = url.rpartition('/')
+    batch = batch_number(Path(name))
+    run = parent if batch is not None or name == LATEST else url
+    batches = published_batches(run)
+    if batch is None and batches:
+        return run, batches[0]
+    if batch in batches:
+        return run, batch
+    found = ', '.join(checkpoint_name(each) for each in batches[:4]) or 'no checkpoint'
+    raise UserError(f'checkpoint: {url} is not a checkpoint or a run ({run} contains {found}); check the URL')
+
+
+def _remove_unused(local: Path, used: Path) -> None:
+    """Remove downloaded checkpoints that have not been used for a while, and note the use of this one."""
+    os.utime(used)
+    for path in list_checkpoints(local):
+        if time.time() - path.stat().st_mtime > KEPT_SECONDS:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def claimed_checkpoint(place: str | Path, purpose: str) -> Iterator[Path]:
+    """Find a checkpoint as `find_checkpoint` does, and keep its run from removing it inside the block.
+
+    A checkpoint that is not in the folder of a run is not claimed, since nothing removes it.
+
+    Args:
+        place: Path of a checkpoint, or of a run's folder for its newest checkpoint.
+        purpose: The reason, such as `export`, for people who read the claim.
+
+    Raises:
+        UserError: There is no such checkpoint.
+    """
+    for _ in range(TRIES):
+        checkpoint = find_checkpoint(place)
+        with holding_claim(checkpoint, purpose):
+            if still_exists(checkpoint):
+                yield checkpoint
+                return
+    raise UserError(f'checkpoint: {place} was removed by its run {TRIES} times in a row; name another checkpoint')
+
+
+def still_exists(checkpoint: Path) -> bool:
+    """Return True if a checkpoint that has just been claimed exists; False if its run has removed it."""
+    if not checkpoint.exists():
+        # A run that sees a claim only after it has renamed the checkpoint puts it back (`retention`).
+        time.sleep(PAUSE_SECONDS)
+    return checkpoint.exists()
+
+
+@contextlib.contextmanager
+def holding_claim(checkpoint: Path, purpose: str) -> Iterator[None]:
+    """Keep a run from removing its checkpoint inside the block; do nothing for one that is not in the folder of a run.
+
+    The checkpoint may have been removed just before, so look whether it exists after the block has begun.
+    """
+    if batch_number(checkpoint) is None or not (checkpoint.parent / RUN_FILE).is_file():
+        yield
+        return
+    owner = Owner.current(os.environ)
+    path = checkpoint.with_name(f'.claim-{checkpoint.name}-{owner.token}.json')
+    content = (json.dumps({'owner': asdict(owner), 'purpose': purpose}) + '\n').encode()
+    try:
+        _write(path, content, create=True)
+    except OSError as error:  # another user's run, for example
+        log.warning('%s: cannot be claimed (%s); its run may remove it while it is read', checkpoint, error)
+        yield
+        return
+    done = threading.Event()
+    thread = threading.Thread(target=_renew, args=(path, content, done), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        with suppress(OSError):  # the claim expires by itself
+            path.unlink(missing_ok=True)
+
+
+def _renew(path: Path, content: bytes, done: threading.Event) -> None:
+    """Rewrite a claim every minute until `done`."""
+    while not done.wait(RENEWAL_SECONDS):
+        with suppress(OSError):
+            _write(path, content, create=False)
+
+
+def _write(path: Path, content: bytes, *, create: bool) -> None:
+    """Write a claim; without `create`, the file must exist, so that a claim that was released does not come back."""
+    # Write in place: a temporary file beside it would look like one that an unfinished save has left.
+    descriptor = open_own_file(path, os.O_WRONLY | (os.O_CREAT if create else 0))
+    try:
+        os.pwrite(descriptor, content, 0)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def claimed_batches(folder: Path) -> set[int]:
+    """Return the batches of a run's checkpoints that are claimed or pinned; remove claims that no longer count.
+
+    Raises:
+        OSError: The folder cannot be read.
+    """
+    found = set()
+    with os.scandir(folder) as entries:
+        # Other users may write to the folder: a link, a pipe or a folder with such a name is not a claim.
+        names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+    for name in names:
+        if pinned := PIN.fullmatch(name):
+            found.add(int(pinned[1]))
+        elif claim := _CLAIM.fullmatch(name):
+            if _counts(folder / name):
+                found.add(int(claim[1]))
+            else:
+                with suppress(OSError):  # another user's claim
+                    (folder / name).unlink()
+    return found
+
+
+def _counts(claim: Path) -> bool:
+    """Return True if the owner of a claim exists, or if that is unknown and the claim was rewritten recently."""
+    owner = None
+    with suppress(OSError, UserError):
+        content = LocalPlace(claim.parent, is_run=True).read_version(claim.name)
+        owner = None if content is None else parse_owner(content.content.decode(errors='replace'))
+    is_alive = None if owner is None else owner.is_alive()
+    if is_alive is not None:
+        return is_alive
+    # Both times come from the file server's clock, if it sets them, so that the machines' clocks do not matter. The
+    # folder's time is that of the last save; an earlier one would only keep a claim for longer.
+    with suppress(FileNotFoundError):
+        return claim.parent.stat().st_mtime - claim.stat().st_mtime < LEASE_SECONDS
+    return False

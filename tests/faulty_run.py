@@ -44,7 +44,7 @@ if __name__ == '__main__':
     # A standby process has imported everything, and stays the rank itself.
     if 'NODE_PID' in os.environ or 'torch' in sys.modules:
         os.environ.setdefault('NODE_PID', str(os.getppid()))
-        from diffusion.launch.process_end import end_process
+        from diffusion.launch.workers import end_process
 
         # As run.py does: with sys.exit, a thread of PyTorch could abort the process, whose status would be lost.
         end_process(run_with_faults())

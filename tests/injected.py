@@ -71,6 +71,6 @@ def main(target: str, statement: str, program: str, arguments: Sequence[str]) ->
 
 
 if __name__ == '__main__':
-    from diffusion.launch.process_end import end_process
+    from diffusion.launch.workers import end_process
 
     end_process(main(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4:]))

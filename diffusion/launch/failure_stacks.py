@@ -1,13 +1,272 @@
-"""Collect the stacks of all ranks when an attempt fails, and describe which ranks differ from the others."""
+"""Stacks of all ranks of a failed attempt, in a folder that its nodes share, and the ranks that differ from the others.
 
+Each node writes `stacks-nodeN.txt` for people and `nodeN.json` for the first node, which writes `summary.txt`. NCCL's
+flight recorder writes `nccl-rank-N` beside them. If the run is in an object store, the recorder writes to the node's
+working folder, and the node uploads the files.
+"""
+
+import contextlib
+import json
+import re
+import shutil
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from diffusion.launch.stack_folder import OTHERS_SECONDS, NodeReport, StackFolder
 from diffusion.launch.stack_report import RankReport, describe_hang, find_place, main_thread
 from diffusion.launch.workers import Workers, process_problem
 from diffusion.runs import environment, heartbeat_file
 from diffusion.runs.bounded_call import STORAGE_SECONDS, call_with_limit, within_limit
+from diffusion.runs.run_lock import job_id
+from diffusion.storage.places import FileVersion, LocalPlace, files_of_run, is_url
+from diffusion.storage.working_folder import LAUNCH, working_folder
+
+STACKS = 'stacks'
+SUMMARY = 'summary.txt'
+NCCL_PREFIX = 'nccl-rank-'
+KEPT_ATTEMPTS = 5
+"""Number of attempts whose stacks are kept."""
+OTHERS_SECONDS = 15.0
+"""Maximum wait of the first node for the stacks of the others, and of the others for its summary."""
+POLL_SECONDS = 0.5
+"""Interval at which a node looks for the reports of others."""
+BUCKET_POLL_SECONDS = 5.0
+"""The same interval in an object store, which charges for requests: one LIST request each, 720 per hour and node,
+0.0036 USD in S3."""
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """Report of a node whose attempt failed."""
+
+    node: int
+    cause: str
+    """A key of `attempts.CAUSES`."""
+    problem: str
+    ranks: Sequence[RankReport]
+
+    @staticmethod
+    def parse(content: bytes | None) -> 'NodeReport | None':
+        """Return a report from the content of its file; None if the file is missing or cannot be parsed."""
+        try:
+            values = json.loads(content or b'')
+            values.pop('at', None)
+            ranks = [RankReport(**each) for each in values.pop('ranks')]
+            return NodeReport(**values, ranks=ranks)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return None
+
+
+def attempt_name(environ: Mapping[str, str], restarts: int) -> str:
+    """Return a name of this attempt that all of its nodes know, such as `4711-2`: the job and its number of restarts.
+
+    Args:
+        restarts: Number of restarts in place, by the node entry point itself.
+    """
+    # A local job has no id, but an exit file in a temporary folder of its own.
+    exits = environ.get(environment.EXIT_FILE)
+    job = job_id(environ) or (Path(exits).parent.name if exits else environ.get(environment.JOB, ''))
+    parts = [job or 'job', environ.get(environment.ATTEMPT) or '0', *([str(restarts)] if restarts else [])]
+    return re.sub(r'[^A-Za-z0-9._-]', '_', '-'.join(parts)).lstrip('.')
+
+
+class StackFolder:
+    """Folder of one attempt; see the docstring of the module.
+
+    Args:
+        run: The run's folder or URL.
+        name: Result of `attempt_name`.
+    """
+
+    def __init__(self, run: Path | str, name: str, node: int, nodes: int) -> None:
+        self.node, self.nodes = node, nodes
+        self.in_bucket = is_url(run)
+        """True if the nodes share objects, and each has a folder of its own."""
+        self.path = (working_folder(str(run), LAUNCH) if self.in_bucket else Path(run)) / STACKS / name
+        """The folder, which all nodes share unless `in_bucket`."""
+        self._folder = f'{STACKS}/{name}'
+        self._shared, self._local = files_of_run(run), LocalPlace(self.path)
+        self._reports: dict[str, tuple[FileVersion, NodeReport | None]] = {}
+        self._written = False
+        # Not every scheduler numbers its restarts, so the folder may have files of an earlier attempt.
+        self._earlier: dict[str, FileVersion] | None = None
+        self._earlier_dumps = self._dumps()
+        self._new_files()
+
+    @property
+    def place(self) -> str:
+        """Path or URL of the folder that all nodes share, for messages."""
+        return self._shared.locate(self._folder)
+
+    def write(self, report: NodeReport, stacks: Mapping[int, str]) -> None:
+        """Write the stacks of this node's ranks and its report.
+
+        Raises:
+            OSError: The folder cannot be written.
+        """
+        self._written = True
+        text = ''
+        for each in report.ranks:
+            heartbeat = f'{each.batch} batches completed, last heartbeat {each.silent_seconds:.0f} s ago'
+            text += f'--- rank {each.rank} {each.problem or "is in " + each.place}; {heartbeat}\n'
+            text += f'{stacks.get(each.rank, "")}\n'
+        self._write(f'stacks-node{self.node}.txt', text)
+        # Write the report after the stacks: to other nodes, it means that this node is done.
+        self._write(f'node{self.node}.json', json.dumps(asdict(report) | {'at': time.time()}) + '\n')
+
+    def read(self) -> dict[int, NodeReport]:
+        """Return the reports of this attempt by node, without nodes whose report cannot be read."""
+        found = {}
+        for name, version in self._new_files().items():
+            if not name.startswith('node'):
+                continue
+            if name not in self._reports or self._reports[name][0] != version:
+                try:
+                    content = self._shared.read(f'{self._folder}/{name}')
+                except OSError:
+                    continue
+                self._reports[name] = version, NodeReport.parse(content)
+            report = self._reports[name][1]
+            if report is not None:
+                found[report.node] = report
+        return dict(sorted(found.items()))
+
+    def wait_for_all(self) -> dict[int, NodeReport]:
+        """Wait at most OTHERS_SECONDS for the reports of all nodes; return those that were written."""
+        self._poll(lambda: len(self.read()) == self.nodes, OTHERS_SECONDS)
+        return self.read()
+
+    def write_summary(self, sentence: str, reports: Mapping[int, NodeReport]) -> None:
+        """Write the summary: a sentence about all ranks, and the problem that each node has reported."""
+        problems = [f'node {node}: {report.problem}\n' for node, report in reports.items() if report.problem]
+        self._write(SUMMARY, f'{sentence}\n{"".join(problems)}')
+
+    def wait_for_summary(self) -> None:
+        """Wait until the first node has written the summary, at most OTHERS_SECONDS."""
+        self._poll(lambda: SUMMARY in self._new_files(), OTHERS_SECONDS)
+
+    def wait_for_nccl(self, ranks: Sequence[int], seconds: float) -> None:
+        """Wait at most `seconds` until NCCL's flight recorder has written the files of `ranks`."""
+        names = {f'{NCCL_PREFIX}{rank}' for rank in ranks}
+        _poll(lambda: names <= self._new_dumps(), seconds, POLL_SECONDS / 5)
+
+    def upload_nccl(self) -> None:
+        """Upload the files of NCCL's flight recorder on this node, if the run is in an object store.
+
+        Raises:
+            OSError: The store cannot be written.
+        """
+        if self.in_bucket:
+            for name in sorted(self._new_dumps()):
+                self._write(name, self._local.read(name) or b'')
+
+    @property
+    def nccl_prefix(self) -> str:
+        """Absolute path to which NCCL's flight recorder appends the rank."""
+        return str((self.path / NCCL_PREFIX).absolute())
+
+    def create(self) -> None:
+        """Create the folder, which NCCL's flight recorder does not do; a run's folder that nodes share must exist."""
+        if self.in_bucket:
+            self.path.mkdir(parents=True, exist_ok=True)
+            return
+        # Do not create parents: if the run's folder is not mounted, a new folder would look like that of a run.
+        self.path.parent.mkdir(exist_ok=True)
+        self.path.mkdir(exist_ok=True)
+
+    def clean_up(self) -> None:
+        """Remove the folder if it is empty, and the folders of all but the newest `KEPT_ATTEMPTS` attempts."""
+        with contextlib.suppress(OSError):  # not empty
+            self.path.rmdir()
+        with contextlib.suppress(OSError):
+            self.path.parent.rmdir()
+        if self.path.exists():
+            folders = [each for each in self.path.parent.iterdir() if each.is_dir() and each != self.path]
+            folders.sort(key=lambda each: each.stat().st_mtime)
+            for folder in folders[: max(0, len(folders) - KEPT_ATTEMPTS + 1)]:
+                shutil.rmtree(folder, ignore_errors=True)
+        if self.in_bucket and self._written and self.node == 0:
+            self._delete_old_objects()
+
+    def _delete_old_objects(self) -> None:
+        """Delete the objects of all but the newest `KEPT_ATTEMPTS` attempts from the store."""
+        ended_at = {}
+        for name in self._shared.list(STACKS).folders - {self.path.name}:
+            names = self._shared.list(f'{STACKS}/{name}').files
+            # Stores do not tell when an object was written; the first node's report does.
+            content = self._shared.read(f'{STACKS}/{name}/node0.json')
+            with contextlib.suppress(ValueError, TypeError, AttributeError):
+                ended_at[name] = float(json.loads(content or b'{}').get('at', 0.0)), names
+        for name in sorted(ended_at, key=lambda name: ended_at[name][0])[: max(0, len(ended_at) - KEPT_ATTEMPTS + 1)]:
+            self._shared.delete(f'{STACKS}/{name}/{file}' for file in ended_at[name][1])
+
+    def _write(self, name: str, content: str | bytes) -> None:
+        self._shared.write(f'{self._folder}/{name}', content)
+
+    def _new_files(self) -> dict[str, FileVersion]:
+        """Return the versions of the shared files that were written in this attempt; none while the storage fails."""
+        try:
+            found = self._shared.list(self._folder).files
+        except OSError:
+            return {}
+        if self._earlier is None:
+            # The first listing that succeeds shows the files of an earlier attempt, whose report would end this one.
+            self._earlier = found
+        return {name: version for name, version in found.items() if self._earlier.get(name) != version}
+
+    def _dumps(self) -> dict[str, FileVersion]:
+        """Return the versions of the flight recorder's files that this node sees; none while the storage fails."""
+        try:
+            return self._local.list().files
+        except OSError:
+            return {}
+
+    def _new_dumps(self) -> set[str]:
+        """Return the names of the flight recorder's files that were written in this attempt."""
+        dumps = self._dumps().items()
+        return {each for each, tag in dumps if each.startswith(NCCL_PREFIX) and self._earlier_dumps.get(each) != tag}
+
+    @property
+    def poll_seconds(self) -> float:
+        """Interval at which to look for the reports of other nodes while the run trains."""
+        return BUCKET_POLL_SECONDS if self.in_bucket else POLL_SECONDS
+
+    def _poll(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Wait for a condition on the shared files, looking more often than while the run trains."""
+        _poll(condition, seconds, self.poll_seconds / 5)
+
+
+class HangListener:
+    """Thread that looks for the report of another node that found a hang.
+
+    It is a thread because the storage may not respond, and this node must still end its ranks.
+    """
+
+    def __init__(self, folder: StackFolder) -> None:
+        self._folder = folder
+        self._done = threading.Event()
+        self.found: NodeReport | None = None
+        """Report of the first other node that has found a hang, or None."""
+        if folder.nodes > 1:
+            threading.Thread(target=self._run, daemon=True).start()
+
+    def stop(self) -> None:
+        self._done.set()
+
+    def _run(self) -> None:
+        while self.found is None and not self._done.wait(self._folder.poll_seconds):
+            with contextlib.suppress(OSError):
+                hangs = [each for each in self._folder.read().values() if each.cause == 'hang']
+                self.found = next((each for each in hangs if each.node != self._folder.node), None)
+
+
+def _poll(condition: Callable[[], bool], seconds: float, interval: float) -> None:
+    until = time.monotonic() + seconds
+    while not condition() and time.monotonic() < until:
+        time.sleep(interval)
+
 
 NCCL_DUMP_SECONDS = 10.0
 """Maximum wait for the files of NCCL's flight recorder after a hang."""

@@ -15,8 +15,7 @@ from diffusion.errors import UserError
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
 from diffusion.launch.backends.base import environment_of
 from diffusion.launch.job_spec import Job
-from diffusion.launch.lost_output import discarding_lost_output
-from diffusion.launch.workers import die_with_parent
+from diffusion.launch.workers import die_with_parent, discarding_lost_output
 from diffusion.runs import attempts, environment
 from diffusion.runs.stop_signals import RepeatedInterrupt, handled_signals
 from diffusion.storage.places import is_url

@@ -21,21 +21,18 @@ from diffusion.config.recipe import NOTIFY_EVENTS, NotifyConfig
 from diffusion.errors import ExternalError, UserError, exit_status
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, INTERRUPTED, PREEMPTED
 from diffusion.launch import liveness
-from diffusion.launch.aws_secrets import fetch_secrets
 from diffusion.launch.exit_file import (
     earlier_attempt_has_begun,
     end_of_attempt,
     failure_elsewhere,
     report_exit,
 )
-from diffusion.launch.failure_stacks import keep_stacks
+from diffusion.launch.failure_stacks import HangListener, StackFolder, attempt_name, keep_stacks
 from diffusion.launch.in_place import InPlaceRestarts
-from diffusion.launch.lost_output import discarding_lost_output
 from diffusion.launch.node_records import NodeRecords
-from diffusion.launch.node_settings import PREFLIGHT_SECONDS, Settings
+from diffusion.launch.node_settings import PREFLIGHT_SECONDS, Settings, fetch_secrets
 from diffusion.launch.rank_discovery import NodePosition, find_position, nccl_environment
-from diffusion.launch.stack_folder import HangListener, StackFolder, attempt_name
-from diffusion.launch.workers import TICK_SECONDS, Outcome, Workers
+from diffusion.launch.workers import TICK_SECONDS, Outcome, Workers, discarding_lost_output
 from diffusion.runs import attempts, environment, heartbeat_file, run_lock
 from diffusion.runs.attempts import Attempt
 from diffusion.runs.bounded_call import within_limit

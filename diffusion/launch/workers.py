@@ -1,16 +1,21 @@
-"""Worker processes of a node: their start, signals, stacks and end, and the outcome that their exit statuses mean."""
+"""Worker processes of a node: their start, signals, output and end, and the outcome that their exit statuses mean."""
 
+import atexit
 import contextlib
 import ctypes
+import errno
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, NoReturn, TextIO, cast
 
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
 from diffusion.launch.rank_discovery import NCCL_PIPE, NodePosition, rank_environment
@@ -217,3 +222,87 @@ def die_with_parent() -> None:
     if sys.platform == 'linux':
         # No signal handler runs after SIGKILL of the parent, and orphaned ranks would keep the GPUs and the port.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+_GONE = (errno.EIO, errno.EPIPE, errno.ENXIO)
+"""Errors of a write to a terminal that was closed, or to a pipe without a reader."""
+
+
+class _DiscardingStream:
+    """Wrapper that discards text which the stream can no longer write; it forwards everything else to the stream."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with self._discarding():
+            self._stream.write(text)
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        self.write(''.join(lines))
+
+    def flush(self) -> None:
+        with self._discarding():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _discarding(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+            # Redirect the descriptor, not only the stream: the interpreter flushes what is buffered when it exits, and
+            # would replace the exit status by 120 if that failed. Libraries write to the descriptor too.
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())
+            os.close(null)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def discarding_lost_output() -> Iterator[None]:
+    """Discard the output of the `with` block once it can no longer be written, instead of raising OSError."""
+    # A run receives SIGHUP when its terminal is closed, and must still save. Every message would raise otherwise.
+    before = sys.stdout, sys.stderr
+    guarded = tuple(cast(TextIO, _DiscardingStream(stream)) for stream in before)
+    sys.stdout, sys.stderr = guarded
+    try:
+        yield
+    finally:
+        for stream in guarded:
+            stream.flush()
+        # Keep a wrapper that other code has put around the streams since then.
+        sys.stdout = before[0] if sys.stdout is guarded[0] else sys.stdout
+        sys.stderr = before[1] if sys.stderr is guarded[1] else sys.stderr
+
+
+def end_process(status: int) -> NoReturn:
+    """End this process with an exit status, after its threads and exit handlers.
+
+    While Python finalizes the interpreter, a daemon thread that returns from PyTorch code is ended there, which aborts
+    the process: a run that ended with a clear error would seem to be killed by SIGABRT.
+    """
+    # The interpreter does the same first: it waits for non-daemon threads, and calls the exit handlers.
+    with suppress(Exception):
+        threading._shutdown()  # type: ignore[attr-defined]
+    kill_daemons()
+    atexit._run_exitfuncs()
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None if its descriptor was closed at the start
+        with suppress(OSError, ValueError):  # its reader has gone
+            stream.flush()
+    os._exit(status)
+
+
+def kill_daemons() -> None:
+    """Kill the daemon processes that this one has started, such as workers of a data loader."""
+    # Training that ends in the middle of an epoch leaves the loader workers waiting for their next batch. An exit
+    # handler of torch waits 5 s for each of them if memory is pinned; one of multiprocessing sends SIGTERM and waits
+    # without a limit. The workers ignore SIGTERM, since schedulers send it to a whole job, so a complete run would
+    # never end.
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()

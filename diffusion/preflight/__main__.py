@@ -13,7 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[reportPrivateImportUsage]
 
 from diffusion.config.load import Recipe, load
 from diffusion.exit_codes import CONFIG_ERROR, FAILED, PREEMPTED
-from diffusion.launch.findings import (
+from diffusion.launch.gpu_health import (
     Finding,
     downgrade_shared_faults,
     findings_exit_status,

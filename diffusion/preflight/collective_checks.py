@@ -18,7 +18,7 @@ from torch.version import cuda
 
 import diffusion
 from diffusion.exit_codes import CONFIG_ERROR
-from diffusion.launch.findings import Finding
+from diffusion.launch.gpu_health import Finding
 from diffusion.runs import environment
 
 PACKAGES = ('torch', 'mosaicml', 'mosaicml-streaming', 'diffusers')

@@ -15,8 +15,7 @@ from diffusion.config.recipe import Recipe, StreamConfig
 from diffusion.data.shard_cache import INDEX
 from diffusion.errors import UserError
 from diffusion.exit_codes import CONFIG_ERROR, FAILED
-from diffusion.launch.findings import Finding
-from diffusion.launch.gpu_health import check_gpus
+from diffusion.launch.gpu_health import Finding, check_gpus
 from diffusion.planning.checkpoints import sizes_of
 from diffusion.planning.model_costs import ModelCosts
 from diffusion.preflight.source_checks import check_sources

@@ -20,7 +20,7 @@ from diffusion.config.path_checks import reads_initial_weights
 from diffusion.config.recipe import Component, InitFrom, Recipe
 from diffusion.config.weight_sources import hub_repository, is_diffusers_folder, is_original_file, path_problem
 from diffusion.errors import ExternalError, UserError, exit_status
-from diffusion.launch.findings import Finding
+from diffusion.launch.gpu_health import Finding
 from diffusion.storage.retry import RetryPolicy
 
 CHECK = 'weights'

@@ -15,7 +15,7 @@ from diffusion.config.byte_sizes import bytes_text
 from diffusion.config.recipe import Recipe
 from diffusion.errors import UserError
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED
-from diffusion.launch.findings import Finding
+from diffusion.launch.gpu_health import Finding
 from diffusion.runs import environment
 from diffusion.runs.run_id import RUN_FILE
 from diffusion.runs.watchdog import collective_timeout, hang_seconds_of, longest_limit

@@ -73,8 +73,8 @@ HANG_SECONDS = 'DIFFUSION_HANG_SECONDS'
 """Minimum time in seconds without a batch that counts as a hang; if unset, the default of the watchdog."""
 
 SECRETS = 'DIFFUSION_SECRETS'
-"""Secrets of AWS Secrets Manager as `NAME=secret-id,NAME=secret-id`. `diffusion.launch.aws_secrets.fetch_secrets` adds
-them to the environment of the workers (sagemaker, which cannot pass secrets to a job)."""
+"""Secrets of AWS Secrets Manager as `NAME=secret-id,NAME=secret-id`. The node entry point adds them to the environment
+of the workers (sagemaker, which cannot pass secrets to a job)."""
 
 MARGIN_SECONDS = 5.0
 """Time reserved for cleanup between the end of the workers, which may be killed, and the SIGKILL of the scheduler."""

@@ -21,7 +21,7 @@ from diffusion.config.load import (
 )
 from diffusion.errors import DataError, ExternalError, UserError, exit_status, printable
 from diffusion.exit_codes import BAD_HARDWARE, INTERRUPTED, PREEMPTED, USAGE_ERROR, HardwareFault, Preempted
-from diffusion.launch.lost_output import discarding_lost_output
+from diffusion.launch.workers import discarding_lost_output
 from diffusion.loggers import status_line
 from diffusion.loggers.status_line import PrintableFormatter, WrappingFormatter
 from diffusion.runs import heartbeat_file

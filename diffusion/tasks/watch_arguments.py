@@ -12,7 +12,7 @@ from diffusion.config.image_metrics import IMAGE_METRICS, image_metrics_problems
 from diffusion.config.options import Count, Option, Overrides, option_words
 from diffusion.config.schema import did_you_mean
 from diffusion.errors import ExternalError, UserError
-from diffusion.launch.free_nodes import free_nodes
+from diffusion.launch.backends import free_nodes
 from diffusion.launch.job_checks import check_jobs, load_job_spec
 from diffusion.launch.job_spec import JobSpec, seconds_of
 from diffusion.storage.places import is_url

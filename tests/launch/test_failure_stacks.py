@@ -17,10 +17,10 @@ import pytest
 
 from diffusion.config.load import load
 from diffusion.launch import exit_file, node, workers
+from diffusion.launch.failure_stacks import KEPT_ATTEMPTS, HangListener, NodeReport, StackFolder, attempt_name
 from diffusion.launch.node import Node
 from diffusion.launch.node_settings import Settings
 from diffusion.launch.rank_discovery import NodePosition
-from diffusion.launch.stack_folder import KEPT_ATTEMPTS, HangListener, NodeReport, StackFolder, attempt_name
 from diffusion.launch.stack_report import RankReport
 from diffusion.runs import attempts, bounded_call, environment
 from diffusion.runs.stop_signals import STOP_SIGNALS
@@ -199,7 +199,7 @@ def home(request, tmp_path, monkeypatch) -> Path | str:
     """The run's folder, or its URL."""
     if request.param == 'folder':
         return tmp_path
-    monkeypatch.setattr('diffusion.launch.stack_folder.BUCKET_POLL_SECONDS', 0.5)
+    monkeypatch.setattr('diffusion.launch.failure_stacks.BUCKET_POLL_SECONDS', 0.5)
     monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(tmp_path / 'local'))
     return request.getfixturevalue('store').bucket('home') + '/runs/run'
 
@@ -219,7 +219,7 @@ def test_reports_of_an_earlier_attempt_of_the_same_name_do_not_count(home):
 
 
 def test_summary_and_nccl_files_of_an_earlier_attempt_of_the_same_name_do_not_count(tmp_path, monkeypatch):
-    monkeypatch.setattr('diffusion.launch.stack_folder.OTHERS_SECONDS', 0.3)
+    monkeypatch.setattr('diffusion.launch.failure_stacks.OTHERS_SECONDS', 0.3)
     first = StackFolder(tmp_path, 'job-0', 0, 2)
     first.write(report(0), {})
     first.write_summary('an old sentence', {})
@@ -246,7 +246,7 @@ def test_storage_that_fails_in_a_hang_is_no_traceback(run_node, monkeypatch):
         return list_folder(files, folder)
 
     monkeypatch.setattr(LocalPlace, 'list', fail)
-    monkeypatch.setattr('diffusion.launch.stack_folder.OTHERS_SECONDS', 0.3)
+    monkeypatch.setattr('diffusion.launch.failure_stacks.OTHERS_SECONDS', 0.3)
     status, run = run_node('wait_for_news()', hang_seconds=0.4)
     assert (status, last_attempt(run).cause) == (75, 'hang')
 
@@ -370,7 +370,7 @@ def test_stacks_of_the_newest_attempts_are_kept_in_a_bucket(store, tmp_path, mon
 @pytest.mark.parametrize('what', [403, *(pytest.param(each, marks=pytest.mark.slow) for each in (500, 9.0))])
 def test_hang_is_ended_although_the_bucket_fails_or_hangs(run_node, store, tmp_path, monkeypatch, what):
     monkeypatch.setattr(bounded_call, 'STORAGE_SECONDS', 0.5)
-    for module in ('stack_folder.OTHERS_SECONDS', 'failure_stacks.STORAGE_SECONDS'):
+    for module in ('failure_stacks.OTHERS_SECONDS', 'failure_stacks.STORAGE_SECONDS'):
         monkeypatch.setattr(f'diffusion.launch.{module}', 0.5)
     monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(tmp_path / 'local'))
     url = store.bucket('home') + '/runs'

@@ -6,8 +6,7 @@ import pytest
 
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR
 from diffusion.launch import gpu_health
-from diffusion.launch.findings import findings_exit_status
-from diffusion.launch.gpu_health import check_gpus
+from diffusion.launch.gpu_health import check_gpus, findings_exit_status
 from tests.nvml_driver import Driver, NotSupported, NVMLError
 
 

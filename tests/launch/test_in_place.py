@@ -1,8 +1,13 @@
-"""Restarts in place: when a node does not agree to one."""
+"""Restarts in place: when a node does not agree to one, and standby processes that become ranks like new processes."""
 
 import errno
+import json
+import os
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -11,10 +16,10 @@ import yaml
 from diffusion.config.load import load
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
 from diffusion.launch import in_place
-from diffusion.launch.in_place import InPlaceRestarts
+from diffusion.launch.in_place import InPlaceRestarts, StandbyPool, modules_of
 from diffusion.launch.node_settings import Settings
 from diffusion.launch.rank_discovery import NodePosition
-from diffusion.launch.workers import Outcome
+from diffusion.launch.workers import Outcome, start_rank
 from diffusion.runs.attempts import Attempt
 from tests.launch.specs import changed
 
@@ -87,3 +92,181 @@ def test_changed_recipe_goes_to_the_scheduler(restarts, tmp_path, change):
     found, path = restarts(), tmp_path / 'recipe.yaml'
     path.write_text(yaml.safe_dump(changed(yaml.safe_load(path.read_text()), change)))
     assert reason(found) == f'{path} has changed, or cannot be read'
+
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import ctypes, json, os, resource, signal, sys
+death = ctypes.c_int()
+ctypes.CDLL(None).prctl(2, ctypes.byref(death))  # PR_GET_PDEATHSIG
+names = ('SigBlk', 'SigIgn', 'SigCgt', 'Threads')
+status = dict(line.split(':', 1) for line in open('/proc/self/status') if line.startswith(names))
+print(json.dumps({
+    'arguments': sys.argv, 'path': sys.path, 'file': __file__, 'name': __name__, 'folder': os.getcwd(),
+    'main': sys.modules['__main__'].__file__, 'environment': dict(os.environ), 'parent': os.getppid(),
+    'leads': [os.getpid() == os.getpgrp(), os.getpid() == os.getsid(0)], 'death': death.value, 'status': status,
+    'limits': [resource.getrlimit(each) for each in range(16)], 'nice': os.nice(0),
+    'scheduler': os.sched_getscheduler(0), 'oom': open('/proc/self/oom_score_adj').read(),
+    'command': open('/proc/self/cmdline').read().rstrip('\\0').split('\\0'),
+    'files': sorted(os.readlink(f'/proc/self/fd/{each}') for each in range(3)),
+    'imported': 'changing' in sys.modules,
+}))
+sys.stdout.flush()
+if sys.argv[1:] == ['fail']:
+    raise LookupError('on purpose')
+sys.exit(7)
+"""
+
+
+class Starter:
+    """Starter of ranks that run PROGRAM in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.lines = folder, []
+        self.command = ['run.py', 'recipe.yaml', 'key=value']
+        self.environ = os.environ | {'PYTHONPATH': f'{ROOT}:{folder}', 'RANK': '0', 'OMP_NUM_THREADS': '1'}
+        self.pool = StandbyPool(self.command, ['changing'], self.lines.append)
+
+    def prepare(self) -> None:
+        """Start a standby process, and wait until it is ready."""
+        self.pool.start([self.environ])
+        self.wait(lambda: any('ready' in line or 'cannot' in line for line in self.lines))
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        until = time.monotonic() + 60
+        while not condition():
+            self.pool.poll()
+            assert time.monotonic() < until, self.lines
+            time.sleep(0.02)
+
+    def run(self, start: Callable[..., subprocess.Popen[bytes]], **variables: str) -> tuple[int, dict]:
+        """Run PROGRAM by `start`; return its exit status and what it has printed."""
+        output = self.folder / 'output.txt'
+        with output.open('wb') as file:
+            process = start(0, self.command, self.environ | variables, file)
+        return process.wait(60), json.loads(output.read_text())
+
+
+@pytest.fixture
+def starter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Starter]:
+    (tmp_path / 'run.py').write_text(PROGRAM)
+    (tmp_path / 'changing.py').write_text('print("warning of an import", flush=True)\n')
+    monkeypatch.chdir(tmp_path)
+    found = Starter(tmp_path)
+    yield found
+    found.pool.close()
+
+
+def test_rank_that_was_a_standby_is_like_a_new_process(starter, capfd):
+    starter.environ['DIFFUSION_REMOVED'] = '1'
+    starter.prepare()
+    del starter.environ['DIFFUSION_REMOVED']
+    variables = {'RANK': '1', 'MASTER_PORT': '29511', 'DIFFUSION_ATTEMPT_FOLDER': '/elsewhere'}
+    new, taken = starter.run(start_rank, **variables), starter.run(starter.pool.start_rank, **variables)
+    assert taken[1].pop('imported') and not new[1].pop('imported')
+    for _, found in (new, taken):
+        # Without the signal that glibc handles once a process has had a second thread.
+        found['status']['SigCgt'] = int(found['status']['SigCgt'], 16) & 0x7FFFFFFF
+    assert taken == new
+    assert 'warning of an import' not in capfd.readouterr().out
+    assert taken[0] == 7 and taken[1]['death'] == signal.SIGKILL and taken[1]['environment']['RANK'] == '1'
+
+
+def test_traceback_of_a_rank_that_was_a_standby_is_that_of_its_program(starter, capfd):
+    starter.command[1:] = ['fail']
+    starter.pool.command[1:] = ['fail']
+    starter.prepare()
+    status, _ = starter.run(starter.pool.start_rank)
+    error = capfd.readouterr().err
+    assert status == 1 and 'LookupError: on purpose' in error and 'standby.py' not in error
+
+
+def test_standby_that_cannot_be_started_is_said_and_ends_nothing(starter, monkeypatch):
+    def refuse(*arguments, **keywords):
+        raise BlockingIOError(11, 'Resource temporarily unavailable')
+
+    with monkeypatch.context() as patched:
+        patched.setattr(in_place.subprocess, 'Popen', refuse)
+        starter.prepare()
+    assert 'standby of local rank 0 cannot be started' in starter.lines[0]
+    assert starter.run(starter.pool.start_rank)[0] == 7
+
+
+def kill(starter: Starter) -> Mapping[str, str]:
+    (pid,) = starter.pool.pids
+    os.kill(pid, signal.SIGKILL)
+    return {}
+
+
+def stop(starter: Starter) -> Mapping[str, str]:
+    (pid,) = starter.pool.pids
+    os.kill(pid, signal.SIGSTOP)
+    return {}
+
+
+def edit_a_module(starter: Starter) -> Mapping[str, str]:
+    (starter.folder / 'changing.py').write_text('value = 2\n')
+    return {}
+
+
+def change_a_variable(starter: Starter) -> Mapping[str, str]:
+    return {'OMP_NUM_THREADS': '2', 'HF_HOME': '/other'}
+
+
+@pytest.mark.parametrize(
+    ('disturb', 'reason'),
+    [
+        (kill, 'ended with -9'),
+        (stop, 'does not respond within'),
+        (edit_a_module, 'has an earlier version of'),
+        (change_a_variable, 'was started with another value of HF_HOME, OMP_NUM_THREADS'),
+    ],
+)
+def test_standby_that_cannot_take_over_is_replaced(starter, monkeypatch, disturb, reason):
+    monkeypatch.setattr(in_place, 'ANSWER_SECONDS', 1.0)
+    starter.prepare()
+    (pid,) = starter.pool.pids
+    variables = disturb(starter)
+    status, found = starter.run(starter.pool.start_rank, **variables)
+    assert status == 7 and not found['imported'] and starter.pool.taken == 0
+    (line,) = starter.lines[1:]
+    assert line.startswith(f'standby of local rank 0 {reason}') and line.endswith('; starting a new process')
+    assert not Path(f'/proc/{pid}').exists(), 'no process is left'
+
+
+def test_standby_that_cannot_import_says_why_and_is_not_used(starter):
+    (starter.folder / 'changing.py').write_text('import missing_module\n')
+    starter.prepare()
+    (line,) = starter.lines
+    assert 'cannot be used: ModuleNotFoundError: No module named' in line and not starter.pool.pids
+    assert starter.run(starter.pool.start_rank)[0] == 7
+
+
+def test_standbys_end_with_the_process_that_started_them(tmp_path):
+    (tmp_path / 'run.py').write_text('')
+    code = (
+        'import os, time\nfrom diffusion.launch.in_place import StandbyPool\n'
+        "pool = StandbyPool(['run.py'], ['json'], print)\npool.start([dict(os.environ)])\npool.poll()\n"
+        'print(*pool.pids, flush=True)\ntime.sleep(600)\n'
+    )
+    command = [sys.executable, '-c', code]
+    environ = os.environ | {'PYTHONPATH': str(ROOT)}
+    with subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        pid = int(owner.stdout.readline())
+        owner.kill()
+    until = time.monotonic() + 10
+    while Path(f'/proc/{pid}').exists():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_standby_imports_the_components_of_the_recipe_but_no_user_code(tmp_path, monkeypatch):
+    (tmp_path / 'own_parts.py').write_text(
+        'from diffusion import register\n\ndef own() -> None: ...\n\nregister("callback", "own", "own_parts:own")\n'
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    recipe = load(ROOT / 'yamls' / 'quickstart.yaml', ['imports=[own_parts]', 'callbacks.own={}'])
+    found = modules_of(recipe)
+    assert {'diffusion.training.train', 'diffusion.models.mmdit_builders', 'diffusion.training.adamw'} <= {*found}
+    assert 'own_parts' not in found

@@ -11,9 +11,8 @@ import yaml
 
 from diffusion.cli import main
 from diffusion.errors import ExternalError
-from diffusion.launch.backends import kubernetes
+from diffusion.launch.backends import free_nodes, kubernetes
 from diffusion.launch.backends.base import Rendered
-from diffusion.launch.free_nodes import free_nodes
 from diffusion.launch.job_checks import load_job_spec
 from diffusion.runs import environment
 

@@ -4,8 +4,8 @@ import pytest
 
 from diffusion.cli import main
 from diffusion.exit_codes import CONFIG_ERROR
-from diffusion.launch import job_cost
 from diffusion.launch.backends import NAMES
+from diffusion.launch.cli import Estimate, cost_table, estimate
 from tests.launch.specs import BACKENDS
 
 SOURCES = {'kubernetes': 'store/key', 'sagemaker': 'store/key'}
@@ -58,10 +58,10 @@ def test_extending_file_can_change_the_backend(write_spec, tmp_path, capsys):
 
 def test_job_without_cost_estimate_can_be_launched(prepare):
     checked, _ = prepare('slurm', overrides={'task': 'precompute'})
-    found = job_cost.estimate(checked.jobs[0], checked.gpu)
+    found = estimate(checked.jobs[0], checked.gpu)
     assert isinstance(found, str) and 'the plan is for training, not precompute' in found
-    assert job_cost.estimate(checked.jobs[0], None) == 'runs on CPUs'
-    lines, _ = job_cost.cost_table(checked.jobs, None)
+    assert estimate(checked.jobs[0], None) == 'runs on CPUs'
+    lines, _ = cost_table(checked.jobs, None)
     assert lines[1].split()[-5:] == ['no', 'cost', 'runs', 'on', 'CPUs']
 
 
@@ -72,25 +72,25 @@ def test_cost_equals_estimate_of_planner(prepare):
     checked, _ = prepare('slurm', nodes=4)
     gpus = load_gpus()
     plan = make_plan(load_phases(['yamls/quickstart.yaml']), Assumptions(gpu=gpus['a100-80gb'], gpus=32), gpus=gpus)
-    found = job_cost.estimate(checked.jobs[0], checked.gpu)
-    assert isinstance(found, job_cost.Estimate)
+    found = estimate(checked.jobs[0], checked.gpu)
+    assert isinstance(found, Estimate)
     # The job trains; its data has been encoded before.
     assert found.cost.hours == pytest.approx(plan.expected.hours - plan.precompute.hours)
     checked, _ = prepare('slurm', nodes=4, price_usd_per_gpu_hour=7)
-    expensive = job_cost.estimate(checked.jobs[0], checked.gpu)
-    assert isinstance(expensive, job_cost.Estimate)
+    expensive = estimate(checked.jobs[0], checked.gpu)
+    assert isinstance(expensive, Estimate)
     assert found.cost.usd and found.price_usd_per_gpu_hour == 2
     assert expensive.cost.usd == pytest.approx(found.cost.usd * 7 / 2)
-    assert job_cost.cost_table(checked.jobs, checked.gpu)[0][-1].startswith('at $7.00 per GPU-hour')
+    assert cost_table(checked.jobs, checked.gpu)[0][-1].startswith('at $7.00 per GPU-hour')
 
 
 def test_stale_price_warning_names_key_of_spec(prepare, monkeypatch):
     monkeypatch.setattr('diffusion.planning.gpus.STALE_DAYS', -1)
     checked, _ = prepare('slurm')
-    (warning,) = (found for found in job_cost.cost_table(checked.jobs, checked.gpu)[1] if 'days old' in found)
+    (warning,) = (found for found in cost_table(checked.jobs, checked.gpu)[1] if 'days old' in found)
     assert warning.endswith('set price_usd_per_gpu_hour')
     checked, _ = prepare('slurm', price_usd_per_gpu_hour=2)
-    assert 'days old' not in ' '.join(job_cost.cost_table(checked.jobs, checked.gpu)[1])
+    assert 'days old' not in ' '.join(cost_table(checked.jobs, checked.gpu)[1])
 
 
 def test_gpu_name_is_case_insensitive(prepare):

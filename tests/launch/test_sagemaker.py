@@ -8,9 +8,9 @@ from diffusion.cli import main
 from diffusion.errors import UserError
 from diffusion.exit_codes import FAILED
 from diffusion.launch import node
-from diffusion.launch.aws_secrets import fetch_secrets, secret_references
 from diffusion.launch.backends import sagemaker
 from diffusion.launch.backends.base import Rendered
+from diffusion.launch.node_settings import fetch_secrets, secret_references
 from diffusion.runs import environment
 
 CREDENTIALS = {

@@ -23,7 +23,7 @@ from diffusion.config.load import load
 from diffusion.errors import UserError
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
 from diffusion.launch import gpu_health
-from diffusion.launch.findings import Finding, findings_exit_status, findings_json, findings_table
+from diffusion.launch.gpu_health import Finding, findings_exit_status, findings_json, findings_table
 from diffusion.models import builders  # noqa: F401  imported here once, so that forked processes need not import it
 from diffusion.preflight import __main__ as program
 from diffusion.preflight import collective_checks, node_checks, storage_checks

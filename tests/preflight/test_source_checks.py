@@ -12,7 +12,7 @@ from transformers import Dinov2Config, Dinov2Model
 
 from diffusion.config.load import load
 from diffusion.exit_codes import CONFIG_ERROR, FAILED
-from diffusion.launch.findings import Finding
+from diffusion.launch.gpu_health import Finding
 from diffusion.models import hub_files
 from diffusion.models.builders import tiny
 from diffusion.preflight import source_checks

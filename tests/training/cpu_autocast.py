@@ -118,7 +118,7 @@ def assert_float32_state(trainer: Any) -> None:
 
 
 if __name__ == '__main__':
-    from diffusion.launch.process_end import end_process
+    from diffusion.launch.workers import end_process
     from diffusion.tasks import run_recipe
 
     allow_half_precision(pytest.MonkeyPatch())

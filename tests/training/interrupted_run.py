@@ -17,7 +17,7 @@ from composer.core import Callback, Event, State
 from composer.loggers import Logger
 from cpu_autocast import allow_half_precision
 
-from diffusion.launch.process_end import end_process
+from diffusion.launch.workers import end_process
 from diffusion.tasks import run_recipe
 from diffusion.training import train
 

@@ -3,7 +3,9 @@
 import importlib
 from typing import cast
 
+from diffusion.errors import UserError
 from diffusion.launch.backends.base import Backend
+from diffusion.launch.job_spec import JobSpec
 
 NAMES = ('kubernetes', 'local', 'mcli', 'sagemaker', 'skypilot', 'slurm')
 
@@ -11,3 +13,21 @@ NAMES = ('kubernetes', 'local', 'mcli', 'sagemaker', 'skypilot', 'slurm')
 def backend_of(name: str) -> Backend:
     """Return the launch backend module of this name, such as slurm or kubernetes."""
     return cast(Backend, importlib.import_module(f'diffusion.launch.backends.{name}'))
+
+
+def free_nodes(spec: JobSpec) -> int:
+    """Return the number of idle nodes on which a job could start now; another job may take them first.
+
+    Args:
+        spec: The job spec, whose queue and GPUs the nodes must have.
+
+    Raises:
+        UserError: The backend cannot tell, or its command-line tool is missing.
+        ExternalError: The scheduler does not respond.
+    """
+    count = getattr(backend_of(spec.backend), 'free_nodes', None)
+    if count is None:
+        raise UserError(
+            f'--max-nodes: {spec.backend} does not tell which nodes are free; set the size of the job: nodes=N'
+        )
+    return count(spec)

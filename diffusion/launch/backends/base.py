@@ -4,12 +4,16 @@ Contract with `diffusion.launch.node`, which runs on the nodes: every backend st
 the variables of `environment_of(job, ...)`; see `diffusion.runs.environment`.
 """
 
+import os
+import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 from diffusion.config.schema import Problem
+from diffusion.errors import ExternalError, UserError
 from diffusion.launch.job_spec import Job
 from diffusion.runs import environment
 from diffusion.storage.places import is_url
@@ -136,3 +140,43 @@ def unmounted_run_folders(jobs: Sequence[Job]) -> list[Problem]:
             )
             problems.append(Problem('mounts', message))
     return problems[:1]
+
+
+def call(
+    command: Sequence[str],
+    *,
+    install: str,
+    timeout_seconds: float = 120,
+    env: Mapping[str, str] | None = None,
+    stdin: str | None = None,
+) -> str:
+    """Run a command-line tool and return its standard output.
+
+    Args:
+        install: Advice for a user who does not have the tool.
+        env: Additional environment variables.
+
+    Raises:
+        UserError: The tool is not on PATH.
+        ExternalError: The tool failed, or did not respond in time; the message includes its own error message.
+    """
+    if shutil.which(command[0]) is None:
+        raise UserError(f'{command[0]} is not on PATH; {install}')
+    try:
+        result = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=timeout_seconds,
+            check=False,
+            env={**os.environ, **(env or {})},
+            input=stdin,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ExternalError(
+            f'{" ".join(command[:3])}: no response in {timeout_seconds:.0f} s; check that its server is up'
+        ) from error
+    if result.returncode:
+        message = (result.stderr or result.stdout).strip() or f'exit status {result.returncode}'
+        raise ExternalError(f'{" ".join(command[:3])}: {message}')
+    return result.stdout.strip()

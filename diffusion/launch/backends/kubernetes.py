@@ -1,5 +1,6 @@
 """Kubernetes launch backend: a JobSet with an indexed Job per stage and a pod per node, optionally in a Kueue queue."""
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,9 +12,15 @@ import yaml
 from diffusion.config.schema import Gatherer, Problem, join
 from diffusion.errors import ExternalError, UserError
 from diffusion.exit_codes import BAD_HARDWARE, PREEMPTED
-from diffusion.launch.backends.base import NotValidated, Rendered, deep_merge, environment_of, unmounted_run_folders
-from diffusion.launch.command_line_tools import call
-from diffusion.launch.job_spec import Job
+from diffusion.launch.backends.base import (
+    NotValidated,
+    Rendered,
+    call,
+    deep_merge,
+    environment_of,
+    unmounted_run_folders,
+)
+from diffusion.launch.job_spec import Job, JobSpec
 from diffusion.runs import environment
 
 INSTALL = 'install kubectl and configure a context (kubectl config get-contexts)'
@@ -144,6 +151,32 @@ def logs(jobs: Sequence[Job]) -> str:
 
 def cancel(jobs: Sequence[Job]) -> str:
     return call(['kubectl', *_namespace(jobs), 'delete', 'jobset', jobs[0].spec.name], install=INSTALL)
+
+
+def free_nodes(spec: JobSpec) -> int:
+    """Return the number of ready nodes whose allocatable GPUs, less those of running pods, suffice for a pod."""
+    resource, needed = spec.options.gpu_resource, spec.gpus_per_node if spec.gpu else 1
+    used: dict[str, int] = {}
+    for pod in _items('pods', '--all-namespaces', '--field-selector=status.phase!=Succeeded,status.phase!=Failed'):
+        node = pod['spec'].get('nodeName', '')
+        for container in pod['spec'].get('containers', []):
+            requested = container.get('resources', {}).get('limits', {}).get(resource, 0)
+            used[node] = used.get(node, 0) + int(requested)
+    free = 0
+    for node in _items('nodes'):
+        ready = any(each['type'] == 'Ready' and each['status'] == 'True' for each in node['status']['conditions'])
+        gpus = int(node['status']['allocatable'].get(resource, 0)) - used.get(node['metadata']['name'], 0)
+        free += ready and not node['spec'].get('unschedulable') and gpus >= needed
+    return free
+
+
+def _items(*words: str) -> list[dict[str, Any]]:
+    """Return the objects that `kubectl get` lists."""
+    text = call(['kubectl', 'get', *words, '--output=json'], install=INSTALL)
+    try:
+        return json.loads(text)['items']
+    except (ValueError, KeyError) as error:
+        raise ExternalError(f'kubectl get {" ".join(words)}: its output is not a list of objects ({error})') from error
 
 
 def _notes(jobs: Sequence[Job]) -> list[str]:

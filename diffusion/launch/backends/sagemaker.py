@@ -11,9 +11,9 @@ from typing import Any
 
 from diffusion.config.schema import Gatherer, Problem, join
 from diffusion.errors import ExternalError, UserError
-from diffusion.launch.aws_secrets import secret_references
 from diffusion.launch.backends.base import Rendered, deep_merge, environment_of, unmounted_run_folders
 from diffusion.launch.job_spec import Job
+from diffusion.launch.node_settings import secret_references
 from diffusion.runs import environment
 
 INSTANCES = {

@@ -10,8 +10,14 @@ from typing import Any, Literal
 import yaml
 
 from diffusion.config.schema import Gatherer, Problem, build_dataclass, join
-from diffusion.launch.backends.base import IMAGE_WORKDIR, Rendered, deep_merge, environment_of, unmounted_run_folders
-from diffusion.launch.command_line_tools import call
+from diffusion.launch.backends.base import (
+    IMAGE_WORKDIR,
+    Rendered,
+    call,
+    deep_merge,
+    environment_of,
+    unmounted_run_folders,
+)
 from diffusion.launch.job_spec import Job
 
 INSTALL = 'pip install skypilot in a separate environment, and run `sky check`'

@@ -10,14 +10,15 @@ from pathlib import Path
 
 from diffusion.config.schema import Gatherer, Problem, join
 from diffusion.errors import UserError
-from diffusion.launch.backends.base import NotValidated, Rendered, environment_of, unmounted_run_folders
-from diffusion.launch.command_line_tools import call
-from diffusion.launch.job_spec import Job
+from diffusion.launch.backends.base import NotValidated, Rendered, call, environment_of, unmounted_run_folders
+from diffusion.launch.job_spec import Job, JobSpec
 from diffusion.runs import environment
 
 AFTER_SRUN = Path(__file__).with_name('slurm_requeue.sh')
 """Part of the script that runs after srun."""
 INSTALL = 'run this on a login node of the cluster'
+IDLE = ('idle', 'idle~')
+"""States of a node that is free: running, or switched off until a job needs it."""
 NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]{0,63}')
 WORD = re.compile(r'[^\s"\'\\#]+')
 """Word that needs no quotes in an #SBATCH line, where nothing is expanded."""
@@ -144,6 +145,15 @@ def cancel(jobs: Sequence[Job]) -> str:
     for job in jobs:
         call(['scancel', '--me', f'--name={job.name}'], install=INSTALL)
     return 'canceled: ' + ', '.join(job.name for job in jobs)
+
+
+def free_nodes(spec: JobSpec) -> int:
+    """Return the number of idle nodes in the partition of a job spec."""
+    where = [] if spec.schedule.queue is None else [f'--partition={spec.schedule.queue}']
+    # sinfo lists a node once per partition. Do not use --states=idle, which also matches drained nodes.
+    listed = call(['sinfo', '--noheader', '--Node', '--format=%N %t', *where], install=INSTALL)
+    states = dict(line.split() for line in listed.splitlines())
+    return sum(state in IDLE for state in states.values())
 
 
 def _logs_folder(jobs: Sequence[Job]) -> Path:

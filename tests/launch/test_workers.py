@@ -8,7 +8,7 @@ import pytest
 
 PROGRAM = """
 import atexit, sys, threading, time
-from diffusion.launch.process_end import end_process
+from diffusion.launch.workers import end_process
 def work():
     time.sleep(0.3)
     print('thread')
@@ -28,7 +28,7 @@ def test_threads_and_handlers_end_before_the_process():
 
 STUBBORN = """
 import multiprocessing, signal, sys, time
-from diffusion.launch.process_end import end_process
+from diffusion.launch.workers import end_process
 def ignore_sigterm():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     print('ready', flush=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from machine import heading
 
-from diffusion.data.cache_budget import CacheBudget
+from diffusion.data.shard_cache import CacheBudget
 
 SIZE = 64
 

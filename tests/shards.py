@@ -44,7 +44,7 @@ def open_shards(folder: Path, **settings: Any) -> 'StreamingDataset':
     """Return a dataset of an MDS folder, read by Streaming alone."""
     from streaming import StreamingDataset
 
-    from diffusion.data.shm_lock import one_job_at_a_time
+    from diffusion.data.shared_state import one_job_at_a_time
 
     # Tests run in parallel, and two processes that open datasets at the same time may choose the same name.
     with one_job_at_a_time():

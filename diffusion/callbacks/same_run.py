@@ -24,7 +24,7 @@ class SameRun(Callback):
     samples (`BucketedDataset.load_state_dict`).
 
     Args:
-        identity: The values to compare, with those of the data under the key `data` (`diffusion.data.fingerprint`).
+        identity: The values to compare, with those of the data under the key `data` (`diffusion.data.streams`).
         allow_data_change: Log a warning about changed data instead of raising an error.
     """
 

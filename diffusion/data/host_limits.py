@@ -18,7 +18,7 @@ from composer.utils import dist
 
 from diffusion.config.byte_sizes import bytes_text
 from diffusion.data.loader import BucketedLoader
-from diffusion.data.shm_lock import SHM
+from diffusion.data.shared_state import SHM
 from diffusion.errors import UserError
 from diffusion.storage.host_memory import available_memory
 

@@ -1,18 +1,55 @@
 """Dataset of images with captions, in the format that `diffusion prepare` writes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from diffusion.config.image_shapes import Shape
 from diffusion.data.bad_samples import BadSample
 from diffusion.data.caption_choice import CaptionChoice, check_caption_weights, choose_caption
-from diffusion.data.image_sizes import image_sizes, original_size
 from diffusion.data.streams import Bucket, BucketedDataset
-from diffusion.data.transforms import Crop, Undecodable, decode_crop, resize_and_flip, to_planar
+from diffusion.data.transforms import Crop, CropBox, Undecodable, decode_crop, resize_and_flip, to_planar
 from diffusion.models import batch_keys
 from diffusion.models.randomness import Purpose
 from diffusion.models.text_conditioner import tokenize
+
+
+def image_sizes(
+    box: CropBox,
+    shape: Shape,
+    *,
+    image: tuple[int, int],
+    original: tuple[int, int] | None = None,
+    flipped: bool = False,
+) -> Tensor:
+    """Return the sizes of a cropped and resized image in pixels, int64 [6].
+
+    They are the original height and width, the top and left of the crop, and the target height and width. The crop is
+    in coordinates of the image after resizing, since Podell et al. resize images before they crop them.
+
+    Args:
+        box: Crop of the encoded image before resizing.
+        image: Width and height of the encoded image, upright.
+        original: Width and height before any resizing; None (unknown) for those of the encoded image.
+        flipped: The crop is mirrored; the sizes are then those of the same crop from the mirrored image.
+    """
+    width, height = image if original is None else original
+    left = image[0] - box.left - box.width if flipped else box.left
+    # The aspect ratio of the box is that of the shape, rounded to whole pixels, so both sides have nearly one scale.
+    top, left = round(box.top * shape.height / box.height), round(left * shape.width / box.width)
+    return torch.tensor([height, width, top, left, shape.height, shape.width], dtype=torch.int64)
+
+
+def original_size(sample: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the width and height of a sample's image before `diffusion prepare` resized it; None if not recorded."""
+    metadata = sample.get('metadata')
+    if not isinstance(metadata, Mapping):
+        return None
+    size = metadata.get('source_width'), metadata.get('source_height')
+    return size if all(isinstance(side, int) and side > 0 for side in size) else None  # type: ignore[return-value]
 
 
 class ImageTextDataset(BucketedDataset):
@@ -23,7 +60,7 @@ class ImageTextDataset(BucketedDataset):
         batch_size: Samples per device per batch.
         tokenizers: One per text encoder (E); empty for a model without text.
         image_sizes: Add the sizes of each image, int64 [6], for a model that takes them; see
-            `diffusion.data.image_sizes`.
+            `diffusion.data.image_text`.
         crop: Crop in the bucket's aspect ratio: `center` of the image, or `random`.
         min_crop_scale: Smallest side of a random crop, as a fraction of the largest crop that fits.
         flip: Mirror half of the images at random. Captions that mention left or right become wrong.

@@ -1,10 +1,12 @@
 """Dataset over several named streams of MDS shards, one image shape per stream."""
 
+import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,10 +18,9 @@ from diffusion.config import sample_order
 from diffusion.config.image_shapes import Shape, apportion
 from diffusion.data.bad_samples import MAX_ATTEMPTS, BadSample, replacement
 from diffusion.data.caption_choice import CAPTION_COLUMNS, caption_chances, captions_of
+from diffusion.data.epoch_order import EvaluationOrder, OccurrenceSpanner, evaluation_order, numbered_ids
 from diffusion.data.epoch_position import keep_data_position
-from diffusion.data.evaluation_order import EvaluationOrder, evaluation_order
-from diffusion.data.image_block import ImageBlock
-from diffusion.data.repeated_samples import OccurrenceSpanner, numbered_ids
+from diffusion.data.transforms import ImageBlock
 from diffusion.data.verified_dataset import VerifiedDataset
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
@@ -47,7 +48,7 @@ class BucketedDataset(VerifiedDataset):
     """Base class of datasets over several streams, each with its own image shape; subclasses implement `item`.
 
     Samples carry their id, epoch and occurrence in it, which key all randomness. The `index` that a method takes is a
-    numbered id (`diffusion.data.repeated_samples`), which for the first copy of a sample in an epoch is its id.
+    numbered id (`diffusion.data.epoch_order`), which for the first copy of a sample in an epoch is its id.
 
     Args:
         buckets: The streams.
@@ -56,7 +57,7 @@ class BucketedDataset(VerifiedDataset):
         seed: Seed of crops, flips and caption choice, in [0, 2**32).
         elastic: True (training) serves whole global batches, the same on any number of devices, and leaves samples that
             do not fill a batch for another epoch. False (evaluation) serves every sample once per epoch, in the same
-            order each time (`diffusion.data.evaluation_order`).
+            order each time (`diffusion.data.epoch_order`).
         substitute: Replace samples that cannot be decoded by others of the same shard
             (`diffusion.data.bad_samples`).
         streaming: Keyword arguments for VerifiedDataset and StreamingDataset.
@@ -376,3 +377,50 @@ class BucketedDataset(VerifiedDataset):
                         f'streams.{bucket.name}: its samples have the columns {", ".join(present)}, '
                         f'but {" or ".join(choice)} is required; check remote and local'
                     )
+
+
+def fingerprint(dataset: BucketedDataset, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all data settings that determine a run's samples, their order and their content, to compare on resume.
+
+    Streaming's own state holds only the position in the epoch. If the batch size, a stream or the shuffle block size
+    has changed, Streaming resumes with different samples and reports nothing.
+
+    Values are JSON types. Paths and URLs are left out, since data may move; so are the numbers of devices and workers
+    and the prefetching.
+
+    Args:
+        dataset: The dataset before its first epoch begins.
+        settings: Name of the dataset component and its keyword arguments that change samples, such as `crop`.
+    """
+    order = ('batching_method', 'shuffle', 'shuffle_algo', 'shuffle_seed', 'shuffle_block_size')
+    sampling = ('num_canonical_nodes', 'partition_algo', 'sampling_method', 'sampling_granularity')
+    values = {
+        'global_batch': dataset.global_batch,
+        **{name: getattr(dataset, name) for name in (*order, *sampling)},
+        'dataset': dict(settings),
+        'streams': {
+            bucket.name: _of_stream(bucket, position, samples)
+            for position, (bucket, samples) in enumerate(
+                zip(dataset.buckets, dataset.samples_per_stream.tolist(), strict=True)
+            )
+        },
+    }
+    # Keywords of a user's dataset class may be of any type: compare those that JSON does not have as strings.
+    return json.loads(json.dumps(values, default=str))
+
+
+def _of_stream(bucket: Bucket, position: int, samples: int) -> dict[str, Any]:
+    """Return the part of the data fingerprint that describes one stream."""
+    stream = bucket.stream
+    return {
+        'position': position,  # sample ids, which key all randomness, are numbered across streams
+        'shape': str(bucket.shape),
+        'choose': int(stream.choose),
+        'samples': samples,
+        'index_sha256': index_hash(stream),
+    }
+
+
+def index_hash(stream: Stream) -> str:
+    """Return the SHA-256 of a stream's index.json, which contains the hashes of its shards if they have any."""
+    return hashlib.sha256(Path(stream.local, stream.split or '', 'index.json').read_bytes()).hexdigest()

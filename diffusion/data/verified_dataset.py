@@ -22,9 +22,8 @@ from streaming.base.shared import SharedArray
 
 from diffusion.compatibility.private_names import _Iterator, _ShardState
 from diffusion.config.byte_sizes import parse_bytes
-from diffusion.data.cache_budget import CacheBudget
-from diffusion.data.shared_failure import FailureEvent, Failures
-from diffusion.data.shm_lock import one_job_at_a_time
+from diffusion.data.shard_cache import CacheBudget
+from diffusion.data.shared_state import FailureEvent, Failures, one_job_at_a_time
 from diffusion.data.verified_stream import DEFAULTS, VerifiedStream, hidden_remotes
 from diffusion.errors import DataError, UserError
 from diffusion.storage.integrity import file_signature

@@ -24,9 +24,7 @@ from streaming.base.format import FileInfo, Reader
 
 from diffusion.config.byte_sizes import bytes_text
 from diffusion.data import shard_cache
-from diffusion.data.cache_budget import CacheBudget
-from diffusion.data.download_turns import DownloadTurns
-from diffusion.data.shard_cache import INDEX
+from diffusion.data.shard_cache import INDEX, CacheBudget, DownloadTurns
 from diffusion.errors import DataError, UserError
 from diffusion.storage import locks
 from diffusion.storage.download import RemoteFolder

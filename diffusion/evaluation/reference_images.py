@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from xxhash import xxh3_128
 
-from diffusion.data.fingerprint import index_hash
-from diffusion.data.streams import BucketedDataset
+from diffusion.data.streams import BucketedDataset, index_hash
 from diffusion.errors import UserError
 from diffusion.evaluation.compared_images import read_image
 from diffusion.evaluation.evaluated_checkpoint import EvaluatedCheckpoint, from_rank_zero, gather_rows

@@ -28,7 +28,6 @@ from diffusion.config.image_shapes import BUCKETS, Shape, buckets_text
 from diffusion.config.load import Component, Recipe
 from diffusion.config.recipe import PrecomputeConfig
 from diffusion.data.caption_choice import CAPTION_COLUMNS, captions_of, choose_caption_index
-from diffusion.data.fingerprint import index_hash
 from diffusion.data.image_text import ImageTextDataset
 from diffusion.data.latents import (
     MANIFEST,
@@ -39,7 +38,7 @@ from diffusion.data.latents import (
     weights_fingerprint,
 )
 from diffusion.data.loader import default_num_workers, ignore_stop_signals
-from diffusion.data.streams import Bucket
+from diffusion.data.streams import Bucket, index_hash
 from diffusion.errors import DataError, UserError
 from diffusion.models import batch_keys
 from diffusion.models.denoisers.condition import SIZES

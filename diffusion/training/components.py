@@ -23,11 +23,10 @@ from diffusion.config.performance_preset import effective_parts
 from diffusion.config.recipe import SpeedConfig
 from diffusion.config.signatures import of_object
 from diffusion.config.width_checks import optimizer_problem
-from diffusion.data.fingerprint import fingerprint
 from diffusion.data.host_limits import check_machine
 from diffusion.data.loader import BucketedLoader, default_num_workers, ignore_stop_signals
 from diffusion.data.shard_cache import home
-from diffusion.data.streams import Bucket
+from diffusion.data.streams import Bucket, fingerprint
 from diffusion.errors import UserError
 from diffusion.models import lora
 from diffusion.models.gpu_kernels import kernels_problem

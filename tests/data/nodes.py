@@ -14,7 +14,7 @@ from numbered import cached_loader, served
 from processes import Forked
 from ranks import free_port
 
-from diffusion.data import shm_lock
+from diffusion.data import shared_state
 
 CLONE_NEWNS, CLONE_NEWUTS = 0x20000, 0x4000000
 NODES, EPOCHS = 4, 3
@@ -37,7 +37,7 @@ def isolate(name: str, temporary: Path) -> None:
     os.environ['TMPDIR'] = tempfile.tempdir = str(temporary)
     os.environ['GLOO_SOCKET_IFNAME'] = 'lo'  # the host name has no address
     os.environ['PYTHONWARNINGS'] = 'ignore'  # of shared memory that is not freed by os._exit, but goes with its mount
-    shm_lock.LOCK = temporary / shm_lock.LOCK.name  # of a machine: found at the import
+    shared_state.LOCK = temporary / shared_state.LOCK.name  # of a machine: found at the import
 
 
 def start_nodes(

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from processes import Forked
 
-from diffusion.data import download_turns
-from diffusion.data.download_turns import DownloadTurns
+from diffusion.data import shard_cache
+from diffusion.data.shard_cache import DownloadTurns
 from diffusion.storage import locks
 
 
@@ -30,7 +30,7 @@ def test_wait_is_limited_by_the_time_of_own_downloads():
 @pytest.mark.parametrize('finishes', [True, False])
 def test_one_process_downloads_while_others_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finishes: bool):
     """Three processes wait for one that finishes its download, or that never does: then one of the three downloads."""
-    monkeypatch.setattr(download_turns, 'PATIENCE_SECONDS', 30.0 if finishes else 0.5)
+    monkeypatch.setattr(shard_cache, 'PATIENCE_SECONDS', 30.0 if finishes else 0.5)
     path, holds = tmp_path / 'shard.0.mds', tmp_path / 'holds'
 
     def download(number: int, seconds: float) -> None:
@@ -57,7 +57,7 @@ def test_one_process_downloads_while_others_wait(tmp_path: Path, monkeypatch: py
 
 def test_lock_that_was_not_released_is_not_waited_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard that was evicted is needed again, while the node that holds its lock is still stopped."""
-    monkeypatch.setattr(download_turns, 'PATIENCE_SECONDS', 0.5)
+    monkeypatch.setattr(shard_cache, 'PATIENCE_SECONDS', 0.5)
     path, waits = tmp_path / 'shard', []
     mine = DownloadTurns('streams.a', lambda: waits.append(None))
 

@@ -17,7 +17,7 @@ from streaming.base.world import World
 from diffusion.config import sample_order
 from diffusion.config.image_shapes import square
 from diffusion.config.load import RecipeError, load
-from diffusion.data.repeated_samples import OccurrenceSpanner
+from diffusion.data.epoch_order import OccurrenceSpanner
 from diffusion.data.streams import Bucket, BucketedDataset
 from diffusion.models import batch_keys
 from diffusion.training.components import build_loader

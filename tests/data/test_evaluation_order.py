@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shards import write_image_shards
 
 from diffusion.config.load import load
-from diffusion.data.evaluation_order import NO_SAMPLE, evaluation_order
+from diffusion.data.epoch_order import NO_SAMPLE, evaluation_order
 from diffusion.models import batch_keys
 from diffusion.training.components import build_loader
 

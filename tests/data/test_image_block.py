@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diffusion.config.load import load
-from diffusion.data.image_block import MAX_FREE, ImageBlock, as_batch
+from diffusion.data.transforms import MAX_FREE, ImageBlock, as_batch
 from diffusion.models import batch_keys
 from diffusion.training.components import build_loader
 

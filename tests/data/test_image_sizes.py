@@ -12,8 +12,7 @@ from diffusion.config import registry
 from diffusion.config.image_shapes import Shape
 from diffusion.config.load import load
 from diffusion.config.recipe import Component
-from diffusion.data.image_sizes import image_sizes, original_size
-from diffusion.data.image_text import ImageTextDataset
+from diffusion.data.image_text import ImageTextDataset, image_sizes, original_size
 from diffusion.data.transforms import CropBox
 from diffusion.errors import UserError
 from diffusion.models import batch_keys

@@ -13,7 +13,7 @@ from ranks import read_losses
 from shards import write_image_shards
 
 from diffusion.config.load import load
-from diffusion.data.repeated_samples import numbered_ids
+from diffusion.data.epoch_order import numbered_ids
 from diffusion.models import batch_keys
 from diffusion.training.components import build_loader, build_model
 from diffusion.training.train import train

@@ -13,10 +13,9 @@ from processes import Forked
 from streaming import Stream
 
 from diffusion.config.image_shapes import square
-from diffusion.data import cache_budget, shard_cache
-from diffusion.data.cache_budget import CacheBudget
+from diffusion.data import shard_cache
 from diffusion.data.loader import BucketedLoader
-from diffusion.data.shard_cache import home
+from diffusion.data.shard_cache import CacheBudget, home
 from diffusion.data.streams import Bucket
 from diffusion.models import batch_keys
 from diffusion.storage import locks, object_store
@@ -219,7 +218,7 @@ def test_eviction_is_least_recently_used_and_minimal(tmp_path_factory, used, lim
     assert not evicted or not kept or max(evicted) < min(kept)
     assert sum(sizes[use] for use in kept) + size <= limit or not kept
     if evicted:
-        assert sum(sizes[use] for use in kept | {max(evicted)}) + size > (1 - cache_budget.SLACK) * limit
+        assert sum(sizes[use] for use in kept | {max(evicted)}) + size > (1 - shard_cache.SLACK) * limit
     assert (folder / 'd-1' / 'index.json').exists() and (folder / 'd-1' / 'shard.other.mds').exists()
     assert locks.reserved_bytes(scratch.name) == size
 
@@ -237,7 +236,7 @@ def test_limit_holds_after_any_changes(tmp_path_factory, changes):
     jobs = [CacheBudget({cache: None}, limit, lambda: None) for _ in range(2)]
     for number, (change, size) in enumerate(changes):
         job, path = jobs[number % 2], cache / 'd' / VERSION / f'shard.{number}.mds'
-        record = cache / cache_budget.RECORD
+        record = cache / shard_cache.RECORD
         if change in ('download', 'fail'):
             scratch = job.make_scratch_folder(path, size)
             assert job.used_bytes() <= limit
@@ -257,7 +256,7 @@ def test_shards_of_a_job_without_limit_are_counted_later(tmp_path, monkeypatch):
     budget.make_scratch_folder(folder / 'shard.0.mds', 100)
     for number in range(1, 10):
         (folder / f'shard.{number}.mds').write_bytes(b'x' * 100)
-    monkeypatch.setattr(cache_budget, 'RECOUNT_SECONDS', 0.0)
+    monkeypatch.setattr(shard_cache, 'RECOUNT_SECONDS', 0.0)
     budget.make_scratch_folder(folder / 'shard.10.mds', 100)
     assert budget.used_bytes() <= 1000
 

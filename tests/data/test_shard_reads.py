@@ -16,7 +16,7 @@ from numbered import cached_loader, expected, served, write_samples
 from object_store import Store
 from processes import Forked
 
-from diffusion.data import cache_budget, download_turns
+from diffusion.data import shard_cache
 from diffusion.errors import DataError
 from diffusion.storage import locks, object_store
 
@@ -94,8 +94,7 @@ def test_stopped_slow_killed_and_lying_nodes_of_a_common_cache_do_not_stop_other
     is stopped while it holds the lock of a shard, or that of the cache's size; node 1 does not get the bytes that it
     asked for; node 2 is killed in a download; and bytes of shards in the cache change.
     """
-    monkeypatch.setattr(download_turns, 'PATIENCE_SECONDS', 0.5)
-    monkeypatch.setattr(cache_budget, 'PATIENCE_SECONDS', 0.5)
+    monkeypatch.setattr(shard_cache, 'PATIENCE_SECONDS', 0.5)
     source = write_samples(tmp_path / 'source', count=COUNT // 2, size_limit=4 * SHARD)
     url, shards = store.upload(source), sorted(source.glob('*.mds'))
     limit = None if share is None else int(share * sum(path.stat().st_size for path in shards))

@@ -16,7 +16,7 @@ import sys
 from composer.utils import dist
 from streaming.base.shared import prefix
 from streaming.base.world import World
-from diffusion.data.shm_lock import one_job_at_a_time
+from diffusion.data.shared_state import one_job_at_a_time
 
 dist.initialize_dist('cpu')
 find = prefix._check_and_find

@@ -501,7 +501,7 @@ BUGS = {
     'shapes in data': ('diffusion.data.image_text:to_planar', 'numpy.zeros(3).reshape(2, 2)', TRAIN),
     'TypeError in algorithms': ('diffusion.algorithms.ema:EMA.apply', "len(3) + 'a'", TRAIN),
     'AssertionError in callbacks': (
-        'diffusion.callbacks.replaced_samples:ReplacedSamples.batch_end',
+        'diffusion.data.bad_samples:ReplacedSamples.batch_end',
         "assert False, 'impossible'",
         TRAIN,
     ),

@@ -1,4 +1,4 @@
-"""Replace samples that cannot be decoded by other samples of the same shard, and count and limit the replacements.
+"""Replace samples that cannot be decoded by other samples of the same shard, and count, limit and log the replacements.
 
 Skipping bad samples would give ranks batches of different sizes. The choice of the replacement depends only on the
 seed, the sample id, the epoch and the attempt, so batches are the same on any number of ranks and after a resume. The
@@ -11,6 +11,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from composer.core import Callback, State
+from composer.loggers import Logger
 
 from diffusion.errors import DataError
 from diffusion.models.randomness import Purpose, philox
@@ -76,3 +80,24 @@ def quarantine(path: Path, notes: Sequence[str], batch: int) -> None:
             file.write(''.join(json.dumps(json.loads(note) | {'batch_in_epoch': batch}) + '\n' for note in notes))
     except OSError as error:
         log.warning('%s: replaced samples are not recorded (%s)', path, error)
+
+
+class ReplacedSamples(Callback):
+    """Callback that logs `data/replaced_samples`: undecodable samples replaced on all ranks since the run started.
+
+    Args:
+        tally: Counts that the training loader keeps; the loader stops the run if too many samples are replaced.
+    """
+
+    def __init__(self, tally: SampleCounts) -> None:
+        self.tally = tally
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if self.tally.replaced:
+            logger.log_metrics({'data/replaced_samples': self.tally.replaced})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {'served': self.tally.served, 'replaced': self.tally.replaced}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tally.served, self.tally.replaced = state['served'], state['replaced']

@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from torch import nn
 
 from diffusion.algorithms.average import trained_parameters
-from diffusion.algorithms.snapshots import ReconstructedAverage, find_snapshots, reconstruct_average
+from diffusion.algorithms.post_hoc_ema import ReconstructedAverage, find_snapshots, reconstruct_average
 from diffusion.checkpointing.checkpoint_lookup import claimed_checkpoint, recipe_of_checkpoint, run_of_checkpoint
 from diffusion.checkpointing.checkpoint_weights import Weights
 from diffusion.compatibility.transformers_versions import make_readable_by_version_4

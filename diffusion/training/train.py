@@ -27,7 +27,6 @@ from diffusion.callbacks.optimizer_settings import OptimizerSettings
 from diffusion.callbacks.preemption import Preemption, save_now
 from diffusion.callbacks.recipe_keeper import RecipeKeeper
 from diffusion.callbacks.reduce_once import ReduceOnce
-from diffusion.callbacks.replaced_samples import ReplacedSamples
 from diffusion.callbacks.same_run import SameRun
 from diffusion.callbacks.status_updates import Heartbeat, RunStatus
 from diffusion.callbacks.stragglers import Stragglers
@@ -44,6 +43,7 @@ from diffusion.config.checkpointing import keep_rules
 from diffusion.config.load import Recipe, hide_environment, to_yaml
 from diffusion.config.performance_preset import parts_without_effect
 from diffusion.config.recipe import NotifyConfig, SpeedConfig
+from diffusion.data.bad_samples import ReplacedSamples
 from diffusion.data.cuda_prefetch import CudaPrefetchLoader
 from diffusion.data.latents import LatentsDataset
 from diffusion.data.loader import BucketedLoader, to_data_spec

@@ -16,9 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from diffusion.algorithms.average import Averager, trained_parameters
 from diffusion.algorithms.ema import EMA
-from diffusion.algorithms.post_hoc_ema import PostHocEMA
+from diffusion.algorithms.post_hoc_ema import PostHocEMA, find_snapshots, reconstruct_average
 from diffusion.algorithms.power_function import SNAPSHOT_FOLDER, gamma_of_width
-from diffusion.algorithms.snapshots import find_snapshots, reconstruct_average
 
 BATCHES, EVERY = 600, 20
 Weights = dict[str, Tensor]

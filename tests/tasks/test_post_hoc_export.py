@@ -8,8 +8,8 @@ import yaml
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from safetensors.torch import load_file
 
+from diffusion.algorithms.post_hoc_ema import find_snapshots, reconstruct_average
 from diffusion.algorithms.power_function import SNAPSHOT_FOLDER
-from diffusion.algorithms.snapshots import find_snapshots, reconstruct_average
 from diffusion.cli import main
 from diffusion.config.load import load
 from diffusion.tasks.export import export

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from diffusion.cli import main
-from diffusion.evaluation.image_sheet import to_images
+from diffusion.data.image_sheet import to_images
 
 SERVER = """
 import importlib, json, os, sys, traceback

@@ -166,9 +166,6 @@ class PostHocEMA(Algorithm):
                 log.info('Wrote %s', path)
 
 
-
-
-
 @dataclass(frozen=True)
 class Snapshot:
     """File with one average of a run's weights at one batch."""

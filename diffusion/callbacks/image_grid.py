@@ -13,8 +13,8 @@ from composer.utils import create_interval_scheduler, dist
 
 from diffusion.algorithms.average import unwrapped
 from diffusion.algorithms.ema import averaged_weights
+from diffusion.data.image_sheet import Figure, Section, draw_sheet, save_image, to_images
 from diffusion.errors import UserError
-from diffusion.evaluation.image_sheet import Figure, Section, draw_sheet, save_image, to_images
 from diffusion.loggers import status_line
 
 log = logging.getLogger(__name__)

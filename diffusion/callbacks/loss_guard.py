@@ -24,11 +24,11 @@ from diffusion.algorithms.gradient_norms import (
     gradients_of,
     summarize_gradients,
 )
-from diffusion.callbacks.host_copy import HostCopy
 from diffusion.callbacks.preemption import save_now
 from diffusion.callbacks.reduce_once import samples_in
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
+from diffusion.models.host_copy import HostCopy
 from diffusion.storage.own_files import append_text
 
 log = logging.getLogger(__name__)

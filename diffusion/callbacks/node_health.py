@@ -14,8 +14,9 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from diffusion.callbacks.preemption import is_last_batch, save_now
+from diffusion.callbacks.preemption import save_now
 from diffusion.compatibility.nvml import load_nvml
+from diffusion.data.epoch_position import is_last_batch
 from diffusion.errors import UserError
 from diffusion.exit_codes import HardwareFault, Preempted
 from diffusion.runs.environment import machine_name

@@ -20,9 +20,10 @@ from composer.devices import Device
 from composer.loggers import Logger
 from composer.utils import dist
 
-from diffusion.callbacks.host_copy import HostCopy
 from diffusion.compatibility.private_names import private_attribute
+from diffusion.data.epoch_position import is_last_batch
 from diffusion.exit_codes import INTERRUPTED, Preempted
+from diffusion.models.host_copy import HostCopy
 from diffusion.runs.environment import worker_notice_seconds
 from diffusion.runs.stop_signals import (
     STOP_SIGNALS,
@@ -202,17 +203,6 @@ def highest_signal(number: int, device: Device) -> HostCopy:
     numbers = device.tensor_to_device(torch.tensor([number]))
     dist.all_reduce(numbers, reduce_operation='MAX')
     return HostCopy(numbers)
-
-
-def is_last_batch(state: State) -> bool:
-    """Return True if training ends with this batch."""
-    end = state.max_duration
-    assert end is not None
-    if state.timestamp >= end:
-        return True
-    # Composer's timestamp at BATCH_CHECKPOINT has not counted the epoch yet that ends with this batch.
-    last_of_epoch = state.timestamp.batch_in_epoch.value == state.dataloader_len
-    return last_of_epoch and state.timestamp.to_next_epoch() >= end
 
 
 @runtime_checkable

@@ -12,7 +12,6 @@ from composer.core import Event, State, Time
 from composer.loggers import Logger
 from composer.utils import dist, reproducibility
 
-from diffusion.callbacks.preemption import is_last_batch
 from diffusion.checkpointing.background_save import BackgroundSave, pause_for_training
 from diffusion.checkpointing.checkpoint_writer import SaveFailed, SaveInProgress, collect
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks, run_on_each_rank
@@ -25,6 +24,7 @@ from diffusion.checkpointing.tiers.tier_restore import find_resume_point, stored
 from diffusion.checkpointing.tiers.tier_saves import TierSaves
 from diffusion.checkpointing.trainer_state import load_checkpoint
 from diffusion.config.checkpointing import KeepConfig, TiersConfig
+from diffusion.data.epoch_position import is_last_batch
 from diffusion.errors import UserError
 from diffusion.runs import run_lock
 

@@ -62,6 +62,17 @@ def place_dataset(dataset: StreamingDataset, timestamp: Timestamp) -> None:
     dist.barrier()
 
 
+def is_last_batch(state: State) -> bool:
+    """Return True if training ends with this batch."""
+    end = state.max_duration
+    assert end is not None
+    if state.timestamp >= end:
+        return True
+    # Composer's timestamp at BATCH_CHECKPOINT has not counted the epoch yet that ends with this batch.
+    last_of_epoch = state.timestamp.batch_in_epoch.value == state.dataloader_len
+    return last_of_epoch and state.timestamp.to_next_epoch() >= end
+
+
 def keep_data_position() -> None:
     """Make Composer's timestamp the only owner of the training data's position, in every Trainer of this process."""
     collect = private_attribute(State, '_dataset_state_dict')

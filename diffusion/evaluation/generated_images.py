@@ -15,8 +15,8 @@ from PIL import Image, PngImagePlugin
 from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
+from diffusion.data.image_sheet import to_images
 from diffusion.errors import ExternalError, UserError
-from diffusion.evaluation.image_sheet import to_images
 from diffusion.loggers import status_line
 from diffusion.storage.atomic import atomic_folder, write_atomically
 

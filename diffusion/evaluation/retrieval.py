@@ -9,10 +9,10 @@ import torch
 from composer.utils import dist
 from torch import Tensor
 
+from diffusion.data.image_sheet import Figure, Section, draw_sheet, save_image, to_images
 from diffusion.errors import UserError
 from diffusion.evaluation.evaluated_checkpoint import EvaluatedCheckpoint, EvaluationResult, gather_rows
 from diffusion.evaluation.generated_images import GeneratedImages, Sampling
-from diffusion.evaluation.image_sheet import Figure, Section, draw_sheet, save_image, to_images
 from diffusion.evaluation.prompts import caption_prompts
 from diffusion.models import batch_keys
 

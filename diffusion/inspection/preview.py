@@ -15,10 +15,10 @@ from diffusion.config import registry
 from diffusion.config.autoencoders import PIXELS
 from diffusion.config.load import Component, Recipe
 from diffusion.config.recipe import StreamConfig
+from diffusion.data.image_sheet import Figure, Section, draw_sheet, html_figures, html_page, png_bytes
 from diffusion.data.latents import LatentManifest, LatentsDataset
 from diffusion.data.streams import BucketedDataset
 from diffusion.errors import UserError
-from diffusion.evaluation.image_sheet import Figure, Section, draw_sheet, html_figures, html_page, png_bytes
 from diffusion.inspection.stream_selection import Sections
 from diffusion.models import batch_keys
 from diffusion.models.builders import TINY_VAE, load_vae

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from diffusion.evaluation.image_sheet import Figure, html_figures, html_page
+from diffusion.data.image_sheet import Figure, html_figures, html_page
 from diffusion.prepare.counts_report import HeldOut, PrepareReport
 
 HTML_REPORT = 'report.html'

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from diffusion.evaluation.image_sheet import Figure
+from diffusion.data.image_sheet import Figure
 from diffusion.models.clip_vocabulary import vocabulary
 from diffusion.prepare.catalog import DUPLICATE, HELD_OUT, TRAIN, Catalog
 from diffusion.prepare.convert_part import THUMBNAILS_FILE

@@ -13,8 +13,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from diffusion.callbacks.host_copy import HostCopy
 from diffusion.compatibility.private_names import TorchDispatchMode
+from diffusion.models.host_copy import HostCopy
 
 VALUES = {
     'aten::_local_scalar_dense',  # item(), float(), bool() and the like
@@ -28,7 +28,7 @@ VALUES = {
 """Operations that need a tensor's values on the host."""
 METHODS = ('cpu', 'numpy', 'tolist')
 """Tensor methods that need values on the host but dispatch no operation if the tensor is on the CPU."""
-HOSTS = ('/diffusion/data/', '/torch/optim/', '/diffusion/callbacks/host_copy.py')
+HOSTS = ('/diffusion/data/', '/torch/optim/', '/diffusion/models/host_copy.py')
 """Path fragments of code with tensors on the host only: loaders, step counters of optimizers, arrived copies."""
 PACKAGES = ('diffusion', 'composer')
 """Packages to report the innermost frame of; if there is none, the innermost frame outside of PyTorch is reported."""

@@ -10,7 +10,7 @@ from typing import Any
 from PIL import Image
 from xxhash import xxh3_64_hexdigest
 
-from diffusion.evaluation.image_sheet import FIGURES
+from diffusion.data.image_sheet import FIGURES
 from diffusion.storage.places import FileVersion, Place
 
 FOLDER = 'images'

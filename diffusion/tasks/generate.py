@@ -12,8 +12,8 @@ from composer.utils import get_device
 from diffusion.checkpointing.checkpoint_lookup import claimed_checkpoint, recipe_of_checkpoint
 from diffusion.checkpointing.run_mirror import RunMirror, try_to_push
 from diffusion.config.load import Recipe, load
+from diffusion.data.image_sheet import save_image, to_images
 from diffusion.errors import UserError
-from diffusion.evaluation.image_sheet import save_image, to_images
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.tasks.argument_checks import GenerateOptions, is_export
 from diffusion.tasks.evaluate import trained_model

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image, ImageFont
 
-from diffusion.evaluation.image_sheet import (
+from diffusion.data.image_sheet import (
     CAPTION_LINES,
     FIGURES,
     GAP,

@@ -15,7 +15,7 @@ import pytest
 from drawn import DrawnSource, draw, encode, settings
 from PIL import Image
 
-from diffusion.evaluation.image_sheet import Figure
+from diffusion.data.image_sheet import Figure
 from diffusion.prepare import html_report, report_content
 from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.dataset_reports import merged_report, without_names

@@ -10,7 +10,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from diffusion.evaluation.image_sheet import Figure, Section, draw_sheet, save_image
+from diffusion.data.image_sheet import Figure, Section, draw_sheet, save_image
 from diffusion.runs.attempts import Attempt
 
 STAGES = ('data_wait', 'h2d', 'encode', 'forward', 'backward', 'optimizer', 'ema', 'logging', 'checkpoint', 'other')

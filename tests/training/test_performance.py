@@ -12,7 +12,6 @@ from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import nn
 
-from diffusion.callbacks.host_copy import HostCopy
 from diffusion.callbacks.loss_guard import record_microbatch
 from diffusion.config.load import load
 from diffusion.config.performance_preset import PARTS, effective_parts
@@ -20,6 +19,7 @@ from diffusion.config.recipe import SpeedConfig
 from diffusion.loggers.metrics_file import TRAIN_LOSS, read_metrics
 from diffusion.models import batch_keys
 from diffusion.models.activation_memory import blocks_of
+from diffusion.models.host_copy import HostCopy
 from diffusion.models.latent_diffusion import FIRST_BATCH, LatentDiffusion
 from diffusion.profiling.device_syncs import find_waits
 from diffusion.training import performance

@@ -9,13 +9,13 @@ from composer.loggers import Logger
 from composer.utils import dist
 from composer.utils.misc import create_interval_scheduler
 
-from diffusion.callbacks.preemption import is_last_batch
 from diffusion.checkpointing.background_save import BackgroundSave
 from diffusion.checkpointing.checkpoint_writer import SaveFailed, SaveInProgress
 from diffusion.checkpointing.rank_agreement import run_on_each_rank
 from diffusion.checkpointing.save_policy import TimedInterval, timed_interval
 from diffusion.checkpointing.snapshot import SnapshotBuffers, has_room_on_all_nodes
 from diffusion.checkpointing.tiers.node_tier import EXCHANGE_FAILED, NodeTier
+from diffusion.data.epoch_position import is_last_batch
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from diffusion.config.secret_patterns import has_secret_name, secret_format
+from diffusion.config.secrets import has_secret_name, secret_format
 
 ROOT = Path(__file__).parents[1]
 MIN_CHARACTERS = 5

@@ -22,7 +22,7 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import NormalizedName, canonicalize_name
 
-from diffusion.compatibility.diffusers_bounds import BOUNDS
+from diffusion.compatibility import DIFFUSERS_BOUNDS
 from diffusion.compatibility.private_names import CHECKED_VERSIONS
 
 ROOT = Path(__file__).parents[1]
@@ -32,7 +32,7 @@ STACKS = ('current', 'resolvable')
 project = tomli.loads((ROOT / 'pyproject.toml').read_text())['project']
 extras: dict[str, list[str]] = project['optional-dependencies']
 declared = [Requirement(line) for line in [*project['dependencies'], *(r for rs in extras.values() for r in rs)]]
-everything = [*declared, Requirement(f'diffusers{BOUNDS}')]
+everything = [*declared, Requirement(f'diffusers{DIFFUSERS_BOUNDS}')]
 
 
 def pins(python: str, stack: str) -> dict[NormalizedName, str]:

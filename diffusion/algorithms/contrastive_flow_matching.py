@@ -9,8 +9,8 @@ from composer.loggers import Logger
 from composer.utils import dist
 from torch import Tensor
 
-from diffusion.config.algorithm_checks import contrastive_problem, contrastive_weight_problem, microbatch_problem
-from diffusion.config.keyword_meaning import LOSS
+from diffusion.config.declarations import LOSS
+from diffusion.config.model_checks import contrastive_problem, contrastive_weight_problem, microbatch_problem
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.latent_diffusion import Denoised, LatentDiffusion, squared_error

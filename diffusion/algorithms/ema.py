@@ -10,7 +10,7 @@ from composer.loggers import Logger
 from torch import Tensor, nn
 
 from diffusion.algorithms.average import WeightAverage, averages_state
-from diffusion.config.keyword_meaning import applied_on_resume, fixed_once_averaging
+from diffusion.config.declarations import applied_on_resume, fixed_once_averaging
 from diffusion.errors import UserError
 
 log = logging.getLogger(__name__)

@@ -22,8 +22,7 @@ from diffusion.algorithms.gradient_norms import (
     trained_parameters,
 )
 from diffusion.compatibility.private_names import _foreach_mul_
-from diffusion.config.constraints import GreaterThan, constrained
-from diffusion.config.keyword_meaning import STATELESS
+from diffusion.config.declarations import STATELESS, GreaterThan, constrained
 from diffusion.errors import UserError
 
 EPSILON = 1e-6

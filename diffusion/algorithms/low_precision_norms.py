@@ -14,7 +14,7 @@ from composer.loggers import Logger
 from torch import Tensor, nn
 from torch.nn import functional
 
-from diffusion.config.keyword_meaning import STATELESS
+from diffusion.config.declarations import STATELESS
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from diffusion.algorithms.average import WeightAverage, averages_state
 from diffusion.algorithms.power_function import SNAPSHOT_FOLDER, WIDEST, Profile, beta, gamma_of_width, mixture
-from diffusion.config.keyword_meaning import applied_on_resume, fixed_on_resume
+from diffusion.config.declarations import applied_on_resume, fixed_on_resume
 from diffusion.errors import UserError
 from diffusion.storage.atomic import atomic_file
 

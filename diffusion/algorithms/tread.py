@@ -5,8 +5,8 @@ import logging
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 
-from diffusion.config.algorithm_checks import UNROUTED_BLOCKS, route_problems
-from diffusion.config.keyword_meaning import applied_on_resume
+from diffusion.config.declarations import applied_on_resume
+from diffusion.config.model_checks import UNROUTED_BLOCKS, route_problems
 from diffusion.errors import UserError
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.token_routing import Route, TokenRouter

@@ -36,7 +36,7 @@ class ImageGrid(Callback):
         guidance_scale: Scale of classifier-free guidance; 1 turns it off.
         guidance_rescale: Rescaling of the guided prediction (Lin et al. 2024), in [0, 1]; 0 turns it off.
         num_inference_steps: Number of sampling steps.
-        noise_scheduler: Name of the sampler, one of `diffusion.config.noise_schedulers.SHORT_NAMES`.
+        noise_scheduler: Name of the sampler, one of `diffusion.config.sampling_checks.SCHEDULERS`.
         size: Height and width in pixels; the model's default if None.
         seed: Seed of the first prompt; each additional prompt adds 1.
         batch_size: Number of images sampled per batch.

@@ -8,8 +8,7 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from diffusion.config.recipe_history import history_lines
-from diffusion.config.resume_rules import Change
+from diffusion.config.resume_rules import Change, history_lines
 from diffusion.storage.atomic import write_atomically
 
 log = logging.getLogger(__name__)

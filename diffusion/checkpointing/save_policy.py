@@ -10,8 +10,7 @@ from composer.utils import dist
 
 from diffusion.checkpointing.checkpoint_writer import SaveFailed, way_out
 from diffusion.checkpointing.run_storage import RunStorage
-from diffusion.config.checkpointing import KeepConfig
-from diffusion.config.save_intervals import AUTO, is_time, seconds_of
+from diffusion.config.checkpointing import AUTO, KeepConfig, is_time, seconds_of
 from diffusion.data.epoch_position import is_last_batch
 from diffusion.errors import UserError
 from diffusion.planning.checkpoints import chosen_interval, default_mtbf_hours, observed_mtbf_hours

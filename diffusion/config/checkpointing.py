@@ -1,5 +1,6 @@
-"""Dataclasses of a recipe's `checkpointing` section; each field is a YAML key, as in `recipe.py`."""
+"""The `checkpointing` section of a recipe: its dataclasses, whose fields are YAML keys, and the intervals of saves."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -72,3 +73,20 @@ def keep_rules(checkpointing: CheckpointingConfig, trainer: Mapping[str, Any]) -
     # In Composer, -1 keeps all checkpoints.
     last = trainer.get('save_num_checkpoints_to_keep', -1)
     return KeepConfig(last=last) if last > 0 else checkpointing.keep
+
+
+AUTO = 'auto'
+"""Interval that is computed from the measured duration of saves and from the failures of the run."""
+_UNITS = {'s': 1.0, 'sec': 1.0, 'm': 60.0, 'min': 60.0, 'h': 3600.0}
+_INTERVAL = re.compile(rf'(\d+(?:\.\d+)?)({"|".join(sorted(_UNITS, key=len, reverse=True))})')
+
+
+def seconds_of(interval: Any) -> float | None:
+    """Return the seconds of an interval such as `90s`, `10m` or `2h`; None for `auto` and for Composer's durations."""
+    found = _INTERVAL.fullmatch(interval) if isinstance(interval, str) else None
+    return None if found is None else float(found[1]) * _UNITS[found[2]]
+
+
+def is_time(interval: Any) -> bool:
+    """Return True for `auto` and for times longer than 0."""
+    return interval == AUTO or bool(seconds_of(interval))

@@ -7,26 +7,32 @@ import re
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-from diffusion.config import registry, sample_order
-from diffusion.config.algorithm_checks import check_algorithms
-from diffusion.config.alignment_checks import check_alignment
+from diffusion.config import registry
 from diffusion.config.byte_sizes import parse_bytes
-from diffusion.config.checkpointing import CheckpointingConfig, TierConfig, TiersConfig
-from diffusion.config.checkpointing_checks import check_checkpointing
-from diffusion.config.device_checks import nearest_divisor
+from diffusion.config.checkpointing import CheckpointingConfig, TierConfig, TiersConfig, is_time
+from diffusion.config.checkpointing_checks import check_checkpointing, runs_dir_problem
+from diffusion.config.device_checks import (
+    batching_problem,
+    canonical_nodes_problem,
+    choose_problem,
+    epoch_problem,
+    nearest_divisor,
+)
 from diffusion.config.image_metrics import check_image_metrics
 from diffusion.config.image_shapes import parse_shape
-from diffusion.config.lora_checks import check_lora
-from diffusion.config.objective_checks import check_objective
-from diffusion.config.perceptual_checks import check_perceptual_losses
+from diffusion.config.model_checks import (
+    check_algorithms,
+    check_alignment,
+    check_lora,
+    check_objective,
+    check_perceptual_losses,
+    check_width_transfer,
+)
 from diffusion.config.recipe import Component, LoaderConfig, ParallelismConfig, Recipe, SpeedConfig, StreamConfig
-from diffusion.config.run_storage_checks import runs_dir_problem
 from diffusion.config.sampling_checks import check_sampling
-from diffusion.config.save_intervals import is_time
 from diffusion.config.schema import MISSING, Gatherer, Problem, did_you_mean, join
 from diffusion.config.signatures import words
 from diffusion.config.weight_sources import check_initial_weights, check_pretrained
-from diffusion.config.width_checks import check_width_transfer
 from diffusion.errors import UserError
 
 SINGLE_COMPONENT_SECTIONS = ('model', 'dataset', 'eval_dataset', 'optimizer', 'scheduler')
@@ -330,14 +336,14 @@ def _check_order(recipe: Recipe, gather: Gatherer) -> None:
     if isinstance(recipe.loader, LoaderConfig):
         shapes = [_shape_text(stream) for stream in streams.values() if isinstance(stream.resolution, int)]
         if isinstance(recipe.loader.batching_method, str):
-            method = sample_order.batching_problem(recipe.loader.batching_method, shapes)
+            method = batching_problem(recipe.loader.batching_method, shapes)
             problems['loader.batching_method'] = method
         canonical_nodes = recipe.loader.num_canonical_nodes
         if _positive(batch) and isinstance(canonical_nodes, int):
-            problems['loader.num_canonical_nodes'] = sample_order.canonical_nodes_problem(canonical_nodes, batch)
+            problems['loader.num_canonical_nodes'] = canonical_nodes_problem(canonical_nodes, batch)
         epoch = recipe.loader.epoch_size
         if _positive(batch) and isinstance(epoch, int):
-            problems['loader.epoch_size'] = sample_order.epoch_problem(epoch, batch)
+            problems['loader.epoch_size'] = epoch_problem(epoch, batch)
             absolute = [name for name, stream in streams.items() if stream.repeat or stream.choose]
             if absolute:
                 gather.problem(
@@ -346,7 +352,7 @@ def _check_order(recipe: Recipe, gather: Gatherer) -> None:
                 )
     for name, stream in streams.items():
         if _positive(batch) and _positive(stream.choose):
-            problems[join(join('streams', name), 'choose')] = sample_order.choose_problem(stream.choose, batch)
+            problems[join(join('streams', name), 'choose')] = choose_problem(stream.choose, batch)
     for where, what in problems.items():
         if what is not None:
             gather.problem(where, what)

@@ -1,9 +1,20 @@
-"""Check of a number of devices: batch, microbatches, replicas and sample order must divide over them."""
+"""Checks that batches, replicas and the order of samples divide over devices.
+
+For each stream, Streaming splits an epoch's samples into `num_canonical_nodes` rows, reads the rows column by column,
+and splits the result into global batches. If the rows have unequal lengths, or the samples do not fill the last batch,
+it pads with repeated samples, and the amount of padding depends on the number of devices. Example: with streams of 3000
+and 2000 samples, batches of 64 and 8 rows, 63 of 77 batches on 16 devices differed from those on 8.
+
+Therefore nothing may need padding: `num_canonical_nodes` must divide the global batch, and the global batch must divide
+the number of samples per epoch of every stream. Then a global batch is a window of a sequence that does not depend on
+the devices, shuffled or not: every shuffling algorithm of Streaming depends only on the seed, the epoch, the shards and
+the rows.
+"""
 
 import math
+from collections.abc import Collection
 
-from diffusion.config import sample_order
-from diffusion.config.algorithm_checks import algorithm_names, microbatch_problem
+from diffusion.config.model_checks import algorithm_names, microbatch_problem
 from diffusion.config.recipe import Recipe
 from diffusion.config.schema import Problem
 
@@ -52,9 +63,9 @@ def _device_problem(recipe: Recipe, world_size: int, gpus_per_node: int | None) 
         return Problem('device_train_microbatch_size', what)
     if gpus_per_node is None or recipe.task != 'train':
         return None
-    canonical_nodes = recipe.loader.num_canonical_nodes or sample_order.default_canonical_nodes(batch)
+    canonical_nodes = recipe.loader.num_canonical_nodes or default_canonical_nodes(batch)
     # Streaming rounds the number of nodes down.
-    what = sample_order.nodes_problem(canonical_nodes, max(1, world_size // gpus_per_node))
+    what = nodes_problem(canonical_nodes, max(1, world_size // gpus_per_node))
     return None if what is None else Problem('loader.num_canonical_nodes', what)
 
 
@@ -73,3 +84,78 @@ def nearest_divisor(number: int, size: int) -> int:
     """Return the divisor of a number that is nearest to a size."""
     small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
     return min(small + [number // each for each in reversed(small)], key=lambda each: abs(each - size))
+
+
+MAX_PICKS = 2**20
+"""Largest number of draws per stream and epoch; Streaming draws in a Python loop that takes 1.1 s per million."""
+
+
+def default_canonical_nodes(global_batch: int) -> int:
+    """Return the default `num_canonical_nodes` of a new run: the largest common divisor of 960 and the global batch."""
+    # 960 = 64 * 3 * 5 lets a batch of 1536 = 512 * 3 divide over 12 nodes of 8 GPUs; a power of two would not.
+    return math.gcd(64 * 3 * 5, global_batch)
+
+
+def canonical_nodes_problem(canonical_nodes: int, global_batch: int) -> str | None:
+    """Return an error message if `num_canonical_nodes` does not divide the global batch, else None."""
+    if canonical_nodes > 0 and global_batch % canonical_nodes == 0:
+        return None
+    divisors = [number for number in range(1, global_batch + 1) if global_batch % number == 0]
+    choices = {max((n for n in divisors if n <= canonical_nodes), default=1)}
+    choices |= {min((n for n in divisors if n >= canonical_nodes), default=global_batch)}
+    return (
+        f'{canonical_nodes} does not divide the global batch of {global_batch}, so batches would depend on the number '
+        f'of devices; use {_either(choices)}, or null'
+    )
+
+
+def nodes_problem(canonical_nodes: int, num_nodes: int) -> str | None:
+    """Return an error message if neither `num_canonical_nodes` nor the number of nodes divides the other, else None."""
+    if canonical_nodes % num_nodes == 0 or num_nodes % canonical_nodes == 0:
+        return None
+    return (
+        f'{canonical_nodes} cannot be split evenly over {num_nodes} nodes; use '
+        f'{math.lcm(canonical_nodes, num_nodes)} from the start of a run (it changes the order of samples), '
+        f'or a number of nodes that divides {canonical_nodes}'
+    )
+
+
+def choose_problem(choose: int, global_batch: int) -> str | None:
+    """Return an error message if a stream's `choose` is not a multiple of the global batch, else None."""
+    if choose % global_batch == 0:
+        return None
+    lower = choose // global_batch * global_batch
+    choices = {max(lower, global_batch), lower + global_batch}
+    return f'{choose} is not a multiple of the global batch of {global_batch}; use {_either(choices)}'
+
+
+def epoch_problem(epoch_size: int, global_batch: int) -> str | None:
+    """Return an error message if `epoch_size` is not a positive multiple of the global batch, else None."""
+    return choose_problem(epoch_size, global_batch) if epoch_size > 0 else f'{epoch_size} is not positive; remove it'
+
+
+def batching_problem(method: str, shapes: Collection[str]) -> str | None:
+    """Return an error message if `batching_method` cannot be used for training on these image shapes, else None."""
+    if method == 'random' and len(set(shapes)) > 1:
+        return f'random mixes images of {", ".join(sorted(set(shapes)))} px in a batch; use per_stream'
+    if method in ('per_stream', 'random'):
+        return None
+    return f'{method} makes batches that depend on the number of devices; use per_stream, or random to mix streams'
+
+
+def whole_batches(samples: int, global_batch: int) -> int:
+    """Round the number of samples per epoch down to whole global batches, but to at least one batch."""
+    return max(1, samples // global_batch) * global_batch
+
+
+def sampling_granularity(samples: int) -> int:
+    """Return Streaming's `sampling_granularity`, the number of samples that one random draw selects from a shard.
+
+    It is 1 up to MAX_PICKS samples per epoch, and larger beyond, to limit the number of draws.
+    """
+    return -(-samples // MAX_PICKS)
+
+
+def _either(choices: Collection[int]) -> str:
+    """Return the sorted numbers as text, such as `32 or 64`."""
+    return ' or '.join(str(choice) for choice in sorted(choices))

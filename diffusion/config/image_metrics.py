@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from diffusion.config import sampling_limits
+from diffusion.config.sampling_checks import guidance_problem
 from diffusion.config.schema import MISSING, Problem, did_you_mean, join
 
 
@@ -78,7 +78,7 @@ def image_metrics_problems(settings: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(scales, list | tuple) and (not scales or len(set(scales)) < len(scales)):
         found['guidance_scales'] = f'{list(scales)} is not a list of different numbers'
     elif isinstance(scales, list | tuple):
-        problems = [sampling_limits.guidance_problem(each) for each in scales if isinstance(each, int | float)]
+        problems = [guidance_problem(each) for each in scales if isinstance(each, int | float)]
         found['guidance_scales'] = next((each for each in problems if each is not None), None)
     for key in ('num_images', 'images_per_prompt', 'num_references', 'batch_size'):
         if isinstance(value := settings.get(key), int) and value < 1:

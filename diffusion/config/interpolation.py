@@ -17,13 +17,16 @@ from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import OmegaConfBaseException, UnsupportedInterpolationType
 from omegaconf.resolvers import oc
 
-from diffusion.config.yaml_syntax import Interpolation
 from diffusion.errors import UserError
 
 _registry_lock = threading.Lock()
 
 KeyPath = tuple[str | int, ...]
 """Keys and list indexes that lead to a value, such as `('generate', 'prompts', 0)`."""
+
+
+class Interpolation(str):
+    """Text of a value with `${...}` that is written to YAML unchanged; in other text, `${` is escaped."""
 
 
 class InvalidInterpolation(UserError):

@@ -17,12 +17,11 @@ from diffusion.config.checks import (
     keyword_types,
 )
 from diffusion.config.device_checks import check_devices
-from diffusion.config.hidden_values import hide_values
 from diffusion.config.interpolation import KeyPath, Resolved, dotted
 from diffusion.config.path_checks import check_output, check_paths
 from diffusion.config.recipe import Component, Recipe, StreamConfig
 from diffusion.config.schema import MISSING, Gatherer, Problem, build_dataclass, join
-from diffusion.config.secret_patterns import secret_problems
+from diffusion.config.secrets import hide_values, secret_problems
 from diffusion.config.yaml_files import UnreadableYAML, dump, merge_and_resolve, read_chain, unset_problem
 from diffusion.errors import UserError
 

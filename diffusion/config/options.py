@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from diffusion.config.constraints import AtLeast, Between, Constraint
+from diffusion.config.declarations import AtLeast, Between, Constraint
 from diffusion.config.schema import attribute_docs, describe_type
 
 

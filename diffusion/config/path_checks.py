@@ -4,12 +4,11 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from diffusion.config.alignment_checks import KEY as ALIGNMENT
-from diffusion.config.alignment_checks import no_features_problem
+from diffusion.config.checkpointing_checks import credentials_problem
 from diffusion.config.checks import stream_sections
 from diffusion.config.image_shapes import BUCKETS, STEP, Shape, read_buckets, resolution_problem
+from diffusion.config.model_checks import ALIGNMENT, no_features_problem
 from diffusion.config.recipe import Recipe, StreamConfig
-from diffusion.config.run_storage_checks import credentials_problem
 from diffusion.config.schema import Gatherer, Problem
 from diffusion.config.weight_sources import path_problem
 from diffusion.errors import UserError

@@ -9,9 +9,8 @@ from typing import Any, Literal, get_args
 
 from diffusion.config.checkpointing import CheckpointingConfig
 from diffusion.config.image_shapes import Shape, parse_shape, square
-from diffusion.config.interpolation import KeyPath
+from diffusion.config.interpolation import Interpolation, KeyPath
 from diffusion.config.schema import Problem
-from diffusion.config.yaml_syntax import Interpolation
 from diffusion.storage.working_folder import working_folder
 
 

@@ -10,8 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import is_dataclass
 from typing import Any, get_args
 
-from diffusion.config.constraints import keyword_hints, plain_type
-from diffusion.config.model_traits import ModelTraits
+from diffusion.config.declarations import ModelTraits, keyword_hints, plain_type
 from diffusion.config.recipe import Component
 from diffusion.config.schema import MISSING, Gatherer, Problem, did_you_mean, join
 from diffusion.config.schema import build_dataclass as build_value

@@ -1,18 +1,21 @@
-"""Rules for changes of a recipe when its run resumes: the effect of each key's change, and the reason.
+"""Rules for changes of a recipe when its run resumes: the effect of each key's change, the reason, and the history.
 
 Every key of a recipe matches a rule, so that no change is ignored: it is refused, or it takes effect and is logged.
+Comments at the end of a run's recipe.yaml are its history, one per changed value, such as
+`# changed at batch 1200 (2026-11-22T10:00:00+00:00): optimizer.weight_decay 0.01 -> 0.5`.
 """
 
+import datetime
 import functools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from diffusion.config import registry
 from diffusion.config.checks import NAMED_COMPONENT_SECTIONS, SINGLE_COMPONENT_SECTIONS, SUPPLIED
-from diffusion.config.keyword_meaning import ARCHITECTURE, OPTIMIZER_STATE, UPDATE, Effect, OnResume
+from diffusion.config.declarations import ARCHITECTURE, OPTIMIZER_STATE, UPDATE, Effect, OnResume
 from diffusion.config.recipe_values import STREAM_SECTIONS
 from diffusion.config.signatures import Signature, of_source
 
@@ -272,3 +275,38 @@ def _value_changes(key: str, path: str, before: Any, after: Any) -> Iterator[Cha
             yield from _value_changes(f'{key}.{name}', f'{path}.{name}', before.get(name), after.get(name))
     elif before != after or isinstance(before, bool) != isinstance(after, bool):
         yield Change(key, rule_of(path), before, after)
+
+
+HISTORY = '# changed at batch '
+"""Start of a line of the history, a YAML comment."""
+_LINE = re.compile(re.escape(HISTORY) + r'(\d{1,15}) \(([^)]*)\): (\S+) (.*)')
+
+
+class PastChange(NamedTuple):
+    """Change of a recipe's value at a resume."""
+
+    batch: int
+    """Number of batches that the run had completed."""
+    time: str
+    """Time of the resume in ISO 8601."""
+    key: str
+    """Path of the value in the recipe, such as `optimizer.weight_decay`."""
+    change: str
+    """Old and new value, such as `0.01 -> 0.5`."""
+
+
+def history_lines(changes: Sequence[Change], batch: int) -> list[str]:
+    """Return the lines of a recipe's history for changes made at a batch now."""
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec='seconds')
+    return [f'{HISTORY}{batch} ({now}): {change}' for change in changes]
+
+
+def read_history(text: str) -> tuple[str, ...]:
+    """Return the lines of the history at the end of a recipe's YAML."""
+    return tuple(line for line in text.splitlines() if line.startswith(HISTORY))
+
+
+def past_changes(text: str) -> list[PastChange]:
+    """Return the changes that the history at the end of a recipe's YAML records, oldest first."""
+    found = [_LINE.fullmatch(line) for line in read_history(text)]
+    return [PastChange(int(each[1]), each[2], each[3], each[4]) for each in found if each]

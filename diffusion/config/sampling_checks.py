@@ -1,12 +1,109 @@
-"""Checks of the settings for generating images, in the section `generate`, image grids and evaluators."""
+"""Checks of the settings for generating images, shared by recipes, command lines and the model.
 
+A function `..._problem` returns an error message with the values to choose from, or None if the value is allowed.
+"""
+
+import ast
+import difflib
+import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from diffusion.config import noise_schedulers, registry, sampling_limits
-from diffusion.config.objective_checks import objective_settings
+from diffusion.config import registry
+from diffusion.config.model_checks import objective_settings
 from diffusion.config.recipe import GenerateConfig, Recipe
 from diffusion.config.schema import MISSING, Problem, join
+from diffusion.config.signatures import source_file
+
+SEEDS = 2**32
+"""Number of seeds; Philox draws the initial noise and takes a seed as one word of 32 bits."""
+
+
+def seeds_problem(first: int, count: int = 1) -> str | None:
+    """Return an error message if `count` consecutive seeds are not in [0, 2**32), else None."""
+    if 0 <= first <= SEEDS - count:
+        return None
+    last = '' if count == 1 else f' for the first of {count} images'
+    return f'{first} is out of range; use 0 to {SEEDS - count}{last}'
+
+
+def steps_problem(steps: int, num_train_timesteps: int | None) -> str | None:
+    """Return an error message if the number of sampling steps is not between 1 and that of the noise schedule."""
+    if steps >= 1 and (num_train_timesteps is None or steps <= num_train_timesteps):
+        return None
+    if num_train_timesteps is None:
+        return f'{steps} is out of range; use 1 or more'
+    return f'{steps} is out of range; use 1 to {num_train_timesteps}, the number of timesteps of the noise schedule'
+
+
+def guidance_problem(scale: float) -> str | None:
+    """Return an error message if the guidance scale is negative or not finite, else None."""
+    if math.isfinite(scale) and scale >= 0:
+        return None
+    return f'{scale} is out of range; use 0 or more (1 turns guidance off, 7.5 is common)'
+
+
+def rescale_problem(rescale: float) -> str | None:
+    """Return an error message if the guidance rescale is not in [0, 1], else None."""
+    return None if 0 <= rescale <= 1 else f'{rescale} is out of range; use 0 (off) to 1'
+
+
+SCHEDULERS = {
+    'ddim': 'DDIMScheduler',
+    'ddpm': 'DDPMScheduler',
+    'dpm++': 'DPMSolverMultistepScheduler',
+    'euler': 'EulerDiscreteScheduler',
+    'euler_ancestral': 'EulerAncestralDiscreteScheduler',
+    'heun': 'HeunDiscreteScheduler',
+    'pndm': 'PNDMScheduler',
+    'unipc': 'UniPCMultistepScheduler',
+}
+
+
+FLOW_SCHEDULERS = {
+    'ddim': 'FlowMatchEulerDiscreteScheduler',
+    'dpm++': 'DPMSolverMultistepScheduler',
+    'euler': 'FlowMatchEulerDiscreteScheduler',
+    'heun': 'FlowMatchHeunDiscreteScheduler',
+    'unipc': 'UniPCMultistepScheduler',
+}
+"""Short names for models that are trained on a flow, where DDIM is Euler's method (Gao et al. 2024)."""
+FLOW_SCHEDULER_CLASSES = (*FLOW_SCHEDULERS.values(), 'DPMSolverSinglestepScheduler')
+"""diffusers' schedulers that can sample a flow; the others take the betas of diffusion."""
+
+
+def scheduler_class_name(name: str, *, flow: bool = False) -> str:
+    """Return the name of a scheduler's class in diffusers, given that name or a short one (`ddim`, `dpm++`, ...)."""
+    return (FLOW_SCHEDULERS if flow else SCHEDULERS).get(name, name)
+
+
+def scheduler_problem(name: str, *, flow: bool = False) -> str | None:
+    """Return an error message with the nearest name if diffusers has no such noise scheduler, else None.
+
+    Args:
+        name: Class name in diffusers or short name.
+        flow: True for a model that is trained on a flow, which only some schedulers can sample.
+    """
+    known = _scheduler_classes()
+    is_known = scheduler_class_name(name) in known
+    if flow and is_known and scheduler_class_name(name, flow=True) not in FLOW_SCHEDULER_CLASSES:
+        return f'{name!r} cannot sample a flow; use {", ".join(FLOW_SCHEDULERS)}'
+    if not flow and name.startswith('FlowMatch'):
+        return f'{name!r} samples a flow, and this model is diffusion; use {", ".join(SCHEDULERS)}'
+    if is_known:
+        return None
+    near = difflib.get_close_matches(name, [*SCHEDULERS, *known], n=1)
+    hint = f'did you mean {near[0]!r}? ' if near else ''
+    return f'{name!r} is unknown; {hint}short names: {", ".join(SCHEDULERS)}'
+
+
+@functools.cache
+def _scheduler_classes() -> list[str]:
+    # diffusers imports each class on first use, so its source file lists the classes as strings.
+    tree = ast.parse(source_file('diffusers.schedulers').read_text(encoding='utf-8'))
+    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return sorted(text for text in texts if text.endswith('Scheduler') and not text.startswith('Flax'))
 
 
 def check_sampling(recipe: Recipe, components: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
@@ -45,13 +142,13 @@ def sampling_problems(settings: Mapping[str, Any], timesteps: int | None, *, flo
     rescale, name = settings.get('guidance_rescale'), settings.get('noise_scheduler')
     problems: dict[str, str | None] = {}
     if isinstance(steps, int):
-        problems['num_inference_steps'] = sampling_limits.steps_problem(steps, timesteps)
+        problems['num_inference_steps'] = steps_problem(steps, timesteps)
     if isinstance(scale, int | float):
-        problems['guidance_scale'] = sampling_limits.guidance_problem(scale)
+        problems['guidance_scale'] = guidance_problem(scale)
     if isinstance(rescale, int | float):
-        problems['guidance_rescale'] = sampling_limits.rescale_problem(rescale)
+        problems['guidance_rescale'] = rescale_problem(rescale)
     if isinstance(name, str) and name != MISSING:
-        problems['noise_scheduler'] = noise_schedulers.name_problem(name, flow=flow)
+        problems['noise_scheduler'] = scheduler_problem(name, flow=flow)
     return {key: what for key, what in problems.items() if what is not None}
 
 
@@ -81,5 +178,5 @@ def _check_images(settings: GenerateConfig) -> list[Problem]:
         return []
     if copies < 1:
         return [Problem('generate.num_images_per_prompt', f'{copies} is out of range; use 1 or more')]
-    what = sampling_limits.seeds_problem(seed, max(1, copies * len(settings.prompts)))
+    what = seeds_problem(seed, max(1, copies * len(settings.prompts)))
     return [] if what is None else [Problem('generate.seed', what)]

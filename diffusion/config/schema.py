@@ -59,8 +59,8 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
 
 
 def join(where: str, key: object) -> str:
-    """Return the dotted path of a key within a section, such as `trainer.device`."""
-    return f'{where}.{key}' if where else str(key)
+    """Return the dotted path of a key within a section, such as `trainer.device`; either may be empty."""
+    return f'{where}.{key}' if where and key != '' else where or str(key)
 
 
 def build_dataclass(kind: Any, value: Any, where: str, gather: Gatherer, doc: str = '') -> Any:

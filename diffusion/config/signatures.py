@@ -9,17 +9,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Union
 
-from diffusion.config.constraints import CONSTRAINTS, Constraint, declared, full_signature, plain_type
-from diffusion.config.keyword_meaning import (
+from diffusion.config.declarations import (
+    CONSTRAINTS,
     MEANINGS,
     NAMED_MEANINGS,
+    Constraint,
     Default,
     Meaning,
+    ModelTraits,
     NotArchitecture,
     OnResume,
     WeightsOf,
+    declared,
+    full_signature,
+    plain_type,
 )
-from diffusion.config.model_traits import ModelTraits
 from diffusion.config.schema import doc_strings
 from diffusion.errors import UserError
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from diffusion.config.alignment_checks import no_features_problem
 from diffusion.config.image_shapes import Shape
+from diffusion.config.model_checks import no_features_problem
 from diffusion.data.bad_samples import BadSample
 from diffusion.data.caption_choice import CaptionChoice, check_caption_weights, choose_caption_index
 from diffusion.data.streams import Bucket, BucketedDataset

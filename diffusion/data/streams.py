@@ -14,7 +14,15 @@ from numpy.typing import NDArray
 from streaming import Stream
 
 from diffusion.compatibility.private_names import private_attribute
-from diffusion.config import sample_order
+from diffusion.config.device_checks import (
+    batching_problem,
+    canonical_nodes_problem,
+    choose_problem,
+    default_canonical_nodes,
+    nodes_problem,
+    sampling_granularity,
+    whole_batches,
+)
 from diffusion.config.image_shapes import Shape, apportion
 from diffusion.data.bad_samples import MAX_ATTEMPTS, BadSample, replacement
 from diffusion.data.caption_choice import CAPTION_COLUMNS, caption_chances, captions_of
@@ -260,13 +268,13 @@ class BucketedDataset(VerifiedDataset):
     def _round_to_whole_batches(self) -> None:
         """Round the number of samples per epoch of each stream to whole global batches.
 
-        See `diffusion.config.sample_order` for the reason.
+        See `diffusion.config.device_checks` for the reason.
         """
         # Streaming reads a stream's `choose` and `proportion`, and the dataset's `epoch_size` and `length`, only when
         # an epoch begins or the length is requested. So they can be replaced here, after its constructor has computed
         # them and before the first epoch. Every rank computes the same numbers from the same indexes.
         if self.num_canonical_nodes is None:
-            self.num_canonical_nodes = sample_order.default_canonical_nodes(self.global_batch)
+            self.num_canonical_nodes = default_canonical_nodes(self.global_batch)
         self._check_order(self.num_canonical_nodes)
         requested = [float(stream.proportion) for stream in self.streams]
         batches = self._batches_of_streams(requested)
@@ -278,7 +286,7 @@ class BucketedDataset(VerifiedDataset):
             bucket.stream.proportion = bucket.stream.choose / self.epoch_size
             self._log_epoch(bucket, samples, share)
         self.length = self.epoch_size // self._parallel_rank_world.num_ranks
-        granularity = sample_order.sampling_granularity(int(self.samples_per_stream.max()))
+        granularity = sampling_granularity(int(self.samples_per_stream.max()))
         self.sampling_granularity = max(self.sampling_granularity, granularity)
         # Streaming's private method for the default block size, which depends only on num_canonical_nodes. Call it now
         # instead of at the first epoch, so that the fingerprint contains the value.
@@ -317,8 +325,7 @@ class BucketedDataset(VerifiedDataset):
         """Return the number of batches per epoch of each stream; proportions are kept to within one batch."""
         if not self.is_proportional:
             return [
-                sample_order.whole_batches(int(stream.choose), self.global_batch) // self.global_batch
-                for stream in self.streams
+                whole_batches(int(stream.choose), self.global_batch) // self.global_batch for stream in self.streams
             ]
         total = max(len(self.streams), self.epoch_size // self.global_batch)
         return [max(1, count) for count in apportion(total, proportions)]
@@ -326,15 +333,13 @@ class BucketedDataset(VerifiedDataset):
     def _check_order(self, canonical_nodes: int) -> None:
         """Raise UserError if a setting makes the order of samples depend on the number of devices."""
         problems = {
-            'num_canonical_nodes': sample_order.canonical_nodes_problem(canonical_nodes, self.global_batch)
-            or sample_order.nodes_problem(canonical_nodes, self._parallel_rank_world.num_nodes),
-            'batching_method': sample_order.batching_problem(
-                self.batching_method, [str(bucket.shape) for bucket in self.buckets]
-            ),
+            'num_canonical_nodes': canonical_nodes_problem(canonical_nodes, self.global_batch)
+            or nodes_problem(canonical_nodes, self._parallel_rank_world.num_nodes),
+            'batching_method': batching_problem(self.batching_method, [str(bucket.shape) for bucket in self.buckets]),
         }
         for bucket in self.buckets:
             given = private_attribute(bucket.stream, '_choose')
-            problem = None if given is None else sample_order.choose_problem(given, self.global_batch)
+            problem = None if given is None else choose_problem(given, self.global_batch)
             problems[f'streams.{bucket.name}.choose'] = problem
         for where, problem in problems.items():
             if problem is not None:

@@ -33,7 +33,7 @@ class Sampling:
     Args:
         guidance_scale: Scale of classifier-free guidance; 1 turns it off.
         num_inference_steps: Steps of the noise scheduler per image.
-        noise_scheduler: Name from `diffusion.config.noise_schedulers.SHORT_NAMES`.
+        noise_scheduler: Name from `diffusion.config.sampling_checks.SCHEDULERS`.
         negative_prompt: Prompt that guidance moves away from.
         size: Height and width in pixels; None for those of the model.
         seed: Seed of the first image; each further image has the next one.

@@ -59,7 +59,7 @@ class ImageMetrics:
         networks: Sources that replace those of `diffusion.config.image_metrics.NETWORKS`, by name: a local path, or
             `ORG/NAME@COMMIT`.
         num_inference_steps: Steps of the noise scheduler per image.
-        noise_scheduler: Name from `diffusion.config.noise_schedulers.SHORT_NAMES`.
+        noise_scheduler: Name from `diffusion.config.sampling_checks.SCHEDULERS`.
         negative_prompt: Prompt that guidance moves away from.
         size: Height and width of the images in pixels; null for those of the model.
         seed: Seed of the first image; each further image has the next one.

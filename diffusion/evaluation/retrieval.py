@@ -37,7 +37,7 @@ class Retrieval:
         num_captions: Number of captions, evenly spread over the dataset.
         guidance_scale: Scale of classifier-free guidance; 1 turns it off.
         num_inference_steps: Steps of the noise scheduler per image.
-        noise_scheduler: Name from `diffusion.config.noise_schedulers.SHORT_NAMES`.
+        noise_scheduler: Name from `diffusion.config.sampling_checks.SCHEDULERS`.
         batch_size: Images generated per batch.
         num_shown: Number of captions on the sheet.
         columns: Captions per row of the sheet.

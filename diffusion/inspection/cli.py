@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from diffusion.config.constraints import AtLeast, Fraction
+from diffusion.config.declarations import AtLeast, Fraction
 from diffusion.config.load import RecipeError, load
 from diffusion.config.options import Count, Option, RecipeFile, add_command
 from diffusion.config.path_checks import check_stream_folders

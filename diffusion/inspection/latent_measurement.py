@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from diffusion.config.autoencoders import PIXELS
 from diffusion.config.image_shapes import BUCKETS
+from diffusion.config.model_checks import PIXELS
 from diffusion.config.recipe import Component, Recipe, StreamConfig
 from diffusion.data.streams import BucketedDataset
 from diffusion.errors import UserError

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from diffusion.config import registry
-from diffusion.config.autoencoders import PIXELS
 from diffusion.config.load import Component, Recipe
+from diffusion.config.model_checks import PIXELS
 from diffusion.config.recipe import StreamConfig
 from diffusion.data.image_sheet import Figure, Section, draw_sheet, html_figures, html_page, png_bytes
 from diffusion.data.latents import LatentManifest, LatentsDataset

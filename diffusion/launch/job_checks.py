@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from diffusion.config.interpolation import Resolved, dotted, escaped
+from diffusion.config.interpolation import Interpolation, Resolved, dotted, escaped
 from diffusion.config.load import Recipe, RecipeError, check_devices, read_values
 from diffusion.config.load import load as load_recipe
 from diffusion.config.schema import Gatherer, Problem, build_dataclass, did_you_mean, join
-from diffusion.config.secret_patterns import has_secret_name, secret_format, secret_problems
-from diffusion.config.yaml_syntax import Interpolation
+from diffusion.config.secrets import has_secret_name, secret_format, secret_problems
 from diffusion.errors import UserError
 from diffusion.launch.backends import NAMES, backend_of
 from diffusion.launch.backends.base import Backend

@@ -12,9 +12,7 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import Tensor
 from torchmetrics import MeanMetric, Metric
 
-from diffusion.config.constraints import AtLeast, MultipleOf, constrained
-from diffusion.config.keyword_meaning import OBJECTIVE, NotArchitecture
-from diffusion.config.model_traits import traits
+from diffusion.config.declarations import OBJECTIVE, AtLeast, MultipleOf, NotArchitecture, constrained, traits
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.vae import decode_latents, posterior_of

@@ -10,9 +10,8 @@ from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, PreTrainedTokenizerBase
 from typing_extensions import Unpack
 
-from diffusion.config.autoencoders import PIXELS
-from diffusion.config.constraints import AtLeast, MultipleOf, constrained
-from diffusion.config.model_traits import traits
+from diffusion.config.declarations import AtLeast, MultipleOf, constrained, traits
+from diffusion.config.model_checks import PIXELS
 from diffusion.errors import UserError
 from diffusion.models import sd2_config
 from diffusion.models.latent_diffusion import LatentDiffusion

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 from typing_extensions import Unpack
 
-from diffusion.config.constraints import constrained
+from diffusion.config.declarations import constrained
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.batch_conditions import image_sizes, sizes_of_uncropped, stored_mask, stored_text
@@ -548,7 +548,7 @@ class LatentDiffusion(ComposerModel):
             guidance_scale: 0 or more; 1 or less turns guidance off.
             guidance_rescale: Strength in [0, 1] of rescaling the guided prediction to the standard deviation of the
                 conditional one (Lin et al. 2024); 0 turns rescaling off.
-            noise_scheduler: A name from `diffusion.config.noise_schedulers.SHORT_NAMES`, or a scheduler class of
+            noise_scheduler: A name from `diffusion.config.sampling_checks.SCHEDULERS`, or a scheduler class of
                 diffusers.
             latents: Initial noise, standard normal [B, C, H, W], instead of the noise drawn from the seeds; it sets the
                 size of the images.

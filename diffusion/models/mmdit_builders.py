@@ -18,9 +18,7 @@ from transformers import (
 from typing_extensions import Unpack
 
 from diffusion.compatibility.transformers_versions import GENERAL_TOKENIZERS, fast_tokenizer
-from diffusion.config.constraints import AtLeast, MultipleOf, constrained, defaults
-from diffusion.config.keyword_meaning import FROZEN_PARTS, WeightsOf
-from diffusion.config.model_traits import traits
+from diffusion.config.declarations import FROZEN_PARTS, AtLeast, MultipleOf, WeightsOf, constrained, defaults, traits
 from diffusion.errors import UserError
 from diffusion.models import mmdit_config
 from diffusion.models.builders import TINY_VAE, check_sources, latent_side, load_vae, tokenizes_with

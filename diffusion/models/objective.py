@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from diffusion.config.objective_checks import objective_problems
+from diffusion.config.model_checks import objective_problems
 from diffusion.errors import UserError
 
 MIN_TIME = 0.05

@@ -1,6 +1,6 @@
 """Checks that the parts of a LatentDiffusion fit together."""
 
-from diffusion.config.perceptual_checks import objective_problem
+from diffusion.config.model_checks import clean_image_problem
 from diffusion.errors import UserError
 from diffusion.models.denoisers.family import DenoiserSizes
 from diffusion.models.objective import Objective
@@ -33,5 +33,5 @@ def check_perceptual(vae: Vae, objective: Objective) -> None:
     """Raise UserError unless the model is on pixels and its predictions give the clean image, for perceptual losses."""
     if not isinstance(vae, PixelSpace):
         raise UserError('perceptual_losses: need a model on pixels, but this one is on latents; use vae: pixels')
-    if (problem := objective_problem(vars(objective))) is not None:
+    if (problem := clean_image_problem(vars(objective))) is not None:
         raise UserError(f'perceptual_losses: {problem}')

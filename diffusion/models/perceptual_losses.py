@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from diffusion.compatibility.private_names import _LPIPS
-from diffusion.config.keyword_meaning import LOSS
-from diffusion.config.perceptual_checks import perceptual_problems
+from diffusion.config.declarations import LOSS
+from diffusion.config.model_checks import perceptual_problems
 from diffusion.errors import UserError
 from diffusion.models.representation_alignment import FeatureEncoder, load_feature_encoder
 from diffusion.storage.refused_pickles import code_to_run

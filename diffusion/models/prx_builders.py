@@ -14,10 +14,16 @@ from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 from typing_extensions import Unpack
 
 from diffusion.compatibility.transformers_versions import fast_tokenizer
-from diffusion.config.constraints import AtLeast, MultipleOf, constrained, defaults
-from diffusion.config.keyword_meaning import NotArchitecture, fixed_on_resume
-from diffusion.config.model_traits import traits
-from diffusion.config.width_checks import base_width_problem
+from diffusion.config.declarations import (
+    AtLeast,
+    MultipleOf,
+    NotArchitecture,
+    constrained,
+    defaults,
+    fixed_on_resume,
+    traits,
+)
+from diffusion.config.model_checks import base_width_problem
 from diffusion.errors import UserError
 from diffusion.models import prx_config
 from diffusion.models.builders import (

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Dinov2Model, Dinov2WithRegistersModel, DINOv3ViTModel, PreTrainedModel
 
-from diffusion.config.alignment_checks import alignment_problems
-from diffusion.config.keyword_meaning import LOSS
+from diffusion.config.declarations import LOSS
+from diffusion.config.model_checks import alignment_problems
 from diffusion.errors import UserError
 from diffusion.models.denoisers.family import DenoiserFamily, TokenBlocks
 from diffusion.models.pretrained import load_pretrained, read_config

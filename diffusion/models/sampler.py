@@ -12,7 +12,7 @@ import torch
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
-from diffusion.config import noise_schedulers
+from diffusion.config.sampling_checks import scheduler_class_name, scheduler_problem
 from diffusion.errors import UserError
 from diffusion.models.denoisers.condition import Condition
 from diffusion.models.objective import MIN_TIME, Objective, flow_velocity
@@ -58,9 +58,9 @@ def scheduler_class(name: str, *, flow: bool = False) -> Any:
     Raises:
         UserError: The scheduler does not exist, or does not support this kind of model.
     """
-    if (problem := noise_schedulers.name_problem(name, flow=flow)) is not None:
+    if (problem := scheduler_problem(name, flow=flow)) is not None:
         raise UserError(f'noise_scheduler: {problem}')
-    return getattr(diffusers.schedulers, noise_schedulers.class_name(name, flow=flow))
+    return getattr(diffusers.schedulers, scheduler_class_name(name, flow=flow))
 
 
 def sample_latents(

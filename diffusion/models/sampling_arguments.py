@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from diffusion.config.sampling_limits import guidance_problem, rescale_problem, seeds_problem, steps_problem
+from diffusion.config.sampling_checks import guidance_problem, rescale_problem, seeds_problem, steps_problem
 from diffusion.errors import UserError
 
 

@@ -15,9 +15,7 @@ from transformers import (
 )
 from typing_extensions import Unpack
 
-from diffusion.config.constraints import AtLeast, MultipleOf, constrained
-from diffusion.config.keyword_meaning import FROZEN_PARTS, WeightsOf
-from diffusion.config.model_traits import traits
+from diffusion.config.declarations import FROZEN_PARTS, AtLeast, MultipleOf, WeightsOf, constrained, traits
 from diffusion.errors import UserError
 from diffusion.models import sdxl_config
 from diffusion.models.builders import TINY_VAE, check_sources, latent_side, load_vae, tokenizes_with

@@ -6,7 +6,7 @@ on, and recipes, their checks, the rules for resuming, the keys of model counts 
 
 from typing import Annotated, Literal, TypedDict
 
-from diffusion.config.keyword_meaning import (
+from diffusion.config.declarations import (
     CONDITIONING,
     FROZEN_PARTS,
     OBJECTIVE,

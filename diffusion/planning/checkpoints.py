@@ -7,9 +7,8 @@ is that of Young (1974), sqrt(2 x stall x MTBF).
 import math
 from dataclasses import dataclass
 
-from diffusion.config.checkpointing import KeepConfig, keep_rules
+from diffusion.config.checkpointing import AUTO, KeepConfig, keep_rules, seconds_of
 from diffusion.config.recipe import Recipe
-from diffusion.config.save_intervals import AUTO, seconds_of
 from diffusion.planning.memory import Setup, averages_of, optimizer_elements
 from diffusion.planning.model_costs import FLOAT32, ModelCosts
 from diffusion.planning.workload import Phase

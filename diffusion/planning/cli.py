@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from diffusion.config.constraints import AtLeast, Fraction, GreaterThan
+from diffusion.config.declarations import AtLeast, Fraction, GreaterThan
 from diffusion.config.options import Count, Option
 from diffusion.errors import UserError
 from diffusion.planning.checkpoints import RESTART_SECONDS

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from diffusion.config.byte_sizes import parse_bytes
+from diffusion.config.device_checks import default_canonical_nodes
 from diffusion.config.recipe import Recipe
-from diffusion.config.sample_order import default_canonical_nodes
 from diffusion.planning.workload import Encoding, Phase
 from diffusion.storage.ranged_download import RANGE_BYTES
 

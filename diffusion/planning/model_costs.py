@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from diffusion.config import registry
-from diffusion.config.algorithm_checks import UNROUTED_BLOCKS
-from diffusion.config.autoencoders import PIXELS
 from diffusion.config.image_shapes import Shape
+from diffusion.config.model_checks import PIXELS, UNROUTED_BLOCKS
 from diffusion.config.recipe import Component, LoraConfig, Recipe
 from diffusion.errors import UserError
 from diffusion.planning.count_cache import ModelKey, count, known_counts, merged

@@ -14,8 +14,8 @@ import torch
 
 from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.config import registry
-from diffusion.config.autoencoders import PIXELS
 from diffusion.config.byte_sizes import bytes_text
+from diffusion.config.model_checks import PIXELS
 from diffusion.config.path_checks import reads_initial_weights
 from diffusion.config.recipe import Component, InitFrom, Recipe
 from diffusion.config.weight_sources import hub_repository, is_diffusers_folder, is_original_file, path_problem

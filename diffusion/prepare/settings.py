@@ -15,7 +15,7 @@ from diffusion.config.interpolation import dotted
 from diffusion.config.load import RecipeError
 from diffusion.config.options import DIR, DIR_OR_URL, FILE, Option
 from diffusion.config.schema import Gatherer, Problem, build_dataclass, did_you_mean
-from diffusion.config.secret_patterns import secret_problems
+from diffusion.config.secrets import secret_problems
 from diffusion.config.yaml_files import UnreadableYAML, merge_and_resolve, read_chain
 from diffusion.errors import UserError
 from diffusion.prepare.bucket_choice import sizes_problem

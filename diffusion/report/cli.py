@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated
 
-from diffusion.config.constraints import Between
+from diffusion.config.declarations import Between
 from diffusion.config.options import Option, Port
 from diffusion.config.schema import did_you_mean
 from diffusion.errors import ExternalError, UserError

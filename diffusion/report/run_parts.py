@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from diffusion.config.image_metrics import IMAGE_METRICS
-from diffusion.config.secret_patterns import secret_problems
-from diffusion.config.yaml_syntax import parse_yaml
+from diffusion.config.secrets import secret_problems
+from diffusion.config.yaml_files import parse_yaml
 from diffusion.planning.gpus import GPU, load_gpus
 from diffusion.report.metric_reader import Curve, Series
 from diffusion.runs.attempts import Attempt

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from diffusion.config.recipe_history import past_changes
+from diffusion.config.resume_rules import past_changes
 from diffusion.errors import ExternalError, UserError
 from diffusion.report.metric_reader import MetricReader, Series
 from diffusion.report.run_parts import (

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from diffusion.config.yaml_syntax import parse_yaml
+from diffusion.config.yaml_files import parse_yaml
 from diffusion.errors import UserError
 from diffusion.runs import attempts, lock_content, node_status, run_lock
 from diffusion.runs.attempts import Attempt

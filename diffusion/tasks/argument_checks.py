@@ -17,12 +17,18 @@ from diffusion.checkpointing.checkpoint_lookup import (
     recipe_of_checkpoint,
     run_of_checkpoint,
 )
-from diffusion.config import noise_schedulers, registry
+from diffusion.config import registry
+from diffusion.config.declarations import ModelTraits
 from diffusion.config.load import Recipe, load
-from diffusion.config.model_traits import ModelTraits
 from diffusion.config.options import DIR, FILE, Count, Option, Overrides
-from diffusion.config.sampling_checks import is_flow, model_problem, num_train_timesteps, sampling_problems
-from diffusion.config.sampling_limits import seeds_problem
+from diffusion.config.sampling_checks import (
+    is_flow,
+    model_problem,
+    num_train_timesteps,
+    sampling_problems,
+    scheduler_class_name,
+    seeds_problem,
+)
 from diffusion.config.weight_sources import REPOSITORY
 from diffusion.errors import UserError
 from diffusion.storage.writable import check_writable
@@ -360,11 +366,11 @@ def _problems_of_export(given: Mapping[str, Any], pipeline: str, config: Mapping
     problems = sampling_problems(given, config.get('num_train_timesteps'), flow=flow)
     if name is None or 'noise_scheduler' in problems:
         return problems
-    is_flow_match = noise_schedulers.class_name(name, flow=flow).startswith('FlowMatch')
+    is_flow_match = scheduler_class_name(name, flow=flow).startswith('FlowMatch')
     # Schedulers for flows only take velocities, and lack the method that pipelines of U-Nets scale their input with.
     u_net = exported_pipelines()[pipeline].u_net
     refuses_flow_match = u_net or config.get('prediction_type') == 'sample'
-    if pipeline == 'PRXPixelPipeline' and noise_schedulers.class_name(name, flow=True) != config.get('_class_name'):
+    if pipeline == 'PRXPixelPipeline' and scheduler_class_name(name, flow=True) != config.get('_class_name'):
         problems['noise_scheduler'] = f'{name!r} does not fit into a {pipeline}; use euler, or generate from the run'
     elif is_flow_match and refuses_flow_match:
         problems['noise_scheduler'] = f'{name!r} does not fit into an exported pipeline; use dpm++ or unipc'

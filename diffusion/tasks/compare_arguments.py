@@ -10,7 +10,7 @@ from typing import Annotated
 
 from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.checkpointing.checkpoint_store import RECIPE, list_checkpoints
-from diffusion.config.constraints import AtLeast
+from diffusion.config.declarations import AtLeast
 from diffusion.config.options import DIR, FILE, Count, Option, Port
 from diffusion.errors import UserError
 from diffusion.evaluation.compared_images import has_images, numbered_images

@@ -13,7 +13,7 @@ from diffusion.checkpointing.checkpoint_lookup import run_of_checkpoint
 from diffusion.checkpointing.checkpoint_store import RECEIPT
 from diffusion.config import registry
 from diffusion.config.load import Recipe, hide_environment
-from diffusion.config.objective_checks import objective_settings
+from diffusion.config.model_checks import objective_settings
 from diffusion.config.recipe import StreamConfig
 from diffusion.config.weight_sources import REPOSITORY, hub_repository
 from diffusion.prepare.counts_report import REPORT, PrepareReport

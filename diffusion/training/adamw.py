@@ -9,8 +9,7 @@ from torch.optim.adamw import adamw
 
 from diffusion.algorithms.average import local_shard
 from diffusion.compatibility.private_names import _fused_adamw_
-from diffusion.config.constraints import AtLeast, Between, constrained
-from diffusion.config.keyword_meaning import OPTIMIZER_STATE, SAME_UPDATE
+from diffusion.config.declarations import OPTIMIZER_STATE, SAME_UPDATE, AtLeast, Between, constrained
 
 
 class AdamW(torch.optim.AdamW):

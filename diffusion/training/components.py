@@ -19,10 +19,10 @@ from transformers import PreTrainedTokenizerBase
 from diffusion.config import registry
 from diffusion.config.checks import SUPPLIED
 from diffusion.config.load import Component, Recipe, StreamConfig, saved_values
+from diffusion.config.model_checks import optimizer_problem
 from diffusion.config.performance_preset import effective_parts
 from diffusion.config.recipe import SpeedConfig
 from diffusion.config.signatures import of_object
-from diffusion.config.width_checks import optimizer_problem
 from diffusion.data.host_limits import check_machine
 from diffusion.data.loader import BucketedLoader, default_num_workers, ignore_stop_signals
 from diffusion.data.shard_cache import home

@@ -17,8 +17,15 @@ from torch.optim.adamw import adamw
 
 from diffusion.algorithms.average import local_shard
 from diffusion.compatibility.private_names import _foreach_add_, _foreach_lerp, _foreach_lerp_, _foreach_mul_
-from diffusion.config.constraints import AtLeast, Between, GreaterThan, constrained
-from diffusion.config.keyword_meaning import OPTIMIZER_STATE, SAME_UPDATE, UPDATE
+from diffusion.config.declarations import (
+    OPTIMIZER_STATE,
+    SAME_UPDATE,
+    UPDATE,
+    AtLeast,
+    Between,
+    GreaterThan,
+    constrained,
+)
 from diffusion.errors import UserError
 from diffusion.models.activation_memory import blocks_of
 from diffusion.models.block_matrices import fused_projections, is_matrix, trained_matrices

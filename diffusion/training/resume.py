@@ -14,9 +14,8 @@ from diffusion.checkpointing.checkpoint_weights import has_averages, read_conten
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks, run_on_rank_zero
 from diffusion.config.interpolation import dotted
 from diffusion.config.load import Recipe, overlap, plain_values, to_yaml
-from diffusion.config.recipe_history import read_history
 from diffusion.config.recipe_values import recipe_values
-from diffusion.config.resume_rules import Change, Effect, changes, format_value, refused, rule_of
+from diffusion.config.resume_rules import Change, Effect, changes, format_value, read_history, refused, rule_of
 from diffusion.config.yaml_files import read_yaml, undump
 from diffusion.errors import UserError
 

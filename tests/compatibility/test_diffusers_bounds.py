@@ -4,7 +4,7 @@ import importlib.metadata
 
 import pytest
 
-from diffusion.compatibility.diffusers_bounds import check_diffusers
+from diffusion.compatibility import check_diffusers
 from diffusion.errors import UserError
 
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from diffusion.cli import main
 from diffusion.config.load import RecipeError, hide_environment, load, to_yaml
-from diffusion.config.yaml_files import UnreadableYAML, dump, merge, merge_and_resolve
-from diffusion.config.yaml_syntax import parse_yaml
+from diffusion.config.yaml_files import UnreadableYAML, dump, merge, merge_and_resolve, parse_yaml
 from diffusion.prepare.settings import load_settings
 
 SECRET = 'vq8-Z1-not-to-be-seen'

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from diffusion.config.constraints import Fraction
+from diffusion.config.declarations import Fraction
 from diffusion.config.options import (
     Count,
     Option,

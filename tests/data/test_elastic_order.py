@@ -14,7 +14,7 @@ from streaming.base.batching import generate_work
 from streaming.base.spanner import Spanner
 from streaming.base.world import World
 
-from diffusion.config import sample_order
+from diffusion.config.device_checks import nodes_problem
 from diffusion.config.image_shapes import square
 from diffusion.config.load import RecipeError, load
 from diffusion.data.epoch_order import OccurrenceSpanner
@@ -166,7 +166,7 @@ def test_batches_are_equal_on_any_device_count_that_divides_batch(streams, batch
     ranks = data.draw(st.sampled_from([n for n in range(1, batch + 1) if batch % n == 0]))
     rows = data.draw(st.sampled_from([None, *(n for n in range(1, batch + 1) if batch % n == 0)]))
     dataset = dataset_without_shards(streams, batch, num_canonical_nodes=rows, **shuffle)
-    fitting = [n for n in range(1, ranks + 1) if ranks % n == 0 and not sample_order.nodes_problem(_rows(dataset), n)]
+    fitting = [n for n in range(1, ranks + 1) if ranks % n == 0 and not nodes_problem(_rows(dataset), n)]
     nodes = data.draw(st.sampled_from(fitting))
     assert batches(dataset, Layout(nodes, ranks // nodes, workers)) == batches(dataset, Layout(1, 1))
 

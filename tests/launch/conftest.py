@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from diffusion.config.yaml_syntax import Dumper
+from diffusion.config.yaml_files import Dumper
 from diffusion.launch.backends.base import Rendered
 from diffusion.launch.job_checks import CheckedSpec, check_jobs, load_job_spec
 from tests.launch.specs import BACKENDS, changed

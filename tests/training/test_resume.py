@@ -17,7 +17,7 @@ from diffusion.algorithms.ema import EMA
 from diffusion.checkpointing.checkpoint_weights import is_sharded
 from diffusion.checkpointing.trainer_state import load_checkpoint
 from diffusion.config.load import load
-from diffusion.config.recipe_history import read_history
+from diffusion.config.resume_rules import read_history
 from diffusion.errors import UserError
 from diffusion.tasks.export import export
 from diffusion.training.resume import compare_with_checkpoint

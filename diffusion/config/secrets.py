@@ -1,14 +1,14 @@
-"""Detection of secrets that are written in plain text in recipes, job specs and overrides.
+"""Secrets in recipes and job specs: find those that are written in plain text, and hide those in messages.
 
 These files are printed, saved beside checkpoints, rendered for schedulers and committed, so they must not hold secrets.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from diffusion.config.interpolation import Interpolation, KeyPath
 from diffusion.config.schema import MISSING, Problem, join
-from diffusion.config.yaml_syntax import Interpolation
 
 SECRET_NAME = re.compile(
     r'(?i)(?<![a-z])(token|secret|password|passwd|passphrase|credentials?|api[_-]?key|access[_-]?key(?!_id)|'
@@ -97,3 +97,51 @@ def secret_format(text: str, *, name: str = '') -> str | None:
 def _problem(where: str, what: str) -> Problem:
     way_out = 'write ${oc.env:NAME}, and set the variable NAME where the recipe runs (secrets of a job spec)'
     return Problem(where, f'{what}, and would be saved in plain text; {way_out}')
+
+
+MIN_CHARACTERS = 6
+"""Shorter values are replaced only where a message is about them; elsewhere they would match parts of words."""
+
+
+def hide_values(
+    text: str, from_environment: Mapping[KeyPath, str], values: Any, *, quoted_at: Collection[KeyPath] = ()
+) -> str:
+    """Replace values of environment variables in a message by the interpolations that they come from.
+
+    Args:
+        from_environment: Text of each value that depends on an environment variable, by its path in `values`.
+        values: Plain values, with those of the environment variables.
+        quoted_at: Paths of values that the message is about, which it may quote even if they are short.
+    """
+    hidden: dict[str, str] = {}
+    # Add the values that the message is about last: if two variables have the same value, theirs overwrites the other.
+    for path, expression in sorted(from_environment.items(), key=lambda item: item[0] in quoted_at):
+        for part in _scalars(_value_at(values, path)):
+            if str(part) == expression or part is None or isinstance(part, bool):
+                continue
+            if len(str(part)) >= MIN_CHARACTERS or path in quoted_at:
+                hidden |= {repr(part): repr(str(expression)), repr(part)[1:-1]: expression, str(part): expression}
+    # Replace the longest value first: one value may be part of another.
+    for value in sorted(filter(None, hidden), key=len, reverse=True):
+        pattern = re.escape(value) if len(value) >= MIN_CHARACTERS else rf'(?<![\w.]){re.escape(value)}(?![\w.])'
+        text = re.sub(pattern, lambda _, value=value: hidden[value], text)
+    return text
+
+
+def _value_at(values: Any, path: KeyPath) -> Any:
+    """Return the value at a path, or None if there is none."""
+    for key in path:
+        items: Any = dict(enumerate(values)) if isinstance(values, list) else values
+        if not isinstance(items, dict) or key not in items:
+            return None
+        values = items[key]
+    return values
+
+
+def _scalars(value: Any) -> list[Any]:
+    """Return the scalars in nested mappings and lists."""
+    if isinstance(value, dict):
+        return [found for item in value.values() for found in _scalars(item)]
+    if isinstance(value, list):
+        return [found for item in value for found in _scalars(item)]
+    return [value]

@@ -3,9 +3,9 @@
 import pytest
 
 from diffusion.cli import main
+from diffusion.config.checkpointing_checks import credentials_problem, runs_dir_problem
 from diffusion.config.load import load
 from diffusion.config.path_checks import check_output
-from diffusion.config.run_storage_checks import credentials_problem, runs_dir_problem
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ import pytest
 from typing_extensions import Unpack
 
 from diffusion.config import registry
-from diffusion.config.constraints import AtLeast, MultipleOf, constrained, defaults
-from diffusion.config.keyword_meaning import Default
+from diffusion.config.declarations import AtLeast, Default, MultipleOf, constrained, defaults
 from diffusion.config.registry import check_keywords, register
 from diffusion.config.signatures import of_object, of_source
 from diffusion.errors import UserError
@@ -17,7 +16,7 @@ from diffusion.errors import UserError
 PARTS = """
 from typing import Annotated
 
-from diffusion.config.constraints import AtLeast, MultipleOf
+from diffusion.config.declarations import AtLeast, MultipleOf
 
 Side = Annotated[int, MultipleOf(16)]
 

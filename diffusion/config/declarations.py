@@ -1,21 +1,104 @@
-"""Constraints on the keywords of components, declared in annotations: `resolution: Annotated[int, MultipleOf(8)]`.
+"""What a component declares beside the types of its keywords: constraints, meanings and traits.
 
-`diffusion check` reads them from the source file of a registered component, without importing it. The decorator
-`constrained` enforces them when the component is built.
+A constraint or a meaning stands in the keyword's annotation, as in `depth: Annotated[int, AtLeast(1), ARCHITECTURE]`.
+`diffusion check` reads them from the source file, without importing the component; the decorator `constrained` enforces
+constraints when the component is built. The decorator `traits` declares the traits of a model's builder.
 """
 
 import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from typing_extensions import Unpack
 
-from diffusion.config.keyword_meaning import Default
 from diffusion.errors import UserError
 
 Function = TypeVar('Function', bound=Callable[..., Any])
+
+
+class Effect(Enum):
+    """Effect of a changed value on a run that resumes."""
+
+    FIXED = 'fixed'
+    """The run is refused."""
+    APPLIED = 'applied'
+    """The new value takes effect."""
+    DATA = 'needs allow_data_change'
+    """The new value takes effect if the samples and their order stay the same, or with `allow_data_change: true`."""
+    BEFORE_AVERAGING = 'applied before averaging starts, then fixed'
+    """The new value takes effect, unless the checkpoint has averaged weights."""
+
+
+@dataclass(frozen=True)
+class OnResume:
+    """Effect of a changed value on a run that resumes, and the reason, which messages and documentation show.
+
+    A dataclass field without one has the effect of the keyword that takes the dataclass. The class attribute
+    `on_resume` declares the effect for the whole component and for its keywords without one.
+    """
+
+    effect: Effect
+    reason: str
+
+
+def fixed_on_resume(reason: str) -> OnResume:
+    """Return the meaning of a keyword that cannot change when a run resumes."""
+    return OnResume(Effect.FIXED, reason)
+
+
+def applied_on_resume(reason: str) -> OnResume:
+    """Return the meaning of a keyword whose new value takes effect when a run resumes."""
+    return OnResume(Effect.APPLIED, reason)
+
+
+def fixed_once_averaging(reason: str) -> OnResume:
+    """Return the meaning of a keyword that can change only before the averaging of weights has started."""
+    return OnResume(Effect.BEFORE_AVERAGING, reason)
+
+
+@dataclass(frozen=True)
+class NotArchitecture:
+    """Mark a model's keyword that changes no parameters, FLOPs or activations; all other keywords are assumed to."""
+
+
+@dataclass(frozen=True)
+class WeightsOf:
+    """Mark a model's keyword that names a folder or repository of pretrained weights."""
+
+    parts: tuple[str, ...]
+    """Parts of the model that are loaded from it, by their names in pipelines of diffusers."""
+
+
+@dataclass(frozen=True)
+class Default:
+    """Default of a keyword in a TypedDict, whose entries cannot have values."""
+
+    value: Any
+
+
+Meaning = OnResume | NotArchitecture | WeightsOf | Default
+
+ARCHITECTURE = fixed_on_resume('the architecture: the names and shapes of the weights follow from it')
+"""Meaning on resume of a keyword of this package's models that declares none."""
+FROZEN_PARTS = fixed_on_resume('the frozen parts: the weights were trained on their latents and embeddings')
+OBJECTIVE = fixed_on_resume('the training objective: the weights predict its target under its noise schedule')
+CONDITIONING = fixed_on_resume('the conditioning of the denoiser on captions')
+LOSS = applied_on_resume('the loss after the resume')
+STATELESS = applied_on_resume('has no state')
+UPDATE = applied_on_resume('replaces the value that the checkpoint holds; the moments are kept')
+SAME_UPDATE = applied_on_resume('another implementation of the same update')
+OPTIMIZER_STATE = fixed_on_resume("the optimizer's state depends on it")
+
+MEANINGS = {
+    each.__name__: each
+    for each in (fixed_on_resume, applied_on_resume, fixed_once_averaging, NotArchitecture, WeightsOf, Default)
+}
+"""Functions and classes of meanings by their names in annotations."""
+NAMED_MEANINGS = {name: each for name, each in globals().items() if isinstance(each, OnResume)}
+"""Meanings of several keywords by their names in annotations."""
 
 
 @dataclass(frozen=True)
@@ -198,3 +281,30 @@ def _numbers(value: Any) -> list[int | float]:
     """Return a number, or the numbers of a list, as a list. Values of other types are type errors, found elsewhere."""
     values = value if isinstance(value, list | tuple) else [value]
     return [each for each in values if isinstance(each, int | float) and not isinstance(each, bool)]
+
+
+@dataclass(frozen=True)
+class ModelTraits:
+    """Traits of a model; a model that declares none, such as one of your own, has the defaults."""
+
+    u_net: bool = False
+    """True if the denoiser is a U-Net: it has no image tokens, and the default objective is diffusion."""
+    image_sizes: bool = False
+    """True if the denoiser is conditioned on the sizes of images: the dataset then returns them."""
+    single_file: bool = True
+    """False if no program reads the model from a single file."""
+    pipelines: tuple[str, ...] = ()
+    """Pipelines of diffusers that the model is exported to."""
+    loads_lora: bool = True
+    """False if diffusers loads no LoRA into these pipelines."""
+
+
+def traits(**values: Any) -> Callable[[Function], Function]:
+    """Return a decorator for model builders that declares traits, which are fields of `ModelTraits`."""
+    declared = ModelTraits(**values)
+
+    def decorate(builder: Function) -> Function:
+        builder.traits = declared  # type: ignore[attr-defined]
+        return builder
+
+    return decorate

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diffusion.config.interpolation import Interpolation
 from diffusion.config.load import RecipeError, load
-from diffusion.config.secret_patterns import secret_format, secret_problems
-from diffusion.config.yaml_syntax import Interpolation
+from diffusion.config.secrets import secret_format, secret_problems
 
 # Composed from parts, so that scanners of repositories do not report them.
 HEX = '0123456789abcdef' * 3

@@ -1,0 +1,383 @@
+"""Checks of a model and of what trains it: objective, auxiliary losses, base width, LoRA and algorithms.
+
+Recipes, models and algorithms share them. No check imports torch.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from diffusion.config import registry
+from diffusion.config.recipe import Component, LoraConfig, Recipe
+from diffusion.config.schema import Problem, join
+
+PIXELS = 'pixels'
+"""Value of `model.vae` for a model that is trained on pixels, without an autoencoder. Write `./pixels` for a folder."""
+
+
+PATHS = ('diffusion', 'flow')
+PREDICTION_TYPES = {'diffusion': ('epsilon', 'v_prediction', 'sample'), 'flow': ('velocity', 'sample')}
+BETA_SCHEDULES = ('scaled_linear', 'linear', 'cosine')
+TIMESTEPS = {'diffusion': ('uniform', 'stratified'), 'flow': ('uniform', 'stratified', 'logit_normal')}
+DIFFUSION_ONLY = ('beta_schedule', 'beta_start', 'beta_end', 'zero_terminal_snr', 'min_snr_gamma')
+"""Settings that a flow does not have."""
+LOGIT_NORMAL_ONLY = ('logit_mean', 'logit_std', 'uniform_fraction')
+"""Settings that apply only to `timesteps: logit_normal`."""
+
+
+def check_objective(recipe: Recipe) -> list[Problem]:
+    """Return values of `model.objective` that are not allowed, or contradict each other, as problems."""
+    given = objective_settings(recipe)
+    defaults = registry.settings_of('model', Component(recipe.model.name), 'objective') if given else {}
+    if not defaults:
+        return []
+    # Use the default instead of a value of the wrong type, which the type check reports.
+    settings = {key: given[key] if _has_type_of(default, given[key]) else default for key, default in defaults.items()}
+    problems = objective_problems(settings, defaults)
+    return [Problem(f'model.objective.{key}', what) for key, what in problems.items()]
+
+
+def objective_settings(recipe: Recipe) -> dict[str, Any]:
+    """Return the settings of the model's objective with their defaults; empty for a model without one."""
+    return registry.settings_of('model', recipe.model, 'objective')
+
+
+def objective_problems(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, str]:
+    """Return error messages for settings that are not allowed, by key.
+
+    Args:
+        settings: All settings of a `diffusion.Objective`.
+        defaults: The default of each setting.
+    """
+    path = settings['path']
+    if path not in PATHS:
+        return {'path': f'{path!r}; use one of {", ".join(PATHS)}'}
+    problems: dict[str, str] = {}
+    choices = {'prediction_type': PREDICTION_TYPES[path], 'beta_schedule': BETA_SCHEDULES, 'timesteps': TIMESTEPS[path]}
+    for key, allowed in choices.items():
+        if settings[key] not in allowed:
+            of_path = '' if key == 'beta_schedule' else f' for path: {path}'
+            problems[key] = f'{settings[key]!r}; use one of {", ".join(allowed)}{of_path}'
+    unused = DIFFUSION_ONLY if path == 'flow' else ()
+    problems |= {key: 'a flow has no such setting; remove it' for key in unused if settings[key] != defaults[key]}
+    if settings['timesteps'] != 'logit_normal':
+        changed = [key for key in LOGIT_NORMAL_ONLY if settings[key] != defaults[key]]
+        problems |= dict.fromkeys(changed, 'only timesteps: logit_normal uses it; set that, or remove it')
+    if settings['zero_terminal_snr'] and settings['prediction_type'] == 'epsilon':
+        problems['zero_terminal_snr'] = 'epsilon does not determine x at zero SNR; use prediction_type: v_prediction'
+    gamma = settings['min_snr_gamma']
+    if gamma is not None and gamma <= 0:
+        problems['min_snr_gamma'] = f'{gamma} is not positive; use 5, or null to turn it off'
+    elif gamma is not None and settings['zero_terminal_snr']:
+        problems['min_snr_gamma'] = (
+            f'{gamma} with zero_terminal_snr: true gives weight 0 to the last step, where sampling starts; remove one '
+            'of the two'
+        )
+    if settings['snr_shift'] <= 0:
+        problems['snr_shift'] = f'{settings["snr_shift"]} is not positive; use 1 to leave the schedule unchanged'
+    if settings['noise_scale'] <= 0:
+        problems['noise_scale'] = f'{settings["noise_scale"]} is not positive; use 1 for standard normal noise'
+    elif settings['noise_scale'] != 1 and path != 'flow':
+        problems['noise_scale'] = 'only path: flow uses it; set that, or remove it'
+    if settings['logit_std'] <= 0:
+        problems['logit_std'] = f'{settings["logit_std"]} is not positive; 1 is common'
+    if not 0 <= settings['uniform_fraction'] <= 1:
+        problems['uniform_fraction'] = f'{settings["uniform_fraction"]} is not a fraction in [0, 1]'
+    return problems
+
+
+def _has_type_of(default: Any, value: Any) -> bool:
+    """Return True if a value has the type of a setting, whose default is text, true or false, a number or None."""
+    if default is None and value is None:
+        return True
+    if isinstance(default, str | bool):
+        return isinstance(value, type(default))
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+ALIGNMENT = 'representation_alignment'
+
+
+def check_alignment(recipe: Recipe) -> list[Problem]:
+    """Return a problem for each wrong setting of `model.representation_alignment`."""
+    values, settings = (registry.settings_of('model', recipe.model, key) for key in (None, ALIGNMENT))
+    if not isinstance(values.get(ALIGNMENT), Mapping) or not settings:
+        return []
+    depth = values.get('depth')
+    numbers = [settings[key] for key in ('block', 'weight', 'hidden_size')]
+    problems = {}
+    if all(isinstance(each, int | float) for each in numbers):
+        problems = alignment_problems(*numbers, depth=depth if isinstance(depth, int) else None)
+    return [Problem(f'model.{ALIGNMENT}.{key}', problem) for key, problem in problems.items()]
+
+
+def no_features_problem(stream: str) -> str:
+    """Return the error message for a stream of latents without image features, which the alignment needs."""
+    return (
+        f'needs images or stored features, but the latents of streams.{stream} have none; precompute them again with '
+        f'this recipe (task=precompute), use dataset.name: image_text with the images, or set model.{ALIGNMENT}: null'
+    )
+
+
+def alignment_problems(block: int, weight: float, hidden_size: int, *, depth: int | None) -> dict[str, str]:
+    """Return error messages, by key, for the aligned block's index, the loss's weight and the MLP's width.
+
+    Args:
+        depth: Number of blocks of the denoiser, or None if it is not known.
+    """
+    problems = {}
+    if block < 0 or (depth is not None and block >= depth):
+        known = '' if depth is None else f' to {depth - 1}'
+        problems['block'] = f'the denoiser has no block {block}; use the index of a block, from 0{known}'
+    if weight <= 0:
+        problems['weight'] = f'{weight} is not positive; use 0.5, or no representation_alignment'
+    if hidden_size < 1:
+        problems['hidden_size'] = f'{hidden_size} is not positive; 2048 is the default'
+    return problems
+
+
+PERCEPTUAL_LOSSES = 'perceptual_losses'
+LPIPS_BACKBONES = ('vgg', 'alex', 'squeeze')
+"""Networks for which the linear layers of LPIPS are published."""
+
+
+def check_perceptual_losses(recipe: Recipe) -> list[Problem]:
+    """Return a problem for each wrong setting of `model.perceptual_losses`, and for an unsupported model."""
+    model = recipe.model
+    settings = registry.settings_of('model', model, PERCEPTUAL_LOSSES)
+    if not settings or not isinstance(model.kwargs.get(PERCEPTUAL_LOSSES), Mapping):
+        return []
+    where, vae = f'model.{PERCEPTUAL_LOSSES}', model.kwargs.get('vae')
+    numbers = [settings[key] for key in ('lpips_weight', 'lpips_scale', 'features_weight', 'features_side')]
+    found = []
+    if all(isinstance(each, int | float) for each in numbers):
+        found = [Problem(join(where, key), what) for key, what in perceptual_problems(settings).items()]
+    if vae != PIXELS:
+        found.append(Problem(where, f'needs a model on pixels, but model.vae is {vae}; set model.vae: pixels'))
+    if (problem := clean_image_problem(objective_settings(recipe))) is not None and 'objective' in model.kwargs:
+        found.append(Problem(where, problem))
+    return found
+
+
+def perceptual_problems(settings: Mapping[str, object]) -> dict[str, str]:
+    """Return error messages for settings of perceptual losses, by key; the key '' is the section as a whole.
+
+    Args:
+        settings: All settings of a `PerceptualLosses`; the types of the numbers must have been checked.
+    """
+    problems = {}
+    for key in ('lpips_weight', 'features_weight'):
+        if settings[key] < 0:  # type: ignore[operator]
+            problems[key] = f'{settings[key]} is negative; 0 turns the loss off'
+    if settings['lpips_weight'] == settings['features_weight'] == 0:
+        problems[''] = f'both weights are 0; set lpips_weight or features_weight, or remove {PERCEPTUAL_LOSSES}'
+    if settings['lpips_weight'] and not settings['lpips_backbone']:
+        problems['lpips_backbone'] = "is missing; give the file of the network's weights, such as vgg16-397923af.pth"
+    if settings['lpips_network'] not in LPIPS_BACKBONES:
+        problems['lpips_network'] = f'{settings["lpips_network"]!r}; use one of {", ".join(LPIPS_BACKBONES)}'
+    if not 0 < settings['lpips_scale'] <= 1:  # type: ignore[operator]
+        problems['lpips_scale'] = f'{settings["lpips_scale"]} is not a fraction in (0, 1]'
+    if settings['features_weight'] and not settings['encoder']:
+        problems['encoder'] = 'is missing; give a folder or repository of a DINOv2 or DINOv3 ViT'
+    if settings['features_side'] < 1:  # type: ignore[operator]
+        problems['features_side'] = f'{settings["features_side"]} is not positive; 224 is the default'
+    return problems
+
+
+def clean_image_problem(objective: Mapping[str, object]) -> str | None:
+    """Return an error message if predictions of an objective with these settings do not give the clean image."""
+    if objective['path'] == 'flow' or objective['prediction_type'] == 'sample':
+        return None
+    return (
+        f'needs a flow or x-prediction, but the objective has path: {objective["path"]} and prediction_type: '
+        f'{objective["prediction_type"]}; set model.objective.path: flow and prediction_type: sample'
+    )
+
+
+BASE_WIDTH = 'mup_base_width'
+ADAM_OPTIMIZERS = ('adamw', 'decoupled_adamw')
+"""Optimizers whose updates are those of Adam, for which the rules of muP hold."""
+
+
+def check_width_transfer(recipe: Recipe) -> list[Problem]:
+    """Return a problem for a base width that does not fit the model, the LoRA or the optimizer."""
+    values, optimizer = registry.settings_of('model', recipe.model), recipe.optimizer
+    numbers = [values.get(key) for key in (BASE_WIDTH, 'hidden_size', 'num_heads')]
+    sizes = [each for each in numbers if isinstance(each, int) and each > 0]
+    if len(sizes) < len(numbers):  # no base width, or a wrong value, which is reported elsewhere
+        return []
+    found = []
+    if (problem := base_width_problem(*sizes)) is not None:
+        found.append(Problem(f'model.{BASE_WIDTH}', problem))
+    if recipe.lora is not None:
+        found.append(Problem(f'model.{BASE_WIDTH}', 'lora trains updates of other weights; remove one of the two'))
+    if recipe.task == 'train' and isinstance(optimizer, Component):
+        problem = optimizer_problem(optimizer.name)
+        if problem is not None and registry.unknown('optimizer', optimizer.name) is None:
+            found.append(Problem('optimizer.name', problem))
+    return found
+
+
+def base_width_problem(base: int, width: int, heads: int) -> str | None:
+    """Return an error message if a base width does not fit a transformer of this width and number of heads."""
+    head, rest = divmod(width, heads)
+    if rest or base % head == 0:  # a width that does not divide into heads is reported elsewhere
+        return None
+    near = max(head, round(base / head) * head)
+    return f'{base} is not a multiple of {head}, the size of a head, which must not depend on the width; use {near}'
+
+
+def optimizer_problem(name: str) -> str | None:
+    """Return an error message if an optimizer cannot be used with a base width, else None."""
+    if name in ADAM_OPTIMIZERS:
+        return None
+    return (
+        f'{name} has no rules for model.{BASE_WIDTH}, which are those of Adam; use adamw, or remove model.{BASE_WIDTH}'
+    )
+
+
+def check_lora(recipe: Recipe) -> list[Problem]:
+    """Return a problem for each value of `lora` that is out of range, and for a model that does not support it."""
+    settings, found = recipe.lora, []
+    if not isinstance(settings, LoraConfig):
+        return []
+    if isinstance(settings.rank, int) and settings.rank < 1:
+        found.append(Problem('lora.rank', f'{settings.rank} is less than 1; 4 to 64 are common'))
+    if isinstance(settings.alpha, int | float) and settings.alpha <= 0:
+        found.append(Problem('lora.alpha', f'{settings.alpha} is not positive; use the rank, for a factor of 1'))
+    if isinstance(settings.targets, list) and not all(settings.targets):
+        found.append(Problem('lora.targets', 'has an empty name, which every layer ends with; remove it'))
+    if settings.targets == []:
+        found.append(Problem('lora.targets', 'is empty, so nothing would be trained; name layers, such as to_q'))
+    if recipe.task == 'train' and recipe.init_from is None:
+        found.append(Problem('lora', 'trains updates of published weights; set init_from to a source of weights'))
+    return found + _lora_model_problems(recipe)
+
+
+def _lora_model_problems(recipe: Recipe) -> list[Problem]:
+    """Return the reasons why the recipe's model cannot be trained with a LoRA."""
+    settings = registry.settings_of('model', recipe.model)
+    if not settings:
+        return []
+    if 'train_text_encoder' not in registry.signature('model', recipe.model.name).names():
+        return [Problem('lora', f'the model {recipe.model.name} has no denoiser; remove the section')]
+    if settings['train_text_encoder'] is True:
+        return [
+            Problem(
+                'model.train_text_encoder', 'lora trains the denoiser alone, and the text encoder is frozen; set false'
+            )
+        ]
+    return []
+
+
+UNROUTED_BLOCKS = 3
+"""Default number of blocks after the end of the route of TREAD, which process all tokens."""
+
+
+def check_algorithms(recipe: Recipe) -> list[Problem]:
+    """Return a problem for each algorithm of a recipe that cannot train its model."""
+    checks = {
+        'tread': _tread_problems,
+        'contrastive_flow_matching': _contrastive_problems,
+    }
+    return [
+        Problem(join(where, key), problem)
+        for where, component in _algorithms(recipe)
+        if component.name in checks
+        for key, problem in checks[component.name](recipe, component.kwargs).items()
+    ]
+
+
+def algorithm_names(recipe: Recipe) -> set[str]:
+    """Return the registered names of the algorithms that a recipe trains with."""
+    return {component.name for _, component in _algorithms(recipe)}
+
+
+def route_problems(start: int, end: int, fraction: float, *, depth: int | None) -> dict[str, str]:
+    """Return error messages for a route of TREAD by key; `depth` is the number of blocks, None if it is not known."""
+    problems = {}
+    if not 0 < fraction < 1:
+        problems['fraction'] = f'{fraction} is not a fraction in (0, 1); 0.5 is the published value'
+    if start < 0:
+        problems['start'] = f'{start} is negative; use the index of a block, from 0'
+    elif depth is not None and not start < end <= depth:
+        problems['end'] = (
+            f'no tokens can skip the blocks {start} to {end - 1} of {depth}; use start < end <= {depth}, such as '
+            f'start: {min(start, depth - 1)}, end: {max(depth - UNROUTED_BLOCKS, min(start, depth - 1) + 1)}'
+        )
+    return problems
+
+
+def contrastive_problem(objective: Mapping[str, Any]) -> str | None:
+    """Return an error message if contrastive flow matching does not apply to an objective with these settings."""
+    found = objective['path'], objective['prediction_type']
+    if found == ('flow', 'velocity'):
+        return None
+    return (
+        f'needs a flow that predicts its velocity, but the objective has path: {found[0]} and prediction_type: '
+        f'{found[1]}; set model.objective.path: flow and model.objective.prediction_type: velocity'
+    )
+
+
+def contrastive_weight_problem(weight: float) -> str | None:
+    """Return an error message for a weight of contrastive flow matching that is out of range, else None."""
+    # With a weight of 1 or more the loss has no minimum: it falls as the prediction grows.
+    return None if 0 < weight < 1 else f'{weight} is not in (0, 1); 0.05 is the published value'
+
+
+def microbatch_problem(microbatch: int, device_batch: int) -> str | None:
+    """Return an error message if contrastive flow matching cannot train with microbatches of this size, else None."""
+    if microbatch >= device_batch:
+        return None
+    return (
+        f"contrastive flow matching takes negatives from the whole global batch, but a device's {device_batch} samples "
+        f'are divided into microbatches of {microbatch}; use {device_batch}, with a smaller global_batch, more devices '
+        'or parallelism.activation_checkpointing if they do not fit into memory'
+    )
+
+
+def _tread_problems(recipe: Recipe, kwargs: Mapping[str, Any]) -> dict[str, str]:
+    if _has_no_denoiser(recipe) or registry.traits(recipe.model.name).u_net:
+        return {'': f'the model {recipe.model.name} has no image tokens; use a transformer, such as prx, or remove it'}
+    settings = registry.settings_of('algorithm', Component('tread', dict(kwargs)))
+    start, end, fraction = (settings[key] for key in ('start', 'end', 'fraction'))
+    depth = _depth(recipe)
+    if end is None and isinstance(depth, int):
+        end = depth - UNROUTED_BLOCKS
+    if not isinstance(start, int) or not isinstance(end, int) or not isinstance(fraction, int | float):
+        return {}  # the type check reports it
+    return route_problems(start, end, fraction, depth=depth)
+
+
+def _contrastive_problems(recipe: Recipe, kwargs: Mapping[str, Any]) -> dict[str, str]:
+    problems = {}
+    weight = kwargs.get('weight')
+    if isinstance(weight, int | float) and (problem := contrastive_weight_problem(weight)) is not None:
+        problems['weight'] = problem
+    if _has_no_denoiser(recipe):
+        return {**problems, '': f'the model {recipe.model.name} has no denoiser; remove the algorithm'}
+    # The builders of transformers set a flow as the default objective, so there is nothing to check without a setting.
+    if isinstance(recipe.model.kwargs.get('objective'), Mapping) or registry.traits(recipe.model.name).u_net:
+        problem = contrastive_problem(objective_settings(recipe))
+        problems |= {} if problem is None else {'': problem}
+    return problems
+
+
+def _has_no_denoiser(recipe: Recipe) -> bool:
+    """Return True if a recipe's model is one of this package that has no denoiser."""
+    settings = registry.settings_of('model', recipe.model)
+    return bool(settings) and 'objective' not in settings
+
+
+def _depth(recipe: Recipe) -> int | None:
+    """Return the number of blocks of a recipe's model, or None if it has no such keyword."""
+    depth = registry.settings_of('model', recipe.model).get('depth')
+    return depth if isinstance(depth, int) else None
+
+
+def _algorithms(recipe: Recipe) -> Iterator[tuple[str, Component]]:
+    """Yield the path and the component of each of a recipe's algorithms, if it trains a model that is named."""
+    if recipe.task != 'train' or not isinstance(recipe.algorithms, dict) or not isinstance(recipe.model, Component):
+        return
+    for key, component in recipe.algorithms.items():
+        if isinstance(component, Component):
+            yield f'algorithms.{key}', component

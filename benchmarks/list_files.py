@@ -19,10 +19,10 @@ from pathlib import Path
 from machine import heading
 
 from diffusion.prepare import file_listing
+from diffusion.prepare.file_listing import File
 from diffusion.prepare.folder_source import FolderSource
 from diffusion.prepare.input_plan import InputPlan
 from diffusion.prepare.settings import PrepareSettings, SourceSettings
-from diffusion.prepare.sorted_files import File
 from diffusion.prepare.work_dir import WorkFolder
 
 

@@ -528,7 +528,7 @@ BUGS = {
         ['diffusion', 'export', '{run}', '--out', 'exported'],
     ),
     'ValueError in prepare': (
-        'diffusion.prepare.settings:sizes_problem',
+        'diffusion.prepare.settings:_check_sizes',
         'numpy.arange(3).reshape(2, 2)',
         ['diffusion', 'prepare', 'folder', '{run}', '--out', 'prepared', '--sizes', '32'],
     ),

@@ -19,7 +19,7 @@ from diffusion.config.load import RecipeError
 from diffusion.errors import UserError
 from diffusion.prepare import report_content
 from diffusion.prepare.catalog import TRAIN, Catalog
-from diffusion.prepare.counts_report import PrepareReport, utc_now
+from diffusion.prepare.counts_report import PrepareReport, report_page, utc_now
 from diffusion.prepare.dataset_record import (
     RecordedDataset,
     comparable_settings,
@@ -28,16 +28,15 @@ from diffusion.prepare.dataset_record import (
     write_delivery,
 )
 from diffusion.prepare.dataset_reports import caption_lines, finish_change, report_of, write_report_files
-from diffusion.prepare.html_report import report_page
 from diffusion.prepare.image_hashes import duplicates, find_known
 from diffusion.prepare.image_record import EarlierImages, write_images
 from diffusion.prepare.input_plan import InputPlan, SavedPlan, at_planned_version
-from diffusion.prepare.pipeline import Preparation, Run
+from diffusion.prepare.pipeline import Preparation
 from diffusion.prepare.report_content import MAX_CAPTIONS, caption_list
 from diffusion.prepare.settings import PrepareSettings, check_settings
 from diffusion.prepare.source import NamedCount, PartList, Source, count_named
 from diffusion.prepare.work_dir import Share, WorkFolder
-from diffusion.prepare.worker_pool import run_jobs
+from diffusion.prepare.worker_pool import Run, run_jobs
 from diffusion.storage.atomic import remove, write_atomically
 from diffusion.storage.differences import differences
 from diffusion.storage.retry import PreconditionFailed

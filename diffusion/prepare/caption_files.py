@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from diffusion.errors import UserError
-from diffusion.prepare.caption_cleaning import usable_captions
 from diffusion.prepare.extra_columns import read_columns
+from diffusion.prepare.filters import usable_captions
+from diffusion.prepare.image_table import row_values
 from diffusion.prepare.source import CaptionText, Entry, Unfit, captions_in, captions_of_columns, texts_of
-from diffusion.prepare.table_values import row_values
 from diffusion.storage.text_tables import csv_rows
 
 FILE_COLUMNS = ('file', 'file_name')

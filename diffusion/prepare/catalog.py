@@ -15,7 +15,7 @@ import pyarrow as pa
 import xxhash
 
 from diffusion.prepare.convert_part import read_sample
-from diffusion.prepare.sample_table import read_inputs, read_samples
+from diffusion.prepare.part_shards import read_inputs, read_samples
 from diffusion.prepare.source import NAMES_SHOWN, NamedCount, count_named
 from diffusion.storage.atomic import atomic_file
 

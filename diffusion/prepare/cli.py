@@ -84,9 +84,9 @@ def run_prepare(args: argparse.Namespace) -> int:
         UserError: An argument or the input is invalid.
     """
     from diffusion.prepare.append import append
-    from diffusion.prepare.engines import run_on
     from diffusion.prepare.pipeline import prepare
     from diffusion.prepare.work_dir import Share
+    from diffusion.prepare.worker_pool import run_on
 
     settings, options = _settings(args), ExecutionOptions(**given_options(ExecutionOptions, args))
     share = None if options.share is None else Share.parse(options.share)

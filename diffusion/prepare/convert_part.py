@@ -14,19 +14,27 @@ from pathlib import Path
 from typing import Any
 
 from diffusion.errors import DataError, UserError
-from diffusion.prepare.bucket_choice import Buckets
 from diffusion.prepare.extra_columns import BATCH_IMAGES, BATCH_PIXELS, compute_columns
 from diffusion.prepare.image_decoding import decode_image
-from diffusion.prepare.part_shards import ShardPlace, fetch_tables, format_of, read_stored, store_tables
+from diffusion.prepare.part_shards import (
+    InputRow,
+    SampleRow,
+    ShardPlace,
+    fetch_tables,
+    format_of,
+    read_stored,
+    store_tables,
+    write_tables,
+)
 from diffusion.prepare.process_sample import (
     THUMBNAIL_SIDE,
+    Buckets,
     Candidate,
     decode_entry,
     make_samples,
     sample_columns,
     thumbnail,
 )
-from diffusion.prepare.sample_table import InputRow, SampleRow, write_tables
 from diffusion.prepare.settings import PrepareSettings
 from diffusion.prepare.source import (
     NAMES_SHOWN,

@@ -20,12 +20,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from diffusion.config.image_shapes import BUCKETS
+from diffusion.config.image_shapes import BUCKETS, Shape, buckets_text, parse_shape
 from diffusion.errors import UserError
 from diffusion.prepare.counts_report import REPORT
 from diffusion.prepare.image_record import EarlierImages
 from diffusion.prepare.input_plan import InputPlan
-from diffusion.prepare.pack_shards import index_files
 from diffusion.storage import mds
 from diffusion.storage.atomic import write_atomically
 from diffusion.storage.places import place_at
@@ -288,3 +287,26 @@ def write_delivery(dataset: Path, number: int, token: str, plan: InputPlan, entr
     write_atomically(dataset / delivery.shards, json.dumps(entries, sort_keys=True))
     write_atomically(dataset / delivery.parts, json.dumps({part.name: part.stamp for part in plan.parts.heads}))
     return delivery
+
+
+def write_indexes(entries: Entries, dataset: Path) -> None:
+    """Write index.json for each bucket, and buckets.json for each resolution with aspect-ratio buckets."""
+    for name, content in index_files(entries).items():
+        write_atomically(dataset / name, content)
+
+
+def index_files(entries: Entries) -> dict[str, str]:
+    """Return the contents of the files that `write_indexes` writes, by name."""
+    files = {f'{bucket}/{mds.INDEX}': mds.index_text(shards) for bucket, shards in entries.items()}
+    by_size: dict[str, dict[Shape, dict[str, int]]] = {}
+    for bucket, shards in entries.items():
+        size, _, shape = bucket.partition('/')
+        if shape:
+            counts = {
+                'samples': sum(shard['samples'] for shard in shards),
+                'bytes': sum(shard['raw_data']['bytes'] for shard in shards),
+            }
+            by_size.setdefault(size, {})[parse_shape(shape)] = counts
+    for size, shapes in by_size.items():
+        files[f'{size}/{BUCKETS}'] = buckets_text(int(size.removesuffix('px')), shapes)
+    return files

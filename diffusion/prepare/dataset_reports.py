@@ -6,9 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from diffusion.prepare.catalog import DUPLICATE
-from diffusion.prepare.counts_report import REPORT, PrepareReport
+from diffusion.prepare.counts_report import HTML_REPORT, REPORT, PrepareReport, report_page
 from diffusion.prepare.dataset_record import Entries, RecordedDataset
-from diffusion.prepare.html_report import HTML_REPORT, report_page
 from diffusion.prepare.report_content import CAPTIONS
 from diffusion.prepare.source import NamedCount, count_details, count_named
 from diffusion.storage.atomic import write_atomically

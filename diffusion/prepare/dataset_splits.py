@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 
 from diffusion.config.schema import did_you_mean
 from diffusion.errors import UserError
-from diffusion.prepare.file_listing import is_inside
-from diffusion.prepare.sorted_files import File
+from diffusion.prepare.file_listing import File, is_inside
 
 TRAIN = 'train'
 KEYWORDS = {

@@ -20,6 +20,7 @@ from diffusion.prepare.caption_files import NO_PATH, read_caption_rows, read_sid
 from diffusion.prepare.dataset_splits import refuse_mixed_splits
 from diffusion.prepare.extra_columns import json_value
 from diffusion.prepare.file_listing import (
+    File,
     as_utf8,
     expand_braces,
     is_pattern,
@@ -29,7 +30,6 @@ from diffusion.prepare.file_listing import (
     local_copy,
 )
 from diffusion.prepare.optional_formats import format_of_suffix
-from diffusion.prepare.sorted_files import File
 from diffusion.prepare.source import (
     IMAGE_SUFFIXES,
     CaptionText,

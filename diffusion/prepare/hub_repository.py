@@ -16,9 +16,8 @@ from typing import Any, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 from diffusion.errors import DataError, UserError
-from diffusion.prepare.file_listing import local_copy
+from diffusion.prepare.file_listing import File, by_name, local_copy
 from diffusion.prepare.image_table import paths_inside
-from diffusion.prepare.sorted_files import File, by_name
 from diffusion.prepare.source import Unfit
 from diffusion.storage.retry import DamagedDownload, RetryPolicy, error_text
 

@@ -16,14 +16,12 @@ from typing import Any
 import pyarrow as pa
 
 from diffusion.errors import DataError, UserError
-from diffusion.prepare.dataset_choice import LAYOUTS, Choice, Chooser, is_metadata
-from diffusion.prepare.dataset_listing import DatasetListing
-from diffusion.prepare.file_listing import is_remote, single_file_part, with_passed_over
+from diffusion.prepare.dataset_choice import LAYOUTS, Choice, Chooser, DatasetListing, is_metadata
+from diffusion.prepare.file_listing import File, is_remote, single_file_part, with_passed_over
 from diffusion.prepare.folder_source import FolderSource, divide_images, metadata_in, texts_beside
 from diffusion.prepare.hub_repository import Hub, endpoint, is_on_hub, parse_name
 from diffusion.prepare.image_table import ColumnNames
 from diffusion.prepare.parquet import arrow_entries, check_columns, images_of, parquet_entries, parquet_parts
-from diffusion.prepare.sorted_files import File
 from diffusion.prepare.source import IMAGE_SUFFIXES, CaptionText, Entry, Part, PassedOver
 from diffusion.prepare.webdataset import WebDatasetSource
 from diffusion.storage.retry import GaveUp, error_text

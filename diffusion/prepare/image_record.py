@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from diffusion.prepare.catalog import HELD_OUT, REJECTED, Catalog
-from diffusion.prepare.sample_table import read_inputs
+from diffusion.prepare.part_shards import read_inputs
 from diffusion.storage.atomic import atomic_file
 
 HASHES = {

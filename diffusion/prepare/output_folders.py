@@ -1,18 +1,29 @@
-"""Destination of a prepared dataset: a local folder, renamed into place when complete, or an object store.
+"""Destination of a prepared dataset, and the jobs that write its final shards by copying samples from converted parts.
+
+The destination is a local folder, renamed into place when complete, or an object store. The final shards are planned in
+advance and written in parallel.
 
 In an object store, indexes are uploaded last, since a folder with an index counts as complete.
 """
 
 import os
 import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from diffusion.config.image_shapes import BUCKETS
 from diffusion.errors import UserError
+from diffusion.prepare.catalog import Catalog
 from diffusion.prepare.counts_report import REPORT, PrepareReport
 from diffusion.prepare.file_listing import is_remote
+from diffusion.prepare.part_shards import read_stored
 from diffusion.prepare.work_dir import Staging, WorkFolder, read_json
+from diffusion.prepare.worker_pool import Note
 from diffusion.storage import mds
 from diffusion.storage.atomic import replace_folder
 from diffusion.storage.mds import ShardFormat
@@ -184,3 +195,68 @@ def _parsed_report(path: Path) -> PrepareReport | None:
         return PrepareReport.read(path)
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
+
+
+@dataclass(frozen=True)
+class ShardJob:
+    """Job that writes one final shard of a bucket by copying its samples, in input order, from converted parts.
+
+    A part is the unit of input that one job converted, such as a tar.
+    """
+
+    folders: Mapping[int, Path]
+    """Folders of the parts by number."""
+    bucket: str
+    shards: ShardWriter
+    number: int
+    part: np.ndarray
+    """Part number of each sample."""
+    shard: np.ndarray
+    """Shard number of each sample within its part."""
+    offset: np.ndarray
+    """Offset of each sample after the header of that shard, in bytes."""
+    size: np.ndarray
+    """Size of each sample in bytes."""
+
+    @property
+    def name(self) -> str:
+        return f'shard {self.bucket}/{self.shards.name(self.number)}'
+
+    def __call__(self, note: Note) -> int:
+        """Write the final shard; return the total size of its samples in bytes, for the progress bar."""
+        self.shards.write(self.number, self._samples(note), self.size.tolist())
+        return int(self.size.sum())
+
+    def _samples(self, note: Note) -> Iterator[bytes]:
+        """Yield the encoded samples of this final shard, read from the shards of converted parts.
+
+        Raises:
+            DataError: A shard of a part is too short.
+        """
+        # Samples of one source shard are adjacent and in order, so that each source shard is opened once.
+        where = np.stack([self.part, self.shard.astype(np.int64)], axis=1)
+        starts = [0, *(np.flatnonzero(np.any(where[1:] != where[:-1], axis=1)) + 1).tolist(), len(where)]
+        for start, stop in pairwise(starts):
+            part, shard = where[start].tolist()
+            folder = self.folders[part]
+            note(str(folder))
+            yield from read_stored(folder, shard, self.offset[start:stop].tolist(), self.size[start:stop].tolist())
+
+
+def plan_shards(
+    catalog: Catalog, numbers: np.ndarray, bucket: str, *, shards: ShardWriter, first: int = 0
+) -> Iterator[ShardJob]:
+    """Yield the jobs that write a bucket's final shards: the given samples in order, as many per shard as fit.
+
+    Args:
+        numbers: Numbers of the samples, in order.
+        bucket: Unique name of the bucket for messages.
+        first: Number of the first shard.
+    """
+    samples = catalog.samples
+    for number, span in enumerate(shards.format.cut(samples.size[numbers]), first):
+        chosen = numbers[span.start : span.stop]
+        places = (samples.shard[chosen], samples.offset[chosen], samples.size[chosen])
+        parts = catalog.part[samples.image[chosen]]
+        folders = {int(part): catalog.parts[part] for part in np.unique(parts)}
+        yield ShardJob(folders, bucket, shards, number, parts, *places)

@@ -31,9 +31,9 @@ from diffusion.prepare.image_table import (
     find_columns,
     image_path,
     raise_if_io_error,
+    row_values,
 )
 from diffusion.prepare.source import Entry, Part
-from diffusion.prepare.table_values import row_values
 
 SUFFIX = '.parquet'
 ARROW_SUFFIX = '.arrow'

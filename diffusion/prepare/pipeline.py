@@ -9,7 +9,7 @@ order in which they finish, or interruptions; only `date` and `seconds` in the r
 """
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from functools import partial
 from itertools import product
@@ -22,36 +22,39 @@ from tqdm import tqdm
 from diffusion.config.load import RecipeError
 from diffusion.errors import UserError
 from diffusion.prepare import report_content
-from diffusion.prepare.bucket_choice import Buckets
 from diffusion.prepare.catalog import HELD_OUT, REJECTED, TRAIN, Catalog
 from diffusion.prepare.convert_part import PartJob, read_counts
-from diffusion.prepare.counts_report import REPORT, HeldOut, PrepareReport, rejection_lines, utc_now
+from diffusion.prepare.counts_report import (
+    HTML_REPORT,
+    REPORT,
+    HeldOut,
+    PrepareReport,
+    rejection_lines,
+    report_page,
+    utc_now,
+)
 from diffusion.prepare.dataset_record import (
     RECORD,
     DatasetRecord,
     comparable_settings,
     with_indexes,
     write_delivery,
+    write_indexes,
 )
-from diffusion.prepare.html_report import HTML_REPORT, report_page
 from diffusion.prepare.image_record import write_images
 from diffusion.prepare.input_plan import InputPlan, Piece, at_planned_version, pieces_of
 from diffusion.prepare.optional_formats import format_of_suffix
-from diffusion.prepare.output_folders import output_of, shard_writer
-from diffusion.prepare.pack_shards import ShardJob, plan_shards, write_indexes
+from diffusion.prepare.output_folders import ShardJob, output_of, plan_shards, shard_writer
 from diffusion.prepare.part_shards import list_stored
-from diffusion.prepare.process_sample import sample_columns
+from diffusion.prepare.process_sample import Buckets, sample_columns
 from diffusion.prepare.report_content import CAPTIONS, caption_list, long_captions_note, statistics_of
 from diffusion.prepare.settings import PrepareSettings, check_settings
 from diffusion.prepare.source import NamedCount, Source, count_details, count_named
 from diffusion.prepare.work_dir import Share, WorkFolder
-from diffusion.prepare.worker_pool import WorkerJob, run_jobs
+from diffusion.prepare.worker_pool import Run, WorkerJob, run_jobs
 from diffusion.storage.atomic import write_atomically
 from diffusion.storage.mds import ShardFormat
 from diffusion.storage.shard_writer import ShardWriter
-
-Run = Callable[[Iterable[WorkerJob]], Iterator[Any]]
-"""Function that runs jobs in any order and yields their results."""
 
 
 def prepare(

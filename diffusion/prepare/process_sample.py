@@ -1,21 +1,85 @@
-"""Convert a source entry into dataset samples, one per bucket, or reject it with a reason."""
+"""Convert a source entry into dataset samples, one per bucket, or reject it with a reason.
+
+A bucket is a folder of shards for the images of one resolution, or of one resolution and shape.
+"""
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from PIL import Image
 
-from diffusion.config.image_shapes import Shape
-from diffusion.prepare.bucket_choice import Buckets
-from diffusion.prepare.caption_cleaning import usable_captions
+from diffusion.config.image_shapes import STEP, Shape, parse_shape, sdxl_shapes, shape_for, square
 from diffusion.prepare.extra_columns import json_value
+from diffusion.prepare.filters import usable_captions
 from diffusion.prepare.image_decoding import DecodedImage, covering_size, decode_image, encode, shrink
 from diffusion.prepare.image_hashes import exact_hash, perceptual_hash
-from diffusion.prepare.sample_table import InputRow
+from diffusion.prepare.part_shards import InputRow
 from diffusion.prepare.settings import PrepareSettings
 from diffusion.prepare.source import Entry, Unfit
+
+
+class Buckets:
+    """All buckets of a dataset; a name is `512px`, or `512px/640x384` with aspect-ratio buckets.
+
+    Args:
+        sizes: Resolutions in pixels.
+        aspects: `none` for squares only, `sdxl` for the shapes of the SDXL table, or a list of shapes at the largest
+            size, which are scaled for the other sizes.
+        step: Divisor of the sides of all shapes, in pixels.
+        every: True if an image goes to each resolution that it fills, False if only to the largest one.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], aspects: str | Sequence[str], *, every: bool = True, step: int = STEP
+    ) -> None:
+        self.squares = aspects == 'none'
+        self.every = every
+        self.shapes = {size: _shapes(size, max(sizes), aspects, step) for size in sorted(sizes)}
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all buckets, sorted by resolution, then by aspect ratio from tall to wide."""
+        return [self.name(size, shape) for size, shapes in self.shapes.items() for shape in shapes]
+
+    @property
+    def largest_side(self) -> int:
+        """Longest side of all buckets in pixels; an image fits in each bucket if its shorter side has as many."""
+        return max(max(shape.width, shape.height) for shapes in self.shapes.values() for shape in shapes)
+
+    def name(self, size: int, shape: Shape) -> str:
+        return f'{size}px' if self.squares else f'{size}px/{shape}'
+
+    def choose(self, width: int, height: int) -> list[tuple[int, Shape]]:
+        """Choose the buckets of an image of this width and height in pixels.
+
+        They are all resolutions that need no upscaling, or the largest of them if not `every`; within each, the shape
+        closest in aspect ratio.
+
+        Returns:
+            Pairs (resolution, shape) from small to large; empty if the image is smaller than every bucket.
+        """
+        filled = []
+        for size, shapes in self.shapes.items():
+            fitting = [shape for shape in shapes if shape.width <= width and shape.height <= height]
+            if size <= min(width, height) and fitting:
+                filled.append((size, shape_for(width, height, fitting)))
+        return filled if self.every else filled[-1:]
+
+
+def _shapes(size: int, largest: int, aspects: str | Sequence[str], step: int) -> list[Shape]:
+    if aspects == 'none':
+        return [square(size)]
+    if aspects == 'sdxl':
+        return sdxl_shapes(size, step)
+    scaled = {_scaled(parse_shape(text), size, largest, step) for text in aspects}
+    return sorted(scaled, key=lambda shape: (shape.aspect, shape.width))
+
+
+def _scaled(shape: Shape, size: int, largest: int, step: int) -> Shape:
+    return Shape(*(max(step, round(side * size / largest / step) * step) for side in (shape.width, shape.height)))
+
 
 COLUMNS = {'image': 'bytes', 'captions': 'json', 'width': 'int', 'height': 'int', 'key': 'str', 'metadata': 'json'}
 """MDS encodings by column; width and height are those of the stored image, in pixels."""

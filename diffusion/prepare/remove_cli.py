@@ -136,7 +136,7 @@ def _print_selection(dataset: 'RecordedDataset', selection: 'Selection', *, dry_
 
 def _print_affected(options: RemoveOptions, datasets: 'Sequence[RecordedDataset]') -> None:
     """Print the latents that were made from the datasets, and the runs that read them."""
-    from diffusion.prepare.affected_copies import latents_of, runs_with
+    from diffusion.prepare.remove import latents_of, runs_with
 
     stale = []
     for dataset in datasets:
@@ -171,7 +171,7 @@ def _print_effect(dataset: 'RecordedDataset', rewritten: list[str], old_indexes:
 
 def _remove_by_scan(options: RemoveOptions, keys: list[str], scratch: Path) -> int:
     """Remove samples from shards without a record by reading all of them."""
-    from diffusion.prepare.remove_by_scan import found_keys, remove_scanned, scan, superseded
+    from diffusion.prepare.shard_rewriting import found_keys, remove_scanned, scan, superseded
     from diffusion.storage.places import place_at
 
     if options.hash or options.image or options.purge or options.latents or options.keep_old_shards:
@@ -196,7 +196,7 @@ def _remove_by_scan(options: RemoveOptions, keys: list[str], scratch: Path) -> i
             verb = 'would remove' if options.dry_run else 'removing'
             print(f'{options.dataset}/{each.name}: {verb} {samples} samples from {len(each.holding)} shards')
     if options.runs_dir is not None and any(each.holding for each in scanned):
-        from diffusion.prepare.affected_copies import runs_with
+        from diffusion.prepare.remove import runs_with
 
         for name, streams in runs_with([options.dataset], options.runs_dir):
             print(printable(f'run {name} reads the dataset ({", ".join(streams)}) and may have trained on the images'))
@@ -235,10 +235,9 @@ def _checked_hash(text: str) -> str:
 
 def _hash_of(path: Path, dataset: 'RecordedDataset') -> str:
     """Return the hash of the pixels of an image file, decoded as the dataset's images were."""
-    from diffusion.prepare.bucket_choice import Buckets
     from diffusion.prepare.image_decoding import decode_image
     from diffusion.prepare.image_hashes import exact_hash
-    from diffusion.prepare.process_sample import resized_to
+    from diffusion.prepare.process_sample import Buckets, resized_to
     from diffusion.prepare.source import Unfit
 
     settings = dataset.record.settings

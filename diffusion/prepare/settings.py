@@ -18,7 +18,6 @@ from diffusion.config.schema import Gatherer, Problem, build_dataclass, did_you_
 from diffusion.config.secrets import secret_problems
 from diffusion.config.yaml_files import UnreadableYAML, merge_and_resolve, read_chain
 from diffusion.errors import UserError
-from diffusion.prepare.bucket_choice import sizes_problem
 from diffusion.prepare.extra_columns import file_problem, source_hash
 from diffusion.prepare.file_listing import is_remote
 from diffusion.prepare.filters import Filters
@@ -366,9 +365,12 @@ def _check_sizes(settings: PrepareSettings, gather: Gatherer) -> None:
     if settings.step <= 0 or settings.step % STEP:
         gather.problem('step', f'{settings.step} is not a positive multiple of {STEP}')
         return
-    problem = sizes_problem(settings.sizes, settings.step)
-    if problem is not None:
-        gather.problem('sizes', problem)
+    wrong = [size for size in settings.sizes if size <= 0 or size % settings.step]
+    if not settings.sizes or wrong:
+        what = f'{wrong or "the list is empty"}; sizes must be positive multiples of {settings.step}, in pixels'
+        gather.problem('sizes', what)
+    elif len(set(settings.sizes)) != len(settings.sizes):
+        gather.problem('sizes', f'{settings.sizes} contains a size twice; list each size once')
     if isinstance(settings.aspects, str) and settings.aspects not in NAMED_ASPECTS:
         near = did_you_mean(settings.aspects, NAMED_ASPECTS)
         gather.problem('aspects', f'{settings.aspects!r}: {near}, or a list of shapes such as [640x384]')

@@ -1,28 +1,42 @@
-"""Process pool that survives the death of a worker: it retries the job, then reports which job and which item failed.
+"""Run the jobs of `diffusion prepare`: in processes of this machine, or on several machines.
 
-When a worker is killed, `multiprocessing.Pool` hangs and `ProcessPoolExecutor` fails all pending work; neither reports
-which job the worker was running.
+The process pool survives the death of a worker: it retries the job, then reports which job and which item failed. When
+a worker is killed, `multiprocessing.Pool` hangs and `ProcessPoolExecutor` fails all pending work; neither reports which
+job the worker was running.
+
+Several machines need access to the input at the same location, and to the work folder (NFS, Lustre). Shares do not need
+a common work folder if `PrepareSettings.parts` is in an object store.
+
+- Ray: `diffusion prepare RECIPE.yaml --engine ray` on a cluster started with `ray start`; without one, Ray uses only
+  this machine.
+- No engine: run the command with `--share 0/16` to `--share 15/16`, one per machine, which converts a 16th of the
+  input each; then run it once without `--share`.
+- Another engine: `prepare(settings, run=function)`, where the function runs picklable jobs and yields their results.
+  For Spark: `lambda jobs: spark.sparkContext.parallelize(list(jobs)).map(run_job).toLocalIterator()`.
 """
 
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
-from diffusion.errors import DataError
+from diffusion.errors import DataError, UserError
+from diffusion.prepare.settings import PrepareSettings
 from diffusion.storage.host_memory import keep_freed_memory
 
 Note = Callable[[str], None]
 """Callback that records the current item of a job, such as the key of an image, for the error if its process dies."""
 
-PRELOAD = ['diffusion.prepare.convert_part', 'diffusion.prepare.pack_shards', 'pandas']
+PRELOAD = ['diffusion.prepare.convert_part', 'diffusion.prepare.output_folders', 'pandas']
 """Modules that the forkserver imports once for all workers; pyarrow imports pandas (0.5 s) for its first array."""
 DEATHS = 3
 """Number of times that a job's process may die before the preparation fails."""
@@ -41,6 +55,10 @@ class WorkerJob(Protocol):
     def __call__(self, note: Note) -> Any:
         """Run the job and return its result; `note` records the current item, which is named if the process dies."""
         ...
+
+
+Run = Callable[[Iterable[WorkerJob]], Iterator[Any]]
+"""Function that runs jobs in any order and yields their results."""
 
 
 def run_jobs(jobs: Iterable[WorkerJob], *, workers: int) -> Iterator[Any]:
@@ -211,3 +229,56 @@ def _exit_with_parent() -> None:
     # start resumes the same part. `sys.exit` would end only this thread.
     parent.join()
     os._exit(1)
+
+
+def run_on(engine: str, settings: PrepareSettings) -> Run:
+    """Return the function that runs jobs on an engine: `processes` (on this machine) or `ray`."""
+    if engine == 'ray':
+        return partial(run_on_ray, workers=settings.workers)
+    return partial(run_jobs, workers=settings.worker_count)
+
+
+def run_on_ray(jobs: Iterable[WorkerJob], *, workers: int | None = None) -> Iterator[Any]:
+    """Run jobs with Ray Data and yield their results as they finish.
+
+    Args:
+        jobs: Jobs; each one is a Ray task that uses one core.
+        workers: Maximum number of concurrent tasks; None for one per core of the cluster.
+
+    Raises:
+        UserError: Ray is not installed.
+    """
+    # Ray starts a local cluster if there is none, which would send usage statistics to Anyscale.
+    os.environ.setdefault('RAY_USAGE_STATS_ENABLED', '0')
+    try:
+        import ray.data
+    except ImportError as error:
+        raise UserError(
+            f"--engine ray: Ray is not installed ({error}); pip install 'diffusion-recipes[ray]'"
+        ) from error
+    items = [{'job': pickle.dumps(job)} for job in jobs]
+    if not items:
+        return
+    # One block per job: Ray schedules blocks, so a larger block would run its jobs one after the other.
+    data = ray.data.from_items(items, override_num_blocks=len(items))
+    for row in data.map(_run_pickled, concurrency=workers).iter_rows():
+        result, error = pickle.loads(row['outcome'])
+        if error is not None:
+            raise error
+        yield result
+
+
+def run_job(job: WorkerJob) -> Any:
+    """Run a job of `diffusion prepare` in the calling process and return its result: the function to map in Spark."""
+    return job(lambda text: None)
+
+
+def _run_pickled(item: dict[str, Any]) -> dict[str, bytes]:
+    """Run a pickled job as a Ray task; return its pickled (result, error)."""
+    # Ray would wrap an exception in several of its own, and callers could not catch UserError or DataError.
+    keep_freed_memory()
+    job: WorkerJob = pickle.loads(item['job'])
+    try:
+        return {'outcome': pickle.dumps((run_job(job), None))}
+    except Exception as error:
+        return {'outcome': pickle.dumps((None, error))}

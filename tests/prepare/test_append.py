@@ -16,9 +16,9 @@ from diffusion.errors import UserError
 from diffusion.prepare import append as append_module
 from diffusion.prepare.append import append
 from diffusion.prepare.counts_report import PrepareReport
-from diffusion.prepare.engines import run_job
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.source import Entry, Part
+from diffusion.prepare.worker_pool import run_job
 from diffusion.storage.retry import PreconditionFailed
 
 CHOICES: dict[str, Any] = {'aspects': ['32x32', '32x24'], 'duplicates': 'near', 'shard_mb': 0.01}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diffusion.prepare.caption_cleaning import clean_captions, clean_text
+from diffusion.prepare.filters import clean_captions, clean_text
 from diffusion.prepare.image_decoding import Unfit
 
 

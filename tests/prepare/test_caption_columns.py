@@ -24,7 +24,6 @@ from diffusion.data.caption_choice import caption_chances, choose_caption
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.prepare.counts_report import PrepareReport
-from diffusion.prepare.engines import run_job
 from diffusion.prepare.folder_source import FolderSource
 from diffusion.prepare.huggingface_source import HuggingFaceSource
 from diffusion.prepare.parquet import ParquetSource
@@ -32,6 +31,7 @@ from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.settings import settings_of
 from diffusion.prepare.source import Entry, Source
 from diffusion.prepare.webdataset import WebDatasetSource
+from diffusion.prepare.worker_pool import run_job
 from diffusion.tasks.precompute import precompute
 from diffusion.training.components import build_loader
 

@@ -7,9 +7,9 @@ import pytest
 from drawn import DrawnSource, draw, encode, samples, settings
 
 from diffusion.prepare import report_content
-from diffusion.prepare.engines import run_job
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.source import Entry
+from diffusion.prepare.worker_pool import run_job
 
 
 class Labeled(DrawnSource):

@@ -13,9 +13,9 @@ from transformers import CLIPModel, CLIPProcessor
 from diffusion.config.load import RecipeError
 from diffusion.errors import UserError
 from diffusion.prepare.append import append
-from diffusion.prepare.engines import run_job
 from diffusion.prepare.extra_columns import BATCH_IMAGES, compute_columns
 from diffusion.prepare.pipeline import prepare
+from diffusion.prepare.worker_pool import run_job
 
 BRIGHTNESS = """
 import numpy as np

@@ -16,9 +16,9 @@ import pytest
 from prepare.drawn import draw as drawn
 from prepare.drawn import encode, samples
 
-from diffusion.prepare.engines import run_job
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.settings import settings_of
+from diffusion.prepare.worker_pool import run_job
 
 IMAGE = encode(drawn(1, width=20, height=20), 'PNG')
 ROWS = 24

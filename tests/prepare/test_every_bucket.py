@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from diffusion.prepare import process_sample
 from diffusion.prepare.counts_report import PrepareReport
-from diffusion.prepare.engines import run_job
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.settings import settings_of
+from diffusion.prepare.worker_pool import run_job
 
 
 def here(jobs: Any) -> Iterator[Any]:

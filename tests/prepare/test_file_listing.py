@@ -8,8 +8,7 @@ from object_store import Store
 
 from diffusion.errors import UserError
 from diffusion.prepare import file_listing
-from diffusion.prepare.file_listing import expand_braces, local_copy, part_name, single_file_part
-from diffusion.prepare.sorted_files import File
+from diffusion.prepare.file_listing import File, expand_braces, local_copy, part_name, single_file_part
 
 
 def touch(path: Path, content: bytes = b'x') -> Path:

@@ -17,11 +17,11 @@ from xxhash import xxh3_64_intdigest
 from diffusion.config.load import RecipeError
 from diffusion.errors import UserError
 from diffusion.prepare.counts_report import PrepareReport
-from diffusion.prepare.engines import run_job
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.settings import settings_of
 from diffusion.prepare.source import Entry, Part
 from diffusion.prepare.work_dir import WorkFolder
+from diffusion.prepare.worker_pool import run_job
 
 
 def here(jobs: Any) -> Iterator[Any]:

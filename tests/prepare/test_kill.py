@@ -16,7 +16,7 @@ sys.path[:0] = [sys.argv[1], os.path.dirname(sys.argv[1])]
 from pathlib import Path
 from drawn import DrawnSource, settings, snapshot
 import pandas
-from diffusion.prepare import convert_part, engines, pack_shards, report_content
+from diffusion.prepare import convert_part, output_folders, report_content, worker_pool
 from diffusion.prepare.pipeline import prepare
 from sudden_death import die_before
 
@@ -35,7 +35,7 @@ def start(out, source, *, kill_at=None, with_group=False, after=None, inline=Fal
 
     def run(jobs):
         """Run jobs in other processes, and write a file per result, since `die_before` counts only our operations."""
-        for result in engines.run_on('processes', chosen)(jobs):
+        for result in worker_pool.run_on('processes', chosen)(jobs):
             (FOLDER / 'result').write_text('')
             yield result
 

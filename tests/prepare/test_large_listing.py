@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from diffusion.errors import UserError
-from diffusion.prepare import file_listing, sorted_files, source
+from diffusion.prepare import file_listing, source
+from diffusion.prepare.file_listing import File, SortedFiles
 from diffusion.prepare.folder_source import FolderSource
 from diffusion.prepare.input_plan import InputPlan, SavedPlan
 from diffusion.prepare.settings import PrepareSettings, SourceSettings
-from diffusion.prepare.sorted_files import File, SortedFiles
 from diffusion.prepare.source import Part, PartList
 from diffusion.prepare.work_dir import WorkFolder
 
@@ -45,7 +45,7 @@ def listing(monkeypatch: pytest.MonkeyPatch, files: list[File]) -> None:
 def test_parts_of_a_sorted_listing_are_those_of_a_look_at_all_files(found, monkeypatch):
     files = [file(name) for name in found]
     listing(monkeypatch, files)
-    monkeypatch.setattr(sorted_files, 'IN_MEMORY', 4)
+    monkeypatch.setattr(file_listing, 'IN_MEMORY', 4)
     source = FolderSource('/in/**')
     visible, others = file_listing.list_files('/in', None)
     try:
@@ -64,14 +64,14 @@ def test_parts_of_a_sorted_listing_are_those_of_a_look_at_all_files(found, monke
 
 
 def test_files_are_sorted_in_runs_and_may_be_read_again_and_side_by_side(monkeypatch):
-    monkeypatch.setattr(sorted_files, 'IN_MEMORY', 64)
-    monkeypatch.setattr(sorted_files, 'BLOCK', 10)
+    monkeypatch.setattr(file_listing, 'IN_MEMORY', 64)
+    monkeypatch.setattr(file_listing, 'BLOCK', 10)
     found = [file(f'{number * 7919 % 1000:04}.jpg') for number in range(1000)]
     ordered = SortedFiles(found)
     assert list(ordered) == list(ordered) == sorted(found, key=lambda each: each.name)
     assert all(first == second for first, second in zip(ordered, ordered, strict=True))
     strange = [file(name) for name in ('line\nbreak.jpg', 'half \udc80 of a pair.jpg', '')]
-    monkeypatch.setattr(sorted_files, 'IN_MEMORY', 1)
+    monkeypatch.setattr(file_listing, 'IN_MEMORY', 1)
     assert sorted(SortedFiles(strange)) == sorted(strange)
 
 
@@ -127,8 +127,8 @@ def test_other_input_is_named_by_its_parts(prepared, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_memory_of_a_plan_does_not_grow_with_its_files(prepared, tmp_path, monkeypatch):
-    monkeypatch.setattr(sorted_files, 'IN_MEMORY', 2000)
-    monkeypatch.setattr(sorted_files, 'BLOCK', 100)
+    monkeypatch.setattr(file_listing, 'IN_MEMORY', 2000)
+    monkeypatch.setattr(file_listing, 'BLOCK', 100)
     monkeypatch.setattr(source, 'MEMORY_BYTES', 10_000)
 
     def synthetic(count: int) -> Iterator[File]:

@@ -16,10 +16,10 @@ from PIL import Image
 from diffusion.cli import CommandParser, main
 from diffusion.prepare import cli, openmoji
 from diffusion.prepare.counts_report import PrepareReport
-from diffusion.prepare.engines import run_job
 from diffusion.prepare.openmoji import SKIN_TONES, Emoji, all_emoji, choose_emoji
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.settings import settings_of
+from diffusion.prepare.worker_pool import run_job
 
 
 @pytest.fixture(scope='module')

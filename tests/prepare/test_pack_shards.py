@@ -12,9 +12,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from streaming import MDSWriter
 
-from diffusion.prepare.bucket_choice import Buckets
 from diffusion.prepare.pipeline import prepare
-from diffusion.prepare.process_sample import COLUMNS
+from diffusion.prepare.process_sample import COLUMNS, Buckets
 from diffusion.storage import mds
 
 

@@ -11,9 +11,9 @@ from drawn import encoded_image, snapshot
 from diffusion.prepare import folder_source, input_plan
 from diffusion.prepare.convert_part import PartJob
 from diffusion.prepare.counts_report import PrepareReport
-from diffusion.prepare.engines import run_job
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.settings import settings_of
+from diffusion.prepare.worker_pool import run_job
 
 IMAGES = 100
 

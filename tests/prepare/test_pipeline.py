@@ -20,10 +20,10 @@ from drawn import DrawnSource, draw, encode, samples, settings, snapshot
 from diffusion.errors import DataError, UserError
 from diffusion.prepare import convert_part as part_module
 from diffusion.prepare.counts_report import PrepareReport
-from diffusion.prepare.engines import run_job
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.source import Entry, Part
 from diffusion.prepare.work_dir import Share, WorkFolder
+from diffusion.prepare.worker_pool import run_job
 
 
 def run(out: Path, source: Any = None, **values: object) -> PrepareReport:

@@ -15,11 +15,10 @@ from diffusion.prepare import part_shards
 from diffusion.prepare.append import append
 from diffusion.prepare.convert_part import PartJob
 from diffusion.prepare.counts_report import PrepareReport
-from diffusion.prepare.engines import run_job
 from diffusion.prepare.part_shards import TABLES
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.work_dir import Share
-from diffusion.prepare.worker_pool import WorkerJob
+from diffusion.prepare.worker_pool import WorkerJob, run_job
 from diffusion.storage import mds, object_store
 from diffusion.storage.bucket_interface import Location
 from diffusion.storage.retry import RetryPolicy

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from drawn import DrawnSource, settings, snapshot
 
-from diffusion.prepare.engines import run_on_ray
 from diffusion.prepare.pipeline import prepare
+from diffusion.prepare.worker_pool import run_on_ray
 
 SOURCE = DrawnSource(4, 15, broken=7)
 

@@ -16,10 +16,9 @@ from drawn import DrawnSource, draw, encode, settings
 from PIL import Image
 
 from diffusion.data.image_sheet import Figure
-from diffusion.prepare import html_report, report_content
-from diffusion.prepare.counts_report import PrepareReport
+from diffusion.prepare import counts_report, report_content
+from diffusion.prepare.counts_report import PrepareReport, report_page
 from diffusion.prepare.dataset_reports import merged_report, without_names
-from diffusion.prepare.html_report import report_page
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.source import Entry, NamedCount
 
@@ -135,8 +134,8 @@ def test_page_is_self_contained_and_escapes_text(prepared: tuple[Path, PrepareRe
 def test_page_names_single_numbers_and_ranges() -> None:
     counts = {'edges': [1, 2, 3, 10], 'counts': [5, 0, 4, 3], 'quantiles': {'50%': 1.0}}
     shares = {'edges': [0.0, 1.0, 2.0], 'counts': [1, 1, 0], 'quantiles': {}}
-    assert re.findall('<th>(.*?)</th>', html_report._histogram('captions', counts)) == ['1', '3 to 10', '10 or more']
-    assert re.findall('<th>(.*?)</th>', html_report._histogram('aspect', shares)) == ['0.0 to 1.0', '1.0 to 2.0']
+    assert re.findall('<th>(.*?)</th>', counts_report._histogram('captions', counts)) == ['1', '3 to 10', '10 or more']
+    assert re.findall('<th>(.*?)</th>', counts_report._histogram('aspect', shares)) == ['0.0 to 1.0', '1.0 to 2.0']
 
 
 def test_page_shows_images_of_every_bucket_and_reason(

@@ -16,10 +16,10 @@ from diffusion.data.streams import BucketedDataset
 from diffusion.models import batch_keys
 from diffusion.prepare.append import append
 from diffusion.prepare.dataset_record import RecordedDataset
-from diffusion.prepare.engines import run_job
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.remove import remove
 from diffusion.prepare.settings import settings_of
+from diffusion.prepare.worker_pool import run_job
 from diffusion.training.train import build_trainer, train
 
 

@@ -6,7 +6,6 @@ import os
 import pickle
 import subprocess
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +39,13 @@ def isolate(name: str, temporary: Path) -> None:
     shared_state.LOCK = temporary / shared_state.LOCK.name  # of a machine: found at the import
 
 
-def start_nodes(
-    url: str, folder: Path, *, mounted: Path | None = None, fault: Callable[[int], None] | None = None, **settings: Any
-) -> list[Forked]:
-    """Read epochs on several nodes of one device each, in one job or in a job each; see `samples_of`.
+def start_nodes(url: str, folder: Path, *, mounted: Path | None = None, **settings: Any) -> list[Forked]:
+    """Read epochs in a job of several nodes with one device each; see `samples_of`.
 
     Args:
         url: URL of the shards.
         folder: Folder of the nodes' caches.
         mounted: Folder that each node mounts as its cache, as a file system of the cluster; None gives each its own.
-        fault: Called on each node with its number before it reads, if each runs a job of its own.
         settings: Keywords of the dataset.
     """
     port = free_port()
@@ -59,22 +55,17 @@ def start_nodes(
         isolate(f'node{number}', folder / f'tmp-{number}')
         import torch
 
-        rank, world = (number, NODES) if fault is None else (0, 1)
-        os.environ |= {'RANK': str(rank), 'NODE_RANK': str(rank), 'WORLD_SIZE': str(world)}
+        os.environ |= {'RANK': str(number), 'NODE_RANK': str(number), 'WORLD_SIZE': str(NODES)}
         os.environ |= {'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '1', 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port)}
         cache = folder / f'cache-{number}'
         if mounted is not None:
             cache.mkdir()
             subprocess.run(['mount', '--bind', str(mounted), str(cache)], check=True)
-        if fault is None:
-            torch.distributed.init_process_group('gloo')
+        torch.distributed.init_process_group('gloo')
         loader = cached_loader(url, cache, predownload=24, **settings)
-        if fault is not None:
-            fault(number)
         found = [served(loader) for _ in range(EPOCHS)]
         (folder / f'samples-{number}').write_bytes(pickle.dumps(found))
-        if fault is None:
-            torch.distributed.barrier()
+        torch.distributed.barrier()
         del loader
         gc.collect()  # ends the threads and frees the shared memory; the process ends without finalizers
 

@@ -4,23 +4,20 @@ import json
 import os
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from numbered import SAMPLES, expected, loader_over, number, payload, served, write_samples
 
-from diffusion.data.bad_samples import MAX_ATTEMPTS, MIN_REPLACED, BadSample, SampleCounts, quarantine, replacement
+from diffusion.data.bad_samples import MAX_ATTEMPTS, MIN_REPLACED, BadSample, quarantine, replacement
 from diffusion.errors import DataError
 from diffusion.models import batch_keys
 
 pytestmark = pytest.mark.usefixtures('many_datasets')
 
 BAD = frozenset({3, 17, 40})
-LENIENT = {'max_bad_samples': 0.9}
 
 
 def test_bad_sample_is_replaced_from_same_shard_under_same_id(tmp_path):
     local = write_samples(tmp_path / 'local', bad=BAD)
-    loader = loader_over(None, local, substitute=True, loader=LENIENT | {'quarantine': tmp_path / 'q.jsonl'})
+    loader = loader_over(None, local, substitute=True, loader={'quarantine': tmp_path / 'q.jsonl'})
     found = served(loader)
     assert sorted(found) == list(range(SAMPLES))
     assert {index for index, value in found.items() if value != expected()[index]} == BAD
@@ -37,26 +34,20 @@ def test_bad_sample_is_replaced_from_same_shard_under_same_id(tmp_path):
 
 def test_replacements_do_not_depend_on_workers_or_resume(tmp_path):
     local = write_samples(tmp_path / 'local', bad=BAD)
-    alone = served(loader_over(None, local, substitute=True, loader=LENIENT))
-    assert served(loader_over(None, local, substitute=True, workers=2, loader=LENIENT)) == alone
-    interrupted = loader_over(None, local, substitute=True, loader=LENIENT)
+    alone = served(loader_over(None, local, substitute=True))
+    assert served(loader_over(None, local, substitute=True, workers=2)) == alone
+    interrupted = loader_over(None, local, substitute=True)
     iterator = iter(interrupted)
     first = [next(iterator) for _ in range(4)]
+    assert not any(batch_keys.REPLACED in batch for batch in first), 'the notes are removed'
     state = interrupted.state_dict()
     assert state is not None
-    resumed = loader_over(None, local, substitute=True, loader=LENIENT)
+    resumed = loader_over(None, local, substitute=True)
     resumed.load_state_dict(state)
     rest = served(resumed)
     for batch in first:
         rest |= dict(zip(batch[batch_keys.SAMPLE_ID].tolist(), batch['number'].tolist(), strict=True))
     assert rest == alone
-
-
-def test_replacement_notes_are_removed_from_batches(tmp_path):
-    local = write_samples(tmp_path / 'local', bad=BAD)
-    for batch in loader_over(None, local, substitute=True, workers=1, loader=LENIENT):
-        numbers = {batch_keys.SAMPLE_ID, batch_keys.EPOCH, batch_keys.OCCURRENCE, batch_keys.BATCH_INDEX}
-        assert set(batch) == {'number', *numbers}
 
 
 @pytest.mark.parametrize('workers', [0, 2])
@@ -119,24 +110,9 @@ def test_too_many_bad_samples_stop_epoch(tmp_path):
     assert len((tmp_path / 'q.jsonl').read_text().splitlines()) == loader.tally.replaced > MIN_REPLACED
 
 
-@given(st.integers(0, 10**9), st.integers(0, 10**12), st.floats(0, 1))
-def test_rate_limit_applies_only_above_minimum_count(replaced, more, rate):
-    tally = SampleCounts(served=replaced + more, replaced=replaced)
-    too_many = replaced > MIN_REPLACED and replaced > rate * (replaced + more)
-    assert (tally.problem(rate) is not None) == too_many
-
-
-@given(st.integers(0, 2**32 - 1), st.integers(0, 2**40), st.integers(0, 2**20), st.integers(1, 8), st.integers(1, 9999))
-def test_replacement_is_a_deterministic_row_of_the_shard(seed, sample, epoch, attempt, samples):
-    row = replacement(seed, sample, epoch, attempt, samples=samples)
-    assert 0 <= row < samples
-    assert row == replacement(seed, sample, epoch, attempt, samples=samples)
-
-
 def test_replacements_are_uniform_over_shard():
     rows = [replacement(1, sample, 0, attempt, samples=10) for sample in range(200) for attempt in (1, 2)]
-    counts = [rows.count(row) for row in range(10)]
-    assert sum(counts) == 400 and min(counts) > 20
+    assert set(rows) == set(range(10)) and min(map(rows.count, rows)) > 20
 
 
 def test_quarantine_appends_to_file_and_creates_no_folder(tmp_path, caplog):

@@ -1,19 +1,26 @@
-"""Datasets and loader on real shards."""
+"""Datasets and loader on real shards, and the sizes of images."""
 
+import io
 import multiprocessing
-import shutil
-from pathlib import Path
+import os
 
+import numpy as np
 import pytest
 import torch
+import yaml
+from PIL import Image
 from streaming import MDSWriter, Stream
 
-from diffusion.config.image_shapes import square
+from diffusion.config import registry
+from diffusion.config.image_shapes import Shape, square
 from diffusion.config.load import load
+from diffusion.config.recipe import Component
 from diffusion.data.bad_samples import BadSample
-from diffusion.data.image_text import ImageTextDataset
+from diffusion.data.image_text import ImageTextDataset, image_sizes, original_size
 from diffusion.data.loader import BucketedLoader, default_num_workers
 from diffusion.data.streams import Bucket
+from diffusion.data.transforms import CropBox
+from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.storage import bucket_clients
 from diffusion.storage.s3_client import S3Client
@@ -26,11 +33,6 @@ def two_buckets(pictures):
 
 def batches_of(loader):
     return [{name: tensor.clone() for name, tensor in batch.items()} for batch in loader]
-
-
-def copy_of(folder: Path, to: Path) -> Path:
-    shutil.copytree(folder, to)
-    return to
 
 
 def test_batches_have_one_resolution_and_all_keys(write_recipe, pictures):
@@ -62,7 +64,7 @@ def test_epochs_are_numbered_and_shuffled_differently(write_recipe, pictures):
     assert orders[0] != orders[1]
 
 
-def test_resume_mid_epoch_equals_uninterrupted(write_recipe, pictures):
+def test_resume_mid_epoch_with_a_worker_equals_uninterrupted_run_without(write_recipe, pictures):
     path = write_recipe(
         streams=two_buckets(pictures),
         dataset={'name': 'image_text', 'crop': 'random', 'min_crop_scale': 0.5, 'flip': True},
@@ -74,7 +76,7 @@ def test_resume_mid_epoch_equals_uninterrupted(write_recipe, pictures):
         next(iterator)
     state = loader.state_dict()
     del iterator, loader
-    resumed = build_loader(load(path))
+    resumed = build_loader(load(path, ['loader.num_workers=1']))
     assert state is not None
     resumed.load_state_dict(state)
     rest = batches_of(resumed)
@@ -83,28 +85,14 @@ def test_resume_mid_epoch_equals_uninterrupted(write_recipe, pictures):
         assert all(torch.equal(expected[name], batch[name]) for name in expected)
 
 
-def test_batches_do_not_depend_on_worker_count(write_recipe, pictures):
-    sections = {
-        'streams': two_buckets(pictures),
-        'dataset': {'name': 'image_text', 'crop': 'random', 'min_crop_scale': 0.5, 'flip': True},
-    }
-    without_worker = batches_of(build_loader(load(write_recipe(**sections))))
-    with_worker = batches_of(build_loader(load(write_recipe(**sections, loader={'num_workers': 1}))))
-    for expected, batch in zip(without_worker, with_worker, strict=True):
-        assert all(torch.equal(expected[name], batch[name]) for name in expected)
-
-
-def test_evaluation_is_ordered_complete_and_deterministic(write_recipe, pictures):
+def test_evaluation_is_deterministic(write_recipe, pictures):
     streams = {'eval': {'local': str(pictures[32]), 'resolution': 32}}
     recipe = load(
         write_recipe(
             global_batch=16, eval_streams=streams, dataset={'name': 'image_text', 'crop': 'random', 'flip': True}
         )
     )
-    loader = build_loader(recipe, 'eval')
-    batches = batches_of(loader)
-    assert torch.cat([batch[batch_keys.SAMPLE_ID] for batch in batches]).tolist() == list(range(40))
-    dataset = loader.dataset
+    dataset = build_loader(recipe, 'eval').dataset
     assert isinstance(dataset, ImageTextDataset)
     assert (dataset.crop, dataset.flip, dataset.caption_choice) == ('center', False, 'first')
 
@@ -146,16 +134,6 @@ def test_undecodable_image_error_names_shard_and_row(tmp_path):
         dataset[0]
 
 
-def test_missing_shard_raises_instead_of_shortening_epoch(write_recipe, pictures, tmp_path):
-    remote = copy_of(pictures[32], tmp_path / 'remote')
-    streams = {'a': {'remote': str(remote), 'local': str(tmp_path / 'local'), 'resolution': 32, 'download_retry': 1}}
-    loader = build_loader(load(write_recipe(streams=streams)))
-    victim = sorted(remote.glob('shard.*.mds'))[-1]
-    victim.unlink()
-    with pytest.raises((ValueError, RuntimeError, FileNotFoundError)):
-        batches_of(loader)
-
-
 def test_workers_persist_across_epochs(write_recipe, pictures):
     before = set(multiprocessing.active_children())
     loader = build_loader(load(write_recipe(streams=two_buckets(pictures), loader={'num_workers': 1})))
@@ -168,8 +146,6 @@ def test_workers_persist_across_epochs(write_recipe, pictures):
 
 
 def test_default_worker_count_leaves_one_core_per_device():
-    import os
-
     cores = len(os.sched_getaffinity(0))
     assert default_num_workers(1) == max(0, min(8, cores - 1))
     assert default_num_workers(10_000) == 0
@@ -182,3 +158,98 @@ def test_epoch_follows_stream_proportions(write_recipe, pictures):
     batches = batches_of(build_loader(load(write_recipe(streams=streams))))
     large = sum(batch[batch_keys.IMAGE].shape[-1] == 64 for batch in batches)
     assert large / len(batches) == pytest.approx(0.75, abs=0.1)
+
+
+def write_ramps(folder, sizes, *, metadata, image_format='PNG'):
+    """Write images whose red value is the column in percent of the width, and whose green value is that of the row."""
+    columns = {'image': 'bytes', 'captions': 'json', 'key': 'str', 'metadata': 'json'}
+    with MDSWriter(out=str(folder), columns=columns, hashes=['sha1']) as writer:
+        for index, (width, height) in enumerate(sizes):
+            pixels = np.zeros((height, width, 3), np.uint8)
+            pixels[..., 0] = (np.arange(width) + 0.5)[None] / width * 250
+            pixels[..., 1] = (np.arange(height) + 0.5)[:, None] / height * 250
+            encoded = io.BytesIO()
+            Image.fromarray(pixels).save(encoded, image_format, quality=98)
+            stored = metadata(width, height)
+            writer.write({'image': encoded.getvalue(), 'captions': ['a'], 'key': str(index), 'metadata': stored})
+    return folder
+
+
+@pytest.mark.parametrize('image_format', ['PNG', 'JPEG'])
+@pytest.mark.parametrize('crop', ['center', 'random'])
+def test_crop_coordinates_locate_the_pixels(tmp_path, tiny_recipe, many_datasets, crop, image_format):
+    """The position of each crop, read from its colors, is the one that the sizes state, mirrored or not."""
+    encoded = [(160, 96), (96, 200), (400, 200), (64, 64)] * 2
+    data = write_ramps(
+        tmp_path / 'data',
+        encoded,
+        metadata=lambda width, height: {'source_width': 3 * width, 'source_height': 3 * height},
+        image_format=image_format,
+    )
+    content = tiny_recipe(tmp_path / 'runs')
+    content['model'] |= {'name': 'tiny_sdxl', 'text_layers': 2}
+    content['dataset'] |= {'crop': crop, 'flip': True} | ({'min_crop_scale': 0.5} if crop == 'random' else {})
+    content['streams'] = {'ramps': {'local': str(data), 'resolution': 40, 'shape': '48x32'}}
+    content['loader']['shuffle'] = False
+    content['seed'] = 0  # mirrors some of the images
+    path = tmp_path / 'recipe.yaml'
+    path.write_text(yaml.safe_dump(content))
+    (batch,) = build_loader(load(path))
+    mirrored = 0
+    images = zip(encoded, batch[batch_keys.IMAGE], batch[batch_keys.IMAGE_SIZES], strict=True)
+    for (width, height), image, sizes in images:
+        pixels = image.numpy().astype(float)
+        flipped = pixels[0, :, -1].mean() < pixels[0, :, 0].mean()
+        mirrored += flipped
+        # The color is linear in the column or row of the original, so that its zero is where the original begins.
+        red, green = pixels[0].mean(0), pixels[1].mean(1)
+        (slope, start), (down, above) = (np.polyfit(np.arange(len(each)) + 0.5, each, 1) for each in (red, green))
+        # In the mirrored image, the column 0 has the color 250.
+        left, top = ((start - 250) / slope if flipped else start / slope), above / down
+        assert sizes[:2].tolist() == [3 * height, 3 * width]
+        assert sizes[4:].tolist() == [32, 48]
+        assert sizes[2:4].tolist() == pytest.approx([top, left], abs=1.5)
+    assert 0 < mirrored < len(encoded)
+
+
+def test_mirrored_crop_is_that_of_the_mirrored_image():
+    box, shape = CropBox(left=10, top=4, width=60, height=40), Shape(30, 20)
+    assert image_sizes(box, shape, image=(100, 50)).tolist() == [50, 100, 2, 5, 20, 30]
+    assert image_sizes(box, shape, image=(100, 50), flipped=True).tolist() == [50, 100, 2, 15, 20, 30]
+    assert image_sizes(box, shape, image=(100, 50), original=(1000, 500)).tolist() == [500, 1000, 2, 5, 20, 30]
+
+
+def test_original_size_is_that_of_prepare_if_it_is_recorded():
+    assert original_size({'metadata': {'source_width': 640, 'source_height': 480}}) == (640, 480)
+    for sample in ({}, {'metadata': None}, {'metadata': {'source_width': 640}}, {'metadata': {'source_width': '640'}}):
+        assert original_size(sample) is None
+
+
+def test_data_without_recorded_sizes_takes_those_of_the_encoded_image(write_recipe, tiny_recipe, tmp_path):
+    content = tiny_recipe(tmp_path)
+    model = content['model'] | {'name': 'tiny_sdxl', 'text_layers': 2}
+    batch = next(iter(build_loader(load(write_recipe(model=model)))))
+    assert batch[batch_keys.IMAGE_SIZES].tolist() == [[32, 32, 0, 0, 32, 32]] * 8
+
+
+def test_model_without_sizes_gets_none(write_recipe):
+    assert batch_keys.IMAGE_SIZES not in next(iter(build_loader(load(write_recipe()))))
+
+
+class WithoutSizes(ImageTextDataset):
+    """A user's dataset whose constructor takes no `image_sizes`."""
+
+    def __init__(self, buckets, *, batch_size, tokenizers=(), seed=17, elastic=False, **streaming):
+        super().__init__(buckets, batch_size=batch_size, tokenizers=tokenizers, seed=seed, elastic=elastic)
+
+
+def test_dataset_that_takes_no_sizes_is_refused_for_a_model_that_needs_them(
+    write_recipe, tiny_recipe, tmp_path, monkeypatch
+):
+    content = tiny_recipe(tmp_path)
+    model = content['model'] | {'name': 'tiny_sdxl', 'text_layers': 2}
+    recipe = load(write_recipe(model=model))
+    recipe.dataset = Component('without_sizes', {})
+    monkeypatch.setitem(registry.TARGETS['dataset'], 'without_sizes', WithoutSizes)
+    with pytest.raises(UserError, match='without_sizes takes no keyword image_sizes, but the model tiny_sdxl'):
+        build_loader(recipe)

@@ -135,7 +135,7 @@ def weighted_streams(draw) -> list[tuple[Stream, list[int]]]:
 
 
 @pytest.mark.cpu_seconds(12)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     streams=weighted_streams(),
     global_batch=st.sampled_from([64, 128, 192, 320]),
@@ -243,7 +243,7 @@ def test_six_shapes_keep_proportions_within_one_percent_on_1_to_64_devices(by):
     served = [dataset.bucket_of(batch[0]).name for batch in expected]
     for index, share in enumerate(shares):
         assert served.count(f's{index}') == pytest.approx(1000 * share, rel=0.01)
-    for layout in LAYOUTS[1:]:
+    for layout in LAYOUTS[1::4]:
         assert batches(dataset, layout) == expected
 
 
@@ -310,37 +310,6 @@ def test_real_loader_serves_simulated_batches(write_recipe, pictures):
     assert len(loader) == len(served) == 3
     for layout in (Layout(1, 1), Layout(2, 8), Layout(4, 4, workers=2)):
         assert batches(loader.dataset, layout) == served
-
-
-def test_real_dataset_on_eight_ranks_matches_one_rank(write_recipe, pictures, monkeypatch):
-    """Build the dataset as rank 4 of two nodes with four ranks each, without the process group."""
-    recipe = load(write_recipe(streams=two_buckets(pictures), global_batch=16))
-    dataset_of_one_rank = build_loader(recipe).dataset
-    expected = batches(dataset_of_one_rank, Layout(1, 1))
-    del dataset_of_one_rank
-    for name, value in {'WORLD_SIZE': 8, 'LOCAL_WORLD_SIZE': 4, 'RANK': 4, 'LOCAL_RANK': 0, 'NODE_RANK': 1}.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr('composer.utils.dist.barrier', lambda *_: None)
-    monkeypatch.setattr('composer.utils.dist.all_gather_object', lambda value, *_: [value] * 8)
-    monkeypatch.setattr('streaming.base.dataset.maybe_init_dist', lambda: False)
-    monkeypatch.setattr('streaming.base.dataset.get_shm_prefix', _prefix_of_single_rank)
-    dataset = build_loader(recipe).dataset
-    assert (dataset.batch_size, dataset.global_batch, len(dataset)) == (2, 16, 6)
-    assert batches(dataset, Layout(2, 4)) == expected
-
-
-def _prefix_of_single_rank(local, remote, world):
-    from streaming.base.shared import get_shm_prefix
-
-    return get_shm_prefix(local, remote, World(1, 1, 1, 0))
-
-
-def test_evaluation_keeps_data_order(write_recipe, pictures):
-    streams = {'eval': {'local': str(pictures[32]), 'resolution': 32}}
-    loader = build_loader(
-        load(write_recipe(global_batch=16, eval_streams=streams, loader={'num_canonical_nodes': 16})), 'eval'
-    )
-    assert [index for batch in loader for index in batch[batch_keys.SAMPLE_ID].tolist()] == list(range(40))
 
 
 def test_resume_keeps_order_of_recipe_not_checkpoint(write_recipe, pictures):

@@ -1,7 +1,8 @@
-"""Decoding, cropping and resizing of images, and the choice of captions."""
+"""Decoding, cropping and resizing of images into the memory of their batch, and the choice of captions."""
 
 import io
 import struct
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -11,25 +12,31 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from PIL import Image, ImageOps
+from PIL import Image
 
 from diffusion.config.image_shapes import Shape, square
+from diffusion.config.load import load
 from diffusion.data.bad_samples import BadSample
 from diffusion.data.caption_choice import captions_of, choose_caption
 from diffusion.data.transforms import (
+    MAX_FREE,
     MIN_OVERSAMPLING,
     Crop,
     CropBox,
+    ImageBlock,
     Undecodable,
+    as_batch,
     crop_box,
-    decode,
     decode_for_model,
     reduce_box,
     reduction_for,
 )
+from diffusion.models import batch_keys
+from diffusion.training.components import build_loader
 
 SHAPES = [Shape(640, 384), Shape(384, 640), Shape(512, 512), Shape(1024, 256)]
 shares = st.floats(0, 1, exclude_max=True)
+SHAPE = (3, 4, 5)
 
 
 def encoded(image, format='PNG', **options):
@@ -65,28 +72,19 @@ def photograph():
 
 
 @given(
-    st.integers(1, 900),
-    st.integers(1, 900),
-    st.sampled_from(['center', 'random']),
+    st.integers(8, 900),
+    st.integers(8, 900),
+    st.sampled_from([*SHAPES, square(64)]),
     st.tuples(shares, shares, shares),
     st.floats(0.1, 1),
 )
-def test_square_crop_is_inside_image(width, height, rule, draw, min_scale):
-    box = crop_box(width, height, square(64), Crop(rule, min_scale, draw))
-    assert box.left >= 0
-    assert box.top >= 0
-    assert box.left + box.width <= width
-    assert box.top + box.height <= height
-    assert box.width == box.height
-    assert round(min_scale * min(width, height)) <= box.width <= min(width, height) or box.width == 1
-
-
-@given(st.integers(8, 900), st.integers(8, 900), st.sampled_from(SHAPES), st.tuples(shares, shares, shares))
-def test_crop_has_aspect_of_shape_and_touches_two_edges(width, height, shape, draw):
-    box = crop_box(width, height, shape, Crop('random', draw=draw))
+def test_crop_has_aspect_of_shape_and_is_inside_image(width, height, shape, draw, min_scale):
+    largest, box = (crop_box(width, height, shape, Crop('random', scale, draw)) for scale in (1.0, min_scale))
+    assert largest.width == width or largest.height == height
     assert 0 <= box.left <= width - box.width and 0 <= box.top <= height - box.height
-    assert box.width == width or box.height == height
     assert abs(box.width - box.height * shape.aspect) <= 1 + shape.aspect
+    shorter = min(largest.width, largest.height)
+    assert round(min_scale * shorter) <= min(box.width, box.height) <= shorter
 
 
 def test_center_crop_is_centered():
@@ -99,15 +97,6 @@ def test_random_crops_reach_both_edges():
     assert lefts == {0, 1, 2}
 
 
-def test_transparency_becomes_white_and_exif_rotation_is_applied():
-    clear = Image.new('RGBA', (4, 4), (255, 0, 0, 0))
-    assert decode(encoded(clear)).getpixel((0, 0)) == (255, 255, 255)
-    image = Image.fromarray(np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3) * 10)
-    exif = Image.Exif()
-    exif[0x0112] = 6  # orientation: rotated by 90 degrees
-    assert decode(encoded(image, exif=exif)).size == (2, 3)
-
-
 @pytest.mark.parametrize('format', ['PNG', 'JPEG', 'WEBP'])
 @pytest.mark.parametrize('flip', [False, True])
 def test_crop_of_target_size_keeps_decoded_pixels(format, flip):
@@ -116,10 +105,6 @@ def test_crop_of_target_size_keeps_decoded_pixels(format, flip):
     expected = planes(Image.open(io.BytesIO(source)).convert('RGB').crop((12, 0, 52, 40)))
     assert seen.dtype == torch.uint8 and seen.is_contiguous()
     assert torch.equal(seen, expected.flip(2) if flip else expected)
-
-
-def test_decoded_image_is_used_unchanged():
-    assert torch.equal(decode_for_model(noise(16, 16), square(16)), planes(noise(16, 16)))
 
 
 @settings(max_examples=40, deadline=None)
@@ -207,36 +192,6 @@ def test_resizing_keeps_flat_color():
         assert seen.unique().tolist() == [200]
 
 
-@pytest.mark.parametrize('tag', [1, 3, 6])
-def test_photograph_is_rotated_upright(photograph, tag):
-    exif = Image.Exif()
-    exif[0x0112] = tag
-    source = encoded(photograph.resize((120, 80)), 'JPEG', exif=exif)
-    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(source)))
-    assert torch.equal(decode_for_model(source, Shape(*upright.size)), planes(upright))
-
-
-@pytest.mark.parametrize('mode', ['L', 'LA', 'P', 'RGBA', '1', 'CMYK', 'I;16'])
-def test_all_color_modes_become_rgb(mode):
-    gray = Image.new('L', (32, 32), 255)
-    image = Image.fromarray(np.full((32, 32), 65535, np.uint16)) if mode == 'I;16' else gray.convert(mode)
-    for format in ['PNG', 'JPEG'] if mode in ('L', '1') else ['JPEG'] if mode == 'CMYK' else ['PNG']:
-        assert decode_for_model(encoded(image, format), square(16)).unique().tolist() == [255], format
-
-
-def test_sixteen_bit_values_are_scaled_not_clipped():
-    image = Image.fromarray(np.full((8, 8), 0x4000, np.uint16))
-    assert decode_for_model(encoded(image), square(8)).unique().tolist() == [0x40]
-
-
-def test_padding_between_segments_of_a_jpeg_is_ignored():
-    """Some cameras write it, and libjpeg warns about it."""
-    source = encoded(noise(32, 32), 'JPEG')
-    scan = source.index(b'\xff\xda')
-    padded = source[:scan] + b'\0\0\0' + source[scan:]
-    assert torch.equal(decode_for_model(padded, square(32)), decode_for_model(source, square(32)))
-
-
 def huge_png():
     chunk = b'IHDR' + struct.pack('>IIBBBBB', 40_000, 40_000, 8, 2, 0, 0, 0)
     header = b'\x89PNG\r\n\x1a\n' + struct.pack('>I', 13) + chunk + struct.pack('>I', zlib.crc32(chunk))
@@ -302,3 +257,80 @@ def test_caption_choice_rules():
 def test_invalid_captions_are_rejected(sample):
     with pytest.raises(BadSample, match='streams.a: sample 3: its caption is .* a non-empty list of strings'):
         captions_of(sample, 'streams.a: sample 3')
+
+
+def filled(block, value, shape=SHAPE):
+    return {batch_keys.IMAGE: block.place(shape).fill_(value), batch_keys.SAMPLE_ID: value}
+
+
+def test_batch_is_a_view_of_the_decoded_images():
+    block = ImageBlock(3)
+    items = [filled(block, value) for value in range(3)]
+    batch = block.collate(items)
+    assert batch[batch_keys.IMAGE].shape == (3, *SHAPE) and batch[batch_keys.IMAGE].is_contiguous()
+    assert batch[batch_keys.IMAGE][:, 0, 0, 0].tolist() == batch[batch_keys.SAMPLE_ID].tolist() == [0, 1, 2]
+    assert batch[batch_keys.IMAGE].data_ptr() == items[0][batch_keys.IMAGE].data_ptr()
+
+
+def test_nonadjacent_images_are_copied():
+    block = ImageBlock(2)
+    first, skipped, second = (filled(block, value) for value in range(3))
+    assert block.collate([first, second])[batch_keys.IMAGE][:, 0, 0, 0].tolist() == [0, 2]
+    assert block.collate([second, first])[batch_keys.IMAGE][:, 0, 0, 0].tolist() == [2, 0]
+    assert skipped[batch_keys.IMAGE].unique().tolist() == [1]
+    separate = [torch.zeros(SHAPE, dtype=torch.uint8), torch.ones(SHAPE, dtype=torch.uint8)]
+    assert torch.equal(as_batch(separate), torch.stack(separate))
+
+
+def batches(block, shape=SHAPE):
+    """Yield twelve batches of two images, filled with the number of the batch."""
+    for number in range(12):
+        yield block.collate([filled(block, number, shape), filled(block, number, shape)])[batch_keys.IMAGE]
+
+
+@pytest.mark.parametrize('part', [lambda batch: batch, lambda batch: batch[1, 2, 3], lambda batch: batch.numpy()[0]])
+def test_memory_in_use_is_never_overwritten(part):
+    block = ImageBlock(2)
+    kept = [part(batch) for batch in batches(block)]
+    for number, values in enumerate(kept):
+        assert (values == number).all()
+
+
+def test_free_memory_is_reused_and_bounded():
+    shape = (3, 256, 256)
+    tracemalloc.start()
+    try:
+        block = ImageBlock(2)
+        held = list(batches(block, shape))
+        assert tracemalloc.get_traced_memory()[0] > len(held) * held[0].numel()
+        size = held[0].numel()
+        held.clear()
+        free = tracemalloc.get_traced_memory()[0]
+        assert size < free < (MAX_FREE + 1) * size
+        batch = next(batches(block, shape))
+        assert tracemalloc.get_traced_memory()[0] < free + size / 10
+        del batch
+    finally:
+        tracemalloc.stop()
+
+
+def test_partial_batch_and_new_shape_start_new_block():
+    block = ImageBlock(3)
+    assert block.collate([filled(block, 1)])[batch_keys.IMAGE].shape == (1, *SHAPE)
+    other = block.collate([filled(block, value, (3, 8, 2)) for value in range(3)])[batch_keys.IMAGE]
+    assert other.shape == (3, 3, 8, 2) and other[:, 0, 0, 0].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize('workers', [0, 1])
+def test_batches_of_loader_are_never_overwritten(write_recipe, pictures, workers):
+    """A consumer may keep batches, so later batches must not overwrite them."""
+    streams = {f'px{side}': {'local': str(folder), 'resolution': side} for side, folder in pictures.items()}
+    loader = build_loader(load(write_recipe(streams=streams, loader={'num_workers': workers})))
+    batches, copies = [], []
+    for _ in range(2):
+        for batch in loader:
+            batches.append(batch[batch_keys.IMAGE])
+            copies.append(batch[batch_keys.IMAGE].clone())
+    assert len(batches) == 16
+    assert all(torch.equal(batch, copy) for batch, copy in zip(batches, copies, strict=True))
+    assert len({copy.double().sum().item() for copy in copies}) > 8

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from numbered import Numbers, expected, loader_over, payload, served, shards_of, write_samples
+from numbered import Numbers, expected, loader_over, served, shards_of, write_samples
 from processes import Forked
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
@@ -26,7 +26,6 @@ from diffusion.storage.retry import GaveUp, RetryPolicy
 
 pytestmark = pytest.mark.usefixtures('many_datasets')
 
-WORKERS = pytest.mark.parametrize('workers', [0, 2])
 LAST = 'shard.00005.mds'
 
 
@@ -44,27 +43,21 @@ def within(seconds: float) -> Iterator[None]:
     assert time.monotonic() - begin < seconds
 
 
-def test_each_shard_is_downloaded_once(store, bucket, tmp_path):
-    assert served(loader_over(bucket, tmp_path / 'local')) == expected()
-    assert set(store.shard_reads().values()) == {1}
-
-
-@pytest.mark.parametrize('fault', [500, 429, 'cut', 'flip'])
+@pytest.mark.parametrize('fault', [500, 'cut', 'flip'])
 def test_transient_download_error_is_retried(store, bucket, tmp_path, fault):
     store.fail('GET shard.00002', fault, times=2)
     assert served(loader_over(bucket, tmp_path / 'local')) == expected()
     assert shards_of(store.shard_reads())['shard.00002.mds'] == 3
 
 
-@WORKERS
 @pytest.mark.parametrize(
-    ('fault', 'message'),
+    ('workers', 'fault', 'message'),
     [
-        (404, r'there is no such bucket or object \(404\)'),
-        (403, r'the store refuses access \(403\): AccessDenied.* check the permissions.* AWS_ACCESS_KEY_ID'),
-        (500, r'tried 2 times \(ClientError: .*InternalError'),
-        ('cut', r'tried 2 times \(IncompleteReadError'),
-        ('flip', r'tried 2 times \(xxh64 [0-9a-f]{16}, expected [0-9a-f]{16}\)'),
+        (0, 404, r'there is no such bucket or object \(404\)'),
+        (2, 403, r'the store refuses access \(403\): AccessDenied.* check the permissions.* AWS_ACCESS_KEY_ID'),
+        (2, 500, r'tried 2 times \(ClientError: .*InternalError'),
+        (0, 'cut', r'tried 2 times \(IncompleteReadError'),
+        (0, 'flip', r'tried 2 times \(xxh64 [0-9a-f]{16}, expected [0-9a-f]{16}\)'),
     ],
 )
 def test_persistently_failing_shard_stops_epoch_with_its_name(store, bucket, tmp_path, workers, fault, message):
@@ -78,7 +71,7 @@ def test_persistently_failing_shard_stops_epoch_with_its_name(store, bucket, tmp
     assert not (tmp_path / 'local' / 'shard.00003.mds').exists()
 
 
-@WORKERS
+@pytest.mark.parametrize('workers', [0, 2])
 def test_stalled_download_times_out(store, bucket, tmp_path, workers):
     store.fail('GET shard.00001', 60.0)
     loader = loader_over(bucket, tmp_path / 'local', workers=workers, download_timeout=0.5, download_retry=1)
@@ -100,8 +93,7 @@ def test_slow_download_continues_while_it_makes_progress(store, bucket, tmp_path
             served(loader)
 
 
-@WORKERS
-@pytest.mark.parametrize('change', ['deleted', 'overwritten'])
+@pytest.mark.parametrize(('workers', 'change'), [(0, 'deleted'), (2, 'overwritten')])
 def test_shard_that_changes_in_store_during_training_raises(store, bucket, tmp_path, workers, change):
     loader = loader_over(
         bucket, tmp_path / 'local', workers=workers, predownload=6, shuffle=False, num_canonical_nodes=1
@@ -117,15 +109,7 @@ def test_shard_that_changes_in_store_during_training_raises(store, bucket, tmp_p
             pass
 
 
-def test_run_after_failure_serves_all_samples(store, bucket, tmp_path):
-    store.fail('GET shard.00003', 500)
-    with pytest.raises(DataError):
-        served(loader_over(bucket, tmp_path / 'local', download_retry=0))
-    store.faults.clear()
-    assert served(loader_over(bucket, tmp_path / 'local')) == expected()
-
-
-@pytest.mark.parametrize('first', [None, ConnectionResetError, EOFError, BrokenPipeError])
+@pytest.mark.parametrize('first', [None, ConnectionResetError, EOFError])
 def test_dead_worker_is_named_whatever_pytorch_raises_first(store, bucket, tmp_path, monkeypatch, first):
     """PyTorch may raise for the broken connection (`first`) before it detects that the worker died."""
     loader = loader_over(bucket, tmp_path / 'local', workers=2, predownload=6, shuffle=False)
@@ -220,25 +204,24 @@ def damage_file(path: Path, harm: str) -> None:
 
 def test_undamaged_cache_is_not_downloaded_again(store, bucket, tmp_path):
     served(loader_over(bucket, tmp_path / 'local'))
+    assert set(store.shard_reads().values()) == {1}
     store.requests.clear()
     assert served(loader_over(bucket, tmp_path / 'local')) == expected()
     assert not store.shard_reads()
 
 
-@WORKERS
-def test_damaged_local_shard_raises_with_details(tmp_path, workers):
+def test_damaged_local_shard_raises_with_details(tmp_path):
     local = write_samples(tmp_path / 'local')
     damage_file(local / 'shard.00002.mds', 'truncated')
     size = (local / 'shard.00002.mds').stat().st_size
-    loader = loader_over(None, local, workers=workers)
+    loader = loader_over(None, local)
     message = f'{local}/shard.00002.mds: {size} bytes, expected {size + 100}'
     with within(20), pytest.raises(DataError, match=f'^streams.a: {re.escape(message)}. To fix: restore it'):
         served(loader)
     assert (local / 'shard.00002.mds').stat().st_size == size, 'local data must not be modified'
 
 
-@WORKERS
-@pytest.mark.parametrize('harm', ['deleted', 'overwritten'])
+@pytest.mark.parametrize(('workers', 'harm'), [(0, 'deleted'), (2, 'overwritten')])
 def test_local_data_that_changes_during_training_raises(tmp_path, workers, harm):
     """The shards have been checked and read before they change."""
     local = write_samples(tmp_path / 'local')
@@ -410,19 +393,6 @@ def test_full_disk_is_reported(store, bucket, tmp_path):
     assert not list(local.rglob('*.mds'))
 
 
-def test_run_after_kill_during_download_is_correct(store, bucket, tmp_path):
-    local = tmp_path / 'local'
-    store.fail('GET shard.00002', 30.0, times=1)
-    job = Forked(lambda: served(loader_over(bucket, local, shuffle=False)))
-    while not any('shard.00002' in path for path in store.shard_reads()):
-        assert job.running()
-        time.sleep(0.02)
-    job.kill()
-    assert list(local.glob('.shard.00002*'))
-    assert served(loader_over(bucket, local)) == expected()
-    assert not [path for path in local.iterdir() if path.name.startswith('.')]
-
-
 def test_streams_from_several_clouds_and_a_mount(store, bucket, tmp_path, monkeypatch):
     """An in-memory file system stands in for Hugging Face's."""
     import fsspec
@@ -445,10 +415,6 @@ def test_streams_from_several_clouds_and_a_mount(store, bucket, tmp_path, monkey
     loader = BucketedLoader(Numbers(buckets, batch_size=6, elastic=True, batching_method='per_stream'), batch_size=6)
     numbers = [number for salt in ('', 'other', 'mount') for number in expected(salt).values()]
     assert served(loader) == dict(enumerate(numbers))
-
-
-def test_payloads_differ():
-    assert len({payload(index, salt) for index in range(60) for salt in ('', 'other')}) == 120
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,9 @@
-"""Order of evaluations: every sample once, whatever the number of ranks, workers and streams."""
+"""Order of an epoch: an evaluation has every sample once, and copies in training have draws of their own."""
 
 import json
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,12 +11,17 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import read_losses
 from shards import write_image_shards
 
 from diffusion.config.load import load
-from diffusion.data.epoch_order import NO_SAMPLE, evaluation_order
+from diffusion.data.epoch_order import NO_SAMPLE, evaluation_order, numbered_ids
 from diffusion.models import batch_keys
-from diffusion.training.components import build_loader
+from diffusion.training.components import build_loader, build_model
+from diffusion.training.train import train
+
+IMAGES, BATCH = 8, 32
+CROPS = {'name': 'image_text', 'crop': 'random', 'min_crop_scale': 0.5, 'flip': True}
 
 
 @settings(deadline=None)
@@ -78,3 +85,59 @@ def test_losses_of_several_streams_are_those_of_one_rank_on_more_ranks(tmp_path,
         losses.append(json.loads((run / 'evaluations' / 'ba1.json').read_text())['losses'])
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     assert losses[2] == pytest.approx(losses[0], rel=1e-6)
+
+
+@pytest.fixture(scope='module')
+def few(tmp_path_factory, many_datasets):
+    """Folder of eight images."""
+    return write_image_shards(tmp_path_factory.mktemp('few') / '64px', count=IMAGES, side=64)
+
+
+@pytest.fixture
+def recipe(write_recipe, few):
+    """Path of a recipe whose batches of 32 repeat eight images, and whose epochs have two of them."""
+    stream = {'local': str(few), 'resolution': 32, 'choose': 2 * BATCH}
+    return write_recipe(global_batch=BATCH, streams={'few': stream}, dataset=CROPS)
+
+
+@given(st.lists(st.integers(0, 9), max_size=40))
+def test_numbered_ids_count_earlier_copies(ids):
+    counts: Counter[int] = Counter()
+    expected = []
+    for each in ids:
+        expected.append(each + 10 * counts[each])
+        counts[each] += 1
+    assert numbered_ids(np.array(ids, np.int64), 10).tolist() == expected
+
+
+def test_copies_of_a_sample_are_numbered_and_have_crops_and_captions_of_their_own(recipe):
+    batches = list(build_loader(load(recipe)))
+    ids, occurrences, images, tokens = (
+        torch.cat([batch[key] for batch in batches])
+        for key in (batch_keys.SAMPLE_ID, batch_keys.OCCURRENCE, batch_keys.IMAGE, batch_keys.INPUT_IDS)
+    )
+    for sample in range(IMAGES):
+        copies = ids == sample
+        assert sorted(occurrences[copies].tolist()) == list(range(8))
+        assert len({image.numpy().tobytes() for image in images[copies]}) > 5, 'crops; a few may round to one'
+        assert len({text.numpy().tobytes() for text in tokens[copies]}) == 2, 'captions'
+
+
+def test_two_copies_in_a_batch_never_share_noise_or_timestep(recipe):
+    model: Any = build_model(load(recipe))
+    for batch in build_loader(load(recipe)):
+        outputs = model(batch)
+        noise = {row.numpy().tobytes() for row in outputs.target}
+        assert len(noise) == BATCH
+        draws = model.draws_of(batch)
+        words = {(int(a), int(b)) for a, b in zip(draws.sample_id, draws.epoch, strict=True)}
+        assert len(words) == BATCH
+
+
+@pytest.mark.cpu_seconds(12)
+def test_run_with_copies_is_the_same_after_a_resume(recipe, tmp_path):
+    words = ['trainer.max_duration=2ep', 'trainer.save_interval=1ba']
+    train(load(recipe, [*words, 'name=one'])).close()
+    train(load(recipe, [*words, 'name=parts', 'trainer.max_duration=1ba'])).close()
+    train(load(recipe, [*words, 'name=parts'])).close()
+    assert read_losses(tmp_path / 'runs' / 'parts') == read_losses(tmp_path / 'runs' / 'one')

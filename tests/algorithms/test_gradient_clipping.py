@@ -108,12 +108,11 @@ print('same')
 """
 
 
-@pytest.mark.parametrize('count', [1, 2])
-def test_adaptive_clipping_of_shards_equals_the_papers_formula(ranks, tmp_path, count):
+def test_adaptive_clipping_of_shards_equals_the_papers_formula(ranks, tmp_path):
     script = tmp_path / 'clip.py'
     script.write_text(PARTS)
-    job = ranks.start_program(count, script)
-    assert job.wait() == [0] * count, job.output()
+    job = ranks.start_program(2, script)
+    assert job.wait() == [0, 0], job.output()
     assert all('same' in output for output in job.outputs())
 
 

@@ -151,6 +151,13 @@ def make_trainer(
     )
 
 
+def run_to_end(trainer: Trainer) -> list[Tensor]:
+    """Train to the end, and return the weights."""
+    trainer.fit()
+    trainer.close()
+    return weights_of(trainer.state)
+
+
 class FirstNorm(LoggerDestination):
     """Print the gradient norm of the first batch."""
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from composer.callbacks import CheckpointSaver
 from composer.core import Event
-from guarded_run import At, make_data, make_trainer, weights_of
+from guarded_run import At, make_data, make_trainer, run_to_end
 
 from diffusion.algorithms.finite_weights import NonFiniteWeights, check_before_saves, count_non_finite
 from diffusion.callbacks.loss_guard import BadLoss, LossGuard
@@ -50,9 +50,7 @@ def test_run_stops_after_the_batch_and_names_its_samples(tmp_path, value, keep_s
 
 def test_check_of_the_loss_can_be_turned_off(tmp_path):
     trainer = make_trainer(make_data(bad=[BAD]), [NaNGuard(check_loss=False, folder=str(tmp_path))], duration='4ba')
-    trainer.fit()
-    trainer.close()
-    assert not any(weight.isfinite().all() for weight in weights_of(trainer.state))
+    assert not any(weight.isfinite().all() for weight in run_to_end(trainer))
 
 
 @pytest.mark.parametrize('event', [Event.BATCH_END, Event.EPOCH_END])
@@ -129,8 +127,10 @@ def poison(trainer, batch: int, spoil: Callable[[torch.Tensor], object]) -> None
     trainer.state.callbacks.insert(0, At(Event.BATCH_END, batch, do))
 
 
-@pytest.mark.parametrize('parallelism', [{}, {'strategy': 'fsdp2', 'checkpoints': 'sharded'}])
-@pytest.mark.parametrize('checkpointing', [{}, {'asynchronous': True}])
+@pytest.mark.parametrize(
+    ('parallelism', 'checkpointing'),
+    [({}, {'asynchronous': True}), ({'strategy': 'fsdp2', 'checkpoints': 'sharded'}, {})],
+)
 def test_bad_weights_are_not_saved_whole_or_sharded(write_recipe, alone, tmp_path, parallelism, checkpointing):
     recipe = load(
         write_recipe(

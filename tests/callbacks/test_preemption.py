@@ -12,7 +12,7 @@ import pytest
 import torch
 from composer.callbacks import CheckpointSaver
 from composer.core import Event
-from guarded_run import At, make_data, make_trainer, weights_of
+from guarded_run import At, make_data, make_trainer, run_to_end
 
 from diffusion.callbacks.preemption import Preemption
 from diffusion.exit_codes import PREEMPTED, Preempted
@@ -33,13 +33,17 @@ def signal_at(number=signal.SIGTERM, *, batch=4, event=Event.AFTER_LOSS):
     return At(event, batch, lambda: signal.raise_signal(number))
 
 
+def assert_preempted(trainer, match):
+    with pytest.raises(Preempted, match=match):
+        trainer.fit()
+    trainer.close()
+
+
 @pytest.mark.parametrize('number', STOP_SIGNALS)
 def test_signal_finishes_the_batch_saves_and_stops(tmp_path, number):
     trainer = make_trainer(make_data(), [Preemption(), signal_at(number)], folder=tmp_path)
     expected = rf'stopped at batch 5 on {number.name}; {tmp_path}/ba5.pt is saved, the same command resumes from it'
-    with pytest.raises(Preempted, match=expected):
-        trainer.fit()
-    trainer.close()
+    assert_preempted(trainer, expected)
     assert sorted(path.name for path in tmp_path.glob('ba*.pt')) == ['ba5.pt']
 
 
@@ -48,19 +52,10 @@ def test_signal_finishes_the_batch_saves_and_stops(tmp_path, number):
 )
 def test_resumed_run_ends_with_the_same_weights(tmp_path, batch):
     """Stopped in the middle of an epoch, and at its end."""
-    reference = make_trainer(make_data(), [])
-    reference.fit()
-    reference.close()
-    first = make_trainer(make_data(), [Preemption(), signal_at(batch=batch)], folder=tmp_path)
-    with pytest.raises(Preempted):
-        first.fit()
-    first.close()
+    reference = run_to_end(make_trainer(make_data(), []))
+    assert_preempted(make_trainer(make_data(), [Preemption(), signal_at(batch=batch)], folder=tmp_path), 'is saved')
     second = make_trainer(make_data(), [Preemption()], load_path=str(tmp_path / f'ba{batch + 1}.pt'))
-    second.fit()
-    second.close()
-    assert second.state.timestamp.batch == 12
-    for one, other in zip(weights_of(second.state), weights_of(reference.state), strict=True):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, run_to_end(second), reference)) and second.state.timestamp.batch == 12
 
 
 @pytest.mark.parametrize(('interval', 'stops_at'), [('2ba', 4), ('1ep', 6)])
@@ -68,9 +63,7 @@ def test_signal_during_evaluation_stops_after_the_batch_before_it(tmp_path, inte
     evaluation = {'eval_dataloader': torch.utils.data.DataLoader(make_data(), batch_size=8), 'eval_interval': interval}  # type: ignore[arg-type]
     signaled = signal_at(batch=stops_at, event=Event.EVAL_BATCH_END)
     trainer = make_trainer(make_data(), [Preemption(), signaled], folder=tmp_path, **evaluation)
-    with pytest.raises(Preempted, match=f'stopped at batch {stops_at} '):
-        trainer.fit()
-    trainer.close()
+    assert_preempted(trainer, f'stopped at batch {stops_at} ')
     assert (tmp_path / f'ba{stops_at}.pt').exists()
 
 
@@ -103,25 +96,19 @@ def test_same_batch_is_not_saved_twice(tmp_path, monkeypatch):
     evaluation = {'eval_dataloader': torch.utils.data.DataLoader(make_data(), batch_size=8), 'eval_interval': '1ep'}  # type: ignore[arg-type]
     signaled = signal_at(batch=6, event=Event.EVAL_START)
     trainer = make_trainer(make_data(), [Preemption(), signaled], folder=tmp_path, **evaluation, save_interval='3ba')
-    with pytest.raises(Preempted, match='stopped at batch 6 .*ba6.pt is saved'):
-        trainer.fit()
-    trainer.close()
+    assert_preempted(trainer, 'stopped at batch 6 .*ba6.pt is saved')
     assert saved == [3, 6]
 
 
 def test_message_of_a_run_without_save_folder():
     trainer = make_trainer(make_data(), [Preemption(), signal_at()])
-    with pytest.raises(Preempted, match='stopped at batch 5 on SIGTERM; nothing is saved: there is no save_folder'):
-        trainer.fit()
-    trainer.close()
+    assert_preempted(trainer, 'stopped at batch 5 on SIGTERM; nothing is saved: there is no save_folder')
 
 
 @pytest.mark.parametrize('duration', ['6ba', '1ep', '9ba', '48sp'])
 def test_run_that_ends_with_this_batch_ends_as_usual(tmp_path, duration):
     last = {'9ba': 8}.get(duration, 5)
-    trainer = make_trainer(make_data(), [Preemption(), signal_at(batch=last)], duration=duration, folder=tmp_path)
-    trainer.fit()
-    trainer.close()
+    run_to_end(make_trainer(make_data(), [Preemption(), signal_at(batch=last)], duration=duration, folder=tmp_path))
     assert (tmp_path / f'ba{last + 1}.pt').exists()
 
 
@@ -134,9 +121,7 @@ def test_signal_to_the_process_group_that_kills_loader_workers_still_saves(tmp_p
         time.sleep(0.3)
 
     trainer = make_trainer(make_data(), [Preemption(), At(Event.AFTER_LOSS, 2, signal_all)], folder=tmp_path, workers=1)
-    with pytest.raises(Preempted, match='stopped at batch 3 on SIGTERM; .*ba3.pt is saved'):
-        trainer.fit()
-    trainer.close()
+    assert_preempted(trainer, 'stopped at batch 3 on SIGTERM; .*ba3.pt is saved')
 
 
 def test_training_outside_of_the_main_thread_logs_a_warning(caplog):
@@ -153,9 +138,7 @@ def test_previous_signal_handlers_are_restored_after_a_run():
     received = []
     for number in STOP_SIGNALS:
         signal.signal(number, lambda number, frame: received.append(number))
-    trainer = make_trainer(make_data(), [Preemption()], duration='1ba')
-    trainer.fit()
-    trainer.close()
+    run_to_end(make_trainer(make_data(), [Preemption()], duration='1ba'))
     for number in STOP_SIGNALS:
         signal.raise_signal(number)
     assert received == [*STOP_SIGNALS]
@@ -170,9 +153,7 @@ def test_forked_child_uses_the_previous_handler():
         preemption._process = -1
         signal.raise_signal(signal.SIGTERM)
 
-    trainer = make_trainer(make_data(), [preemption, At(Event.AFTER_LOSS, 0, in_child)], duration='1ba')
-    trainer.fit()
-    trainer.close()
+    run_to_end(make_trainer(make_data(), [preemption, At(Event.AFTER_LOSS, 0, in_child)], duration='1ba'))
     assert received == [signal.SIGTERM]
     assert preemption.signal == 0
 

@@ -120,7 +120,7 @@ class LossGuard(Callback):
         self.window = window
         self.check_gradients = check_gradients
         self.path = Path(folder) / 'bad_batches.jsonl'
-        self.on_bad_batch: Callable[[str], None] = _ignore
+        self.on_bad_batch: Callable[[str], None] = lambda text: None
         """Called on rank 0 with a description of each bad batch, before it is skipped or the run stops."""
         self.history: list[float] = []
         """Losses of the last `window` batches whose updates were made."""
@@ -321,10 +321,6 @@ def append_bad_batch(
     path.parent.mkdir(parents=True, exist_ok=True)
     with append_text(path) as file:
         file.write(json.dumps(line) + '\n')
-
-
-def _ignore(text: str) -> None:
-    """Do nothing; the default of `LossGuard.on_bad_batch`."""
 
 
 def reduce_over_ranks(

@@ -33,11 +33,6 @@ def captions_of(sample: dict[str, Any], where: str) -> list[str]:
     return captions
 
 
-def choose_caption(captions: list[str], rule: CaptionChoice, draw: float, chances: Sequence[float] = ()) -> str:
-    """Return one caption; arguments as for `choose_caption_index`."""
-    return captions[choose_caption_index(captions, rule, draw, chances)]
-
-
 def choose_caption_index(captions: list[str], rule: CaptionChoice, draw: float, chances: Sequence[float] = ()) -> int:
     """Return the index of the chosen caption, to select data stored per caption, such as text embeddings.
 

@@ -34,7 +34,10 @@ class HostToDeviceCopier:
     def start(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         """Start copying a batch to the GPU; return the copy, usable after `finish`, and an event that marks its end."""
         with torch.cuda.stream(self.stream):
-            copied = {name: self._copy(value) for name, value in batch.items()}
+            copied = {
+                name: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
+                for name, value in batch.items()
+            }
             return copied, self.stream.record_event()
 
     def finish(self, started: tuple[dict[str, Any], Any]) -> dict[str, Any]:
@@ -48,10 +51,6 @@ class HostToDeviceCopier:
                 # batch as soon as Python drops the tensor, although queued kernels may still read it.
                 value.record_stream(current)
         return batch
-
-    def _copy(self, value: Any) -> Any:
-        """Start copying a tensor to the GPU and return the copy; return any other value unchanged."""
-        return value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
 
 
 def prefetch_one(
@@ -67,19 +66,17 @@ def prefetch_one(
     # A list of zero or one item: zero before the first item.
     started: list[Started] = []
     while True:
-        error: Exception | None = None
-        ended = False
+        upcoming, error = [], None
         try:
             upcoming = [start(next(items))]
         except StopIteration:
-            upcoming, ended = [], True
+            pass
         except Exception as caught:
             # The item that was started before is good and comes first. Raising now would drop it.
-            upcoming, error = [], caught
-        for each in started:
-            yield finish(each)
+            error = caught
+        yield from map(finish, started)
         if error is not None:
             raise error
-        if ended:
+        if not upcoming:
             return
         started = upcoming

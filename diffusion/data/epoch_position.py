@@ -11,7 +11,7 @@ Composer saves the timestamp's epoch and sets it when an epoch begins.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from composer import Trainer
@@ -76,48 +76,31 @@ def is_last_batch(state: State) -> bool:
 def keep_data_position() -> None:
     """Make Composer's timestamp the only owner of the training data's position, in every Trainer of this process."""
     collect = private_attribute(State, '_dataset_state_dict')
+    iterate = private_attribute(Trainer, '_iter_dataloader')
+    spin = private_attribute(Trainer, '_spin_dataloaders_to_cur_epoch')
     if hasattr(collect, '__wrapped__'):  # replaced by an earlier call
         return
-    set_private_attribute(State, '_dataset_state_dict', _saves_timestamp(collect))
-    iterate = private_attribute(Trainer, '_iter_dataloader')
-    set_private_attribute(Trainer, '_iter_dataloader', _starts_at_timestamp(iterate))
-    spin = private_attribute(Trainer, '_spin_dataloaders_to_cur_epoch')
-    set_private_attribute(Trainer, '_spin_dataloaders_to_cur_epoch', _skips_training_data(spin))
-
-
-def _saves_timestamp(collect: Callable[[State], dict[str, Any]]) -> Callable[[State], dict[str, Any]]:
-    """Wrap the method that collects the datasets' states for a checkpoint."""
 
     @functools.wraps(collect)
-    def wrapped(state: State) -> dict[str, Any]:
+    def collect_at_timestamp(state: State) -> dict[str, Any]:
         dataset = streaming_dataset(state)
         if dataset is None:
             return collect(state)
         return {'train': position_to_save(dataset, state.timestamp), 'eval': {}}
 
-    return wrapped
-
-
-def _starts_at_timestamp(iterate: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    """Wrap the method that iterates over a loader, in training from the position of the timestamp."""
-
     @functools.wraps(iterate)
-    def wrapped(trainer: Trainer, trainer_mode: TrainerMode) -> Iterator[Any]:
+    def iterate_from_timestamp(trainer: Trainer, trainer_mode: TrainerMode) -> Iterator[Any]:
         dataset = streaming_dataset(trainer.state) if trainer_mode == TrainerMode.TRAIN else None
         if dataset is not None:
             place_dataset(dataset, trainer.state.timestamp)
         yield from iterate(trainer, trainer_mode)
 
-    return wrapped
-
-
-def _skips_training_data(spin: Callable[[Trainer], None]) -> Callable[[Trainer], None]:
-    """Wrap the method that iterates to the current epoch and batch, which `place_dataset` makes unnecessary."""
-
     @functools.wraps(spin)
-    def wrapped(trainer: Trainer) -> None:
+    def spin_other_loaders(trainer: Trainer) -> None:
         if streaming_dataset(trainer.state) is not None:
             trainer.state.dataset_resumption['train'] = True
         spin(trainer)
 
-    return wrapped
+    set_private_attribute(State, '_dataset_state_dict', collect_at_timestamp)
+    set_private_attribute(Trainer, '_iter_dataloader', iterate_from_timestamp)
+    set_private_attribute(Trainer, '_spin_dataloaders_to_cur_epoch', spin_other_loaders)

@@ -9,9 +9,10 @@ from transformers import PreTrainedTokenizerBase
 
 from diffusion.config.image_shapes import Shape
 from diffusion.data.bad_samples import BadSample
-from diffusion.data.caption_choice import CaptionChoice, check_caption_weights, choose_caption
+from diffusion.data.caption_choice import CaptionChoice
+from diffusion.data.image_reading import UnreadableImage
 from diffusion.data.streams import Bucket, BucketedDataset
-from diffusion.data.transforms import Crop, CropBox, Undecodable, decode_crop, resize_and_flip, to_planar
+from diffusion.data.transforms import Crop, CropBox, decode_crop, resize_and_flip, to_planar
 from diffusion.models import batch_keys
 from diffusion.models.randomness import Purpose
 from diffusion.models.text_conditioner import tokenize
@@ -87,15 +88,13 @@ class ImageTextDataset(BucketedDataset):
         **streaming: Any,
     ) -> None:
         columns = [('image',), *([('captions', 'caption')] if tokenizers else [])]
-        check_caption_weights(caption_weights, caption_choice)
+        streaming |= {'caption_choice': caption_choice, 'caption_weights': caption_weights}
         super().__init__(buckets, batch_size=batch_size, columns=columns, seed=seed, **streaming)
-        self.use_caption_weights(caption_weights)
         self.tokenizers = list(tokenizers)
         self.image_sizes = image_sizes
         self.crop: Literal['center', 'random'] = crop
         self.min_crop_scale = min_crop_scale
         self.flip = flip
-        self.caption_choice: CaptionChoice = caption_choice
 
     def item(self, sample: dict[str, Any], index: int) -> dict[str, Any]:
         """Return the image of a sample, its caption tokens, and its sizes if the model takes them.
@@ -105,9 +104,7 @@ class ImageTextDataset(BucketedDataset):
         """
         item = self._image(sample, index)
         if self.tokenizers:
-            draw = self.draws(index, Purpose.CAPTION_CHOICE)[0]
-            captions, chances = self.captions(sample, index), self.caption_chances(sample, index)
-            caption = choose_caption(captions, self.caption_choice, draw, chances)
+            _, caption = self.choose_caption(sample, index)
             item[batch_keys.INPUT_IDS] = tokenize(self.tokenizers, [caption])[0]
         return item
 
@@ -120,7 +117,7 @@ class ImageTextDataset(BucketedDataset):
         try:
             decoded = decode_crop(sample['image'], shape, crop)
             pixels = resize_and_flip(decoded.pixels, shape, crop)
-        except Undecodable as error:
+        except UnreadableImage as error:
             raise BadSample(
                 f'{self.where(index)}: the image cannot be decoded ({error}); prepare the data again'
             ) from error

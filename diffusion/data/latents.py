@@ -18,12 +18,11 @@ from transformers import PreTrainedTokenizerBase
 from diffusion.config.image_shapes import Shape
 from diffusion.config.model_checks import no_features_problem
 from diffusion.data.bad_samples import BadSample
-from diffusion.data.caption_choice import CaptionChoice, check_caption_weights, choose_caption_index
+from diffusion.data.caption_choice import CaptionChoice
 from diffusion.data.streams import Bucket, BucketedDataset
 from diffusion.data.verified_stream import VerifiedStream
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
-from diffusion.models.randomness import Purpose
 from diffusion.models.representation_alignment import FeatureEncoder
 from diffusion.models.text_conditioner import TextConditioner, longest, tokenize
 from diffusion.models.vae import Vae, latent_statistics
@@ -201,16 +200,21 @@ class LatentsDataset(BucketedDataset):
         **streaming: Any,
     ) -> None:
         columns = [(batch_keys.LATENT_MOMENTS,), ('captions', 'caption')]
-        check_caption_weights(caption_weights, caption_choice)
+        streaming |= {'caption_choice': caption_choice, 'caption_weights': caption_weights}
         super().__init__(buckets, batch_size=batch_size, columns=columns, seed=seed, **streaming)
-        self.use_caption_weights(caption_weights)
         self.tokenizers = list(tokenizers)
         self.image_sizes = image_sizes
         self.image_features = image_features
-        self.caption_choice: CaptionChoice = caption_choice
         self.manifests = [read_manifest(bucket) for bucket in self.buckets]
-        self.with_text = self._all_with_text()
-        self.without_padding = self.with_text and self._all_without_padding()
+        self.with_text = self._all_or_none(
+            [manifest.text_encoder is not None for manifest in self.manifests],
+            'have no text embeddings, but the other streams do; precompute all streams in the same way',
+        )
+        self.without_padding = self.with_text and self._all_or_none(
+            [manifest.text_padding == 'removed' for manifest in self.manifests],
+            'store text embeddings with padding, and the other streams without; precompute all streams with the same '
+            'model',
+        )
         self.with_pooled = self.with_text and all('pooled' in manifest.text_output for manifest in self.manifests)
         for bucket, manifest in zip(self.buckets, self.manifests, strict=True):
             if str(bucket.shape) != manifest.shape:
@@ -232,12 +236,10 @@ class LatentsDataset(BucketedDataset):
         Raises:
             BadSample: The stored values are not finite, or there is no caption.
         """
-        captions = self.captions(sample, index)
-        draw, chances = self.draws(index, Purpose.CAPTION_CHOICE)[0], self.caption_chances(sample, index)
-        caption_index = choose_caption_index(captions, self.caption_choice, draw, chances)
+        caption_index, caption = self.choose_caption(sample, index)
         item: dict[str, Any] = {
             batch_keys.LATENT_MOMENTS: self._finite(sample, batch_keys.LATENT_MOMENTS, index).float(),
-            batch_keys.INPUT_IDS: tokenize(self.tokenizers, [captions[caption_index]])[0],
+            batch_keys.INPUT_IDS: tokenize(self.tokenizers, [caption])[0],
         }
         if self.with_text:
             embeds = self._finite(sample, batch_keys.TEXT_EMBEDS, index)
@@ -262,27 +264,12 @@ class LatentsDataset(BucketedDataset):
             raise BadSample(f'{self.where(index)}: its {name} are not finite; precompute them again')
         return values
 
-    def _all_with_text(self) -> bool:
-        """Return True if all streams store text embeddings, False if none does; raise UserError if only some do."""
-        stored = [manifest.text_encoder is not None for manifest in self.manifests]
-        if any(stored) and not all(stored):
-            names = ', '.join(bucket.name for bucket, has in zip(self.buckets, stored, strict=True) if not has)
-            raise UserError(
-                f'streams: {names} have no text embeddings, but the other streams do; '
-                'precompute all streams in the same way'
-            )
-        return all(stored)
-
-    def _all_without_padding(self) -> bool:
-        """Return True if all streams store text embeddings without padding, False if all with; else raise UserError."""
-        removed = [manifest.text_padding == 'removed' for manifest in self.manifests]
-        if any(removed) and not all(removed):
-            names = ', '.join(bucket.name for bucket, each in zip(self.buckets, removed, strict=True) if not each)
-            raise UserError(
-                f'streams: {names} store text embeddings with padding, and the other streams without; precompute all '
-                'streams with the same model'
-            )
-        return all(removed)
+    def _all_or_none(self, found: Sequence[bool], problem: str) -> bool:
+        """Return True if a property is found in all streams, False if in none; raise UserError if only in some."""
+        if any(found) and not all(found):
+            names = ', '.join(bucket.name for bucket, has in zip(self.buckets, found, strict=True) if not has)
+            raise UserError(f'streams: {names} {problem}')
+        return all(found)
 
     def check_encoders(
         self, vae: Vae, text: TextConditioner, *, train_text_encoder: bool, mask_padding: bool = False

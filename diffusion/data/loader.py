@@ -166,12 +166,10 @@ class BucketedLoader(StreamingDataLoader):
         # PyTorch's SIGCHLD handler raises in the main thread as soon as a worker dies. In the middle of a forward pass,
         # the other ranks would then wait for this one in a collective. So remove our workers from the handler's list;
         # `_next_batch` detects a dead worker within POLL_SECONDS, and all ranks stop at the same batch.
-        if isinstance(worker_batches, _MultiProcessingDataLoaderIter) and private_attribute(
-            worker_batches, '_worker_pids_set'
-        ):
-            private_attribute(signal_handling, '_remove_worker_pids')(id(worker_batches))
-            set_private_attribute(worker_batches, '_worker_pids_set', False)
         if isinstance(worker_batches, _MultiProcessingDataLoaderIter):
+            if private_attribute(worker_batches, '_worker_pids_set'):
+                private_attribute(signal_handling, '_remove_worker_pids')(id(worker_batches))
+                set_private_attribute(worker_batches, '_worker_pids_set', False)
             event = _EndOfWorkers(private_attribute(worker_batches, '_workers_done_event'))
             set_private_attribute(worker_batches, '_workers_done_event', event)
         return worker_batches
@@ -215,9 +213,11 @@ class BucketedLoader(StreamingDataLoader):
             expected = self.dataset.epoch_size // self.dataset.global_batch
         else:
             expected = len(self.dataset.evaluation_order.batches)
-        if index == expected:
-            return None
-        return f'{self.dataset.names()}: the epoch ended after {index} of {expected} batches'
+        return (
+            None
+            if index == expected
+            else f'{self.dataset.names()}: the epoch ended after {index} of {expected} batches'
+        )
 
     def _report_problem(self, error: Exception, worker_batches: Iterator[Any] | None) -> str:
         """Share an exception's error message with the processes of this machine, so that they stop, and return it."""
@@ -238,10 +238,8 @@ class BucketedLoader(StreamingDataLoader):
         """Return True if every rank has a batch, False if the epoch has ended on all of them; a collective call.
 
         Args:
-            index: Index of the global batch in the epoch.
             batch: This rank's batch, or None after its last.
             problem: This rank's error message, or None.
-            notes: JSON notes on this rank's replaced samples.
 
         Raises:
             DataError: A rank has failed, the ranks do not end together, or too many samples were replaced.
@@ -377,9 +375,8 @@ def to_data_spec(loader: BucketedLoader) -> DataSpec:
 
 def _split(batch: dict[str, torch.Tensor], size: int | float) -> list[dict[str, torch.Tensor]]:
     """Split a batch into microbatches of `size` samples; the last one may be smaller."""
-    count = len(batch[batch_keys.SAMPLE_ID])
-    starts = range(0, count, int(size))
-    return [{name: tensor[start : start + int(size)] for name, tensor in batch.items()} for start in starts]
+    parts = zip(*(tensor.split(int(size)) for tensor in batch.values()), strict=True)
+    return [dict(zip(batch, part, strict=True)) for part in parts]
 
 
 def ignore_stop_signals(worker: int) -> None:

@@ -11,7 +11,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +113,8 @@ def one_job_at_a_time() -> Iterator[None]:
         if dist.get_local_rank() == 0:
             try:
                 # Do not remove the lock file afterwards: /tmp is sticky, so another user could not.
-                stack.enter_context(locks.hold_lock(LOCK, _wait_until_timeout()))
-            except TimeoutError:
+                stack.enter_context(locks.hold_lock(LOCK, locks.wait_at_most(TIMEOUT_SECONDS, lambda: None)))
+            except locks.WaitedTooLong:
                 log.warning('%s: held by another job for %d s; continuing without the lock', LOCK, TIMEOUT_SECONDS)
             except OSError as error:
                 log.warning('%s: cannot be opened (%s); continuing without the lock', LOCK, error)
@@ -154,14 +154,3 @@ def _unused(number: int) -> int:
     while f'{number:06}' in used:
         number += 1
     return number
-
-
-def _wait_until_timeout() -> Callable[[], None]:
-    """Return a function that raises TimeoutError once TIMEOUT_SECONDS have passed."""
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-
-    def wait() -> None:
-        if time.monotonic() > deadline:
-            raise TimeoutError
-
-    return wait

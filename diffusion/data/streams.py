@@ -25,7 +25,14 @@ from diffusion.config.device_checks import (
 )
 from diffusion.config.image_shapes import Shape, apportion
 from diffusion.data.bad_samples import MAX_ATTEMPTS, BadSample, replacement
-from diffusion.data.caption_choice import CAPTION_COLUMNS, caption_chances, captions_of
+from diffusion.data.caption_choice import (
+    CAPTION_COLUMNS,
+    CaptionChoice,
+    caption_chances,
+    captions_of,
+    check_caption_weights,
+    choose_caption_index,
+)
 from diffusion.data.epoch_order import EvaluationOrder, OccurrenceSpanner, evaluation_order, numbered_ids
 from diffusion.data.epoch_position import keep_data_position
 from diffusion.data.transforms import ImageBlock
@@ -68,6 +75,8 @@ class BucketedDataset(VerifiedDataset):
             order each time (`diffusion.data.epoch_order`).
         substitute: Replace samples that cannot be decoded by others of the same shard
             (`diffusion.data.bad_samples`).
+        caption_choice: Caption to use if there are several.
+        caption_weights: Weights of the captions' columns for the random choice; None chooses evenly.
         streaming: Keyword arguments for VerifiedDataset and StreamingDataset.
     """
 
@@ -83,13 +92,17 @@ class BucketedDataset(VerifiedDataset):
         seed: int,
         elastic: bool = False,
         substitute: bool = False,
+        caption_choice: CaptionChoice = 'random',
+        caption_weights: Mapping[str, float] | None = None,
         **streaming: Any,
     ) -> None:
+        check_caption_weights(caption_weights, caption_choice)
         self.image_block = ImageBlock(batch_size)
         self.seed = seed
         self.elastic = elastic
         self.substitute = substitute
-        self.caption_weights: Mapping[str, float] | None = None
+        self.caption_choice: CaptionChoice = caption_choice
+        self.caption_weights = caption_weights
         # Streaming's constructor derives a `proportion` for every stream. The private `_proportion` is not None only if
         # the recipe set one.
         given = [bucket.stream for bucket in buckets if private_attribute(bucket.stream, '_proportion') is not None]
@@ -98,6 +111,7 @@ class BucketedDataset(VerifiedDataset):
         self.buckets = [replace(bucket, stream=stream) for bucket, stream in zip(buckets, self.streams, strict=True)]
         self.spanner = OccurrenceSpanner(self.spanner)
         self._check_columns(columns)
+        self._check_caption_columns()
         if elastic:
             self._round_to_whole_batches()
         else:
@@ -156,24 +170,24 @@ class BucketedDataset(VerifiedDataset):
         """
         raise NotImplementedError
 
-    def captions(self, sample: dict[str, Any], index: int) -> list[str]:
-        """Return all captions of a sample that was read; `index` names the sample in the error message.
+    def choose_caption(self, sample: dict[str, Any], index: int) -> tuple[int, str]:
+        """Return the number and the text of the caption that a sample has in this epoch.
 
         Raises:
-            BadSample: The sample has no captions.
+            BadSample: The sample has no captions, or none of the columns of its captions has a weight.
         """
+        draw = self.draws(index, Purpose.CAPTION_CHOICE)[0]
         try:
-            return captions_of(sample, '')
+            captions = captions_of(sample, '')
+            chances = [] if self.caption_weights is None else caption_chances(sample, self.caption_weights)
         except BadSample as error:
-            raise BadSample(f'{self.where(index)}{error}') from error
+            raise BadSample(f'{self.where(index)}: {str(error).removeprefix(": ")}') from error
+        chosen = choose_caption_index(captions, self.caption_choice, draw, chances)
+        return chosen, captions[chosen]
 
-    def use_caption_weights(self, weights: Mapping[str, float] | None) -> None:
-        """Choose random captions by the weights of their columns; None chooses evenly.
-
-        Raises:
-            UserError: No stream has the columns of its captions.
-        """
-        self.caption_weights = weights
+    def _check_caption_columns(self) -> None:
+        """Raise UserError if captions are chosen by the weights of their columns, and no stream has the columns."""
+        weights = self.caption_weights
         if weights is not None and not any(CAPTION_COLUMNS in self.columns_of(bucket) for bucket in self.buckets):
             raise UserError(
                 'dataset.caption_weights: no stream names the columns of its captions; prepare the data with '
@@ -185,19 +199,6 @@ class BucketedDataset(VerifiedDataset):
         index = self.buckets.index(bucket)
         shards = [shard for shard, stream in zip(self.shards, self.stream_per_shard, strict=True) if stream == index]
         return set().union(*(shard.column_names for shard in shards))  # type: ignore[attr-defined]
-
-    def caption_chances(self, sample: Mapping[str, Any], index: int) -> list[float]:
-        """Return the chance of each caption of a sample; empty for equal chances.
-
-        Raises:
-            BadSample: None of the columns of its captions has a weight.
-        """
-        if self.caption_weights is None:
-            return []
-        try:
-            return caption_chances(sample, self.caption_weights)
-        except BadSample as error:
-            raise BadSample(f'{self.where(index)}: {error}') from error
 
     def bucket_of(self, index: int) -> Bucket:
         """Return the bucket (stream and image shape) of the sample with this index."""

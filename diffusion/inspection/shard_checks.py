@@ -18,7 +18,8 @@ from diffusion.config.image_shapes import parse_shape
 from diffusion.config.recipe import StreamConfig
 from diffusion.data.bad_samples import BadSample
 from diffusion.data.caption_choice import captions_of
-from diffusion.data.transforms import JPEG_START, Undecodable, decode
+from diffusion.data.image_reading import UnreadableImage
+from diffusion.data.transforms import JPEG_START, decode
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.storage.download import RemoteFolder
@@ -197,7 +198,7 @@ def _image_problems(sample: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     if size is None:
         try:
             size = decode(encoded).size
-        except Undecodable as error:
+        except UnreadableImage as error:
             yield f'its image cannot be decoded ({error})', False
             return
     if warning is not None:

@@ -17,19 +17,17 @@ from PIL import Image
 from diffusion.config.image_shapes import Shape, square
 from diffusion.config.load import load
 from diffusion.data.bad_samples import BadSample
-from diffusion.data.caption_choice import captions_of, choose_caption
+from diffusion.data.caption_choice import captions_of, choose_caption_index
+from diffusion.data.image_reading import MIN_OVERSAMPLING, UnreadableImage, jpeg_reduction
 from diffusion.data.transforms import (
     MAX_FREE,
-    MIN_OVERSAMPLING,
     Crop,
     CropBox,
     ImageBlock,
-    Undecodable,
     as_batch,
     crop_box,
     decode_for_model,
     reduce_box,
-    reduction_for,
 )
 from diffusion.models import batch_keys
 from diffusion.training.components import build_loader
@@ -138,7 +136,7 @@ def test_reduced_decoding_is_close_to_full_decoding(photograph, size, shape, sub
     source = encoded(photograph.crop((0, 0, *size)), 'JPEG', quality=92, subsampling=subsampling)
     crop = Crop('random', 0.6, draw)
     box = crop_box(size[0], size[1], shape, crop)
-    reduction = reduction_for(box, shape)
+    reduction = jpeg_reduction((box.width, box.height), (shape.width, shape.height))
     assert reduction > 1
     grid = reduce_box(box, reduction)
     on_grid = CropBox(*(reduction * value for value in (grid.left, grid.top, grid.width, grid.height)))
@@ -150,7 +148,7 @@ def test_reduced_decoding_is_close_to_full_decoding(photograph, size, shape, sub
 @given(st.integers(8, 3000), st.integers(8, 3000), st.sampled_from([*SHAPES, square(64)]), st.tuples(shares, shares))
 def test_rounding_moves_crop_edges_by_at_most_quarter_pixel(width, height, shape, at):
     box = crop_box(width, height, shape, Crop('random', 0.5, (0.5, *at)))
-    reduction = reduction_for(box, shape)
+    reduction = jpeg_reduction((box.width, box.height), (shape.width, shape.height))
     grid = reduce_box(box, reduction)
     for edge, reduced_edge, scale in (
         (box.left, grid.left, shape.width / box.width),
@@ -164,7 +162,7 @@ def test_rounding_moves_crop_edges_by_at_most_quarter_pixel(width, height, shape
 @given(st.integers(8, 5000), st.integers(8, 5000), st.sampled_from([*SHAPES, square(64)]))
 def test_reduced_crop_keeps_minimum_oversampling(width, height, shape):
     box = crop_box(width, height, shape, Crop())
-    reduction = reduction_for(box, shape)
+    reduction = jpeg_reduction((box.width, box.height), (shape.width, shape.height))
     assert reduction in (1, 2, 4, 8)
     if reduction > 1:
         assert min(box.width / reduction / shape.width, box.height / reduction / shape.height) >= MIN_OVERSAMPLING
@@ -219,35 +217,35 @@ def huge_jpeg():
         (huge_jpeg(), 'decompression bomb'),
     ],
 )
-def test_invalid_images_are_undecodable(broken, message):
-    with pytest.raises(Undecodable, match=message):
+def test_invalid_images_are_unreadable(broken, message):
+    with pytest.raises(UnreadableImage, match=message):
         decode_for_model(broken, square(32))
 
 
 def test_valid_jpeg_with_too_many_pixels_is_rejected():
-    with pytest.raises(Undecodable, match='13400 x 13400 pixels exceed the limit'):
+    with pytest.raises(UnreadableImage, match='13400 x 13400 pixels exceed the limit'):
         decode_for_model(encoded(Image.new('L', (13_400, 13_400)), 'JPEG'), square(32))
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(['PNG', 'JPEG', 'WEBP', 'GIF', 'BMP', 'TIFF']), st.data())
 @pytest.mark.filterwarnings('ignore')
-def test_damaged_bytes_decode_or_raise_undecodable(format, data):
+def test_damaged_bytes_decode_or_are_unreadable(format, data):
     source = bytearray(encoded(noise(24, 24), format))
     for _ in range(data.draw(st.integers(1, 8))):
         source[data.draw(st.integers(0, len(source) - 1))] = data.draw(st.integers(0, 255))
     try:
         seen = decode_for_model(bytes(source), square(16))
-    except Undecodable:
+    except UnreadableImage:
         return
     assert seen.shape == (3, 16, 16)
 
 
 def test_caption_choice_rules():
     captions = ['one', 'the longest', 'two']
-    assert choose_caption(captions, 'first', 0.9) == 'one'
-    assert choose_caption(captions, 'longest', 0.0) == 'the longest'
-    assert [choose_caption(captions, 'random', d) for d in (0.0, 0.5, 0.99)] == captions
+    assert choose_caption_index(captions, 'first', 0.9) == 0
+    assert choose_caption_index(captions, 'longest', 0.0) == 1
+    assert [choose_caption_index(captions, 'random', d) for d in (0.0, 0.5, 0.99)] == [0, 1, 2]
     assert captions_of({'caption': 'a'}, '') == ['a']
 
 

@@ -20,7 +20,7 @@ from prepare.drawn import encoded_image, samples, tar_of
 
 from diffusion.config.load import load
 from diffusion.data.bad_samples import BadSample
-from diffusion.data.caption_choice import caption_chances, choose_caption
+from diffusion.data.caption_choice import caption_chances, choose_caption_index
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.prepare.counts_report import PrepareReport
@@ -198,11 +198,11 @@ def test_columns_get_their_weights_and_captions_of_one_column_share_them(
     chances = caption_chances(sample, weights)
     draws = (np.arange(2_000) + 0.5) / 2_000
     texts = [str(number) for number in range(len(columns))]
-    counts = Counter(choose_caption(texts, 'random', float(draw), chances) for draw in draws)
+    counts = Counter(choose_caption_index(texts, 'random', float(draw), chances) for draw in draws)
     for number, name in enumerate(columns):
         wanted = present.get(name, 0) / sum(present.values()) / columns.count(name)
-        assert abs(counts[str(number)] / len(draws) - wanted) < 1e-2
-    assert columns[int(choose_caption(texts, 'random', np.nextafter(1, 0), chances))] in present
+        assert abs(counts[number] / len(draws) - wanted) < 1e-2
+    assert columns[choose_caption_index(texts, 'random', np.nextafter(1, 0), chances)] in present
 
 
 def token_counts(recipe: Any, epochs: int) -> dict[int, Counter[tuple[int, ...]]]:

@@ -162,7 +162,6 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _bare_name(name: str) -> str:
-    """Return a parameter's name without the prefixes that wrappers of modules add."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, '')
     return name

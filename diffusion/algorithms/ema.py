@@ -204,7 +204,6 @@ class EMA(Algorithm):
         )
 
     def _exchange(self) -> None:
-        """Swap the averaged weights with the training weights in the model."""
         self.average.exchange(self._root())
         self._exchanged = not self._exchanged
 

@@ -74,7 +74,6 @@ def count_non_finite(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def _save_if_finite(save: Any, state: State, logger: Logger) -> None:
-    """Save a checkpoint if the weights are finite."""
     check_weights(state, f'batch {state.timestamp.batch.value}', NOT_SAVED)
     save(state, logger)
 

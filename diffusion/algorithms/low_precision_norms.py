@@ -94,5 +94,4 @@ def _dtype(input: Tensor) -> torch.dtype:
 
 
 def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Convert a tensor to a dtype; None stays None."""
     return None if tensor is None else tensor.to(dtype)

@@ -147,7 +147,6 @@ class PostHocEMA(Algorithm):
             average.restore(averages[label])
 
     def _update(self, model: nn.Module, *, step: int) -> None:
-        """Update all averages with the weights after a training step."""
         for label, average in self._averages.items():
             if average.started:
                 average.update(model, beta(step, self.gammas[label]))

@@ -123,7 +123,6 @@ class InRunEvaluation(Callback):
 
 
 def _is_signaled(state: State) -> bool:
-    """Return True if this process has received a stop signal."""
     return any(isinstance(callback, Preemption) and callback.signal for callback in state.callbacks)
 
 
@@ -131,4 +130,4 @@ def _beat(state: State) -> None:
     """Show the node entry point that this rank makes progress."""
     for callback in state.callbacks:
         if isinstance(callback, Heartbeat):
-            callback.beat_in_slow_work(state)
+            callback.beat(state)

@@ -138,14 +138,12 @@ def one_batch_earlier(now: Timestamp) -> Timestamp:
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a parameter group as plain values."""
     found = {key: group[key] for key in ('lr', *SETTINGS) if key in group}
     found = {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
     return {key: value.item() if isinstance(value, Tensor) else value for key, value in found.items()}
 
 
 def _set_rate(group: dict[str, Any], rate: float) -> None:
-    """Set a group's learning rate, in place if it is a tensor."""
     if isinstance(group['lr'], Tensor):
         group['lr'].fill_(rate)
     else:

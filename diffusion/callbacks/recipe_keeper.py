@@ -57,5 +57,4 @@ class RecipeKeeper(Callback):
 
 
 def _shortened(text: str) -> str:
-    """Return a text cut to the length that is logged."""
     return text if len(text) <= MAX_LOGGED_CHARACTERS else f'{text[: MAX_LOGGED_CHARACTERS - 3]}...'

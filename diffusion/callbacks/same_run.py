@@ -68,11 +68,9 @@ class SameRun(Callback):
             self._warn_unknown()
 
     def _warn_unknown(self) -> None:
-        """Log a warning that the checkpoint has no identity to compare with."""
         if dist.get_global_rank() == 0:
             log.warning('the checkpoint does not record its seed and data; they cannot be compared with this run')
 
 
 def _listed(lines: list[str]) -> str:
-    """Return lines as an indented list to append to a message."""
     return ''.join(f'\n  {line}' for line in lines)

@@ -54,7 +54,9 @@ class RunStatus(Callback):
             self._timer.begin(now)
             if status.total_batches is None:
                 status.total_batches = total_batches(state)
-            self._note_first_batch(state, now)
+            if self.attempt is not None and self.attempt.first is None:
+                self.attempt.first = self.attempt.last = state.timestamp.batch.value
+                self.attempt.first_at = self.attempt.last_at = self._epoch + now
         elif event is Event.BATCH_END:
             self._timer.end(now)
             self._writer.last_batch_at = now
@@ -76,12 +78,6 @@ class RunStatus(Callback):
         if self._writer is not None:
             self._writer.stop()
             self._writer = None
-
-    def _note_first_batch(self, state: State, now: float) -> None:
-        if self.attempt is not None and self.attempt.first is None:
-            batch = state.timestamp.batch.value
-            self.attempt.first, self.attempt.first_at = batch, self._epoch + now
-            self.attempt.last, self.attempt.last_at = batch, self._epoch + now
 
     def _record_progress(self) -> None:
         """Record the progress of this attempt at intervals; runs in the thread of the writer."""
@@ -108,15 +104,12 @@ class Heartbeat(Callback):
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         # The event is BEFORE_DATALOADER instead of BATCH_START, so that a batch includes the wait for its data.
         if event is Event.BEFORE_DATALOADER:
-            self._beat(state, TRAINING)
+            self.beat(state, TRAINING)
         elif event in _BEFORE_SLOW_WORK:
-            self._beat(state, SAVING)
+            self.beat(state)
 
-    def beat_in_slow_work(self, state: State) -> None:
+    def beat(self, state: State, doing: str = SAVING) -> None:
         """Update the heartbeat file; other callbacks call this within work that takes much longer than a batch."""
-        self._beat(state, SAVING)
-
-    def _beat(self, state: State, doing: str) -> None:
         batch = state.timestamp.batch.value
         self._first = self._first or (batch, time.monotonic())
         write_rank_heartbeat(batch, doing, *self._first)

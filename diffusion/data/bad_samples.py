@@ -69,9 +69,10 @@ class SampleCounts:
 def quarantine(path: Path, notes: Sequence[str], batch: int) -> None:
     """Append one line per replaced (undecodable) sample to a JSON Lines file; call this on one rank only.
 
+    The file is created if it does not exist, but not its folder, which a lost mount would hide. If it cannot be
+    written, a warning is logged.
+
     Args:
-        path: The file; it is created if it does not exist, but not its folder, which a lost mount would hide. If it
-            cannot be written, a warning is logged.
         notes: One JSON object per replaced sample, as text.
         batch: Index of the global batch in its epoch, added to each note.
     """

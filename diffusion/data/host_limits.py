@@ -203,7 +203,6 @@ def unmapped_files(folder: Path) -> list[Path]:
 
 
 def _is_owned(path: Path) -> bool:
-    """Return True if a file exists and belongs to this user."""
     try:
         return path.stat().st_uid == os.getuid()
     except FileNotFoundError:

@@ -296,7 +296,6 @@ def decode_other(image: Image.Image) -> Image.Image:
 
 
 def _scale_to_8_bits(image: Image.Image) -> Image.Image:
-    """Scale 16-bit gray to 8 bits."""
     # Pillow's conversion clips values above 255 instead of scaling, which makes the image almost completely white.
     gray16 = np.asarray(image).astype(np.uint32)
     gray = Image.fromarray(((gray16 * 255 + 32767) // 65535).astype(np.uint8))

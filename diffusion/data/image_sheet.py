@@ -168,7 +168,6 @@ def wrap_caption(text: str, width: int, font: Any) -> list[str]:
 
 
 def _shortened(line: str, width: int, font: Any) -> str:
-    """Truncate a line to `width` pixels; truncated text ends in three dots."""
     if font.getlength(line) <= width:
         return line
     stem = line.removesuffix(' ...')
@@ -200,7 +199,6 @@ def html_page(title: str, body: str, *, style: str = '') -> str:
 
 
 def _html_image(image: Image.Image | bytes, side: int | None) -> str:
-    """Return an HTML img element with the image embedded."""
     encoded = image if isinstance(image, bytes) else png_bytes(image)
     kind = 'jpeg' if encoded.startswith(b'\xff\xd8') else 'png'
     width = '' if side is None else f' width="{size_on_sheet(_decoded(image), side)[0]}"'

@@ -161,7 +161,6 @@ class BucketedLoader(StreamingDataLoader):
             yield batch
 
     def _start_workers(self) -> Iterator[Any]:
-        """Start this rank's DataLoader workers and return the iterator over their batches."""
         worker_batches = DataLoader.__iter__(self)
         # PyTorch's SIGCHLD handler raises in the main thread as soon as a worker dies. In the middle of a forward pass,
         # the other ranks would then wait for this one in a collective. So remove our workers from the handler's list;
@@ -198,7 +197,6 @@ class BucketedLoader(StreamingDataLoader):
                     ) from error
 
     def _end_workers(self, worker_batches: Iterator[Any] | None) -> None:
-        """End this rank's DataLoader workers immediately, after a failure on any rank."""
         # If the iterator is left to the garbage collector, PyTorch waits 5 s for each worker.
         if isinstance(worker_batches, _MultiProcessingDataLoaderIter):
             for worker in private_attribute(worker_batches, '_workers'):

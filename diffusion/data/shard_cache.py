@@ -63,11 +63,7 @@ def home(cache: Path, remote: str) -> Path:
 def version(home: Path, digest: str, stream: str) -> Path:
     """Return the cache folder of one version of a dataset, for a stream to use as its local folder.
 
-    A dataset that is rewritten at the same URL gets another version, identified by the hash of its index.
-
-    Args:
-        home: The dataset's folder in the cache.
-        digest: SHA-256 of the version's index, in hexadecimal.
+    A dataset that is rewritten at the same URL gets another version, identified by the SHA-256 of its index.
     """
     # StreamingDataset refuses two streams with the same local folder, so each stream gets a symbolic link of its own to
     # the version's folder.
@@ -180,7 +176,6 @@ class CacheBudget:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the locks of all limited folders inside the block."""
         with contextlib.ExitStack() as stack:
             # Every process takes the locks in the same order, or two could wait for each other.
             for folder in sorted(self.folders):
@@ -292,7 +287,6 @@ class DownloadTurns:
         `path` with a number after too long a wait. Yields None if another process has completed the file.
 
         Args:
-            path: Final path of the file.
             size: Size of the download in bytes.
             is_complete: Returns True if the file exists and is undamaged; called if the file has changed.
         """

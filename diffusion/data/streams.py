@@ -305,7 +305,6 @@ class BucketedDataset(VerifiedDataset):
         return evaluation_order(samples, ranks=ranks, batch_size=self.batch_size)
 
     def _evaluation_length(self) -> int:
-        """Return the number of samples per rank in an epoch of the evaluation order."""
         assert isinstance(self.batch_size, int)
         return sum(-(-int(stream.choose) // self.global_batch) for stream in self.streams) * self.batch_size
 
@@ -369,7 +368,6 @@ class BucketedDataset(VerifiedDataset):
             log.info('streams.%s: %.3g copies of each sample per epoch, %s', bucket.name, taken / samples, self.copies)
 
     def _check_columns(self, columns: Sequence[tuple[str, ...]]) -> None:
-        """Raise UserError if a stream has no samples or lacks a required column."""
         for index, bucket in enumerate(self.buckets):
             shards = [s for s, stream in zip(self.shards, self.stream_per_shard, strict=True) if stream == index]
             if not shards:
@@ -416,7 +414,6 @@ def fingerprint(dataset: BucketedDataset, settings: Mapping[str, Any]) -> dict[s
 
 
 def _of_stream(bucket: Bucket, position: int, samples: int) -> dict[str, Any]:
-    """Return the part of the data fingerprint that describes one stream."""
     stream = bucket.stream
     return {
         'position': position,  # sample ids, which key all randomness, are numbered across streams

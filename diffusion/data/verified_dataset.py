@@ -250,7 +250,6 @@ class VerifiedDataset(StreamingDataset):
         return self._cache_filelock
 
     def _is_unchanged(self, shard_id: int) -> bool:
-        """Return True if a shard's file exists and has not changed since it was checked."""
         with contextlib.suppress(FileNotFoundError):
             return file_signature(self._path(shard_id)) == int(self._signatures[shard_id])
         return False
@@ -263,11 +262,9 @@ class VerifiedDataset(StreamingDataset):
             self._stream_of(shard_id).touch(self._path(shard_id))
 
     def _stream_of(self, shard_id: int) -> VerifiedStream:
-        """Return the stream that a shard belongs to."""
         return self.streams[int(self.stream_per_shard[shard_id])]
 
     def _path(self, shard_id: int) -> str:
-        """Return the local path of a shard's uncompressed file."""
         shard = self.shards[shard_id]
         # This runs for every sample, and os.path.join takes ten times as long as an f-string.
         return f'{shard.dirname}/{shard.split}/{shard.file_pairs[0][0].basename}'
@@ -328,7 +325,6 @@ def _remove_lock_files(prefix: str, process: int) -> None:
 
 
 def _check_folders_differ(streams: list[VerifiedStream]) -> None:
-    """Raise UserError if two streams have the same local folder."""
     names: dict[Path, str] = {}
     for stream in streams:
         other = names.setdefault(stream.folder.absolute(), stream.name)

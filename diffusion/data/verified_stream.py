@@ -218,12 +218,7 @@ class VerifiedStream(Stream):
                     ) from error
 
     def _evict_some(self, path: Path, size: int) -> bool:
-        """Remove some downloaded shards from a full disk; return False if there are none.
-
-        Args:
-            path: Path of the shard that does not fit.
-            size: Size of its download in bytes.
-        """
+        """Remove some downloaded shards from a disk without space for `size` bytes at `path`; return False if none."""
         # Free space for several shards: other processes download at the same time, and other programs fill the disk.
         freed = 0 if self.on_disk is None else self.on_disk.evict(EVICTED_SHARDS * size)
         if freed and not self.has_warned:
@@ -448,7 +443,6 @@ def _unpacked(path: Path, raw: FileInfo, compression: str | None, folder: Path |
 
 
 def _check_download(path: Path, expected: FileInfo, algorithm: str | None = None) -> None:
-    """Raise DamagedDownload if a downloaded file has another size or hash than in the index."""
     found = find_damage(path, expected, algorithm)
     if found is not None:
         raise DamagedDownload(found)

@@ -22,6 +22,7 @@ GRAY, ALPHA = RGB[..., 0], (Y * 17).astype(np.uint8)
 DEEP = (X * 2700 + Y * 100).astype(np.uint16)
 PICTURE = Image.fromarray(RGB)
 PALETTE = PICTURE.quantize(16)
+WITH_ALPHA = Image.fromarray(np.dstack([RGB, ALPHA]))
 INDEX_ALPHA = np.arange(0, 256, 17, dtype=np.uint8)
 
 
@@ -29,6 +30,10 @@ def encode(image: Image.Image, kind: str, **options: Any) -> bytes:
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
+
+
+def png(image: Image.Image, **options: Any) -> bytes:
+    return encode(image, 'PNG', **options)
 
 
 def turned(orientation: int) -> Image.Exif:
@@ -82,65 +87,53 @@ PALETTE_RGB = np.asarray(PALETTE.convert('RGB'))
 TABLES = JPEG.index(b'\xff\xdb')
 WITH_INDEX = PALETTE_RGB, np.where(np.asarray(PALETTE) == 3, 0, 255)
 FILES: dict[str, tuple[bytes, np.ndarray]] = {
-    'rgb.png': (encode(PICTURE, 'PNG'), RGB),
-    'gray.png': (encode(Image.fromarray(GRAY), 'PNG'), gray(GRAY)),
+    'rgb.png': (png(PICTURE), RGB),
+    'gray.png': (png(Image.fromarray(GRAY)), gray(GRAY)),
     'bits.png': (encode(Image.fromarray(GRAY > 100), 'PNG'), gray((GRAY > 100) * 255)),
-    'palette.png': (encode(PALETTE, 'PNG'), PALETTE_RGB),
-    'palette-index.png': (encode(PALETTE, 'PNG', transparency=3), over_white(*WITH_INDEX)),
+    'palette.png': (png(PALETTE), PALETTE_RGB),
+    'palette-index.png': (png(PALETTE, transparency=3), over_white(*WITH_INDEX)),
     'palette-alpha.png': (
-        encode(PALETTE, 'PNG', transparency=INDEX_ALPHA.tobytes()),
+        png(PALETTE, transparency=INDEX_ALPHA.tobytes()),
         over_white(PALETTE_RGB, INDEX_ALPHA[np.asarray(PALETTE)]),
     ),
     'gray-alpha.png': (
         encode(Image.merge('LA', [Image.fromarray(GRAY), Image.fromarray(ALPHA)]), 'PNG'),
         over_white(gray(GRAY), ALPHA),
     ),
-    'alpha.png': (encode(Image.fromarray(np.dstack([RGB, ALPHA])), 'PNG'), over_white(RGB, ALPHA)),
+    'alpha.png': (png(WITH_ALPHA), over_white(RGB, ALPHA)),
     'color-key.png': (
-        encode(PICTURE, 'PNG', transparency=(0, 0, 255)),
+        png(PICTURE, transparency=(0, 0, 255)),
         over_white(RGB, np.where((RGB == (0, 0, 255)).all(axis=2), 0, 255)),
     ),
     'gray-key.png': (
-        encode(Image.fromarray(GRAY), 'PNG', transparency=50),
+        png(Image.fromarray(GRAY), transparency=50),
         over_white(gray(GRAY), np.where(GRAY == 50, 0, 255)),
     ),
-    'deep.png': (encode(Image.fromarray(DEEP), 'PNG'), gray(np.round(DEEP / 257))),
+    'deep.png': (png(Image.fromarray(DEEP)), gray(np.round(DEEP / 257))),
     'deep-key.png': (
-        encode(Image.fromarray(DEEP), 'PNG', transparency=2700),
+        png(Image.fromarray(DEEP), transparency=2700),
         over_white(gray(np.round(DEEP / 257)), np.where(DEEP == 2700, 0, 255)),
     ),
-    'mirrored.png': (encode(PICTURE, 'PNG', exif=turned(2)), RGB[:, ::-1]),
-    'half-turn.png': (encode(PICTURE, 'PNG', exif=turned(3)), RGB[::-1, ::-1]),
-    'right.png': (encode(PICTURE, 'PNG', exif=turned(6)), np.rot90(RGB, -1)),
-    'left.png': (encode(PICTURE, 'PNG', exif=turned(8)), np.rot90(RGB)),
+    'mirrored.png': (png(PICTURE, exif=turned(2)), RGB[:, ::-1]),
+    'half-turn.png': (png(PICTURE, exif=turned(3)), RGB[::-1, ::-1]),
+    'right.png': (png(PICTURE, exif=turned(6)), np.rot90(RGB, -1)),
+    'left.png': (png(PICTURE, exif=turned(8)), np.rot90(RGB)),
     'xmp.png': (
-        encode(PICTURE, 'PNG', pnginfo=texts(lambda info: info.add_itxt('XML:com.adobe.xmp', XMP))),
+        png(PICTURE, pnginfo=texts(lambda info: info.add_itxt('XML:com.adobe.xmp', XMP))),
         RGB[::-1, ::-1],
     ),
-    'profile.png': (encode(PICTURE, 'PNG', icc_profile=PROFILE), in_srgb(RGB)),
-    'profile-alpha.png': (
-        encode(Image.fromarray(np.dstack([RGB, ALPHA])), 'PNG', icc_profile=PROFILE),
-        over_white(in_srgb(RGB), ALPHA),
-    ),
-    'damaged-profile.png': (encode(PICTURE, 'PNG', icc_profile=b'no profile'), RGB),
-    'large-profile.png': (encode(PICTURE, 'PNG', icc_profile=bytes(3_000_000)), RGB),
-    'ztxt.png': (
-        encode(PICTURE, 'PNG', pnginfo=texts(lambda info: info.add_text('workflow', WORKFLOW, zip=True))),
-        RGB,
-    ),
+    'profile.png': (png(PICTURE, icc_profile=PROFILE), in_srgb(RGB)),
+    'profile-alpha.png': (png(WITH_ALPHA, icc_profile=PROFILE), over_white(in_srgb(RGB), ALPHA)),
+    'damaged-profile.png': (png(PICTURE, icc_profile=b'no profile'), RGB),
+    'large-profile.png': (png(PICTURE, icc_profile=bytes(3_000_000)), RGB),
+    'ztxt.png': (png(PICTURE, pnginfo=texts(lambda info: info.add_text('workflow', WORKFLOW, zip=True))), RGB),
     'itxt-turned.png': (
-        encode(
-            PICTURE,
-            'PNG',
-            pnginfo=texts(lambda info: info.add_itxt('workflow', WORKFLOW, zip=True)),
-            exif=turned(6),
-        ),
+        png(PICTURE, pnginfo=texts(lambda info: info.add_itxt('workflow', WORKFLOW, zip=True)), exif=turned(6)),
         np.rot90(RGB, -1),
     ),
     'late-text.png': (
-        encode(
+        png(
             PICTURE,
-            'PNG',
             pnginfo=texts(lambda info: info.add(b'zTXt', b'w\0\0' + zlib.compress(WORKFLOW.encode()), after_idat=True)),
         ),
         RGB,
@@ -148,19 +141,13 @@ FILES: dict[str, tuple[bytes, np.ndarray]] = {
     'rgb.jpg': (JPEG, plain(JPEG)),
     'gray.jpg': (encode(Image.fromarray(GRAY), 'JPEG'), plain(encode(Image.fromarray(GRAY), 'JPEG'))),
     'cmyk.jpg': (CMYK, plain(CMYK)),
-    'progressive.jpg': (
-        encode(PICTURE, 'JPEG', progressive=True),
-        plain(encode(PICTURE, 'JPEG', progressive=True)),
-    ),
+    'progressive.jpg': (encode(PICTURE, 'JPEG', progressive=True), plain(encode(PICTURE, 'JPEG', progressive=True))),
     'turned.jpg': (encode(PICTURE, 'JPEG', exif=turned(6)), np.rot90(plain(JPEG), -1)),
     'xmp.jpg': (encode(PICTURE, 'JPEG', xmp=XMP.encode()), plain(JPEG)[::-1, ::-1]),
     'profile.jpg': (encode(PICTURE, 'JPEG', icc_profile=PROFILE), in_srgb(plain(JPEG))),
     'stray.jpg': (JPEG[:TABLES] + b'stray' + JPEG[TABLES:], plain(JPEG)),
     'stray-end.jpg': (JPEG[:-2] + bytes(100) + JPEG[-2:], plain(JPEG)),
-    'alpha.webp': (
-        encode(Image.fromarray(np.dstack([RGB, ALPHA])), 'WEBP', lossless=True, exact=True),
-        over_white(RGB, ALPHA),
-    ),
+    'alpha.webp': (encode(WITH_ALPHA, 'WEBP', lossless=True, exact=True), over_white(RGB, ALPHA)),
     'turned.webp': (encode(PICTURE, 'WEBP', lossless=True, exif=turned(8)), np.rot90(RGB)),
     'index.gif': (encode(PALETTE, 'GIF', transparency=3), over_white(*WITH_INDEX)),
     'rgb.bmp': (encode(PICTURE, 'BMP'), RGB),

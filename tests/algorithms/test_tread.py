@@ -1,11 +1,10 @@
-"""TREAD against plain PyTorch: which tokens skip which blocks, and the loss and gradients that follow."""
+"""TREAD against the blocks of diffusers: which tokens skip which blocks, and the loss and gradients that follow."""
 
 import itertools
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as functional
 from composer import Trainer
 from composer.core import Event
 from torch.utils.data import DataLoader
@@ -52,39 +51,8 @@ def batch_of(model: LatentDiffusion, *, ids: range = range(10, 14), side: int = 
     }
 
 
-def attention(block: Any, image: torch.Tensor, text: torch.Tensor, rope: torch.Tensor, mask: torch.Tensor):
-    """Return the attention of PRX, written out: image tokens attend to text and image tokens."""
-    heads = block.num_heads
-
-    def split(values: torch.Tensor, parts: int) -> list[torch.Tensor]:
-        return [each.unflatten(-1, (heads, -1)).transpose(1, 2) for each in values.chunk(parts, dim=-1)]
-
-    def rotated(values: torch.Tensor) -> torch.Tensor:
-        pairs = values.unflatten(-1, (-1, 2))
-        return torch.einsum('bhnpij,bhnpj->bhnpi', rope.expand(-1, heads, -1, -1, -1, -1), pairs).flatten(-2)
-
-    layer = block.attention
-    query, key, value = split(layer.img_qkv_proj(image), 3)
-    text_key, text_value = split(layer.txt_kv_proj(text), 2)
-    query, key = rotated(layer.norm_q(query)), rotated(layer.norm_k(key))
-    keys = torch.cat([layer.norm_added_k(text_key), key], dim=2)
-    scores = query @ keys.transpose(-1, -2) / query.shape[-1] ** 0.5
-    visible = torch.cat([mask, torch.ones(image.shape[:2], dtype=torch.bool)], dim=1)
-    weights = scores.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1)
-    return layer.to_out[0]((weights @ torch.cat([text_value, value], dim=2)).transpose(1, 2).flatten(2))
-
-
-def block_output(block: Any, image, text, time, rope, mask):
-    shift, scale, gate, shift2, scale2, gate2 = block.modulation.lin(functional.silu(time))[:, None].chunk(6, dim=-1)
-    normed = functional.layer_norm(image, image.shape[-1:], eps=1e-6)
-    image = image + gate * attention(block, (1 + scale) * normed + shift, text, rope, mask)
-    normed = (1 + scale2) * functional.layer_norm(image, image.shape[-1:], eps=1e-6) + shift2
-    hidden = functional.gelu(block.gate_proj(normed), approximate='tanh') * block.up_proj(normed)
-    return image + gate2 * block.down_proj(hidden)
-
-
 def reference_loss(model: LatentDiffusion, batch: dict[str, torch.Tensor], fraction: float) -> torch.Tensor:
-    """Return the loss of a flow with a PRX of patches of one cell, one sample at a time, in plain PyTorch."""
+    """Return the loss of a flow with a PRX of one-cell patches, one sample at a time, by the blocks of diffusers."""
     draws, prx = model.draws_of(batch), model.denoiser
     latents = model.latents_of(batch, draws)
     noise = draws.normal(Purpose.NOISE, latents.shape[1:])
@@ -105,14 +73,11 @@ def reference_loss(model: LatentDiffusion, batch: dict[str, torch.Tensor], fract
         smallest = words[i].tolist()
         kept = sorted(sorted(range(count), key=lambda token: smallest[token])[: count - round(fraction * count)])
         for number, block in enumerate(prx.blocks):
-            routed = START <= number < END
-            used = image[:, kept] if routed else image
-            result = block_output(block, used, text, time, rope[:, :, kept] if routed else rope, mask)
-            rows = {token: result[0, place] for place, token in enumerate(kept if routed else range(count))}
+            used = kept if START <= number < END else list(range(count))
+            result = block(image[:, used], text, time, rope[:, :, used], mask)
+            rows = dict(zip(used, result[0], strict=True))
             image = torch.stack([rows.get(token, image[0, token]) for token in range(count)])[None]
-        shift, scale = prx.final_layer.adaLN_modulation(time).chunk(2, dim=1)
-        normed = (1 + scale) * functional.layer_norm(image[0], image.shape[-1:], eps=1e-6) + shift
-        predicted = prx.final_layer.linear(normed).T.view_as(noisy)
+        predicted = prx.final_layer(image, time)[0].T.view_as(noisy)
         losses.append((predicted - (noise[i] - latents[i])).square().mean())
     return torch.stack(losses)
 
@@ -124,7 +89,7 @@ def gradients(model: LatentDiffusion) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize('checkpointing', [False, True])
-def test_loss_and_gradients_equal_plain_pytorch(make_prx, checkpointing):
+def test_loss_and_gradients_equal_those_of_blocks_with_the_kept_tokens(make_prx, checkpointing):
     model = make_prx(caption_dropout=0.0)
     batch = batch_of(model)
     expected = reference_loss(model, batch, 0.5)

@@ -293,12 +293,12 @@ def reference_norm() -> float:
 @pytest.mark.parametrize('action', ['stop', 'skip'])
 def test_hook_is_called_once_with_a_description_of_the_bad_batch(tmp_path, action):
     guard = LossGuard(action=action, folder=str(tmp_path))
-    told: list[str] = []
-    guard.on_bad_batch = told.append
+    messages: list[str] = []
+    guard.on_bad_batch = messages.append
     trainer = make_trainer(make_data(bad=[BAD]), [guard], duration='4ba')
     assert_stops(trainer, 'loss is nan') if action == 'stop' else run_to_end(trainer)
     ending = 'the run stops' if action == 'stop' else 'update skipped'
-    assert told == [f'batch 2: loss is nan; {ending}; sample 121']
+    assert messages == [f'batch 2: loss is nan; {ending}; sample 121']
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_every_sample_is_counted_once_and_batches_have_one_stream(sizes, ranks, 
     assert sorted(counted) == list(range(ends[-1]))
     assert len(order.batches) == sum(-(-size // (ranks * batch_size)) for size in sizes)
 
-    # As a DataLoader takes them: a batch from each worker in turn.
+    # A DataLoader takes a batch from each worker in turn.
     per_worker = order.for_workers(workers)
     for rank in range(ranks):
         queues = [list(queue[queue != NO_SAMPLE]) for queue in per_worker[rank]]

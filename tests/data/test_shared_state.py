@@ -1,4 +1,4 @@
-"""Names of datasets in shared memory, which all ranks of a machine must choose alike and leave free at the end."""
+"""Names of datasets in shared memory, which all ranks of a machine choose together and leave free at the end."""
 
 import gc
 import json
@@ -20,7 +20,7 @@ from diffusion.data.shared_state import one_job_at_a_time
 
 dist.initialize_dist('cpu')
 find = prefix._check_and_find
-# As if the names of a killed job had vanished after rank 0 has looked. No other test has a number as high.
+# Pretend that the names of a killed job vanished after rank 0 has looked. No other test has a number as high.
 number_of_rank_0 = 100_000 + os.getpid()
 prefix._check_and_find = lambda *arguments: find(*arguments) if dist.get_global_rank() else number_of_rank_0
 with one_job_at_a_time():

@@ -108,7 +108,8 @@ def run_launch(options: LaunchOptions) -> int:
         if options.out is not None:
             _write(rendered.files, options.out)
         if options.render:
-            _print_files(rendered.files)
+            for name, text in rendered.files.items():
+                print(f'# {name}\n{text}')
             continue
         print(f'{path}: {checked.spec.backend}')
         lines, found = cost_table(checked.jobs, checked.gpu)
@@ -180,7 +181,6 @@ def run_cancel(options: JobOptions) -> int:
 
 
 def _checked(options: JobOptions) -> CheckedSpec:
-
     return check_jobs(load_job_spec(options.spec, options.overrides), options.spec)
 
 
@@ -212,12 +212,6 @@ def _split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def _write(files: dict[str, str], folder: Path) -> None:
     for name, text in files.items():
         write_atomically(folder / name, text)
-
-
-def _print_files(files: dict[str, str]) -> None:
-    for name, text in files.items():
-        print(f'# {name}')
-        print(text)
 
 
 @dataclass(frozen=True)

@@ -38,15 +38,10 @@ class NodeExit:
         return NodeExit(int(status), machine, cause or default_causes.get(int(status), 'crash'), detail)
 
 
-def first_failed_node(environ: Mapping[str, str]) -> NodeExit | None:
-    """Return the exit record of the node that failed first in this attempt, or None if none has failed."""
-    lines = _read_lines(Path(environ.get(environment.EXIT_FILE, os.devnull)))
-    return next((found for found in map(NodeExit.parse, lines) if found is not None and found.status), None)
-
-
 def failure_elsewhere(environ: Mapping[str, str]) -> NodeExit | None:
     """Return the exit record of the node whose failure ended this attempt, or None if no node has failed."""
-    first = first_failed_node(environ)
+    records = map(NodeExit.parse, _read_lines(Path(environ.get(environment.EXIT_FILE, os.devnull))))
+    first = next((each for each in records if each is not None and each.status), None)
     return None if first is None or first.cause == 'preempted' else first
 
 

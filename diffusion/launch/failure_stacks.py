@@ -76,7 +76,6 @@ class StackFolder:
     """Folder of one attempt; see the docstring of the module.
 
     Args:
-        run: The run's folder or URL.
         name: Result of `attempt_name`.
     """
 
@@ -135,7 +134,7 @@ class StackFolder:
 
     def wait_for_all(self) -> dict[int, NodeReport]:
         """Wait at most OTHERS_SECONDS for the reports of all nodes; return those that were written."""
-        self._poll(lambda: len(self.read()) == self.nodes, OTHERS_SECONDS)
+        _poll(lambda: len(self.read()) == self.nodes, OTHERS_SECONDS, self.poll_seconds / 5)
         return self.read()
 
     def write_summary(self, sentence: str, reports: Mapping[int, NodeReport]) -> None:
@@ -145,7 +144,7 @@ class StackFolder:
 
     def wait_for_summary(self) -> None:
         """Wait until the first node has written the summary, at most OTHERS_SECONDS."""
-        self._poll(lambda: SUMMARY in self._new_files(), OTHERS_SECONDS)
+        _poll(lambda: SUMMARY in self._new_files(), OTHERS_SECONDS, self.poll_seconds / 5)
 
     def wait_for_nccl(self, ranks: Sequence[int], seconds: float) -> None:
         """Wait at most `seconds` until NCCL's flight recorder has written the files of `ranks`."""
@@ -233,10 +232,6 @@ class StackFolder:
         """Interval at which to look for the reports of other nodes while the run trains."""
         return BUCKET_POLL_SECONDS if self.in_bucket else POLL_SECONDS
 
-    def _poll(self, condition: Callable[[], bool], seconds: float) -> None:
-        """Wait for a condition on the shared files, looking more often than while the run trains."""
-        _poll(condition, seconds, self.poll_seconds / 5)
-
 
 class HangListener:
     """Thread that looks for the report of another node that found a hang.
@@ -292,7 +287,6 @@ def keep_stacks(
     Args:
         cause: Cause of the failure, a key of `attempts.CAUSES`.
         begin: Start time of the workers, by time.monotonic().
-        say: Function that prints a line for the operator.
     """
     position = workers.position
     texts = workers.write_stacks()

@@ -32,24 +32,19 @@ RECOVERY_ACTIONS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check on a node or on one of its processes.
-
-    Attributes:
-        check: Name of the check.
-        ok: True if the check passed.
-        detail: The measured value, or the fault and how to fix it.
-        status: Exit status if the check failed: 76 for a fault of this node, 78 for a mistake that would fail on every
-            node, 1 for a fault that may pass.
-        where: Name of the host, and the rank if the check is per rank.
-        warns: True if the check passed, but the detail names a risk.
-    """
+    """Result of one check on a node or on one of its processes."""
 
     check: str
     ok: bool
     detail: str
+    """The measured value, or the fault and how to fix it."""
     status: int = BAD_HARDWARE
+    """Exit status if the check failed: 76 for a fault of this node, 78 for a mistake that would fail on every node, 1
+    for a fault that may pass."""
     where: str = ''
+    """Name of the host, and the rank if the check is per rank."""
     warns: bool = False
+    """True if the check passed, but the detail names a risk."""
 
 
 def findings_exit_status(findings: Iterable[Finding]) -> int:
@@ -126,7 +121,7 @@ def check_gpus(nvml: Any, kind: str, count: int) -> Iterator[Finding]:
 
 def _check_one(nvml: Any, gpu: Any, name: str, kind: str, until: float) -> Iterator[Finding]:
     """Yield the findings about one GPU: model, memory size, other processes, free memory and health."""
-    product = _text(nvml.nvmlDeviceGetName(gpu))
+    product = nvml.nvmlDeviceGetName(gpu)
     # The driver reports product names such as `NVIDIA H100 80GB HBM3`, so only the family is compared by name. The
     # memory size below distinguishes the variants of a family.
     family = kind.split('-')[0]
@@ -185,7 +180,3 @@ def _if_supported(nvml: Any, query: Callable[[], Any]) -> Any | None:
         return query()
     except nvml.NVMLError_NotSupported:
         return None
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value

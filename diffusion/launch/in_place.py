@@ -79,10 +79,6 @@ class Standby:
     """Process that imports the modules of a rank, and waits to become that rank.
 
     Call the constructor in the main thread: the kernel kills the process when the thread that started it ends.
-
-    Args:
-        command: run.py and its arguments.
-        environ: Environment of the rank in the current attempt.
     """
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], modules: Sequence[str]) -> None:
@@ -163,12 +159,7 @@ class Standby:
 
 
 class StandbyPool:
-    """Standby processes of a node, one per rank.
-
-    Args:
-        command: run.py and its arguments.
-        say: Function that prints a line for the operator.
-    """
+    """Standby processes of a node, one per rank; `say` prints a line for the operator."""
 
     def __init__(self, command: Sequence[str], modules: Sequence[str], say: Callable[[str], None]) -> None:
         self.command, self.modules, self.say = list(command), list(modules), say
@@ -242,12 +233,7 @@ PORT_SECONDS = 10.0
 
 
 class InPlaceRestarts:
-    """In-place restarts of one node.
-
-    Args:
-        command: run.py, the recipe and its overrides.
-        say: Function that prints a line for the operator.
-    """
+    """In-place restarts of one node; `say` prints a line for the operator."""
 
     def __init__(
         self,

@@ -23,13 +23,11 @@ VARIABLE = re.compile(r'[A-Za-z_][A-Za-z0-9_]*')
 
 @dataclass(frozen=True)
 class CheckedSpec:
-    """Job spec that passed all checks, with its jobs, their recipes and the launch backend."""
+    """Job spec that passed all checks, with its jobs and the launch backend."""
 
     spec: JobSpec
     backend: Backend
     jobs: tuple[Job, ...]
-    recipes: tuple[Recipe, ...]
-    """Recipe of each job."""
     gpu: GPU | None
     missing_secrets: tuple[Problem, ...]
     """Secrets that must be set before the jobs can be submitted."""
@@ -73,13 +71,13 @@ def check_jobs(spec: JobSpec, path: str | Path, *, environ: Mapping[str, str] | 
     gpu, problems = _find_gpu(spec)
     if gpu is not None:
         spec = replace(spec, gpu=gpu.name)  # normalized, since backends look up instance types by name
-    jobs, recipes, mistakes = _make_jobs(spec)
+    jobs, mistakes = _make_jobs(spec)
     backend = backend_of(spec.backend)
     problems += mistakes + _shared_run_folders(jobs) + (backend.problems(jobs) if jobs else [])
     if problems:
         raise RecipeError(problems, path)
     missing = _missing_secrets(spec, os.environ if environ is None else environ)
-    return CheckedSpec(spec, backend, tuple(jobs), tuple(recipes), gpu, tuple(missing))
+    return CheckedSpec(spec, backend, tuple(jobs), gpu, tuple(missing))
 
 
 def _keep_interpolations(resolved: Resolved) -> list[Problem]:
@@ -197,15 +195,14 @@ def _find_gpu(spec: JobSpec) -> tuple[GPU | None, list[Problem]]:
     return gpu, []
 
 
-def _make_jobs(spec: JobSpec) -> tuple[list[Job], list[Recipe], list[Problem]]:
-    """Return the jobs and recipes of all stages of a job spec, and the mistakes found in the recipes."""
+def _make_jobs(spec: JobSpec) -> tuple[list[Job], list[Problem]]:
+    """Return the jobs of all stages of a job spec, and the mistakes found in their recipes."""
     stages = spec.stages or {'main': JobStage()}
     jobs: list[Job] = []
-    recipes: list[Recipe] = []
     mistakes: list[Problem] = []
     run_folders: list[str] = []
     for name, stage in stages.items():
-        where = f'stages.{name}' if spec.stages else ''
+        where = join(f'stages.{name}' if spec.stages else '', 'recipe')
         path = stage.recipe or spec.recipe or ''
         overrides = spec.overrides | stage.overrides
         # A later stage starts from the weights of the previous one unless it sets init_from itself. The run folder is
@@ -213,18 +210,17 @@ def _make_jobs(spec: JobSpec) -> tuple[list[Job], list[Recipe], list[Problem]]:
         if jobs and 'init_from' not in overrides:
             overrides['init_from'] = run_folders[-1]
         words = override_words(overrides)
-        nodes = stage.nodes or spec.nodes
+        nodes, limit = stage.nodes or spec.nodes, stage.time_limit or spec.schedule.time_limit
         try:
             # The job sets these variables on its nodes, which resolve the interpolations; the check needs no values.
             environ = {name: value for name, value in os.environ.items() if name not in spec.secrets} | spec.env
             recipe = load_recipe(path, words, environ=environ, set_later=spec.secrets)
             problems = _recipe_problems(recipe, spec, nodes)
         except RecipeError as error:
-            mistakes += [Problem(join(where, 'recipe'), f'{path}: {problem}') for problem in error.problems]
+            mistakes += [Problem(where, f'{path}: {problem}') for problem in error.problems]
             continue
         problems += _variables_not_set(recipe, spec)
-        mistakes += [Problem(join(where, 'recipe'), f'{path}: {problem}') for problem in problems]
-        recipes.append(recipe)
+        mistakes += [Problem(where, f'{path}: {problem}') for problem in problems]
         run_folders.append(_run_folder(recipe))
         jobs.append(
             Job(
@@ -233,16 +229,14 @@ def _make_jobs(spec: JobSpec) -> tuple[list[Job], list[Recipe], list[Problem]]:
                 recipe=path,
                 overrides=words,
                 nodes=nodes,
-                time_limit_seconds=seconds_of(limit)
-                if (limit := stage.time_limit or spec.schedule.time_limit)
-                else None,
+                time_limit_seconds=seconds_of(limit) if limit else None,
                 run_dir=recipe.run_place,
                 task=recipe.task,
                 after=jobs[-1].name if jobs else None,
                 spec=spec,
             )
         )
-    return jobs, recipes, mistakes
+    return jobs, mistakes
 
 
 def _variables_not_set(recipe: Recipe, spec: JobSpec) -> list[Problem]:

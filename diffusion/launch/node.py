@@ -101,11 +101,7 @@ def run_node_preflight(recipe_words: Sequence[str], environ: Mapping[str, str]) 
 
 
 class Node:
-    """One node of a job, which runs the attempts of the job in sequence.
-
-    Args:
-        command: run.py, the recipe and its overrides.
-    """
+    """One node of a job, which runs the attempts of the job in sequence; `command` is run.py and its arguments."""
 
     def __init__(
         self,

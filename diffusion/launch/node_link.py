@@ -56,7 +56,6 @@ class NodeLink:
 
     Args:
         job: Name of the job; a node of another job is refused.
-        say: Function that prints a line for the operator.
     """
 
     def __init__(self, position: NodePosition, job: str, say: Callable[[str], None]) -> None:

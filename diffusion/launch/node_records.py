@@ -23,7 +23,6 @@ class NodeRecords:
     Args:
         run: The run's folder or URL.
         owns_run: True on the first node of a training run, which alone records the attempts.
-        say: Function that prints a line for the operator.
     """
 
     def __init__(

@@ -17,23 +17,16 @@ MAX_PORT = 65535
 
 @dataclass(frozen=True)
 class NodePosition:
-    """Position of a node in its job.
-
-    Attributes:
-        scheduler: Name of the scheduler.
-        rank: Rank of this node.
-        nodes: Number of nodes.
-        processes: Number of processes per node.
-        master_addr: Address of the first node.
-        master_port: Port on the first node for the rendezvous of the ranks.
-    """
+    """Position of a node in its job."""
 
     scheduler: str
     rank: int
     nodes: int
     processes: int
+    """Number of processes per node."""
     master_addr: str
     master_port: int
+    """Port on the first node for the rendezvous of the ranks."""
 
     @property
     def world_size(self) -> int:
@@ -158,7 +151,6 @@ def visible_gpus(environ: Mapping[str, str], count: int) -> list[int | str]:
 
 
 def _slurm(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
-    """Return the rank, sizes and first node of a job, as far as Slurm provides them."""
     # The step comes first, because srun may start fewer nodes than the job has.
     names = environ.get('SLURM_STEP_NODELIST') or environ.get('SLURM_JOB_NODELIST')
     nodes = _optional_int(environ, 'SLURM_STEP_NUM_NODES') or _optional_int(environ, 'SLURM_NNODES')
@@ -181,12 +173,10 @@ def _first_hostname(nodes: str) -> str:
 
 
 def _jobset(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
-    """Return the rank, sizes and first node of a job, as far as a JobSet provides them."""
     return _SchedulerValues(_required_int(environ, 'JOB_COMPLETION_INDEX', 'the JobSet'))
 
 
 def _kubeflow(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
-    """Return the rank, sizes and first node of a job, as far as Kubeflow Trainer provides them."""
     return _SchedulerValues(
         _required_int(environ, 'PET_NODE_RANK', 'Kubeflow Trainer'),
         _optional_int(environ, 'PET_NNODES'),
@@ -197,7 +187,6 @@ def _kubeflow(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
 
 
 def _skypilot(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
-    """Return the rank, sizes and first node of a job, as far as SkyPilot provides them."""
     addresses = environ.get('SKYPILOT_NODE_IPS', '').split()
     return _SchedulerValues(
         _required_int(environ, 'SKYPILOT_NODE_RANK', 'SkyPilot'),
@@ -225,7 +214,6 @@ def _sagemaker(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
 
 
 def _mosaicml(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
-    """Return the rank, sizes and first node of a job, as far as MosaicML's platform provides them."""
     # WORLD_SIZE counts processes here, and nodes on some other platforms.
     world, processes = _optional_int(environ, 'WORLD_SIZE'), _optional_int(environ, 'LOCAL_WORLD_SIZE')
     nodes = world // processes if world and processes else None

@@ -8,7 +8,7 @@ others, and a rank whose main thread is not in a collective while the others wai
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import NamedTuple
 
 _THREAD = re.compile(r'(?:Thread|Current thread) 0x[0-9a-f]+.*:$')
@@ -17,7 +17,8 @@ _COLLECTIVES = 'torch/distributed/distributed_c10d.py'
 _COLLECTIVE_WRAPPERS = (_COLLECTIVES, 'torch/distributed/c10d_logger.py')
 _OWN_CODE = re.compile(r'/diffusion/(?:[a-z_]+/)?[a-z_0-9]+\.py$')
 _LIBRARIES = re.compile(r'/(?:site-packages|dist-packages|lib/python3[.0-9]*)/')
-_PLUMBING = re.compile(r'/torch/|/composer/utils/|/lib/python3[.0-9]*/(?!site-packages|dist-packages)')
+_STANDARD_LIBRARY = re.compile(r'/lib/python3[.0-9]*/(?!site-packages|dist-packages)')
+_PLUMBING = re.compile(f'/torch/|/composer/utils/|{_STANDARD_LIBRARY.pattern}')
 """Code between a collective and the function that needs it."""
 MAX_NAMED = 4
 """Maximum number of ranks, or ranges of ranks, that a sentence names."""
@@ -92,34 +93,26 @@ def find_place(stack: Sequence[Frame]) -> Place:
         if frame.file.endswith(_COLLECTIVES):
             return Place(_collective(stack[index:]), True)
         if frame.file.endswith('torch/utils/data/dataloader.py') and frame.function in ('__next__', '_next_data'):
-            reader = _own_frame(inside)
-            return Place('DataLoader.next' + (f' ({_described(reader)})' if reader else ''), False)
+            return Place('DataLoader.next' + _described(_own_frame(inside)), False)
         if frame.file.endswith('torch/autograd/graph.py') and frame.function == '_engine_run_backward':
             # DDP's all-reduce runs inside the engine, which has no Python frames.
             return Place('the backward pass', True)
         if frame.file.endswith(('torch/cuda/__init__.py', 'torch/cuda/streams.py')) and frame.function == 'synchronize':
-            caller = _own_frame(outside)
-            return Place('cuda.synchronize' + (f' ({_described(caller)})' if caller else ''), True)
-    found = _own_frame(stack) or next((frame for frame in stack if not _is_standard_library(frame)), None)
+            return Place('cuda.synchronize' + _described(_own_frame(outside)), True)
+    found = _own_frame(stack) or next((frame for frame in stack if not _STANDARD_LIBRARY.search(frame.file)), None)
     found = found or (stack[0] if stack else None)
     return Place(f'{found.function} ({_file_name(found)})' if found else '', False)
 
 
 def _collective(stack: Sequence[Frame]) -> str:
     """Return the name of the collective that a stack begins in, with the function that called it."""
-    inside = [each for each in stack[: _count_prefix(stack)] if each.file.endswith(_COLLECTIVES)]
+    wrapped = takewhile(lambda frame: frame.file.endswith(_COLLECTIVE_WRAPPERS), stack)
+    inside = [each for each in wrapped if each.file.endswith(_COLLECTIVES)]
     # Take the outermost public function: all_gather_object calls all_gather.
     public = [each for each in inside if not each.function.startswith('_')]
     name = (public or inside)[-1].function
     caller = next((frame for frame in stack if not _PLUMBING.search(frame.file)), None)
-    return name + (f' ({_described(caller)})' if caller else '')
-
-
-def _count_prefix(stack: Sequence[Frame]) -> int:
-    """Return the number of innermost calls that belong to torch's collectives."""
-    return next(
-        (index for index, frame in enumerate(stack) if not frame.file.endswith(_COLLECTIVE_WRAPPERS)), len(stack)
-    )
+    return name + _described(caller)
 
 
 def _own_frame(stack: Sequence[Frame]) -> Frame | None:
@@ -128,13 +121,12 @@ def _own_frame(stack: Sequence[Frame]) -> Frame | None:
     return own or next((frame for frame in stack if not _LIBRARIES.search(frame.file) and '/' in frame.file), None)
 
 
-def _is_standard_library(frame: Frame) -> bool:
-    return bool(re.search(r'/lib/python3[.0-9]*/(?!site-packages|dist-packages)', frame.file))
-
-
-def _described(frame: Frame) -> str:
-    name = _file_name(frame)
-    return name if frame.function == '<module>' else f'{frame.function}, {name}'
+def _described(frame: Frame | None) -> str:
+    """Return the function and file of a call in parentheses; empty for None."""
+    if frame is None:
+        return ''
+    function = '' if frame.function == '<module>' else f'{frame.function}, '
+    return f' ({function}{_file_name(frame)})'
 
 
 def _file_name(frame: Frame) -> str:

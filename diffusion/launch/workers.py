@@ -192,7 +192,6 @@ def start_rank(
     """Start a worker process.
 
     Args:
-        command: run.py and its arguments.
         output: File of its stdout; None for this process's.
     """
     # A new session makes each rank the leader of a process group. kill() can then end it together with its data loader

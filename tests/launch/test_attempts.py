@@ -2,14 +2,13 @@
 
 import errno
 import itertools
-import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -20,7 +19,7 @@ from diffusion.config.recipe import NotifyConfig
 from diffusion.errors import UserError
 from diffusion.exit_codes import CONFIG_ERROR, FAILED
 from diffusion.launch import local_cluster
-from diffusion.launch.exit_file import NodeExit, end_of_attempt, first_failed_node
+from diffusion.launch.exit_file import NodeExit, end_of_attempt, failure_elsewhere
 from diffusion.launch.local_cluster import LocalJob, job_exit_status
 from diffusion.launch.node import Node
 from diffusion.launch.node_settings import Settings
@@ -71,15 +70,12 @@ def test_last_complete_record_of_attempt_counts(tmp_path):
     assert found[1].end > 200.0, 'time of its last record'
 
 
-def test_devices_are_recorded_and_records_of_earlier_versions_are_read(tmp_path, monkeypatch):
-    record = {key: value for key, value in asdict(attempt(0, 100.0, 0, 7)).items() if key not in ('devices', 'gpu')}
-    (tmp_path / attempts.ATTEMPTS).write_text(json.dumps({'event': 'end', 'at': 119.0} | record) + '\n')
+def test_devices_are_recorded(tmp_path, monkeypatch):
     monkeypatch.setenv('WORLD_SIZE', '16')
     with recording_attempt(tmp_path, NotifyConfig()) as (recorded, _):
         recorded.gpu = 'NVIDIA H200'
-    earlier, now = read_attempts(tmp_path)
-    assert (earlier.devices, earlier.gpu) == (None, '') and earlier == attempt(0, 100.0, 0, 7)
-    assert (now.devices, now.gpu, now.cause) == (16, 'NVIDIA H200', 'done')
+    (found,) = read_attempts(tmp_path)
+    assert (found.devices, found.gpu, found.cause) == (16, 'NVIDIA H200', 'done')
 
 
 def test_missing_attempts_file_is_reported(tmp_path):
@@ -237,7 +233,7 @@ def test_goodput_adds_up_over_steps_of_the_system_clock(tmp_path, monkeypatch, s
     train(1, 100, 200)
     found, _ = time_breakdown(read_attempts(tmp_path))
     assert (found.productive, found.starting, found.redone) == (200.0, 20.0, 0.0)
-    # Only the clock of another machine cannot be compared; but no time is negative.
+    # The clock of another machine cannot be compared, but no time is negative.
     assert found.down == (7 if not reboot else 7 + 2 * step if step > 0 else 0)
     assert found.wall == found.productive + found.starting + found.down + found.ending
 
@@ -256,13 +252,19 @@ def test_local_job_counts_failures_but_no_preemptions(prepare, monkeypatch, tmp_
         append_attempt(run, 'end', each)
     statuses = iter([1, 1, 1, 0])
     assert LocalJob(checked.jobs[0]).run() == 0, 'its training run advances'
+    statuses = iter([CONFIG_ERROR])
+    assert LocalJob(checked.jobs[0]).run() == CONFIG_ERROR, 'a mistake is not retried'
 
 
 def beats(*times, doing=TRAINING):
     return [{0: Beat(at, batch, doing, 0, times[0])} for batch, at in enumerate(times)]
 
 
-def test_watchdog_waits_for_ten_median_batch_times():
+def test_watchdog_waits_for_ten_median_batch_times_and_at_least_hang_seconds():
+    watchdog = Watchdog(0.0, hang_seconds=30.0)
+    for found in beats(*itertools.accumulate([0.1] * 6)):
+        assert watchdog.check(found, found[0].at) is None
+    assert watchdog.limit() == 30.0
     watchdog = Watchdog(0.0, hang_seconds=60.0)
     given = beats(*itertools.accumulate([20.0] * 6))
     for found in given:
@@ -301,13 +303,6 @@ def test_timeout_shorter_than_the_watchdog_is_reported_with_both_values():
     assert 'so hangs in saves, evaluations and the first batch end' in str(early_timeout_warning(1800, 900))
 
 
-def test_watchdog_waits_at_least_hang_seconds():
-    watchdog = Watchdog(0.0, hang_seconds=30.0)
-    for found in beats(*itertools.accumulate([0.1] * 6)):
-        assert watchdog.check(found, found[0].at) is None
-    assert watchdog.limit() == 30.0
-
-
 def test_watchdog_waits_longer_for_start_and_save():
     watchdog = Watchdog(0.0, hang_seconds=30.0)
     assert watchdog.check({}, 30.0 * SLOW_WORK_FACTOR - 1) is None
@@ -333,7 +328,7 @@ def test_watchdog_waits_longer_for_start_and_save():
         ([], [1, 1], 1),
     ],
 )
-def test_exit_status_of_job_is_that_of_first_failed_node(reported, codes, expected):
+def test_exit_status_of_job_is_that_of_failure_elsewhere(reported, codes, expected):
     assert job_exit_status(reported, codes) == expected
 
 
@@ -343,7 +338,7 @@ def test_exit_status_of_job_is_that_of_first_failed_node(reported, codes, expect
         (None, None),
         ('0 n1\n0 n2 done\n', None),
         ('0 n1\n1 n2\n75 n3\n', NodeExit(1, 'n2', 'crash', '')),
-        ('75 n3\n1 n2\n', NodeExit(75, 'n3', 'preempted', '')),
+        ('75 n3\n1 n2\n', None),
         ('\n75 n3 hang no batch for 9 s\n1 n2\n', NodeExit(75, 'n3', 'hang', 'no batch for 9 s')),
     ],
 )
@@ -351,8 +346,8 @@ def test_first_failed_node_is_found(tmp_path, content, expected):
     path = tmp_path / 'exits'
     if content is not None:
         path.write_text(content)
-    assert first_failed_node({environment.EXIT_FILE: str(path)}) == expected
-    assert first_failed_node({}) is None
+    assert failure_elsewhere({environment.EXIT_FILE: str(path)}) == expected
+    assert failure_elsewhere({}) is None
 
 
 @pytest.mark.parametrize(
@@ -369,7 +364,7 @@ def test_first_failed_node_is_found(tmp_path, content, expected):
         (Outcome(76, 'hardware', 'Xid 79'), '75 n2 preempted', NodeExit(76, 'n1', 'hardware', 'Xid 79')),
     ],
 )
-def test_attempt_has_the_status_and_cause_of_first_failed_node(tmp_path, outcome, reported, expected):
+def test_attempt_has_the_status_and_cause_of_failure_elsewhere(tmp_path, outcome, reported, expected):
     (tmp_path / 'exits').write_text(f'0 n1 done\n{reported}\n')
     environ = {environment.EXIT_FILE: str(tmp_path / 'exits'), environment.MACHINE: 'n1'}
     assert end_of_attempt(outcome, environ) == expected

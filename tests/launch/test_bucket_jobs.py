@@ -35,7 +35,7 @@ def test_job_whose_runs_are_in_a_bucket_needs_no_mount(prepare, backend):
 def test_later_stage_starts_from_the_url_of_the_run_before(prepare):
     stages = {'one': {'overrides': {'name': 'one'}}, 'two': {'overrides': {'name': 'two'}}}
     checked, _ = prepare('local', overrides={'runs_dir': URL}, stages=stages)
-    assert checked.recipes[1].init_from == f'{URL}/one'
+    assert f'init_from={URL}/one' in checked.jobs[1].overrides
 
 
 def test_nodes_of_a_local_job_have_working_folders_of_their_own(prepare, monkeypatch):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from diffusion.config.load import load
 from diffusion.launch.job_checks import check_jobs, load_job_spec
 
 ROOT = Path(__file__).parents[2]
@@ -96,7 +97,8 @@ def test_each_stage_starts_from_weights_of_previous_one():
     path = ROOT / 'yamls' / 'launch' / 'bria-slurm.yaml'
     checked = check_jobs(load_job_spec(path), path)
     assert [job.world_size for job in checked.jobs] == [32, 64, 128]
-    assert [recipe.model.kwargs['resolution'] for recipe in checked.recipes] == [256, 512, 1024]
-    assert [recipe.init_from for recipe in checked.recipes] == [None, 'runs/bria-256', 'runs/bria-512']
-    assert [str(recipe.run_dir) for recipe in checked.recipes] == ['runs/bria-256', 'runs/bria-512', 'runs/bria-1024']
+    recipes = [load(job.recipe, job.overrides) for job in checked.jobs]
+    assert [recipe.model.kwargs['resolution'] for recipe in recipes] == [256, 512, 1024]
+    assert [recipe.init_from for recipe in recipes] == [None, 'runs/bria-256', 'runs/bria-512']
+    assert [str(recipe.run_dir) for recipe in recipes] == ['runs/bria-256', 'runs/bria-512', 'runs/bria-1024']
     assert [job.after for job in checked.jobs] == [None, 'bria-px256', 'bria-px512']

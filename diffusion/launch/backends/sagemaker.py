@@ -152,7 +152,8 @@ def submit(jobs: Sequence[Job], rendered: Rendered, folder: Path) -> str:
         _call(client.create_training_job, **request)
         return f'training job {request["TrainingJobName"]}'
     definition = {'PipelineName': spec.name, 'PipelineDefinition': text, 'RoleArn': spec.options.role}
-    if _exists(client, spec.name):
+    listed = _call(client.list_pipelines, PipelineNamePrefix=spec.name)['PipelineSummaries']
+    if any(each['PipelineName'] == spec.name for each in listed):
         _call(client.update_pipeline, **definition)
     else:
         # The idempotency token must have at least 32 characters.
@@ -221,6 +222,9 @@ def _request(job: Job) -> dict[str, Any]:
     options: Options = spec.options
     limit = job.time_limit_seconds
     spot = spec.schedule.preemptible
+    variables = environment_of(job, 'sagemaker', RESTART_IN_PLACE='1')
+    if spec.secrets:
+        variables[environment.SECRETS] = secret_references(spec.secrets)
     resources = {
         'InstanceType': options.instance_type or INSTANCES.get(str(spec.gpu)),
         'InstanceCount': job.nodes,
@@ -244,7 +248,7 @@ def _request(job: Job) -> dict[str, Any]:
         },
         'EnableManagedSpotTraining': spot,
         'OutputDataConfig': {'S3OutputPath': options.output},
-        'Environment': _environment(job),
+        'Environment': variables,
         'InfraCheckConfig': {'EnableInfraCheck': options.infra_check},
     }
     if spec.restart.max_restarts:
@@ -253,13 +257,6 @@ def _request(job: Job) -> dict[str, Any]:
     if options.subnets:
         request['VpcConfig'] = {'Subnets': options.subnets, 'SecurityGroupIds': options.security_groups}
     return deep_merge(request | _mounts(job), options.raw)
-
-
-def _environment(job: Job) -> dict[str, str]:
-    variables = environment_of(job, 'sagemaker', RESTART_IN_PLACE='1')
-    if job.spec.secrets:
-        variables[environment.SECRETS] = secret_references(job.spec.secrets)
-    return variables
 
 
 def _mounts(job: Job) -> dict[str, Any]:
@@ -309,19 +306,14 @@ def _request_shape() -> Any:
 
 def _limit_problems(shape: Any, value: Any, where: str = '') -> list[Problem]:
     """Return violations of lengths, sizes, patterns and enums in a request, which botocore itself does not check."""
+    parts = []
     if shape.type_name == 'structure':
-        return [
-            each for key, item in value.items() for each in _limit_problems(shape.members[key], item, join(where, key))
-        ]
-    found = []
-    if shape.type_name == 'list':
-        found = [
-            each
-            for index, item in enumerate(value)
-            for each in _limit_problems(shape.member, item, f'{where}[{index}]')
-        ]
-    if shape.type_name == 'map':
-        found = [each for key, item in value.items() for each in _limit_problems(shape.value, item, join(where, key))]
+        parts = [(shape.members[key], item, join(where, key)) for key, item in value.items()]
+    elif shape.type_name == 'map':
+        parts = [(shape.value, item, join(where, key)) for key, item in value.items()]
+    elif shape.type_name == 'list':
+        parts = [(shape.member, item, f'{where}[{index}]') for index, item in enumerate(value)]
+    found = [problem for part in parts for problem in _limit_problems(*part)]
     size = value if isinstance(value, int) else len(value)
     limits = shape.metadata
     if size > limits.get('max', size):
@@ -351,12 +343,6 @@ def _call(function: Any, *arguments: Any, **keywords: Any) -> Any:
         return function(*arguments, **keywords)
     except (BotoCoreError, ClientError) as error:
         raise ExternalError(f'SageMaker: {error}') from error
-
-
-def _exists(client: Any, pipeline: str) -> bool:
-    """Return True if a SageMaker pipeline of this name exists."""
-    listed = _call(client.list_pipelines, PipelineNamePrefix=pipeline)['PipelineSummaries']
-    return any(each['PipelineName'] == pipeline for each in listed)
 
 
 def _newest(jobs: Sequence[Job]) -> list[dict[str, Any]]:

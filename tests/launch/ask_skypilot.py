@@ -30,7 +30,7 @@ def problem_of(text):
     """Return the error that `sky jobs launch` would report before it contacts a cloud, or None."""
     try:
         for task in dag_utils.load_dag_from_yaml_str(text).tasks:
-            # Not Task.validate(), which downloads a catalog of cloud offerings.
+            # Task.validate() would download a catalog of cloud offerings.
             task.validate_name()
             task.validate_run()
             task.expand_and_validate_file_mounts()

@@ -39,7 +39,7 @@ def write_spec(tmp_path: Path) -> Callable[..., Path]:
         }
         content = changed(changed(content, BACKENDS[backend]), changes)
         path = tmp_path / 'job.yaml'
-        # Not safe_dump: it leaves 0E0 unquoted, which is a number in YAML 1.2.
+        # safe_dump would leave 0E0 unquoted, which is a number in YAML 1.2.
         path.write_text(yaml.dump(content, Dumper=Dumper, sort_keys=False), encoding='utf-8')
         return path
 
@@ -59,6 +59,21 @@ def prepare(write_spec: Callable[..., Path]) -> Callable[..., tuple[CheckedSpec,
         return checked, rendered
 
     return make
+
+
+@pytest.fixture
+def add_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    """Function that puts a program with this text first on PATH, and returns its path."""
+    folder = tmp_path / 'bin'
+    folder.mkdir()
+    monkeypatch.setenv('PATH', str(folder), prepend=':')
+
+    def add(name: str, text: str) -> Path:
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+        return folder / name
+
+    return add
 
 
 class SkyPilot:

@@ -1,6 +1,5 @@
 """Stacks that a node keeps when its ranks end badly, with ranks that are small programs instead of training."""
 
-import errno
 import json
 import os
 import signal
@@ -24,7 +23,7 @@ from diffusion.launch.rank_discovery import NodePosition
 from diffusion.launch.stack_report import RankReport
 from diffusion.runs import attempts, bounded_call, environment
 from diffusion.runs.stop_signals import STOP_SIGNALS
-from diffusion.storage.places import Listing, LocalPlace, StorePlace
+from diffusion.storage.places import LocalPlace, StorePlace
 from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE
 
 PROGRAM = """
@@ -105,7 +104,7 @@ def test_process_that_is_stopped_is_named_by_its_state(run_node):
     assert f'rank 1 on node 0 ({socket.gethostname()}) is stopped (SIGSTOP)' in attempt.detail
 
 
-@pytest.mark.parametrize('body', ['sys.exit(78)', 'sys.exit(1)', 'sys.exit(0)', 'sys.exit(75)'])
+@pytest.mark.parametrize('body', ['sys.exit(78)', 'sys.exit(0)'])
 def test_nothing_is_written_if_all_ranks_have_ended(run_node, body):
     status, run = run_node(body)
     assert str(status) in body
@@ -237,20 +236,6 @@ def test_summary_and_nccl_files_of_an_earlier_attempt_of_the_same_name_do_not_co
     assert time.monotonic() - begin < 0.3
 
 
-def test_storage_that_fails_in_a_hang_is_no_traceback(run_node, monkeypatch):
-    list_folder = LocalPlace.list
-
-    def fail(files: LocalPlace, folder: str = '') -> Listing:
-        if 'stacks' in files.locate(folder):
-            raise OSError(errno.ESTALE, 'Stale file handle')
-        return list_folder(files, folder)
-
-    monkeypatch.setattr(LocalPlace, 'list', fail)
-    monkeypatch.setattr('diffusion.launch.failure_stacks.OTHERS_SECONDS', 0.3)
-    status, run = run_node('wait_for_news()', hang_seconds=0.4)
-    assert (status, last_attempt(run).cause) == (75, 'hang')
-
-
 def test_summary_is_written_before_the_wait_for_nccl(run_node, monkeypatch):
     existed = []
     monkeypatch.setattr(
@@ -367,7 +352,7 @@ def test_stacks_of_the_newest_attempts_are_kept_in_a_bucket(store, tmp_path, mon
     assert len(store.requests) == requests + 1, 'only the first listing after an attempt without stacks'
 
 
-@pytest.mark.parametrize('what', [403, *(pytest.param(each, marks=pytest.mark.slow) for each in (500, 9.0))])
+@pytest.mark.parametrize('what', [403, pytest.param(9.0, marks=pytest.mark.slow)])
 def test_hang_is_ended_although_the_bucket_fails_or_hangs(run_node, store, tmp_path, monkeypatch, what):
     monkeypatch.setattr(bounded_call, 'STORAGE_SECONDS', 0.5)
     for module in ('failure_stacks.OTHERS_SECONDS', 'failure_stacks.STORAGE_SECONDS'):

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -165,7 +165,7 @@ def test_rank_that_was_a_standby_is_like_a_new_process(starter, capfd):
     new, taken = starter.run(start_rank, **variables), starter.run(starter.pool.start_rank, **variables)
     assert taken[1].pop('imported') and not new[1].pop('imported')
     for _, found in (new, taken):
-        # Without the signal that glibc handles once a process has had a second thread.
+        # Ignore the signal that glibc handles once a process has had a second thread.
         found['status']['SigCgt'] = int(found['status']['SigCgt'], 16) & 0x7FFFFFFF
     assert taken == new
     assert 'warning of an import' not in capfd.readouterr().out
@@ -181,7 +181,7 @@ def test_traceback_of_a_rank_that_was_a_standby_is_that_of_its_program(starter, 
     assert status == 1 and 'LookupError: on purpose' in error and 'standby.py' not in error
 
 
-def test_standby_that_cannot_be_started_is_said_and_ends_nothing(starter, monkeypatch):
+def test_standby_that_cannot_be_started_is_reported_and_ends_nothing(starter, monkeypatch):
     def refuse(*arguments, **keywords):
         raise BlockingIOError(11, 'Resource temporarily unavailable')
 
@@ -192,41 +192,28 @@ def test_standby_that_cannot_be_started_is_said_and_ends_nothing(starter, monkey
     assert starter.run(starter.pool.start_rank)[0] == 7
 
 
-def kill(starter: Starter) -> Mapping[str, str]:
-    (pid,) = starter.pool.pids
-    os.kill(pid, signal.SIGKILL)
-    return {}
+def signaled(number: int) -> Callable[[Starter], None]:
+    return lambda starter: os.kill(next(iter(starter.pool.pids)), number)
 
 
-def stop(starter: Starter) -> Mapping[str, str]:
-    (pid,) = starter.pool.pids
-    os.kill(pid, signal.SIGSTOP)
-    return {}
-
-
-def edit_a_module(starter: Starter) -> Mapping[str, str]:
+def edit_a_module(starter: Starter) -> None:
     (starter.folder / 'changing.py').write_text('value = 2\n')
-    return {}
-
-
-def change_a_variable(starter: Starter) -> Mapping[str, str]:
-    return {'OMP_NUM_THREADS': '2', 'HF_HOME': '/other'}
 
 
 @pytest.mark.parametrize(
-    ('disturb', 'reason'),
+    ('disturb', 'variables', 'reason'),
     [
-        (kill, 'ended with -9'),
-        (stop, 'does not respond within'),
-        (edit_a_module, 'has an earlier version of'),
-        (change_a_variable, 'was started with another value of HF_HOME, OMP_NUM_THREADS'),
+        (signaled(signal.SIGKILL), {}, 'ended with -9'),
+        (signaled(signal.SIGSTOP), {}, 'does not respond within'),
+        (edit_a_module, {}, 'has an earlier version of'),
+        (lambda _: None, {'OMP_NUM_THREADS': '2', 'HF_HOME': '/other'}, 'was started with another value of HF_HOME'),
     ],
 )
-def test_standby_that_cannot_take_over_is_replaced(starter, monkeypatch, disturb, reason):
+def test_standby_that_cannot_take_over_is_replaced(starter, monkeypatch, disturb, variables, reason):
     monkeypatch.setattr(in_place, 'ANSWER_SECONDS', 1.0)
     starter.prepare()
     (pid,) = starter.pool.pids
-    variables = disturb(starter)
+    disturb(starter)
     status, found = starter.run(starter.pool.start_rank, **variables)
     assert status == 7 and not found['imported'] and starter.pool.taken == 0
     (line,) = starter.lines[1:]

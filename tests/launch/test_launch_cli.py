@@ -18,7 +18,7 @@ def test_secret_value_is_neither_written_nor_printed(backend, write_spec, tmp_pa
     assert main(['launch', str(path), '--render', '--out', str(tmp_path / 'jobs')]) == 0
     assert main(['launch', str(path), '--dry-run']) == 0
     files = list((tmp_path / 'jobs').iterdir())
-    assert files
+    assert files and not [file for file in files if file.suffix not in ('.sbatch', '.sh', '.yaml', '.json')]
     printed = capsys.readouterr()
     texts = [printed.out, printed.err, *(file.read_text() for file in files)]
     assert not any('hunter2' in text for text in texts)
@@ -31,15 +31,6 @@ def test_render_prints_only_the_files(write_spec, capsys):
     printed = capsys.readouterr().out
     assert printed.startswith('# job.sbatch\n#!/bin/bash\n')
     assert 'nothing was submitted' not in printed
-
-
-def test_rendering_is_deterministic(write_spec, capsys):
-    path = write_spec('kubernetes')
-    texts = []
-    for _ in range(2):
-        assert main(['launch', str(path), '--render']) == 0
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1]
 
 
 def test_command_line_overrides_the_spec(write_spec, capsys):
@@ -99,12 +90,6 @@ def test_gpu_name_is_case_insensitive(prepare):
     assert checked.jobs[0].spec.gpu == 'a100-80gb'
 
 
-def test_output_folder_contains_only_complete_files(write_spec, tmp_path):
-    out = tmp_path / 'jobs'
-    assert main(['launch', str(write_spec('slurm')), '--dry-run', '--out', str(out)]) == 0
-    assert [file.name for file in out.iterdir()] == ['job.sbatch']
-
-
 def test_launch_exits_with_status_of_local_job(write_spec, capsys, monkeypatch):
     monkeypatch.setattr('diffusion.launch.backends.local.run_local_jobs', lambda jobs: CONFIG_ERROR)
     assert main(['launch', str(write_spec('local'))]) == CONFIG_ERROR
@@ -122,13 +107,6 @@ def test_recipe_job_and_run_are_distinguished(write_spec, tmp_path, capsys):
         message = capsys.readouterr().err
         assert expected in message
         assert 'mistakes' not in message
-
-
-def test_help_of_job_commands(capsys):
-    for command in ('launch', 'status', 'logs', 'cancel'):
-        with pytest.raises(SystemExit):
-            main([command, '--help'])
-        assert 'SPEC' in capsys.readouterr().out
 
 
 def test_test_specs_cover_every_backend():

@@ -34,7 +34,7 @@ class Nodes:
             time.sleep(0.01)
 
     def agree(self, *ends: NodeExit, attempt: int = 0, problems: tuple[str, ...] = ()) -> list[Agreement]:
-        """Report the end of each node in order, and return what each is told."""
+        """Report the end of each node in order, and return what each receives."""
         problems = problems or ('',) * len(ends)
         with ThreadPoolExecutor(len(ends)) as pool:
             found = []
@@ -60,7 +60,7 @@ def test_nodes_restart_when_all_have_ended_and_the_killed_rank_is_the_cause(thre
     assert [each.first for each in three.agree(again, CRASH, CRASH, attempt=1)] == [again] * 3
 
 
-def test_failure_is_told_to_the_other_nodes_at_once(three):
+def test_failure_is_sent_to_the_other_nodes_at_once(three):
     three.links[1].report_failure(0, KILLED)
     until = time.monotonic() + 10
     while not (three.links[0].failure(0) and three.links[2].failure(0)):
@@ -70,7 +70,7 @@ def test_failure_is_told_to_the_other_nodes_at_once(three):
     assert three.links[1].failure(0) is None and three.links[0].failure(1) is None
 
 
-def test_orderly_end_of_a_node_is_not_told_as_a_failure(three):
+def test_orderly_end_of_a_node_is_not_sent_as_a_failure(three):
     three.links[1].report_failure(0, NodeExit(PREEMPTED, 'one', 'preempted', ''))
     three.links[1].report_failure(1, KILLED)
     until = time.monotonic() + 10
@@ -133,7 +133,7 @@ def test_stranger_on_the_port_changes_nothing(three, text):
     assert three.agree(CRASH, KILLED, CRASH)[0].restart
 
 
-def test_port_in_use_is_said_and_the_job_is_not_disturbed():
+def test_port_in_use_is_reported_and_the_job_is_not_disturbed():
     with socket.create_server(('', 0)) as other:
         position = NodePosition('local', 0, 2, 1, '127.0.0.1', other.getsockname()[1] - 1)
         lines: list[str] = []

@@ -49,12 +49,8 @@ def test_buckets_are_mounted_and_volumes_attached(prepare):
     assert task['file_mounts'] == {'/data': {'source': 's3://bucket/data', 'mode': 'MOUNT'}}
 
 
-def test_status_excludes_jobs_with_longer_names(write_spec, tmp_path, capsys, monkeypatch):
-    programs = tmp_path / 'bin'
-    programs.mkdir()
-    (programs / 'sky').write_text('#!/bin/bash\necho "1  -  job  RUNNING"\necho "2  -  job-of-another  RUNNING"\n')
-    (programs / 'sky').chmod(0o755)
-    monkeypatch.setenv('PATH', str(programs), prepend=':')
+def test_status_excludes_jobs_with_longer_names(write_spec, add_program, capsys):
+    add_program('sky', '#!/bin/bash\necho "1  -  job  RUNNING"\necho "2  -  job-of-another  RUNNING"\n')
     assert main(['status', str(write_spec('skypilot'))]) == 0
     assert capsys.readouterr().out == '1  -  job  RUNNING\n'
 

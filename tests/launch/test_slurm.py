@@ -11,7 +11,7 @@ from diffusion.exit_codes import FAILED
 from diffusion.launch.job_checks import check_jobs, load_job_spec
 
 SRUN = """#!/bin/bash
-# As on a cluster: each node reports its exit status, and srun exits with the highest one.
+# Each node reports its exit status, and srun exits with the highest one.
 printf '%s' "$EXITS" > "$DIFFUSION_EXIT_FILE"
 echo "srun attempt=$DIFFUSION_ATTEMPT" >> "$CALLS"
 exit "$SRUN_STATUS"
@@ -36,21 +36,11 @@ REQUEUE = 'scontrol requeue 7'
 
 
 @pytest.fixture
-def slurm(tmp_path, monkeypatch):
+def slurm(add_program, tmp_path, monkeypatch):
     """Fake Slurm programs on PATH; return the file in which they record their calls."""
-    programs = tmp_path / 'bin'
-    programs.mkdir()
-    for name, text in {
-        'srun': SRUN,
-        'squeue': RECORD_CALL,
-        'scontrol': SCONTROL,
-        'sleep': RECORD_CALL,
-        'sbatch': SBATCH,
-        'scancel': RECORD_CALL,
-    }.items():
-        (programs / name).write_text(text)
-        (programs / name).chmod(0o755)
-    monkeypatch.setenv('PATH', f'{programs}:{os.environ["PATH"]}')
+    recorders = dict.fromkeys(('squeue', 'sleep', 'scancel'), RECORD_CALL)
+    for name, text in {'srun': SRUN, 'scontrol': SCONTROL, 'sbatch': SBATCH, **recorders}.items():
+        add_program(name, text)
     monkeypatch.setenv('CALLS', str(tmp_path / 'calls'))
     (tmp_path / 'calls').touch()
     return tmp_path / 'calls'
@@ -78,17 +68,25 @@ def script(prepare):
     return render
 
 
-def test_completed_job_is_not_requeued(script, slurm):
-    assert run_script(script(), slurm, status=0, exits='0 n1\n0 n2\n') == (0, [])
-
-
 @pytest.mark.parametrize('status', [1, 75, 137])
 def test_crash_and_preemption_are_requeued(status, script, slurm):
     assert run_script(script(), slurm, status=status) == (status, [REQUEUE])
 
 
-def test_user_error_is_not_requeued(script, slurm):
-    assert run_script(script(), slurm, status=78) == (78, [])
+@pytest.mark.parametrize(
+    ('status', 'variables'),
+    [
+        (0, {'exits': '0 n1\n0 n2\n'}),
+        (78, {}),
+        (143, {'STATE': 'CANCELLED'}),
+        # A later attempt of the job runs or is queued.
+        (1, {'RESTARTS': '1'}),
+        (1, {'RESTARTS': '1', 'STATE': 'PENDING'}),
+        (1, {'RESTARTS': '11', 'restarts': 1}),
+    ],
+)
+def test_completed_canceled_stale_or_mistaken_attempt_is_not_requeued(status, variables, script, slurm):
+    assert run_script(script(), slurm, status=status, **variables) == (status, [])
 
 
 def test_first_failed_node_decides_not_nodes_killed_by_srun(script, slurm):
@@ -143,16 +141,6 @@ def test_whole_nodes_are_requested_with_all_of_their_memory(script):
     partial = script(backend={'cpus_per_node': 8})
     assert 'exclusive' not in partial and '--mem' not in partial
     assert '#SBATCH --mem=900G\n' in script(backend={'raw': {'mem': '900G'}})
-
-
-def test_canceled_job_is_not_requeued(script, slurm):
-    assert run_script(script(), slurm, status=143, STATE='CANCELLED') == (143, [])
-
-
-def test_stale_attempt_does_not_requeue_the_next_one(script, slurm):
-    assert run_script(script(), slurm, status=1, RESTARTS='1') == (1, [])
-    assert run_script(script(), slurm, status=1, STATE='PENDING', RESTARTS='1') == (1, [])
-    assert run_script(script(), slurm, status=1, restarts=1, RESTARTS='11') == (1, [])
 
 
 def test_unresponsive_controller_is_retried(script, slurm):

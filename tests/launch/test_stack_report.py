@@ -40,49 +40,48 @@ def report(rank: int, text: str = ALL_REDUCE, *, batch: int = 4711, problem: str
     return RankReport(rank, rank // 8, f'gpu-{rank // 8}', batch, 900.0, place.label, place.waits, problem)
 
 
+C10D = 'torch/distributed/distributed_c10d.py'
+LOADER = 'torch/utils/data/dataloader.py'
+
+
 @pytest.mark.parametrize(
     ('frames', 'label', 'waits'),
     [
-        ([('torch/distributed/distributed_c10d.py', 'barrier')], 'barrier', True),
+        ([f'{C10D}:barrier'], 'barrier', True),
         (
             [
-                ('torch/distributed/distributed_c10d.py', 'all_gather'),
-                ('torch/distributed/c10d_logger.py', 'wrapper'),
-                ('torch/distributed/distributed_c10d.py', 'all_gather_object'),
-                ('diffusion/checkpointing/checkpointer.py', 'all_or_none'),
+                *(f'{C10D}:all_gather', 'torch/distributed/c10d_logger.py:wrapper', f'{C10D}:all_gather_object'),
+                'diffusion/checkpointing/checkpointer.py:all_or_none',
             ],
             'all_gather_object (all_or_none, checkpointer.py)',
             True,
         ),
         (
             [
-                ('torch/distributed/distributed_c10d.py', 'all_reduce'),
-                ('composer/utils/dist.py', 'all_reduce'),
-                ('composer/utils/collect_utils.py', 'map_collection'),
-                ('composer/trainer/trainer.py', '_train_loop'),
-                ('diffusion/training/train.py', 'fit'),
+                *(f'{C10D}:all_reduce', 'composer/utils/dist.py:all_reduce'),
+                *('composer/utils/collect_utils.py:map_collection', 'composer/trainer/trainer.py:_train_loop'),
+                'diffusion/training/train.py:fit',
             ],
             'all_reduce (_train_loop, trainer.py)',
             True,
         ),
-        ([('torch/autograd/graph.py', '_engine_run_backward')], 'the backward pass', True),
+        (['torch/autograd/graph.py:_engine_run_backward'], 'the backward pass', True),
         (
-            [
-                ('PIL/Image.py', 'load'),
-                ('diffusion/data/transforms.py', 'decode'),
-                ('torch/utils/data/dataloader.py', '_next_data'),
-                ('torch/utils/data/dataloader.py', '__next__'),
-            ],
+            ['PIL/Image.py:load', 'diffusion/data/transforms.py:decode', f'{LOADER}:_next_data', f'{LOADER}:__next__'],
             'DataLoader.next (decode, transforms.py)',
             False,
         ),
-        ([('torch/serialization.py', 'save'), ('diffusion/checkpointing/checkpointer.py', 'write_state')],
-         'write_state (checkpointer.py)', False),
-        ([('torch/nn/modules/linear.py', 'forward')], 'forward (linear.py)', False),
+        (
+            ['torch/serialization.py:save', 'diffusion/checkpointing/checkpointer.py:write_state'],
+            'write_state (checkpointer.py)',
+            False,
+        ),
+        (['torch/nn/modules/linear.py:forward'], 'forward (linear.py)', False),
     ],
-)  # fmt: skip
+)
 def test_place_is_the_collective_loader_or_own_function(frames, label, waits):
-    lines = [f'  File "{SITE}/{file}", line 7 in {function}' for file, function in frames]
+    calls = [frame.split(':') for frame in frames]
+    lines = [f'  File "{SITE}/{file}", line 7 in {function}' for file, function in calls]
     stack = main_thread('\n'.join(['Current thread 0x1 (most recent call first):', *lines]))
     assert find_place(stack) == (label, waits)
 

@@ -1,8 +1,5 @@
 """`${oc.env:...}` in job specs: overrides pass it on to the nodes, and no rendered file has a value of a variable."""
 
-import os
-import subprocess
-
 import pytest
 
 from diffusion.cli import main
@@ -125,12 +122,3 @@ def test_secret_in_plain_text_is_refused_in_every_key(changes, where, write_spec
         load_job_spec(write_spec('kubernetes', **changes))
     assert f'{where}: ' in str(raised.value)
     assert 'hunter2' not in str(raised.value)
-
-
-def test_rendered_slurm_script_keeps_the_text_under_bash(prepare):
-    _, rendered = prepare('slurm', overrides={'loggers.wandb.entity': TEXT})
-    script = 'srun() { printf "%s\\n" "$@"; }\n' + rendered.files['job.sbatch']
-    environ = os.environ | {'SLURM_JOB_ID': '7'}
-    done = subprocess.run(['bash'], input=script, env=environ, capture_output=True, text=True, check=False)
-    assert f'loggers.wandb.entity={TEXT}' in done.stdout
-    assert SECRET not in done.stdout

@@ -45,15 +45,16 @@ from torch import Tensor
 
 from diffusion.algorithms.contrastive_flow_matching import ContrastiveFlowMatching
 from diffusion.algorithms.tread import TREAD
-from diffusion.models.builders import TINY_VAE, load_vae, tiny, tiny_text
+from diffusion.models.families.mmdit.builder import tiny_mmdit
+from diffusion.models.families.prx.builder import FLOW, transformer
+from diffusion.models.families.sd2.builder import tiny
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.mmdit_builders import tiny_mmdit
 from diffusion.models.objective import Objective
 from diffusion.models.perceptual_losses import PerceptualLosses
-from diffusion.models.pixel_space import PixelSpace
-from diffusion.models.prx_builders import FLOW, transformer
+from diffusion.models.pretrained import TINY_VAE, load_vae, tiny_text
 from diffusion.models.representation_alignment import RepresentationAlignment
 from diffusion.models.text_conditioner import tokenize
+from diffusion.models.vae import PixelSpace
 from diffusion.training.muon import Muon, muon_groups
 
 SIDE = 64

@@ -20,9 +20,10 @@ from machine import heading
 from torch import Tensor, nn
 
 from diffusion.compatibility.private_names import counters
-from diffusion.models import sd2_config
 from diffusion.models.activation_memory import blocks_of
-from diffusion.models.denoisers.families import family_of
+from diffusion.models.families.adapter import adapter_of
+from diffusion.models.families.sd2 import builder as sd2_builder
+from diffusion.models.vae import STABLE_DIFFUSION_VAE
 from diffusion.training import performance
 
 CELLS = 8
@@ -57,7 +58,7 @@ def count_graphs() -> tuple[int, int]:
     backend, performance.BACKEND = performance.BACKEND, 'eager'
     try:
         with torch.device('meta'):
-            unet, vae = UNet2DConditionModel(**sd2_config.UNET), AutoencoderKL(**sd2_config.VAE)
+            unet, vae = UNet2DConditionModel(**sd2_builder.UNET), AutoencoderKL(**STABLE_DIFFUSION_VAE)
             images = torch.zeros(1, 3, PIXELS, PIXELS)
         performance.fuse_attention(unet)
         before = counters['stats']['unique_graphs']
@@ -74,7 +75,7 @@ def count_graphs() -> tuple[int, int]:
 
 def unet_blocks(unet: UNet2DConditionModel) -> list[nn.Module]:
     """Return the blocks of a U-Net that a run compiles."""
-    unet.fsdp_wrap_fn = family_of(unet).is_block  # type: ignore[assignment]
+    unet.fsdp_wrap_fn = adapter_of(unet).is_block  # type: ignore[assignment]
     return blocks_of(unet)
 
 

@@ -24,7 +24,7 @@ from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from machine import heading, interleaved_medians
 
 from diffusion.algorithms.ema import EMA
-from diffusion.models import sd2_config
+from diffusion.models.families.sd2 import builder as sd2_builder
 
 SD2_MILLIONS = 865.9
 SMOOTHING = 0.9999
@@ -75,7 +75,7 @@ def narrow_unet(millions: int) -> UNet2DConditionModel:
         'attention_head_dim': [math.gcd(each, max(1, each // 64)) for each in widths],  # heads
         'norm_num_groups': math.gcd(width, 32),
     }
-    return UNet2DConditionModel(**(sd2_config.UNET | narrow))
+    return UNet2DConditionModel(**(sd2_builder.UNET | narrow))
 
 
 def make_algorithms(start: str) -> list[Algorithm]:

@@ -28,10 +28,10 @@ from quickstart_models import prepare as prepare_images
 from diffusion.config.load import load
 from diffusion.evaluation.generated_images import GeneratedImages, Sampling
 from diffusion.evaluation.prompts import own_prompts
+from diffusion.models.families.adapter import adapter_of
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.tasks.evaluate import trained_model
 from diffusion.tasks.export import export
-from diffusion.tasks.exported_pipeline import call_settings
 
 ROOT = Path(__file__).parents[1]
 STEPS, GUIDANCE, BATCH = 25, 3.0, 50
@@ -89,7 +89,9 @@ def rates_of_generation(home: Path, images: int) -> dict[str, float]:
     export('runs/quickstart/ba1', 'export')
     pipeline: Any = StableDiffusion3Pipeline.from_pretrained('export', text_encoder_3=None, tokenizer_3=None)
     pipeline.set_progress_bar_config(disable=True)
-    settings = call_settings(pipeline, negative='', guidance=GUIDANCE) | {'num_inference_steps': STEPS}
+    settings = adapter_of(pipeline.transformer).call_arguments(pipeline, negative='', guidance=GUIDANCE) | {
+        'num_inference_steps': STEPS
+    }
     own = [prompt.text for prompt in own_prompts()]
     prompts = [own[index % len(own)] for index in range(images)]
     sampling = Sampling(GUIDANCE, STEPS, 'euler', batch_size=min(BATCH, images))

@@ -273,7 +273,7 @@ def sharded_model(mesh: Any, parts: Parts) -> Any:
     from ema import narrow_unet
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from diffusion.models.builders import tiny
+    from diffusion.models.families.sd2.builder import tiny
 
     model = tiny(caption_dropout=0.1, train_text_encoder=False)
     denoiser = model.denoiser = narrow_unet(1)

@@ -37,7 +37,7 @@ from diffusion.callbacks.loss_guard import LossGuard
 from diffusion.loggers.metrics_file import MetricsFile
 from diffusion.loggers.progress_lines import ConsoleLines
 from diffusion.models import batch_keys
-from diffusion.models.builders import tiny
+from diffusion.models.families.sd2.builder import tiny
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.profiling.breakdown import Breakdown, Timeline
 from diffusion.training.adamw import AdamW

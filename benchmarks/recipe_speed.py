@@ -36,7 +36,7 @@ from diffusion.compatibility.transformers_versions import fast_tokenizer
 from diffusion.config.load import load
 from diffusion.config.recipe import Recipe
 from diffusion.errors import UserError
-from diffusion.models import prx_config
+from diffusion.models.families.prx import builder as prx_builder
 from diffusion.storage.mds import write_dataset
 
 IMAGES = 1024
@@ -144,7 +144,7 @@ def prx_folder(folder: Path) -> Path:
             for weight in encoder.parameters():
                 weight.normal_(std=0.02)
         encoder.cpu().save_pretrained(path / 'text_encoder')
-        AutoencoderKL(**prx_config.VAE).save_pretrained(path / 'vae')
+        AutoencoderKL(**prx_builder.VAE).save_pretrained(path / 'vae')
         words = Tokenizer(models.BPE(byte_fallback=True))
         words.pre_tokenizer = pre_tokenizers.Metaspace()
         special = ['<pad>', '<eos>', '<bos>', '<unk>']

@@ -39,7 +39,8 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 from diffusion.config.performance_preset import effective_parts
 from diffusion.config.recipe import SpeedConfig
-from diffusion.models import batch_keys, sd2_config
+from diffusion.models import batch_keys
+from diffusion.models.families.sd2 import builder as sd2_builder
 from diffusion.models.flops import FlopCount
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.pretrained import clip_tokenizer
@@ -226,7 +227,7 @@ def make_model(millions: int) -> LatentDiffusion:
     torch.manual_seed(17)
     if ON_GPU:
         with torch.device(DEVICE):
-            unet = UNet2DConditionModel(**sd2_config.UNET)
+            unet = UNet2DConditionModel(**sd2_builder.UNET)
     else:
         unet = narrow_unet(millions)
     width = unet.config['cross_attention_dim']
@@ -297,7 +298,7 @@ def print_table(variants: Sequence[Variant], batch: int, size: int, pixels: int)
 def sd2_forward_flops(size: int) -> int:
     """Return the FLOPs per sample of a forward pass of Stable Diffusion 2's U-Net."""
     with torch.device('meta'):
-        unet = UNet2DConditionModel(**sd2_config.UNET)
+        unet = UNet2DConditionModel(**sd2_builder.UNET)
     return FlopCount(unet)(size, size, 77)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from diffusion.evaluation.retrieval import nearest_images
 from diffusion.models import batch_keys
-from diffusion.models.denoisers.condition import Condition
+from diffusion.models.families.adapter import Condition
 from diffusion.models.latent_diffusion import LatentDiffusion, squared_error
 from diffusion.models.objective import Objective
 from diffusion.models.randomness import Draws, Purpose

@@ -12,10 +12,10 @@ from functools import partial
 import torch
 from machine import heading, interleaved_medians
 
-from diffusion.models.denoisers.condition import Condition
+from diffusion.models.families.adapter import Condition
+from diffusion.models.families.prx.builder import tiny_prx
 from diffusion.models.flops import FlopCount
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.prx_builders import tiny_prx
 from diffusion.models.randomness import draws_for
 from diffusion.models.token_routing import Route
 

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from diffusion.config.load import load
 from diffusion.models import batch_keys
+from diffusion.models.families.prx.builder import tiny_prx
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.prx_builders import tiny_prx
 from diffusion.training.components import build_loader, width_groups
 
 Batch = dict[str, Tensor]

@@ -8,9 +8,10 @@ from diffusion.runs.openmp_spin import shorten_spin
 if TYPE_CHECKING:
     from diffusion.algorithms.ema import EMA
     from diffusion.checkpointing.checkpointer import Checkpointer
+    from diffusion.config.families import Family
     from diffusion.config.load import Recipe, RecipeError, load
-    from diffusion.config.registry import register
-    from diffusion.models.builders import sd2, tiny
+    from diffusion.config.registry import register, register_family
+    from diffusion.models.families.sd2.builder import sd2, tiny
     from diffusion.models.latent_diffusion import LatentDiffusion
     from diffusion.models.objective import Objective
     from diffusion.training.components import build_loader, build_model
@@ -20,6 +21,7 @@ __version__ = '0.1.0'
 __all__ = [
     'EMA',
     'Checkpointer',
+    'Family',
     'LatentDiffusion',
     'Objective',
     'Recipe',
@@ -28,6 +30,7 @@ __all__ = [
     'build_model',
     'load',
     'register',
+    'register_family',
     'sd2',
     'tiny',
 ]
@@ -40,6 +43,7 @@ shorten_spin()
 _MODULES = {
     'EMA': 'diffusion.algorithms.ema',
     'Checkpointer': 'diffusion.checkpointing.checkpointer',
+    'Family': 'diffusion.config.families',
     'LatentDiffusion': 'diffusion.models.latent_diffusion',
     'Objective': 'diffusion.models.objective',
     'Recipe': 'diffusion.config.load',
@@ -48,8 +52,9 @@ _MODULES = {
     'build_model': 'diffusion.training.components',
     'load': 'diffusion.config.load',
     'register': 'diffusion.config.registry',
-    'sd2': 'diffusion.models.builders',
-    'tiny': 'diffusion.models.builders',
+    'register_family': 'diffusion.config.registry',
+    'sd2': 'diffusion.models.families.sd2.builder',
+    'tiny': 'diffusion.models.families.sd2.builder',
 }
 
 

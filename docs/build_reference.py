@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
 
-BUILDERS = re.compile(r'diffusion\.models\.(\w+_)?builders$')
+BUILDERS = re.compile(r'diffusion\.models\.families\.\w+\.builder$')
 """Modules of functions that build a LatentDiffusion and pass their last keywords on to it."""
 LATENT_DIFFUSION = ('diffusion.models.latent_diffusion', 'LatentDiffusion')
 
@@ -285,7 +285,7 @@ def in_yaml(default: str) -> str:
 
 
 def _resolved_defaults(module: str, node: ast.FunctionDef | ast.ClassDef) -> dict[str, str]:
-    """Return the defaults of a builder that are constants of other modules, or declared with the shared keywords."""
+    """Return the defaults of a builder that are constants of its file, or declared with the shared keywords."""
     if not BUILDERS.match(module):
         return {}
     own = _defaults(node)

@@ -218,7 +218,7 @@ def make_model(small_vae: Path) -> Callable[..., object]:
     import torch
 
     def make(**settings: object) -> object:
-        from diffusion.models.builders import tiny
+        from diffusion.models.families.sd2.builder import tiny
 
         torch.manual_seed(0)
         defaults = {'vae': str(small_vae), 'block_out_channels': (32, 32), 'text_width': 32, 'text_layers': 1}

@@ -111,6 +111,7 @@ class Reader:
     def run(self, block: Block, **variables: str) -> str:
         """Run or save a block; return what it printed."""
         if block.file_name is not None:
+            (self.folder / block.file_name).parent.mkdir(exist_ok=True)
             (self.folder / block.file_name).write_text(block.text)
             return ''
         script = block.text

@@ -226,7 +226,7 @@ def prepare_forks() -> None:
     from composer.utils.collect_env import get_composer_env_dict
 
     from diffusion.config import registry
-    from diffusion.models.builders import tiny_tokenizers
+    from diffusion.models.pretrained import tiny_tokenizers
     from diffusion.storage.s3_client import S3Client
 
     # All of these results are cached.

@@ -19,7 +19,7 @@ import torch
 from forkserver import Server
 
 from diffusion.config.load import load
-from diffusion.models.builders import tiny
+from diffusion.models.families.sd2.builder import tiny
 from diffusion.models.objective import Objective
 from diffusion.runs.openmp_spin import SPIN_COUNT
 from diffusion.training import performance
@@ -220,7 +220,7 @@ def test_step_benchmark_runs_the_statements_for_a_gpu(module, monkeypatch, tmp_p
         'attention_head_dim': 1,
         'layers_per_block': 1,
     }
-    monkeypatch.setattr(step.sd2_config, 'UNET', step.sd2_config.UNET | narrow)
+    monkeypatch.setattr(step.sd2_builder, 'UNET', step.sd2_builder.UNET | narrow)
     cuda = {'max_memory_allocated': lambda: 2**30, 'get_device_name': lambda: 'NVIDIA H200', 'Event': Event}
     cuda |= dict.fromkeys(('synchronize', 'reset_peak_memory_stats', 'empty_cache'), lambda: None)
     for name, replacement in cuda.items():

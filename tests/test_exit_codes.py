@@ -523,7 +523,7 @@ BUGS = {
         ['diffusion', 'plan', '{recipe}'],
     ),
     'float() in export': (
-        'diffusion.models.denoisers.unet:CrossAttentionUNet.pipeline',
+        'diffusion.models.families.sd2.denoiser:CrossAttentionUNet.pipeline',
         "float('wide')",
         ['diffusion', 'export', '{run}', '--out', 'exported'],
     ),
@@ -543,7 +543,7 @@ FAULTS = {
     'list at resume': ('diffusion.checkpointing.checkpoint_store:list_checkpoints', 'ESTALE', RESUME),
     'weights at resume': ('diffusion.checkpointing.checkpoint_weights:torch.load', 'EIO', RESUME),
     'metrics': ('diffusion.loggers.metrics_file:json.dumps', 'ETIMEDOUT', TRAIN),
-    'Hub': ('diffusion.models.builders:AutoencoderKL.from_pretrained', 'ECONNRESET', TRAIN),
+    'Hub': ('diffusion.models.pretrained:AutoencoderKL.from_pretrained', 'ECONNRESET', TRAIN),
     'precompute': ('os:fsync', 'EDQUOT', PRECOMPUTE),
     'export': (
         'diffusers.pipelines.pipeline_utils:DiffusionPipeline.save_pretrained',

@@ -24,10 +24,6 @@ LAYERS = [
 ]
 COMPOSER_MODELS = {
     'models.latent_diffusion',
-    'models.builders',
-    'models.prx_builders',
-    'models.sdxl_builders',
-    'models.mmdit_builders',
     'models.autoencoder',
 }  # on layer 2, in the folder of their parts
 FOREIGN = {
@@ -50,7 +46,7 @@ MODULES = {
 
 def layer(module: str) -> int:
     """Return the layer of a module, by its folder."""
-    if module in COMPOSER_MODELS:
+    if module in COMPOSER_MODELS or (module.startswith('models.families.') and module.endswith('.builder')):
         return 2
     return next(number for number, folders in enumerate(LAYERS) if module.partition('.')[0] in folders)
 

@@ -67,7 +67,7 @@ class TREAD(Algorithm):
         model = state.model
         if not isinstance(model, LatentDiffusion):
             raise UserError(f'tread: a {type(model).__name__} has no denoiser; remove the algorithm')
-        blocks = model.family.token_blocks
+        blocks = model.adapter.token_blocks
         if blocks is None:
             raise UserError(
                 f'tread: a {type(model.denoiser).__name__} has no image tokens that can skip blocks; use a '

@@ -1,8 +1,8 @@
-"""What a component declares beside the types of its keywords: constraints, meanings and traits.
+"""What a component declares beside the types of its keywords: constraints and meanings.
 
 A constraint or a meaning stands in the keyword's annotation, as in `depth: Annotated[int, AtLeast(1), ARCHITECTURE]`.
 `diffusion check` reads them from the source file, without importing the component; the decorator `constrained` enforces
-constraints when the component is built. The decorator `traits` declares the traits of a model's builder.
+constraints when the component is built.
 """
 
 import functools
@@ -281,30 +281,3 @@ def _numbers(value: Any) -> list[int | float]:
     """Return a number, or the numbers of a list, as a list. Values of other types are type errors, found elsewhere."""
     values = value if isinstance(value, list | tuple) else [value]
     return [each for each in values if isinstance(each, int | float) and not isinstance(each, bool)]
-
-
-@dataclass(frozen=True)
-class ModelTraits:
-    """Traits of a model; a model that declares none, such as one of your own, has the defaults."""
-
-    u_net: bool = False
-    """True if the denoiser is a U-Net: it has no image tokens, and the default objective is diffusion."""
-    image_sizes: bool = False
-    """True if the denoiser is conditioned on the sizes of images: the dataset then returns them."""
-    single_file: bool = True
-    """False if no program reads the model from a single file."""
-    pipelines: tuple[str, ...] = ()
-    """Pipelines of diffusers that the model is exported to."""
-    loads_lora: bool = True
-    """False if diffusers loads no LoRA into these pipelines."""
-
-
-def traits(**values: Any) -> Callable[[Function], Function]:
-    """Return a decorator for model builders that declares traits, which are fields of `ModelTraits`."""
-    declared = ModelTraits(**values)
-
-    def decorate(builder: Function) -> Function:
-        builder.traits = declared  # type: ignore[attr-defined]
-        return builder
-
-    return decorate

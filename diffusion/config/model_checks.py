@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from diffusion.config import registry
+from diffusion.config.families import family_of_model
 from diffusion.config.recipe import Component, LoraConfig, Recipe
 from diffusion.config.schema import Problem, join
 
@@ -336,7 +337,7 @@ def microbatch_problem(microbatch: int, device_batch: int) -> str | None:
 
 
 def _tread_problems(recipe: Recipe, kwargs: Mapping[str, Any]) -> dict[str, str]:
-    if _has_no_denoiser(recipe) or registry.traits(recipe.model.name).u_net:
+    if _has_no_denoiser(recipe) or family_of_model(recipe.model.name).u_net:
         return {'': f'the model {recipe.model.name} has no image tokens; use a transformer, such as prx, or remove it'}
     settings = registry.settings_of('algorithm', Component('tread', dict(kwargs)))
     start, end, fraction = (settings[key] for key in ('start', 'end', 'fraction'))
@@ -356,7 +357,7 @@ def _contrastive_problems(recipe: Recipe, kwargs: Mapping[str, Any]) -> dict[str
     if _has_no_denoiser(recipe):
         return {**problems, '': f'the model {recipe.model.name} has no denoiser; remove the algorithm'}
     # The builders of transformers set a flow as the default objective, so there is nothing to check without a setting.
-    if isinstance(recipe.model.kwargs.get('objective'), Mapping) or registry.traits(recipe.model.name).u_net:
+    if isinstance(recipe.model.kwargs.get('objective'), Mapping) or family_of_model(recipe.model.name).u_net:
         problem = contrastive_problem(objective_settings(recipe))
         problems |= {} if problem is None else {'': problem}
     return problems

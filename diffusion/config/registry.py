@@ -10,7 +10,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import is_dataclass
 from typing import Any, get_args
 
-from diffusion.config.declarations import ModelTraits, keyword_hints, plain_type
+from diffusion.config.declarations import keyword_hints, plain_type
+from diffusion.config.families import Family, add, built_in
 from diffusion.config.recipe import Component
 from diffusion.config.schema import MISSING, Gatherer, Problem, did_you_mean, join
 from diffusion.config.schema import build_dataclass as build_value
@@ -19,14 +20,7 @@ from diffusion.errors import UserError
 
 TARGETS: dict[str, dict[str, Any]] = {
     'model': {
-        'sd2': 'diffusion.models.builders:sd2',
-        'tiny': 'diffusion.models.builders:tiny',
-        'prx': 'diffusion.models.prx_builders:prx',
-        'tiny_prx': 'diffusion.models.prx_builders:tiny_prx',
-        'sdxl': 'diffusion.models.sdxl_builders:sdxl',
-        'tiny_sdxl': 'diffusion.models.sdxl_builders:tiny_sdxl',
-        'mmdit': 'diffusion.models.mmdit_builders:mmdit',
-        'tiny_mmdit': 'diffusion.models.mmdit_builders:tiny_mmdit',
+        **{name: target for family in built_in() for name, target in family.models.items()},
         'autoencoder': 'diffusion.models.autoencoder:tiny_autoencoder',
     },
     'dataset': {
@@ -103,6 +97,19 @@ def register(kind: str, name: str, target: Any) -> None:
     if table.get(name, target) != target:
         raise UserError(f'register: {kind} {name!r} is already {table[name]!r}; choose another name')
     table[name] = target
+
+
+def register_family(family: Family) -> None:
+    """Register a family of your own, which takes precedence over all others, and its models.
+
+    Call this in the module that declares the family, and list that module under `imports` in recipes.
+
+    Raises:
+        UserError: Another model has the name of one of the family's models.
+    """
+    for name, target in family.models.items():
+        register('model', name, target)
+    add(family)
 
 
 def names(kind: str) -> list[str]:
@@ -196,14 +203,6 @@ def settings_of(kind: str, component: Any, keyword: str | None = None) -> dict[s
     homes = [home for each in found.parameters if each.name == keyword for home in found.nested_in(each)]
     defaults = of_source(*homes[0].split(':')).defaults() if homes else {}
     return defaults | dict(given) if homes and isinstance(given, Mapping) else defaults
-
-
-def traits(model: str) -> ModelTraits:
-    """Return a model's traits, read without an import if it is registered by address; the defaults if not found."""
-    try:
-        return signature('model', model).traits
-    except (KeyError, UserError):  # `check_keywords` reports it
-        return ModelTraits()
 
 
 def annotations(kind: str, name: str) -> dict[str, str]:

@@ -5,7 +5,7 @@ import functools
 import importlib.util
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Union
 
@@ -16,7 +16,6 @@ from diffusion.config.declarations import (
     Constraint,
     Default,
     Meaning,
-    ModelTraits,
     NotArchitecture,
     OnResume,
     WeightsOf,
@@ -80,8 +79,6 @@ class Signature:
     """Dataclasses that the component's file imports from this package, as `module:attribute`, by name in that file."""
     on_resume: OnResume | None = None
     """Effect of adding or removing the component when a run resumes, if its class declares it."""
-    traits: ModelTraits = field(default_factory=ModelTraits)
-    """Traits that the decorator `traits` of a model's builder declares."""
 
     def names(self) -> set[str]:
         """Return the names of the keywords that the component accepts."""
@@ -116,7 +113,7 @@ def of_object(target: Any) -> Signature:
         for p in named
     )
     is_open = any(p.kind == p.VAR_KEYWORD for p in found)
-    return Signature(parameters, is_open, {}, traits=getattr(target, 'traits', ModelTraits()))
+    return Signature(parameters, is_open, {})
 
 
 @functools.cache
@@ -145,7 +142,7 @@ def of_source(module: str, attribute: str) -> Signature:
             return Signature((), False, _dataclasses_of(module), on_resume)
         node = definitions[bases[0]]
         on_resume = on_resume or _class_on_resume(node, tree)
-    return replace(_of_function(node, module), traits=ModelTraits(**_decorated(node, 'traits', module)))
+    return _of_function(node, module)
 
 
 def _of_function(node: ast.FunctionDef, module: str) -> Signature:
@@ -321,14 +318,11 @@ def _imports(tree: ast.Module) -> list[tuple[str, str, str]]:
 
 
 def _value(node: ast.expr, tree: ast.Module) -> Any:
-    """Evaluate a default value: a literal, or a constant of an imported module, such as `sd2_config.PRETRAINED`."""
-    if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
-        return ast.literal_eval(node)
-    homes = {name: f'{home}.{original}' for name, home, original in _imports(tree)}
-    for statement in _source(homes[node.value.id]).body:
-        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == node.attr:
-            return ast.literal_eval(statement.value)
-    raise UserError(f'{homes[node.value.id]}: defines no {node.attr}')
+    """Evaluate a default value: a literal, or a constant of the file, such as `PRETRAINED`."""
+    if isinstance(node, ast.Name):
+        constants = (each.value for each in tree.body if isinstance(each, ast.Assign) and _assigns(each, node.id))
+        node = next(constants, node)
+    return ast.literal_eval(node)
 
 
 @functools.cache
@@ -379,7 +373,7 @@ def _plain(node: ast.expr, tree: ast.Module) -> Any:
     """Evaluate a default value, or return its source text if it is not a plain value, such as `Time(1, 'ba')`."""
     try:
         return _value(node, tree)
-    except (ValueError, KeyError, UserError):
+    except ValueError:
         return ast.unparse(node)
 
 

@@ -19,7 +19,7 @@ from diffusion.config.recipe import Component, Recipe, StreamConfig
 from diffusion.data.streams import BucketedDataset
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
-from diffusion.models.builders import load_vae
+from diffusion.models.pretrained import load_vae
 from diffusion.models.vae import Vae, latent_channels, moments_of
 from diffusion.training.components import build_dataset
 

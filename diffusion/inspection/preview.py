@@ -21,7 +21,7 @@ from diffusion.data.streams import BucketedDataset
 from diffusion.errors import UserError
 from diffusion.inspection.stream_selection import Sections
 from diffusion.models import batch_keys
-from diffusion.models.builders import TINY_VAE, load_vae
+from diffusion.models.pretrained import TINY_VAE, load_vae
 from diffusion.models.vae import Vae, decode_latents
 from diffusion.storage.atomic import write_atomically
 from diffusion.training.components import build_dataset, evaluation_dataset

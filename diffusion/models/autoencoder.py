@@ -12,7 +12,7 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import Tensor
 from torchmetrics import MeanMetric, Metric
 
-from diffusion.config.declarations import OBJECTIVE, AtLeast, MultipleOf, NotArchitecture, constrained, traits
+from diffusion.config.declarations import OBJECTIVE, AtLeast, MultipleOf, NotArchitecture, constrained
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.vae import decode_latents, posterior_of
@@ -106,7 +106,6 @@ def psnr_db(images: Tensor, references: Tensor) -> Tensor:
     return -10 * error.square().flatten(1).mean(dim=1).clamp(min=1e-10).log10()
 
 
-@traits(single_file=False)
 @constrained
 def tiny_autoencoder(
     *,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from diffusion.models.denoisers.families import FAMILIES
+from diffusion.models.families.adapter import find_adapter
 
 MATRIX_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Layers that multiply by a matrix [out, in, ...]. Embeddings look up rows instead, and norms have vectors."""
@@ -25,12 +25,13 @@ def trained_matrices(block: nn.Module, *, convolutions: bool = True) -> list[Ten
 
 def fused_projections(model: nn.Module) -> dict[int, int]:
     """Return the number of matrices in each weight of a fused projection of a model, by the weight's `id`."""
-    denoisers = [(module, family) for module in model.modules() for family in FAMILIES if family.owns(module)]
+    found = ((module, find_adapter(module)) for module in model.modules())
     return {
         id(layer.weight): parts
-        for denoiser, family in denoisers
+        for denoiser, adapter in found
+        if adapter is not None
         for name, layer in denoiser.named_modules()
-        for ending, parts in family.fused_projections.items()
+        for ending, parts in adapter.fused_projections.items()
         if f'.{name}'.endswith(f'.{ending}')
     }
 

@@ -26,7 +26,7 @@ from diffusion.models import batch_keys
 from diffusion.models.activation_memory import Activations, Inputs, blocks_of, count_activations
 from diffusion.models.auxiliary_counting import COUNTERS, AuxiliaryCounter
 from diffusion.models.block_matrices import fused_projections, newton_schulz_flops, trained_matrices
-from diffusion.models.denoisers.families import family_of
+from diffusion.models.families.adapter import adapter_of
 from diffusion.models.flops import FlopCount, forward_flops, text_encoder_flops, vae_encoder_flops
 from diffusion.models.lora import add_lora
 from diffusion.models.pretrained import without_weights
@@ -68,7 +68,7 @@ class ModelCounter:
         self._routed_flops: dict[Route, FlopCount] = {}
         if self.denoiser is not None:
             self._denoiser_flops = FlopCount(self.denoiser)
-            sizes = family_of(self.denoiser).sizes(self.denoiser)
+            sizes = adapter_of(self.denoiser).sizes(self.denoiser)
             self.patch, self.token_width = sizes.patch, sizes.token_width or 0
             if lora is not None:
                 denoiser: Any = self.denoiser
@@ -135,7 +135,7 @@ class ModelCounter:
         denoiser, size = self.denoiser, (shape.height // self.cell, shape.width // self.cell)
 
         def inputs(batch: int) -> Inputs:
-            return family_of(denoiser).example_inputs(denoiser, batch, *size, self.text_length)
+            return adapter_of(denoiser).example_inputs(denoiser, batch, *size, self.text_length)
 
         total = count_activations(self.denoiser, inputs, precision)
         if self._trains_text:
@@ -165,7 +165,7 @@ class ModelCounter:
 
     def _token_blocks(self) -> list[nn.Module]:
         """Return the denoiser's blocks of image tokens, which tokens can skip; empty if it has none."""
-        blocks = None if self.denoiser is None else family_of(self.denoiser).token_blocks
+        blocks = None if self.denoiser is None else adapter_of(self.denoiser).token_blocks
         return [] if blocks is None or self.denoiser is None else blocks.of(self.denoiser)
 
     @property

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from diffusion.models.denoisers.families import family_of
-from diffusion.models.denoisers.family import DenoiserFamily
+from diffusion.models.families.adapter import DenoiserAdapter, adapter_of
 from diffusion.models.randomness import draws_for
 from diffusion.models.text_conditioner import TextConditioner
 from diffusion.models.token_routing import Route, TokenRouter
@@ -28,8 +27,8 @@ class FlopCount:
         family: The denoiser's family; by default the one that owns it.
     """
 
-    def __init__(self, denoiser: nn.Module, family: DenoiserFamily | None = None) -> None:
-        self._family = family or family_of(denoiser)
+    def __init__(self, denoiser: nn.Module, family: DenoiserAdapter | None = None) -> None:
+        self._family = family or adapter_of(denoiser)
         # Copy now, before training compiles or shards the denoiser or adds hooks: a later copy would include them.
         self._denoiser = empty_copy(denoiser, 'meta')
         self._counted: dict[tuple[int, int, int], int] = {}

@@ -20,8 +20,7 @@ from diffusion.config.declarations import constrained
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.batch_conditions import image_sizes, sizes_of_uncropped, stored_mask, stored_text
-from diffusion.models.denoisers.condition import Condition
-from diffusion.models.denoisers.families import family_of
+from diffusion.models.families.adapter import Condition, adapter_of
 from diffusion.models.flops import (
     FlopCount,
     empty_copy,
@@ -43,7 +42,6 @@ from diffusion.models.objective import (
 )
 from diffusion.models.part_checks import check_parts, check_perceptual
 from diffusion.models.perceptual_losses import load_perceptual_loss
-from diffusion.models.pixel_space import PixelSpace
 from diffusion.models.randomness import Draws, Purpose, RandomBits, draws_for, epoch_word, random_bits
 from diffusion.models.representation_alignment import (
     FeatureEncoder,
@@ -58,6 +56,7 @@ from diffusion.models.timestep_sampling import training_timesteps
 from diffusion.models.token_routing import Route, TokenRouter
 from diffusion.models.training_keywords import PixelTransformerKeywords
 from diffusion.models.vae import (
+    PixelSpace,
     Vae,
     decode_latents,
     downsampling,
@@ -111,7 +110,7 @@ class LatentDiffusion(ComposerModel):
 
     Args:
         denoiser: Network of diffusers that predicts from noisy latents, timestep and text, of one of
-            `diffusion.models.denoisers.families.FAMILIES`.
+            the families; see `diffusion.config.families`.
         vae: Autoencoder with its latent statistics (scaling_factor, or means and standard deviations per channel), or
             PixelSpace.
         text: Text encoders and their tokenizers.
@@ -159,8 +158,8 @@ class LatentDiffusion(ComposerModel):
         **training: Unpack[PixelTransformerKeywords],
     ) -> None:
         super().__init__()
-        self.family = family_of(denoiser)
-        self.denoiser_sizes = self.family.sizes(denoiser)
+        self.adapter = adapter_of(denoiser)
+        self.denoiser_sizes = self.adapter.sizes(denoiser)
         check_parts(self.denoiser_sizes, vae, text)
         self.caption_dropout = training['caption_dropout']
         self.caption_dropout_mode = training['caption_dropout_mode']
@@ -170,9 +169,9 @@ class LatentDiffusion(ComposerModel):
             raise UserError(f'caption_dropout_mode: {self.caption_dropout_mode!r}; use empty or zeros')
         self.denoiser = denoiser
         # Composer calls this function to choose the submodules that FSDP wraps.
-        denoiser.fsdp_wrap_fn = self.family.is_block  # type: ignore[assignment]
+        denoiser.fsdp_wrap_fn = self.adapter.is_block  # type: ignore[assignment]
         self.objective = training['objective'] or Objective()
-        if mask_padding and not self.family.takes_text_mask:
+        if mask_padding and not self.adapter.takes_text_mask:
             raise UserError(f'mask_padding: true, but a {type(denoiser).__name__} takes no mask of the text; use false')
         self.mask_padding = mask_padding
         self.latent_size = latent_size or self.denoiser_sizes.sample_size or 0
@@ -210,7 +209,7 @@ class LatentDiffusion(ComposerModel):
             encoder, self.feature_projector, self._capture = build_alignment(
                 self.representation_alignment,
                 denoiser,
-                self.family,
+                self.adapter,
                 width=self.denoiser_sizes.token_width,
                 encoder=feature_encoder,
             )
@@ -237,7 +236,7 @@ class LatentDiffusion(ComposerModel):
         factors = scale_for_width(self.denoiser, base, prefix='denoiser.')
         if self.representation_alignment is not None:
             # The projection's first layer reads the denoiser's tokens, so it is an output layer by muP's rules.
-            width, first = self.family.sizes(base).token_width, self.feature_projector[0]
+            width, first = self.adapter.sizes(base).token_width, self.feature_projector[0]
             assert width is not None and isinstance(first, nn.Linear)
             narrow = nn.Linear(width, first.out_features, device='meta')
             factors |= scale_for_width(first, narrow, prefix='feature_projector.0.')
@@ -370,8 +369,8 @@ class LatentDiffusion(ComposerModel):
         Returns:
             The router, whose `begin` and `finish` surround the forward and backward pass of each batch.
         """
-        assert self.family.token_blocks is not None, 'the family has no token blocks'
-        self.router = TokenRouter(self.denoiser, self.family.token_blocks, route)
+        assert self.adapter.token_blocks is not None, 'the family has no token blocks'
+        self.router = TokenRouter(self.denoiser, self.adapter.token_blocks, route)
         self._denoiser_flops.route(route)
         self._sample_flops.clear()
         return self.router
@@ -574,7 +573,7 @@ class LatentDiffusion(ComposerModel):
             latents = draws_for(seeds, seed=0, device=self.device).normal(Purpose.SAMPLING, shape)
         scheduler = inference_scheduler(noise_scheduler, self.objective)
         with evaluating(self):  # a text encoder in training mode may have dropout
-            sizes = sizes_of_uncropped(latents, cell=grid.cell) if self.family.takes_sizes else None
+            sizes = sizes_of_uncropped(latents, cell=grid.cell) if self.adapter.takes_sizes else None
             condition = self._condition(self._tokens(prompts), sizes=sizes)
             if guidance_scale > 1:
                 # Both predictions come from one pass of twice the batch.
@@ -694,7 +693,7 @@ class LatentDiffusion(ComposerModel):
         input_ids, keep = batch[batch_keys.INPUT_IDS], None
         text = stored_text(batch, takes_pooled=self.denoiser_sizes.pooled_width is not None)
         mask = stored_mask(batch, mask_padding=self.mask_padding)
-        sizes = image_sizes(batch) if self.family.takes_sizes else None
+        sizes = image_sizes(batch) if self.adapter.takes_sizes else None
         if draws is not None and self.caption_dropout:
             keep = draws.uniform(Purpose.CAPTION_DROPOUT) >= self.caption_dropout
         if keep is not None and self.caption_dropout_mode == 'empty':
@@ -798,9 +797,9 @@ class LatentDiffusion(ComposerModel):
     def _predict(self, noisy: Tensor, timesteps: Tensor, condition: Condition) -> Tensor:
         """Return the denoiser's prediction for noisy latents [B, C, H, W] at timesteps [B] of the noise schedule."""
         self.latent_grid.check_patches(*noisy.shape[2:])
-        if self.family.timesteps_up_to_one:
+        if self.adapter.timesteps_up_to_one:
             timesteps = timesteps / self.objective.num_train_timesteps
-        return self.family.predict(self.denoiser, noisy, timesteps, condition)
+        return self.adapter.predict(self.denoiser, noisy, timesteps, condition)
 
     def _tokens(self, captions: Sequence[str]) -> Tensor:
         """Return the token ids of captions on the model's device, int64 [B, E, L]."""

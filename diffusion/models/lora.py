@@ -8,28 +8,22 @@ trained.
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from diffusers.loaders.lora_pipeline import SD3LoraLoaderMixin, StableDiffusionLoraLoaderMixin
 from diffusers.models.modeling_utils import ModelMixin
-from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from peft import LoraConfig as PeftConfig
 from peft.utils import get_peft_model_state_dict  # type: ignore[reportPrivateImportUsage]
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from diffusion.config.families import families
 from diffusion.config.recipe import LoraConfig
 from diffusion.errors import UserError
+from diffusion.models.families.adapter import find_adapter
 
 NAME = 'default'
 """Name in peft of a denoiser's LoRA, of which there is only one."""
-LOADERS: dict[type[ModelMixin], tuple[Any, str]] = {
-    UNet2DConditionModel: (StableDiffusionLoraLoaderMixin, 'unet_lora_layers'),
-    SD3Transformer2DModel: (SD3LoraLoaderMixin, 'transformer_lora_layers'),
-}
-"""diffusers' writer of a denoiser's LoRA, and its keyword for the weights."""
 UPDATED = (nn.Linear, nn.Conv2d)
 """Layers that a LoRA can update."""
 
@@ -90,18 +84,19 @@ def save_lora(
     Raises:
         UserError: The pipeline of this denoiser does not load a LoRA.
     """
-    found = next((each for each in LOADERS if isinstance(denoiser, each)), None)
-    if found is None:
-        known = ', '.join(each.__name__ for each in LOADERS)
+    adapter = find_adapter(denoiser)
+    writer = None if adapter is None else adapter.lora_writer
+    if writer is None:
+        known = ', '.join(dict.fromkeys(each.denoiser_class for each in families() if each.loads_lora))
         raise UserError(
             f'export: diffusers loads the LoRA of a {known}, but the denoiser is a {type(denoiser).__name__}; use '
             '--merge to export the whole pipeline'
         )
-    loader, keyword = LOADERS[found]
     if single_file and isinstance(denoiser, UNet2DConditionModel):
         save_file(comfyui_weights(denoiser, settings, dtype), file)
         return
     layers = {name: each.detach().to(dtype).contiguous() for name, each in lora_weights(denoiser, settings).items()}
+    loader, keyword = writer
     loader.save_lora_weights(file.parent, **{keyword: layers}, weight_name=file.name)
 
 

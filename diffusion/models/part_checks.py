@@ -2,11 +2,10 @@
 
 from diffusion.config.model_checks import clean_image_problem
 from diffusion.errors import UserError
-from diffusion.models.denoisers.family import DenoiserSizes
+from diffusion.models.families.adapter import DenoiserSizes
 from diffusion.models.objective import Objective
-from diffusion.models.pixel_space import PixelSpace
 from diffusion.models.text_conditioner import TextConditioner
-from diffusion.models.vae import Vae, latent_channels
+from diffusion.models.vae import PixelSpace, Vae, latent_channels
 
 
 def check_parts(denoiser: DenoiserSizes, vae: Vae, text: TextConditioner) -> None:

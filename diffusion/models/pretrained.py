@@ -1,4 +1,7 @@
-"""Loading of pretrained models and tokenizers of diffusers and transformers, from a folder or the Hugging Face Hub."""
+"""Loading of pretrained models and tokenizers of diffusers and transformers, from a folder or the Hugging Face Hub.
+
+Builders of models take their frozen parts from here.
+"""
 
 import copy
 import functools
@@ -11,21 +14,36 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from diffusers.models.autoencoders.autoencoder_dc import AutoencoderDC
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.modeling_utils import ModelMixin
 from safetensors import SafetensorError
 from torch import nn
-from transformers import CLIPTokenizer, PreTrainedModel
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from diffusion.compatibility.diffusers_versions import without_own_deprecations
 from diffusion.config.byte_sizes import bytes_text
+from diffusion.config.model_checks import PIXELS
 from diffusion.config.weight_sources import revision_problem
 from diffusion.errors import UserError
 from diffusion.models import hub_files
 from diffusion.models.clip_vocabulary import vocabulary_files
 from diffusion.models.hub_errors import TO_FIX, check_config, loading_error, missing_tokenizer_file
+from diffusion.models.text_conditioner import TextConditioner
+from diffusion.models.vae import PixelSpace, Vae, downsampling
 
 log = logging.getLogger(__name__)
 Loadable = TypeVar('Loadable')
+Builder = TypeVar('Builder', bound=Callable[..., Any])
+
+TINY_VAE = Path(__file__).parent / 'weights' / 'tiny_vae'
+"""Folder of the packaged autoencoder for 64 px OpenMoji images, trained by yamls/tiny_vae.yaml."""
+
+AUTOENCODERS: dict[str, type[AutoencoderKL] | type[AutoencoderDC]] = {
+    'AutoencoderKL': AutoencoderKL,
+    'AutoencoderDC': AutoencoderDC,
+}
+"""Supported classes of autoencoders by name."""
 
 _without_weights = False
 _checked: list[str] | None = None
@@ -204,3 +222,114 @@ def _clip_tokenizer(max_length: int, pad_token: str) -> CLIPTokenizer:
         for path, text in zip((vocabulary, rules), vocabulary_files(), strict=True):
             path.write_text(text, encoding='utf-8')
         return CLIPTokenizer(str(vocabulary), str(rules), model_max_length=max_length, pad_token=pad_token)
+
+
+def tokenizes_with(tokenizers: Callable[..., list[PreTrainedTokenizerBase]]) -> Callable[[Builder], Builder]:
+    """Return a decorator for model builders that sets `builder.tokenizers`.
+
+    The attribute is the function that builds the model's tokenizers, without the model, from the same keywords.
+    """
+
+    # The loader's workers tokenize captions: they need the tokenizers but must not build the model.
+    def decorate(builder: Builder) -> Builder:
+        builder.tokenizers = tokenizers  # type: ignore[attr-defined]
+        return builder
+
+    return decorate
+
+
+def check_sources(**sources: str | None) -> None:
+    """Check the folders and repositories that a builder loads its parts from, before it loads the first one.
+
+    Args:
+        sources: Values by the builder's keyword; None if it loads nothing.
+
+    Raises:
+        UserError: A path is not a folder.
+    """
+    for name, source in sources.items():
+        # A repository on the Hub is `org/name`, or `name` for some old ones.
+        if source is None or not (source.startswith(('/', '.', '~')) or source.count('/') > 1):
+            continue
+        if not Path(source).is_dir():
+            raise UserError(
+                f'{name}: {source} is not a folder on this machine; give a folder written by save_pretrained of '
+                'diffusers or transformers, or the name of a repository on the Hugging Face Hub, org/name'
+            )
+
+
+def load_vae(source: str, *, revision: str | None = None) -> Vae:
+    """Load an autoencoder.
+
+    Args:
+        source: Folder or repository of the autoencoder, or of a model with it in the subfolder `vae`; `_class_name` in
+            its config.json is its class. `pixels` gives PixelSpace, for training on pixels.
+        revision: Commit of the repository.
+
+    Raises:
+        UserError: The files cannot be loaded, or the class is not supported.
+    """
+    if source == PIXELS:
+        return PixelSpace()
+    subfolder, config = _vae_config(source, revision)
+    name = config.get('_class_name', AutoencoderKL.__name__)
+    if name not in AUTOENCODERS:
+        raise UserError(
+            f'{"/".join(each for each in (source, subfolder) if each)}: {name} is not supported; use '
+            f'{" or ".join(AUTOENCODERS)}'
+        )
+    return load_pretrained(AUTOENCODERS[name], source, subfolder=subfolder, revision=revision)
+
+
+def _vae_config(source: str, revision: str | None) -> tuple[str, dict[str, Any]]:
+    """Return the subfolder of a source that holds its autoencoder, and the content of the config.json in it."""
+    if Path(source).is_dir():
+        subfolder = '' if (Path(source) / 'config.json').is_file() else 'vae'
+        return subfolder, read_config(AutoencoderKL, source, subfolder=subfolder)
+    try:
+        return 'vae', read_config(AutoencoderKL, source, subfolder='vae', revision=revision)
+    except UserError as error:
+        try:
+            return '', read_config(AutoencoderKL, source, subfolder='', revision=revision)
+        except UserError:
+            raise error from error.__cause__
+
+
+def latent_side(resolution: int, vae: Vae) -> int:
+    """Return the side of the latents for an image side of `resolution` pixels.
+
+    Raises:
+        UserError: The VAE's downsampling factor does not divide the resolution.
+    """
+    # The annotation ensures multiples of 8, the cell of the default VAEs, but this VAE may downsample by more.
+    cell = downsampling(vae)
+    if resolution % cell:
+        raise UserError(f'resolution: {resolution} px is not a multiple of {cell} px, the size of a latent cell')
+    return resolution // cell
+
+
+def tiny_tokenizers(*, max_length: int = 16) -> list[PreTrainedTokenizerBase]:
+    """Return the tokenizer of the model `tiny` in a list: CLIP's vocabulary, up to `max_length` tokens per caption."""
+    return [clip_tokenizer(max_length=max_length)]
+
+
+def tiny_text(*, width: int, layers: int, max_length: int, mask_padding: bool = False) -> TextConditioner:
+    """Return a small CLIP text encoder with random weights, and the tokenizer of the model `tiny`.
+
+    Args:
+        width: D, a multiple of 32, the width of its attention heads.
+        layers: Number of layers.
+        max_length: L, tokens per caption.
+        mask_padding: Hide the padding of captions from the encoder.
+    """
+    config = CLIPTextConfig(
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 32,
+        max_position_embeddings=max_length,
+        bos_token_id=49406,
+        eos_token_id=49407,
+        pad_token_id=0,
+    )
+    return TextConditioner([CLIPTextModel(config)], tiny_tokenizers(max_length=max_length), mask_padding=mask_padding)

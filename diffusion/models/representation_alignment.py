@@ -17,7 +17,7 @@ from transformers import Dinov2Model, Dinov2WithRegistersModel, DINOv3ViTModel, 
 from diffusion.config.declarations import LOSS
 from diffusion.config.model_checks import alignment_problems
 from diffusion.errors import UserError
-from diffusion.models.denoisers.family import DenoiserFamily, TokenBlocks
+from diffusion.models.families.adapter import DenoiserAdapter, TokenBlocks
 from diffusion.models.pretrained import load_pretrained, read_config
 
 ENCODERS: dict[str, type[PreTrainedModel]] = {
@@ -146,7 +146,7 @@ class TokenCapture:
 def build_alignment(
     settings: RepresentationAlignment,
     denoiser: nn.Module,
-    family: DenoiserFamily,
+    family: DenoiserAdapter,
     *,
     width: int | None,
     encoder: FeatureEncoder | None = None,

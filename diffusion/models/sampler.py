@@ -14,7 +14,7 @@ from torch import Tensor
 
 from diffusion.config.sampling_checks import scheduler_class_name, scheduler_problem
 from diffusion.errors import UserError
-from diffusion.models.denoisers.condition import Condition
+from diffusion.models.families.adapter import Condition
 from diffusion.models.objective import MIN_TIME, Objective, flow_velocity
 
 Denoise = Callable[[Tensor, Tensor], Tensor]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffusion.models.denoisers.family import TokenBlocks
+from diffusion.models.families.adapter import TokenBlocks
 from diffusion.models.randomness import Draws, Purpose
 
 

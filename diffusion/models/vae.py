@@ -7,7 +7,7 @@ Shapes: B batch, C latent channels, H W latent size; images are [B, 3, 8H, 8W] i
 """
 
 import copy
-from typing import TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from diffusers.models.autoencoders.autoencoder_dc import AutoencoderDC, EfficientViTBlock, ResBlock
@@ -17,12 +17,43 @@ from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
 
 from diffusion.errors import UserError
-from diffusion.models.pixel_space import PixelSpace
+
+
+class PixelSpace(nn.Module):
+    """Autoencoder without weights that changes nothing: its latents are the pixels, [B, 3, H, W] in [-1, 1]."""
+
+    # It has the attributes and methods of diffusers' autoencoders that this file uses.
+    config: ClassVar[dict[str, Any]] = {'in_channels': 3, 'latent_channels': 3, 'scaling_factor': 1.0}
+    spatial_compression_ratio: ClassVar[int] = 1
+    dtype: ClassVar[torch.dtype] = torch.float32
+    """Data type of the pixels. It does not follow the precision of the frozen parts, so that pixels are not rounded."""
+
+    def encode(self, pixels: Tensor, return_dict: bool = False) -> tuple[Tensor]:
+        """Return pixels [B, 3, H, W] in [-1, 1] in a tuple."""
+        return (pixels,)
+
+    def decode(self, latents: Tensor, return_dict: bool = False) -> tuple[Tensor]:
+        """Return latents [B, 3, H, W] in a tuple."""
+        return (latents,)
+
 
 Vae = AutoencoderKL | AutoencoderDC | PixelSpace
 """Autoencoders that LatentDiffusion can use."""
 AnyVae = TypeVar('AnyVae', bound=nn.Module)
 
+STABLE_DIFFUSION_VAE: dict[str, Any] = {
+    'in_channels': 3,
+    'out_channels': 3,
+    'down_block_types': ['DownEncoderBlock2D'] * 4,
+    'up_block_types': ['UpDecoderBlock2D'] * 4,
+    'block_out_channels': [128, 256, 512, 512],
+    'layers_per_block': 2,
+    'latent_channels': 4,
+    'norm_num_groups': 32,
+    'sample_size': 768,
+    'scaling_factor': 0.18215,
+}
+"""Configuration of the AutoencoderKL of Stable Diffusion 2, on which those of later models are based."""
 ENCODER_BLOCKS = (ResnetBlock2D, ResBlock, EfficientViTBlock)
 """Classes of the blocks of encoders."""
 

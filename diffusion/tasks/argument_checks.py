@@ -17,8 +17,7 @@ from diffusion.checkpointing.checkpoint_lookup import (
     recipe_of_checkpoint,
     run_of_checkpoint,
 )
-from diffusion.config import registry
-from diffusion.config.declarations import ModelTraits
+from diffusion.config.families import Family, families, family_of_model
 from diffusion.config.load import Recipe, load
 from diffusion.config.options import DIR, FILE, Count, Option, Overrides
 from diffusion.config.sampling_checks import (
@@ -49,10 +48,9 @@ UNSCALED = ('ddim', 'ddpm', 'dpm++', 'pndm', 'unipc')
 """Noise schedulers of diffusion that do not scale the denoiser's input. Pipelines of transformers need such ones."""
 
 
-def exported_pipelines() -> dict[str, ModelTraits]:
-    """Return the pipelines of diffusers that `diffusion export` writes, and the traits of their models."""
-    models = [registry.traits(name) for name in registry.names('model')]
-    return {pipeline: model for model in models for pipeline in model.pipelines}
+def exported_pipelines() -> dict[str, Family]:
+    """Return the pipelines of diffusers that `diffusion export` writes, and the families of their models."""
+    return {pipeline: family for family in families() for pipeline in family.pipelines}
 
 
 def is_export(folder: Path) -> bool:
@@ -296,7 +294,8 @@ def check_export(options: ExportOptions) -> Path:
         checkpoint = find_checkpoint(place)
     recipe = load(recipe_of_checkpoint(checkpoint), task='generate')
     whole = recipe.lora is None or options.merge
-    if is_single_file(out) and whole and not registry.traits(recipe.model.name).single_file:
+    has_layout = family_of_model(recipe.model.name).single_file and model_problem(recipe) is None
+    if is_single_file(out) and whole and not has_layout:
         raise UserError(f'--out: no program reads the model {recipe.model.name} from a single file; give a folder')
     if options.merge and recipe.lora is None:
         raise UserError(f'--merge: {checkpoint} has no LoRA, so its weights are whole; remove --merge')
@@ -328,7 +327,7 @@ def _check_lora(path: str, pipeline: str) -> None:
             f'--lora: {path} is not a .safetensors file, and pickled files may run code; give the output of diffusion '
             'export, or convert the file'
         )
-    if not exported_pipelines()[pipeline].loads_lora:
+    if not exported_pipelines()[pipeline].pipelines[pipeline].loads_lora:
         raise UserError(f'--lora: diffusers loads none into a {pipeline}; export the run with --merge instead')
 
 
@@ -368,9 +367,11 @@ def _problems_of_export(given: Mapping[str, Any], pipeline: str, config: Mapping
         return problems
     is_flow_match = scheduler_class_name(name, flow=flow).startswith('FlowMatch')
     # Schedulers for flows only take velocities, and lack the method that pipelines of U-Nets scale their input with.
-    u_net = exported_pipelines()[pipeline].u_net
+    family = exported_pipelines()[pipeline]
+    u_net = family.u_net
     refuses_flow_match = u_net or config.get('prediction_type') == 'sample'
-    if pipeline == 'PRXPixelPipeline' and scheduler_class_name(name, flow=True) != config.get('_class_name'):
+    is_other = scheduler_class_name(name, flow=flow) != config.get('_class_name')
+    if is_other and not family.pipelines[pipeline].takes_other_schedulers:
         problems['noise_scheduler'] = f'{name!r} does not fit into a {pipeline}; use euler, or generate from the run'
     elif is_flow_match and refuses_flow_match:
         problems['noise_scheduler'] = f'{name!r} does not fit into an exported pipeline; use dpm++ or unipc'

@@ -15,6 +15,7 @@ from diffusion.algorithms.post_hoc_ema import ReconstructedAverage, find_snapsho
 from diffusion.checkpointing.checkpoint_lookup import claimed_checkpoint, recipe_of_checkpoint, run_of_checkpoint
 from diffusion.checkpointing.checkpoint_weights import Weights
 from diffusion.compatibility.transformers_versions import make_readable_by_version_4
+from diffusion.config.families import pipeline_of
 from diffusion.config.load import Recipe, load
 from diffusion.errors import UserError
 from diffusion.models.autoencoder import Autoencoder
@@ -24,10 +25,16 @@ from diffusion.models.log_levels import errors_only
 from diffusion.models.lora import merge_lora, save_lora
 from diffusion.models.vae import downsampling
 from diffusion.storage.atomic import atomic_file, atomic_folder
-from diffusion.tasks.argument_checks import LORA_WEIGHTS, ExportOptions, check_export, is_single_file, missing_parts
+from diffusion.tasks.argument_checks import (
+    LORA_WEIGHTS,
+    ExportOptions,
+    check_export,
+    is_single_file,
+    missing_parts,
+)
 from diffusion.tasks.evaluate import trained_model
 from diffusion.tasks.hub_upload import check_access, upload
-from diffusion.tasks.model_card import AUTOENCODER, CARD, LORA, SINGLE_FILE, WITHOUT_T5, model_card
+from diffusion.tasks.model_card import AUTOENCODER, CARD, LORA, SINGLE_FILE, arguments, model_card
 
 log = logging.getLogger(__name__)
 Part = TypeVar('Part', bound=nn.Module)
@@ -165,8 +172,9 @@ def run_export(options: ExportOptions) -> None:
         return
     index = Path(out) / 'model_index.json'
     kind = json.loads(index.read_text(encoding='utf-8'))['_class_name'] if index.exists() else 'AutoencoderKL'
-    missing = WITHOUT_T5 if index.exists() and 'text_encoder_3' in missing_parts(Path(out)) else ''
-    print(f"{out}: {which} weights; load with {kind}.from_pretrained('{out}'{missing})")
+    optional = [part for parts in pipeline_of(kind).optional_parts.values() for part in parts]
+    missing = [part for part in missing_parts(Path(out)) if part in optional]
+    print(f"{out}: {which} weights; load with {kind}.from_pretrained('{out}'{arguments(dict.fromkeys(missing))})")
 
 
 def write_folder(model: nn.Module, recipe: Recipe, folder: Path, precision: torch.dtype, *, lora: bool) -> str:
@@ -187,7 +195,7 @@ def write_folder(model: nn.Module, recipe: Recipe, folder: Path, precision: torc
         assert recipe.lora is not None
         save_lora(model.denoiser, recipe.lora, folder / LORA_WEIGHTS, precision)
         return LORA
-    pipeline = model.family.pipeline(model)
+    pipeline = model.adapter.pipeline(model)
     for part in pipeline.components.values():
         if isinstance(part, nn.Module):
             _cast(part, precision)
@@ -209,7 +217,7 @@ def write_file(model: nn.Module, recipe: Recipe, file: Path, precision: torch.dt
         assert recipe.lora is not None
         save_lora(model.denoiser, recipe.lora, file, precision, single_file=True)
         return LORA
-    content = model.family.single_file(model)
+    content = model.adapter.single_file(model)
     side = model.latent_size * downsampling(model.vae)
     content.save(file, dtype=precision, title=recipe.name, objective=model.objective, resolution=side)
     return SINGLE_FILE

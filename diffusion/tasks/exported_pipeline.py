@@ -1,7 +1,4 @@
-"""Images from an exported pipeline of diffusers, equal to those of the run up to rounding.
-
-Shapes: B images, C channels of the noise, H W its size.
-"""
+"""Images from an exported pipeline of diffusers, equal to those of the run up to rounding."""
 
 import inspect
 from collections.abc import Sequence
@@ -14,7 +11,7 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from torch import Tensor
 
 from diffusion.compatibility.diffusers_versions import without_own_deprecations
-from diffusion.models.denoisers.mmdit import T5_LENGTH
+from diffusion.models.families.adapter import adapter_of
 from diffusion.models.randomness import Purpose, draws_for
 from diffusion.models.sampler import scheduler_class
 from diffusion.tasks.argument_checks import (
@@ -81,18 +78,18 @@ class ExportedPipeline:
         pipeline, prompts = self._pipeline, list(prompts)
         if noise_scheduler != self.noise_scheduler:
             pipeline.scheduler = scheduler_like(pipeline.scheduler, noise_scheduler)
-        noise = draws_for(seeds, seed=0, device=self._device).normal(Purpose.SAMPLING, noise_shape(pipeline))
-        settings = call_settings(pipeline, negative=negative_prompt, guidance=guidance_scale)
-        settings['num_inference_steps'] = num_inference_steps
-        is_prx, is_pixels = (type(pipeline).__name__ == name for name in ('PRXPipeline', 'PRXPixelPipeline'))
-        if is_pixels:
-            # The pipeline scales the noise that it draws itself, but not `latents`.
-            noise = noise * pipeline.config.noise_scale
-        # Guidance fails in diffusers' pipelines of PRX for more than one prompt.
-        step = 1 if is_prx or is_pixels else len(prompts)
-        groups = [slice(first, first + step) for first in range(0, len(prompts), step)]
-        images = torch.cat([_draw(pipeline, prompts[group], seeds[group], noise[group], settings) for group in groups])
-        return (images / 2 + 0.5).clamp(0, 1) if is_pixels else images  # this pipeline returns pixels in [-1, 1]
+        denoiser = pipeline.unet if hasattr(pipeline, 'unet') else pipeline.transformer
+        adapter = adapter_of(denoiser)
+        # Schedulers that draw noise in every step use one generator per image, so that an image does not depend on its
+        # batch.
+        return adapter.draw(
+            pipeline,
+            prompts,
+            noise=draws_for(seeds, seed=0, device=self._device).normal(Purpose.SAMPLING, adapter.noise_shape(pipeline)),
+            generators=[torch.Generator().manual_seed(seed) for seed in seeds],
+            num_inference_steps=num_inference_steps,
+            **adapter.call_arguments(pipeline, negative=negative_prompt, guidance=guidance_scale),
+        )
 
 
 def draw_with_export(folder: Path, options: GenerateOptions) -> Tensor:
@@ -110,51 +107,6 @@ def draw_with_export(folder: Path, options: GenerateOptions) -> Tensor:
         guidance_scale=7.5 if options.guidance is None else options.guidance,
         noise_scheduler=options.scheduler or pipeline.noise_scheduler,
     )
-
-
-def _draw(pipeline: Any, prompts: list[str], seeds: Sequence[int], noise: Tensor, settings: dict[str, Any]) -> Tensor:
-    """Return the images of one call of a pipeline."""
-    # Schedulers that draw noise in every step use one generator per image, so that an image does not depend on its
-    # batch.
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    images = pipeline(prompts, latents=noise, generator=generators, output_type='pt', return_dict=False, **settings)[0]
-    assert isinstance(images, Tensor)
-    return images.float()
-
-
-def noise_shape(pipeline: Any) -> tuple[int, int, int]:
-    """Return the shape [C, H, W] of the noise for the size of images that the model was trained on."""
-    denoiser = pipeline.unet if hasattr(pipeline, 'unet') else pipeline.transformer
-    if 'default_sample_size' in pipeline.config:  # PRX, in pixels
-        side = pipeline.config.default_sample_size // pipeline.vae_scale_factor
-    else:
-        side = denoiser.config['sample_size']
-    return denoiser.config['in_channels'], side, side
-
-
-def call_settings(pipeline: Any, *, negative: str, guidance: float) -> dict[str, Any]:
-    """Return the arguments that make a pipeline generate images as the model was trained to.
-
-    Args:
-        negative: Negative prompt; empty for none.
-        guidance: Guidance scale; 1 or less is no guidance.
-    """
-    kind = type(pipeline).__name__
-    if kind.startswith('PRX'):
-        # These pipelines refuse a scale below 1, and resize images to the sizes of the published models. Their text
-        # cleaning changes prompts (lower case, no punctuation), unlike training.
-        settings = {'guidance_scale': max(guidance, 1.0), 'use_resolution_binning': False, 'negative_prompt': negative}
-        return settings | ({'skip_text_cleaning': True} if kind == 'PRXPipeline' else {})
-    # Pass None for an empty prompt: Stable Diffusion XL then uses zeros, if dropped captions were zeros in training.
-    settings = {'guidance_scale': guidance, 'negative_prompt': negative or None}
-    if kind == 'StableDiffusion3Pipeline':
-        _, height, width = noise_shape(pipeline)
-        settings |= {'height': height * pipeline.vae_scale_factor, 'width': width * pipeline.vae_scale_factor}
-        if pipeline.tokenizer_3 is not None:
-            settings['max_sequence_length'] = pipeline.tokenizer_3.model_max_length
-        elif T5_LENGTH in pipeline.tokenizer.init_kwargs:
-            settings['max_sequence_length'] = pipeline.tokenizer.init_kwargs[T5_LENGTH]
-    return settings
 
 
 def scheduler_like(scheduler: Any, name: str) -> Any:

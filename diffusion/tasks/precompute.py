@@ -41,7 +41,7 @@ from diffusion.data.loader import default_num_workers, ignore_stop_signals
 from diffusion.data.streams import Bucket, index_hash
 from diffusion.errors import DataError, UserError
 from diffusion.models import batch_keys
-from diffusion.models.denoisers.condition import SIZES
+from diffusion.models.families.adapter import SIZES
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.representation_alignment import FeatureEncoder
 from diffusion.models.text_conditioner import tokenize
@@ -196,7 +196,7 @@ def _stages(recipe: Recipe, dataset: ImageTextDataset, model: LatentDiffusion) -
             text=model.text if settings.latents == 'image+text' else None,
             text_padding='removed' if settings.latents == 'image+text' and model.mask_padding else 'kept',
             captions=settings.captions,
-            image_sizes=model.family.takes_sizes,
+            image_sizes=model.adapter.takes_sizes,
         )
         if model.image_encoder is not None:
             manifest = replace(manifest, **_features_record(model, model.image_encoder, bucket.shape))
@@ -362,7 +362,7 @@ def _encoded(
         for row in rows:
             _select_captions(row, settings)
         columns |= _text(model, [row['captions'] for row in rows], settings)
-    if model.family.takes_sizes:
+    if model.adapter.takes_sizes:
         columns[batch_keys.IMAGE_SIZES] = list(batch[batch_keys.IMAGE_SIZES].numpy().astype(np.int32))
     for name, arrays in columns.items():
         for index, row, array in zip(ids, rows, arrays, strict=True):
@@ -448,7 +448,7 @@ def _columns(model: LatentDiffusion, shape: Shape, settings: PrecomputeConfig) -
             columns[batch_keys.TEXT_POOLED] = f'ndarray:{settings.dtype}'
         if model.mask_padding:
             columns[TEXT_LENGTHS] = 'ndarray:int32'
-    if model.family.takes_sizes:
+    if model.adapter.takes_sizes:
         columns[batch_keys.IMAGE_SIZES] = f'ndarray:int32:{SIZES}'
     if model.image_encoder is not None:
         height, width, features = features_shape(model.image_encoder, shape, token_side=model.token_side)

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from diffusion.config import registry
 from diffusion.config.checks import SUPPLIED
+from diffusion.config.families import family_of_model
 from diffusion.config.load import Component, Recipe, StreamConfig, saved_values
 from diffusion.config.model_checks import optimizer_problem
 from diffusion.config.performance_preset import effective_parts
@@ -86,7 +87,7 @@ def build_tokenizers(recipe: Recipe) -> list[PreTrainedTokenizerBase]:
 
 def takes_image_sizes(recipe: Recipe) -> bool:
     """Return True if a recipe's model is conditioned on the sizes of images, so that its dataset must return them."""
-    return registry.traits(recipe.model.name).image_sizes
+    return family_of_model(recipe.model.name).image_sizes
 
 
 def build_dataset(

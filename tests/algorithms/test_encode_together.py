@@ -12,10 +12,10 @@ from transformers import Dinov2Config, Dinov2Model
 
 from diffusion.config.load import RecipeError, load
 from diffusion.models import batch_keys
+from diffusion.models.families.prx.builder import tiny_prx
+from diffusion.models.families.sdxl.builder import tiny_sdxl
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.prx_builders import tiny_prx
 from diffusion.models.representation_alignment import RepresentationAlignment
-from diffusion.models.sdxl_builders import tiny_sdxl
 from diffusion.training.train import build_trainer
 
 SIDE = 64

@@ -15,8 +15,8 @@ from diffusion.config.load import load
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.cost_counting import build_empty
+from diffusion.models.families.prx.builder import tiny_prx
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.prx_builders import tiny_prx
 from diffusion.models.randomness import Purpose
 from diffusion.models.token_routing import Route
 from diffusion.training import performance
@@ -257,7 +257,7 @@ def test_check_without_torch_agrees_with_the_models(name, write_recipe):
     parameters = registry.signature('model', name).names()
     without_weights = {'pretrained': None} if 'pretrained' in parameters else {}
     model = build_empty(name, without_weights)
-    has_tokens = isinstance(model, LatentDiffusion) and model.family.token_blocks is not None
+    has_tokens = isinstance(model, LatentDiffusion) and model.adapter.token_blocks is not None
     keywords = {'tread': {'start': 2, 'end': 3}}
     recipe = write_recipe(model={'name': name, **without_weights}, algorithms=keywords)
     if has_tokens:

@@ -96,7 +96,7 @@ def test_unpacked_keywords_have_defaults_and_constraints():
 
 
 def test_unpacked_keywords_are_read_from_the_source_too():
-    of_file = {each.name: each for each in of_source('diffusion.models.prx_builders', 'prx').parameters}
+    of_file = {each.name: each for each in of_source('diffusion.models.families.prx.builder', 'prx').parameters}
     assert of_file['encoder_dtype'].default == 'bfloat16'
     assert of_file['posterior'].default == 'sample' and not of_file['posterior'].required
     assert of_file['seed'].doc.startswith('Seed of noise')

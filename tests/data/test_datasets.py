@@ -98,7 +98,7 @@ def test_evaluation_is_deterministic(write_recipe, pictures):
 
 
 def dataset_over(folder, **settings):
-    from diffusion.models.builders import tiny_tokenizers
+    from diffusion.models.pretrained import tiny_tokenizers
 
     bucket = Bucket('a', Stream(local=str(folder)), square(32))
     return ImageTextDataset([bucket], batch_size=4, tokenizers=tiny_tokenizers(), shuffle=False, **settings)

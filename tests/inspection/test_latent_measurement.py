@@ -14,8 +14,8 @@ from shards import draw_image, write_image_shards
 
 from diffusion.cli import main
 from diffusion.models import batch_keys
-from diffusion.models.builders import TINY_VAE, load_vae
-from diffusion.models.prx_builders import tiny_prx
+from diffusion.models.families.prx.builder import tiny_prx
+from diffusion.models.pretrained import TINY_VAE, load_vae
 
 
 def pixels_of(side: int, count: int, offset: int) -> torch.Tensor:

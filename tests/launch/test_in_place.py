@@ -255,5 +255,7 @@ def test_standby_imports_the_components_of_the_recipe_but_no_user_code(tmp_path,
     monkeypatch.syspath_prepend(tmp_path)
     recipe = load(ROOT / 'yamls' / 'quickstart.yaml', ['imports=[own_parts]', 'callbacks.own={}'])
     found = modules_of(recipe)
-    assert {'diffusion.training.train', 'diffusion.models.mmdit_builders', 'diffusion.training.adamw'} <= {*found}
+    assert {'diffusion.training.train', 'diffusion.models.families.mmdit.builder', 'diffusion.training.adamw'} <= {
+        *found
+    }
     assert 'own_parts' not in found

@@ -9,7 +9,7 @@ from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from torch import nn
 
 from diffusion.models.activation_memory import count_activations
-from diffusion.models.denoisers.families import family_of
+from diffusion.models.families.adapter import adapter_of
 
 SMALL: dict[str, Any] = {
     'down_block_types': ['CrossAttnDownBlock2D', 'CrossAttnDownBlock2D', 'DownBlock2D'],
@@ -31,7 +31,7 @@ SIZE, TEXT = (4, 16, 24), (16, 64)
 
 def unet(**changes):
     made = UNet2DConditionModel(**(SMALL | changes)).train()
-    made.fsdp_wrap_fn = family_of(made).is_block  # type: ignore[assignment]
+    made.fsdp_wrap_fn = adapter_of(made).is_block  # type: ignore[assignment]
     return made
 
 

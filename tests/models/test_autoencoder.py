@@ -12,7 +12,7 @@ from diffusion.config.load import load
 from diffusion.data.transforms import decode_for_model
 from diffusion.models import batch_keys
 from diffusion.models.autoencoder import psnr_db, tiny_autoencoder
-from diffusion.models.builders import TINY_VAE
+from diffusion.models.pretrained import TINY_VAE
 from diffusion.models.vae import decode_latents, posterior_of
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.settings import settings_of

@@ -13,7 +13,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from diffusion.errors import UserError
 from diffusion.models.autoencoder import tiny_autoencoder
-from diffusion.models.builders import sd2, sd2_tokenizers, tiny
+from diffusion.models.families.sd2.builder import sd2, sd2_tokenizers, tiny
 from diffusion.models.pretrained import clip_tokenizer, load_pretrained
 from diffusion.models.text_conditioner import tokenize
 from diffusion.models.vae import latent_statistics
@@ -90,7 +90,7 @@ def local_sd2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_sd2_loads_its_frozen_parts_from_a_folder(local_sd2, monkeypatch):
     monkeypatch.setattr(
-        'diffusion.models.builders.sd2_config.UNET',
+        'diffusion.models.families.sd2.builder.UNET',
         {'block_out_channels': (32, 32, 32, 32), 'cross_attention_dim': 1024},
     )
     model = sd2(64, pretrained=str(local_sd2))

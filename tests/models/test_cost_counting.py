@@ -14,11 +14,13 @@ from transformers import CLIPTextConfig
 from diffusion.config import registry
 from diffusion.config.image_shapes import Shape, square
 from diffusion.errors import UserError
-from diffusion.models import batch_keys, sd2_config
+from diffusion.models import batch_keys
 from diffusion.models.autoencoder import tiny_autoencoder
-from diffusion.models.builders import tiny
 from diffusion.models.cost_counting import ModelCounter, answer, build_empty, main
+from diffusion.models.families.sd2 import builder as sd2_builder
+from diffusion.models.families.sd2.builder import tiny
 from diffusion.models.pretrained import clip_tokenizer
+from diffusion.models.vae import STABLE_DIFFUSION_VAE
 
 SETTINGS: dict[str, Any] = {'block_out_channels': [32, 64]}
 
@@ -63,8 +65,8 @@ def test_empty_model_is_built_without_reading_weights(small_vae, tmp_path):
 
 
 def test_sd2_is_built_from_the_configurations_of_a_folder(tmp_path):
-    vae: dict[str, Any] = sd2_config.VAE | {'latent_channels': 16}
-    text: dict[str, Any] = sd2_config.TEXT_ENCODER | {'num_hidden_layers': 2}
+    vae: dict[str, Any] = STABLE_DIFFUSION_VAE | {'latent_channels': 16}
+    text: dict[str, Any] = sd2_builder.TEXT_ENCODER | {'num_hidden_layers': 2}
     with torch.device('meta'):
         AutoencoderKL(**vae).save_config(tmp_path / 'vae')
     CLIPTextConfig(**text).save_pretrained(tmp_path / 'text_encoder')

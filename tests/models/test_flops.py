@@ -7,9 +7,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
-from diffusion.models import batch_keys, sd2_config
-from diffusion.models.builders import tiny
-from diffusion.models.denoisers.family import DenoiserFamily, DenoiserSizes
+from diffusion.models import batch_keys
+from diffusion.models.families.adapter import DenoiserAdapter, DenoiserSizes
+from diffusion.models.families.sd2 import builder as sd2_builder
+from diffusion.models.families.sd2.builder import tiny
 from diffusion.models.flops import FlopCount, empty_copy, text_encoder_flops, vae_encoder_flops
 
 
@@ -26,7 +27,7 @@ def counted(call, *inputs):
 
 def test_sd2_denoiser_has_the_published_flops():
     with torch.device('meta'):
-        denoiser = UNet2DConditionModel(**sd2_config.UNET)
+        denoiser = UNet2DConditionModel(**sd2_builder.UNET)
     count = FlopCount(denoiser)
     for size, gigaflops in {32: 181.09, 64: 804.26, 96: 2149.11, 128: 4674.99}.items():
         assert count(size, size, 77) / 1e9 == pytest.approx(gigaflops, abs=0.005)
@@ -47,7 +48,7 @@ class Other(nn.Module):
         return (self.convolution(noisy),)
 
 
-class OtherFamily(DenoiserFamily):
+class OtherFamily(DenoiserAdapter):
     denoiser_class, block_classes, takes_text_mask = Other, (), False
 
     def sizes(self, denoiser):

@@ -13,9 +13,8 @@ from huggingface_hub import constants
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from diffusion.errors import ExternalError, UserError
-from diffusion.models.builders import load_vae
 from diffusion.models.hub_files import check_weights
-from diffusion.models.pretrained import clip_tokenizer, load_pretrained, without_weights
+from diffusion.models.pretrained import clip_tokenizer, load_pretrained, load_vae, without_weights
 
 PARTS = {'vae': AutoencoderKL, 'text_encoder': CLIPTextModel, 'tokenizer': CLIPTokenizer}
 

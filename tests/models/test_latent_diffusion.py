@@ -11,13 +11,13 @@ from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
-from diffusion.models.builders import tiny
+from diffusion.models.families.mmdit.builder import tiny_mmdit
+from diffusion.models.families.prx.builder import tiny_prx
+from diffusion.models.families.sd2.builder import tiny
+from diffusion.models.families.sdxl.builder import tiny_sdxl
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.mmdit_builders import tiny_mmdit
 from diffusion.models.objective import Objective
-from diffusion.models.prx_builders import tiny_prx
 from diffusion.models.randomness import Draws, Purpose
-from diffusion.models.sdxl_builders import tiny_sdxl
 from diffusion.models.text_conditioner import tokenize
 from diffusion.models.timestep_sampling import training_timesteps
 

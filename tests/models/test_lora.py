@@ -118,7 +118,7 @@ def test_file_has_the_matrices_scaled_for_alpha_equal_to_rank(make_model, tmp_pa
     assert torch.equal(saved[f'unet.{name}.lora_A.weight'], weights[f'{name}.lora_A.default.weight'])
     assert torch.equal(saved[f'unet.{name}.lora_B.weight'], 2 * weights[f'{name}.lora_B.default.weight'])
     with pytest.raises(
-        UserError, match=r'diffusers loads the LoRA of a UNet.*, SD3.*, but the denoiser is a Linear; use --merge'
+        UserError, match=r'diffusers loads the LoRA of a SD3.*, UNet.*, but the denoiser is a Linear; use --merge'
     ):
         save_lora(nn.Linear(2, 2), settings, tmp_path / 'other.safetensors', torch.float32)
 

@@ -15,18 +15,18 @@ from transformers import CLIPTextModelWithProjection, T5EncoderModel
 from diffusion.config.image_shapes import square
 from diffusion.config.recipe import Component
 from diffusion.errors import UserError
-from diffusion.models import batch_keys, mmdit_builders, mmdit_config
+from diffusion.models import batch_keys
 from diffusion.models.activation_memory import blocks_of
-from diffusion.models.byte_tokenizer import byte_tokenizer
 from diffusion.models.cost_counting import ModelCounter, build_empty
-from diffusion.models.denoisers.families import family_of
+from diffusion.models.families.adapter import adapter_of
+from diffusion.models.families.mmdit import builder as mmdit_builder
+from diffusion.models.families.mmdit.builder import byte_tokenizer, mmdit, sd3_objective, tiny_mmdit
+from diffusion.models.families.mmdit.text_encoders import Sd3TextConditioner
 from diffusion.models.flops import text_encoder_flops
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.mmdit_builders import mmdit, sd3_objective, tiny_mmdit
 from diffusion.models.objective import Objective
 from diffusion.models.pretrained import clip_tokenizer
 from diffusion.models.randomness import Draws, Purpose
-from diffusion.models.sd3_text import Sd3TextConditioner
 from diffusion.models.text_conditioner import tokenize
 from diffusion.planning.model_costs import ModelCosts
 
@@ -54,7 +54,7 @@ def batch_of(model: LatentDiffusion) -> dict[str, torch.Tensor]:
 
 def stock(model: LatentDiffusion) -> StableDiffusion3Pipeline:
     """Return the pipeline of a model."""
-    return family_of(model.denoiser).pipeline(model)
+    return adapter_of(model.denoiser).pipeline(model)
 
 
 def size_of(module: torch.nn.Module) -> int:
@@ -178,7 +178,7 @@ def pipeline_folder(tmp_path_factory, model):
 @pytest.fixture
 def small_text(monkeypatch):
     """Width of T5 in the tiny pipeline."""
-    monkeypatch.setattr(mmdit_config, 'T5_WIDTH', 128)
+    monkeypatch.setattr(mmdit_builder, 'T5_WIDTH', 128)
 
 
 @pytest.mark.parametrize('t5', [True, False])
@@ -215,7 +215,7 @@ def test_planner_reads_the_configurations_of_all_encoders(pipeline_folder, tmp_p
     assert ModelCosts(Component('mmdit', {'resolution': 512, 'seed': 3})).key == ModelCosts(Component('mmdit')).key
 
 
-@pytest.mark.parametrize('call', [mmdit, mmdit_builders.mmdit_tokenizers])
+@pytest.mark.parametrize('call', [mmdit, mmdit_builder.mmdit_tokenizers])
 def test_repository_without_a_revision_is_refused(call):
     with pytest.raises(
         UserError, match='model.revision: is missing; give the commit of stabilityai/stable-diffusion-3'

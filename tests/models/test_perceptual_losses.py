@@ -14,12 +14,12 @@ from transformers import Dinov2Config, Dinov2Model
 from diffusion.config.load import load
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
+from diffusion.models.families.prx.builder import tiny_prx
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective
 from diffusion.models.perceptual_losses import PerceptualLosses, lpips_network
-from diffusion.models.pixel_space import PixelSpace
-from diffusion.models.prx_builders import tiny_prx
 from diffusion.models.representation_alignment import FeatureEncoder, RepresentationAlignment
+from diffusion.models.vae import PixelSpace
 
 SIZES: dict[str, Any] = {'hidden_size': 32, 'num_heads': 2, 'depth': 2, 'text_width': 32, 'text_layers': 1}
 LAYERS = {0: 1, 3: 4, 6: 7, 8: 9, 10: 11}

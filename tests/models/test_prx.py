@@ -22,10 +22,10 @@ from diffusion.config import registry
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.activation_memory import blocks_of
-from diffusion.models.denoisers.families import family_of
+from diffusion.models.families.adapter import adapter_of
+from diffusion.models.families.prx.builder import FLOW, prx, tiny_prx
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective
-from diffusion.models.prx_builders import FLOW, prx, tiny_prx
 from diffusion.models.randomness import Draws, Purpose
 from diffusion.models.representation_alignment import RepresentationAlignment
 from diffusion.models.sampler import inference_scheduler
@@ -191,7 +191,7 @@ def test_pretrained_parts_are_read_and_a_saved_pipeline_loads_them_again(pipelin
     handle.remove()
     assert torch.equal(seen['attention_mask'], mask)
 
-    family_of(model.denoiser).pipeline(model).save_pretrained(tmp_path / 'saved')
+    adapter_of(model.denoiser).pipeline(model).save_pretrained(tmp_path / 'saved')
     pipeline: Any = PRXPipeline.from_pretrained(tmp_path / 'saved', local_files_only=True, low_cpu_mem_usage=False)
     pipeline.set_progress_bar_config(disable=True)
     latents = torch.randn(1, 4, 4, 4)
@@ -230,7 +230,7 @@ def test_language_part_of_qwen_is_read_and_a_saved_pixel_pipeline_draws_the_same
     batch = batch_of(model)
     assert model.loss(model(batch), batch).isfinite()
 
-    family_of(model.denoiser).pipeline(model).save_pretrained(tmp_path / 'saved')
+    adapter_of(model.denoiser).pipeline(model).save_pretrained(tmp_path / 'saved')
     pipeline: Any = PRXPixelPipeline.from_pretrained(tmp_path / 'saved', local_files_only=True, low_cpu_mem_usage=False)
     assert isinstance(pipeline.text_encoder, Qwen3VLTextModel)
     pipeline.set_progress_bar_config(disable=True)
@@ -269,8 +269,11 @@ def test_transformer_also_trains_diffusion(small_vae):
 
 
 def test_denoiser_of_no_known_family_is_refused():
-    with pytest.raises(UserError, match='denoiser: Linear is of no known family; use UNet2DConditionModel, PRX'):
-        family_of(torch.nn.Linear(1, 1))
+    with pytest.raises(
+        UserError,
+        match='denoiser: Linear is of no known family; use .*UNet2DConditionModel, or add',
+    ):
+        adapter_of(torch.nn.Linear(1, 1))
 
 
 def test_documented_differences_from_the_published_code_are_the_values_here():

@@ -14,10 +14,10 @@ from diffusion.checkpointing.checkpoint_weights import load_weights
 from diffusion.config.load import load
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
-from diffusion.models.builders import tiny
-from diffusion.models.denoisers.families import family_of
+from diffusion.models.families.adapter import adapter_of
+from diffusion.models.families.prx.builder import tiny_prx
+from diffusion.models.families.sd2.builder import tiny
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.prx_builders import tiny_prx
 from diffusion.models.representation_alignment import RepresentationAlignment, build_alignment, load_feature_encoder
 from diffusion.models.token_routing import Route
 from diffusion.training.initial_weights import SourceWeights, load_source
@@ -223,16 +223,16 @@ def test_wrong_settings_are_refused(encoders, write_recipe, small_vae, pictures)
         RepresentationAlignment(folder, hidden_size=0)
     unet = tiny(vae=str(small_vae)).denoiser
     with pytest.raises(UserError, match='a UNet2DConditionModel has no image tokens; use a transformer'):
-        build_alignment(RepresentationAlignment(folder), unet, family_of(unet), width=None)
+        build_alignment(RepresentationAlignment(folder), unet, adapter_of(unet), width=None)
 
 
 def test_other_encoders_are_refused(make_prx, tmp_path):
     CLIPTextConfig().save_pretrained(tmp_path / 'clip')
     prx = make_prx(None)
     with pytest.raises(UserError, match='clip is a clip_text_model; use one of dinov2, dinov2_with_registers, dinov3'):
-        build_alignment(RepresentationAlignment(str(tmp_path / 'clip'), block=1), prx.denoiser, prx.family, width=32)
+        build_alignment(RepresentationAlignment(str(tmp_path / 'clip'), block=1), prx.denoiser, prx.adapter, width=32)
     with pytest.raises(UserError, match='neither a local folder nor the name of a repository|nowhere'):
-        build_alignment(RepresentationAlignment('/nowhere/at/all', block=1), prx.denoiser, prx.family, width=32)
+        build_alignment(RepresentationAlignment('/nowhere/at/all', block=1), prx.denoiser, prx.adapter, width=32)
 
 
 def test_first_layer_of_the_projection_is_an_output_layer_for_mup(make_prx):

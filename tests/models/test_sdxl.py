@@ -16,11 +16,11 @@ from diffusion.data.latents import manifest_of
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.cost_counting import ModelCounter, build_empty
+from diffusion.models.families.sdxl.builder import sdxl, sdxl_tokenizers, tiny_sdxl
 from diffusion.models.flops import forward_flops
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.pretrained import clip_tokenizer
 from diffusion.models.randomness import Draws, Purpose
-from diffusion.models.sdxl_builders import sdxl, sdxl_tokenizers, tiny_sdxl
 from diffusion.models.text_conditioner import TextConditioner
 from diffusion.planning.model_costs import PRECISIONS
 
@@ -139,7 +139,7 @@ def local_sdxl(tmp_path_factory):
 def test_sdxl_loads_its_frozen_parts_from_a_folder(local_sdxl, monkeypatch):
     small = {'block_out_channels': (32, 32, 32), 'transformer_layers_per_block': 1, 'attention_head_dim': 1}
     monkeypatch.setattr(
-        'diffusion.models.sdxl_builders.sdxl_config.UNET',
+        'diffusion.models.families.sdxl.builder.UNET',
         dict(PUBLISHED_UNET, **small, layers_per_block=1),
     )
     model = sdxl(64, pretrained=str(local_sdxl))

@@ -23,16 +23,17 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 
 from diffusion.compatibility.transformers_versions import with_text_model
 from diffusion.errors import UserError
-from diffusion.models import sd2_config, sdxl_config
-from diffusion.models.byte_tokenizer import byte_tokenizer
-from diffusion.models.denoisers.prx import PRX
+from diffusion.models.families.mmdit.builder import byte_tokenizer
+from diffusion.models.families.prx.denoiser import PRX
+from diffusion.models.families.sd2 import builder as sd2_builder
+from diffusion.models.families.sdxl import builder as sdxl_builder
 from diffusion.models.objective import Objective
 from diffusion.models.original_layout import mmdit_tensors, open_clip_tensors, unet_tensors, vae_tensors
 from diffusion.models.original_weights import read_original
 from diffusion.models.pretrained import clip_tokenizer
 from diffusion.models.sampler import inference_scheduler
 from diffusion.models.single_file import sd3_file, sd_file, sdxl_file
-from diffusion.models.vae import decode_latents, latent_statistics, moments_of, with_latent_scale
+from diffusion.models.vae import STABLE_DIFFUSION_VAE, decode_latents, latent_statistics, moments_of, with_latent_scale
 
 Settings = dict[str, Any]
 UNET: Settings = {
@@ -56,7 +57,7 @@ XL: Settings = SD2 | {
     'addition_time_embed_dim': 8,
     'projection_class_embeddings_input_dim': 64 + 6 * 8,
 }
-VAE: Settings = sd2_config.VAE | {'block_out_channels': (8, 8, 16, 16), 'norm_num_groups': 4}
+VAE: Settings = STABLE_DIFFUSION_VAE | {'block_out_channels': (8, 8, 16, 16), 'norm_num_groups': 4}
 CLIP: Settings = {
     'vocab_size': 49408,
     'hidden_size': 32,
@@ -166,11 +167,11 @@ def test_readers_get_the_transformer_of_stable_diffusion_3_back(config, tmp_path
 def test_published_sizes_have_the_published_names_and_shapes():
     """Counts and shapes are those of v2-1_768-ema-pruned, sd_xl_base_1.0 and sd3.5_medium."""
     with torch.device('meta'):
-        sd2 = unet_tensors(UNet2DConditionModel(**sd2_config.UNET))
-        xl = unet_tensors(UNet2DConditionModel(**sdxl_config.UNET))
-        vae = vae_tensors(AutoencoderKL(**sd2_config.VAE))
-        clip_h = open_clip_tensors(CLIPTextModel(CLIPTextConfig(**sd2_config.TEXT_ENCODER)), layers=24)
-        clip_g = open_clip_tensors(CLIPTextModelWithProjection(CLIPTextConfig(**sdxl_config.TEXT_ENCODER_2)))
+        sd2 = unet_tensors(UNet2DConditionModel(**sd2_builder.UNET))
+        xl = unet_tensors(UNet2DConditionModel(**sdxl_builder.UNET))
+        vae = vae_tensors(AutoencoderKL(**STABLE_DIFFUSION_VAE))
+        clip_h = open_clip_tensors(CLIPTextModel(CLIPTextConfig(**sd2_builder.TEXT_ENCODER)), layers=24)
+        clip_g = open_clip_tensors(CLIPTextModelWithProjection(CLIPTextConfig(**sdxl_builder.TEXT_ENCODER_2)))
     assert [len(each) for each in (sd2, xl, vae, clip_h, clip_g)] == [686, 1680, 248, 292, 389]
     shapes = {
         'input_blocks.2.1.transformer_blocks.0.attn2.to_k.weight': (320, 1024),

@@ -13,12 +13,13 @@ from diffusion.config.image_shapes import square
 from diffusion.config.recipe import Component
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
-from diffusion.models.builders import load_vae, tiny
 from diffusion.models.cost_counting import ModelCounter, build_empty
-from diffusion.models.denoisers.families import family_of
-from diffusion.models.pixel_space import PixelSpace
-from diffusion.models.prx_builders import prx, tiny_prx
+from diffusion.models.families.adapter import adapter_of
+from diffusion.models.families.prx.builder import prx, tiny_prx
+from diffusion.models.families.sd2.builder import tiny
+from diffusion.models.pretrained import load_vae
 from diffusion.models.vae import (
+    PixelSpace,
     downsampling,
     encoder_blocks,
     has_variance,
@@ -78,7 +79,7 @@ def test_latents_of_pixel_space_are_the_pixels(images):
     torch.testing.assert_close(model.decode(latents) * 255, images.float())
     assert model.generate(['a'], num_inference_steps=1).shape == (1, 3, 32, 32)
     with pytest.raises(UserError, match='a PRXPixelPipeline samples a flow by x-prediction, but'):
-        family_of(model.denoiser).pipeline(model)
+        adapter_of(model.denoiser).pipeline(model)
 
 
 def test_pixels_are_not_rounded_to_half_precision(images):
@@ -111,7 +112,7 @@ def test_shift_factor_is_kept_for_pipelines_that_apply_it():
 def test_stable_diffusion_pipeline_refuses_dc_ae(small_dc_ae):
     model = tiny(32, vae=str(small_dc_ae), block_out_channels=[32], text_width=32, text_layers=1)
     with pytest.raises(UserError, match='StableDiffusionPipeline decodes with an AutoencoderKL, but this model has an'):
-        family_of(model.denoiser).pipeline(model)
+        adapter_of(model.denoiser).pipeline(model)
 
 
 @pytest.mark.parametrize('kind', ['dc_ae', 'pixels'])

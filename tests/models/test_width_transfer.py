@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from diffusion.config.load import load
 from diffusion.errors import UserError
-from diffusion.models.prx_builders import at_width, tiny_prx, transformer
+from diffusion.models.families.prx.builder import at_width, tiny_prx, transformer
 from diffusion.models.width_transfer import scale_for_width
 from diffusion.training.components import build_optimizer, width_groups
 

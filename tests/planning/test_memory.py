@@ -9,8 +9,8 @@ from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 
 from diffusion.algorithms.post_hoc_ema import PostHocEMA
 from diffusion.config.recipe import ParallelismConfig
-from diffusion.models import sd2_config
-from diffusion.models.builders import tiny
+from diffusion.models.families.sd2 import builder as sd2_builder
+from diffusion.models.families.sd2.builder import tiny
 from diffusion.planning.checkpoints import sizes_of
 from diffusion.planning.gpus import find_gpu
 from diffusion.planning.memory import (
@@ -344,7 +344,7 @@ def test_steps_whose_peak_is_measured_run():
         'cross_attention_dim': 32,
         'attention_head_dim': 1,
     }
-    settings: dict[str, Any] = sd2_config.UNET | config
+    settings: dict[str, Any] = sd2_builder.UNET | config
     denoiser = UNet2DConditionModel(**settings).train()
     assert peak_of_steps(denoiser, 'cpu', microbatch=1, size=8) == 0
 
@@ -355,7 +355,7 @@ def test_peak_matches_torch_on_a_gpu(size):
     """Compare SD2's denoiser on one GPU with torch.cuda.max_memory_allocated, within 10%."""
     work, microbatch = (PHASE1 if size == 32 else PHASE2), 16
     before = torch.cuda.memory_allocated()  # of other tests
-    denoiser: Any = UNet2DConditionModel(**sd2_config.UNET).train()
+    denoiser: Any = UNet2DConditionModel(**sd2_builder.UNET).train()
     peak = peak_of_steps(denoiser.to('cuda'), 'cuda', microbatch=microbatch, size=size) - before
     memory = memory_of(work, Setup(1, microbatch, DDP))
     denoiser_only = replace(memory, encoders=0, averages=0, batch=0, encoding=0, accumulates=False)

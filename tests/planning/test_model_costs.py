@@ -9,7 +9,7 @@ from diffusion.config.image_shapes import square
 from diffusion.config.recipe import Component
 from diffusion.config.signatures import of_source
 from diffusion.errors import UserError
-from diffusion.models import sd2_config
+from diffusion.models.vae import STABLE_DIFFUSION_VAE
 from diffusion.planning.model_costs import ModelCosts
 
 
@@ -48,7 +48,7 @@ def test_defaults_in_the_source_equal_the_signature():
     for name in ('sd2', 'tiny'):
         parameters = inspect.signature(registry.resolve('model', name)).parameters.values()
         defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-        assert of_source('diffusion.models.builders', name).defaults() == defaults
+        assert of_source('diffusion.models.families.sd2.builder', name).defaults() == defaults
 
 
 def test_hub_weights_use_the_default_architecture_with_a_note():
@@ -59,7 +59,7 @@ def test_hub_weights_use_the_default_architecture_with_a_note():
 
 def test_config_of_a_local_folder_is_used(tmp_path):
     (tmp_path / 'vae').mkdir()
-    config = sd2_config.VAE | {'latent_channels': 16, 'block_out_channels': [32, 32, 32, 32]}
+    config = STABLE_DIFFUSION_VAE | {'latent_channels': 16, 'block_out_channels': [32, 32, 32, 32]}
     (tmp_path / 'vae' / 'config.json').write_text(json.dumps(config))
     settings = {'block_out_channels': [32], 'text_layers': 1, 'vae': str(tmp_path)}
     model = costs('tiny', **settings)
@@ -73,7 +73,7 @@ def test_config_of_a_local_folder_is_used(tmp_path):
 
 def test_user_error_while_counting_is_reported_by_the_plan(tmp_path):
     (tmp_path / 'vae').mkdir()
-    config = sd2_config.VAE | {'block_out_channels': [32] * 4, 'latents_mean': [0.0], 'latents_std': [1.0]}
+    config = STABLE_DIFFUSION_VAE | {'block_out_channels': [32] * 4, 'latents_mean': [0.0], 'latents_std': [1.0]}
     (tmp_path / 'vae' / 'config.json').write_text(json.dumps(config))
     with pytest.raises(UserError, match='model tiny: .*vae: latents_mean and latents_std have 1 and 1 values for 4'):
         costs('tiny', block_out_channels=[32], text_layers=1, vae=str(tmp_path)).count()

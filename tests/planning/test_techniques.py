@@ -15,7 +15,7 @@ from diffusion.config.load import load
 from diffusion.config.recipe import Component
 from diffusion.models import batch_keys
 from diffusion.models.block_matrices import newton_schulz_flops
-from diffusion.models.builders import tiny
+from diffusion.models.families.sd2.builder import tiny
 from diffusion.models.token_routing import Route
 from diffusion.planning import published_runs
 from diffusion.planning.auxiliary_costs import PUBLISHED_ENCODERS, encoder_sizes

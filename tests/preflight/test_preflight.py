@@ -24,7 +24,7 @@ from diffusion.errors import UserError
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
 from diffusion.launch import gpu_health
 from diffusion.launch.gpu_health import Finding, findings_exit_status, findings_json, findings_table
-from diffusion.models import builders  # noqa: F401  imported here once, so that forked processes need not import it
+from diffusion.models.families.sd2 import builder  # noqa: F401  imported once, so that forked processes need not
 from diffusion.preflight import __main__ as program
 from diffusion.preflight import collective_checks, node_checks, storage_checks
 from diffusion.preflight.collective_checks import CollectiveLimits, RankMeasurements, compare_ranks

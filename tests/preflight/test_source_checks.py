@@ -14,7 +14,7 @@ from diffusion.config.load import load
 from diffusion.exit_codes import CONFIG_ERROR, FAILED
 from diffusion.launch.gpu_health import Finding
 from diffusion.models import hub_files
-from diffusion.models.builders import tiny
+from diffusion.models.families.sd2.builder import tiny
 from diffusion.preflight import source_checks
 from diffusion.preflight.source_checks import check_sources
 from diffusion.storage.retry import RetryPolicy

@@ -280,10 +280,10 @@ def test_line_includes_the_slowest_rank_only_if_it_is_slower():
 
 
 def test_forward_flops_of_sd2():
-    from diffusion.models import sd2_config
+    from diffusion.models.families.sd2 import builder as sd2_builder
 
     with torch.device('meta'):
-        unet = UNet2DConditionModel(**sd2_config.UNET)
+        unet = UNet2DConditionModel(**sd2_builder.UNET)
     for size, gigaflops in {32: 181.09, 64: 804.26}.items():
         assert FlopCount(unet)(size, size, 77) / 1e9 == pytest.approx(gigaflops, rel=5e-3)
 

@@ -6,16 +6,17 @@ import pytest
 import torch
 from stock_pipeline import assert_command_draws_the_same
 
-from diffusion.models.denoisers.families import family_of
-from diffusion.models.mmdit_builders import tiny_mmdit
+from diffusion.models.families.adapter import adapter_of
+from diffusion.models.families.mmdit.builder import tiny_mmdit
+from diffusion.models.families.prx.denoiser import PRX
 from diffusion.models.objective import Objective
 from diffusion.models.sampler import inference_scheduler
-from diffusion.tasks.exported_pipeline import call_settings, scheduler_like
+from diffusion.tasks.exported_pipeline import scheduler_like
 
 
 @pytest.mark.parametrize('name', ['PRXPipeline', 'PRXPixelPipeline'])
 def test_prompts_and_sizes_reach_prx_as_they_are(name):
-    settings = call_settings(type(name, (), {})(), negative='blur', guidance=0.5)
+    settings = PRX().call_arguments(type(name, (), {})(), negative='blur', guidance=0.5)
     cleaning = {'skip_text_cleaning': True} if name == 'PRXPipeline' else {}
     expected = {'guidance_scale': 1.0, 'use_resolution_binning': False, 'negative_prompt': 'blur'}
     assert settings == expected | cleaning
@@ -47,5 +48,5 @@ def test_export_without_t5_draws_with_as_many_zeros_as_in_training(tmp_path, sma
     torch.manual_seed(0)
     for weight in model.denoiser.parameters():  # at initialization, text hardly changes the image
         torch.nn.init.normal_(weight, std=0.1)
-    family_of(model.denoiser).pipeline(model).save_pretrained(tmp_path / 'exported')
+    adapter_of(model.denoiser).pipeline(model).save_pretrained(tmp_path / 'exported')
     assert_command_draws_the_same(model, tmp_path / 'exported', noise_scheduler='euler')

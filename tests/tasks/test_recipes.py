@@ -1,12 +1,13 @@
 """Every shipped recipe: its real model on the meta device, and two batches of the recipe with a miniature of the model.
 
-A recipe that is added to yamls/ is tested without a change here, unless its model is of a new family (`FAMILIES`).
+A recipe that is added to yamls/ is tested without a change here.
 """
 
 import functools
 import json
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,8 @@ from transformers import Dinov2Config, Dinov2Model
 from diffusion.algorithms.tread import TREAD
 from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.checkpointing.checkpoint_weights import weights_of
+from diffusion.config import registry
+from diffusion.config.families import family_of_model
 from diffusion.config.image_shapes import Shape, write_buckets
 from diffusion.config.load import Recipe, load, to_yaml
 from diffusion.loggers.metrics_file import read_metrics
@@ -44,60 +47,41 @@ GPU_ONLY_CALLBACKS = ('memory_monitor',)
 
 
 @dataclass(frozen=True)
-class Family:
-    """A model of recipes, and its miniature."""
+class Small:
+    """Miniature with which the recipes of a model are tested."""
 
-    miniature: str
-    """Name of the miniature model."""
+    model: str
     keywords: dict[str, Any]
-    """Keywords of the miniature that set its size."""
-    removed: tuple[str, ...] = ()
-    """Keywords of the model that the miniature does not have."""
-    parameters: dict[str, int] = field(default_factory=dict)
-    """Published number of the denoiser's parameters, on latents and on pixels; empty for models of our own."""
+    """Keywords that set its size."""
     blocks: tuple[int, int] = (1, 1)
-    """Numbers of blocks of the model and of the miniature, if they differ: recipes' numbers of blocks are scaled."""
+    """Numbers of blocks of the model and of the miniature: recipes' numbers of blocks are scaled."""
 
     def block(self, number: int) -> int:
         """Return the miniature's block for a block of the model."""
         return number * self.blocks[1] // self.blocks[0]
 
 
-FAMILIES = {
-    'sd2': Family(
-        'tiny', {'block_out_channels': [32, 32], **SMALL_TEXT}, ('pretrained', 'revision'), {'latents': 865_910_724}
-    ),
-    'sdxl': Family(
-        'tiny_sdxl',
-        {'block_out_channels': [32, 32], **SMALL_TEXT},
-        ('pretrained', 'revision', 'vae_revision'),
-        {'latents': 2_567_463_684},
-    ),
-    # 16 blocks as in the model, since recipes name blocks by their numbers.
-    'prx': Family(
-        'tiny_prx',
-        {'hidden_size': 32, 'num_heads': 2, 'depth': 16, **SMALL_TEXT},
-        ('pretrained', 'revision'),
-        {'latents': 1_170_691_648, 'pixels': 1_177_215_744},
-    ),
-    'mmdit': Family(
-        'tiny_mmdit',
-        # Its width is 64 times the depth.
-        {'depth': 3, 'dual_attention_blocks': 1, 'pos_embed_max_size': 16, 't5_length': 24, **SMALL_TEXT},
-        ('pretrained', 'revision'),
-        {'latents': 2_243_171_520},
-        blocks=(24, 3),
-    ),
-    'tiny_mmdit': Family('tiny_mmdit', {'depth': 1, 'text_width': 32}),
-    'autoencoder': Family('autoencoder', {'block_out_channels': [8, 8, 16, 16]}),
+OWN = {
+    'tiny_mmdit': Small('tiny_mmdit', {'depth': 1, 'text_width': 32}),
+    'autoencoder': Small('autoencoder', {'block_out_channels': [8, 8, 16, 16]}),
 }
-"""Models by name."""
+"""Models of recipes that have no larger one."""
 
 
-def family_of(model: str) -> Family:
-    """Return the family of a recipe's model."""
-    assert model in FAMILIES, f'recipes of the model {model} are not tested; add it with its miniature to FAMILIES'
-    return FAMILIES[model]
+def miniature_of(model: str) -> Small:
+    """Return the miniature of a recipe's model, as its family declares it."""
+    if model in OWN:
+        return OWN[model]
+    miniature = family_of_model(model).miniature
+    assert miniature is not None, f'recipes of the model {model} are not tested; declare a miniature in its family'
+    depths = [registry.signature('model', model).defaults().get('depth'), miniature.smallest.get('depth')]
+    blocks = (1, 1) if None in depths else (depths[0], depths[1])
+    return Small(miniature.model, {**miniature.smallest, **SMALL_TEXT}, blocks)
+
+
+def parameters_of(model: str) -> Mapping[str, int]:
+    """Return the published number of the denoiser's parameters, by `latents` and `pixels`; empty for small models."""
+    return {} if model in OWN else family_of_model(model).parameters
 
 
 @dataclass(frozen=True)
@@ -151,12 +135,12 @@ DEFAULT_REAL = ('quickstart', 'phase1', 'prx_256')
 )
 def test_real_model_fits_the_recipe(path, sources):
     recipe = load(path, allow_missing=True)
-    family = family_of(recipe.model.name)
+    published = parameters_of(recipe.model.name)
     model: Any = build_real(recipe, sources)
     assert {each.device.type for each in model.parameters()} == {'meta'}
-    if family.parameters:
+    if published:
         denoiser = sum(each.numel() for each in model.denoiser.parameters())
-        assert denoiser == family.parameters['pixels' if recipe.model.kwargs.get('vae') == 'pixels' else 'latents']
+        assert denoiser == published['pixels' if recipe.model.kwargs.get('vae') == 'pixels' else 'latents']
     if recipe.lora is not None:
         components.add_lora(recipe, model)
     # The units of FSDP, compilation and activation checkpointing.
@@ -176,7 +160,7 @@ def build_real(recipe: Recipe, sources: Sources) -> torch.nn.Module:
     kwargs = dict(recipe.model.kwargs)
     for name in ('revision', 'vae_revision'):
         kwargs.pop(name, None)
-    if family_of(recipe.model.name).parameters:
+    if parameters_of(recipe.model.name):
         kwargs['pretrained'] = None
         if kwargs.get('vae') != 'pixels':
             kwargs.pop('vae', None)
@@ -241,12 +225,12 @@ class Runs:
 
     def tiny_form(self, content: dict[str, Any]) -> dict[str, Any]:
         """Return a resolved recipe with a small model, small images, few batches and no GPU, and otherwise as it is."""
-        family = family_of(content['model']['name'])
+        miniature = miniature_of(content['model']['name'])
         for algorithm in content.get('algorithms', {}).values():
             if algorithm and 'end' in algorithm:  # TREAD
-                start = family.block(algorithm['start'])
-                algorithm |= {'start': start, 'end': max(start + 1, family.block(algorithm['end']))}
-        content['model'] = self._model(content['model'], family)
+                start = miniature.block(algorithm['start'])
+                algorithm |= {'start': start, 'end': max(start + 1, miniature.block(algorithm['end']))}
+        content['model'] = self._model(content['model'], miniature)
         content |= {'runs_dir': str(self.folder / 'runs'), 'global_batch': 4}
         if content.get('device_train_microbatch_size'):
             content['device_train_microbatch_size'] = 2  # two microbatches, as with the real one
@@ -264,10 +248,11 @@ class Runs:
             content['speed'] = {'preset': 'full', **dict.fromkeys(ON_CPU, True), 'reduce_once': sharded or None}
         return content
 
-    def _model(self, model: dict[str, Any], family: Family) -> dict[str, Any]:
+    def _model(self, model: dict[str, Any], miniature: Small) -> dict[str, Any]:
         """Return the miniature of a model, with its objective and its other settings."""
-        small = {key: each for key, each in model.items() if key not in family.removed}
-        small |= {'name': family.miniature, **family.keywords}
+        known = registry.signature('model', miniature.model).names()
+        small = {key: each for key, each in model.items() if key in known}
+        small |= {'name': miniature.model, **miniature.keywords}
         if 'resolution' in model:
             small['resolution'] = small_side(model['resolution'])
         if model.get('vae') != 'pixels' and model['name'] != 'autoencoder':
@@ -277,7 +262,7 @@ class Runs:
                 small[name] = {**small[name], 'encoder': str(self.sources.image_encoder), 'revision': None}
         if small.get('representation_alignment'):
             alignment = small['representation_alignment']
-            alignment['block'] = family.block(alignment['block'])
+            alignment['block'] = miniature.block(alignment['block'])
         if small.get('perceptual_losses'):
             small['perceptual_losses']['lpips_backbone'] = str(self.sources.lpips_backbone)
         return small

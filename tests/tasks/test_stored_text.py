@@ -136,7 +136,7 @@ def test_a_model_that_attends_to_padding_is_refused(tmp_path, tiny_recipe, pictu
 
 def test_mask_of_stored_text_replaces_that_of_token_ids(small_vae):
     from diffusion.models import batch_keys
-    from diffusion.models.prx_builders import tiny_prx
+    from diffusion.models.families.prx.builder import tiny_prx
 
     settings = {key: value for key, value in PRX.items() if key != 'name'}
     model = tiny_prx(**settings | {'vae': str(small_vae), 'caption_dropout': 0.0})  # type: ignore[arg-type]

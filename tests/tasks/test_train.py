@@ -333,7 +333,7 @@ def test_export_keeps_the_noise_schedule_of_other_objectives(make_model, predict
     from diffusion.models.objective import Objective
 
     model = make_model(objective=Objective(**prediction))
-    pipeline = model.family.pipeline(model)
+    pipeline = model.adapter.pipeline(model)
     pipeline.save_pretrained(tmp_path / 'sd')
     pipeline = type(pipeline).from_pretrained(tmp_path / 'sd', low_cpu_mem_usage=False)
     pipeline.set_progress_bar_config(disable=True)

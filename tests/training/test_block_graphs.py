@@ -21,9 +21,9 @@ from diffusion.config.performance_preset import effective_parts
 from diffusion.config.recipe import SpeedConfig
 from diffusion.errors import UserError
 from diffusion.models.activation_memory import blocks_of
+from diffusion.models.families.mmdit.builder import tiny_mmdit
+from diffusion.models.families.prx.builder import tiny_prx
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.mmdit_builders import tiny_mmdit
-from diffusion.models.prx_builders import tiny_prx
 from diffusion.training import block_graphs
 from diffusion.training.block_graphs import MAX_SHAPES, BlockGraphs
 from diffusion.training.performance import apply_speed

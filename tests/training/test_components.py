@@ -10,9 +10,9 @@ from composer.core import Time
 from diffusion import Checkpointer, build_loader, build_model, load, sd2, tiny
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
-from diffusion.models.mmdit_builders import mmdit, tiny_mmdit
-from diffusion.models.prx_builders import prx
-from diffusion.models.sdxl_builders import sdxl
+from diffusion.models.families.mmdit.builder import mmdit, tiny_mmdit
+from diffusion.models.families.prx.builder import prx
+from diffusion.models.families.sdxl.builder import sdxl
 
 RECIPE = Path(__file__).parents[2] / 'yamls' / 'quickstart.yaml'
 

@@ -19,7 +19,7 @@ from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.checkpointing.checkpoint_weights import weights_of
 from diffusion.config.load import load, to_yaml
 from diffusion.errors import UserError
-from diffusion.models.builders import tiny
+from diffusion.models.families.sd2.builder import tiny
 from diffusion.models.original_weights import read_original
 from diffusion.tasks.export import export
 from diffusion.training.initial_weights import read_weights
@@ -67,7 +67,7 @@ def published(make_model, tmp_path_factory):
         for parameter in model.parameters():
             parameter.normal_(std=0.05)
     folder = tmp_path_factory.mktemp('published') / 'pipeline'
-    model.family.pipeline(model).save_pretrained(folder)
+    model.adapter.pipeline(model).save_pretrained(folder)
     return model, folder
 
 

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion.config.load import load
 from diffusion.errors import UserError
-from diffusion.models.prx_builders import tiny_prx
+from diffusion.models.families.prx.builder import tiny_prx
 from diffusion.training import muon as muon_module
 from diffusion.training.components import build_optimizer
 from diffusion.training.matrix_exchange import dealt

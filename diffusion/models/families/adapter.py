@@ -1,4 +1,4 @@
-"""Interface of a family of denoisers: a class of diffusers, and how LatentDiffusion calls, divides and exports it.
+"""Interface between LatentDiffusion and a family's denoiser: how it is called, divided into blocks, and exported.
 
 Shapes: B batch, C latent channels, H W latent size, L text tokens, D text width, P width of the pooled text.
 """
@@ -11,8 +11,41 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from diffusion.config import families
 from diffusion.errors import UserError
-from diffusion.models.denoisers.condition import SIZES, Condition
+
+SIZES = 6
+"""Numbers per image in `Condition.sizes`."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Inputs that a denoiser gets besides the noisy latents and the timestep."""
+
+    embeds: Tensor
+    """Text embeddings, [B, L, D]."""
+    mask: Tensor | None = None
+    """True for tokens, False for padding, bool [B, L]; None attends to everything."""
+    pooled: Tensor | None = None
+    """One embedding per caption, [B, P]; None for families without it."""
+    sizes: Tensor | None = None
+    """Original height and width, top and left of the crop, and target height and width in pixels, int64 [B, 6]
+    (Podell et al. 2023, section 2.2); None for families without it. They are not floats, since FSDP would cast them to
+    the dtype of the parameters, and bfloat16 rounds sizes above 256."""
+
+    def __len__(self) -> int:
+        return len(self.embeds)
+
+    def followed_by(self, other: 'Condition') -> 'Condition':
+        """Return a condition whose batch is this one's followed by the other's, as guidance needs it."""
+
+        def joined(first: Any, second: Any) -> Any:
+            return None if first is None or second is None else torch.cat([first, second])
+
+        return Condition(*(joined(first, second) for first, second in zip(self._all(), other._all(), strict=True)))
+
+    def _all(self) -> tuple[Tensor | None, ...]:
+        return self.embeds, self.mask, self.pooled, self.sizes
 
 
 @dataclass(frozen=True)
@@ -63,11 +96,9 @@ class TokenBlocks:
         return *output[: self.output], tokens, *output[self.output + 1 :]
 
 
-class DenoiserFamily(ABC):
-    """Adapter of one family of denoisers. It has no state, so that one object serves all denoisers of the family."""
+class DenoiserAdapter(ABC):
+    """Adapter of one family's denoisers. It has no state, so that one object serves all denoisers of the family."""
 
-    denoiser_class: ClassVar[type[nn.Module]]
-    """diffusers' class of the denoiser."""
     block_classes: ClassVar[tuple[type[nn.Module], ...]]
     """Classes of its blocks, the units of FSDP, compilation and activation checkpointing."""
     timesteps_up_to_one: ClassVar[bool] = False
@@ -82,9 +113,12 @@ class DenoiserFamily(ABC):
     token_blocks: ClassVar[TokenBlocks | None] = None
     """Blocks of image tokens; None if the denoiser is not a transformer, or if its tokens cannot skip blocks."""
 
-    def owns(self, denoiser: nn.Module) -> bool:
-        """Return True if a denoiser belongs to this family."""
-        return isinstance(denoiser, self.denoiser_class)
+    lora_writer: ClassVar[tuple[Any, str] | None] = None
+    """diffusers' mixin that writes a LoRA of the denoiser, and its keyword for the weights; None if there is none."""
+
+    def owns(self, denoiser: Any) -> bool:
+        """Return True if a denoiser of the class belongs to this family, for a class that several families have."""
+        return True
 
     def is_block(self, module: nn.Module) -> bool:
         """Return True if a part of the denoiser is one of its blocks."""
@@ -113,9 +147,38 @@ class DenoiserFamily(ABC):
             UserError: There is no such layout for this family, or it cannot represent the model.
         """
         raise UserError(
-            f'--out: no program reads a {self.denoiser_class.__name__} from a single file; give a folder, which '
+            f'--out: no program reads a {type(model.denoiser).__name__} from a single file; give a folder, which '
             'diffusers loads'
         )
+
+    def noise_shape(self, pipeline: Any) -> tuple[int, int, int]:
+        """Return the shape [C, H, W] of an exported pipeline's noise for the size of images of its training."""
+        denoiser = pipeline.unet if hasattr(pipeline, 'unet') else pipeline.transformer
+        return denoiser.config['in_channels'], denoiser.config['sample_size'], denoiser.config['sample_size']
+
+    def call_arguments(self, pipeline: Any, *, negative: str, guidance: float) -> dict[str, Any]:
+        """Return the arguments that make an exported pipeline generate images as the model was trained to.
+
+        Args:
+            negative: Negative prompt; empty for none.
+            guidance: Guidance scale; 1 or less is no guidance.
+        """
+        # None for an empty prompt: Stable Diffusion XL then uses zeros, if dropped captions were zeros in training.
+        return {'guidance_scale': guidance, 'negative_prompt': negative or None}
+
+    def draw(
+        self, pipeline: Any, prompts: list[str], *, noise: Tensor, generators: list[torch.Generator], **arguments: Any
+    ) -> Tensor:
+        """Return an exported pipeline's images of prompts, float32 [B, 3, height, width] in [0, 1].
+
+        Args:
+            noise: Initial noise, standard normal [B, C, H, W].
+            generators: One per image, for schedulers that draw noise in every step.
+        """
+        arguments |= {'latents': noise, 'generator': generators, 'output_type': 'pt', 'return_dict': False}
+        images = pipeline(prompts, **arguments)[0]
+        assert isinstance(images, Tensor)
+        return images.float()
 
     def check_exportable(self, model: Any, pipeline: str) -> None:
         """Raise UserError if a pipeline cannot sample the model, because it starts from standard normal noise."""
@@ -151,3 +214,28 @@ class DenoiserFamily(ABC):
         noisy = torch.empty(batch, sizes.in_channels, height, width, device=device)
         timesteps = torch.zeros(batch, device=device)
         return (noisy,), self.keywords(timesteps, condition) | {'return_dict': False}
+
+
+def find_adapter(module: nn.Module) -> DenoiserAdapter | None:
+    """Return the adapter for a module that is the denoiser of a family, else None."""
+    # FSDP2 and peft derive classes from the denoiser's, so compare the names of all base classes.
+    classes = {each.__name__ for each in type(module).__mro__}
+    for family in families.families():
+        if family.denoiser_class in classes and (adapter := family.load_adapter()).owns(module):
+            return adapter
+    return None
+
+
+def adapter_of(denoiser: nn.Module) -> DenoiserAdapter:
+    """Return the adapter of a denoiser's family.
+
+    Raises:
+        UserError: No family has such denoisers.
+    """
+    if (adapter := find_adapter(denoiser)) is not None:
+        return adapter
+    known = ', '.join(dict.fromkeys(each.denoiser_class for each in families.families() if each.denoiser_class))
+    raise UserError(
+        f'denoiser: {type(denoiser).__name__} is of no known family; use {known}, or add one with '
+        'diffusion.register_family'
+    )

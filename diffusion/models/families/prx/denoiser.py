@@ -5,17 +5,16 @@ import logging
 from dataclasses import replace
 from typing import Any
 
+import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.transformers.transformer_prx import PRXBlock, PRXTransformer2DModel
 from torch import Tensor
 
 from diffusion.compatibility.diffusers_versions import keep_prx_masks_small, without_own_deprecations
 from diffusion.errors import UserError
-from diffusion.models.denoisers.condition import Condition
-from diffusion.models.denoisers.family import DenoiserFamily, DenoiserSizes, TokenBlocks
-from diffusion.models.pixel_space import PixelSpace
+from diffusion.models.families.adapter import Condition, DenoiserAdapter, DenoiserSizes, TokenBlocks
 from diffusion.models.sampler import inference_scheduler
-from diffusion.models.vae import downsampling, with_folded_statistics
+from diffusion.models.vae import PixelSpace, downsampling, with_folded_statistics
 
 log = logging.getLogger(__name__)
 
@@ -40,10 +39,9 @@ def _loadable_in_pipeline(encoder: Any) -> Any:
     return encoder
 
 
-class PRX(DenoiserFamily):
+class PRX(DenoiserAdapter):
     """Adapter of PRXTransformer2DModel, exported as a PRXPipeline or, if trained on pixels, as a PRXPixelPipeline."""
 
-    denoiser_class = PRXTransformer2DModel
     block_classes = (PRXBlock,)
     timesteps_up_to_one = True
     takes_text_mask = True
@@ -67,6 +65,33 @@ class PRX(DenoiserFamily):
             'attention_mask': condition.mask,
         }
 
+    def noise_shape(self, pipeline: Any) -> tuple[int, int, int]:
+        side = pipeline.config.default_sample_size // pipeline.vae_scale_factor  # the configuration's is in pixels
+        return pipeline.transformer.config['in_channels'], side, side
+
+    def call_arguments(self, pipeline: Any, *, negative: str, guidance: float) -> dict[str, Any]:
+        # These pipelines refuse a scale below 1, and resize images to the sizes of the published models. Their text
+        # cleaning changes prompts (lower case, no punctuation), unlike training.
+        settings = {'guidance_scale': max(guidance, 1.0), 'use_resolution_binning': False, 'negative_prompt': negative}
+        return settings if _is_on_pixels(pipeline) else settings | {'skip_text_cleaning': True}
+
+    def draw(
+        self, pipeline: Any, prompts: list[str], *, noise: Tensor, generators: list[torch.Generator], **arguments: Any
+    ) -> Tensor:
+        if _is_on_pixels(pipeline):
+            # The pipeline scales the noise that it draws itself, but not `latents`.
+            noise = noise * pipeline.config.noise_scale
+        # Guidance fails in diffusers' pipelines of PRX for more than one prompt.
+        draw_one = super().draw
+        images = torch.cat(
+            [
+                draw_one(pipeline, [prompt], noise=start[None], generators=[generator], **arguments)
+                for prompt, start, generator in zip(prompts, noise, generators, strict=True)
+            ]
+        )
+        # The pipeline on pixels returns values in [-1, 1].
+        return (images / 2 + 0.5).clamp(0, 1) if _is_on_pixels(pipeline) else images
+
     def pipeline(self, model: Any) -> Any:
         if len(model.text.encoders) != 1:
             raise UserError(f'export: {len(model.text.encoders)} text encoders; a PRXPipeline has one')
@@ -82,6 +107,11 @@ class PRX(DenoiserFamily):
                 return _pixel_pipeline(model)
             self.check_exportable(model, 'PRXPipeline')
             return _latent_pipeline(model)
+
+
+def _is_on_pixels(pipeline: Any) -> bool:
+    """Return True for a PRXPixelPipeline, False for a PRXPipeline."""
+    return type(pipeline).__name__ == 'PRXPixelPipeline'
 
 
 def _latent_pipeline(model: Any) -> Any:

@@ -4,15 +4,15 @@ import copy
 import logging
 from typing import Any
 
+from diffusers.loaders.lora_pipeline import SD3LoraLoaderMixin
 from diffusers.models.attention import JointTransformerBlock
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from torch import Tensor, nn
 
 from diffusion.errors import UserError
-from diffusion.models.denoisers.condition import Condition
-from diffusion.models.denoisers.family import DenoiserFamily, DenoiserSizes, TokenBlocks
+from diffusion.models.families.adapter import Condition, DenoiserAdapter, DenoiserSizes, TokenBlocks
+from diffusion.models.families.mmdit.text_encoders import Sd3TextConditioner
 from diffusion.models.sampler import inference_scheduler
-from diffusion.models.sd3_text import Sd3TextConditioner
 from diffusion.models.vae import autoencoder_kl_of, with_folded_statistics
 
 log = logging.getLogger(__name__)
@@ -23,12 +23,12 @@ PIPELINE_TEXT_LENGTH = 256
 """Default number of T5's tokens in a StableDiffusion3Pipeline."""
 
 
-class MMDiT(DenoiserFamily):
+class MMDiT(DenoiserAdapter):
     """Adapter of SD3Transformer2DModel, exported as a StableDiffusion3Pipeline."""
 
-    denoiser_class = SD3Transformer2DModel
     block_classes = (JointTransformerBlock,)
     takes_text_mask = False
+    lora_writer = SD3LoraLoaderMixin, 'transformer_lora_layers'
     token_blocks = TokenBlocks('transformer_blocks', output=1)
 
     def sizes(self, denoiser: SD3Transformer2DModel) -> DenoiserSizes:
@@ -59,6 +59,16 @@ class MMDiT(DenoiserFamily):
                 f'{most}; use smaller images, or build it with a larger pos_embed_max_size'
             )
         return super().predict(denoiser, noisy, timesteps, condition)
+
+    def call_arguments(self, pipeline: Any, *, negative: str, guidance: float) -> dict[str, Any]:
+        _, height, width = self.noise_shape(pipeline)
+        settings = super().call_arguments(pipeline, negative=negative, guidance=guidance)
+        settings |= {'height': height * pipeline.vae_scale_factor, 'width': width * pipeline.vae_scale_factor}
+        if pipeline.tokenizer_3 is not None:
+            settings['max_sequence_length'] = pipeline.tokenizer_3.model_max_length
+        elif T5_LENGTH in pipeline.tokenizer.init_kwargs:
+            settings['max_sequence_length'] = pipeline.tokenizer.init_kwargs[T5_LENGTH]
+        return settings
 
     def pipeline(self, model: Any) -> Any:
         # Import here: training does not need pipelines, which take seconds to import.

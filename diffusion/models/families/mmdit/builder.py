@@ -1,4 +1,8 @@
-"""Model builders of MMDiT: Stable Diffusion 3's transformer, and a miniature of it."""
+"""Builders of MMDiT (Esser et al. 2024): Stable Diffusion 3's transformer, and a miniature of it.
+
+Stable Diffusion 3.5 medium is published as `PRETRAINED`. Accept the Stability AI Community License on the Hub to
+download its files.
+"""
 
 import json
 from pathlib import Path
@@ -6,6 +10,7 @@ from typing import Annotated, Any
 
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
+from tokenizers import Tokenizer, decoders, models, processors
 from transformers import (
     CLIPTextConfig,
     CLIPTextModelWithProjection,
@@ -18,19 +23,82 @@ from transformers import (
 from typing_extensions import Unpack
 
 from diffusion.compatibility.transformers_versions import GENERAL_TOKENIZERS, fast_tokenizer
-from diffusion.config.declarations import FROZEN_PARTS, AtLeast, MultipleOf, WeightsOf, constrained, defaults, traits
+from diffusion.config.declarations import FROZEN_PARTS, AtLeast, MultipleOf, WeightsOf, constrained, defaults
 from diffusion.errors import UserError
-from diffusion.models import mmdit_config
-from diffusion.models.builders import TINY_VAE, check_sources, latent_side, load_vae, tokenizes_with
-from diffusion.models.byte_tokenizer import byte_tokenizer
+from diffusion.models.families.mmdit.text_encoders import Sd3TextConditioner
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective
-from diffusion.models.pretrained import check_revision, clip_tokenizer, load_pretrained
-from diffusion.models.sd3_text import Sd3TextConditioner
+from diffusion.models.pretrained import (
+    TINY_VAE,
+    check_revision,
+    check_sources,
+    clip_tokenizer,
+    latent_side,
+    load_pretrained,
+    load_vae,
+    tokenizes_with,
+)
 from diffusion.models.training_keywords import Resolution, Revision, TransformerKeywords, VaeSource
-from diffusion.models.vae import latent_channels
+from diffusion.models.vae import STABLE_DIFFUSION_VAE, latent_channels
 
-STABLE_DIFFUSION_3 = traits(pipelines=('StableDiffusion3Pipeline',))
+PRETRAINED = 'stabilityai/stable-diffusion-3.5-medium'
+T5_LENGTH = 256
+T5_WIDTH = 4096
+HEAD_WIDTH = 64
+
+TRANSFORMER: dict[str, Any] = {
+    'sample_size': 128,
+    'patch_size': 2,
+    'attention_head_dim': HEAD_WIDTH,
+}
+"""Settings that all sizes share. `sample_size` is the scale of the position embeddings at every resolution."""
+
+CLIP_L: dict[str, Any] = {
+    'vocab_size': 49408,
+    'hidden_size': 768,
+    'intermediate_size': 3072,
+    'num_hidden_layers': 12,
+    'num_attention_heads': 12,
+    'max_position_embeddings': 77,
+    'hidden_act': 'quick_gelu',
+    'projection_dim': 768,
+    'bos_token_id': 0,
+    'eos_token_id': 2,
+    'pad_token_id': 1,
+}
+"""CLIP ViT-L, the first text encoder."""
+
+CLIP_BIG_G: dict[str, Any] = CLIP_L | {
+    'hidden_size': 1280,
+    'intermediate_size': 5120,
+    'num_hidden_layers': 32,
+    'num_attention_heads': 20,
+    'hidden_act': 'gelu',
+    'projection_dim': 1280,
+}
+"""OpenCLIP ViT-bigG, the second text encoder."""
+
+T5_XXL: dict[str, Any] = {
+    'vocab_size': 32128,
+    'd_model': T5_WIDTH,
+    'd_kv': 64,
+    'd_ff': 10240,
+    'num_layers': 24,
+    'num_heads': 64,
+    'feed_forward_proj': 'gated-gelu',
+}
+"""T5 v1.1 XXL, the third text encoder."""
+
+VAE: dict[str, Any] = STABLE_DIFFUSION_VAE | {
+    'sample_size': 1024,
+    'latent_channels': 16,
+    'scaling_factor': 1.5305,
+    'shift_factor': 0.0609,
+    'use_quant_conv': False,
+    'use_post_quant_conv': False,
+}
+SPECIAL = ('<pad>', '</s>', '<unk>')
+"""T5's special tokens, with T5's ids 0, 1 and 2."""
 CLIP_LENGTH = 77
 END = '<|endoftext|>'
 """Token that the first CLIP tokenizer pads with; the second pads with `!`."""
@@ -47,10 +115,10 @@ def sd3_objective(resolution: int) -> Objective:
 
 def mmdit_tokenizers(
     *,
-    pretrained: str | None = mmdit_config.PRETRAINED,
+    pretrained: str | None = PRETRAINED,
     revision: str | None = None,
     t5: bool = True,
-    t5_length: int = mmdit_config.T5_LENGTH,
+    t5_length: int = T5_LENGTH,
 ) -> list[PreTrainedTokenizerBase]:
     """Return Stable Diffusion 3's tokenizers: two of CLIP, and T5's unless `t5` is False.
 
@@ -75,6 +143,20 @@ def mmdit_tokenizers(
     return tokenizers
 
 
+def byte_tokenizer(*, max_length: int) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token per byte of UTF-8, ids 3 to 258, for a T5 encoder with random weights.
+
+    T5's own vocabulary must be downloaded. Captions end with `</s>` and are padded with `<pad>`, as with T5's.
+    """
+    pieces = [(token, 0.0) for token in SPECIAL] + [(f'<0x{byte:02X}>', -1.0) for byte in range(256)]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=2, byte_fallback=True))
+    tokenizer.post_processor = processors.TemplateProcessing(single='$A </s>', special_tokens=[('</s>', 1)])  # type: ignore[assignment]
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])  # type: ignore[assignment]
+    # Do not use T5's class: in transformers 5, it restores a saved tokenizer's vocabulary but not its byte fallback.
+    special = dict(zip(('pad_token', 'eos_token', 'unk_token'), SPECIAL, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=max_length, **special)
+
+
 def _t5_tokenizer_class(source: str) -> type[PreTrainedTokenizerBase]:
     """Return the class of a pipeline's third tokenizer: T5's, or that of `byte_tokenizer` if a local folder has one."""
     file = Path(source, 'tokenizer_3', 'tokenizer_config.json')
@@ -82,7 +164,6 @@ def _t5_tokenizer_class(source: str) -> type[PreTrainedTokenizerBase]:
     return PreTrainedTokenizerFast if name in GENERAL_TOKENIZERS else fast_tokenizer('T5')
 
 
-@STABLE_DIFFUSION_3
 @tokenizes_with(mmdit_tokenizers)
 @constrained
 @defaults(encoder_dtype='bfloat16')
@@ -91,11 +172,11 @@ def mmdit(
     *,
     pretrained: Annotated[
         str | None, FROZEN_PARTS, WeightsOf(('vae', 'text_encoder', 'text_encoder_2', 'text_encoder_3'))
-    ] = mmdit_config.PRETRAINED,
+    ] = PRETRAINED,
     revision: Revision = None,
     vae: VaeSource = None,
     t5: Annotated[bool, FROZEN_PARTS] = True,
-    t5_length: Annotated[int, AtLeast(1), FROZEN_PARTS] = mmdit_config.T5_LENGTH,
+    t5_length: Annotated[int, AtLeast(1), FROZEN_PARTS] = T5_LENGTH,
     depth: Annotated[int, AtLeast(1)] = 24,
     dual_attention_blocks: Annotated[int, AtLeast(0)] = 13,
     qk_norm: bool = True,
@@ -133,13 +214,13 @@ def mmdit(
     elif pretrained is not None:
         autoencoder = load_vae(pretrained, revision=revision)
     else:
-        autoencoder = AutoencoderKL(**mmdit_config.VAE)
+        autoencoder = AutoencoderKL(**VAE)
     clips = [_clip(pretrained, revision, first=True), _clip(pretrained, revision, first=False)]
     text = Sd3TextConditioner(
         clips,
         _t5(pretrained, revision) if t5 else None,
         mmdit_tokenizers(pretrained=pretrained, revision=revision, t5=t5, t5_length=t5_length),
-        width=mmdit_config.T5_WIDTH,
+        width=T5_WIDTH,
         t5_length=t5_length,
     )
     training['objective'] = training.get('objective') or sd3_objective(resolution)
@@ -151,7 +232,7 @@ def mmdit(
             dual_attention_blocks=dual_attention_blocks,
             qk_norm=qk_norm,
             pos_embed_max_size=pos_embed_max_size,
-            **mmdit_config.TRANSFORMER,
+            **TRANSFORMER,
         ),
         autoencoder,
         text,
@@ -169,7 +250,6 @@ def tiny_mmdit_tokenizers(
     return [*clips, *([byte_tokenizer(max_length=t5_length)] if t5 else [])]
 
 
-@STABLE_DIFFUSION_3
 @tokenizes_with(tiny_mmdit_tokenizers)
 @constrained
 def tiny_mmdit(
@@ -239,7 +319,7 @@ def tiny_mmdit(
             pos_embed_max_size=pos_embed_max_size,
             patch_size=patch_size,
             sample_size=patch_size * pos_embed_max_size,
-            attention_head_dim=mmdit_config.HEAD_WIDTH,
+            attention_head_dim=HEAD_WIDTH,
         ),
         autoencoder,
         text,
@@ -278,9 +358,7 @@ def transformer(
 def _clip(pretrained: str | None, revision: str | None, *, first: bool) -> CLIPTextModelWithProjection:
     """Return the first or second CLIP text encoder, pretrained, or with random weights if `pretrained` is None."""
     if pretrained is None:
-        return CLIPTextModelWithProjection(
-            CLIPTextConfig(**(mmdit_config.CLIP_L if first else mmdit_config.CLIP_BIG_G))
-        )
+        return CLIPTextModelWithProjection(CLIPTextConfig(**(CLIP_L if first else CLIP_BIG_G)))
     name = 'text_encoder' if first else 'text_encoder_2'
     return load_pretrained(CLIPTextModelWithProjection, pretrained, subfolder=name, revision=revision)
 
@@ -288,7 +366,7 @@ def _clip(pretrained: str | None, revision: str | None, *, first: bool) -> CLIPT
 def _t5(pretrained: str | None, revision: str | None) -> T5EncoderModel:
     """Return T5's encoder, pretrained, or with random weights if `pretrained` is None."""
     if pretrained is None:
-        return T5EncoderModel(T5Config(**mmdit_config.T5_XXL))
+        return T5EncoderModel(T5Config(**T5_XXL))
     return load_pretrained(T5EncoderModel, pretrained, subfolder='text_encoder_3', revision=revision)
 
 

@@ -3,30 +3,30 @@
 import logging
 from typing import Any
 
+from diffusers.loaders.lora_pipeline import StableDiffusionLoraLoaderMixin
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
-from torch import Tensor, nn
+from torch import Tensor
 
 from diffusion.errors import UserError
-from diffusion.models.denoisers.condition import SIZES, Condition
-from diffusion.models.denoisers.family import DenoiserFamily, DenoiserSizes
+from diffusion.models.families.adapter import SIZES, Condition, DenoiserAdapter, DenoiserSizes
 from diffusion.models.sampler import inference_scheduler
 from diffusion.models.vae import autoencoder_kl_of, with_folded_statistics
 
 log = logging.getLogger(__name__)
 
 
-class SDXLUNet(DenoiserFamily):
+class SDXLUNet(DenoiserAdapter):
     """Adapter of UNet2DConditionModel with pooled text and image sizes, exported as a StableDiffusionXLPipeline."""
 
-    denoiser_class = UNet2DConditionModel
     block_classes = (ResnetBlock2D, Transformer2DModel)
     takes_text_mask = False
+    lora_writer = StableDiffusionLoraLoaderMixin, 'unet_lora_layers'
     takes_sizes = True
 
-    def owns(self, denoiser: nn.Module) -> bool:
-        return isinstance(denoiser, UNet2DConditionModel) and denoiser.config['addition_embed_type'] == 'text_time'
+    def owns(self, denoiser: UNet2DConditionModel) -> bool:
+        return denoiser.config['addition_embed_type'] == 'text_time'
 
     def sizes(self, denoiser: UNet2DConditionModel) -> DenoiserSizes:
         config = denoiser.config

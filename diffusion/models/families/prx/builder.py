@@ -1,4 +1,4 @@
-"""Model builders of PRX: the published transformer, and a miniature of it."""
+"""Builders of PRX (Photoroom 2025, Apache-2.0): the published transformer, and a miniature of it."""
 
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -21,28 +21,52 @@ from diffusion.config.declarations import (
     constrained,
     defaults,
     fixed_on_resume,
-    traits,
 )
 from diffusion.config.model_checks import base_width_problem
 from diffusion.errors import UserError
-from diffusion.models import prx_config
-from diffusion.models.builders import (
+from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.objective import Objective
+from diffusion.models.pretrained import (
     TINY_VAE,
+    check_revision,
     check_sources,
+    clip_tokenizer,
     latent_side,
+    load_pretrained,
     load_vae,
+    read_config,
     tiny_text,
     tiny_tokenizers,
     tokenizes_with,
 )
-from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.objective import Objective
-from diffusion.models.pretrained import check_revision, clip_tokenizer, load_pretrained, read_config
 from diffusion.models.text_conditioner import TextConditioner
 from diffusion.models.training_keywords import PipelineSource, PixelTransformerKeywords, Resolution, Revision, VaeSource
-from diffusion.models.vae import latent_channels
+from diffusion.models.vae import STABLE_DIFFUSION_VAE, latent_channels
 
-PRX = traits(single_file=False, pipelines=('PRXPipeline', 'PRXPixelPipeline'), loads_lora=False)
+PRETRAINED = 'Photoroom/prx-256-t2i'
+TEXT_LENGTH = 256
+
+TRANSFORMER: dict[str, Any] = {
+    'in_channels': 16,
+    'patch_size': 2,
+    'context_in_dim': 2304,
+    'hidden_size': 1792,
+    'mlp_ratio': 3.5,
+    'num_heads': 28,
+    'depth': 16,
+    'axes_dim': [32, 32],
+}
+"""The published 1.2 B model in latents, 1,170,691,648 parameters."""
+
+VAE: dict[str, Any] = STABLE_DIFFUSION_VAE | {
+    'sample_size': 1024,
+    'latent_channels': 16,
+    'scaling_factor': 0.3611,
+    'shift_factor': 0.1159,
+    'use_quant_conv': False,
+    'use_post_quant_conv': False,
+}
+"""The autoencoder of FLUX.1, with 16 channels."""
 FLOW = Objective(path='flow', prediction_type='velocity', timesteps='logit_normal', uniform_fraction=0.1)
 """PRX's objective in latents."""
 BaseWidth = Annotated[
@@ -55,9 +79,9 @@ BaseWidth = Annotated[
 
 def prx_tokenizers(
     *,
-    pretrained: str | None = prx_config.PRETRAINED,
+    pretrained: str | None = PRETRAINED,
     revision: str | None = None,
-    max_length: int = prx_config.TEXT_LENGTH,
+    max_length: int = TEXT_LENGTH,
 ) -> list[PreTrainedTokenizerBase]:
     """Return PRX's tokenizer in a list; if `pretrained` is None, CLIP's, built from open_clip's vocabulary."""
     if pretrained is None:
@@ -69,14 +93,13 @@ def prx_tokenizers(
     return [tokenizer]
 
 
-@PRX
 @tokenizes_with(prx_tokenizers)
 @constrained
 @defaults(encoder_dtype='bfloat16')
 def prx(
     resolution: Annotated[Resolution, MultipleOf(16)] = 256,
     *,
-    pretrained: PipelineSource = prx_config.PRETRAINED,
+    pretrained: PipelineSource = PRETRAINED,
     revision: Revision = None,
     vae: VaeSource = None,
     patch_size: Annotated[int, AtLeast(1)] = 2,
@@ -85,7 +108,7 @@ def prx(
     hidden_size: Annotated[int, MultipleOf(4)] = 1792,
     num_heads: Annotated[int, AtLeast(1)] = 28,
     depth: Annotated[int, AtLeast(1)] = 16,
-    max_length: Annotated[int, AtLeast(3)] = prx_config.TEXT_LENGTH,
+    max_length: Annotated[int, AtLeast(3)] = TEXT_LENGTH,
     mup_base_width: BaseWidth = None,
     **training: Unpack[PixelTransformerKeywords],
 ) -> LatentDiffusion:
@@ -122,7 +145,7 @@ def prx(
     elif pretrained is not None:
         autoencoder = load_vae(pretrained, revision=revision)
     else:
-        autoencoder = AutoencoderKL(**prx_config.VAE)
+        autoencoder = AutoencoderKL(**VAE)
     text = TextConditioner(
         [_text_encoder(pretrained, revision)],
         prx_tokenizers(pretrained=pretrained, revision=revision, max_length=max_length),
@@ -151,7 +174,6 @@ def prx(
     )
 
 
-@PRX
 @tokenizes_with(tiny_tokenizers)
 @constrained
 def tiny_prx(
@@ -226,7 +248,7 @@ def transformer(channels: int, text_width: int, *, hidden_size: int, num_heads: 
             f'hidden_size: {hidden_size} does not divide into {num_heads} heads of a multiple of 4 channels, which '
             f'the rotary embedding needs; use a multiple of {4 * num_heads}'
         )
-    settings = prx_config.TRANSFORMER | {'in_channels': channels, 'context_in_dim': text_width, **sizes}
+    settings = TRANSFORMER | {'in_channels': channels, 'context_in_dim': text_width, **sizes}
     # Half of a head's channels encode the row, the other half the column.
     settings |= {'hidden_size': hidden_size, 'num_heads': num_heads, 'axes_dim': [per_head // 2] * 2}
     return PRXTransformer2DModel(**settings)

@@ -1,4 +1,7 @@
-"""Model builders of Stable Diffusion XL: the published U-Net, and a miniature of it."""
+"""Builders of Stable Diffusion XL (Podell et al. 2023): the published U-Net, and a miniature of it.
+
+Stable Diffusion XL base 1.0 is published as `PRETRAINED` under the CreativeML Open RAIL++-M license.
+"""
 
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -15,48 +18,102 @@ from transformers import (
 )
 from typing_extensions import Unpack
 
-from diffusion.config.declarations import FROZEN_PARTS, AtLeast, MultipleOf, WeightsOf, constrained, traits
+from diffusion.config.declarations import FROZEN_PARTS, AtLeast, MultipleOf, WeightsOf, constrained
 from diffusion.errors import UserError
-from diffusion.models import sdxl_config
-from diffusion.models.builders import TINY_VAE, check_sources, latent_side, load_vae, tokenizes_with
-from diffusion.models.denoisers.condition import SIZES
+from diffusion.models.families.adapter import SIZES
 from diffusion.models.frozen_parts import encoder_precision
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.pretrained import clip_tokenizer, load_pretrained
+from diffusion.models.pretrained import (
+    TINY_VAE,
+    check_sources,
+    clip_tokenizer,
+    latent_side,
+    load_pretrained,
+    load_vae,
+    tokenizes_with,
+)
 from diffusion.models.text_conditioner import TextConditioner
 from diffusion.models.training_keywords import Resolution, Revision, TrainingKeywords, VaeSource
-from diffusion.models.vae import Vae, latent_channels
+from diffusion.models.vae import STABLE_DIFFUSION_VAE, Vae, latent_channels
 
-STABLE_DIFFUSION_XL = traits(u_net=True, image_sizes=True, pipelines=('StableDiffusionXLPipeline',))
+PRETRAINED = 'stabilityai/stable-diffusion-xl-base-1.0'
+REVISION = '462165984030d82259a11f4367a4eed129e94a7b'
+TEXT_LENGTH = 77
+
+UNET: dict[str, Any] = {
+    'sample_size': 128,
+    'in_channels': 4,
+    'out_channels': 4,
+    'down_block_types': ['DownBlock2D', 'CrossAttnDownBlock2D', 'CrossAttnDownBlock2D'],
+    'up_block_types': ['CrossAttnUpBlock2D', 'CrossAttnUpBlock2D', 'UpBlock2D'],
+    'block_out_channels': [320, 640, 1280],
+    'layers_per_block': 2,
+    'transformer_layers_per_block': [1, 2, 10],
+    'attention_head_dim': [5, 10, 20],  # misnamed in diffusers: numbers of heads, each of width 64
+    'cross_attention_dim': 2048,
+    'use_linear_projection': True,
+    'addition_embed_type': 'text_time',
+    'addition_time_embed_dim': 256,
+    'projection_class_embeddings_input_dim': 2816,  # 1280 of the pooled text, and 256 for each of six sizes
+}
+"""The published U-Net, 2,567,463,684 parameters."""
+
+VAE: dict[str, Any] = STABLE_DIFFUSION_VAE | {
+    'sample_size': 1024,
+    'scaling_factor': 0.13025,
+}
+
+TEXT_ENCODER: dict[str, Any] = {
+    'vocab_size': 49408,
+    'hidden_size': 768,
+    'intermediate_size': 3072,
+    'num_hidden_layers': 12,
+    'num_attention_heads': 12,
+    'max_position_embeddings': TEXT_LENGTH,
+    'hidden_act': 'quick_gelu',
+    'layer_norm_eps': 1e-5,
+    'projection_dim': 768,
+    'bos_token_id': 0,
+    'eos_token_id': 2,
+    'pad_token_id': 1,
+}
+"""CLIP ViT-L/14."""
+
+TEXT_ENCODER_2: dict[str, Any] = TEXT_ENCODER | {
+    'hidden_size': 1280,
+    'intermediate_size': 5120,
+    'num_hidden_layers': 32,
+    'num_attention_heads': 20,
+    'hidden_act': 'gelu',
+    'projection_dim': 1280,
+}
+"""OpenCLIP ViT-bigG/14, with its projection."""
 TINY_SIZE_WIDTH = 32
 """Width of the embedding of each of the image sizes in the model `tiny_sdxl`."""
 
 
 def sdxl_tokenizers(
-    *, pretrained: str | None = sdxl_config.PRETRAINED, revision: str | None = sdxl_config.REVISION
+    *, pretrained: str | None = PRETRAINED, revision: str | None = REVISION
 ) -> list[PreTrainedTokenizerBase]:
     """Return Stable Diffusion XL's tokenizers, built from open_clip's vocabulary if `pretrained` is None.
 
     Both have the same vocabulary, but the first pads with the end-of-text token, and the second with `!`.
     """
     if pretrained is None:
-        return _clip_tokenizers(sdxl_config.TEXT_LENGTH)
+        return _clip_tokenizers(TEXT_LENGTH)
     return [
         load_pretrained(CLIPTokenizer, pretrained, subfolder=subfolder, revision=revision)
         for subfolder in ('tokenizer', 'tokenizer_2')
     ]
 
 
-@STABLE_DIFFUSION_XL
 @tokenizes_with(sdxl_tokenizers)
 @constrained
 def sdxl(
     resolution: Annotated[Resolution, MultipleOf(8)] = 1024,
     *,
-    pretrained: Annotated[
-        str | None, FROZEN_PARTS, WeightsOf(('vae', 'text_encoder', 'text_encoder_2'))
-    ] = sdxl_config.PRETRAINED,
-    revision: Revision = sdxl_config.REVISION,
+    pretrained: Annotated[str | None, FROZEN_PARTS, WeightsOf(('vae', 'text_encoder', 'text_encoder_2'))] = PRETRAINED,
+    revision: Revision = REVISION,
     vae: VaeSource = None,
     vae_revision: Revision = None,
     **training: Unpack[TrainingKeywords],
@@ -76,7 +133,7 @@ def sdxl(
     """
     check_sources(pretrained=pretrained, vae=vae)
     if vae is None and pretrained is None:
-        autoencoder = AutoencoderKL(**sdxl_config.VAE)
+        autoencoder = AutoencoderKL(**VAE)
     else:
         if vae is not None:
             autoencoder = load_vae(vae, revision=vae_revision)
@@ -85,7 +142,7 @@ def sdxl(
             autoencoder = load_pretrained(AutoencoderKL, pretrained, subfolder='vae', revision=revision)
         _check_precision(autoencoder, vae or f'{pretrained}/vae', training['encoder_dtype'])
     channels = latent_channels(autoencoder)
-    unet: dict[str, Any] = sdxl_config.UNET | {
+    unet: dict[str, Any] = UNET | {
         'sample_size': latent_side(resolution, autoencoder),
         'in_channels': channels,
         'out_channels': channels,
@@ -108,7 +165,6 @@ def tiny_sdxl_tokenizers(*, max_length: int = 16) -> list[PreTrainedTokenizerBas
     return _clip_tokenizers(max_length)
 
 
-@STABLE_DIFFUSION_XL
 @tokenizes_with(tiny_sdxl_tokenizers)
 @constrained
 def tiny_sdxl(
@@ -184,8 +240,8 @@ def _text_encoders(pretrained: str | None, revision: str | None) -> list[CLIPTex
     """Return CLIP ViT-L and OpenCLIP ViT-bigG, pretrained, or with random weights if `pretrained` is None."""
     if pretrained is None:
         return [
-            CLIPTextModel(CLIPTextConfig(**sdxl_config.TEXT_ENCODER)),
-            CLIPTextModelWithProjection(CLIPTextConfig(**sdxl_config.TEXT_ENCODER_2)),
+            CLIPTextModel(CLIPTextConfig(**TEXT_ENCODER)),
+            CLIPTextModelWithProjection(CLIPTextConfig(**TEXT_ENCODER_2)),
         ]
     return [
         load_pretrained(CLIPTextModel, pretrained, subfolder='text_encoder', revision=revision),

@@ -1,1 +1,0 @@
-"""Families of denoisers: one adapter per class of diffusers, which defines how LatentDiffusion uses it."""

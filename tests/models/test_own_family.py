@@ -1,0 +1,57 @@
+"""A family of somebody else, as docs/extending.md shows it: the files of its folder are all that it needs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from docs_shell import blocks_of
+
+from diffusion.config import families, registry
+from diffusion.config.families import family_of_model
+from diffusion.config.load import load
+from diffusion.models import batch_keys
+from diffusion.models.block_matrices import fused_projections
+from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.training.components import build_model, build_tokenizers
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def sana(tmp_path, monkeypatch) -> Path:
+    """The example's recipe, with its folder importable."""
+    (tmp_path / 'my_sana').mkdir()
+    (tmp_path / 'yamls').symlink_to(ROOT / 'yamls')
+    for block in blocks_of(ROOT / 'docs' / 'extending.md'):
+        if block.file_name is not None and block.file_name.startswith('my_sana'):
+            (tmp_path / block.file_name).write_text(block.text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(families, '_registered', [])
+    monkeypatch.setitem(registry.TARGETS, 'model', dict(registry.TARGETS['model']))
+    return tmp_path / 'my_sana.yaml'
+
+
+def test_recipe_of_an_own_family_is_checked_without_torch(sana):
+    program = f'from diffusion.cli import main\nassert main(["check", {str(sana)!r}, "model.dept=1"]) == 78\n'
+    program += 'import sys\nassert "torch" not in sys.modules and "my_sana" in sys.modules'
+    result = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "model.dept: unknown key; did you mean 'depth'?" in result.stdout + result.stderr
+
+
+def test_own_family_trains_and_draws(sana):
+    recipe = load(sana)
+    model = build_model(recipe)
+    assert isinstance(model, LatentDiffusion)
+    assert type(model.adapter).__name__ == 'Sana' and family_of_model('tiny_sana').denoiser_class
+    images = torch.randint(256, (2, 3, 64, 64), dtype=torch.uint8)
+    (tokenizer,) = build_tokenizers(recipe)
+    ids = torch.tensor(tokenizer(['a', 'b'], padding='max_length', max_length=16)['input_ids'])[:, None]
+    batch = {batch_keys.IMAGE: images, batch_keys.INPUT_IDS: ids, batch_keys.SAMPLE_ID: torch.arange(2)}
+    model.loss(model(batch), batch).backward()
+    assert model.flops_per_batch(batch) > 0 and fused_projections(model) == {}
+    assert all(weight.grad is not None for weight in model.denoiser.parameters() if weight.requires_grad)
+    assert model.generate(['a'], num_inference_steps=1, noise_scheduler='euler').shape == (1, 3, 64, 64)

@@ -155,7 +155,7 @@ def test_in_float64_the_difference_shrinks_with_the_precision(runs, count, strat
 
 @pytest.mark.slow
 def test_runs_killed_at_random_times_resume_bit_for_bit(runs):
-    """Five kills at any time and five during a save; each run ends with the weights of the uninterrupted run."""
+    """Three kills at any time and three during a save; each run ends with the weights of the uninterrupted run."""
     randomness = random.Random(20)
     trainer = runs.content['trainer'] | {'save_interval': '2ba', 'max_duration': '12ba'}
     whole = runs.folder('whole-short')
@@ -174,7 +174,7 @@ def test_runs_killed_at_random_times_resume_bit_for_bit(runs):
             job.kill()
         return path
 
-    for number in range(0, 10, 2):
+    for number in range(0, 6, 2):
         paths = [kill(number), kill(number + 1)]
         resumed = [runs.ranks.start(1, path) for path in paths]  # one per core of a machine with two
         for job, path in zip(resumed, paths, strict=True):

@@ -7,24 +7,18 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import yaml
 from callbacks.guarded_run import At
+from checkpointing.saved_runs import SHARDED, assert_same_end, assert_same_tensors, recipe_writer, the_checkpointer
 from composer.core import Event
-from composer.utils import dist
 from faults import Fault, active, environment
-from ranks import free_port, read_losses
+from ranks import read_losses
 
 from diffusion.checkpointing import background_save, checkpointer, snapshot
 from diffusion.checkpointing.background_save import choose_when_stopping
-from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
-from diffusion.checkpointing.checkpoint_weights import verify_checkpoint, weights_of
-from diffusion.checkpointing.checkpointer import Checkpointer
+from diffusion.checkpointing.checkpoint_weights import verify_checkpoint
 from diffusion.checkpointing.run_storage import FolderStorage
-from diffusion.checkpointing.sharded_state import read_all_tensors
 from diffusion.checkpointing.snapshot import NICENESS, SnapshotBuffers
 from diffusion.config.load import load
 from diffusion.exit_codes import PREEMPTED, Preempted
@@ -34,9 +28,6 @@ from diffusion.planning.memory import Setup
 from diffusion.planning.workload import phase_of
 from diffusion.runs.environment import NOTICE_SECONDS
 from diffusion.training.train import build_trainer, train
-
-EMA = {'ema': {'ema_start': '3ba', 'smoothing': 0.5}}
-SHARDED = {'strategy': 'fsdp2', 'checkpoints': 'sharded'}
 
 
 @pytest.fixture(autouse=True)
@@ -48,18 +39,7 @@ def _quick(monkeypatch):
 
 @pytest.fixture(scope='module')
 def write(tmp_path_factory, tiny_recipe) -> Callable[..., Path]:
-    """Function that writes a recipe of 8 batches with averaging and a save after every second, and returns its path."""
-    root = tmp_path_factory.mktemp('asynchronous')
-
-    def write_recipe(name: str, trainer: dict[str, Any] | None = None, **sections: Any) -> Path:
-        content = tiny_recipe(root / 'runs', name=name, algorithms=EMA, **sections)
-        content['model']['block_out_channels'] = [32]
-        content['trainer'] |= {'save_interval': '2ba'} | (trainer or {})
-        path = root / f'{name}.yaml'
-        path.write_text(yaml.safe_dump(content))
-        return path
-
-    return write_recipe
+    return recipe_writer(tmp_path_factory.mktemp('asynchronous'), tiny_recipe)
 
 
 @pytest.fixture(scope='module')
@@ -70,52 +50,17 @@ def blocking(write) -> Path:
     return recipe.run_dir
 
 
-def the_checkpointer(trainer) -> Checkpointer:
-    return next(each for each in trainer.state.callbacks if isinstance(each, Checkpointer))
-
-
 def saved(run: Path) -> list[str]:
     return sorted(path.name for path in run.glob('ba*'))
 
 
-def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return the model's weights, the averages and the optimizer's moments of a checkpoint by name."""
-    if (checkpoint / '.metadata').exists():
-        return read_all_tensors(checkpoint, '')
-    found = {
-        f'{which}.{name}': each
-        for which in ('training', 'ema')
-        for name, each in weights_of(checkpoint, which)[0].items()
-    }  # type: ignore[arg-type]
-    state = torch.load(checkpoint / 'state.pt', weights_only=False)['state']
-    for name, moments in next(iter(state['optimizers'].values()))['state'].items():
-        found |= {f'optimizer.{name}.{key}': each for key, each in moments.items()}
-    return found
-
-
-def assert_same_tensors(one: Path, other: Path) -> None:
-    ours, theirs = tensors_of(one), tensors_of(other)
-    assert ours.keys() == theirs.keys() and len(ours) > 20
-    for name, tensor in ours.items():
-        assert torch.equal(tensor, theirs[name]), name
-
-
-def assert_same_end(run: Path, reference: Path) -> None:
-    assert read_losses(run) == read_losses(reference)
-    assert_same_tensors(find_checkpoint(run), find_checkpoint(reference))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    'parallelism',
-    [{}, SHARDED, {'strategy': 'fsdp2'}],
-    ids=['ddp', 'sharded', 'fsdp2'],
-)
+@pytest.mark.parametrize('parallelism', [{}, SHARDED], ids=['ddp', 'sharded'])
 def test_checkpoint_equals_that_of_a_blocking_save_though_training_continues(write, ranks, tmp_path, parallelism):
     """The files are written half a second late, several batches after the one that they save."""
     runs = []
     for asynchronous in (False, True):
-        name = f'two-{"-".join(map(str, parallelism.values()))}-{asynchronous}'
+        name = f'two-{len(parallelism)}-{asynchronous}'
         sections = {'parallelism': parallelism, 'checkpointing': {'asynchronous': asynchronous}}
         path = write(name, {'save_interval': '4ba', 'max_duration': '10ba'}, **sections)
         late = [Fault('create', r'\.ba[48]\.unfinished/(state|__)', sleep=0.5)]
@@ -155,13 +100,8 @@ def test_thread_has_a_low_priority_and_memory_is_used_again_as_planned(write):
     assert large[0] == pytest.approx(planned, rel=0.02)
 
 
-@pytest.mark.parametrize('parallelism', [{}, SHARDED], ids=['whole', 'sharded'])
-def test_memory_of_snapshots_is_prepared_after_the_first_batch(write, monkeypatch, parallelism):
+def test_memory_of_snapshots_is_prepared_after_the_first_batch(write, alone, monkeypatch):
     """The kernel needs longer to provide it than a snapshot takes to fill it."""
-    ranks = {'RANK': 0, 'LOCAL_RANK': 0, 'NODE_RANK': 0, 'WORLD_SIZE': 1, 'LOCAL_WORLD_SIZE': 1}
-    for name, value in ranks.items() | {('MASTER_ADDR', '127.0.0.1'), ('MASTER_PORT', free_port())}:
-        monkeypatch.setenv(name, str(value))
-    dist.initialize_dist('cpu')
     prepared, sizes, prepare = [], [], SnapshotBuffers.prepare
 
     def counted(buffers: SnapshotBuffers) -> None:
@@ -169,8 +109,7 @@ def test_memory_of_snapshots_is_prepared_after_the_first_batch(write, monkeypatc
         prepare(buffers)
 
     monkeypatch.setattr(SnapshotBuffers, 'prepare', counted)
-    name = f'prepared-{len(parallelism)}'
-    recipe = load(write(name, {'max_duration': '3ba', 'save_interval': '2ba'}, parallelism=parallelism))
+    recipe = load(write('prepared', {'max_duration': '3ba'}, parallelism=SHARDED))
     trainer = build_trainer(recipe)
     found = the_checkpointer(trainer)
     for batch in range(3):
@@ -182,9 +121,8 @@ def test_memory_of_snapshots_is_prepared_after_the_first_batch(write, monkeypatc
 
 
 @pytest.mark.cpu_seconds(15)
-@pytest.mark.parametrize('phase', ['running', 'written'])
-def test_training_that_fails_during_a_save_publishes_nothing_and_resumes(write, blocking, tmp_path, caplog, phase):
-    path = write(f'crash-{phase}')
+def test_training_that_fails_during_a_save_publishes_nothing_and_resumes(write, blocking, tmp_path, caplog):
+    path = write('crash')
     run = load(path).run_dir
     trainer = build_trainer(load(path))
 
@@ -193,7 +131,7 @@ def test_training_that_fails_during_a_save_publishes_nothing_and_resumes(write, 
 
     trainer.state.callbacks.append(At(Event.AFTER_LOSS, 4, fail))
     began = time.monotonic()
-    with active(tmp_path / 'counts', Fault('create', r'\.ba4\.unfinished/state', sleep=3 if phase == 'running' else 0)):
+    with active(tmp_path / 'counts', Fault('create', r'\.ba4\.unfinished/state', sleep=3)):
         with pytest.raises(RuntimeError, match='a bug'):
             trainer.fit()
         trainer.engine.close()
@@ -264,17 +202,15 @@ def test_choice_of_saves_in_the_time_before_the_end(remaining, synchronous, noti
 @pytest.mark.parametrize(
     ('notice', 'late', 'names', 'resumes_at'),
     [
-        (None, 6, ['ba2', 'ba4', 'ba6', 'ba7'], 7),
         ('15', 6, ['ba2', 'ba4', 'ba7'], 7),  # the save before was quick, this one is not: it is abandoned
         ('5.5', 2, ['ba2'], 2),  # no save before: a new one may not fit
     ],
-    ids=['both', 'replace', 'finish'],
+    ids=['replace', 'finish'],
 )
 def test_stop_during_a_save_saves_what_the_notice_allows(
     write, blocking, tmp_path, monkeypatch, notice, late, names, resumes_at
 ):
-    if notice is not None:
-        monkeypatch.setenv(NOTICE_SECONDS, notice)
+    monkeypatch.setenv(NOTICE_SECONDS, notice)
     path = write(f'stop-{notice}')
     run = load(path).run_dir
     trainer = build_trainer(load(path))
@@ -301,13 +237,10 @@ def test_stop_during_a_save_saves_what_the_notice_allows(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('parallelism', [{}, SHARDED], ids=['ddp', 'sharded'])
-def test_two_ranks_killed_during_a_save_resume_bit_for_bit(write, ranks, tmp_path, parallelism):
+def test_two_ranks_killed_during_a_save_resume_bit_for_bit(write, ranks, tmp_path):
     """All ranks are killed at a random time while ba2, ba4 and ba6 are written, and one rank while it is published."""
     randomness = random.Random(16)
-    kind = 'sharded' if parallelism else 'ddp'
-    sections = {'parallelism': parallelism}
-    whole, path = write(f'whole-{kind}', **sections), write(f'killed-{kind}', **sections)
+    whole, path = (write(name, parallelism=SHARDED) for name in ('whole', 'killed'))
     ranks.run(2, whole)
     run = load(path).run_dir
     late = environment([Fault('create', r'unfinished/(state|__)', sleep=0.2)], tmp_path)

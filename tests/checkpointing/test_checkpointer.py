@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from checkpointing.saved_runs import EMA, SHARDED, assert_same_end
 from composer.utils import collect_env
 from faults import Fault, environment
 from ranks import largest_difference, read_losses
@@ -20,11 +22,10 @@ from diffusion.errors import UserError
 from diffusion.runs.run_id import read_run_id
 from diffusion.training.train import build_trainer, train
 
-EMA = {'ema': {'ema_start': '3ba', 'smoothing': 0.5}}
 STRATEGIES = {
     'ddp': {},
     'fsdp2': {'strategy': 'fsdp2'},
-    'sharded': {'strategy': 'fsdp2', 'checkpoints': 'sharded', 'reshard_after_forward': False},
+    'sharded': SHARDED,
 }
 
 
@@ -36,8 +37,6 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 @pytest.fixture(scope='module')
 def uninterrupted(tmp_path_factory, tiny_recipe):
     """Return the folder of a run of 8 batches on one rank, and a function that writes recipes like its own."""
-    import yaml
-
     root = tmp_path_factory.mktemp('checkpointer')
 
     def write(name: str, **sections) -> Path:
@@ -56,8 +55,7 @@ def uninterrupted(tmp_path_factory, tiny_recipe):
     'legs',
     [
         [(2, 'sharded'), (1, 'ddp'), (2, 'sharded')],
-        pytest.param([(1, 'ddp'), (2, 'sharded'), (1, 'fsdp2')], marks=pytest.mark.slow),
-        pytest.param([(2, 'fsdp2'), (1, 'sharded'), (2, 'ddp')], marks=pytest.mark.slow),
+        pytest.param([(2, 'ddp'), (1, 'sharded'), (2, 'fsdp2')], marks=pytest.mark.slow),
     ],
     ids=lambda legs: '-'.join(f'{count}{strategy}' for count, strategy in legs),
 )
@@ -105,8 +103,7 @@ def test_newest_checkpoint_is_skipped_if_it_is_damaged(uninterrupted, caplog):
     trainer.close()
     verify_checkpoint(run / 'ba6')
     assert (run / 'ba6.damaged' / 'state.pt').read_bytes() == bytes(content), 'renamed, not deleted'
-    assert read_losses(run) == read_losses(reference)
-    assert distance(weights_of(find_checkpoint(run))[0], weights_of(find_checkpoint(reference))[0]) == 0
+    assert_same_end(run, reference)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +158,8 @@ def test_checkpoint_with_a_read_error_stays_the_newest(uninterrupted, monkeypatc
     """An error of the file system is not damage: the run fails, and the next try resumes from the same checkpoint."""
     reference, write = uninterrupted
     path = write('unread')
-    train(load(path, ['trainer.max_duration=4ba', 'trainer.save_interval=2ba'])).close()
+    keep = ['trainer.save_interval=1ba', 'trainer.save_num_checkpoints_to_keep=2']
+    train(load(path, ['trainer.max_duration=4ba', *keep])).close()
     run, plain = reference.parent / 'unread', checkpoint_store.hash_file
 
     def stale(file: Path) -> checkpoint_store.FileRecord:
@@ -171,7 +169,7 @@ def test_checkpoint_with_a_read_error_stays_the_newest(uninterrupted, monkeypatc
     monkeypatch.setattr(checkpoint_store, 'hash_file', stale)
     with pytest.raises(OSError, match='Stale file handle'):
         build_trainer(load(path))
-    assert {folder.name for folder in run.glob('ba*')} == {'ba2', 'ba4'}
+    assert {folder.name for folder in run.glob('ba*')} == {'ba3', 'ba4'}
     monkeypatch.setattr(checkpoint_store, 'hash_file', plain)
     trainer = build_trainer(load(path))
     assert trainer.state.timestamp.batch.value == 4
@@ -184,15 +182,6 @@ def test_run_without_autoresume_does_not_overwrite_checkpoints(uninterrupted):
     train(load(path, ['trainer.max_duration=1ba'])).close()
     with pytest.raises(ValueError, match=r'again holds ba1 and 0 more checkpoints of another run; resume it'):
         build_trainer(load(path, ['trainer.autoresume=false']))
-
-
-def test_only_the_newest_checkpoints_are_kept(uninterrupted):
-    reference, write = uninterrupted
-    path = write('pruned')
-    keep = ['trainer.save_interval=1ba', 'trainer.save_num_checkpoints_to_keep=2']
-    train(load(path, [*keep, 'trainer.max_duration=4ba'])).close()
-    train(load(path, [*keep, 'trainer.max_duration=6ba'])).close()
-    assert sorted(folder.name for folder in (reference.parent / 'pruned').glob('ba*')) == ['ba5', 'ba6']
 
 
 def test_saves_do_not_look_up_the_files_of_composers_installation(monkeypatch):

@@ -1,0 +1,67 @@
+"""Short runs that save checkpoints: their recipes, and comparisons of what they saved."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from ranks import read_losses
+
+from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
+from diffusion.checkpointing.checkpoint_weights import is_sharded, read_checkpoint
+from diffusion.checkpointing.checkpointer import Checkpointer
+from diffusion.checkpointing.sharded_state import read_all_tensors
+
+EMA = {'ema': {'ema_start': '3ba', 'smoothing': 0.5}}
+SHARDED = {'strategy': 'fsdp2', 'checkpoints': 'sharded', 'reshard_after_forward': False}
+
+
+def recipe_writer(root: Path, tiny_recipe: Callable[..., dict[str, Any]], **common: Any) -> Callable[..., Path]:
+    """Return a function that writes a recipe of 8 batches with averaging and a save after every second."""
+
+    def write(name: str, trainer: dict[str, Any] | None = None, runs_dir: str = '', **sections: Any) -> Path:
+        sections = {'algorithms': EMA} | common | sections
+        content = tiny_recipe(root, name=name, **sections) | {'runs_dir': runs_dir or str(root / 'runs')}
+        # The text encoder's 1.6 M parameters would be most of a checkpoint.
+        content['model'] |= {'block_out_channels': [32], 'train_text_encoder': False}
+        content['trainer'] |= {'save_interval': '2ba'} | (trainer or {})
+        path = root / f'{name}.yaml'
+        path.write_text(yaml.safe_dump(content))
+        return path
+
+    return write
+
+
+def the_checkpointer(trainer: Any) -> Checkpointer:
+    return next(each for each in trainer.state.callbacks if isinstance(each, Checkpointer))
+
+
+def tensors_in(value: Any, name: str = '') -> dict[str, torch.Tensor]:
+    """Return all tensors inside dicts, lists and tuples by their path."""
+    if isinstance(value, torch.Tensor):
+        return {name: value}
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    return {key: found for each, inner in items for key, found in tensors_in(inner, f'{name}.{each}').items()}
+
+
+def tensors_of(place: Path | str) -> dict[str, torch.Tensor]:
+    """Return the weights, averages and optimizer state in a checkpoint, or in the newest one of a run."""
+    checkpoint = find_checkpoint(place)
+    if is_sharded(checkpoint):
+        return read_all_tensors(checkpoint, '')
+    state = read_checkpoint(checkpoint)
+    return tensors_in({name: state[name] for name in ('model', 'optimizers', 'algorithms')})
+
+
+def assert_same_tensors(place: Path | str, reference: Path | str) -> None:
+    """Assert that two checkpoints, or the newest ones of two runs, have the same tensors, bit for bit."""
+    ours, theirs = tensors_of(place), tensors_of(reference)
+    assert ours.keys() == theirs.keys() and len(ours) > 20
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def assert_same_end(run: Path, reference: Path, place: Path | str | None = None) -> None:
+    """Assert that two runs have the same losses and the same newest checkpoint; `place` is the run's URL."""
+    assert read_losses(run) == read_losses(reference)
+    assert_same_tensors(place or run, reference)

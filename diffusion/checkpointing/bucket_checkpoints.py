@@ -5,7 +5,6 @@ import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from diffusion.checkpointing.checkpoint_store import (
@@ -31,14 +30,6 @@ FILES_AT_ONCE = 8
 REQUESTS_AT_ONCE = 16
 DOWNLOADS = 2
 """Number of downloads of an object whose content does not match the receipt, before it counts as damaged."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """A file that is available locally: its size, and True if it had to be downloaded."""
-
-    bytes: int
-    downloaded: bool
 
 
 def published_batches(url: str) -> list[int]:
@@ -105,7 +96,7 @@ def download_missing_files(url: str, folder: Path, files: Mapping[str, FileRecor
             found = list(pool.map(lambda name: _download_missing(f'{url}/{name}', folder / name, files[name]), files))
         finally:
             pool.shutdown(cancel_futures=True)
-    downloaded = [each.bytes for each in found if each.downloaded]
+    downloaded = [size for size in found if size is not None]
     # Only rank 0 shows this: the other ranks log from WARNING.
     log.info(
         '%s: %d files from the local disk, %d (%.3g GB) downloaded in %.1f s',
@@ -113,12 +104,12 @@ def download_missing_files(url: str, folder: Path, files: Mapping[str, FileRecor
     )
 
 
-def _download_missing(url: str, path: Path, expected: FileRecord) -> Found:
-    """Make a file available at a local path; return its size and True if it was downloaded."""
+def _download_missing(url: str, path: Path, expected: FileRecord) -> int | None:
+    """Make a file available at a local path; return the bytes that were downloaded, or None if it was intact."""
     # Lock the path, since several ranks of a node may want the same file.
     with hold_path_lock(path, lambda: None):
         if path.is_file() and path.stat().st_size == expected.bytes and hash_file(path) == expected:
-            return Found(expected.bytes, downloaded=False)
+            return None
         unfinished = path.with_name(f'.{path.name}.unfinished')
         for _ in range(DOWNLOADS):
             try:
@@ -129,6 +120,6 @@ def _download_missing(url: str, path: Path, expected: FileRecord) -> Found:
                 raise
             if hash_file(unfinished) == expected:
                 os.replace(unfinished, path)
-                return Found(expected.bytes, downloaded=True)
+                return expected.bytes
         unfinished.unlink(missing_ok=True)
     raise DamagedCheckpoint(f'{url}: the content has changed since it was written (xxh3_128 differs)')

@@ -59,10 +59,6 @@ from diffusion.storage.working_folder import working_folder
 log = logging.getLogger(__name__)
 
 
-def _do_nothing() -> None:
-    """Do nothing before a checkpoint is published."""
-
-
 class BucketStorage:
     """Storage of a run's checkpoints in an object store; the methods are those of `RunStorage`.
 
@@ -76,7 +72,7 @@ class BucketStorage:
         self.folder = working_folder(self.place) if folder is None else folder
         self._store = StorePlace(self.place)
         self.run_id = ''
-        self.before_publish: Callable[[], None] = _do_nothing
+        self.before_publish: Callable[[], object] = lambda: None
         """Called on rank 0 before a checkpoint is published, to upload files that must not be older than it."""
         self._node_ranks = [dist.get_global_rank()]
         """Ranks of this node, which share the working folder, in order. The first one creates and cleans it."""
@@ -118,12 +114,8 @@ class BucketStorage:
                 if dist.get_global_rank() == 0:
                     self._set_aside([each for each in batches if each > batch], batch)
             return found
-        # Never start from scratch here: the run would overwrite checkpoints that may be repairable.
         if damages:
-            raise UserError(
-                f'{self.place}: all {len(damages)} checkpoints are damaged: {"; ".join(damages[:3])}; '
-                'restore one from a backup, or change the name of the run to start over'
-            )
+            raise checkpoint_store.all_damaged(self.place, damages)
         return None
 
     def remove_unfinished(self) -> None:
@@ -216,15 +208,12 @@ class BucketStorage:
                 delete_checkpoint(self.name_of(batch))
                 self._batches().discard(batch)
 
-    def _pinned_batches(self) -> set[int]:
-        """Return the batches of the checkpoints that an object such as `ba500.pinned` keeps."""
-        return {int(pin[1]) for name in self._store.list().files if (pin := PIN.fullmatch(name))}
-
     def _infos(self, rules: KeepConfig) -> list[CheckpointInfo]:
         """Return the facts about the checkpoints in the store that the rules need."""
         # Keep the checkpoints that `diffusion watch` is evaluating.
         held = EvaluationClaims(self.place, lease_seconds=0.0).held()
-        batches, claimed = self.list_batches(), self._pinned_batches() | {int(name[2:]) for name in held}
+        pinned = {int(pin[1]) for name in self._store.list().files if (pin := PIN.fullmatch(name))}
+        batches, claimed = self.list_batches(), pinned | {int(name[2:]) for name in held}
         if rules.hourly or rules.daily:
             for batch in batches:
                 if batch not in self._saved:

@@ -130,7 +130,11 @@ def download_checkpoint(url: str, folders: Collection[str] = ()) -> Path:
         except DamagedCheckpoint:
             if batch in published_batches(run):
                 raise
-    raise UserError(f'checkpoint: {url} was removed by its run {TRIES} times in a row; name another checkpoint')
+    raise _removed(url)
+
+
+def _removed(place: str | Path) -> UserError:
+    return UserError(f'checkpoint: {place} was removed by its run {TRIES} times in a row; name another checkpoint')
 
 
 def _download(run: str, batch: int, folders: Collection[str]) -> Path:
@@ -191,7 +195,7 @@ def claimed_checkpoint(place: str | Path, purpose: str) -> Iterator[Path]:
             if still_exists(checkpoint):
                 yield checkpoint
                 return
-    raise UserError(f'checkpoint: {place} was removed by its run {TRIES} times in a row; name another checkpoint')
+    raise _removed(place)
 
 
 def still_exists(checkpoint: Path) -> bool:

@@ -14,7 +14,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -90,9 +90,13 @@ class WriteProgress:
         """
         if self._pause and not self._hurries.is_set():
             self._wait()
+        self.check()
+        self.written_bytes += count
+
+    def check(self) -> None:
+        """Raise SaveAbandoned if the save has been abandoned."""
         if self._abandoned.is_set():
             raise SaveAbandoned
-        self.written_bytes += count
 
     def abandon(self) -> None:
         """End the save at its next write; callable from any thread."""
@@ -328,6 +332,15 @@ def parse_receipt(text: bytes, checkpoint: str, *, sharded: bool = False) -> dic
     if number is not None and batch != number:
         raise DamagedCheckpoint(f'{path}: of batch {batch}, but its folder is {name}; rename it back')
     return content | {'files': files}
+
+
+def all_damaged(place: str, damages: Sequence[str]) -> UserError:
+    """Return the error of a run whose checkpoints are all damaged."""
+    # Never start from scratch instead: the run would overwrite checkpoints that may be repairable.
+    return UserError(
+        f'{place}: all {len(damages)} checkpoints are damaged: {"; ".join(damages[:3])}; '
+        'restore one from a backup, or change the name of the run to start over'
+    )
 
 
 def run_id_of(checkpoint: Path) -> str | None:

@@ -253,7 +253,8 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> No
     """
     own = model.state_dict()
     weights = with_own_training_parts(weights, own, where)
-    check_architecture(_shapes(own), _shapes(weights), where)
+    shapes, stored = ({name: each.shape for name, each in tensors.items()} for tensors in (own, weights))
+    check_architecture(shapes, stored, where)
     model.load_state_dict(weights)
 
 
@@ -270,11 +271,6 @@ def with_own_training_parts(weights: Mapping[str, Tensor], own: Mapping[str, Ten
         log.info('%s: %d tensors of parts that only training uses are not loaded', where, len(extra))
     kept = {name: tensor for name, tensor in weights.items() if name not in extra}
     return kept | {name: own[name] for name in extra & own.keys()}
-
-
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    """Return the shape of each tensor by name."""
-    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def _safe_globals() -> list[Any]:

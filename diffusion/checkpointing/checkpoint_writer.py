@@ -180,12 +180,12 @@ class SaveInProgress:
                 if self._recipe_text:
                     path = self._work / checkpoint_store.RECIPE
                     self._records[checkpoint_store.RECIPE] = _write_text(self._recipe_text, path)
-            self._check()  # an abandoned save is not uploaded
+            self.progress.check()  # an abandoned save is not uploaded
         except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
             self._error = error
         # A rank that failed calls this too, without files: its peers in a tier wait for an exchange with it.
         try:
-            self._storage.upload(self._work, {} if self._error else self._records, self.batch, self._check)
+            self._storage.upload(self._work, {} if self._error else self._records, self.batch, self.progress.check)
         except Exception as error:
             self._error = self._error or error
         self.write_seconds = time.monotonic() - began - self.progress.paused_seconds
@@ -236,10 +236,6 @@ class SaveInProgress:
         """Remove the files written so far; every rank calls this, but it is not a collective."""
         self._storage.discard(self._work)
 
-    def _check(self) -> None:
-        """Raise SaveAbandoned if the save has been abandoned."""
-        self.progress.add(0)
-
     def _collect(self, state: State, *, sharded_tensors: bool, buffers: SnapshotBuffers | None) -> None:
         """Collect the state to write, or a snapshot of it; a collective."""
         # The collectives in this call may raise on one rank only. That must not count as a failed save: this rank
@@ -266,7 +262,7 @@ class SaveInProgress:
             self._sharded.write_index(results)
             index = {checkpoint_store.INDEX: self._sharded.records[checkpoint_store.INDEX]}
             files |= index
-            self._storage.upload(self._work, index, self.batch, self._check)
+            self._storage.upload(self._work, index, self.batch, self.progress.check)
         self._storage.publish(self._work, self.batch, files, self._about)
 
     @contextmanager

@@ -39,10 +39,6 @@ SLOW_SECONDS = 1.0
 Outcome = Literal['saved', 'failed', 'made room']
 
 
-def _ignore(message: str) -> None:
-    """Do nothing about a failed save."""
-
-
 def _check_resume(resume: object) -> None:
     """Raise UserError unless a value names the checkpoint to resume from."""
     if resume is not None and resume != 'auto' and not isinstance(resume, Path):
@@ -103,7 +99,7 @@ class Checkpointer(CheckpointSaver):
         asynchronous: bool = False,
         resume: Path | Literal['auto'] | None = None,
         recipe_text: str = '',
-        on_failed_save: Callable[[str], None] = _ignore,
+        on_failed_save: Callable[[str], None] = lambda message: None,
         tiers: TiersConfig | Sequence[tuple[NodeTier, str]] = (),
     ) -> None:
         check_interval(save_interval)
@@ -134,7 +130,7 @@ class Checkpointer(CheckpointSaver):
         self._said_slow = False
         self._has_memory = False
         self._chosen_tiers = tiers
-        self._tiers: TierSaves | None = None
+        self._tiers = TierSaves((), sharded=sharded, recipe_text=recipe_text, place=self.storage.place)
 
     @property
     def is_saving(self) -> bool:
@@ -159,9 +155,8 @@ class Checkpointer(CheckpointSaver):
             tiers = open_tiers(tiers, self.storage.run_id, self.recipe_text, begun=newest is not None)
         if self._opens:
             self.resume = find_resume_point(self.storage, [tier for tier, _ in tiers])
-        if tiers:
-            self._tiers = TierSaves(tiers, sharded=self.sharded, recipe_text=self.recipe_text, place=self.storage.place)
-            self._tiers.stored(newest)
+        self._tiers = TierSaves(tiers, sharded=self.sharded, recipe_text=self.recipe_text, place=self.storage.place)
+        self._tiers.stored(newest)
         self.storage.remove_unfinished()
 
     def before_load(self, state: State, logger: Logger) -> None:
@@ -198,8 +193,7 @@ class Checkpointer(CheckpointSaver):
         # Composer runs this event after the backward pass and before the optimizer's step.
         if self._running is not None:
             self._running.end_copy()
-        if self._tiers is not None:
-            self._tiers.end_copy()
+        self._tiers.end_copy()
 
     # Composer's saver stores its list of saved checkpoints; here the run's folder is listed instead.
     def state_dict(self) -> dict[str, Any]:
@@ -216,9 +210,8 @@ class Checkpointer(CheckpointSaver):
             self._has_memory = True
             if self._running is None:
                 self._allocate(state)
-        if self._tiers is not None:
-            can_save = self._running is None and self.last_checkpoint_batch != state.timestamp.batch
-            self._tiers.after_batch(state, logger, self._buffers, can_save=can_save)
+        can_save = self._running is None and self.last_checkpoint_batch != state.timestamp.batch
+        self._tiers.after_batch(state, logger, self._buffers, can_save=can_save)
 
     def epoch_checkpoint(self, state: State, logger: Logger) -> None:
         self._save_at_interval(state, logger, Event.EPOCH_CHECKPOINT)
@@ -231,8 +224,7 @@ class Checkpointer(CheckpointSaver):
         if self._running is not None and self._finish_running(logger) != 'saved':
             self._save_checkpoint(state, logger)
         super().fit_end(state, logger)
-        if self._tiers is not None:
-            self._tiers.clear()
+        self._tiers.clear()
 
     def close(self, state: State, logger: Logger) -> None:
         # A save still runs here only after an error of training: the ranks cannot agree any more, so nothing is
@@ -241,8 +233,7 @@ class Checkpointer(CheckpointSaver):
             log.warning('%s: not saved, since the run has ended while it was being written', self._running.save.name)
             self._running.save.abandon()
             self._running = None
-        if self._tiers is not None:
-            self._tiers.close()
+        self._tiers.close()
         self._lock.close()
 
     def save_in_time(self, state: State, logger: Logger, notice_seconds: float | None) -> None:
@@ -256,8 +247,7 @@ class Checkpointer(CheckpointSaver):
         Raises:
             SaveFailed: Every try failed; on every rank.
         """
-        if self._tiers is not None:
-            self._tiers.abandon()
+        self._tiers.abandon()
         running = self._running
         if running is not None and running.batch != state.timestamp.batch:
             choice = running.choose(notice_seconds, self._write_seconds)
@@ -267,8 +257,7 @@ class Checkpointer(CheckpointSaver):
             elif choice == 'finish' and self._finish_running(logger) == 'saved':
                 return
         self._save_checkpoint(state, logger)
-        if self._tiers is not None:
-            self._tiers.clear()
+        self._tiers.clear()
 
     def _restore_random_state(self) -> None:
         """Restore the random state of the checkpoint, once, if it was saved by the same number of ranks."""
@@ -285,8 +274,7 @@ class Checkpointer(CheckpointSaver):
         """Start the copies of the snapshots that the running saves write."""
         if self._running is not None:
             self._running.start_copy()
-        if self._tiers is not None:
-            self._tiers.start_copy()
+        self._tiers.start_copy()
 
     def _save_at_interval(self, state: State, logger: Logger, event: Event) -> None:
         """Save a checkpoint if one is due. After a failed save training continues, unless this save is required."""
@@ -299,8 +287,7 @@ class Checkpointer(CheckpointSaver):
         # A save that failed on a full disk is repeated at once if room has been made for it.
         if not due and not made_room:
             return
-        if self._tiers is not None:
-            self._tiers.make_way(logger)
+        self._tiers.make_way(logger)
         last = is_last_batch(state)
         if self._running is not None and not last:
             made_room = self._wait_for_running(logger) == 'made room'
@@ -383,7 +370,7 @@ class Checkpointer(CheckpointSaver):
         collected = collect(state, self.storage.work_folder(state.timestamp.batch.value), sharded_tensors=self.sharded)
         tensors = StateTensors(collected.written)
         if reserve_on_all_ranks(self._buffers, tensors):
-            self._buffers.place(tensors)
+            self._buffers.place(tensors.views)
             self._buffers.prepare()
         else:
             self._buffers = None
@@ -435,8 +422,7 @@ class Checkpointer(CheckpointSaver):
         self.last_checkpoint_batch = batch
         self.saved_checkpoints.append(save.name)
         self.failed_saves.succeeded()
-        if self._tiers is not None:
-            self._tiers.stored(batch.value)
+        self._tiers.stored(batch.value)
         if dist.get_global_rank() == 0 and self.keep is not None:
             try:
                 self.storage.prune(self.keep)

@@ -56,11 +56,9 @@ class SaveTarget(Protocol):
 
     def name_of(self, batch: int) -> str:
         """Return the path or URL of the checkpoint after this number of batches."""
-        ...
 
     def work_folder(self, batch: int) -> Path:
         """Return the path of the temporary folder of a save; the same on all ranks that share a folder."""
-        ...
 
     def begin(self, batch: int, *, every_rank: bool) -> None:
         """Create the temporary folder of a save; a collective.
@@ -71,7 +69,6 @@ class SaveTarget(Protocol):
         Raises:
             OSError: A storage fault; on every rank.
         """
-        ...
 
     def upload(self, work: Path, files: Mapping[str, FileRecord], batch: int, check: Callable[[], None]) -> None:
         """Store files that this rank has written into a temporary folder; not a collective, may run in a thread.
@@ -85,7 +82,6 @@ class SaveTarget(Protocol):
         Raises:
             OSError: A storage fault.
         """
-        ...
 
     def publish(self, work: Path, batch: int, files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> None:
         """Make a checkpoint exist, after all ranks have stored their files; on rank 0, not a collective.
@@ -94,7 +90,6 @@ class SaveTarget(Protocol):
             files: Size and hash of the files of all ranks by name.
             about: Additional fields of the receipt.
         """
-        ...
 
     def finish(self, work: Path, batch: int) -> None:
         """Complete the save on every rank after `publish` has succeeded on rank 0; a collective.
@@ -102,11 +97,9 @@ class SaveTarget(Protocol):
         Raises:
             OSError: The checkpoint does not exist after all; on every rank.
         """
-        ...
 
     def discard(self, work: Path) -> None:
         """Remove the files of a save that failed; every rank calls this, but it is not a collective."""
-        ...
 
 
 class RunStorage(SaveTarget, Protocol):
@@ -119,7 +112,6 @@ class RunStorage(SaveTarget, Protocol):
             UserError: The place cannot be the home of a run.
             OSError: The place cannot be read or written.
         """
-        ...
 
     def resume_point(self) -> Path | None:
         """Return the newest undamaged checkpoint as a local folder; None if the run has none; a collective.
@@ -130,19 +122,15 @@ class RunStorage(SaveTarget, Protocol):
             UserError: All of the run's checkpoints are damaged, or the newest is of another run.
             OSError: A checkpoint cannot be read for minutes, which is not damage: nothing is set aside.
         """
-        ...
 
     def remove_unfinished(self) -> None:
         """Remove incomplete saves that killed processes left; a collective."""
-        ...
 
     def fetch(self, checkpoint: Path, names: Collection[str]) -> None:
         """Make files of the checkpoint that `resume_point` returned available in it; not a collective."""
-        ...
 
     def list_batches(self) -> list[int]:
         """Return the batch numbers of the checkpoints, newest first; on rank 0."""
-        ...
 
     def prune(self, rules: KeepConfig) -> None:
         """Remove the checkpoints that the rules do not keep; on rank 0.
@@ -150,7 +138,6 @@ class RunStorage(SaveTarget, Protocol):
         Raises:
             OSError: A storage fault; what could not be removed stays.
         """
-        ...
 
     def make_room(self, rules: KeepConfig | None, batch: int) -> bool:
         """Free space on a full disk before a save is tried again; on every rank, not a collective.
@@ -161,7 +148,6 @@ class RunStorage(SaveTarget, Protocol):
         Returns:
             True if this rank has removed something.
         """
-        ...
 
 
 class FolderStorage:
@@ -353,12 +339,8 @@ def newest_intact(folder: Path, run_id: str = '') -> Path | None:
             log.warning('damaged checkpoint, trying an earlier one: %s', error)
             continue
         return checkpoint
-    # Never start from scratch here: the run would overwrite checkpoints that may be repairable.
     if damages:
         if run_id:
             check_run_id(folder, run_id)  # raises if the file system has vanished, which is not damage
-        raise UserError(
-            f'{folder}: all {len(damages)} checkpoints are damaged: {"; ".join(damages[:3])}; '
-            'restore one from a backup, or change the name of the run to start over'
-        )
+        raise checkpoint_store.all_damaged(str(folder), damages)
     return None

@@ -279,7 +279,7 @@ class SnapshotBuffers:
         self._end_preparation()  # the copies touch the rest of the memory
         if self._gpu is not None and not self._pinned:
             self._pin()
-        copies = self._place_all(tensors.views)
+        copies = self.place(tensors.views)
         now: list[tuple[Tensor, Tensor]] = []
         then: list[tuple[Tensor, Tensor]] = []
         for key, view in tensors.views.items():
@@ -300,16 +300,12 @@ class SnapshotBuffers:
         """Free the memory, as soon as no tensor of a snapshot uses it any more."""
         self._end_preparation()
         if self._pinned:
-            _cuda_runtime().cudaHostUnregister(self._pinned)
+            torch.cuda.cudart().cudaHostUnregister(self._pinned)
         self._memory, self._gpu, self._pinned = None, None, 0
         self._places, self.reductions = {}, {}
 
-    def place(self, tensors: StateTensors) -> None:
-        """Create the tensors that a snapshot of these fills, so that the first snapshot finds them."""
-        self._place_all(tensors.views)
-
-    def _place_all(self, views: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
-        """Return a tensor in the memory for each view."""
+    def place(self, views: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
+        """Return a tensor in the memory for each view; the first snapshot after it finds them."""
         # Keep the tensors for the next snapshot: thousands of new small objects in the heap, where the gradients are
         # freed and allocated in each step, would cost the step after a snapshot a quarter of its time in page faults.
         kept, self._places = self._places, {}
@@ -349,7 +345,7 @@ class SnapshotBuffers:
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         # A new thread uses the first GPU by default, which may be another rank's.
         with torch.cuda.device(self._gpu):
-            result = int(_cuda_runtime().cudaHostRegister(address, self.nbytes, 0))
+            result = int(torch.cuda.cudart().cudaHostRegister(address, self.nbytes, 0))
         if result:
             log.warning('memory for snapshots is not pinned (CUDA error %d): saves block training longer', result)
             self._gpu = None
@@ -372,11 +368,6 @@ def lower_priority() -> None:
     """Give this thread a low priority, so that training has the processor first; on Linux only."""
     if sys.platform == 'linux':  # elsewhere the priority is that of the whole process
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-
-
-def _cuda_runtime() -> Any:
-    """Return the functions of the CUDA runtime that torch exposes."""
-    return torch.cuda.cudart()
 
 
 def _aligned(size: int) -> int:

@@ -8,8 +8,7 @@ from typing import Any
 from composer.utils import dist
 
 from diffusion.callbacks.recipe_keeper import ResumedRecipe
-from diffusion.checkpointing.checkpoint_lookup import RECIPE
-from diffusion.checkpointing.checkpoint_store import list_checkpoints
+from diffusion.checkpointing.checkpoint_store import RECIPE, list_checkpoints
 from diffusion.checkpointing.checkpoint_weights import has_averages, read_content
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks, run_on_rank_zero
 from diffusion.config.interpolation import dotted

@@ -31,7 +31,7 @@ from diffusion.callbacks.same_run import SameRun
 from diffusion.callbacks.status_updates import Heartbeat, RunStatus
 from diffusion.callbacks.stragglers import Stragglers
 from diffusion.checkpointing.bucket_storage import BucketStorage
-from diffusion.checkpointing.checkpoint_lookup import RECIPE
+from diffusion.checkpointing.checkpoint_store import RECIPE
 from diffusion.checkpointing.checkpointer import Checkpointer
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
 from diffusion.checkpointing.run_mirror import MIRROR_RETRY, RunMirror, mirrored, try_to_push

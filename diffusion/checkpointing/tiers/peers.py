@@ -4,9 +4,10 @@ A file is sent in chunks; the first byte of each tells if the sender could read 
 all chunks, marked as bad, since its peer would wait for them.
 """
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, cast
@@ -84,17 +85,15 @@ def exchange_files(
         OSError: A file cannot be read or written, or a file arrived with another content.
         RuntimeError: A peer cannot be reached.
     """
-    offered = {name: (record.bytes, record.xxh3_128) for name, record in files.items()}
-    outgoing = _Outgoing(folder, {name: files[name].bytes for name in files}, check)
-    theirs = _exchange_offers(offered, peers, group)
-    incoming = _Incoming(folder, {name: FileRecord(*each) for name, each in theirs.items()})
-    sizes, expected = (_chunk_sizes({name: each[0] for name, each in found.items()}) for found in (offered, theirs))
+    outgoing = _Outgoing(folder, files, check)
+    theirs = _exchange_offers(files, peers, group)
+    incoming = _Incoming(folder, theirs)
+    sizes, expected = _chunk_sizes(files), _chunk_sizes(theirs)
     with outgoing, incoming:
         for number in range(max(len(sizes), len(expected))):
             sending = None
             if number < len(sizes):
-                chunk = outgoing.chunk(sizes[number])
-                sending = _send(chunk, peers.to, group)
+                sending = _send(outgoing.chunk(sizes[number]), peers.to, group)
             if number < len(expected):
                 buffer = torch.empty(expected[number] + 1, dtype=torch.uint8)
                 torch.distributed.recv(buffer, peers.source, group=group)
@@ -106,14 +105,15 @@ def exchange_files(
             raise error
 
 
-def send_file(path: Path, size: int, to: int, group: ProcessGroup | None) -> None:
+def send_file(path: Path, record: FileRecord, to: int, group: ProcessGroup | None) -> None:
     """Send a file to a rank, which must call `receive_file`.
 
     Raises:
         OSError: The file cannot be read; the receiver gets an error too.
     """
-    with _Outgoing(path.parent, {path.name: size}, lambda: None) as outgoing:
-        for chunk_size in _chunk_sizes({path.name: size}):
+    files = {path.name: record}
+    with _Outgoing(path.parent, files, lambda: None) as outgoing:
+        for chunk_size in _chunk_sizes(files):
             torch.distributed.send(outgoing.chunk(chunk_size), to, group=group)
     if outgoing.error is not None:
         raise outgoing.error
@@ -127,7 +127,7 @@ def receive_file(path: Path, expected: FileRecord, source: int, group: ProcessGr
     """
     unfinished = f'.{path.name}.unfinished'
     with _Incoming(path.parent, {unfinished: expected}) as incoming:
-        for chunk_size in _chunk_sizes({path.name: expected.bytes}):
+        for chunk_size in _chunk_sizes({path.name: expected}):
             buffer = torch.empty(chunk_size + 1, dtype=torch.uint8)
             torch.distributed.recv(buffer, source, group=group)
             incoming.write(buffer)
@@ -138,35 +138,31 @@ def receive_file(path: Path, expected: FileRecord, source: int, group: ProcessGr
 
 
 def _exchange_offers(
-    offered: Mapping[str, tuple[int, str]], peers: Peers, group: ProcessGroup | None
-) -> dict[str, tuple[int, str]]:
+    offered: Mapping[str, FileRecord], peers: Peers, group: ProcessGroup | None
+) -> dict[str, FileRecord]:
     """Send the names, sizes and hashes of this rank's files to its peer; return those of the other peer's files."""
-    text = '\n'.join(f'{name}\t{size}\t{digest}' for name, (size, digest) in offered.items()).encode()
+    text = json.dumps({name: asdict(record) for name, record in offered.items()}).encode()
     sending = _send(torch.tensor([len(text)]), peers.to, group)
     length = torch.zeros(1, dtype=torch.int64)
     torch.distributed.recv(length, peers.source, group=group)
     sending.wait()
-    sending = _send(_tensor(text or b'\0'), peers.to, group)
-    content = torch.empty(max(1, int(length)), dtype=torch.uint8)
+    sending = _send(_tensor(text), peers.to, group)
+    content = torch.empty(int(length), dtype=torch.uint8)
     torch.distributed.recv(content, peers.source, group=group)
     sending.wait()
-    found: dict[str, tuple[int, str]] = {}
-    for line in bytes(content.numpy()[: int(length)]).decode().splitlines():
-        name, size, digest = line.split('\t')
-        found[name] = (int(size), digest)
-    return found
+    return {name: FileRecord(**record) for name, record in json.loads(bytes(content.numpy())).items()}
 
 
 def _send(tensor: Tensor, to: int, group: ProcessGroup | None) -> Work:
-    """Start to send a tensor to a rank."""
     sending = torch.distributed.isend(tensor, to, group=group)
     assert sending is not None  # it is None only on ranks outside of the group, which has all ranks
     return sending
 
 
-def _chunk_sizes(sizes: Mapping[str, int]) -> list[int]:
+def _chunk_sizes(files: Mapping[str, FileRecord]) -> list[int]:
     """Return the sizes of the chunks in which files are sent, one file after another; an empty file has no chunk."""
-    return [min(CHUNK_BYTES, size - start) for size in sizes.values() for start in range(0, size, CHUNK_BYTES)]
+    sizes = [each.bytes for each in files.values()]
+    return [min(CHUNK_BYTES, size - start) for size in sizes for start in range(0, size, CHUNK_BYTES)]
 
 
 def _tensor(data: bytes | bytearray) -> Tensor:
@@ -176,9 +172,9 @@ def _tensor(data: bytes | bytearray) -> Tensor:
 class _Outgoing:
     """Files that are read in chunks; `error` keeps the first error, after which all chunks are bad."""
 
-    def __init__(self, folder: Path, sizes: Mapping[str, int], check: Callable[[], None]) -> None:
+    def __init__(self, folder: Path, files: Mapping[str, FileRecord], check: Callable[[], None]) -> None:
         self._folder, self._check = folder, check
-        self._left = [(name, size) for name, size in sizes.items() if size]
+        self._left = [(name, record.bytes) for name, record in files.items() if record.bytes]
         self._file: IO[bytes] | None = None
         self._remaining = 0
         self.error: BaseException | None = None

@@ -5,9 +5,8 @@ import os
 import re
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from composer.utils import dist
 
@@ -35,16 +34,14 @@ SHARD = re.compile(r'__(\d+)_')
 """Start of the name of a file of shards, with the rank that wrote it."""
 
 
-@dataclass(frozen=True, order=True)
-class _Candidate:
+class _Candidate(NamedTuple):
     """A checkpoint in a tier; `save` distinguishes saves of the same batch."""
 
     batch: int
     save: str
 
 
-@dataclass(frozen=True)
-class _Transfer:
+class _Transfer(NamedTuple):
     """A file that one rank sends to another."""
 
     name: str
@@ -280,7 +277,7 @@ def _exchange(
     for each in transfers:
         path, record = checkpoint / each.name, files[each.name]
         if rank == each.source:
-            note(lambda path=path, record=record, to=each.to: send_file(path, record.bytes, to, tier.group))
+            note(lambda path=path, record=record, to=each.to: send_file(path, record, to, tier.group))
         elif rank == each.to:
             note(lambda path=path, record=record, source=each.source: receive_file(path, record, source, tier.group))
     return error

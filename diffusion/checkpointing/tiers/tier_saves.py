@@ -47,14 +47,7 @@ class TierSaves:
         place: The run's folder or URL.
     """
 
-    def __init__(
-        self,
-        tiers: Sequence[tuple[NodeTier, str]],
-        *,
-        sharded: bool,
-        recipe_text: str,
-        place: str,
-    ) -> None:
+    def __init__(self, tiers: Sequence[tuple[NodeTier, str]], *, sharded: bool, recipe_text: str, place: str) -> None:
         self._schedules = [_Schedule(tier, interval, place) for tier, interval in tiers]
         self._dropped: list[NodeTier] = []
         self._sharded, self._recipe_text = sharded, recipe_text
@@ -126,17 +119,21 @@ class TierSaves:
     def clear(self) -> None:
         """Remove the checkpoints in all tiers, which the run does not need any more."""
         self.abandon()
-        dist.barrier()
-        for tier in [*(each.tier for each in self._schedules), *self._dropped]:
-            tier.clear()
+        if tiers := self._all_tiers():
+            dist.barrier()
+            for tier in tiers:
+                tier.clear()
 
     def close(self) -> None:
         """End after an error of training, when the ranks cannot agree any more; not a collective."""
         if self._running is not None:
             self._running[1].save.abandon()
             self._running = None
-        for tier in [*(each.tier for each in self._schedules), *self._dropped]:
+        for tier in self._all_tiers():
             tier.close()
+
+    def _all_tiers(self) -> list[NodeTier]:
+        return [*(each.tier for each in self._schedules), *self._dropped]
 
     def _finish(self, logger: Logger) -> None:
         """Publish the save that has been written, or remove it if it was given up."""

@@ -9,21 +9,20 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
+from checkpointing.saved_runs import SHARDED, assert_same_end
 from ranks import Ranks, largest_difference, read_losses
 
 from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.checkpointing.checkpoint_weights import Weights, weights_of
+from diffusion.config.load import load
+from diffusion.training.train import train
 
 BATCHES = 20
 WHICH: tuple[Weights, ...] = ('training', 'ema')
 EPOCH = 17
 """Batches per epoch: 88 samples of one stream and 48 of the other, in batches of 8."""
-STRATEGIES = {
-    'ddp': {},
-    'fsdp2': {'strategy': 'fsdp2', 'checkpoints': 'sharded', 'reshard_after_forward': False},
-}
+STRATEGIES = {'ddp': {}, 'fsdp2': SHARDED}
 
 
 class Runs:
@@ -44,7 +43,8 @@ class Runs:
         """Return the folder of an uninterrupted run."""
         name = f'whole-{count}-{strategy}'
         if not self.folder(name).exists():
-            self.ranks.run(count, self.recipe(name, strategy))
+            path = self.recipe(name, strategy)
+            train(load(path)).close() if count == 1 else self.ranks.run(count, path)
         return self.folder(name)
 
     def wait_for_batch(self, job, name: str, batch: int) -> None:
@@ -78,13 +78,6 @@ def runs(tmp_path_factory, tiny_recipe, ranks):
     return Runs(root, content, ranks)
 
 
-def same_weights(one: Path, other: Path) -> None:
-    for which in WHICH:
-        ours, theirs = weights_of(find_checkpoint(one), which)[0], weights_of(find_checkpoint(other), which)[0]
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
 def distance(one: Path, other: Path, which: Weights) -> float:
     """Return the distance of two runs' weights, relative to how far training moved them since batch 6."""
     ours, theirs = (weights_of(find_checkpoint(run), which)[0] for run in (one, other))
@@ -94,44 +87,16 @@ def distance(one: Path, other: Path, which: Weights) -> float:
     return (difference / moved) ** 0.5
 
 
-@pytest.mark.cpu_seconds(12)
-def test_run_logs_every_batch_and_crosses_an_epoch(runs):
-    losses = read_losses(runs.whole(1, 'ddp'))
-    assert list(losses) == list(range(BATCHES))
-    assert EPOCH < BATCHES
-
-
 @pytest.mark.cpu_seconds(40)
-@pytest.mark.parametrize(
-    ('count', 'strategy'),
-    [pytest.param(2, 'ddp', marks=pytest.mark.slow), (2, 'fsdp2'), pytest.param(4, 'fsdp2', marks=pytest.mark.slow)],
-)
-def test_other_numbers_of_ranks_and_strategies_give_the_same_curve(runs, count, strategy):
-    one, other = runs.whole(1, 'ddp'), runs.whole(count, strategy)
+@pytest.mark.parametrize('count', [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_sharded_runs_on_several_ranks_have_the_curve_of_one_rank(runs, count):
+    one, other = runs.whole(1, 'ddp'), runs.whole(count, 'fsdp2')
     first, another = read_losses(one), read_losses(other)
+    assert list(first) == list(range(BATCHES)) and EPOCH < BATCHES, 'the run crosses the end of an epoch'
     assert another[0] == pytest.approx(first[0], rel=1e-6)
     assert largest_difference(first, another) < 1e-4
     for which in WHICH:
         assert distance(one, other, which) < 0.05
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ('before', 'after'),
-    [((2, 'ddp'), (1, 'fsdp2')), ((1, 'ddp'), (2, 'fsdp2'))],
-    ids=lambda layout: f'{layout[0]}{layout[1]}',
-)
-def test_resuming_on_another_number_of_ranks_gives_the_same_curve(runs, before, after):
-    one = runs.whole(1, 'ddp')
-    name = f'moved-{before[0]}-{before[1]}-{after[0]}-{after[1]}'
-    path = runs.recipe(name, before[1])
-    job = runs.ranks.start(before[0], path)
-    runs.wait_for_batch(job, name, 12)
-    job.kill()
-    runs.ranks.run(after[0], runs.recipe(name, after[1]))
-    assert largest_difference(read_losses(one), read_losses(runs.folder(name))) < 1e-4
-    for which in WHICH:
-        assert distance(one, runs.folder(name), which) < 0.05
 
 
 @pytest.mark.slow
@@ -180,6 +145,5 @@ def test_runs_killed_at_random_times_resume_bit_for_bit(runs):
         for job, path in zip(resumed, paths, strict=True):
             folder = runs.folder(path.stem)
             assert job.wait() == [0], job.output()
-            assert read_losses(folder) == read_losses(whole), f'after kill {number}'
-            same_weights(folder, whole)
+            assert_same_end(folder, whole)
             assert not list(folder.glob('.ba*')), 'unfinished checkpoints are removed'

@@ -52,11 +52,10 @@ def test_snapshot_holds_the_state_at_the_time_of_the_copy(device, caplog, prepar
     buffers.release()
 
 
-@pytest.mark.parametrize('asynchronous', [True, False])
-def test_checkpoint_has_the_weights_of_the_model(write_recipe, tmp_path, device, asynchronous):
+def test_checkpoint_has_the_weights_of_the_model(write_recipe, device):
     trainer: dict[str, Any] = {'max_duration': '2ba', 'save_interval': '2ba', 'progress_bar': False}
     trainer |= {'device': 'cpu'} if device == 'cpu' else {'device': 'gpu', 'precision': 'amp_bf16'}
-    recipe = load(write_recipe(trainer=trainer, checkpointing={'asynchronous': asynchronous}, speed={'compile': False}))
+    recipe = load(write_recipe(trainer=trainer, speed={'compile': False}))
     built = build_trainer(recipe)
     built.fit()
     model: Any = built.state.model

@@ -3,13 +3,15 @@
 import json
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from callbacks.guarded_run import At
-from checkpointing.saved_runs import assert_same_tensors, the_checkpointer
+from checkpointing.saved_runs import assert_same_tensors, recipe_writer, the_checkpointer
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 
@@ -20,6 +22,11 @@ from diffusion.config.load import load
 from diffusion.training.train import build_trainer, train
 
 COPY_SECONDS = 0.2
+
+
+@pytest.fixture
+def write(tmp_path, tiny_recipe) -> Callable[..., Path]:
+    return recipe_writer(tmp_path, tiny_recipe)
 
 
 @pytest.fixture
@@ -101,17 +108,17 @@ def test_error_of_a_thread_is_raised_by_who_needs_the_copies():
 
 
 def test_weights_are_copied_during_the_next_batch_and_are_those_of_the_batch_that_is_saved(
-    write_recipe, slow, monkeypatch, tmp_path
+    write, slow, monkeypatch, tmp_path
 ):
     """The copies end after the backward pass of the next batch, so the optimizer has to wait for them."""
     sections: dict[str, Any] = {'algorithms': {'ema': {'ema_start': '1ba', 'smoothing': 0.5}}}
-    sections['trainer'] = {'max_duration': '4ba', 'save_interval': '2ba', 'device': 'cpu', 'progress_bar': False}
-    train(load(write_recipe('blocking', **sections, checkpointing={'asynchronous': False}))).close()
+    sections['trainer'] = {'max_duration': '4ba'}
+    train(load(write('blocking', **sections, checkpointing={'asynchronous': False}))).close()
     slow.clear()
 
     # Longer than a batch takes on a busy machine.
     monkeypatch.setattr(f'{__name__}.COPY_SECONDS', 1.0)
-    recipe = load(write_recipe('overlapped', **sections))
+    recipe = load(write('overlapped', **sections))
     trainer = build_trainer(recipe)
     seen: list[Any] = []
     copy_but = SnapshotBuffers.copy_but
@@ -139,13 +146,13 @@ def test_weights_are_copied_during_the_next_batch_and_are_those_of_the_batch_tha
     assert stalls[0] > 0.5, 'the wait before the optimizer counts as a stall'
 
 
-def test_averages_that_the_end_of_an_epoch_updates_are_those_of_the_batch_that_is_saved(write_recipe, slow, tmp_path):
+def test_averages_that_the_end_of_an_epoch_updates_are_those_of_the_batch_that_is_saved(write, slow, tmp_path):
     """ba5 is the last batch of an epoch: the averages are updated after its save, before another batch starts."""
     sections: dict[str, Any] = {'algorithms': {'ema': {'ema_start': '1ba', 'update_interval': '1ep', 'smoothing': 0.5}}}
-    sections['trainer'] = {'max_duration': '8ba', 'save_interval': '5ba', 'device': 'cpu', 'progress_bar': False}
+    sections['trainer'] = {'save_interval': '5ba'}
     written: list[bool] = []
     for name, asynchronous in (('blocking', False), ('overlapped', True)):
-        trainer = build_trainer(load(write_recipe(name, **sections, checkpointing={'asynchronous': asynchronous})))
+        trainer = build_trainer(load(write(name, **sections, checkpointing={'asynchronous': asynchronous})))
         if asynchronous:
             # Everything is copied, so the save does not wait for the next batch.
             note = partial(note_end_of_writing, the_checkpointer(trainer), written)
@@ -180,10 +187,9 @@ def change_weights(state: State) -> None:
         weight.mul_(1.0625)
 
 
-def test_with_an_algorithm_of_another_package_everything_is_copied_at_once(write_recipe, slow, tmp_path):
-    trainer: dict[str, Any] = {'max_duration': '4ba', 'save_interval': '2ba', 'device': 'cpu', 'progress_bar': False}
+def test_with_an_algorithm_of_another_package_everything_is_copied_at_once(write, slow, tmp_path):
     for name, asynchronous in (('blocking', False), ('overlapped', True)):
-        recipe = load(write_recipe(name, trainer=trainer, checkpointing={'asynchronous': asynchronous}))
+        recipe = load(write(name, {'max_duration': '4ba'}, checkpointing={'asynchronous': asynchronous}))
         built = build_trainer(recipe)
         built.state.algorithms.append(Foreign())
         built.fit()
@@ -192,9 +198,8 @@ def test_with_an_algorithm_of_another_package_everything_is_copied_at_once(write
     assert_same_tensors(*(tmp_path / 'runs' / name / 'ba2' for name in ('overlapped', 'blocking')))
 
 
-def test_checkpoint_whose_weights_a_callback_changes_too_early_is_not_published(write_recipe, slow, caplog):
-    trainer: dict[str, Any] = {'max_duration': '6ba', 'save_interval': '2ba', 'device': 'cpu', 'progress_bar': False}
-    recipe = load(write_recipe('early', trainer=trainer))
+def test_checkpoint_whose_weights_a_callback_changes_too_early_is_not_published(write, slow, caplog):
+    recipe = load(write('early', {'max_duration': '6ba'}))
     built = build_trainer(recipe)
     built.state.callbacks.append(At(Event.BEFORE_FORWARD, 2, lambda: change_weights(built.state)))
     built.fit()

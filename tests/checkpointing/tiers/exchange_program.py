@@ -58,11 +58,11 @@ def main(root: Path) -> None:
     exchange('full', own)
     exchange('abandoned', own, calls=2)
     exchange('again', own)
-    path, record = root / 'equal-0' / 'a0', FileRecord(3500, hash_file(root / 'equal-0' / 'a0').xxh3_128)
-    wrong = FileRecord(3500, '0' * 32)
-    for case, expected in (('sent', record), ('wrong', wrong)):
+    path = root / 'equal-0' / 'a0'
+    record = hash_file(path)
+    for case, expected in (('sent', record), ('wrong', FileRecord(3500, '0' * 32))):
         if rank == 0:
-            found[case] = attempt(lambda: send_file(path, 3500, 1, group))
+            found[case] = attempt(lambda: send_file(path, record, 1, group))
         else:
             target = root / case
             found[case] = attempt(lambda target=target, expected=expected: receive_file(target, expected, 0, group))

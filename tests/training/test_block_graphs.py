@@ -225,21 +225,18 @@ def two_blocks(graphs, device) -> TwoBlocks:
     return model
 
 
-def test_blocks_in_another_order_are_refused(two_blocks, device):
-    two_blocks.order = [1, 0]
-    with pytest.raises(UserError, match=r'runs Linear with other arguments, or in another order.*cuda_graphs=false'):
-        two_blocks(torch.ones(2, 4, device=device))
-
-
-def test_block_with_other_arguments_is_refused(two_blocks, device):
-    two_blocks.between = lambda hidden: hidden[:1]
-    with pytest.raises(UserError, match='other arguments'):
-        two_blocks(torch.ones(2, 4, device=device))
-
-
-def test_output_that_is_changed_in_place_is_refused(two_blocks, device):
-    two_blocks.between = lambda hidden: hidden.mul_(2)
-    with pytest.raises(UserError, match='the output of Linear was changed in place'):
+@pytest.mark.parametrize(
+    ('order', 'between', 'message'),
+    [
+        ([1, 0], lambda hidden: hidden, r'runs Linear with other arguments, or in another order.*cuda_graphs=false'),
+        ([0, 1], lambda hidden: hidden[:1], 'other arguments'),
+        ([0, 1], lambda hidden: hidden.mul_(2), 'the output of Linear was changed in place'),
+    ],
+    ids=['order', 'arguments', 'in place'],
+)
+def test_pass_that_differs_from_the_captured_one_is_refused(two_blocks, device, order, between, message):
+    two_blocks.order, two_blocks.between = order, between
+    with pytest.raises(UserError, match=message):
         two_blocks(torch.ones(2, 4, device=device)).sum().backward()
 
 

@@ -141,24 +141,6 @@ def test_tall_and_wide_matrices_cost_the_same():
     assert counts[0] == counts[1] > 0
 
 
-def test_update_has_the_rms_of_adamw_for_every_shape():
-    """0.2 times the learning rate for matrices of full rank, as Liu et al. measured for AdamW."""
-    for shape in ((64, 64), (256, 32), (32, 256), (32, 16, 3, 3)):
-        weight = nn.Parameter(torch.zeros(shape))
-        (weight.grad,) = random_tensors([shape], torch.float32, 4)
-        Muon([weight], lr=0.01, weight_decay=0.0).step()
-        assert float(weight.detach().square().mean().sqrt()) == pytest.approx(0.2 * 0.01, rel=0.25), shape
-
-
-def test_weight_decay_is_decoupled_from_the_gradient():
-    weights = [nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))]
-    for weight in weights:
-        weight.grad = torch.zeros_like(weight)
-    Muon(weights, lr=0.1, adamw_lr=0.5, weight_decay=0.2).step()
-    assert weights[0].tolist() == torch.full((4, 4), 1 - 0.1 * 0.2).tolist()
-    assert weights[1].tolist() == torch.full((4,), 1 - 0.5 * 0.2).tolist()
-
-
 @pytest.mark.parametrize('fused', [None, True])
 def test_other_parameters_are_updated_exactly_as_by_adamw(fused):
     ours, theirs = ([nn.Parameter(each) for each in random_tensors([(7,), (3, 5)], torch.float32, 5)] for _ in range(2))
@@ -190,28 +172,18 @@ def names_of(model: nn.Module, groups: list[dict[str, Any]]) -> list[set[str]]:
 
 def test_groups_are_the_matrices_of_blocks_and_the_rest(make_model):
     model = make_model()
+    model.denoiser.down_blocks[0].resnets[0].conv2.weight.requires_grad_(False)
     matrices, others = names_of(model, muon_groups(model))
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert matrices | others == trained and not matrices & others
     down = 'denoiser.down_blocks.0'
     assert {f'{down}.resnets.0.conv1.weight', f'{down}.attentions.0.transformer_blocks.0.attn1.to_q.weight'} <= matrices
     assert not [name for name in matrices if 'norm' in name or name.endswith('.bias')]
-    for name in (
-        'conv_in.weight',
-        'conv_out.weight',
-        'time_embedding.linear_1.weight',
-        f'{down}.resnets.0.norm1.weight',
-    ):
-        assert name in others or f'denoiser.{name}' in others
+    for name in ('conv_in', 'conv_out', 'time_embedding.linear_1', 'down_blocks.0.resnets.0.norm1'):
+        assert f'denoiser.{name}.weight' in others
     assert any('embed' in name for name in others), 'the text encoder'
     linear, rest = names_of(model, muon_groups(model, convolutions=False))
     assert f'{down}.resnets.0.conv1.weight' in rest and linear < matrices
-
-
-def test_frozen_weights_are_in_no_group(make_model):
-    model = make_model()
-    frozen = model.denoiser.down_blocks[0].resnets[0].conv1.weight.requires_grad_(False)
-    assert all(frozen is not each for group in muon_groups(model) for each in group['params'])
 
 
 def test_model_without_blocks_is_refused_with_the_way_out():

@@ -186,36 +186,6 @@ def test_transformer_blocks_of_equal_shapes_share_compiled_code(make_model, monk
     assert graphs[0] == graphs[1] > 0, 'Dynamo guards the identity of the attention processor, which they share'
 
 
-@pytest.mark.slow
-def test_compiled_blocks_use_weights_that_are_replaced_in_place(make_model):
-    """EMA's exchange of weights and loading of checkpoints write into the parameters in place."""
-    model, other = make_model(), make_model()
-    with torch.no_grad():
-        for weight in other.parameters():
-            weight.mul_(1.1)
-    batch = batch_of(model)
-    expected, _ = gradients(other, batch)
-    apply_speed(model, with_parts('compile'))
-    before, _ = gradients(model, batch)
-    model.load_state_dict(other.state_dict())
-    after, _ = gradients(model, batch)
-    assert before != pytest.approx(float(expected), rel=1e-3)
-    assert after == pytest.approx(float(expected), rel=1e-6)
-
-
-@pytest.mark.slow
-def test_compiled_blocks_support_activation_checkpointing(make_model):
-    plain, model = make_model(), make_model()
-    model.denoiser.enable_gradient_checkpointing()
-    apply_speed(model, with_parts('compile'))
-    plain.train()
-    model.train()
-    batch = batch_of(model)
-    (loss, found), (expected_loss, expected) = gradients(model, batch), gradients(plain, batch)
-    assert loss == pytest.approx(float(expected_loss), rel=1e-6)
-    assert largest_error(found, expected) < 1e-4
-
-
 def test_channels_last_keeps_weights_contiguous_under_fsdp(make_model):
     sharded, replicated = make_model(), make_model()
     apply_speed(sharded, with_parts('channels_last'), strategy='fsdp2')

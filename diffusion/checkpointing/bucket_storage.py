@@ -43,7 +43,7 @@ from diffusion.checkpointing.checkpoint_store import (
     checkpoint_name,
     parse_receipt,
 )
-from diffusion.checkpointing.rank_agreement import raise_on_all_ranks, run_on_each_rank
+from diffusion.checkpointing.rank_agreement import from_rank_zero, raise_on_all_ranks, run_on_each_rank
 from diffusion.checkpointing.retention import CheckpointInfo
 from diffusion.config.checkpointing import KeepConfig
 from diffusion.errors import ExternalError, UserError
@@ -88,12 +88,7 @@ class BucketStorage:
         here = f'{os.uname().nodename} {self.folder.absolute()}'
         folders = dist.all_gather_object(here)
         self._node_ranks = [rank for rank, folder in enumerate(folders) if folder == here]
-        run_id = ['']
-        with raise_on_all_ranks(self.place):
-            if dist.get_global_rank() == 0:
-                run_id = [open_bucket_run(self.place)]
-        dist.broadcast_object_list(run_id, src=0)
-        self.run_id = run_id[0]
+        self.run_id = from_rank_zero(lambda: open_bucket_run(self.place), self.place)
         with raise_on_all_ranks(str(self.folder)):
             if self._owns_folder():
                 claim_working_folder(self.folder, self.run_id)
@@ -101,7 +96,7 @@ class BucketStorage:
 
     def resume_point(self) -> Path | None:
         damages: list[str] = []
-        batches = self._broadcast_batches()
+        batches = from_rank_zero(self.list_batches, self.place)
         for batch in batches:
             try:
                 found = self._restore(batch)
@@ -250,15 +245,6 @@ class BucketStorage:
                 self._published = set(published_batches(self.place))
         return self._published
 
-    def _broadcast_batches(self) -> list[int]:
-        """Return the batches of the checkpoints in the store, newest first; a collective."""
-        found: list[list[int]] = [[]]
-        with raise_on_all_ranks(self.place):
-            if dist.get_global_rank() == 0:
-                found = [self.list_batches()]
-        dist.broadcast_object_list(found, src=0)
-        return found[0]
-
     def _restore(self, batch: int) -> Path:
         """Download a checkpoint to the nodes that need its files, verify it and return the local folder; a collective.
 
@@ -268,17 +254,18 @@ class BucketStorage:
             OSError: The store cannot be read, or a local disk is full.
         """
         url, checkpoint = self.name_of(batch), self.folder / checkpoint_name(batch)
-        text: list[bytes] = [b'']
-        with raise_on_all_ranks(url, logs=False), _as_storage_fault():
-            if dist.get_global_rank() == 0:
-                text = [read_checked_receipt(url, self.run_id)]
-        dist.broadcast_object_list(text, src=0)
+
+        def read() -> bytes:
+            with _as_storage_fault():
+                return read_checked_receipt(url, self.run_id)
+
+        text = from_rank_zero(read, url, logs=False)
         with raise_on_all_ranks(str(checkpoint)):
             if self._owns_folder():
                 checkpoint_store.remove_others(checkpoint)
                 checkpoint.mkdir(exist_ok=True)
-                (checkpoint / RECEIPT).write_bytes(text[0])
-        receipt = parse_receipt(text[0], url)
+                (checkpoint / RECEIPT).write_bytes(text)
+        receipt = parse_receipt(text, url)
 
         def download() -> None:
             with _as_storage_fault():

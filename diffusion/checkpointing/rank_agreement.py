@@ -4,7 +4,7 @@ import errno
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -20,7 +20,7 @@ from diffusion.exit_codes import CONFIG_ERROR
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
-"""Interval of the collectives in which ranks wait for the work of rank 0."""
+"""Interval of the collectives in which ranks wait for the work of others."""
 Result = TypeVar('Result')
 Kind = Literal['other', 'external', 'user', 'damage', 'storage']
 SEVERITY: tuple[Kind, ...] = ('other', 'external', 'user', 'damage', 'storage')
@@ -122,7 +122,7 @@ def wait_for_all_ranks(done: threading.Event) -> None:
         pass
 
 
-def run_on_rank_zero(work: Callable[[], Result], where: str) -> Result | None:
+def run_on_rank_zero(work: Callable[[], Result], where: str, *, logs: bool = True) -> Result | None:
     """Run a function on rank 0 alone, which may take longer than the timeout of collectives; a collective.
 
     Args:
@@ -135,20 +135,14 @@ def run_on_rank_zero(work: Callable[[], Result], where: str) -> Result | None:
     Raises:
         Exception: The function's error, on every rank as in `raise_on_all_ranks`.
     """
-    done: Future[Result] | None = None
-    if dist.get_world_size() > 1:
-        # A single collective would reach its timeout, so the ranks meet every second while a thread works.
-        done = _in_thread(work) if dist.get_global_rank() == 0 else None
-        while True:
-            finished = [done is not None and bool(wait([done], POLL_SECONDS).done)]
-            dist.broadcast_object_list(finished, src=0)
-            if finished[0]:
-                break
-    result: Result | None = None
-    with raise_on_all_ranks(where):
-        if dist.get_global_rank() == 0:
-            result = work() if done is None else done.result()
-    return result
+    return run_on_each_rank(work if dist.get_global_rank() == 0 else lambda: None, where, logs=logs)
+
+
+def from_rank_zero(work: Callable[[], Result], where: str, *, logs: bool = True) -> Result:
+    """Run a function on rank 0 alone as `run_on_rank_zero` does, and return its result on every rank."""
+    results: list[Any] = [run_on_rank_zero(work, where, logs=logs)]
+    dist.broadcast_object_list(results, src=0)
+    return results[0]
 
 
 def run_on_each_rank(work: Callable[[], Result], where: str, *, logs: bool = True) -> Result:
@@ -167,6 +161,7 @@ def run_on_each_rank(work: Callable[[], Result], where: str, *, logs: bool = Tru
     """
     done: Future[Result] | None = None
     if dist.get_world_size() > 1:
+        # A single collective would reach its timeout, so the ranks meet every second while threads work.
         done, ended = _in_thread(work), threading.Event()
         done.add_done_callback(lambda _: ended.set())
         wait_for_all_ranks(ended)

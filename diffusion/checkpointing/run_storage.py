@@ -26,7 +26,7 @@ from diffusion.checkpointing.checkpoint_store import (
     run_id_of,
 )
 from diffusion.checkpointing.checkpoint_weights import verify_checkpoint
-from diffusion.checkpointing.rank_agreement import raise_on_all_ranks, run_on_rank_zero
+from diffusion.checkpointing.rank_agreement import from_rank_zero, raise_on_all_ranks
 from diffusion.config.checkpointing import KeepConfig
 from diffusion.errors import ExternalError, UserError
 from diffusion.runs import environment
@@ -173,9 +173,7 @@ class FolderStorage:
                 checkpoint_store.set_aside(found)
             return found
 
-        broadcast = [run_on_rank_zero(find, 'autoresume')]
-        dist.broadcast_object_list(broadcast, src=0)
-        return broadcast[0]
+        return from_rank_zero(find, 'autoresume')
 
     def remove_unfinished(self) -> None:
         with raise_on_all_ranks(self.place):
@@ -257,12 +255,7 @@ def open_run_folder(folder: Path) -> str:
             folder.mkdir(parents=True, exist_ok=True)
     # A run has begun if any rank sees it: the machine without the mount may be that of rank 0.
     check_shared(folder, 'runs_dir', begun=any(dist.all_gather_object(begun)))
-    run_id = ['']
-    with raise_on_all_ranks(str(folder)):
-        if dist.get_global_rank() == 0:
-            run_id = [read_with_retries(lambda: read_run_id(folder)) or _first_id(folder)]
-    dist.broadcast_object_list(run_id, src=0)
-    return run_id[0]
+    return from_rank_zero(lambda: read_with_retries(lambda: read_run_id(folder)) or _first_id(folder), str(folder))
 
 
 def _first_id(folder: Path) -> str:

@@ -7,6 +7,7 @@ all chunks, marked as bad, since its peer would wait for them.
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -89,7 +90,7 @@ def exchange_files(
     theirs = _exchange_offers(files, peers, group)
     incoming = _Incoming(folder, theirs)
     sizes, expected = _chunk_sizes(files), _chunk_sizes(theirs)
-    with outgoing, incoming:
+    with closing(outgoing), closing(incoming):
         for number in range(max(len(sizes), len(expected))):
             sending = None
             if number < len(sizes):
@@ -112,7 +113,7 @@ def send_file(path: Path, record: FileRecord, to: int, group: ProcessGroup | Non
         OSError: The file cannot be read; the receiver gets an error too.
     """
     files = {path.name: record}
-    with _Outgoing(path.parent, files, lambda: None) as outgoing:
+    with closing(_Outgoing(path.parent, files, lambda: None)) as outgoing:
         for chunk_size in _chunk_sizes(files):
             torch.distributed.send(outgoing.chunk(chunk_size), to, group=group)
     if outgoing.error is not None:
@@ -126,7 +127,7 @@ def receive_file(path: Path, expected: FileRecord, source: int, group: ProcessGr
         OSError: The sender could not read it, it cannot be written, or its content is not as expected.
     """
     unfinished = f'.{path.name}.unfinished'
-    with _Incoming(path.parent, {unfinished: expected}) as incoming:
+    with closing(_Incoming(path.parent, {unfinished: expected})) as incoming:
         for chunk_size in _chunk_sizes({path.name: expected}):
             buffer = torch.empty(chunk_size + 1, dtype=torch.uint8)
             torch.distributed.recv(buffer, source, group=group)
@@ -169,22 +170,27 @@ def _tensor(data: bytes | bytearray) -> Tensor:
     return torch.frombuffer(bytearray(data) if isinstance(data, bytes) else data, dtype=torch.uint8)
 
 
-class _Outgoing:
-    """Files that are read in chunks; `error` keeps the first error, after which all chunks are bad."""
+class _Files:
+    """Files of a folder, one of which is open, and the bytes that it still lacks; `error` keeps the first error."""
 
-    def __init__(self, folder: Path, files: Mapping[str, FileRecord], check: Callable[[], None]) -> None:
-        self._folder, self._check = folder, check
-        self._left = [(name, record.bytes) for name, record in files.items() if record.bytes]
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._file: IO[bytes] | None = None
         self._remaining = 0
         self.error: BaseException | None = None
 
-    def __enter__(self) -> '_Outgoing':
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+
+class _Outgoing(_Files):
+    """Files that are read in chunks, which are bad after an error."""
+
+    def __init__(self, folder: Path, files: Mapping[str, FileRecord], check: Callable[[], None]) -> None:
+        super().__init__(folder)
+        self._check = check
+        self._left = [(name, record.bytes) for name, record in files.items() if record.bytes]
 
     def chunk(self, size: int) -> Tensor:
         """Return the next chunk, whose first byte is _GOOD or _BAD."""
@@ -201,8 +207,7 @@ class _Outgoing:
     def _read(self, buffer: memoryview) -> None:
         """Fill a buffer with the next bytes."""
         if not self._remaining:
-            if self._file is not None:
-                self._file.close()
+            self.close()
             name, self._remaining = self._left.pop(0)
             self._file = (self._folder / name).open('rb')
         assert self._file is not None
@@ -212,23 +217,14 @@ class _Outgoing:
         self._remaining -= filled
 
 
-class _Incoming:
-    """Files that are written as their chunks arrive; `error` keeps the first error, after which nothing is written."""
+class _Incoming(_Files):
+    """Files that are written as their chunks arrive; after an error nothing is written."""
 
     def __init__(self, folder: Path, files: Mapping[str, FileRecord]) -> None:
-        self._folder, self._left = folder, list(files.items())
-        self._file: IO[bytes] | None = None
+        super().__init__(folder)
+        self._left = list(files.items())
         self._writer: HashingWriter | None = None
-        self._remaining = 0
-        self.error: BaseException | None = None
-
-    def __enter__(self) -> '_Incoming':
         self._keep_error(self._open_next)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
 
     def write(self, chunk: Tensor) -> None:
         """Write a chunk that has arrived."""

@@ -23,7 +23,7 @@ from diffusion.checkpointing.checkpoint_store import (
     parse_receipt,
     read_with_retries,
 )
-from diffusion.checkpointing.rank_agreement import run_on_each_rank, run_on_rank_zero
+from diffusion.checkpointing.rank_agreement import from_rank_zero, run_on_each_rank
 from diffusion.checkpointing.run_storage import RunStorage
 from diffusion.checkpointing.tiers.node_tier import NodeTier, recipe_hash
 from diffusion.checkpointing.tiers.peers import receive_file, send_file
@@ -84,9 +84,7 @@ def stored_batches(storage: RunStorage) -> list[int]:
     Raises:
         OSError: The storage cannot be read for minutes; on every rank.
     """
-    stored = [run_on_rank_zero(lambda: read_with_retries(storage.list_batches), storage.place)]
-    dist.broadcast_object_list(stored, src=0)
-    return stored[0] or []
+    return from_rank_zero(lambda: read_with_retries(storage.list_batches), storage.place)
 
 
 def newest_in_tiers(tiers: Sequence[NodeTier], stored: Collection[int], *, at_least: int) -> Path | None:

@@ -332,7 +332,6 @@ def _write_state(
 
 
 def _write_text(text: str, path: Path) -> FileRecord:
-    """Write a text file and return its size and hash."""
     with path.open('wb') as file:
         writer = checkpoint_store.HashingWriter(file)
         writer.write(text.encode())

@@ -271,7 +271,6 @@ class Checkpointer(CheckpointSaver):
             self._finish_running(logger)
 
     def _start_copies(self) -> None:
-        """Start the copies of the snapshots that the running saves write."""
         if self._running is not None:
             self._running.start_copy()
         self._tiers.start_copy()

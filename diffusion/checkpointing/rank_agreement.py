@@ -172,7 +172,6 @@ def run_on_each_rank(work: Callable[[], Result], where: str, *, logs: bool = Tru
 
 
 def _in_thread(work: Callable[[], Result]) -> Future[Result]:
-    """Start a function in a thread and return its future."""
     future: Future[Result] = Future()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # each thread has its own
 

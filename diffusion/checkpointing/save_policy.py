@@ -134,7 +134,6 @@ class AutoInterval(TimedInterval):
         self.seconds = chosen[0]
 
     def _mtbf_hours(self) -> float:
-        """Return the expected hours between failures of this run."""
         prior = default_mtbf_hours(dist.get_world_size())
         attempts: list[Attempt] = []
         try:

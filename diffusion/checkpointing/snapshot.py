@@ -371,7 +371,6 @@ def lower_priority() -> None:
 
 
 def _aligned(size: int) -> int:
-    """Return a size rounded up to a multiple of ALIGNMENT."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 

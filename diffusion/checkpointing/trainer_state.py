@@ -175,7 +175,6 @@ def _check_optimizer(state: State, content: Mapping[str, Any], checkpoint: Path)
 
 
 def _load_shards(state: State, settings: Mapping[str, Mapping[str, Any]], checkpoint: Path, fetch: Fetch) -> None:
-    """Load the model and the optimizer from a sharded checkpoint."""
     model = _model_tensors(state)
     # get_optimizer_state_dict initializes the state of a new optimizer, so the tensors to read into exist.
     optimizer = get_optimizer_state_dict(state.model, state.optimizers[0], options=_FLAT)
@@ -191,7 +190,6 @@ def _load_shards(state: State, settings: Mapping[str, Mapping[str, Any]], checkp
 
 
 def _load_averages(state: State, saved: Mapping[str, Any], checkpoint: Path, fetch: Fetch) -> None:
-    """Load the weight averages of all averagers from a sharded checkpoint."""
     labels_of = {
         name: algorithm_state['sharded_averages']
         for name, algorithm_state in dict(saved['algorithms']).items()

@@ -85,11 +85,6 @@ def build_tokenizers(recipe: Recipe) -> list[PreTrainedTokenizerBase]:
     return [] if make is None else make(**of_object(make).accepted(recipe.model.kwargs))
 
 
-def takes_image_sizes(recipe: Recipe) -> bool:
-    """Return True if a recipe's model is conditioned on the sizes of images, so that its dataset must return them."""
-    return family_of_model(recipe.model.name).image_sizes
-
-
 def build_dataset(
     recipe: Recipe,
     *,
@@ -131,7 +126,7 @@ def build_dataset(
     }
     buckets = [Bucket(name, _stream(stream), stream.image_shape) for name, stream in streams.items()]
     supplied = {'tokenizers': build_tokenizers(recipe), 'batch_size': batch_size, 'seed': recipe.seed}
-    if takes_image_sizes(recipe):
+    if family_of_model(recipe.model.name).image_sizes:
         # Pass the keyword only here: a user's dataset class for models without image sizes does not take it.
         if not registry.signature('dataset', component.name).accepted({'image_sizes': True}):
             raise UserError(

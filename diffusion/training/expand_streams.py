@@ -90,5 +90,4 @@ def _fetched(stream: StreamConfig) -> Path:
 
 
 def _inside(folder: str | None, shape: Shape) -> str | None:
-    """Return the path of a shape's subfolder, or None if there is no folder."""
     return None if folder is None else f'{folder.rstrip("/")}/{shape}'

@@ -333,7 +333,6 @@ def _size(weight: Tensor) -> tuple[int, int]:
 
 
 def _shape(item: Tensor | tuple[str, Tensor]) -> tuple[int, ...]:
-    """Return the shape of a parameter or of a named parameter."""
     return tuple((item if isinstance(item, Tensor) else item[1]).shape)
 
 

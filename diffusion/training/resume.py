@@ -5,12 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from composer.utils import dist
-
 from diffusion.callbacks.recipe_keeper import ResumedRecipe
 from diffusion.checkpointing.checkpoint_store import RECIPE, list_checkpoints
 from diffusion.checkpointing.checkpoint_weights import has_averages, read_content
-from diffusion.checkpointing.rank_agreement import raise_on_all_ranks, run_on_rank_zero
+from diffusion.checkpointing.rank_agreement import run_on_rank_zero
 from diffusion.config.interpolation import dotted
 from diffusion.config.load import Recipe, overlap, plain_values, to_yaml
 from diffusion.config.recipe_values import recipe_values
@@ -43,13 +41,10 @@ def check_saver(recipe: Recipe) -> None:
         UserError: `trainer.save_folder` was set, changed or removed since the run saved its checkpoints; the run would
             start again at batch 0.
     """
-    with raise_on_all_ranks('resume'):
-        if dist.get_global_rank() == 0:
-            _check_saver(recipe)
+    run_on_rank_zero(lambda: _check_saver(recipe), 'resume')
 
 
 def _check_saver(recipe: Recipe) -> None:
-    """Raise UserError if the run has checkpoints in another folder than its recipe's."""
     folder = recipe.trainer.get('save_folder')
     way_out = 'set it back to resume, or use another name for a new run'
     if folder is not None and (present := list_checkpoints(recipe.run_dir)):

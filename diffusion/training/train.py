@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from composer import Trainer
 from composer.callbacks import CheckpointSaver
-from composer.core import Algorithm, Callback, State, TimeUnit
+from composer.core import Callback, State, TimeUnit
 from composer.loggers import LoggerDestination
 from composer.models import ComposerModel
 from composer.utils import dist, get_device
@@ -216,13 +216,14 @@ def build_trainer(recipe: Recipe) -> Trainer:
     apply_speed(model, parts, strategy=strategy, shapes=len({bucket.shape for bucket in loader.dataset.buckets}))
     optimizer = components.build_optimizer(recipe, model)
     keep_layout(optimizer)
+    together = [] if parts.encode_batch_size is None else [EncodeTogether(parts.encode_batch_size)]
     trainer = Trainer(
         model=model,
         train_dataloader=loader,
         eval_dataloader=to_data_spec(components.build_loader(recipe, 'eval')) if recipe.eval_streams else None,
         optimizers=optimizer,
         schedulers=registry.build('scheduler', recipe.scheduler) if recipe.scheduler is not None else None,
-        algorithms=[*_own_algorithms(parts), *components.build_all(recipe, 'algorithm', recipe.algorithms)],
+        algorithms=[*together, *components.build_all(recipe, 'algorithm', recipe.algorithms)],
         callbacks=[
             # Heartbeat comes first: it must beat before callbacks that save a checkpoint themselves and raise.
             Heartbeat(),
@@ -328,11 +329,6 @@ def checkpoint_activations(model: ComposerModel) -> None:
     model.denoiser.enable_gradient_checkpointing()
 
 
-def _own_algorithms(parts: SpeedConfig) -> list[Algorithm]:
-    """Build the algorithms of the `speed` section."""
-    return [] if parts.encode_batch_size is None else [EncodeTogether(parts.encode_batch_size)]
-
-
 def _own_callbacks(
     recipe: Recipe, parts: SpeedConfig, loader: BucketedLoader, checkpointer: Checkpointer | None
 ) -> list[Callback]:
@@ -355,12 +351,13 @@ def _in_run_evaluation(recipe: Recipe) -> list[Callback]:
     """Build the callback of `evaluators_interval`, if it is set."""
     if recipe.evaluators_interval is None:
         return []
-    evaluators = {key: registry.build('evaluator', each) for key, each in recipe.evaluators.items()}
-    sharded = recipe.parallelism.strategy != 'ddp'
-    every = recipe.evaluators_interval
     return [
         InRunEvaluation(
-            evaluators, every=every, run_dir=recipe.run_dir, sharded=sharded, raise_together=raise_on_all_ranks
+            {key: registry.build('evaluator', each) for key, each in recipe.evaluators.items()},
+            every=recipe.evaluators_interval,
+            run_dir=recipe.run_dir,
+            sharded=recipe.parallelism.strategy != 'ddp',
+            raise_together=raise_on_all_ranks,
         )
     ]
 

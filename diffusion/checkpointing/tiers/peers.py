@@ -205,7 +205,6 @@ class _Outgoing(_Files):
         return _tensor(data)
 
     def _read(self, buffer: memoryview) -> None:
-        """Fill a buffer with the next bytes."""
         if not self._remaining:
             self.close()
             name, self._remaining = self._left.pop(0)

@@ -22,7 +22,7 @@ from pathlib import Path
 import yaml
 from machine import heading
 
-from diffusion.launch.in_place import STANDBY
+from diffusion.launch.standby.in_place import STANDBY
 from diffusion.loggers.metrics_file import TRAIN_LOSS, read_metrics
 from diffusion.runs import attempts
 

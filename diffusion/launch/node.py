@@ -28,10 +28,10 @@ from diffusion.launch.exit_file import (
     report_exit,
 )
 from diffusion.launch.failure_stacks import HangListener, StackFolder, attempt_name, keep_stacks
-from diffusion.launch.in_place import InPlaceRestarts
 from diffusion.launch.node_records import NodeRecords
 from diffusion.launch.node_settings import PREFLIGHT_SECONDS, Settings, fetch_secrets
 from diffusion.launch.rank_discovery import NodePosition, find_position, nccl_environment
+from diffusion.launch.standby.in_place import InPlaceRestarts
 from diffusion.launch.workers import TICK_SECONDS, Outcome, Workers, discarding_lost_output
 from diffusion.runs import attempts, environment, heartbeat_file, run_lock
 from diffusion.runs.attempts import Attempt

@@ -15,10 +15,10 @@ import yaml
 
 from diffusion.config.load import load
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
-from diffusion.launch import in_place
-from diffusion.launch.in_place import InPlaceRestarts, StandbyPool, modules_of
 from diffusion.launch.node_settings import Settings
 from diffusion.launch.rank_discovery import NodePosition
+from diffusion.launch.standby import in_place
+from diffusion.launch.standby.in_place import InPlaceRestarts, StandbyPool, modules_of
 from diffusion.launch.workers import Outcome, start_rank
 from diffusion.runs.attempts import Attempt
 from tests.launch.specs import changed
@@ -232,7 +232,7 @@ def test_standby_that_cannot_import_says_why_and_is_not_used(starter):
 def test_standbys_end_with_the_process_that_started_them(tmp_path):
     (tmp_path / 'run.py').write_text('')
     code = (
-        'import os, time\nfrom diffusion.launch.in_place import StandbyPool\n'
+        'import os, time\nfrom diffusion.launch.standby.in_place import StandbyPool\n'
         "pool = StandbyPool(['run.py'], ['json'], print)\npool.start([dict(os.environ)])\npool.poll()\n"
         'print(*pool.pids, flush=True)\ntime.sleep(600)\n'
     )

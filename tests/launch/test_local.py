@@ -21,7 +21,7 @@ from injected import raising
 from ranks import assert_same_weights, batches_done, free_port, two_free_ports
 
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, PREEMPTED
-from diffusion.launch.in_place import STANDBY
+from diffusion.launch.standby.in_place import STANDBY
 from diffusion.runs import attempts
 from diffusion.runs.run_status import inspect_run
 from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE

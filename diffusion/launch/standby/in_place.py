@@ -1,10 +1,10 @@
 """Restart of an attempt in place: the node entry points keep running, and standby processes become the new ranks.
 
 A standby process is started like a rank: as a child of the node entry point in a session of its own, with the
-environment of its rank. It runs `python -m diffusion.tasks.standby`, which imports torch, Composer and the modules of
-the recipe's components while the run trains, and then waits. At a restart it gets the environment of the next attempt
-and runs run.py as a new process would. Forks of one imported process would need less memory (8 ranks need about 4 GB of
-standby processes), but then no imported library may have started a thread or touched a GPU.
+environment of its rank. It runs `python -m diffusion.launch.standby.process`, which imports torch, Composer and the
+modules of the recipe's components while the run trains, and then waits. At a restart it gets the environment of the
+next attempt and runs run.py as a new process would. Forks of one imported process would need less memory (8 ranks need
+about 4 GB of standby processes), but then no imported library may have started a thread or touched a GPU.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from diffusion.runs.attempts import Attempt
 from diffusion.runs.bounded_call import STORAGE_SECONDS, call_with_limit
 from diffusion.runs.heartbeat_file import Beat
 
-STANDBY = 'diffusion.tasks.standby'
+STANDBY = 'diffusion.launch.standby.process'
 ANSWER_SECONDS = 3.0
 """Maximum wait for the answer of a standby process. It first checks the files of its modules, which takes milliseconds
 on a local disk."""

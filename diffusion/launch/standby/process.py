@@ -1,6 +1,6 @@
-"""Standby process of a rank, `python -m diffusion.tasks.standby FD MODULE,... -- run.py ARGUMENTS`.
+"""Standby process of a rank, `python -m diffusion.launch.standby.process FD MODULE,... -- run.py ARGUMENTS`.
 
-It imports modules, waits until `diffusion.launch.in_place.Standby` asks it to take over, and then runs run.py as
+It imports modules, waits until `in_place.Standby` asks it to take over, and then runs run.py as
 `python run.py ARGUMENTS` would.
 """
 

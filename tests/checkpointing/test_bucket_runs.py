@@ -260,4 +260,4 @@ def test_old_checkpoints_are_deleted_unless_they_are_being_evaluated(write, buck
     claim.release()
     train(load(path)).close()
     assert published_batches(recipe.run_url) == [8]
-    assert {key.split('/')[2] for key in store.objects('bucket') if '/ba' in key} == {'ba8'}
+    assert {key.split('/')[2] for key in store.objects('bucket') if '/evaluated/ba' in key} == {'ba8'}

@@ -349,15 +349,6 @@ def test_step_waits_for_the_device_only_where_composer_does(write_recipe):
     assert per_batch['composer/trainer/trainer.py (<lambda>)'] == 1
 
 
-def test_find_waits_reports_a_new_wait():
-    with find_waits() as found:
-        values = torch.arange(3.0)
-        float(values.sum())
-        values[values > 1].tolist()
-    assert sum(found.values()) == 3
-    assert {site.function for site in found} == {'test_find_waits_reports_a_new_wait'}
-
-
 def test_find_waits_reports_a_copy_that_is_read_before_anything_else_has_waited():
     with find_waits() as found:
         early = HostCopy(torch.arange(3.0))

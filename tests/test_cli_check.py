@@ -1,7 +1,5 @@
 """`diffusion check`: command lines, printed output and exit statuses."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -54,6 +52,8 @@ def test_valid_recipe_is_printed_and_timed(write, capsys):
     assert 'seed: 3\n' in out
     assert out.splitlines()[-1].startswith('# ')
     assert ': ok, checked in ' in out.splitlines()[-1]
+    assert main(['check', write(GOOD), '--quiet']) == 0
+    assert capsys.readouterr().out.count('\n') == 1
 
 
 def test_number_of_gpus_is_checked_on_request(write, capsys):
@@ -75,16 +75,13 @@ def test_missing_values_are_printed_and_listed_with_their_description(capsys):
     out = capsys.readouterr().out
     assert 'remote: ???\n' in out
     assert '#   streams.laion.remote: is still ???; set the object store folder that holds index.json' in out
+    assert main(['check', str(YAMLS / 'phase1.yaml'), '--strict']) == 2
+    assert 'streams.laion.remote: is still ???' in capsys.readouterr().err
 
 
 def test_missing_keyword_of_a_component_is_listed_with_its_type(write, capsys):
     assert main(['check', write(GOOD), 'callbacks.speed_monitor.window_size=???', '--quiet']) == 0
     assert '#   callbacks.speed_monitor.window_size: is still ???; set a value of type int\n' in capsys.readouterr().out
-
-
-def test_strict_fails_on_missing_values(capsys):
-    assert main(['check', str(YAMLS / 'phase1.yaml'), '--strict']) == 2
-    assert 'streams.laion.remote: is still ???' in capsys.readouterr().err
 
 
 def test_mistakes_are_reported_despite_missing_values(capsys):
@@ -94,24 +91,11 @@ def test_mistakes_are_reported_despite_missing_values(capsys):
     assert 'streams.laion.resolution' in error
 
 
-def test_mistakes_of_all_kinds_are_reported_in_one_run(write, capsys):
-    text = GOOD.replace('8ba', 'long') + 'loader: {shufle: true}\noptimizer: {name: adamw, lrr: 1}\ncallbacks: {lr: }\n'
-    assert main(['check', write(text)]) == 2
-    error = capsys.readouterr().err
-    for where in ('loader.shufle', 'optimizer.lrr', 'callbacks.lr', 'trainer.max_duration'):
-        assert f'\n  {where}: ' in error
-
-
 @pytest.mark.parametrize('order', [('R', '--quiet', 'seed=x'), ('--quiet', 'R', 'seed=x'), ('R', 'seed=x', '--quiet')])
 def test_overrides_and_options_can_be_in_any_order(write, capsys, order):
     path = write(GOOD)
     assert main(['check', *(path if word == 'R' else word for word in order)]) == 2
     assert "seed: 'x' is not an integer" in capsys.readouterr().err
-
-
-def test_quiet_prints_one_line(write, capsys):
-    assert main(['check', write(GOOD), '--quiet']) == 0
-    assert capsys.readouterr().out.count('\n') == 1
 
 
 @pytest.mark.parametrize(
@@ -149,11 +133,3 @@ def test_mistake_prints_one_message_with_the_file_name(write, capsys, name):
     captured = capsys.readouterr()
     assert captured.out == ''
     assert captured.err.startswith(f'error: {path} has ')
-
-
-def test_mistakes_print_no_traceback(write):
-    paths = [write(text, f'{name}.yaml') for name, text in MISTAKES.items()]
-    program = 'import sys; from diffusion.cli import main; print([main(["check", path]) for path in sys.argv[1:]])'
-    result = subprocess.run([sys.executable, '-c', program, *paths], capture_output=True, text=True, check=True)
-    assert 'Traceback' not in result.stderr
-    assert result.stdout.strip() == str([2] * len(paths))

@@ -121,7 +121,7 @@ def test_installed_version_has_each_imported_name(entry):
     assert entry.load() is not None
 
 
-@pytest.mark.parametrize('entry', ATTRIBUTES.values(), ids=lambda entry: entry.name)
+@pytest.mark.parametrize('entry', [*ATTRIBUTES.values(), *INHERITED.values()], ids=lambda entry: entry.name)
 def test_installed_version_has_each_attribute(entry):
     """Attributes that a constructor sets appear in the source of the class only."""
     with contextlib.suppress(UserError):
@@ -131,11 +131,6 @@ def test_installed_version_has_each_attribute(entry):
     kinds = getattr(importlib.import_module(module), owner).__mro__[:-1]
     sources = [Path(str(sys.modules[kind.__module__].__file__)).read_text() for kind in kinds]
     assert any(re.search(rf'self\.{entry.name}\b', source) for source in sources)
-
-
-@pytest.mark.parametrize('entry', INHERITED.values(), ids=lambda entry: entry.name)
-def test_installed_version_has_each_inherited_attribute(entry):
-    test_installed_version_has_each_attribute(entry)
 
 
 def test_missing_name_says_which_versions_have_it_and_the_way_out(monkeypatch):

@@ -1,10 +1,10 @@
-"""Checks of a `runs_dir` in an object store, as `diffusion check` and the start of a run make them."""
+"""Checks of a `runs_dir` in an object store and of `checkpointing.tiers`, as `diffusion check` makes them."""
 
 import pytest
 
 from diffusion.cli import main
 from diffusion.config.checkpointing_checks import credentials_problem, runs_dir_problem
-from diffusion.config.load import load
+from diffusion.config.load import RecipeError, load
 from diffusion.config.path_checks import check_output
 
 
@@ -55,3 +55,30 @@ def test_credentials_that_do_not_suffice_are_named_before_the_run(
     assert found is None if message is None else message in str(found)
     problems = check_output(load(write_recipe(), [f'runs_dir={runs_dir}']))
     assert [each.where for each in problems] == ([] if message is None else ['runs_dir'])
+
+
+@pytest.mark.parametrize(
+    ('overrides', 'message'),
+    [
+        (['checkpointing.tiers.disk.save_interval=1m'], 'checkpointing.tiers.disk.folder: is missing; name a folder'),
+        (['checkpointing.tiers.memory.save_interval=soon'], 'checkpointing.tiers.memory.save_interval: '),
+        (['checkpointing.tiers.memory.copies=2'], 'copies'),
+        (['checkpointing.tiers.memory.save_interval=1ep'], '1ep is no interval for a tier; use a time'),
+        (
+            ['checkpointing.tiers.memory.save_interval=1m', 'trainer.save_folder=a'],
+            "checkpointing.tiers.memory: does not apply to Composer's own checkpoints",
+        ),
+    ],
+)
+def test_mistake_in_tiers_is_named(write_recipe, overrides, message):
+    with pytest.raises(RecipeError, match='checkpointing') as found:
+        load(write_recipe(), overrides)
+    assert message in str(found.value)
+
+
+def test_tiers_are_off_by_default_and_take_times_and_durations(write_recipe):
+    assert load(write_recipe()).checkpointing.tiers is None
+    for interval in ('30s', 'auto', '50ba'):
+        tiers = load(write_recipe(), [f'checkpointing.tiers.memory.save_interval={interval}']).checkpointing.tiers
+        assert tiers is not None and tiers.memory is not None
+        assert (tiers.memory.save_interval, tiers.disk) == (interval, None)

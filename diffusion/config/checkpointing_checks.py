@@ -7,38 +7,29 @@ import os
 import re
 from collections.abc import Mapping
 
-from diffusion.config.checkpointing import CheckpointingConfig, KeepConfig, TierConfig, TiersConfig
+from diffusion.config.checkpointing import KeepConfig, TierConfig, TiersConfig
 from diffusion.config.recipe import Recipe
 from diffusion.config.schema import MISSING, Problem
 
 COMPOSER_SAVER_KEYWORDS = {
-    'save_filename',
-    'save_ignore_keys',
-    'save_latest_filename',
-    'save_overwrite',
-    'save_weights_only',
+    *('save_filename', 'save_ignore_keys', 'save_latest_filename', 'save_overwrite', 'save_weights_only')
 }
 """Keywords of composer.Trainer that affect only the files of Composer's own CheckpointSaver."""
 LAST = 'save_num_checkpoints_to_keep'
 """Composer's keyword for `checkpointing.keep.last`."""
+NOT_COMPOSER = "does not apply to Composer's own checkpoints, which trainer.save_folder selects"
 
 
 def check_checkpointing(recipe: Recipe) -> list[Problem]:
     """Return the mistakes in the `checkpointing` section and in keywords of the Trainer about checkpoints."""
     if not isinstance(recipe.trainer, dict):
         return []
-    keep = recipe.checkpointing.keep if isinstance(recipe.checkpointing, CheckpointingConfig) else None
+    keep, tiers, by_composer = recipe.checkpointing.keep, recipe.checkpointing.tiers, 'save_folder' in recipe.trainer
     problems = _keep_problems(keep) if isinstance(keep, KeepConfig) else []
-    tiers = recipe.checkpointing.tiers if isinstance(recipe.checkpointing, CheckpointingConfig) else None
-    problems += (
-        _tier_problems(tiers, composer='save_folder' in recipe.trainer) if isinstance(tiers, TiersConfig) else []
-    )
-    if 'save_folder' in recipe.trainer:
+    problems += _tier_problems(tiers, by_composer) if isinstance(tiers, TiersConfig) else []
+    if by_composer:
         if keep is not None:
-            what = (
-                f"does not apply to Composer's own checkpoints, which trainer.save_folder selects; use trainer.{LAST}"
-            )
-            problems.append(Problem('checkpointing.keep', what))
+            problems.append(Problem('checkpointing.keep', f'{NOT_COMPOSER}; use trainer.{LAST}'))
         return problems
     last = recipe.trainer.get(LAST)
     if keep is not None and isinstance(last, int) and last > 0:
@@ -56,25 +47,21 @@ def check_checkpointing(recipe: Recipe) -> list[Problem]:
     ]
 
 
-def _tier_problems(tiers: TiersConfig, *, composer: bool) -> list[Problem]:
-    """Return the mistakes in `checkpointing.tiers`; `composer` is True if Composer's own saver is selected."""
+def _tier_problems(tiers: TiersConfig, by_composer: bool) -> list[Problem]:
+    """Return the mistakes in `checkpointing.tiers`; `by_composer` is True if Composer's own saver is selected."""
     problems = []
     for name, tier in (('memory', tiers.memory), ('disk', tiers.disk)):
         where = f'checkpointing.tiers.{name}'
         if not isinstance(tier, TierConfig):
             continue
-        if composer:
-            what = (
-                "does not apply to Composer's own checkpoints, which trainer.save_folder selects; remove one of the two"
-            )
-            problems.append(Problem(where, what))
+        if by_composer:
+            problems.append(Problem(where, f'{NOT_COMPOSER}; remove one of the two'))
         if isinstance(tier.save_interval, str) and re.fullmatch(r'\d+(\.\d+)?(ep|iter|dur)', tier.save_interval):
             what = f'{tier.save_interval} is no interval for a tier; use a time, such as 10m, or batches, such as 50ba'
             problems.append(Problem(f'{where}.save_interval', what))
         if name == 'disk' and tier.folder is None:
-            problems.append(
-                Problem(f'{where}.folder', 'is missing; name a folder on a local disk, such as /local/nvme')
-            )
+            what = 'is missing; name a folder on a local disk, such as /local/nvme'
+            problems.append(Problem(f'{where}.folder', what))
     return problems
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 from diffusion.config import registry
 from diffusion.config.byte_sizes import parse_bytes
-from diffusion.config.checkpointing import CheckpointingConfig, TierConfig, TiersConfig, is_time
+from diffusion.config.checkpointing import TierConfig, TiersConfig, is_time
 from diffusion.config.checkpointing_checks import check_checkpointing, runs_dir_problem
 from diffusion.config.device_checks import (
     batching_problem,
@@ -20,15 +20,8 @@ from diffusion.config.device_checks import (
 )
 from diffusion.config.image_metrics import check_image_metrics
 from diffusion.config.image_shapes import parse_shape
-from diffusion.config.model_checks import (
-    check_algorithms,
-    check_alignment,
-    check_lora,
-    check_objective,
-    check_perceptual_losses,
-    check_width_transfer,
-)
-from diffusion.config.recipe import Component, LoaderConfig, ParallelismConfig, Recipe, SpeedConfig, StreamConfig
+from diffusion.config.model_checks import check_model
+from diffusion.config.recipe import Component, Recipe, StreamConfig
 from diffusion.config.sampling_checks import check_sampling
 from diffusion.config.schema import MISSING, Gatherer, Problem, did_you_mean, join
 from diffusion.config.signatures import words
@@ -72,17 +65,8 @@ MAX_BATCH = 2**31
 DURATION = re.compile(r'\d+(\.\d+)?(ba|ep|sp|tok|dur|iter|sec)')
 """Pattern of Composer's duration strings, such as `1000ba`."""
 DURATION_KEYS = {
-    'max_duration',
-    'eval_interval',
-    'save_interval',
-    'console_log_interval',
-    't_warmup',
-    't_max',
-    'milestones',
-    'ema_start',
-    'half_life',
-    'update_interval',
-    'every',
+    *('max_duration', 'eval_interval', 'save_interval', 'console_log_interval', 't_warmup', 't_max', 'milestones'),
+    *('ema_start', 'half_life', 'update_interval', 'every'),
 }
 """Keywords of components and of the Trainer whose values are durations."""
 DEVICES = ('cpu', 'gpu')
@@ -95,23 +79,21 @@ def check_components(recipe: Recipe) -> list[Problem]:
     """Return a problem for each unknown component of a recipe and each wrong keyword of components and the Trainer."""
     problems = []
     for where, kind, component in _components(recipe):
-        what = registry.unknown(kind, component.name)
-        if what is not None:
+        name, kwargs = component.name, component.kwargs
+        if (what := registry.unknown(kind, name)) is not None:
             problems.append(Problem(where, what))
-            continue
-        problems += registry.check_keywords(
-            where, kind, component.name, component.kwargs, supplied=SUPPLIED.get(kind, ())
-        )
+        else:
+            problems += registry.check_keywords(where, kind, name, kwargs, supplied=SUPPLIED.get(kind, ()))
     # `check_recipe` reports durations that are bare numbers and suggests units; the type check would suggest quotes.
     numbers = {where for where, value in _durations(recipe) if not isinstance(value, str) and duration_problem(value)}
     problems = [problem for problem in problems if problem.where not in numbers]
     if not isinstance(recipe.trainer, dict):
         return problems
-    for key in recipe.trainer:
-        if key in SET_IN_OTHER_SECTIONS:
-            problems.append(
-                Problem(join('trainer', key), f'belongs in another section; set {SET_IN_OTHER_SECTIONS[key]}')
-            )
+    problems += [
+        Problem(join('trainer', key), f'belongs in another section; set {SET_IN_OTHER_SECTIONS[key]}')
+        for key in recipe.trainer
+        if key in SET_IN_OTHER_SECTIONS
+    ]
     rest = {key: value for key, value in recipe.trainer.items() if key not in SET_IN_OTHER_SECTIONS}
     return problems + registry.check_keywords('trainer', 'trainer', 'composer', rest, supplied=('model',))
 
@@ -159,14 +141,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     _check_loss_guard(recipe, gather)
     _check_notify(recipe, gather)
     own = [(where, each.kwargs) for where, kind, each in _components(recipe) if registry.is_own(kind, each.name)]
-    gather.problems += check_initial_weights(recipe)
-    gather.problems += check_pretrained(recipe)
-    gather.problems += check_lora(recipe)
-    gather.problems += check_objective(recipe)
-    gather.problems += check_algorithms(recipe)
-    gather.problems += check_alignment(recipe)
-    gather.problems += check_perceptual_losses(recipe)
-    gather.problems += check_width_transfer(recipe)
+    gather.problems += check_initial_weights(recipe) + check_pretrained(recipe) + check_model(recipe)
     gather.problems += check_sampling(recipe, dict(own))
     gather.problems += check_image_metrics({where: each for where, each in own if where.startswith('evaluators.')})
     if recipe.task == 'train' and recipe.evaluators_interval is not None:
@@ -259,10 +234,8 @@ def _check_streams(section: str, streams: Mapping[str, StreamConfig], gather: Ga
         if stream.remote is None and stream.local is None:
             gather.problem(where, 'has neither remote nor local; give the folder of its MDS shards')
         if isinstance(stream.resolution, int) and (stream.resolution <= 0 or stream.resolution % 8):
-            gather.problem(
-                join(where, 'resolution'),
-                f'{stream.resolution} is not a multiple of 8 pixels; use {max(8, round(stream.resolution / 8) * 8)}',
-            )
+            near = max(8, round(stream.resolution / 8) * 8)
+            gather.problem(join(where, 'resolution'), f'{stream.resolution} is not a multiple of 8 pixels; use {near}')
         _check_shape(where, stream, gather)
         amounts = [key for key in ('proportion', 'repeat', 'choose') if getattr(stream, key) is not None]
         if len(amounts) > 1:
@@ -277,8 +250,6 @@ def _check_streams(section: str, streams: Mapping[str, StreamConfig], gather: Ga
 
 
 def _check_loader(recipe: Recipe, gather: Gatherer) -> None:
-    if not isinstance(recipe.loader, LoaderConfig):
-        return
     limit, bad = recipe.loader.cache_limit, recipe.loader.max_bad_samples
     if limit not in (None, MISSING):
         try:
@@ -292,15 +263,12 @@ def _check_loader(recipe: Recipe, gather: Gatherer) -> None:
 
 
 def _check_shape(where: str, stream: StreamConfig, gather: Gatherer) -> None:
-    if stream.aspects:
-        if stream.shape is not None:
-            gather.problem(
-                join(where, 'shape'), 'an `aspects` stream takes its shapes from its folders; remove shape or aspects'
-            )
-        if stream.choose is not None:
-            gather.problem(
-                join(where, 'choose'), 'cannot be divided over image shapes; use proportion and loader.epoch_size'
-            )
+    if stream.aspects and stream.shape is not None:
+        what = 'an `aspects` stream takes its shapes from its folders; remove shape or aspects'
+        gather.problem(join(where, 'shape'), what)
+    if stream.aspects and stream.choose is not None:
+        what = 'cannot be divided over image shapes; use proportion and loader.epoch_size'
+        gather.problem(join(where, 'choose'), what)
     if isinstance(stream.shape, str) and stream.shape != MISSING:
         try:
             parse_shape(stream.shape)
@@ -332,27 +300,21 @@ def _check_microbatch(recipe: Recipe, gather: Gatherer) -> None:
 def _check_order(recipe: Recipe, gather: Gatherer) -> None:
     """Report settings that would make global batches depend on the number of devices."""
     streams, batch = dict(stream_sections(recipe)).get('streams', {}), recipe.global_batch
-    problems = {}
-    if isinstance(recipe.loader, LoaderConfig):
-        shapes = [_shape_text(stream) for stream in streams.values() if isinstance(stream.resolution, int)]
-        if isinstance(recipe.loader.batching_method, str):
-            method = batching_problem(recipe.loader.batching_method, shapes)
-            problems['loader.batching_method'] = method
-        canonical_nodes = recipe.loader.num_canonical_nodes
-        if _positive(batch) and isinstance(canonical_nodes, int):
-            problems['loader.num_canonical_nodes'] = canonical_nodes_problem(canonical_nodes, batch)
-        epoch = recipe.loader.epoch_size
-        if _positive(batch) and isinstance(epoch, int):
-            problems['loader.epoch_size'] = epoch_problem(epoch, batch)
-            absolute = [name for name, stream in streams.items() if stream.repeat or stream.choose]
-            if absolute:
-                gather.problem(
-                    join(join('streams', absolute[0]), 'choose or repeat'),
-                    'conflicts with loader.epoch_size, which sets the samples per epoch too; use proportion with it',
-                )
+    problems, loader = {}, recipe.loader
+    shapes = [_shape_text(stream) for stream in streams.values() if isinstance(stream.resolution, int)]
+    if isinstance(loader.batching_method, str):
+        problems['loader.batching_method'] = batching_problem(loader.batching_method, shapes)
+    if _positive(batch) and isinstance(loader.num_canonical_nodes, int):
+        problems['loader.num_canonical_nodes'] = canonical_nodes_problem(loader.num_canonical_nodes, batch)
+    if _positive(batch) and isinstance(loader.epoch_size, int):
+        problems['loader.epoch_size'] = epoch_problem(loader.epoch_size, batch)
+        absolute = [name for name, stream in streams.items() if stream.repeat or stream.choose]
+        if absolute:
+            what = 'conflicts with loader.epoch_size, which sets the samples per epoch too; use proportion with it'
+            gather.problem(f'streams.{absolute[0]}.choose or repeat', what)
     for name, stream in streams.items():
         if _positive(batch) and _positive(stream.choose):
-            problems[join(join('streams', name), 'choose')] = choose_problem(stream.choose, batch)
+            problems[f'streams.{name}.choose'] = choose_problem(stream.choose, batch)
     for where, what in problems.items():
         if what is not None:
             gather.problem(where, what)
@@ -360,8 +322,6 @@ def _check_order(recipe: Recipe, gather: Gatherer) -> None:
 
 def _check_parallelism(recipe: Recipe, gather: Gatherer) -> None:
     settings = recipe.parallelism
-    if not isinstance(settings, ParallelismConfig):
-        return
     sharded = settings.strategy != 'ddp'
     if _not_positive(settings.replicas):
         gather.problem('parallelism.replicas', f'{settings.replicas} is not positive; 1 shards over all devices')
@@ -375,34 +335,23 @@ def _check_parallelism(recipe: Recipe, gather: Gatherer) -> None:
     if sharded and isinstance(recipe.optimizer, Component) and recipe.optimizer.name == 'decoupled_adamw':
         for where, kind, component in _components(recipe):
             if kind == 'callback' and component.name == 'optimizer_monitor':
-                gather.problem(
-                    where,
-                    "optimizer_monitor cannot combine the ranks' norms of decoupled_adamw under fsdp2; use "
-                    'loss_guard, which logs the norm of all gradients as grad_norm/total',
-                )
+                what = "optimizer_monitor cannot combine the ranks' norms of decoupled_adamw under fsdp2; use "
+                gather.problem(where, what + 'loss_guard, which logs the norm of all gradients as grad_norm/total')
 
 
 def _check_speed(recipe: Recipe, gather: Gatherer) -> None:
     """Report `speed` settings that are explicitly true but cannot work under the parallelism strategy."""
-    if not isinstance(recipe.speed, SpeedConfig) or not isinstance(recipe.parallelism, ParallelismConfig):
-        return
-    strategy = recipe.parallelism.strategy
-    if recipe.speed.reduce_once is True and strategy != 'fsdp2':
+    speed, strategy = recipe.speed, recipe.parallelism.strategy
+    if speed.reduce_once is True and strategy != 'fsdp2':
         gather.problem('speed.reduce_once', f'needs strategy: fsdp2, not {strategy}; remove it')
-    if recipe.speed.cuda_graphs and strategy != 'ddp':
-        gather.problem(
-            'speed.cuda_graphs', f'needs weights that stay where they are, which {strategy} moves; use strategy: ddp'
-        )
-    if recipe.speed.cuda_graphs and recipe.parallelism.activation_checkpointing:
-        gather.problem(
-            'speed.cuda_graphs',
-            'a graph cannot leave out what activation checkpointing recomputes; use '
-            'parallelism.activation_checkpointing: false',
-        )
-    if _not_positive(recipe.speed.encode_batch_size):
-        gather.problem(
-            'speed.encode_batch_size', f'{recipe.speed.encode_batch_size} is not positive; use 1 or more, or null'
-        )
+    if speed.cuda_graphs and strategy != 'ddp':
+        what = f'needs weights that stay where they are, which {strategy} moves; use strategy: ddp'
+        gather.problem('speed.cuda_graphs', what)
+    if speed.cuda_graphs and recipe.parallelism.activation_checkpointing:
+        what = 'a graph cannot leave out what activation checkpointing recomputes; use '
+        gather.problem('speed.cuda_graphs', what + 'parallelism.activation_checkpointing: false')
+    if _not_positive(speed.encode_batch_size):
+        gather.problem('speed.encode_batch_size', f'{speed.encode_batch_size} is not positive; use 1 or more, or null')
 
 
 def _check_trainer(recipe: Recipe, gather: Gatherer) -> None:
@@ -427,16 +376,10 @@ def _check_loss_guard(recipe: Recipe, gather: Gatherer) -> None:
     if str(recipe.trainer.get('precision') or default).lower() != 'amp_fp16':
         return
     for key, callback in recipe.callbacks.items():
-        if (
-            isinstance(callback, Component)
-            and callback.name == 'loss_guard'
-            and callback.kwargs.get('action') == 'skip'
-        ):
-            gather.problem(
-                f'callbacks.{key}.action',
-                'skip does not support precision amp_fp16, whose loss scaler already skips updates; use stop, or '
-                'trainer.precision=amp_bf16',
-            )
+        is_guard = isinstance(callback, Component) and callback.name == 'loss_guard'
+        if is_guard and callback.kwargs.get('action') == 'skip':
+            what = 'skip does not support precision amp_fp16, whose loss scaler already skips updates; use stop, or '
+            gather.problem(f'callbacks.{key}.action', what + 'trainer.precision=amp_bf16')
 
 
 def _durations(recipe: Recipe) -> list[tuple[str, Any]]:
@@ -458,8 +401,8 @@ def _durations(recipe: Recipe) -> list[tuple[str, Any]]:
                 found.append((join(where, key), value))
     if recipe.evaluators_interval is not None:
         found.append(('evaluators_interval', recipe.evaluators_interval))
-    if isinstance(recipe.checkpointing, CheckpointingConfig) and isinstance(recipe.checkpointing.tiers, TiersConfig):
-        for name, tier in (('memory', recipe.checkpointing.tiers.memory), ('disk', recipe.checkpointing.tiers.disk)):
+    if isinstance(tiers := recipe.checkpointing.tiers, TiersConfig):
+        for name, tier in (('memory', tiers.memory), ('disk', tiers.disk)):
             if isinstance(tier, TierConfig):
                 found.append((f'checkpointing.tiers.{name}.save_interval', tier.save_interval))
     # 0 turns evaluation off, in any unit.

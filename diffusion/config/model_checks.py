@@ -25,7 +25,16 @@ LOGIT_NORMAL_ONLY = ('logit_mean', 'logit_std', 'uniform_fraction')
 """Settings that apply only to `timesteps: logit_normal`."""
 
 
-def check_objective(recipe: Recipe) -> list[Problem]:
+def check_model(recipe: Recipe) -> list[Problem]:
+    """Return a problem for each wrong or unsupported setting of a recipe's model, LoRA and algorithms."""
+    checks = (
+        *(_check_lora, _check_objective, _check_algorithms, _check_alignment),
+        *(_check_perceptual_losses, _check_width_transfer),
+    )
+    return [problem for check in checks for problem in check(recipe)]
+
+
+def _check_objective(recipe: Recipe) -> list[Problem]:
     """Return values of `model.objective` that are not allowed, or contradict each other, as problems."""
     given = objective_settings(recipe)
     defaults = registry.settings_of('model', Component(recipe.model.name), 'objective') if given else {}
@@ -98,7 +107,7 @@ def _has_type_of(default: Any, value: Any) -> bool:
 ALIGNMENT = 'representation_alignment'
 
 
-def check_alignment(recipe: Recipe) -> list[Problem]:
+def _check_alignment(recipe: Recipe) -> list[Problem]:
     """Return a problem for each wrong setting of `model.representation_alignment`."""
     values, settings = (registry.settings_of('model', recipe.model, key) for key in (None, ALIGNMENT))
     if not isinstance(values.get(ALIGNMENT), Mapping) or not settings:
@@ -141,7 +150,7 @@ LPIPS_BACKBONES = ('vgg', 'alex', 'squeeze')
 """Networks for which the linear layers of LPIPS are published."""
 
 
-def check_perceptual_losses(recipe: Recipe) -> list[Problem]:
+def _check_perceptual_losses(recipe: Recipe) -> list[Problem]:
     """Return a problem for each wrong setting of `model.perceptual_losses`, and for an unsupported model."""
     model = recipe.model
     settings = registry.settings_of('model', model, PERCEPTUAL_LOSSES)
@@ -199,7 +208,7 @@ ADAM_OPTIMIZERS = ('adamw', 'decoupled_adamw')
 """Optimizers whose updates are those of Adam, for which the rules of muP hold."""
 
 
-def check_width_transfer(recipe: Recipe) -> list[Problem]:
+def _check_width_transfer(recipe: Recipe) -> list[Problem]:
     """Return a problem for a base width that does not fit the model, the LoRA or the optimizer."""
     values, optimizer = registry.settings_of('model', recipe.model), recipe.optimizer
     numbers = [values.get(key) for key in (BASE_WIDTH, 'hidden_size', 'num_heads')]
@@ -236,7 +245,7 @@ def optimizer_problem(name: str) -> str | None:
     )
 
 
-def check_lora(recipe: Recipe) -> list[Problem]:
+def _check_lora(recipe: Recipe) -> list[Problem]:
     """Return a problem for each value of `lora` that is out of range, and for a model that does not support it."""
     settings, found = recipe.lora, []
     if not isinstance(settings, LoraConfig):
@@ -251,35 +260,21 @@ def check_lora(recipe: Recipe) -> list[Problem]:
         found.append(Problem('lora.targets', 'is empty, so nothing would be trained; name layers, such as to_q'))
     if recipe.task == 'train' and recipe.init_from is None:
         found.append(Problem('lora', 'trains updates of published weights; set init_from to a source of weights'))
-    return found + _lora_model_problems(recipe)
-
-
-def _lora_model_problems(recipe: Recipe) -> list[Problem]:
-    """Return the reasons why the recipe's model cannot be trained with a LoRA."""
-    settings = registry.settings_of('model', recipe.model)
-    if not settings:
-        return []
-    if 'train_text_encoder' not in registry.signature('model', recipe.model.name).names():
-        return [Problem('lora', f'the model {recipe.model.name} has no denoiser; remove the section')]
-    if settings['train_text_encoder'] is True:
-        return [
-            Problem(
-                'model.train_text_encoder', 'lora trains the denoiser alone, and the text encoder is frozen; set false'
-            )
-        ]
-    return []
+    if has_no_denoiser(recipe):
+        found.append(Problem('lora', f'the model {recipe.model.name} has no denoiser; remove the section'))
+    elif registry.settings_of('model', recipe.model).get('train_text_encoder') is True:
+        what = 'lora trains the denoiser alone, and the text encoder is frozen; set false'
+        found.append(Problem('model.train_text_encoder', what))
+    return found
 
 
 UNROUTED_BLOCKS = 3
 """Default number of blocks after the end of the route of TREAD, which process all tokens."""
 
 
-def check_algorithms(recipe: Recipe) -> list[Problem]:
+def _check_algorithms(recipe: Recipe) -> list[Problem]:
     """Return a problem for each algorithm of a recipe that cannot train its model."""
-    checks = {
-        'tread': _tread_problems,
-        'contrastive_flow_matching': _contrastive_problems,
-    }
+    checks = {'tread': _tread_problems, 'contrastive_flow_matching': _contrastive_problems}
     return [
         Problem(join(where, key), problem)
         for where, component in _algorithms(recipe)
@@ -337,12 +332,13 @@ def microbatch_problem(microbatch: int, device_batch: int) -> str | None:
 
 
 def _tread_problems(recipe: Recipe, kwargs: Mapping[str, Any]) -> dict[str, str]:
-    if _has_no_denoiser(recipe) or family_of_model(recipe.model.name).u_net:
+    if has_no_denoiser(recipe) or family_of_model(recipe.model.name).u_net:
         return {'': f'the model {recipe.model.name} has no image tokens; use a transformer, such as prx, or remove it'}
     settings = registry.settings_of('algorithm', Component('tread', dict(kwargs)))
     start, end, fraction = (settings[key] for key in ('start', 'end', 'fraction'))
-    depth = _depth(recipe)
-    if end is None and isinstance(depth, int):
+    depth = registry.settings_of('model', recipe.model).get('depth')
+    depth = depth if isinstance(depth, int) else None
+    if end is None and depth is not None:
         end = depth - UNROUTED_BLOCKS
     if not isinstance(start, int) or not isinstance(end, int) or not isinstance(fraction, int | float):
         return {}  # the type check reports it
@@ -354,7 +350,7 @@ def _contrastive_problems(recipe: Recipe, kwargs: Mapping[str, Any]) -> dict[str
     weight = kwargs.get('weight')
     if isinstance(weight, int | float) and (problem := contrastive_weight_problem(weight)) is not None:
         problems['weight'] = problem
-    if _has_no_denoiser(recipe):
+    if has_no_denoiser(recipe):
         return {**problems, '': f'the model {recipe.model.name} has no denoiser; remove the algorithm'}
     # The builders of transformers set a flow as the default objective, so there is nothing to check without a setting.
     if isinstance(recipe.model.kwargs.get('objective'), Mapping) or family_of_model(recipe.model.name).u_net:
@@ -363,16 +359,10 @@ def _contrastive_problems(recipe: Recipe, kwargs: Mapping[str, Any]) -> dict[str
     return problems
 
 
-def _has_no_denoiser(recipe: Recipe) -> bool:
+def has_no_denoiser(recipe: Recipe) -> bool:
     """Return True if a recipe's model is one of this package that has no denoiser."""
     settings = registry.settings_of('model', recipe.model)
     return bool(settings) and 'objective' not in settings
-
-
-def _depth(recipe: Recipe) -> int | None:
-    """Return the number of blocks of a recipe's model, or None if it has no such keyword."""
-    depth = registry.settings_of('model', recipe.model).get('depth')
-    return depth if isinstance(depth, int) else None
 
 
 def _algorithms(recipe: Recipe) -> Iterator[tuple[str, Component]]:

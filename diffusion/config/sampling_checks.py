@@ -10,8 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from diffusion.config import registry
-from diffusion.config.model_checks import objective_settings
+from diffusion.config.model_checks import has_no_denoiser, objective_settings
 from diffusion.config.recipe import GenerateConfig, Recipe
 from diffusion.config.schema import MISSING, Problem, join
 from diffusion.config.signatures import source_file
@@ -114,8 +113,6 @@ def check_sampling(recipe: Recipe, components: Mapping[str, Mapping[str, Any]]) 
         components: Keywords of this package's components in the recipe, by path. Keywords that are not about sampling
             are ignored.
     """
-    if not isinstance(recipe.generate, GenerateConfig):
-        return []
     timesteps, flow = num_train_timesteps(recipe), is_flow(recipe)
     # Training does not read `generate`, whose default of 50 steps is too high for a model of, say, 40 timesteps.
     places = [('generate', vars(recipe.generate), timesteps if recipe.task == 'generate' else None)]
@@ -165,8 +162,7 @@ def is_flow(recipe: Recipe) -> bool:
 
 def model_problem(recipe: Recipe) -> str | None:
     """Return an error message if the model is one of this package that generates no images from prompts, else None."""
-    settings = registry.settings_of('model', recipe.model)
-    if not settings or 'objective' in settings:
+    if not has_no_denoiser(recipe):
         return None
     return f'{recipe.model.name} does not generate images from prompts; use sd2, for example'
 

@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 from diffusion.config import registry
 from diffusion.config.checks import NAMED_COMPONENT_SECTIONS, SET_IN_OTHER_SECTIONS, SINGLE_COMPONENT_SECTIONS, SUPPLIED
 from diffusion.config.recipe import InitFrom, LoraConfig, Recipe, StreamConfig
-from diffusion.config.signatures import Signature, of_source
+from diffusion.config.signatures import Signature
 
 STREAM_SECTIONS = ('streams', 'eval_streams')
 """Sections that map names to streams."""
@@ -137,16 +137,14 @@ def _keywords(
             continue
         set_by_program = parameter.name in PROGRAM_DEFAULTS and parameter.name not in given
         value = given.get(parameter.name, offered.get(parameter.name, parameter.default))
-        nested = signature.nested_in(parameter)
-        if nested and (value is None or isinstance(value, Mapping)):
-            inner = of_source(*nested[0].split(':'))
-            found[parameter.name] = _keywords(f'{where}.{parameter.name}', inner, value or {}, {}, unknown)
+        nested = signature.nested_signature(parameter)
+        if nested is not None and (value is None or isinstance(value, Mapping)):
+            found[parameter.name] = _keywords(f'{where}.{parameter.name}', nested, value or {}, {}, unknown)
         elif not set_by_program:
             found[parameter.name] = _plain(value)
-    if signature.open_ended:
-        found |= {key: _plain(value) for key, value in given.items() if key not in found}
-    unknown += [f'{where}.{key}' for key in given if key not in found]
-    return found | {key: _plain(value) for key, value in given.items() if key not in found}
+    rest = {key: _plain(value) for key, value in given.items() if key not in found}
+    unknown += [] if signature.open_ended else [f'{where}.{key}' for key in rest]
+    return found | rest
 
 
 def _plain(value: Any) -> Any:

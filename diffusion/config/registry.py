@@ -133,8 +133,7 @@ def is_own(kind: str, name: str) -> bool:
 
 def resolve(kind: str, name: str) -> Any:
     """Import and return the component (a class or function) that is registered under a kind and a name."""
-    problem = unknown(kind, name)
-    if problem is not None:
+    if (problem := unknown(kind, name)) is not None:
         raise UserError(problem)
     target = _table(kind)[name]
     if not isinstance(target, str):
@@ -149,8 +148,6 @@ def build(kind: str, component: Component, *, offered: Mapping[str, Any] | None 
     If the type of a keyword is a dataclass, a mapping given for it is converted to that dataclass.
 
     Args:
-        kind: The component's kind, such as `callback`.
-        component: The component's name and keywords.
         offered: Default values of keywords; ignored for keywords that the component does not accept or the recipe sets.
         supplied: Keywords that only the program may set; the component gets all of them.
 
@@ -159,8 +156,7 @@ def build(kind: str, component: Component, *, offered: Mapping[str, Any] | None 
     """
     name, kwargs = component.name, component.kwargs
     target = resolve(kind, name)
-    both = set(kwargs) & set(supplied)
-    if both:
+    if both := set(kwargs) & set(supplied):
         raise UserError(f'{kind} {name}: {", ".join(sorted(both))} is set by the program; remove it from the recipe')
     values = signature(kind, name).accepted(offered or {}) | kwargs
     # The annotation may be `Objective | None`, so look at the union's members too.
@@ -200,9 +196,10 @@ def settings_of(kind: str, component: Any, keyword: str | None = None) -> dict[s
     if keyword is None:
         return found.defaults() | component.kwargs
     given = component.kwargs.get(keyword)
-    homes = [home for each in found.parameters if each.name == keyword for home in found.nested_in(each)]
-    defaults = of_source(*homes[0].split(':')).defaults() if homes else {}
-    return defaults | dict(given) if homes and isinstance(given, Mapping) else defaults
+    nested = next((found.nested_signature(each) for each in found.parameters if each.name == keyword), None)
+    if nested is None:
+        return {}
+    return nested.defaults() | (dict(given) if isinstance(given, Mapping) else {})
 
 
 def annotations(kind: str, name: str) -> dict[str, str]:
@@ -220,18 +217,16 @@ def check_keywords(
 
     Args:
         where: Path of the component in the recipe.
-        kind: The component's kind, such as `callback`.
-        kwargs: The component's keywords in the recipe.
         supplied: Keywords that only the program may set.
     """
     try:
         found = signature(kind, name)
     except UserError as error:
         return [Problem(where, str(error))]
-    return _check(where, found, kwargs, set(supplied))
+    return _check(where, found, kwargs, supplied)
 
 
-def _check(where: str, found: Signature, kwargs: Mapping[str, Any], supplied: set[str]) -> list[Problem]:
+def _check(where: str, found: Signature, kwargs: Mapping[str, Any], supplied: Collection[str] = ()) -> list[Problem]:
     """Return a problem for each unknown, missing or wrongly typed keyword, compared with a signature."""
     problems = []
     allowed = [parameter.name for parameter in found.parameters if parameter.name not in supplied]
@@ -251,11 +246,11 @@ def _check(where: str, found: Signature, kwargs: Mapping[str, Any], supplied: se
             continue
         value = kwargs[parameter.name]
         # A keyword whose annotation names a dataclass of this package is checked against the fields of that dataclass.
-        nested = found.nested_in(parameter)
-        if isinstance(value, Mapping) and nested:
-            problems += _check(path, of_source(*nested[0].split(':')), value, set())
+        nested = found.nested_signature(parameter)
+        if isinstance(value, Mapping) and nested is not None:
+            problems += _check(path, nested, value)
         else:
-            problems += _check_type(path, parameter, value, nested=bool(nested))
+            problems += _check_type(path, parameter, value, nested=nested is not None)
     return problems
 
 

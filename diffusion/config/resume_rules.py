@@ -17,7 +17,7 @@ from diffusion.config import registry
 from diffusion.config.checks import NAMED_COMPONENT_SECTIONS, SINGLE_COMPONENT_SECTIONS, SUPPLIED
 from diffusion.config.declarations import ARCHITECTURE, OPTIMIZER_STATE, UPDATE, Effect, OnResume
 from diffusion.config.recipe_values import STREAM_SECTIONS
-from diffusion.config.signatures import Signature, of_source
+from diffusion.config.signatures import Signature
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,7 @@ SECTION_RULES = (
     _rule(Effect.FIXED, 'another model', 'model.name'),
     _rule(Effect.FIXED, 'all random numbers follow from the seed', 'seed'),
     _rule(Effect.FIXED, 'a keyword of your own model, whose effect on the weights is not known', 'model.*'),
-    _rule(
-        Effect.FIXED,
-        'the trained parameters: their shapes and their scale follow from it',
-        'lora',
-    ),
+    _rule(Effect.FIXED, 'the trained parameters: their shapes and their scale follow from it', 'lora'),
     # -- optimizer and schedule --
     _rule(Effect.FIXED, 'the state of an optimizer fits only its own class', 'optimizer.name'),
     # Keywords of Composer's optimizers, and of those of this package with the same names.
@@ -72,11 +68,7 @@ SECTION_RULES = (
         'loader.cache_limit loader.max_bad_samples',
     ),
     _rule(Effect.APPLIED, 'the evaluations after the resume', 'eval_dataset.* eval_streams.*'),
-    _rule(
-        Effect.FIXED,
-        'the weights that the run has started from; not read on resume',
-        'init_from',
-    ),
+    _rule(Effect.FIXED, 'the weights that the run has started from; not read on resume', 'init_from'),
     # -- trainer --
     _rule(
         Effect.APPLIED,
@@ -166,8 +158,8 @@ def _declared(where: str, kind: str, signature: Signature) -> Iterator[tuple[str
         if meaning is None or parameter.name in SUPPLIED.get(kind, ()):
             continue
         yield f'{where}.{parameter.name}', meaning
-        for address in signature.nested_in(parameter):
-            for field in of_source(*address.split(':')).parameters:
+        if (nested := signature.nested_signature(parameter)) is not None:
+            for field in nested.parameters:
                 yield f'{where}.{parameter.name}.{field.name}', field.on_resume or meaning
 
 

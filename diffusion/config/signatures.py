@@ -84,9 +84,10 @@ class Signature:
         """Return the names of the keywords that the component accepts."""
         return {parameter.name for parameter in self.parameters}
 
-    def nested_in(self, parameter: 'Parameter') -> list[str]:
-        """Return the dataclasses in a keyword's annotation, as `module:attribute`; its value may then be a mapping."""
-        return [address for name, address in self.nested.items() if name in words(parameter.annotation)]
+    def nested_signature(self, parameter: Parameter) -> 'Signature | None':
+        """Return the signature of the dataclass in a keyword's annotation, whose value may then be a mapping."""
+        names = words(parameter.annotation)
+        return next((of_source(*home.split(':')) for name, home in self.nested.items() if name in names), None)
 
     def defaults(self) -> dict[str, Any]:
         """Return the default of each keyword that has one, by name."""
@@ -105,10 +106,10 @@ def of_object(target: Any) -> Signature:
     parameters = tuple(
         Parameter(
             p.name,
-            _format_plain(p.annotation),
-            p.default is p.empty,
-            declared(p.annotation),
-            None if p.default is p.empty else p.default,
+            '' if p.annotation is p.empty else inspect.formatannotation(plain_type(p.annotation)),
+            required=p.default is p.empty,
+            constraints=declared(p.annotation),
+            default=None if p.default is p.empty else p.default,
         )
         for p in named
     )
@@ -304,7 +305,11 @@ def _definitions(tree: ast.Module) -> dict[str, ast.ClassDef | ast.FunctionDef]:
 def _dataclasses_of(module: str) -> Mapping[str, str]:
     """Return the dataclasses that a file imports from this package, as in `Signature.nested`."""
     found = _imports(_source(module))
-    return {name: f'{home}:{original}' for name, home, original in found if _is_dataclass_in(home, original)}
+    return {
+        name: f'{home}:{original}'
+        for name, home, original in found
+        if _is_dataclass(_definitions(_source(home)).get(original))
+    }
 
 
 def _imports(tree: ast.Module) -> list[tuple[str, str, str]]:
@@ -350,8 +355,8 @@ def _parameter(
     extras: list[ast.expr] = []
     # Replace aliases and unwrap Annotated, which may contain each other.
     while True:
-        alias = _aliases(module).get(annotation.id) if isinstance(annotation, ast.Name) else None
-        annotation = alias or annotation
+        if isinstance(annotation, ast.Name):
+            annotation = _aliases(module).get(annotation.id) or annotation
         if not isinstance(annotation, ast.Subscript) or ast.unparse(annotation.value).split('.')[-1] != 'Annotated':
             break
         assert isinstance(annotation.slice, ast.Tuple)
@@ -360,13 +365,11 @@ def _parameter(
     tree = _source(module)
     constraints = tuple(found for extra in extras if (found := _constraint(extra)) is not None)
     meanings = tuple(meaning for extra in extras if (meaning := _meaning(extra, tree)) is not None)
-    value = None if default is None else _plain(default, tree)
     # An entry of a TypedDict cannot have a value, so its annotation declares the default.
-    declared_default = next((each for each in meanings if isinstance(each, Default)), None)
-    required = default is None and declared_default is None
-    value = declared_default.value if declared_default is not None else value
+    values = [each.value for each in meanings if isinstance(each, Default)]
+    values += [] if default is None else [_plain(default, tree)]
     text = ast.unparse(annotation) if annotation else ''
-    return Parameter(name, text, required, constraints, value, meanings, doc)
+    return Parameter(name, text, not values, constraints, values[0] if values else None, meanings, doc)
 
 
 def _plain(node: ast.expr, tree: ast.Module) -> Any:
@@ -393,13 +396,6 @@ def _meaning(node: ast.expr, tree: ast.Module) -> Meaning | None:
     return None if make is None else make(*(ast.literal_eval(argument) for argument in call.args))
 
 
-def _format_plain(annotation: Any) -> str:
-    """Return the text of an evaluated annotation without its constraints."""
-    if annotation is inspect.Parameter.empty:
-        return ''
-    return inspect.formatannotation(plain_type(annotation))
-
-
 def _arguments(node: ast.FunctionDef, module: str) -> tuple[Parameter, ...]:
     """Return the parameters of a function that `ast` has parsed, without *args and **kwargs."""
     arguments = node.args
@@ -420,11 +416,7 @@ def _fields(node: ast.ClassDef, module: str) -> tuple[Parameter, ...]:
     )
 
 
-def _is_dataclass(node: ast.ClassDef) -> bool:
-    return any('dataclass' in ast.unparse(decorator) for decorator in node.decorator_list)
-
-
-def _is_dataclass_in(module: str, name: str) -> bool:
-    """Return True if a module defines a dataclass of this name."""
-    classes = [n for n in _source(module).body if isinstance(n, ast.ClassDef) and n.name == name]
-    return bool(classes) and _is_dataclass(classes[0])
+def _is_dataclass(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.ClassDef) and any(
+        'dataclass' in ast.unparse(decorator) for decorator in node.decorator_list
+    )

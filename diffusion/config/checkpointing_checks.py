@@ -113,7 +113,6 @@ def credentials_problem(runs_dir: str, environ: Mapping[str, str] = os.environ) 
 
     Args:
         runs_dir: The value of `runs_dir`, for which `runs_dir_problem` is None.
-        environ: The environment of the run.
     """
     if runs_dir.startswith('gs://') and {'GCS_KEY', 'GCS_SECRET'} <= environ.keys():
         return (

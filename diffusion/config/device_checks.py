@@ -23,7 +23,6 @@ def check_devices(recipe: Recipe, world_size: int, gpus_per_node: int | None = N
     """Return a problem unless the devices can share the global batch, its microbatches, replicas and sample order.
 
     Args:
-        recipe: A valid recipe.
         world_size: Number of devices of all nodes together.
         gpus_per_node: Number of devices per node; None skips the check of the number of nodes.
     """

@@ -91,7 +91,6 @@ def resolution_problem(folder: Path, resolution: int) -> str | None:
 
     Args:
         folder: Folder with a valid buckets.json.
-        resolution: The stream's resolution in pixels.
     """
     prepared = json.loads((folder / BUCKETS).read_text(encoding='utf-8')).get('resolution')
     if not isinstance(prepared, int) or prepared == resolution:

@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +79,6 @@ def load(
     A value stays an interpolation and is not checked if its environment variable is not set and need not be.
 
     Args:
-        path: The recipe's YAML file.
         overrides: Changes as `key=value`, with dots for depth and YAML for values: `trainer.max_duration=20ba`.
         allow_missing: Accept values that are still `???` or whose environment variable is not set, and list them in
             `recipe.missing`.
@@ -98,11 +96,9 @@ def load(
         what = f'this is a job file, which diffusion launch takes; its recipe is {raw["recipe"]}'
         raise RecipeError([Problem('', what)], path)
     recipe = build_dataclass(Recipe, _with_components(raw, gather), '', gather)
+    keys = ('parallelism.strategy', 'parallelism.sharding_strategy')
     gather.problems = [
-        replace(each, what=each.what + SHARDING)
-        if each.where in ('parallelism.strategy', 'parallelism.sharding_strategy')
-        else each
-        for each in gather.problems
+        Problem(each.where, each.what + SHARDING) if each.where in keys else each for each in gather.problems
     ]
     recipe.from_environment = resolved.from_environment
     unset = {dotted(key_path): names for key_path, names in resolved.unset.items()}
@@ -112,15 +108,13 @@ def load(
     if not recipe.imports or not _without(gather.problems, unset):
         gather.problems += check_components(recipe)
     # keyword_types looks up signatures, which needs component names that are known to be registered.
-    meanings = {} if gather.problems else keyword_types(recipe)
+    types = {} if gather.problems else keyword_types(recipe)
+    unread = tuple(f'{section}.' for section in UNUSED_SECTIONS.get(recipe.task, ()))
     gather.missing = [
-        Problem(value.where, f'is still ???; set a value of type {meanings[value.where]}')
-        if meanings.get(value.where)
-        else value
-        for value in gather.missing
+        Problem(each.where, f'is still ???; set a value of type {kind}') if (kind := types.get(each.where)) else each
+        for each in gather.missing
+        if not each.where.startswith(unread)
     ]
-    unread = [f'{section}.' for section in UNUSED_SECTIONS.get(recipe.task, ())]
-    gather.missing = [value for value in gather.missing if not value.where.startswith(tuple(unread))]
     # A value of the wrong type was replaced by None or its default, so a later check may report the same path again.
     found = [problem.where for problem in gather.problems + gather.missing]
     gather.problems += [
@@ -150,7 +144,6 @@ def read_values(
     """Return the plain values of a YAML file, merged with the files it extends and with overrides.
 
     Args:
-        overrides: Changes as `key=value`.
         environ: Environment of `${oc.env:...}` (default: that of this process).
 
     Raises:
@@ -293,7 +286,6 @@ def _import_all(modules: list[str]) -> list[Problem]:
         try:
             importlib.import_module(module)
         except ImportError as error:
-            problems.append(
-                Problem(f'imports[{index}]', f'{module} cannot be imported ({error}); is it on PYTHONPATH?')
-            )
+            what = f'{module} cannot be imported ({error}); is it on PYTHONPATH?'
+            problems.append(Problem(f'imports[{index}]', what))
     return problems

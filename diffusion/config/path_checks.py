@@ -28,7 +28,9 @@ def check_paths(recipe: Recipe) -> list[Problem]:
     if start is not None and reads_initial_weights(recipe) and (what := path_problem(start)) is not None:
         gather.problem('init_from' if isinstance(recipe.init_from, str) else 'init_from.from', what)
     if recipe.task in ('evaluate', 'generate'):
-        _check_checkpoint('checkpoint', recipe.checkpoint or recipe.run_place, gather)
+        place = recipe.checkpoint or recipe.run_place
+        if '://' not in place and not Path(place).exists():
+            gather.problem('checkpoint', f'{place} does not exist; give a checkpoint or the folder of a run')
     return gather.problems
 
 
@@ -50,29 +52,22 @@ def check_stream_folders(
     """
     gather = Gatherer()
     for name, stream in streams.items():
-        source = 'local' if stream.remote is None else 'remote'
-        folder = stream.local if stream.remote is None else stream.remote
-        if folder is not None and '://' not in folder:
-            where = f'{section}.{name}'
-            try:
-                if not stream.aspects:
-                    if not _check_index(f'{where}.{source}', Path(folder), gather):
-                        continue
-                    if stream.enlarge or not for_training:
-                        continue
-                    what = _enlargement_problem(Path(folder), stream.image_shape)
-                    if what is not None:
-                        gather.problem(f'{where}.{"resolution" if stream.shape is None else "shape"}', what)
-                elif _check_buckets(f'{where}.{source}', Path(folder), gather):
-                    what = resolution_problem(Path(folder), stream.resolution)
-                    if what is not None:
-                        gather.problem(f'{where}.resolution', what)
-            except PermissionError as error:
-                what = (
-                    f'{error.filename} cannot be read ({error.strerror}); ask its owner for access, '
-                    'or use another folder'
-                )
-                gather.problem(f'{section}.{name}.{source}', what)
+        key, folder = ('local', stream.local) if stream.remote is None else ('remote', stream.remote)
+        if folder is None or '://' in folder:
+            continue
+        where, path, what = f'{section}.{name}', Path(folder), None
+        size_key = 'resolution' if stream.shape is None else 'shape'
+        try:
+            if stream.aspects:
+                if _check_buckets(f'{where}.{key}', path, gather):
+                    what = resolution_problem(path, stream.resolution)
+            elif _check_index(f'{where}.{key}', path, gather) and for_training and not stream.enlarge:
+                what = _enlargement_problem(path, stream.image_shape)
+        except PermissionError as error:
+            access = f'{error.filename} cannot be read ({error.strerror}); ask its owner for access, '
+            gather.problem(f'{where}.{key}', access + 'or use another folder')
+        if what is not None:
+            gather.problem(f'{where}.{"resolution" if stream.aspects else size_key}', what)
     return gather.problems
 
 
@@ -140,9 +135,8 @@ def _check_index(where: str, folder: Path, gather: Gatherer) -> bool:
             raise ValueError('a number of samples is not in [0, 2**31)')
         samples = sum(counts)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        gather.problem(
-            where, f'{index} is not an index of MDS shards ({type(error).__name__}: {error}); prepare it again'
-        )
+        what = f'{index} is not an index of MDS shards ({type(error).__name__}: {error}); prepare it again'
+        gather.problem(where, what)
         return False
     if samples == 0:
         gather.problem(where, f'{folder} has no samples; prepare it again, or remove the stream')
@@ -157,7 +151,6 @@ def _enlargement_problem(folder: Path, shape: Shape) -> str | None:
 
     Args:
         folder: Local folder with a valid index.json.
-        shape: Shape of the images that the model sees.
     """
     from diffusion.storage import mds  # imports NumPy, which the other checks do not need
 
@@ -166,16 +159,11 @@ def _enlargement_problem(folder: Path, shape: Shape) -> str | None:
     except ValueError:  # damage is reported when the shard is read
         return None
     sizes = [(sample.get('width'), sample.get('height')) for sample in samples]
-    scales = [max(shape.width / w, shape.height / h) for w, h in sizes if isinstance(w, int) and isinstance(h, int)]
-    if not scales or min(scales) <= 1:
+    known = [(w, h) for w, h in sizes if isinstance(w, int) and isinstance(h, int)]
+    if not known or min(max(shape.width / w, shape.height / h) for w, h in known) <= 1:
         return None
-    largest = max(min(w, h) for w, h in sizes if isinstance(w, int) and isinstance(h, int))
+    largest = max(min(size) for size in known)
     return (
         f'{shape}, but the images in {folder} have shorter sides of at most {largest} px and would be enlarged; use '
         f'larger images or a resolution of at most {largest // STEP * STEP}, or allow it with enlarge: true'
     )
-
-
-def _check_checkpoint(where: str, path: str, gather: Gatherer) -> None:
-    if '://' not in path and not Path(path).exists():
-        gather.problem(where, f'{path} does not exist; give a checkpoint or the folder of a run')

@@ -217,7 +217,6 @@ def refused(found: list[Change], *, averaging: bool) -> list[Change]:
     """Return the changes that a run cannot resume with.
 
     Args:
-        found: Changes between the recipe that the checkpoint was trained with and the recipe now.
         averaging: True if the checkpoint has averaged weights.
     """
     fixed = {Effect.FIXED, Effect.BEFORE_AVERAGING} if averaging else {Effect.FIXED}

@@ -81,7 +81,6 @@ def scheduler_problem(name: str, *, flow: bool = False) -> str | None:
     """Return an error message with the nearest name if diffusers has no such noise scheduler, else None.
 
     Args:
-        name: Class name in diffusers or short name.
         flow: True for a model that is trained on a flow, which only some schedulers can sample.
     """
     known = _scheduler_classes()
@@ -109,7 +108,6 @@ def check_sampling(recipe: Recipe, components: Mapping[str, Mapping[str, Any]]) 
     """Return settings that are out of range as problems.
 
     Args:
-        recipe: The recipe, whose section `generate` is checked.
         components: Keywords of this package's components in the recipe, by path. Keywords that are not about sampling
             are ignored.
     """

@@ -40,23 +40,22 @@ def is_diffusers_folder(folder: Path) -> bool:
 def check_initial_weights(recipe: Recipe) -> list[Problem]:
     """Return a problem for each contradiction between settings of `init_from`, and for a source that is refused."""
     start = recipe.initial_weights
+    if recipe.task != 'train' or start is None:
+        return []
     # A value may be ???, or None because its type was wrong; both are reported elsewhere.
-    if recipe.task != 'train' or start is None or not isinstance(start.source, str) or MISSING in _texts(start):
+    if not isinstance(start.source, str) or MISSING in (start.source, start.revision, start.weights):
         return []
     repository = hub_repository(start)
     problems = {}
     if repository is not None:
         problems = _hub_problems(start, repository)
     elif start.source.endswith(PICKLES):
-        ending = Path(start.source).suffix
-        problems['from'] = (
-            f'{start.source} is a {ending} file, which is pickled and may run any code when it is read; convert it to '
-            'safetensors'
+        what = (
+            f'{start.source} is a {Path(start.source).suffix} file, which is pickled and may run any code when it is '
         )
-    is_short = isinstance(recipe.init_from, str)
-    return [
-        Problem('init_from' if is_short and key == 'from' else f'init_from.{key}', problems[key]) for key in problems
-    ]
+        problems['from'] = what + 'read; convert it to safetensors'
+    own = {'from': 'init_from'} if isinstance(recipe.init_from, str) else {}
+    return [Problem(own.get(key, f'init_from.{key}'), what) for key, what in problems.items()]
 
 
 def check_pretrained(recipe: Recipe) -> list[Problem]:
@@ -76,10 +75,6 @@ def revision_problem(source: str, revision: str | None) -> str | None:
         f'is missing; give the commit of {source} on the Hugging Face Hub that you have reviewed, 40 hex digits; if it '
         f'is a local folder, write model.pretrained=./{source}'
     )
-
-
-def _texts(start: InitFrom) -> tuple[str | None, ...]:
-    return start.source, start.revision, start.weights
 
 
 def _hub_problems(start: InitFrom, repository: str) -> dict[str, str]:

@@ -109,8 +109,6 @@ def merge_and_resolve(
     """Merge like `merge`, but also return the sources of values that depend on environment variables.
 
     Args:
-        contents: Plain mappings; later ones take precedence.
-        overrides: Changes as `key=value`.
         environ: Environment of `oc.env` (default: that of this process).
 
     Raises:
@@ -146,17 +144,10 @@ def dump(values: dict[str, Any]) -> str:
     return yaml.dump(escaped(values), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
-def undump(text: str) -> dict[str, Any]:
-    """Return the values in text that `dump` wrote, as `read_yaml` would: text stays escaped."""
-    return parse_yaml(text)
-
-
 def dump_inline(value: Any) -> str:
     """Return a plain value as one line of YAML, for the value of an override `key=value`."""
-    width = float('inf')
-    text = yaml.dump(
-        escaped(value), Dumper=InlineDumper, sort_keys=False, default_flow_style=True, allow_unicode=True, width=width
-    )
+    style: Any = {'sort_keys': False, 'default_flow_style': True, 'allow_unicode': True, 'width': float('inf')}
+    text = yaml.dump(escaped(value), Dumper=InlineDumper, **style)
     return text.removesuffix('...\n').strip()
 
 

@@ -13,7 +13,7 @@ from diffusion.config.interpolation import dotted
 from diffusion.config.load import Recipe, overlap, plain_values, to_yaml
 from diffusion.config.recipe_values import recipe_values
 from diffusion.config.resume_rules import Change, Effect, changes, format_value, read_history, refused, rule_of
-from diffusion.config.yaml_files import read_yaml, undump
+from diffusion.config.yaml_files import parse_yaml, read_yaml
 from diffusion.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ def _changes(recipe: Recipe, saved: Mapping[str, Any]) -> list[Change]:
     A value from an environment variable is compared by the name of the variable. A recipe that had the value itself
     before has not changed while the variable has that value.
     """
-    by_name = changes(saved, recipe_values(undump(to_yaml(recipe))).values)
+    by_name = changes(saved, recipe_values(parse_yaml(to_yaml(recipe))).values)
     by_value = {change.key for change in changes(saved, recipe_values(plain_values(recipe)).values)}
     variables = [dotted(path).partition('[')[0] for path in recipe.from_environment]
     from_variable = {each.key for each in by_name if any(overlap(each.key, name) for name in variables)}
@@ -121,6 +121,6 @@ def _changes(recipe: Recipe, saved: Mapping[str, Any]) -> list[Change]:
 
 def schedule_of(recipe: Recipe) -> dict[str, Any]:
     """Return all values of a recipe that determine the learning rate schedule, apart from the base learning rate."""
-    values = recipe_values(undump(to_yaml(recipe))).values
+    values = recipe_values(parse_yaml(to_yaml(recipe))).values
     keys = ('max_duration', 'scale_schedule_ratio', 'step_schedulers_every_batch')
     return {'scheduler': values['scheduler'], **{key: values['trainer'][key] for key in keys}}

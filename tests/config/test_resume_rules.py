@@ -23,7 +23,7 @@ from diffusion.config.resume_rules import (
     rule_of_key,
     rules,
 )
-from diffusion.config.yaml_files import undump
+from diffusion.config.yaml_files import parse_yaml
 
 YAMLS = Path(__file__).parents[2] / 'yamls'
 REMOTES = ['streams.laion.remote=s3://bucket/a', 'eval_streams.coco.remote=s3://bucket/b']
@@ -32,7 +32,7 @@ RECIPES = {'phase1': REMOTES, 'phase2': REMOTES, 'quickstart': [], 'tiny_vae': [
 
 @functools.cache
 def values(name: str, *overrides: str):
-    found = recipe_values(undump(to_yaml(load(YAMLS / f'{name}.yaml', [*RECIPES[name], *overrides]))))
+    found = recipe_values(parse_yaml(to_yaml(load(YAMLS / f'{name}.yaml', [*RECIPES[name], *overrides]))))
     assert not found.unknown
     return found.values
 
@@ -118,7 +118,7 @@ def test_keys_of_other_peoples_components_are_fixed_if_they_train_and_applied_if
 @pytest.mark.parametrize('name', RECIPES)
 def test_writing_defaults_explicitly_is_no_change(name):
     """Neither is leaving them out: every other section has its defaults written, then the others."""
-    plain = undump(to_yaml(load(YAMLS / f'{name}.yaml', RECIPES[name])))
+    plain = parse_yaml(to_yaml(load(YAMLS / f'{name}.yaml', RECIPES[name])))
     full = recipe_values(plain).values
     sections = [*full]
     for written in (sections[::2], sections[1::2]):
@@ -129,7 +129,7 @@ def test_writing_defaults_explicitly_is_no_change(name):
 
 
 def test_keys_that_a_later_version_adds_are_no_change_and_those_it_drops_are_listed():
-    now = undump(to_yaml(load(YAMLS / 'quickstart.yaml')))
+    now = parse_yaml(to_yaml(load(YAMLS / 'quickstart.yaml')))
     before = {key: value for key, value in now.items() if key not in ('parallelism', 'generate', 'seed')}
     before['loader'] = {'num_workers': 0, 'prefetch': 3}
     before['model'] = before['model'] | {'conditioning': 'text'}

@@ -194,7 +194,9 @@ WRONG_CONTENTS = {
     'imports: [no_such_module_here]': r'imports\[0\]: no_such_module_here cannot be imported',
     "name: '${nmae}'": 'nmae',
     'model: {name: autoencoder}, task: generate': 'model.name: autoencoder does not generate images from prompts',
-    'model: {name: prx}, callbacks: {image_grid: {noise_scheduler: pndm}}': "'pndm' cannot sample a flow",
+    'model: {name: tiny, objective: {path: flow}}, callbacks: {image_grid: {noise_scheduler: pndm}}': (
+        "callbacks.image_grid.noise_scheduler: 'pndm' cannot sample a flow"
+    ),
 }
 """Sections of a file with a mistake, and the pattern of its message."""
 WRONG_FILES = {

@@ -19,13 +19,16 @@ from pathlib import Path
 import torch
 from diffusers import DiffusionPipeline
 from diffusion.config.registry import TARGETS
-from diffusion.models import builders, mmdit_builders, prx_builders, sdxl_builders
+from diffusion.models.families.mmdit.builder import tiny_mmdit
+from diffusion.models.families.prx.builder import tiny_prx
+from diffusion.models.families.sd2.builder import tiny
+from diffusion.models.families.sdxl.builder import tiny_sdxl
 from diffusion.tasks.export import write_folder
 
 mode, root, vae = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 MODELS = {
-    'sd2': builders.tiny, 'sdxl': sdxl_builders.tiny_sdxl, 'mmdit': mmdit_builders.tiny_mmdit,
-    'prx': prx_builders.tiny_prx,
+    'sd2': tiny, 'sdxl': tiny_sdxl, 'mmdit': tiny_mmdit,
+    'prx': tiny_prx,
 }
 CAPTION = 'A red fox, jumping! 3 cats'  # transformers 5 reads curly quotes in another way than training
 
@@ -51,7 +54,7 @@ for name, build in MODELS.items():
                 parameter.add_(0.05 * torch.randn_like(parameter))
         folder.mkdir(parents=True)
         write_folder(model, None, folder, torch.float32, lora=False)
-        torch.save(draw(model.family.pipeline(model), name), folder / 'images.pt')
+        torch.save(draw(model.adapter.pipeline(model), name), folder / 'images.pt')
     else:
         pipeline = DiffusionPipeline.from_pretrained(folder, local_files_only=True, low_cpu_mem_usage=False)
         torch.testing.assert_close(draw(pipeline, name), torch.load(folder / 'images.pt'), rtol=1e-4, atol=1e-4)

@@ -6,13 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from composer import Trainer
+from averaged_run import Recorder, make_trainer
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
-from composer.models import ComposerClassifier
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch import Tensor
 
 from diffusion.algorithms.average import Averager, trained_parameters
 from diffusion.algorithms.ema import EMA
@@ -21,16 +19,6 @@ from diffusion.algorithms.power_function import SNAPSHOT_FOLDER, gamma_of_width
 
 BATCHES, EVERY = 600, 20
 Weights = dict[str, Tensor]
-
-
-class Recorder(Callback):
-    """Record copies of the trained weights after each batch."""
-
-    def __init__(self) -> None:
-        self.weights: list[Weights] = []
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        self.weights.append({n: p.detach().clone() for n, p in trained_parameters(state.model).items()})
 
 
 class Stop(Callback):
@@ -54,26 +42,6 @@ class SnapshotRecorder(Callback):
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         if event in (Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT) and (self.folder / SNAPSHOT_FOLDER).exists():
             self.seen.append(find_snapshots(self.folder)[-1].batch)
-
-
-def make_trainer(algorithms, *, duration: str = '12ba', callbacks: tuple[Callback, ...] = (), **settings) -> Trainer:
-    torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
-    network[0].bias.requires_grad_(False)
-    model = ComposerClassifier(network, num_classes=3)
-    data = TensorDataset(torch.randn(480, 4), torch.randint(0, 3, (480,)))
-    return Trainer(
-        model=model,
-        train_dataloader=DataLoader(data, batch_size=8),
-        optimizers=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
-        max_duration=duration,
-        algorithms=algorithms,
-        callbacks=list(callbacks),
-        progress_bar=False,
-        seed=1,
-        device='cpu',
-        **settings,
-    )
 
 
 def average_by_eq_1(weights: list[Weights], width: float, at: int) -> Weights:
@@ -101,7 +69,7 @@ def run(tmp_path_factory):
     algorithms = [
         PostHocEMA(every=f'{EVERY}ba', dtype=dtype, folder=str(root / dtype)) for dtype in ('float16', 'float32')
     ]
-    make_trainer(algorithms, duration=f'{BATCHES}ba', callbacks=(recorder,)).fit()
+    make_trainer(*algorithms, duration=f'{BATCHES}ba', samples=480, callbacks=(recorder,)).fit()
     return root, algorithms[0], recorder.weights
 
 
@@ -126,8 +94,8 @@ def test_snapshots_are_state_dicts_of_the_configured_dtype(run):
     assert not list((root / 'float16' / SNAPSHOT_FOLDER).glob('.*'))
 
 
-@pytest.mark.parametrize('at', [BATCHES, 400, 390])
-@pytest.mark.parametrize('width', [0.04, 0.07, 0.15, 0.20])
+@pytest.mark.parametrize('at', [BATCHES, 390])
+@pytest.mark.parametrize('width', [0.04, 0.07, 0.20])
 @pytest.mark.parametrize('dtype', ['float16', 'float32'])
 def test_any_width_at_any_batch_is_reconstructed(run, width, at, dtype):
     """The error is bounded by the profile error times the spread of the weights, plus the snapshots' rounding."""
@@ -146,23 +114,9 @@ def test_any_width_at_any_batch_is_reconstructed(run, width, at, dtype):
     # Random rounding by half an ulp of float16, 2**-11, times coefficients of up to 4 at width 0.04.
     rounding = {'float16': 5e-4, 'float32': 1e-6}[dtype] * norm(expected)
     kept = average_by_eq_1(weights, 0.05 if width < 0.06 else 0.10, at)
-    print(
-        f'{dtype}, width {width} at batch {at}: profile off by {found.profile_error:.2%}; of the norm of the weights, '
-        f'error {error / norm(expected):.1e}, bound {(bound + rounding) / norm(expected):.1e}, '
-        f'distance of the nearest kept width {distance(kept, expected) / norm(expected):.1e}'
-    )
     assert error < bound + rounding
     if at != 390:
         assert error < (0.3 if dtype == 'float16' else 0.06) * distance(kept, expected)
-
-
-@pytest.mark.parametrize('width', [0.05, 0.10])
-def test_saved_width_is_read_from_its_snapshot(run, width):
-    root, _, _ = run
-    stored = load_file(root / 'float16' / SNAPSHOT_FOLDER / f'width{width:g}-ba400.safetensors')
-    found = reconstruct_average(root / 'float16', width, at=400)
-    assert found.profile_error < 1e-6
-    assert distance(found.tensors, stored) < 1e-5 * norm(stored)
 
 
 def test_large_errors_are_logged_with_alternatives(run, caplog):
@@ -202,7 +156,7 @@ def snapshots_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def small(tmp_path):
-    make_trainer([PostHocEMA(every='4ba', folder=str(tmp_path))]).fit()
+    make_trainer(PostHocEMA(every='4ba', folder=str(tmp_path))).fit()
     return tmp_path
 
 
@@ -226,35 +180,28 @@ def test_file_of_another_program_is_rejected(small):
     ('duration', 'callbacks', 'last'),
     [('10ba', (), 10), ('1ep', (), 60), ('20ba', (Stop(7),), 7), ('2ep', (Stop(7),), 7)],
 )
-def test_end_of_training_has_a_snapshot(tmp_path, duration, callbacks, last):
-    make_trainer([PostHocEMA(every='50ba', folder=str(tmp_path))], duration=duration, callbacks=callbacks).fit()
-    assert sorted({snapshot.batch for snapshot in find_snapshots(tmp_path)}) == [b for b in (50,) if b < last] + [last]
-
-
-@pytest.mark.parametrize('duration', ['10ba', '1ep'])
-def test_last_snapshot_is_written_before_the_last_checkpoint(tmp_path, duration):
+def test_end_of_training_has_a_snapshot_before_the_last_checkpoint(tmp_path, duration, callbacks, last):
     """Otherwise a run killed between the two would count as finished and never write it."""
-    make_trainer(
-        [PostHocEMA(every='50ba', folder=str(tmp_path))],
-        duration=duration,
-        callbacks=(recorder := SnapshotRecorder(tmp_path),),
-    ).fit()
-    assert recorder.seen[-1] == find_snapshots(tmp_path)[-1].batch
+    callbacks = (*callbacks, recorder := SnapshotRecorder(tmp_path))
+    algorithm = PostHocEMA(every='50ba', folder=str(tmp_path))
+    make_trainer(algorithm, duration=duration, samples=480, callbacks=callbacks).fit()
+    assert recorder.seen[-1:] == ([last] if len(callbacks) == 1 else [])
+    assert sorted({snapshot.batch for snapshot in find_snapshots(tmp_path)}) == [b for b in (50,) if b < last] + [last]
 
 
 def test_resumed_run_ends_with_the_same_averages_and_writes_the_same_snapshots(tmp_path):
     uninterrupted = PostHocEMA(every='3ba', folder=str(tmp_path / 'uninterrupted'))
-    make_trainer([uninterrupted]).fit()
+    make_trainer(uninterrupted).fit()
     folder = str(tmp_path / 'resumed')
     # Stopped after batch 8 of 12 and resumed from the checkpoint of batch 5, so that 6, 7 and 8 are repeated.
     first = make_trainer(
-        [PostHocEMA(every='3ba', folder=folder)], duration='8ba', save_folder=f'{tmp_path}/saved', save_interval='5ba'
+        PostHocEMA(every='3ba', folder=folder), duration='8ba', save_folder=f'{tmp_path}/saved', save_interval='5ba'
     )
     first.fit()
     first.close()
     before = snapshots_of(tmp_path / 'resumed')
     resumed = PostHocEMA(every='3ba', folder=folder)
-    make_trainer([resumed], load_path=f'{tmp_path}/saved/ep0-ba5-rank0.pt').fit()
+    make_trainer(resumed, load_path=f'{tmp_path}/saved/ep0-ba5-rank0.pt').fit()
     for label, average in uninterrupted.averages.items():
         for name, tensor in average.tensors.items():
             assert torch.equal(resumed.averages[label].tensors[name], tensor), f'{label} {name}'
@@ -264,21 +211,22 @@ def test_resumed_run_ends_with_the_same_averages_and_writes_the_same_snapshots(t
 
 
 def test_checkpoints_hold_the_averages_and_the_training_weights(tmp_path):
-    algorithm = PostHocEMA(folder=str(tmp_path))
-    trainer = make_trainer([algorithm, EMA('2ba')], save_folder=str(tmp_path), save_interval='6ba')
+    algorithm, ema = PostHocEMA(folder=str(tmp_path)), EMA('2ba', smoothing=0.99)
+    trainer = make_trainer(algorithm, ema, save_folder=str(tmp_path), save_interval='6ba')
     trainer.fit()
     state = torch.load(tmp_path / 'latest-rank0.pt', weights_only=False)['state']
-    saved = dict(state['algorithms'])['PostHocEMA']['averages']
+    saved, saved_ema = (dict(state['algorithms'])[name]['averages'] for name in ('PostHocEMA', 'EMA'))
     assert set(saved) == {'width0.05', 'width0.1'}
     for name, parameter in trained_parameters(trainer.state.model).items():
         assert torch.equal(state['model'][name], parameter)
         assert torch.equal(saved['width0.05'][name], algorithm.averages['width0.05'].tensors[name])
+        assert torch.equal(saved_ema['ema'][name], ema.average.tensors[name])
 
 
 @pytest.mark.filterwarnings('ignore:PostHocEMA is not in the state_dict')
 def test_averages_that_did_not_start_with_the_run_are_rejected(tmp_path):
-    make_trainer([], duration='5ba', save_folder=str(tmp_path), save_interval='5ba').fit()
-    trainer = make_trainer([PostHocEMA(folder=str(tmp_path))], load_path=str(tmp_path / 'latest-rank0.pt'))
+    make_trainer(duration='5ba', save_folder=str(tmp_path), save_interval='5ba').fit()
+    trainer = make_trainer(PostHocEMA(folder=str(tmp_path)), load_path=str(tmp_path / 'latest-rank0.pt'))
     with pytest.raises(
         ValueError, match='checkpoint of batch 5 has no averages, which must start with the first batch'
     ):

@@ -33,14 +33,6 @@ def test_exponents_match_the_paper(width, gamma):
     assert gamma_of_width(width) == pytest.approx(gamma, abs=5e-3)
 
 
-@given(WIDTHS)
-def test_exponent_and_width_are_inverse_functions(width):
-    gamma = gamma_of_width(width)
-    assert gamma >= 0
-    # The standard deviation over the training so far, section 3.1.
-    assert (gamma + 1) ** 0.5 / ((gamma + 2) * (gamma + 3) ** 0.5) == pytest.approx(width, rel=1e-9)
-
-
 @given(st.floats(0.02, 0.28))
 def test_width_is_the_standard_deviation_of_the_profile(width):
     steps = (np.arange(20_000) + 0.5) / 20_000

@@ -293,12 +293,12 @@ def _store_server() -> Iterator['Store']:
 @pytest.fixture
 def store(_store_server: 'Store', monkeypatch: pytest.MonkeyPatch) -> Iterator['Store']:
     """Empty S3 server, with the environment variables that lead clients to it, and retries without pauses."""
-    from diffusion.storage import client_pool, retry
+    from diffusion.storage import retry, transfers
 
     for name, value in _store_server.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(retry, 'LONGEST_PAUSE_SECONDS', 0.01)
-    monkeypatch.setattr(client_pool, 'idle', {})
+    monkeypatch.setattr(transfers, 'idle', {})
     yield _store_server
     _store_server.clear()
 

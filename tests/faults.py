@@ -32,7 +32,7 @@ EVENTS = {
 QUICK = {
     'diffusion.checkpointing.checkpoint_store:RETRY_PAUSES_SECONDS': (0.01, 0.01),
     'diffusion.checkpointing.checkpointer:LAST_SAVE_PAUSES_SECONDS': (0.01, 0.01),
-    'diffusion.storage.visibility:VISIBLE_SECONDS': 0.5,
+    'diffusion.storage.local_files:VISIBLE_SECONDS': 0.5,
 }
 """Values of constants, by `module:name`, with which retries take no time."""
 

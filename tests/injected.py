@@ -53,11 +53,11 @@ def shorten_waits() -> None:
     import cpuinfo
 
     from diffusion.checkpointing import checkpoint_store, checkpointer
-    from diffusion.storage import visibility
+    from diffusion.storage import local_files
 
     checkpoint_store.RETRY_PAUSES_SECONDS = (0.01, 0.01)
     checkpointer.LAST_SAVE_PAUSES_SECONDS = (0.01, 0.01)
-    visibility.VISIBLE_SECONDS = 2.0
+    local_files.VISIBLE_SECONDS = 2.0
     cpuinfo.get_cpu_info = dict  # Composer calls it, which starts a process and takes half a second
 
 

@@ -21,7 +21,7 @@ from shards import draw_image
 
 from diffusion import cli
 from diffusion.errors import UserError, exit_status
-from diffusion.runs import lock_content, run_lock
+from diffusion.runs import run_lock
 from diffusion.tasks import run_recipe
 
 LOG_LINE = re.compile(r'\d\d:\d\d:\d\d (INFO|WARNING): ')
@@ -82,7 +82,7 @@ def locked_by_another(site: Site) -> list[str | Path]:
     folder.mkdir()
     owner = run_lock.Owner.current({})
     content = {'owner': vars(owner), 'count': 0, 'at': owner.since}
-    (folder / lock_content.LOCK).write_text(json.dumps(content))
+    (folder / run_lock.LOCK).write_text(json.dumps(content))
     return [site.recipe, 'name=locked']
 
 

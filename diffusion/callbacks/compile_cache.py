@@ -13,7 +13,7 @@ from composer.utils import dist
 
 from diffusion.compatibility.private_names import counters
 from diffusion.storage.atomic import write_atomically
-from diffusion.storage.own_files import open_own_file
+from diffusion.storage.local_files import open_own_file
 
 log = logging.getLogger(__name__)
 

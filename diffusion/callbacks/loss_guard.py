@@ -29,7 +29,7 @@ from diffusion.callbacks.reduce_once import samples_in
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.host_copy import HostCopy
-from diffusion.storage.own_files import append_text
+from diffusion.storage.local_files import append_text
 
 log = logging.getLogger(__name__)
 

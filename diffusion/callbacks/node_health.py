@@ -20,7 +20,7 @@ from diffusion.data.epoch_position import is_last_batch
 from diffusion.errors import UserError
 from diffusion.exit_codes import HardwareFault, Preempted
 from diffusion.runs.environment import machine_name
-from diffusion.runs.heartbeat_file import report_hardware_fault
+from diffusion.runs.heartbeats import report_hardware_fault
 
 log = logging.getLogger(__name__)
 

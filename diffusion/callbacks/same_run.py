@@ -9,7 +9,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from diffusion.errors import UserError
-from diffusion.storage.differences import differences
+from diffusion.storage.shard_writer import differences
 
 log = logging.getLogger(__name__)
 

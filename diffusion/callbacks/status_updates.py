@@ -10,7 +10,7 @@ from composer.loggers import Logger
 from diffusion.loggers.progress_lines import BatchTimer, total_batches
 from diffusion.runs import attempt_recorder, node_status
 from diffusion.runs.attempts import Attempt
-from diffusion.runs.heartbeat_file import SAVING, TRAINING, write_rank_heartbeat
+from diffusion.runs.heartbeats import SAVING, TRAINING, write_rank_heartbeat
 
 RECORD_SECONDS = 30.0
 """Interval at which the progress of an attempt is recorded, for the case that this process is killed."""

@@ -47,14 +47,13 @@ from diffusion.checkpointing.rank_agreement import from_rank_zero, raise_on_all_
 from diffusion.checkpointing.retention import CheckpointInfo
 from diffusion.config.checkpointing import KeepConfig
 from diffusion.errors import ExternalError, UserError
-from diffusion.runs.bucket_run import claim_working_folder, open_bucket_run
 from diffusion.runs.evaluation_claims import EvaluationClaims
-from diffusion.runs.run_id import check_run_id
-from diffusion.storage import object_store, request_threads
+from diffusion.runs.run_id import check_run_id, claim_working_folder, open_bucket_run
+from diffusion.storage import object_store, transfers
 from diffusion.storage.atomic import remove, replace_folder
+from diffusion.storage.local_files import working_folder
 from diffusion.storage.places import StorePlace
 from diffusion.storage.retry import RetryPolicy
-from diffusion.storage.working_folder import working_folder
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +151,7 @@ class BucketStorage:
 
         with _as_storage_fault():
             tasks = [partial(write, name) for name in files]
-            request_threads.run_all(tasks, replace(object_store.DEFAULT, wait=check))
+            transfers.run_all(tasks, replace(object_store.DEFAULT, wait=check))
 
     def publish(self, work: Path, batch: int, files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> None:
         url = self.name_of(batch)

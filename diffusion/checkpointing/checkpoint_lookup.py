@@ -36,10 +36,9 @@ from diffusion.checkpointing.run_mirror import RunMirror
 from diffusion.errors import UserError
 from diffusion.runs.run_id import RUN_FILE
 from diffusion.runs.run_lock import Owner, parse_owner
+from diffusion.storage.local_files import open_own_file, working_folder
 from diffusion.storage.locks import hold_path_lock
-from diffusion.storage.own_files import open_own_file
 from diffusion.storage.places import LocalPlace, is_url
-from diffusion.storage.working_folder import working_folder
 
 log = logging.getLogger(__name__)
 

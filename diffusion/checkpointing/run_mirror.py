@@ -14,10 +14,9 @@ from typing import NamedTuple
 
 from diffusion.checkpointing.checkpoint_store import LATEST, batch_number
 from diffusion.errors import UserError
-from diffusion.runs.attempt_object import ATTEMPTS
-from diffusion.runs.bucket_run import claim_working_folder, open_bucket_run
-from diffusion.runs.lock_content import LOCK
-from diffusion.runs.run_id import RUN_FILE
+from diffusion.runs.attempts import ATTEMPTS
+from diffusion.runs.run_id import RUN_FILE, claim_working_folder, open_bucket_run
+from diffusion.runs.run_lock import LOCK
 from diffusion.storage import object_store
 from diffusion.storage.atomic import UNFINISHED, write_atomically
 from diffusion.storage.retry import GaveUp, RetryPolicy

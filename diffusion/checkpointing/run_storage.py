@@ -31,7 +31,7 @@ from diffusion.config.checkpointing import KeepConfig
 from diffusion.errors import ExternalError, UserError
 from diffusion.runs import environment
 from diffusion.runs.run_id import RUN_FILE, check_run_id, create_run_id, read_run_id
-from diffusion.storage import visibility
+from diffusion.storage import local_files
 from diffusion.storage.atomic import remove
 from diffusion.storage.places import is_url
 
@@ -288,7 +288,7 @@ def check_shared(folder: Path, where: str, *, begun: bool = False) -> None:
                 folder.mkdir(parents=True, exist_ok=True)
                 probe.write_text(content, encoding='utf-8')
         with raise_on_all_ranks(str(folder)):
-            if reason := visibility.why_not_visible(probe, content, visibility.VISIBLE_SECONDS):
+            if reason := local_files.why_not_visible(probe, content, local_files.VISIBLE_SECONDS):
                 raise not_shared(f'{where}: {folder}', first[1], reason, begun=begun)
     finally:
         if dist.get_global_rank() == 0:

@@ -12,7 +12,7 @@ from diffusion.config.recipe import Recipe, StreamConfig
 from diffusion.config.schema import Gatherer, Problem
 from diffusion.config.weight_sources import path_problem
 from diffusion.errors import UserError
-from diffusion.storage.writable import why_not_writable
+from diffusion.storage.local_files import why_not_writable
 
 SAMPLES_LOOKED_AT = 16
 """Number of images whose sizes are compared with a stream's shape."""

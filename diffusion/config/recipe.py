@@ -11,7 +11,7 @@ from diffusion.config.checkpointing import CheckpointingConfig
 from diffusion.config.image_shapes import Shape, parse_shape, square
 from diffusion.config.interpolation import Interpolation, KeyPath
 from diffusion.config.schema import Problem
-from diffusion.storage.working_folder import working_folder
+from diffusion.storage.local_files import working_folder
 
 
 @dataclass

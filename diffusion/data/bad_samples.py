@@ -18,7 +18,7 @@ from composer.loggers import Logger
 
 from diffusion.errors import DataError
 from diffusion.models.randomness import Purpose, philox
-from diffusion.storage.own_files import append_text
+from diffusion.storage.local_files import append_text
 
 log = logging.getLogger(__name__)
 

@@ -34,8 +34,8 @@ from diffusion.data.verified_dataset import describe_error
 from diffusion.errors import DataError, UserError
 from diffusion.models import batch_keys
 from diffusion.models.randomness import Draws, Purpose, epoch_word
+from diffusion.runs.heartbeats import collective_timeout
 from diffusion.runs.stop_signals import STOP_SIGNALS
-from diffusion.runs.watchdog import collective_timeout
 
 log = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from diffusion.storage import atomic, locks
-from diffusion.storage.integrity import file_signature
+from diffusion.storage.mds import file_signature
 
 log = logging.getLogger(__name__)
 

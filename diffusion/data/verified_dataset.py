@@ -26,8 +26,8 @@ from diffusion.data.shard_cache import CacheBudget
 from diffusion.data.shared_state import FailureEvent, Failures, one_job_at_a_time
 from diffusion.data.verified_stream import DEFAULTS, VerifiedStream, hidden_remotes
 from diffusion.errors import DataError, UserError
-from diffusion.storage.integrity import file_signature
-from diffusion.storage.own_files import user_folder
+from diffusion.storage.local_files import user_folder
+from diffusion.storage.mds import file_signature
 
 log = logging.getLogger(__name__)
 

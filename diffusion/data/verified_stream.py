@@ -27,8 +27,8 @@ from diffusion.data import shard_cache
 from diffusion.data.shard_cache import INDEX, CacheBudget, DownloadTurns
 from diffusion.errors import DataError, UserError
 from diffusion.storage import locks
-from diffusion.storage.download import RemoteFolder
-from diffusion.storage.integrity import algorithm_for, find_damage
+from diffusion.storage.mds import algorithm_for, find_damage
+from diffusion.storage.object_store import RemoteFolder
 from diffusion.storage.retry import DISK_FULL_ERRORS, DamagedDownload, GaveUp, RetryPolicy
 
 log = logging.getLogger(__name__)

@@ -1,21 +1,26 @@
 """Command line of `diffusion data`; a subcommand imports torch only after its arguments have been checked."""
 
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from diffusion.config.declarations import AtLeast, Fraction
-from diffusion.config.load import RecipeError, load
+from diffusion.config.load import Recipe, RecipeError, load
 from diffusion.config.options import Count, Option, RecipeFile, add_command
 from diffusion.config.path_checks import check_stream_folders
-from diffusion.errors import UserError
-from diffusion.inspection.stream_selection import check_complete, select
+from diffusion.config.recipe import StreamConfig
+from diffusion.config.schema import MISSING, Problem, did_you_mean
+from diffusion.errors import UserError, printable
 from diffusion.planning.gpus import find_gpu, load_gpus
 from diffusion.prepare.remove_cli import DatasetPlace, check_dataset, run_remove
 
+Sections = dict[str, dict[str, StreamConfig]]
+"""Streams by section, such as `precompute.streams`, and name."""
+SECTIONS = ('streams', 'eval_streams', 'precompute.streams')
 LOOK_NEEDS = {
     'streams': ('dataset',),
     'eval_streams': ('dataset', 'eval_dataset'),
@@ -58,7 +63,7 @@ class VerifyOptions(DataOptions):
 def run_verify(options: VerifyOptions) -> int:
     """Run `diffusion data verify`; return 3 if a shard is damaged, else 0."""
     recipe, names = _recipe_and_names(options)
-    sections = select(recipe, names, unused=('resolution', 'shape', 'repeat', 'choose', 'validate_hash'))
+    sections = _select(recipe, names, unused=('resolution', 'shape', 'repeat', 'choose', 'validate_hash'))
     from diffusion.inspection.verify import verify
 
     return verify(sections, sample=options.sample, seed=options.seed, jobs=options.jobs)
@@ -82,8 +87,8 @@ def run_look(options: LookOptions) -> int:
     """Run `diffusion data look`, and return the exit status."""
     _check_sheet_file(options.out)
     recipe, names = _recipe_and_names(options)
-    chosen = select(recipe, names)
-    check_complete(recipe, ('model', 'loader', 'seed', *(path for section in chosen for path in LOOK_NEEDS[section])))
+    chosen = _select(recipe, names)
+    _check_complete(recipe, ('model', 'loader', 'seed', *(path for section in chosen for path in LOOK_NEEDS[section])))
     _check_folders(chosen, options.recipe)
     from diffusion.inspection.preview import look
 
@@ -111,8 +116,8 @@ def run_bench(options: BenchOptions) -> int:
     """Run `diffusion data bench`, and return the exit status."""
     gpu = find_gpu(options.gpu, load_gpus(options.gpus_file))
     recipe, names = _recipe_and_names(options)
-    chosen = select(recipe, names, sections=['streams'])
-    check_complete(recipe, ('model', 'loader', 'seed', 'dataset', 'global_batch', 'name', 'runs_dir'))
+    chosen = _select(recipe, names, sections=['streams'])
+    _check_complete(recipe, ('model', 'loader', 'seed', 'dataset', 'global_batch', 'name', 'runs_dir'))
     _check_folders(chosen, options.recipe)
     from diffusion.inspection.bench import bench
 
@@ -159,10 +164,65 @@ COMMANDS: dict[str, tuple[Callable[..., int], str]] = {
 """Functions and help texts of the subcommands."""
 
 
-def _recipe_and_names(options: DataOptions) -> tuple[Any, list[str]]:
+def _recipe_and_names(options: DataOptions) -> tuple[Recipe, list[str]]:
     """Return the recipe, loaded with the KEY=VALUE overrides among the words, and the names of streams."""
     recipe = load(options.recipe, [word for word in options.words if '=' in word], allow_missing=True)
     return recipe, [word for word in options.words if '=' not in word]
+
+
+def _select(
+    recipe: Recipe, names: Sequence[str], *, sections: Sequence[str] = SECTIONS, unused: Collection[str] = ()
+) -> Sections:
+    """Return a recipe's streams with these names; without names, all streams that have no values that are still ???.
+
+    Args:
+        names: Names of streams, with or without their recipe key: `photos`, or `eval_streams.photos`.
+        unused: Keys of a stream that the caller does not use, so that their values may be ???.
+
+    Raises:
+        UserError: There are no streams, a name does not exist, or a stream has values that are still ???.
+    """
+    every = {
+        'streams': recipe.streams,
+        'eval_streams': recipe.eval_streams,
+        'precompute.streams': recipe.precompute.streams,
+    }
+    found = {section: dict(every[section]) for section in sections if every[section] and every[section] != MISSING}
+    if not found:
+        _check_complete(recipe, sections)
+        raise UserError(f'{sections[0]}: the recipe has no streams; add at least one')
+    known = {f'{section}.{name}' for section, streams in found.items() for name in streams}
+    bare = {name for streams in found.values() for name in streams}
+    for name in names:
+        if name not in known | bare:
+            place = 'the recipe' if len(sections) > 1 else f"the recipe's {sections[0]}"
+            raise UserError(f'{name}: no such stream in {place}; {did_you_mean(name, bare | known)}')
+    chosen: Sections = {}
+    incomplete: list[Problem] = []
+    for section, streams in found.items():
+        for name, stream in streams.items():
+            where = f'{section}.{name}'
+            if not names or name in names or where in names:
+                problems = [each for each in _missing(recipe, [where]) if each.where.split('.')[-1] not in unused]
+                incomplete += problems
+                if not problems:
+                    chosen.setdefault(section, {})[name] = stream
+    if incomplete and (names or not chosen):
+        raise RecipeError(incomplete)
+    for problem in incomplete:
+        print(f'skipped: {printable(str(problem))}', file=sys.stderr)
+    return chosen
+
+
+def _check_complete(recipe: Recipe, paths: Collection[str]) -> None:
+    """Raise RecipeError if values at these paths of a recipe, such as `model`, are still ???; others may be."""
+    if problems := _missing(recipe, paths):
+        raise RecipeError(problems)
+
+
+def _missing(recipe: Recipe, paths: Collection[str]) -> list[Problem]:
+    """Return the values at these paths of a recipe, or inside them, that are still ???."""
+    return [each for each in recipe.missing if any(f'{each.where}.'.startswith(f'{path}.') for path in paths)]
 
 
 def _check_folders(sections: Mapping[str, Mapping[str, Any]], path: str) -> None:

@@ -19,18 +19,27 @@ from diffusion.data.image_sheet import Figure, Section, draw_sheet, html_figures
 from diffusion.data.latents import LatentManifest, LatentsDataset
 from diffusion.data.streams import BucketedDataset
 from diffusion.errors import UserError
-from diffusion.inspection.stream_selection import Sections
 from diffusion.models import batch_keys
 from diffusion.models.pretrained import TINY_VAE, load_vae
 from diffusion.models.vae import Vae, decode_latents
 from diffusion.storage.atomic import write_atomically
 from diffusion.training.components import build_dataset, evaluation_dataset
 
+Sections = Mapping[str, Mapping[str, StreamConfig]]
+"""Streams by section, such as `precompute.streams`, and name."""
 SIDE = 176
 """Side in pixels at which a square image is drawn; other shapes are drawn with the same area."""
 
 
-def look(recipe: Recipe, chosen: Sections, out: Path, *, samples: int = 8, seed: int = 0, decode: bool = False) -> None:
+def look(
+    recipe: Recipe,
+    chosen: Mapping[str, Mapping[str, StreamConfig]],
+    out: Path,
+    *,
+    samples: int = 8,
+    seed: int = 0,
+    decode: bool = False,
+) -> None:
     """Draw samples of some of a recipe's streams, per image shape, into one PNG or HTML file.
 
     Args:

@@ -1,28 +1,251 @@
 """`diffusion data verify`: read whole shards in several processes and report every defect."""
 
+import itertools
+import json
 import multiprocessing
 import random
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import simplejpeg
+from streaming.base.compression import decompress
+from streaming.base.format import FileInfo
+from streaming.base.format.mds.reader import MDSReader
 from tqdm import tqdm
 
-from diffusion.errors import UserError, printable
-from diffusion.inspection.shard_checks import (
-    Defect,
-    ShardResult,
-    check_shard,
-    read_index,
-    source_of,
-    stream_manifest,
-)
-from diffusion.inspection.stream_selection import Sections, with_shapes
+from diffusion.config.image_shapes import parse_shape
+from diffusion.config.recipe import StreamConfig
+from diffusion.data.bad_samples import BadSample
+from diffusion.data.caption_choice import captions_of
+from diffusion.data.image_reading import UnreadableImage
+from diffusion.data.transforms import JPEG_START, decode
+from diffusion.errors import DataError, UserError, printable
 from diffusion.models import batch_keys
-from diffusion.storage.download import RemoteFolder
+from diffusion.storage.mds import find_damage
+from diffusion.storage.object_store import RemoteFolder
+from diffusion.storage.retry import GaveUp, RetryPolicy
+from diffusion.training.expand_streams import by_shape
+
+Manifest = Mapping[str, Any]
+Sections = Mapping[str, Mapping[str, StreamConfig]]
+"""Streams by section, such as `precompute.streams`, and name."""
+
+
+def source_of(stream: StreamConfig) -> RemoteFolder:
+    """Return the folder with a stream's data: its remote if it has one, otherwise its local folder."""
+    return RemoteFolder(
+        stream.remote or stream.local or '', RetryPolicy(1 + stream.download_retry, stream.download_timeout)
+    )
+
+
+@dataclass(frozen=True, order=True)
+class Defect:
+    """Problem found in a dataset's shard, or in a range of the shard's rows."""
+
+    shard: str
+    """File name of the shard."""
+    first: int
+    """First row; -1 for the whole shard."""
+    last: int
+    """Last row; -1 for the whole shard."""
+    problem: str
+    harmless: bool = False
+    """True if the loader still serves the rows; reported as a warning."""
+
+    def __str__(self) -> str:
+        rows = f', rows {self.first}-{self.last}' if self.last > self.first else f', row {self.first}'
+        return f'{self.shard}{rows if self.first >= 0 else ""}: {self.problem}'
+
+
+@dataclass
+class ShardResult:
+    """Result of checking one shard: the samples and bytes that were read, and the defects that were found."""
+
+    samples: int = 0
+    bytes: int = 0
+    defects: list[Defect] = field(default_factory=list)
+
+
+def read_index(source: RemoteFolder) -> list[dict[str, Any]]:
+    """Return the entries of a stream's index.json, one per shard.
+
+    Raises:
+        UserError: The index cannot be read, or is not one of MDS shards.
+    """
+    try:
+        with source.files('index.json') as folder:
+            if not (folder / 'index.json').is_file():  # reading a pipe would wait for a writer
+                raise FileNotFoundError(f'{folder / "index.json"} is not a file')
+            entries = json.loads((folder / 'index.json').read_text(encoding='utf-8'))['shards']
+            for entry in entries:
+                MDSReader.from_json('', '', entry)
+                counts = entry['samples'], entry['raw_data']['bytes']
+                if not all(type(count) is int and 0 <= count < 2**31 for count in counts):
+                    raise ValueError(f'samples or bytes of a shard are not in [0, 2**31): {counts}')
+    except (OSError, UserError) as error:
+        raise UserError(
+            f'{source.url}: cannot read index.json ({error}); check the path or URL, and your access to it'
+        ) from error
+    except Exception as error:  # any class: the content may be any JSON
+        raise UserError(
+            f'{source.url}: index.json is not an index of MDS shards ({error!r}); prepare the data again'
+        ) from error
+    return entries
+
+
+def stream_manifest(source: RemoteFolder) -> Manifest:
+    """Return the content of manifest.json of a stream of latents: the encoders and settings that made them.
+
+    Raises:
+        UserError: The manifest cannot be read, or has another version.
+    """
+    from diffusion.data.latents import MANIFEST, LatentManifest  # slow: imports diffusers
+
+    try:
+        with source.files(MANIFEST) as folder:
+            return vars(LatentManifest.read(folder, source.url))
+    except GaveUp as error:
+        raise UserError(
+            f'{source.url}: cannot read {MANIFEST} ({error}); check the URL and your access to it'
+        ) from error
+
+
+def check_shard(source: RemoteFolder, entry: Mapping[str, Any], manifest: Manifest | None) -> ShardResult:
+    """Read a whole shard, and check its size, its hash and every sample.
+
+    Args:
+        entry: The shard's entry in the index.
+        manifest: The manifest of a stream of latents, otherwise None.
+    """
+    raw, name = FileInfo(**entry['raw_data']), entry['raw_data']['basename']
+    result = ShardResult()
+    stored = FileInfo(**entry['zip_data']) if entry.get('zip_data') else raw
+    # Streaming unpacks a compressed shard next to it, and may remove the compressed file: check the raw one instead.
+    if stored is not raw and '://' not in source.url and Path(source.url, raw.basename).exists():
+        stored = raw
+    try:
+        with source.files(stored.basename) as folder, tempfile.TemporaryDirectory() as scratch:
+            found = find_damage(folder / stored.basename, stored)
+            if found is not None:
+                result.defects.append(Defect(stored.basename, -1, -1, found))
+            if stored is not raw and (folder / stored.basename).exists():
+                packed, folder = (folder / stored.basename).read_bytes(), Path(scratch)
+                (folder / raw.basename).write_bytes(decompress(entry['compression'], packed))
+            # Read the rows of a damaged shard too: the report then shows how many samples are lost.
+            if (folder / raw.basename).exists():
+                result.bytes = (folder / raw.basename).stat().st_size
+                problems = _row_problems(MDSReader.from_json(str(folder), '', dict(entry)), manifest, result)
+                result.defects += _merge_rows(name, problems)
+    except (GaveUp, UserError) as error:
+        result.defects.append(Defect(name, -1, -1, f'it cannot be downloaded ({error})'))
+    except Exception as error:  # decompression libraries raise any class on damaged data
+        result.defects.append(Defect(name, -1, -1, f'it cannot be read ({error!r})'))
+    return result
+
+
+def _row_problems(reader: MDSReader, manifest: Manifest | None, result: ShardResult) -> Iterator[tuple[int, str, bool]]:
+    """Yield (row, problem, harmless) for each problem in a shard, and count the readable samples in `result`."""
+    for row in range(reader.size):
+        try:
+            sample = reader[row]
+        except IndexError:
+            yield row, 'it is past the end of the file', False
+            continue
+        except Exception as error:  # each column encoding raises classes of its own
+            yield row, f'it cannot be read ({error!r})', False
+            continue
+        result.samples += 1
+        for problem, harmless in sample_problems(sample, manifest):
+            yield row, problem, harmless
+
+
+def _merge_rows(shard: str, problems: Iterator[tuple[int, str, bool]]) -> Iterator[Defect]:
+    """Merge consecutive rows with the same problem into one defect, such as the missing rows of a truncated shard."""
+    ranges: dict[tuple[str, bool], Defect] = {}
+    for row, problem, harmless in problems:
+        previous = ranges.get((problem, harmless))
+        if previous is not None and previous.last == row - 1:
+            ranges[problem, harmless] = Defect(shard, previous.first, row, problem, harmless)
+            continue
+        if previous is not None:
+            yield previous
+        ranges[problem, harmless] = Defect(shard, row, row, problem, harmless)
+    yield from ranges.values()
+
+
+def sample_problems(sample: Mapping[str, Any], manifest: Manifest | None) -> Iterator[tuple[str, bool]]:
+    """Yield (problem, harmless) for each problem of a sample; harmless if the loader still serves the sample."""
+    return itertools.chain(
+        _image_problems(sample) if 'image' in sample else (),
+        _caption_problems(sample) if {'captions', 'caption'} & sample.keys() else (),
+        _latent_problems(sample, manifest) if manifest is not None else (),
+    )
+
+
+def _image_problems(sample: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    """Yield (problem, harmless) if an image is damaged or its size differs from the columns width and height."""
+    # libjpeg-turbo warns of stray bytes in a JPEG; `decode` ignores the harmless ones, as the loader does.
+    encoded, warning, size = sample['image'], None, None
+    if isinstance(encoded, bytes) and encoded.startswith(JPEG_START):
+        try:
+            height, width = simplejpeg.decode_jpeg(encoded, colorspace='GRAY').shape[:2]
+            size = width, height
+        except ValueError as error:
+            warning = str(error)
+    if size is None:
+        try:
+            size = decode(encoded).size
+        except UnreadableImage as error:
+            yield f'its image cannot be decoded ({error})', False
+            return
+    if warning is not None:
+        yield f'its image can be decoded, but libjpeg reports: {warning}', True
+    stated = sample.get('width'), sample.get('height')
+    # Sides may be swapped: the columns may hold the size before or after the EXIF rotation.
+    if all(isinstance(side, int | np.integer) for side in stated) and stated not in (size, size[::-1]):
+        yield f'its image has {size[0]}x{size[1]} pixels, but its columns state {stated[0]}x{stated[1]}', True
+
+
+def _caption_problems(sample: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    """Yield (problem, harmless) if captions are missing, not text, or all empty."""
+    try:
+        captions = captions_of(dict(sample), 'captions')
+    except BadSample as error:
+        yield str(error).removeprefix('captions: '), False
+        return
+    if not any(caption.strip() for caption in captions):
+        yield 'its captions are empty', True
+
+
+def _latent_problems(sample: Mapping[str, Any], manifest: Manifest) -> Iterator[tuple[str, bool]]:
+    """Yield (problem, harmless) for latents and text embeddings that are not finite or contradict the manifest."""
+    for name in (batch_keys.LATENT_MOMENTS, batch_keys.TEXT_EMBEDS, batch_keys.TEXT_POOLED):
+        if name in sample and not np.isfinite(sample[name]).all():
+            yield f'its {name} are not finite', False
+    if batch_keys.LATENT_MOMENTS not in sample:
+        yield f'it has no {batch_keys.LATENT_MOMENTS}', False
+        return
+    shape = sample[batch_keys.LATENT_MOMENTS].shape
+    channels = len(manifest['latent_mean']) * (2 if manifest['posterior'] == 'sample' else 1)
+    images = parse_shape(manifest['shape'])
+    # The manifest does not hold the VAE's downscaling factor, which is a power of two.
+    sizes = {(images.height // factor, images.width // factor) for factor in (1, 2, 4, 8, 16, 32, 64)}
+    if len(shape) != 3 or shape[0] != channels or tuple(shape[1:]) not in sizes:
+        yield (
+            (
+                f'its {batch_keys.LATENT_MOMENTS} have shape {list(shape)}; the manifest states {channels} channels '
+                f'for images of {images} px'
+            ),
+            False,
+        )
+
 
 DEFECTS_FOUND = 3
 """Exit status if the data has defects."""
@@ -49,12 +272,6 @@ class VerifyReport:
     defects: list[Defect] = field(default_factory=list)
     problem: str | None = None
     """Problem of the whole stream, or None."""
-
-    def add(self, result: ShardResult) -> None:
-        """Add the result of one shard to the totals of the stream."""
-        self.samples += result.samples
-        self.bytes += result.bytes
-        self.defects += result.defects
 
     @property
     def is_sound(self) -> bool:
@@ -87,12 +304,24 @@ def verify(sections: Sections, *, sample: float = 1.0, seed: int = 0, jobs: int 
     sound = True
     with _pool(jobs) as pool:
         for section, streams in sections.items():
-            for name, stream in with_shapes(section, streams).items():
+            for name, stream in _with_shapes(section, streams).items():
                 report = verify_stream(source_of(stream), sample=sample, seed=seed, pool=pool)
                 sound &= report.is_sound
                 for line in report.lines(f'{section}.{name}'):
                     print(printable(line), flush=True)
     return 0 if sound else DEFECTS_FOUND
+
+
+def _with_shapes(section: str, streams: Mapping[str, StreamConfig]) -> dict[str, StreamConfig]:
+    """Return the streams, each one with several aspect-ratio buckets expanded into one stream per image shape.
+
+    Raises:
+        UserError: A folder lacks the list of its shapes. DataError: A store with such a list does not answer.
+    """
+    try:
+        return by_shape(streams)
+    except (UserError, DataError) as error:
+        raise type(error)(f'{section.removesuffix("streams")}{error}') from error
 
 
 def verify_stream(source: RemoteFolder, *, sample: float = 1.0, seed: int = 0, pool: Executor) -> VerifyReport:
@@ -115,7 +344,9 @@ def verify_stream(source: RemoteFolder, *, sample: float = 1.0, seed: int = 0, p
     begin = time.monotonic()
     for result in _results(pool, [(source, entry, manifest) for entry in chosen]):
         report.shards += 1
-        report.add(result)
+        report.samples += result.samples
+        report.bytes += result.bytes
+        report.defects += result.defects
     report.seconds = time.monotonic() - begin
     if not entries:
         report.problem = 'it has no shards'
@@ -145,7 +376,7 @@ def _pool(jobs: int) -> Executor:
     # A fork server's children share its imports, which take seconds, and do not inherit this process's threads and
     # held locks, unlike a plain fork.
     context = multiprocessing.get_context('forkserver')
-    context.set_forkserver_preload(['diffusion.inspection.shard_checks'])
+    context.set_forkserver_preload(['diffusion.inspection.verify'])
     return ProcessPoolExecutor(jobs, mp_context=context)
 
 

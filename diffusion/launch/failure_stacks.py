@@ -17,11 +17,11 @@ from pathlib import Path
 
 from diffusion.launch.stack_report import RankReport, describe_hang, find_place, main_thread
 from diffusion.launch.workers import Workers, process_problem
-from diffusion.runs import environment, heartbeat_file
+from diffusion.runs import environment, heartbeats
 from diffusion.runs.bounded_call import STORAGE_SECONDS, call_with_limit, within_limit
 from diffusion.runs.run_lock import job_id
+from diffusion.storage.local_files import LAUNCH, working_folder
 from diffusion.storage.places import FileVersion, LocalPlace, files_of_run, is_url
-from diffusion.storage.working_folder import LAUNCH, working_folder
 
 STACKS = 'stacks'
 SUMMARY = 'summary.txt'
@@ -321,7 +321,7 @@ def keep_stacks(
 
 def rank_reports(workers: Workers, texts: Mapping[int, str], *, machine: str, begin: float) -> list[RankReport]:
     """Return the state of each rank of this node by its last heartbeat, its stack and its process."""
-    beats, now, reports = heartbeat_file.last_beats(workers.folder), time.monotonic(), []
+    beats, now, reports = heartbeats.last_beats(workers.folder), time.monotonic(), []
     for rank, process in workers.by_rank().items():
         beat = beats.get(rank)
         place = find_place(main_thread(texts.get(rank, '')))

@@ -8,9 +8,9 @@ import os
 import sys
 from pathlib import Path
 
-from diffusion.runs.heartbeat_file import heartbeat_age, write_heartbeat
+from diffusion.runs.heartbeats import heartbeat_age, write_heartbeat
 from diffusion.runs.run_lock import start_ticks
-from diffusion.storage.own_files import user_folder
+from diffusion.storage.local_files import user_folder
 
 SILENT_SECONDS = 90.0
 """Time without a heartbeat after which the node entry point counts as stopped. It writes one per second, but a slow

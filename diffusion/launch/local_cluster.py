@@ -18,8 +18,8 @@ from diffusion.launch.job_spec import Job
 from diffusion.launch.workers import die_with_parent, discarding_lost_output
 from diffusion.runs import attempts, environment
 from diffusion.runs.stop_signals import RepeatedInterrupt, handled_signals
+from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE, working_root
 from diffusion.storage.places import is_url
-from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE, working_root
 
 TICK_SECONDS = 0.1
 GRACE_SECONDS = 15.0

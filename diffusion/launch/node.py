@@ -33,13 +33,13 @@ from diffusion.launch.node_settings import PREFLIGHT_SECONDS, Settings, fetch_se
 from diffusion.launch.rank_discovery import NodePosition, find_position, nccl_environment
 from diffusion.launch.standby.in_place import InPlaceRestarts
 from diffusion.launch.workers import TICK_SECONDS, Outcome, Workers, discarding_lost_output
-from diffusion.runs import attempts, environment, heartbeat_file, run_lock
+from diffusion.runs import attempts, environment, heartbeats, run_lock
 from diffusion.runs.attempts import Attempt
 from diffusion.runs.bounded_call import within_limit
+from diffusion.runs.heartbeats import Watchdog, early_timeout_warning
 from diffusion.runs.node_status import NODE_VARIABLE
 from diffusion.runs.notify import NUMBER_VARIABLE, TRAINING_EVENTS, Notifier, ended_values
 from diffusion.runs.stop_signals import RepeatedInterrupt, handled_signals
-from diffusion.runs.watchdog import Watchdog, early_timeout_warning
 from diffusion.storage.places import files_of_run, is_url
 
 CHECK_EVERY_SECONDS = 1.0
@@ -342,7 +342,7 @@ class Node:
         """Run a program with one process per GPU, for at most `limit_seconds` if set; return the outcome."""
         name = attempt_name(self.environ, self._restarts)
         stacks = StackFolder(self.home, name, self.position.rank, self.position.nodes)
-        environ = {**self.environ, heartbeat_file.ATTEMPT_FOLDER_VARIABLE: str(folder)}
+        environ = {**self.environ, heartbeats.ATTEMPT_FOLDER_VARIABLE: str(folder)}
         if self.trains:
             environ[NUMBER_VARIABLE] = str(attempt.number)
             environ |= nccl_environment(self.environ, folder, stacks.nccl_prefix)
@@ -372,7 +372,7 @@ class Node:
             # respond. No restart on this node can work.
             detail = f'process {", ".join(map(str, stuck))} cannot be killed'
             return Outcome(BAD_HARDWARE, 'hardware', detail)
-        fault = heartbeat_file.reported_hardware_fault(folder)
+        fault = heartbeats.reported_hardware_fault(folder)
         if fault and outcome.cause == 'hardware':
             return replace(outcome, detail=fault)
         if fault and outcome.cause == 'preempted' and self.position.nodes > 1:
@@ -449,7 +449,7 @@ class Node:
             if now - last_check > CHECK_EVERY_SECONDS:
                 last_check = now
                 liveness.update_heartbeat()
-                beats = heartbeat_file.last_beats(workers.folder)
+                beats = heartbeats.last_beats(workers.folder)
                 if beats and attempt.first is None:
                     # Record the first batch immediately: if this node is lost soon after, the startup time is known.
                     last_record = -RECORD_EVERY_SECONDS

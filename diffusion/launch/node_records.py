@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from diffusion.launch.exit_file import BEGIN, append_exit_line
-from diffusion.runs import attempts, environment, heartbeat_file
+from diffusion.runs import attempts, environment, heartbeats
 from diffusion.runs.attempts import Attempt, Clock
 from diffusion.runs.bounded_call import storage_problem, within_limit
 from diffusion.runs.run_status import newest_batch
@@ -54,7 +54,7 @@ class NodeRecords:
 
     def take_beats(self, folder: Path, attempt: Attempt) -> None:
         """Copy the batch numbers and times from the last heartbeat of a rank to the record of the attempt."""
-        beats = heartbeat_file.last_beats(folder)
+        beats = heartbeats.last_beats(folder)
         if beats:
             # One rank represents the node, since all ranks are at the same batch up to one.
             first = beats[min(beats)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from diffusion.errors import ExternalError, UserError
 from diffusion.exit_codes import CONFIG_ERROR
 from diffusion.runs import environment
-from diffusion.runs.watchdog import hang_seconds_of
+from diffusion.runs.heartbeats import hang_seconds_of
 
 PREFLIGHT_SECONDS = {'fast': 900.0, 'deep': 3600.0}
 """Maximum duration of the preflight by level. The slowest node may start five minutes late."""

@@ -19,7 +19,7 @@ from typing import IO, Any, NoReturn, TextIO, cast
 
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
 from diffusion.launch.rank_discovery import NCCL_PIPE, NodePosition, rank_environment
-from diffusion.runs import heartbeat_file
+from diffusion.runs import heartbeats
 
 TICK_SECONDS = 0.1
 """Interval at which the state of the workers is checked."""
@@ -123,12 +123,12 @@ class Workers:
 
         Waits at most STACK_SECONDS.
         """
-        before = heartbeat_file.read_stacks(self.folder)
-        self.signal(heartbeat_file.STACK_DUMP_SIGNAL)
+        before = heartbeats.read_stacks(self.folder)
+        self.signal(heartbeats.STACK_DUMP_SIGNAL)
         until, found = time.monotonic() + STACK_SECONDS, before
         while time.monotonic() < until:
             time.sleep(TICK_SECONDS)
-            latest, previous = heartbeat_file.read_stacks(self.folder), found
+            latest, previous = heartbeats.read_stacks(self.folder), found
             found = latest
             missing = [
                 rank

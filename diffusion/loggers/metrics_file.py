@@ -11,8 +11,8 @@ from composer.core import State
 from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist
 
-from diffusion.storage.json_lines import json_objects
-from diffusion.storage.own_files import opener
+from diffusion.storage.local_files import opener
+from diffusion.storage.text_tables import json_objects
 
 log = logging.getLogger(__name__)
 

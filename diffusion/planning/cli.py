@@ -14,7 +14,7 @@ from diffusion.planning.plan import Assumptions, load_phases, make_plan, read_me
 from diffusion.planning.plan_json import plan_to_dict
 from diffusion.planning.plan_table import plan_text
 from diffusion.planning.workload import Encoding
-from diffusion.storage.writable import check_writable
+from diffusion.storage.local_files import check_writable
 
 
 @dataclass

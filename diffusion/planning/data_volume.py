@@ -6,7 +6,7 @@ from diffusion.config.byte_sizes import parse_bytes
 from diffusion.config.device_checks import default_canonical_nodes
 from diffusion.config.recipe import Recipe
 from diffusion.planning.workload import Encoding, Phase
-from diffusion.storage.ranged_download import RANGE_BYTES
+from diffusion.storage.transfers import RANGE_BYTES
 
 JPEG_BYTES_PER_PIXEL = 62e3 / 512**2
 """Size of JPEG images whose shards are not local, from 62 kB for a typical 512 x 512 JPEG."""

@@ -10,7 +10,7 @@ from diffusion.planning import published_runs
 from diffusion.planning.gpus import GPU
 from diffusion.planning.published_runs import PRX_BATCHES_PER_SECOND
 from diffusion.planning.workload import BACKWARD, Encoding, Phase
-from diffusion.storage.json_lines import json_objects
+from diffusion.storage.text_tables import json_objects
 
 ASSUMED_MFU = 0.25
 """Default MFU. The published code reached 0.24 at 256 px and 0.28 at 512 px on 8 A100s, 0.16 and 0.28 on 128."""

@@ -24,7 +24,7 @@ from diffusion.models.gpu_kernels import kernels_problem
 from diffusion.preflight import collective_checks
 from diffusion.preflight.collective_checks import CollectiveLimits, check_ranks
 from diffusion.preflight.storage_checks import check_same_store, check_shared_folder, check_write_speed
-from diffusion.runs import environment, heartbeat_file
+from diffusion.runs import environment, heartbeats
 from diffusion.storage.places import files_of_run
 
 REPORT = 'preflight.json'
@@ -39,7 +39,7 @@ class RanksMissing(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the preflight checks and return this node's exit status; 75 (retry) if only other nodes failed."""
-    heartbeat_file.write_stacks_on_signal()
+    heartbeats.write_stacks_on_signal()
     level, path, *overrides = list(sys.argv[1:] if argv is None else argv)
     recipe = load(path, overrides)
     try:

@@ -21,9 +21,9 @@ from diffusion.planning.model_costs import ModelCosts
 from diffusion.preflight.source_checks import check_sources
 from diffusion.preflight.storage_checks import check_bucket
 from diffusion.runs import environment
+from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE
 from diffusion.storage.object_store import read
 from diffusion.storage.retry import GaveUp, RetryPolicy
-from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE
 
 SHM = Path('/dev/shm')
 SHM_BYTES = 2**28

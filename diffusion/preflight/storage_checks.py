@@ -17,9 +17,9 @@ from diffusion.errors import UserError
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED
 from diffusion.launch.gpu_health import Finding
 from diffusion.runs import environment
+from diffusion.runs.heartbeats import collective_timeout, hang_seconds_of, longest_limit
 from diffusion.runs.run_id import RUN_FILE
-from diffusion.runs.watchdog import collective_timeout, hang_seconds_of, longest_limit
-from diffusion.storage import object_store, visibility
+from diffusion.storage import local_files, object_store
 from diffusion.storage.retry import PreconditionFailed, RetryPolicy
 
 SHARED_FOLDER = 'shared folder'
@@ -66,9 +66,9 @@ def check_shared_folder(folder: Path) -> list[Finding]:
 def _view(folder: Path, name: str, names: Sequence[str]) -> FolderView:
     """Return the view of this node, after waiting until the files of all nodes are visible."""
     # If the first file stays invisible, it takes the whole time; the other files need no further wait then.
-    seconds, seen = visibility.VISIBLE_SECONDS, set()
+    seconds, seen = local_files.VISIBLE_SECONDS, set()
     for other in names:
-        if visibility.why_not_visible(folder / other, other, seconds):
+        if local_files.why_not_visible(folder / other, other, seconds):
             seconds = 0.0
         else:
             seen.add(other)

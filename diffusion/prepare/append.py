@@ -38,8 +38,8 @@ from diffusion.prepare.source import NamedCount, PartList, Source, count_named
 from diffusion.prepare.work_dir import Share, WorkFolder
 from diffusion.prepare.worker_pool import Run, run_jobs
 from diffusion.storage.atomic import remove, write_atomically
-from diffusion.storage.differences import differences
 from diffusion.storage.retry import PreconditionFailed
+from diffusion.storage.shard_writer import differences
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from diffusion.prepare.image_hashes import MAX_DISTANCE
 from diffusion.prepare.optional_formats import OptionalFormat, image_suffixes, require_packages
 from diffusion.prepare.source import CaptionText, Source, column_list
 from diffusion.storage import object_store
-from diffusion.storage.writable import why_not_writable
+from diffusion.storage.local_files import why_not_writable
 
 SETTINGS_OF_SOURCE = {
     'folder': ('location', 'captions', 'caption_text', 'caption_suffix', 'caption_column'),

@@ -20,8 +20,7 @@ from tqdm import tqdm
 from diffusion.config.image_shapes import BUCKETS
 from diffusion.errors import DataError, UserError
 from diffusion.storage import mds
-from diffusion.storage.integrity import find_damage
-from diffusion.storage.mds import ShardFormat
+from diffusion.storage.mds import ShardFormat, find_damage
 from diffusion.storage.places import Place, Versioned, place_at
 from diffusion.storage.retry import PreconditionFailed
 

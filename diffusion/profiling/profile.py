@@ -27,8 +27,8 @@ from diffusion.profiling.advice import Kernel, Opportunity, ProfileMeasurements,
 from diffusion.profiling.breakdown import Breakdown, BreakdownReport
 from diffusion.profiling.device_syncs import Site, find_waits
 from diffusion.storage.atomic import write_atomically
+from diffusion.storage.local_files import check_writable
 from diffusion.storage.mds import write_dataset
-from diffusion.storage.writable import check_writable
 from diffusion.training import components
 from diffusion.training.train import CHECKPOINTER_KEYWORDS, build_trainer
 

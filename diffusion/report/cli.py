@@ -22,8 +22,8 @@ from diffusion.report.report_source import (
 )
 from diffusion.report.run_reader import looks_like_a_run
 from diffusion.storage.atomic import write_atomically
+from diffusion.storage.local_files import check_writable
 from diffusion.storage.places import PATIENT, files_of_run, is_url
-from diffusion.storage.writable import check_writable
 
 
 @dataclass

@@ -13,7 +13,7 @@ from itertools import chain, pairwise, takewhile
 from typing import NamedTuple
 
 from diffusion.runs.run_status import TRAIN_LOSS
-from diffusion.storage.json_lines import MAX_LINE_BYTES
+from diffusion.storage.text_tables import MAX_LINE_BYTES
 
 
 class Curve(NamedTuple):

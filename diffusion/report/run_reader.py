@@ -23,19 +23,18 @@ from diffusion.report.run_parts import (
     without_secrets,
 )
 from diffusion.report.sample_sheets import SampledImages, SheetReader
-from diffusion.runs import attempts, lock_content, node_status
-from diffusion.runs.attempt_object import ATTEMPTS
-from diffusion.runs.attempts import Attempt
+from diffusion.runs import attempts, node_status, run_lock
+from diffusion.runs.attempts import ATTEMPTS, Attempt
 from diffusion.runs.run_status import METRICS, RECIPE, TRAIN_LOSS, RunReport, inspect_run
-from diffusion.storage.json_lines import parse_json_lines
 from diffusion.storage.places import PATIENT, FileVersion, Listing, files_of_run, is_url
+from diffusion.storage.text_tables import parse_json_lines
 
 T = TypeVar('T')
 _CHUNK = 2**25
 """Bytes of metrics.jsonl that are read at a time."""
 _ATTEMPT_BYTES = 2**24
 """Part of attempts.jsonl that is read for the axis of hours."""
-MARKS = {METRICS, ATTEMPTS, lock_content.LOCK, node_status.FOLDER, RECIPE}
+MARKS = {METRICS, ATTEMPTS, run_lock.LOCK, node_status.FOLDER, RECIPE}
 """Files and folders that identify a run: it has at least one of them."""
 
 

@@ -7,13 +7,17 @@ folder: a file system that is no longer mounted, or a folder that was moved, lea
 import datetime
 import errno
 import json
+import logging
 import os
 from pathlib import Path
 from uuid import uuid4
 
 from diffusion.errors import UserError
 from diffusion.runs import environment
-from diffusion.storage.atomic import write_atomically
+from diffusion.storage.atomic import remove, write_atomically
+from diffusion.storage.places import StorePlace
+
+log = logging.getLogger(__name__)
 
 RUN_FILE = 'run.json'
 VERSION = 1
@@ -87,3 +91,37 @@ def check_run_id(folder: Path, run_id: str) -> None:
     if found != run_id:
         reason = f'{RUN_FILE} has id {found}, expected {run_id}: another folder is at this path on {machine}'
         raise OSError(errno.ESTALE, reason, str(folder))
+
+
+def open_bucket_run(url: str) -> str:
+    """Return the id in the run.json of the run at a URL; write the file if it does not exist.
+
+    Raises:
+        UserError: The store refuses the request or has no conditional writes, or the file is not a run.json.
+        OSError: The store cannot be read or written.
+    """
+    place = StorePlace(url)
+    content = place.read(RUN_FILE)
+    if content is None:
+        place.create(RUN_FILE, run_file_content(uuid4().hex))  # no effect if another process was faster
+        content = place.read(RUN_FILE) or b''
+    return parse_run_id(content.decode(errors='replace'), place.locate(RUN_FILE))
+
+
+def claim_working_folder(folder: Path, run_id: str) -> None:
+    """Create a node's working folder for a run; remove what another run at the same URL has left there.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    try:
+        found = read_run_id(folder)
+    except UserError:  # a full disk has damaged the file
+        found = None
+    if found == run_id:
+        return
+    if found is not None:
+        log.warning('%s: removed, since it is of an earlier run at the same URL', folder)
+    remove(folder)
+    folder.mkdir(parents=True)
+    create_run_id(folder, run_id)

@@ -11,11 +11,11 @@ import yaml
 
 from diffusion.config.yaml_files import parse_yaml
 from diffusion.errors import UserError
-from diffusion.runs import attempts, lock_content, node_status, run_lock
+from diffusion.runs import attempts, node_status, run_lock
 from diffusion.runs.attempts import Attempt
 from diffusion.runs.node_status import NodeStatus
-from diffusion.storage.json_lines import parse_json_lines
 from diffusion.storage.places import PATIENT, Listing, LocalPlace, Place, StorePlace, files_of_run, is_url
+from diffusion.storage.text_tables import parse_json_lines
 
 # Files that training writes. The modules that write them import PyTorch, which this package does not.
 METRICS, TRAIN_LOSS, RECIPE, RECEIPT = 'metrics.jsonl', 'loss/train/total', 'recipe.yaml', 'receipt.json'
@@ -84,13 +84,13 @@ def inspect_run(run: Path | str) -> RunReport:
         OSError: The storage fails.
     """
     files = files_of_run(run, PATIENT)
-    listing, lock = files.list(), lock_content.RunLock(run)
+    listing, lock = files.list(), run_lock.RunLock(run)
     saved = newest_batch(files, listing)
     newest = None if saved is None else files.locate(f'ba{saved}')
-    known = {METRICS, lock_content.LOCK, attempts.ATTEMPTS, node_status.FOLDER}
+    known = {METRICS, run_lock.LOCK, attempts.ATTEMPTS, node_status.FOLDER}
     if saved is None and not known & {*listing.files, *listing.folders}:
         raise UserError(
-            f'status: {run} has no {METRICS}, {lock_content.LOCK} or checkpoint; give the folder or URL of a run, such '
+            f'status: {run} has no {METRICS}, {run_lock.LOCK} or checkpoint; give the folder or URL of a run, such '
             'as runs/phase1, or a job YAML'
         )
     found = node_status.read_statuses(run)
@@ -143,7 +143,7 @@ def newest_batch(files: Place, listing: Listing) -> int | None:
     return batches[-1] if batches else None
 
 
-def _lock_text(lock: lock_content.RunLock) -> str | None:
+def _lock_text(lock: run_lock.RunLock) -> str | None:
     """Return the content of a lock; None if nobody holds it, empty if its file cannot be read.
 
     Raises:
@@ -153,7 +153,7 @@ def _lock_text(lock: lock_content.RunLock) -> str | None:
         content = lock.read(patient=True)
     except UserError as error:  # the store refuses: not a mistake of this command
         raise OSError(str(error)) from error
-    return None if content is None or content.text == lock_content.RELEASED else content.text
+    return None if content is None or content.text == run_lock.RELEASED else content.text
 
 
 def _add_progress(report: RunReport, current: list[tuple[NodeStatus, float]]) -> None:
@@ -185,7 +185,7 @@ def _modified(path: Path) -> float | None:
         return None
 
 
-def _is_alive(lock: lock_content.RunLock, content: str | None) -> bool:
+def _is_alive(lock: run_lock.RunLock, content: str | None) -> bool:
     """Return True if the process that holds a run's lock is running; watch the lock if it is on another machine."""
     owner = run_lock.parse_owner(content)
     if owner is None:

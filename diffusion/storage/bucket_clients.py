@@ -10,12 +10,13 @@ S3, Google and Azure are accessed through their vendors' packages, which are dep
 import io
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from diffusion.errors import UserError
 from diffusion.storage.bucket_interface import CONNECT_SECONDS, Client, FolderListing, Location, ObjectInfo
-from diffusion.storage.retry import PreconditionFailed, RetryPolicy
+from diffusion.storage.retry import PreconditionFailed
 from diffusion.storage.s3_client import S3Client
 
 
@@ -38,10 +39,8 @@ def locate(url: str) -> Location:
     return Location(scheme, account, bucket, key)
 
 
-class GoogleClient:
+class GoogleClient(Client):
     """Client of Google Cloud Storage, with Application Default Credentials."""
-
-    policy: RetryPolicy
 
     def __init__(self, _scheme: str, _account: str, timeout_seconds: float) -> None:
         from google.auth import default
@@ -59,7 +58,6 @@ class GoogleClient:
             yield ObjectInfo(blob.name, blob.size, blob.etag)
 
     def list_folder(self, location: Location) -> FolderListing:
-        """Return the keys of the folders and the metadata of the objects directly in a folder of the store."""
         found = self.client.list_blobs(
             location.bucket,
             prefix=location.key,
@@ -71,7 +69,6 @@ class GoogleClient:
         return [name.removesuffix('/') for name in found.prefixes], objects  # the iteration fills `prefixes`
 
     def head(self, location: Location) -> ObjectInfo:
-        """Return the key, size and etag of an object in the store."""
         blob = self._blob(location)
         blob.reload(**self.once)
         return ObjectInfo(location.key, blob.size, blob.etag)
@@ -92,7 +89,6 @@ class GoogleClient:
         self._blob(location).download_to_file(file, raw_download=True, **part, **self.once)
 
     def write(self, location: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:
-        """Upload an object from bytes or a file, in one or more requests."""
         # Google has no condition on etags for uploads, only on generations; generation 0 is an object that does not
         # exist.
         blob, condition = self._blob(location), {'if_generation_match': 0} if if_absent else {}
@@ -109,21 +105,14 @@ class GoogleClient:
             blob.upload_from_filename(str(content), **condition, **self.once)
 
     def delete(self, location: Location) -> None:
-        """Delete an object from the store."""
         self._blob(location).delete(**self.once)
-
-    def abort_uploads(self, location: Location, older_than_seconds: float) -> Iterator[str]:
-        """Do nothing: an unfinished resumable upload costs nothing, and Google deletes it after a week."""
-        return iter(())
 
     def _blob(self, location: Location) -> Any:
         return self.client.bucket(location.bucket).blob(location.key)
 
 
-class AzureClient:
+class AzureClient(Client):
     """Client of Azure Blob Storage (also of Data Lake), with an access key or Azure's credential chain."""
-
-    policy: RetryPolicy
 
     def __init__(self, _scheme: str, account: str, timeout_seconds: float) -> None:
         from azure.core.credentials import AzureNamedKeyCredential
@@ -157,7 +146,6 @@ class AzureClient:
             yield self._object(location, blob)
 
     def list_folder(self, location: Location) -> FolderListing:
-        """Return the keys of the folders and the metadata of the objects directly in a folder of the store."""
         from azure.storage.blob import BlobPrefix
 
         folders: list[str] = []
@@ -170,13 +158,7 @@ class AzureClient:
         return folders, objects
 
     def head(self, location: Location) -> ObjectInfo:
-        """Return the key, size and etag of an object in the store."""
         return self._object(location, self._blob(location).get_blob_properties())
-
-    def current_version(self, location: Location) -> tuple[int, str]:
-        """Return the size in bytes and the etag of an object."""
-        found = self.head(location)
-        return found.size, found.tag
 
     def read(
         self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None, version: str = ''
@@ -198,13 +180,10 @@ class AzureClient:
         from azure.core.exceptions import ResourceExistsError
 
         condition = {'etag': f'"{if_tag}"', 'match_condition': MatchConditions.IfNotModified} if if_tag else {}
+        size = len(content) if isinstance(content, bytes) else content.stat().st_size
         try:
-            if isinstance(content, bytes):
-                self._blob(location).upload_blob(content, overwrite=not if_absent, **condition)
-            else:
-                with content.open('rb') as body:
-                    size = content.stat().st_size
-                    self._blob(location).upload_blob(body, length=size, overwrite=not if_absent, **condition)
+            with nullcontext(content) if isinstance(content, bytes) else content.open('rb') as body:
+                self._blob(location).upload_blob(body, length=size, overwrite=not if_absent, **condition)
         except ResourceExistsError as error:
             # Azure answers a failed `overwrite=False` with 409 instead of 412; `retry` would try a 409 again.
             if not if_absent:
@@ -212,12 +191,7 @@ class AzureClient:
             raise PreconditionFailed(f'{location.bucket}/{location.key}: already exists') from error
 
     def delete(self, location: Location) -> None:
-        """Delete an object from the store."""
         self._blob(location).delete_blob()
-
-    def abort_uploads(self, location: Location, older_than_seconds: float) -> Iterator[str]:
-        """Do nothing: Azure deletes blocks that were not committed to a blob after a week."""
-        return iter(())
 
     def _blob(self, location: Location) -> Any:
         return self.client.get_blob_client(location.bucket, location.key)
@@ -232,10 +206,8 @@ class AzureClient:
         return f'{location.bucket}/{name}' if location.scheme == 'azure' else name
 
 
-class HubClient:
+class HubClient(Client):
     """Read-only client of Hugging Face."""
-
-    policy: RetryPolicy
 
     def __init__(self, _scheme: str, _account: str, _timeout_seconds: float) -> None:
         self.files = self.file_system()
@@ -255,7 +227,6 @@ class HubClient:
             yield self._object(path, found)
 
     def list_folder(self, location: Location) -> FolderListing:
-        """Return the keys of the folders and the metadata of the objects directly in a folder of the store."""
         self.files.invalidate_cache()
         try:
             entries = self.files.ls(self._path(location), detail=True)
@@ -265,7 +236,6 @@ class HubClient:
         return folders, [self._object(found['name'], found) for found in entries if found['type'] == 'file']
 
     def head(self, location: Location) -> ObjectInfo:
-        """Return the key, size and etag of an object in the store."""
         self.files.invalidate_cache()
         return self._object(self._path(location), self.files.info(self._path(location)))
 
@@ -284,16 +254,10 @@ class HubClient:
             file.write(self.files.cat_file(self._path(location), start=span[0], end=span[1]))
 
     def write(self, location: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:
-        """Refuse to write."""
         self._refuse(location, 'uploading')
 
     def delete(self, location: Location) -> None:
-        """Refuse to delete."""
         self._refuse(location, 'deleting')
-
-    def abort_uploads(self, location: Location, older_than_seconds: float) -> Iterator[str]:
-        """Do nothing: there are no uploads."""
-        return iter(())
 
     def _refuse(self, location: Location, action: str) -> None:
         raise UserError(f'hf://{self._path(location)}: {action} is not supported; use another store')

@@ -38,13 +38,13 @@ FolderListing = tuple[list[str], list[ObjectInfo]]
 
 
 class Client(Protocol):
-    """Interface of object-store clients; a client serves one thread at a time, in the process that created it.
+    """Base class of object-store clients; a client serves one thread at a time, in the process that created it.
 
     Attributes:
         policy: Retry policy of the present user. The upload of a file to S3 calls its `wait`, and ends if that raises.
     """
 
-    policy: RetryPolicy
+    policy: RetryPolicy = RetryPolicy()
 
     def list(self, location: Location) -> Iterator[ObjectInfo]:
         """Yield the metadata of the objects whose keys start with the key of `location`."""
@@ -63,7 +63,8 @@ class Client(Protocol):
 
     def current_version(self, location: Location) -> tuple[int, str]:
         """Return the size in bytes of an object and its version for `read`; '' if the store cannot pin versions."""
-        ...
+        found = self.head(location)
+        return found.size, found.tag
 
     def read(
         self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None, version: str = ''
@@ -91,8 +92,9 @@ class Client(Protocol):
     def abort_uploads(self, location: Location, older_than_seconds: float) -> Iterator[str]:
         """Abort unfinished uploads to the object at `location` and to objects below it, and yield their keys.
 
+        Only S3 needs this: Google and Azure delete them after a week.
+
         Args:
-            location: Location of an object or a folder.
             older_than_seconds: Minimum age by the store's clock.
         """
-        ...
+        return iter(())

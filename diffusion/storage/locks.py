@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from diffusion.storage.own_files import open_own_file
+from diffusion.storage.local_files import open_own_file
 
 SUFFIX = '.unfinished'
 SHORTEST_POLL_SECONDS = 0.02
@@ -39,14 +39,9 @@ def wait_at_most(seconds: float, wait: Callable[[], None]) -> Callable[[], None]
     return limited
 
 
-@contextlib.contextmanager
-def hold_path_lock(path: Path, wait: Callable[[], None]) -> Iterator[bool]:
-    """Hold a lock on `path` inside the block, by a hidden file next to it; yield False if locks are not supported.
-
-    `wait` is called as in `hold_lock`.
-    """
-    with hold_lock(_lock_path(path), wait, remove=True) as is_held:
-        yield is_held
+def hold_path_lock(path: Path, wait: Callable[[], None]) -> contextlib.AbstractContextManager[bool]:
+    """Hold a lock on `path` inside the block, by a hidden file next to it; otherwise like `hold_lock`."""
+    return hold_lock(_lock_path(path), wait, remove=True)
 
 
 @contextlib.contextmanager

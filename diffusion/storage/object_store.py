@@ -2,22 +2,27 @@
 
 Supported schemes are those of `bucket_clients.CLIENTS`. Paths without a scheme can be read and downloaded too, with the
 same timeout and retries, since a network mount may stall as a store does.
+
+All functions raise UserError if the store refuses the request, such as for an object that does not exist, or if the
+scheme is not supported; and GaveUp if every try failed.
 """
 
+import contextlib
 import io
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from diffusion.errors import UserError
-from diffusion.storage import request_threads
+from diffusion.storage import transfers
+from diffusion.storage.atomic import write_atomically
 from diffusion.storage.bucket_clients import locate
 from diffusion.storage.bucket_interface import FolderListing, ObjectInfo
-from diffusion.storage.client_pool import client_of
-from diffusion.storage.ranged_download import current_version, download_ranges
 from diffusion.storage.retry import (
     DamagedDownload,
     GaveUp,
@@ -26,7 +31,14 @@ from diffusion.storage.retry import (
     is_missing_object,
     status_of,
 )
-from diffusion.storage.watched_reads import WatchedBuffer, WatchedFile, read_watched
+from diffusion.storage.transfers import (
+    WatchedBuffer,
+    WatchedFile,
+    client_of,
+    current_version,
+    download_ranges,
+    read_watched,
+)
 
 log = logging.getLogger(__name__)
 
@@ -45,12 +57,7 @@ def split(url: str) -> tuple[str, str]:
 
 
 def list_objects(url: str, *, retry: RetryPolicy = DEFAULT) -> list[ObjectInfo]:
-    """Return the metadata of the object at a URL and of all objects below it, with keys as returned by `split`.
-
-    Raises:
-        UserError: The store refuses the request, or the scheme is not supported.
-        GaveUp: Every try failed.
-    """
+    """Return the metadata of the object at a URL and of all objects below it, with keys as returned by `split`."""
     return collect_objects(url, list, retry=retry)
 
 
@@ -81,10 +88,6 @@ def list_folder(url: str, *, retry: RetryPolicy = DEFAULT) -> FolderListing:
     Returns:
         The keys of the folders, without a slash at the end, and the metadata of the objects, both sorted by key, with
         keys as returned by `split`.
-
-    Raises:
-        UserError: The store refuses the request, or the scheme is not supported.
-        GaveUp: Every try failed.
     """
     location, key = locate(url), split(url)[1].rstrip('/')
     below = f'{key}/' if key else ''
@@ -101,12 +104,7 @@ def list_folder(url: str, *, retry: RetryPolicy = DEFAULT) -> FolderListing:
 
 
 def head(url: str, *, retry: RetryPolicy = DEFAULT) -> ObjectInfo:
-    """Return the key, size and etag of the object at a URL.
-
-    Raises:
-        UserError: The object does not exist, or the store refuses the request.
-        GaveUp: Every try failed.
-    """
+    """Return the key, size and etag of the object at a URL."""
     location = locate(url)
 
     def attempt() -> ObjectInfo:
@@ -117,48 +115,23 @@ def head(url: str, *, retry: RetryPolicy = DEFAULT) -> ObjectInfo:
 
 
 def read(url: str, *, span: tuple[int, int] | None = None, retry: RetryPolicy = DEFAULT) -> bytes:
-    """Return the content of the object or file at a URL or path, or only its bytes in the half-open range `span`.
-
-    Raises:
-        UserError: The object does not exist, or the store refuses the request.
-        GaveUp: Every try failed.
-    """
+    """Return the content of the object or file at a URL or path, or only its bytes in the half-open range `span`."""
     return retry.run(partial(read_once, url, retry, span=span), url)
-
-
-def read_if_exists(url: str, *, retry: RetryPolicy = DEFAULT) -> bytes | None:
-    """Return the content of the object at a URL; None if the bucket has no such object.
-
-    Raises:
-        UserError: The store refuses the request, or there is no such bucket.
-        GaveUp: Every try failed.
-    """
-    try:
-        return read(url, retry=retry)
-    except UserError as error:
-        if status_of(error) != 404:
-            raise
-    # Some stores do not distinguish a missing object from a missing bucket; a missing bucket cannot be listed.
-    if any(found.key == split(url)[1] for found in list_objects(url, retry=retry)):
-        return read(url, retry=retry)  # another process has just written it
-    return None
 
 
 def download(url: str, path: Path, *, size: int | None = None, retry: RetryPolicy = DEFAULT) -> None:
     """Download the object at a URL, or copy a file from a mount, to a local path.
 
-    An object of more than RANGED_BYTES is downloaded in ranges by parallel threads (`request_threads.THREADS` per
+    An object of more than RANGED_BYTES is downloaded in ranges by parallel threads (`transfers.THREADS` per
     process), all from one version of the object: if it is overwritten during the download, that starts again. Hugging
     Face is read in one stream, since its client cannot request a version.
 
     Args:
-        url: URL of the object, or path of the file.
         path: Path of the copy; after a failure it may be incomplete.
         size: Expected size in bytes, checked since not every client detects a truncated body; None skips the check,
             and costs one more request.
 
     Raises:
-        UserError: The object does not exist, or the store refuses the request.
         GaveUp: Every try failed, or returned another size.
         OSError: The local disk is full.
     """
@@ -195,7 +168,6 @@ def write(
         if_tag: Write only if the object exists and has this etag.
 
     Raises:
-        UserError: The store refuses the request.
         PreconditionFailed: A condition does not hold.
         GaveUp: Every try failed, or the written object has another size. The object may have been written.
     """
@@ -251,10 +223,6 @@ def delete(url: str, *, missing_ok: bool = False, retry: RetryPolicy = DEFAULT) 
 
     Args:
         missing_ok: Accept that there is no such object; S3 always does.
-
-    Raises:
-        UserError: The store refuses the request, there is no such bucket, or, in some stores, no such object.
-        GaveUp: Every try failed.
     """
     location = locate(url)
     answer_lost = False
@@ -277,11 +245,9 @@ def delete(url: str, *, missing_ok: bool = False, retry: RetryPolicy = DEFAULT) 
 def delete_all(urls: Iterable[str], *, retry: RetryPolicy = DEFAULT) -> None:
     """Delete the objects at some URLs in parallel, in any order; return when none of them exists.
 
-    Raises:
-        UserError: The store refuses a request; some objects may be left.
-        GaveUp: Every try to delete one of the objects failed; others may be left.
+    After an error, some objects may be left.
     """
-    request_threads.run_all([lambda policy, url=url: delete(url, missing_ok=True, retry=policy) for url in urls], retry)
+    transfers.run_all([lambda policy, url=url: delete(url, missing_ok=True, retry=policy) for url in urls], retry)
 
 
 def abort_uploads(url: str, *, older_than_seconds: float, retry: RetryPolicy = DEFAULT) -> int:
@@ -292,7 +258,6 @@ def abort_uploads(url: str, *, older_than_seconds: float, retry: RetryPolicy = D
     refuses to list or abort uploads, or does not answer, is logged as a warning: nothing else depends on it.
 
     Args:
-        url: URL of an object or a folder.
         older_than_seconds: Minimum age by the store's clock; longer than any upload takes, since a running upload
             that is aborted fails.
     """
@@ -315,11 +280,7 @@ def abort_uploads(url: str, *, older_than_seconds: float, retry: RetryPolicy = D
 
 
 def download_once(url: str, path: Path, retry: RetryPolicy) -> None:
-    """Download an object or copy a file, to a local path, without retries; errors of the client are raised unchanged.
-
-    Raises:
-        TimeoutError: The download stalled.
-    """
+    """Download an object or copy a file, without retries; raise errors of the client, or TimeoutError if it stalls."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # The thread of an earlier try that stalled may still have the file open and write to it: give this try a new one.
     path.unlink(missing_ok=True)
@@ -328,11 +289,58 @@ def download_once(url: str, path: Path, retry: RetryPolicy) -> None:
 
 
 def read_once(url: str, retry: RetryPolicy, *, span: tuple[int, int] | None = None) -> bytes:
-    """Return the content of an object or a file, read without retries; errors of the client are raised unchanged.
-
-    Raises:
-        TimeoutError: The download stalled.
-    """
+    """Return the content of an object or a file, read without retries; raises as `download_once` does."""
     file = WatchedBuffer()
     read_watched(url, file, span, retry)
     return file.getvalue()
+
+
+@dataclass(frozen=True)
+class RemoteFolder:
+    """A folder in an object store or on a mount, given by URL or path, from which files are downloaded with retries."""
+
+    url: str
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
+
+    def address(self, name: str) -> str:
+        """Return the URL or path of a file in the folder."""
+        return f'{self.url.rstrip("/")}/{name}'
+
+    def persist(self, make: Callable[[], None], name: str) -> None:
+        """Call `make`, which must download and check a file, again until it succeeds or the tries are used up."""
+        self.retry.run(make, self.address(name))
+
+    def download(self, name: str, path: Path) -> None:
+        """Download a file of the folder without retries; call this inside `persist`, which retries."""
+        download_once(self.address(name), path, self.retry)
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a small file of the folder, read without retries; call this inside `persist`."""
+        return read_once(self.address(name), self.retry)
+
+    def refresh(self, name: str, path: Path) -> None:
+        """Download a small file to `path`; if that fails, log a warning and keep the existing file, if there is one."""
+        # Always download the file: no index has its size or hash, so a stale copy cannot be recognized.
+        try:
+            self.persist(lambda: write_atomically(path, self.read(name)), name)
+        except (GaveUp, UserError) as error:
+            if not path.exists():
+                raise
+            log.warning('%s; using the existing copy %s', error, path)
+
+    @contextlib.contextmanager
+    def files(self, *names: str) -> Iterator[Path]:
+        """Yield a local folder with these files: the folder itself if it is local, otherwise a temporary copy.
+
+        Raises:
+            FileNotFoundError: The local folder does not exist.
+        """
+        if '://' not in self.url:
+            if not Path(self.url).is_dir():
+                raise FileNotFoundError(f'{self.url} is not a folder')
+            yield Path(self.url)
+            return
+        with tempfile.TemporaryDirectory() as scratch:
+            for name in names:
+                download(self.address(name), Path(scratch, name), retry=self.retry)
+            yield Path(scratch)

@@ -27,7 +27,7 @@ from diffusion.storage.atomic import (
     sync_folder,
     write_atomically,
 )
-from diffusion.storage.own_files import open_own_file, opener
+from diffusion.storage.local_files import open_own_file, opener
 from diffusion.storage.retry import PreconditionFailed, RetryPolicy, status_of
 
 QUICK = RetryPolicy(tries=2, timeout_seconds=5.0)

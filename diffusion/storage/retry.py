@@ -83,7 +83,7 @@ class RetryPolicy:
     Args:
         tries: Maximum number of attempts, including the first.
         timeout_seconds: Time within which a request must be answered, and a download must finish or receive
-            `watched_reads.PROGRESS_BYTES`.
+            `transfers.PROGRESS_BYTES`.
         wait: Called every 20 ms during a pause or a download, and during an upload to S3; an exception that it raises
             ends it.
     """

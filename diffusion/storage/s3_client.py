@@ -12,8 +12,7 @@ from typing import Any
 
 from diffusion.errors import UserError
 from diffusion.storage import bucket_interface
-from diffusion.storage.bucket_interface import CONNECT_SECONDS, FolderListing, Location, ObjectInfo
-from diffusion.storage.retry import RetryPolicy
+from diffusion.storage.bucket_interface import CONNECT_SECONDS, Client, FolderListing, Location, ObjectInfo
 
 PART_BYTES = 2**26
 """Part size of multipart uploads in bytes; a larger file is uploaded in parts, several of them in parallel."""
@@ -34,10 +33,8 @@ def _model_loader(data_path: str | None) -> Any:
     return botocore.loaders.create_loader(data_path)
 
 
-class S3Client:
+class S3Client(Client):
     """Client of S3 and S3-compatible stores, with boto3's credentials; without any, it reads public buckets only."""
-
-    policy: RetryPolicy
 
     def __init__(self, scheme: str, _account: str, timeout_seconds: float) -> None:
         import boto3
@@ -88,7 +85,6 @@ class S3Client:
             yield from map(self._object, page.get('Contents', ()))
 
     def list_folder(self, location: Location) -> FolderListing:
-        """Return the keys of the folders and the metadata of the objects directly in a folder of the store."""
         folders: list[str] = []
         objects: list[ObjectInfo] = []
         for page in self._pages(location, Delimiter='/'):
@@ -97,14 +93,8 @@ class S3Client:
         return folders, objects
 
     def head(self, location: Location) -> ObjectInfo:
-        """Return the key, size and etag of an object in the store."""
         found = self._call(self.client.head_object, Bucket=location.bucket, Key=location.key, **self._payer(location))
         return ObjectInfo(location.key, found['ContentLength'], found['ETag'].strip('"'))
-
-    def current_version(self, location: Location) -> tuple[int, str]:
-        """Return the size in bytes and the etag of an object."""
-        found = self.head(location)
-        return found.size, found.tag
 
     def read(
         self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None, version: str = ''
@@ -130,18 +120,13 @@ class S3Client:
                 f'gs://{location.bucket}: conditional writes need Application Default Credentials; '
                 'unset GCS_KEY and GCS_SECRET'
             )
-        if isinstance(content, bytes):
+        if isinstance(content, Path) and not conditions:
+            return self._call(self._upload, content, location, extra)
+        # boto3's upload_file does not accept conditions. A single put_object does, for files of up to 5 GiB.
+        with contextlib.nullcontext(content) if isinstance(content, bytes) else content.open('rb') as body:
             self._call(
-                self.client.put_object, Bucket=location.bucket, Key=location.key, Body=content, **extra, **conditions
+                self.client.put_object, Bucket=location.bucket, Key=location.key, Body=body, **extra, **conditions
             )
-        elif conditions:
-            # boto3's upload_file does not accept conditions. A single put_object does, for files of up to 5 GiB.
-            with content.open('rb') as body:
-                self._call(
-                    self.client.put_object, Bucket=location.bucket, Key=location.key, Body=body, **extra, **conditions
-                )
-        else:
-            self._call(self._upload, content, location, extra)
 
     def _upload(self, path: Path, location: Location, extra: dict[str, str]) -> None:
         """Upload a file as `upload_file` of boto3 does, but end the upload if the policy's `wait` raises."""
@@ -156,7 +141,6 @@ class S3Client:
             future.result()
 
     def delete(self, location: Location) -> None:
-        """Delete an object from the store; S3 reports no error if the object does not exist."""
         self._call(self.client.delete_object, Bucket=location.bucket, Key=location.key)
 
     def abort_uploads(self, location: Location, older_than_seconds: float) -> Iterator[str]:

@@ -1,11 +1,17 @@
-"""Reading of CSV and TSV files that people write by hand, whose mistakes are reported with file and line."""
+"""Reading of CSV and TSV files that people write by hand, and of JSON Lines files in any state.
+
+Mistakes in a CSV file are reported with file and line. A killed program, or another user, may have left a JSON Lines
+file incomplete, so the lines that are not JSON objects are skipped.
+"""
 
 import csv
+import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from diffusion.errors import UserError
 
@@ -79,3 +85,23 @@ def _check_header(columns: Sequence[str], where: str) -> None:
     repeated = [name for name, count in Counter(columns).items() if count > 1 and name]
     if repeated:
         raise UserError(f'{where}: has two columns {repeated[0]!r}; rename or remove one')
+
+
+MAX_LINE_BYTES = 2**16
+"""Longest line that is read; lines of this library have a few hundred bytes."""
+
+
+def parse_json_lines(content: bytes) -> list[dict[str, Any]]:
+    """Return the JSON objects in the content of a file; skip lines that are incomplete, too long or not objects."""
+    return [*json_objects(line for line in content.splitlines() if len(line) <= MAX_LINE_BYTES)]
+
+
+def json_objects(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects in lines; skip lines that are incomplete or not objects."""
+    for line in lines:
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError):  # ValueError: not JSON, not UTF-8, or a number of more than 4300 digits
+            continue
+        if isinstance(values, dict):
+            yield values

@@ -30,7 +30,7 @@ from diffusion.config.sampling_checks import (
 )
 from diffusion.config.weight_sources import REPOSITORY
 from diffusion.errors import UserError
-from diffusion.storage.writable import check_writable
+from diffusion.storage.local_files import check_writable
 
 Weights = Literal['ema', 'training']
 CheckpointPlace = Annotated[str, Option('CHECKPOINT', positional=True, files=True)]

@@ -18,7 +18,7 @@ from diffusion.evaluation.comparison_page import KEY, PAGE, read_key
 from diffusion.evaluation.page_server import PageServer
 from diffusion.evaluation.prompts import OWN, own_prompts, read_prompts
 from diffusion.storage.atomic import UNFINISHED
-from diffusion.storage.writable import check_writable
+from diffusion.storage.local_files import check_writable
 from diffusion.tasks.argument_checks import GenerateOptions, check_generate, is_export
 
 

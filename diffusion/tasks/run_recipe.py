@@ -24,7 +24,7 @@ from diffusion.exit_codes import BAD_HARDWARE, INTERRUPTED, PREEMPTED, USAGE_ERR
 from diffusion.launch.workers import discarding_lost_output
 from diffusion.loggers import status_line
 from diffusion.loggers.status_line import PrintableFormatter, WrappingFormatter
-from diffusion.runs import heartbeat_file
+from diffusion.runs import heartbeats
 from diffusion.runs.openmp_spin import describe_spin
 from diffusion.runs.stop_signals import StoppedEarly, stopping_early
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(arguments: Sequence[str]) -> int:
     rank = int(os.environ.get('RANK', '0'))
-    heartbeat_file.write_stacks_on_signal()
+    heartbeats.write_stacks_on_signal()
     if not arguments or arguments[0] in ('-h', '--help'):
         print('usage: composer run.py RECIPE [key=value ...]', file=sys.stderr)
         return USAGE_ERROR

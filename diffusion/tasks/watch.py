@@ -26,8 +26,8 @@ from diffusion.errors import ExternalError, UserError
 from diffusion.exit_codes import CONFIG_ERROR, USAGE_ERROR
 from diffusion.launch.workers import die_with_parent
 from diffusion.runs.evaluation_claims import EVALUATIONS, Claim, EvaluationClaims
+from diffusion.storage.local_files import working_folder
 from diffusion.storage.places import PATIENT, files_of_run, is_url
-from diffusion.storage.working_folder import working_folder
 
 log = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from diffusion.errors import UserError
 from diffusion.models import lora
 from diffusion.models.gpu_kernels import kernels_problem
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.storage.own_files import user_folder
+from diffusion.storage.local_files import user_folder
 from diffusion.training.expand_streams import by_shape
 from diffusion.training.performance import FUSED_ALTERNATIVES
 

@@ -53,8 +53,8 @@ from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.runs import run_lock
 from diffusion.runs.attempt_recorder import record_interrupt, recording_attempt
 from diffusion.runs.attempts import Attempt
+from diffusion.runs.heartbeats import collective_timeout
 from diffusion.runs.notify import NUMBER_VARIABLE, TRAINING_EVENTS, Notifier
-from diffusion.runs.watchdog import collective_timeout
 from diffusion.training import components
 from diffusion.training.initial_weights import start_from
 from diffusion.training.parallelism import (

@@ -21,8 +21,8 @@ from diffusion.config.load import load
 from diffusion.errors import UserError
 from diffusion.runs.evaluation_claims import EvaluationClaims
 from diffusion.storage import object_store
+from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE
 from diffusion.storage.retry import RetryPolicy
-from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE
 from diffusion.training.train import build_trainer, train
 
 

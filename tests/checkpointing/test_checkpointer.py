@@ -242,8 +242,8 @@ from diffusion.checkpointing.rank_agreement import run_on_rank_zero
 from diffusion.checkpointing.run_storage import check_shared, open_run_folder
 from diffusion.errors import ExternalError, UserError
 from diffusion.runs.run_id import create_run_id
-from diffusion.storage import visibility
-visibility.VISIBLE_SECONDS = 0.1
+from diffusion.storage import local_files
+local_files.VISIBLE_SECONDS = 0.1
 dist.initialize_dist(get_device('cpu'), 60.0)
 folder, rank = Path(sys.argv[1]), os.environ['RANK']
 check_shared(folder / 'same', 'runs_dir')

@@ -13,7 +13,7 @@ from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
 from diffusion.checkpointing.checkpoint_weights import weights_of
 from diffusion.errors import UserError
 from diffusion.runs.run_lock import hold_run_lock
-from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE
+from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE
 
 PAGE = Path(__file__).parents[2] / 'docs' / 'extending.md'
 KILLED = """

@@ -84,7 +84,7 @@ INDEX = {
 
 @pytest.mark.parametrize('name', INDEX)
 def test_hostile_index_is_refused(name, tmp_path):
-    from diffusion.inspection.shard_checks import read_index, source_of
+    from diffusion.inspection.verify import read_index, source_of
 
     path = tmp_path / 'index.json'
     if (text := INDEX[name]) is None:

@@ -10,7 +10,7 @@ from diffusion.callbacks.same_run import SameRun
 from diffusion.config.load import load
 from diffusion.data.streams import BucketedDataset
 from diffusion.models import batch_keys
-from diffusion.storage.differences import differences
+from diffusion.storage.shard_writer import differences
 from diffusion.training import components
 from diffusion.training.components import build_loader, run_identity
 

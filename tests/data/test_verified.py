@@ -20,8 +20,8 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from diffusion.errors import DataError, UserError
 from diffusion.models import batch_keys
-from diffusion.storage import bucket_clients, bucket_interface, watched_reads
-from diffusion.storage.download import RemoteFolder
+from diffusion.storage import bucket_clients, bucket_interface, transfers
+from diffusion.storage.object_store import RemoteFolder
 from diffusion.storage.retry import GaveUp, RetryPolicy
 
 pytestmark = pytest.mark.usefixtures('many_datasets')
@@ -82,7 +82,7 @@ def test_stalled_download_times_out(store, bucket, tmp_path, workers):
 @pytest.mark.parametrize(('seconds', 'enough'), [(2.0, True), (20.0, False)])
 def test_slow_download_continues_while_it_makes_progress(store, bucket, tmp_path, monkeypatch, seconds, enough):
     """A shard of 8 kB arrives in eight pieces."""
-    monkeypatch.setattr(watched_reads, 'PROGRESS_BYTES', 1000)
+    monkeypatch.setattr(transfers, 'PROGRESS_BYTES', 1000)
     monkeypatch.setattr(bucket_interface, 'CHUNK_BYTES', 100)
     store.fail('GET shard.00001', seconds)
     loader = loader_over(bucket, tmp_path / 'local', download_timeout=0.7, download_retry=0)

@@ -18,7 +18,7 @@ from injected import raising
 from object_store import Store
 
 from diffusion.launch.job_spec import Restart
-from diffusion.runs import lock_content, run_lock
+from diffusion.runs import run_lock
 from diffusion.runs.attempts import CAUSES
 
 FORWARD = 'diffusion.models.latent_diffusion:LatentDiffusion.forward'
@@ -200,7 +200,7 @@ def damage_every_checkpoint(case: Case, recipe: dict[str, Any]) -> None:
 def lock_the_run(case: Case, recipe: dict[str, Any]) -> None:
     folder = case.run_folder()
     owner = run_lock.Owner.current({})
-    (folder / lock_content.LOCK).write_text(json.dumps({'owner': vars(owner), 'count': 0, 'at': time.time()}))
+    (folder / run_lock.LOCK).write_text(json.dumps({'owner': vars(owner), 'count': 0, 'at': time.time()}))
 
 
 def unchanged(case: Case, recipe: dict[str, Any]) -> None:

@@ -39,10 +39,13 @@ from diffusion.runs.attempts import (
     restarts_used,
     time_breakdown,
 )
-from diffusion.runs.heartbeat_file import ATTEMPT_FOLDER_VARIABLE, SAVING, TRAINING, Beat
-from diffusion.runs.watchdog import (
+from diffusion.runs.heartbeats import (
+    ATTEMPT_FOLDER_VARIABLE,
     COLLECTIVE_MARGIN_SECONDS,
+    SAVING,
     SLOW_WORK_FACTOR,
+    TRAINING,
+    Beat,
     Watchdog,
     collective_timeout,
     early_timeout_warning,

@@ -15,7 +15,7 @@ from diffusion.runs import attempts, environment
 from diffusion.runs.attempts import Attempt, append_attempt
 from diffusion.runs.notify import Notifier
 from diffusion.storage import object_store
-from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE
+from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE
 from tests.launch.specs import ABSENT
 
 URL = 's3://home/runs'

@@ -23,14 +23,14 @@ from diffusion.launch.rank_discovery import NodePosition
 from diffusion.launch.stack_report import RankReport
 from diffusion.runs import attempts, bounded_call, environment
 from diffusion.runs.stop_signals import STOP_SIGNALS
+from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE
 from diffusion.storage.places import LocalPlace, StorePlace
-from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE
 
 PROGRAM = """
     import os, signal, sys, time
     from pathlib import Path
-    from diffusion.runs import heartbeat_file
-    heartbeat_file.write_stacks_on_signal()
+    from diffusion.runs import heartbeats
+    heartbeats.write_stacks_on_signal()
     rank, folder = int(os.environ['RANK']), Path(os.environ['DIFFUSION_ATTEMPT_FOLDER'])
 
     def wait_for_news():
@@ -157,7 +157,7 @@ def report(number: int, cause: str = 'hang', **changes: object) -> NodeReport:
 def test_first_node_waits_for_the_others_and_names_the_rank_of_another_node(run_node, tmp_path):
     """Node 1 reports a stopped rank a moment after node 0 has found the hang."""
     run = tmp_path / 'runs' / 'run'
-    body = "heartbeat_file.write_rank_heartbeat(7, 'training', 0, 0.0)\nwait_for_news()"
+    body = "heartbeats.write_rank_heartbeat(7, 'training', 0, 0.0)\nwait_for_news()"
 
     def report_late() -> None:
         while not (run / 'stacks' / '5-0' / 'node0.json').exists():

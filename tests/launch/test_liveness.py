@@ -8,8 +8,8 @@ import time
 import pytest
 
 from diffusion.launch import liveness
-from diffusion.runs.heartbeat_file import write_heartbeat
-from diffusion.storage import own_files
+from diffusion.runs.heartbeats import write_heartbeat
+from diffusion.storage import local_files
 
 SLEEPER = 'import time, sys; print("up", flush=True); time.sleep(1000)'
 
@@ -17,7 +17,7 @@ SLEEPER = 'import time, sys; print("up", flush=True); time.sleep(1000)'
 @pytest.fixture
 def entry_point(tmp_path, monkeypatch):
     """Idle process with the command line of a node entry point."""
-    monkeypatch.setattr(own_files.tempfile, 'gettempdir', lambda: str(tmp_path))
+    monkeypatch.setattr(local_files.tempfile, 'gettempdir', lambda: str(tmp_path))
     package = tmp_path / 'diffusion' / 'launch'
     package.mkdir(parents=True)
     (package / 'node.py').write_text(SLEEPER)
@@ -43,7 +43,7 @@ def test_entry_point_without_heartbeat_is_unhealthy(entry_point, monkeypatch, tm
     time.sleep(0.5)
     (problem,) = problems_of(liveness.liveness_problems(), entry_point)
     assert 'has written no heartbeat for' in problem
-    heartbeat = own_files.user_folder() / f'alive-{entry_point.pid}'
+    heartbeat = local_files.user_folder() / f'alive-{entry_point.pid}'
     heartbeat.touch()  # an ordinary file has a timestamp of the system clock
     assert problems_of(liveness.liveness_problems(), entry_point)
     write_heartbeat(heartbeat)
@@ -66,9 +66,9 @@ def test_container_without_entry_point_is_healthy(tmp_path, monkeypatch, capsys)
 
 
 def test_heartbeat_is_written_and_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(own_files.tempfile, 'gettempdir', lambda: str(tmp_path))
+    monkeypatch.setattr(local_files.tempfile, 'gettempdir', lambda: str(tmp_path))
     liveness.update_heartbeat()
-    assert [path.name for path in own_files.user_folder().iterdir()] == [f'alive-{os.getpid()}']
+    assert [path.name for path in local_files.user_folder().iterdir()] == [f'alive-{os.getpid()}']
     liveness.remove_heartbeat()
     liveness.remove_heartbeat()
-    assert not list(own_files.user_folder().iterdir())
+    assert not list(local_files.user_folder().iterdir())

@@ -24,7 +24,7 @@ from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, PREEMPTED
 from diffusion.launch.standby.in_place import STANDBY
 from diffusion.runs import attempts
 from diffusion.runs.run_status import inspect_run
-from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE
+from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 BATCHES = 44

@@ -9,7 +9,7 @@ import pytest
 from ranks import Ranks
 
 from diffusion.launch.stack_report import RankReport, describe_hang, find_place, main_thread, suspects
-from diffusion.runs.heartbeat_file import ATTEMPT_FOLDER_VARIABLE, read_stacks
+from diffusion.runs.heartbeats import ATTEMPT_FOLDER_VARIABLE, read_stacks
 
 SITE = '/opt/venv/lib/python3.11/site-packages'
 ALL_REDUCE = f"""\
@@ -141,8 +141,8 @@ def test_real_ranks_are_told_apart(ranks: Ranks, tmp_path: Path):
         textwrap.dedent("""
             import os, pathlib, time
             from types import SimpleNamespace
-            from diffusion.runs import heartbeat_file
-            heartbeat_file.write_stacks_on_signal()
+            from diffusion.runs import heartbeats
+            heartbeats.write_stacks_on_signal()
             from composer.utils import dist
             from torch.utils.data import DataLoader, Dataset
             from diffusion.callbacks.preemption import highest_signal

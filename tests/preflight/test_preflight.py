@@ -31,10 +31,10 @@ from diffusion.preflight.collective_checks import CollectiveLimits, RankMeasurem
 from diffusion.preflight.storage_checks import FolderView, compare_views
 from diffusion.runs import environment
 from diffusion.runs.run_id import create_run_id
-from diffusion.storage import visibility
+from diffusion.storage import local_files
 from diffusion.storage.bucket_clients import S3Client
+from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE
 from diffusion.storage.places import files_of_run
-from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE
 from tests.data.processes import Forked
 from tests.nvml_driver import Driver
 
@@ -265,7 +265,7 @@ def test_healthy_nodes_pass_within_a_minute(run_two, level):
 
 def own_folder(rank):
     """Mount a tmpfs over the runs folder in a mount namespace of the second node's own."""
-    visibility.VISIBLE_SECONDS = 0.5
+    local_files.VISIBLE_SECONDS = 0.5
     if rank:
         libc = ctypes.CDLL(None, use_errno=True)
         assert libc.unshare(0x20000) == 0, os.strerror(ctypes.get_errno())  # CLONE_NEWNS

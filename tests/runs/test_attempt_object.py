@@ -10,9 +10,16 @@ import pytest
 from object_store import Store
 
 from diffusion.runs import attempts
-from diffusion.runs.attempt_object import newer_records
-from diffusion.runs.attempts import Attempt, Clock, append_attempt, has_begun, read_attempts, record_fault
-from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE
+from diffusion.runs.attempts import (
+    Attempt,
+    Clock,
+    append_attempt,
+    has_begun,
+    newer_records,
+    read_attempts,
+    record_fault,
+)
+from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from diffusion.runs import heartbeat_file
-from diffusion.runs.heartbeat_file import (
+from diffusion.runs import heartbeats
+from diffusion.runs.heartbeats import (
     SAVING,
     TRAINING,
     Beat,
@@ -22,9 +22,7 @@ from diffusion.runs.heartbeat_file import (
 def test_heartbeats_are_read_as_written(tmp_path):
     before = time.monotonic()
     for rank, doing in ((0, TRAINING), (11, SAVING)):
-        write_rank_heartbeat(
-            7, doing, 3, 1.5, {heartbeat_file.ATTEMPT_FOLDER_VARIABLE: str(tmp_path), 'RANK': str(rank)}
-        )
+        write_rank_heartbeat(7, doing, 3, 1.5, {heartbeats.ATTEMPT_FOLDER_VARIABLE: str(tmp_path), 'RANK': str(rank)})
     found = last_beats(tmp_path)
     assert found == {0: Beat(found[0].at, 7, TRAINING, 3, 1.5), 11: Beat(found[11].at, 7, SAVING, 3, 1.5)}
     assert before <= found[0].at <= found[11].at <= time.monotonic()
@@ -53,14 +51,14 @@ def test_heartbeat_from_before_boot_is_ignored(tmp_path):
 
 
 def test_a_full_disk_does_not_make_a_rank_look_hung(tmp_path, monkeypatch):
-    environ = {heartbeat_file.ATTEMPT_FOLDER_VARIABLE: str(tmp_path)}
+    environ = {heartbeats.ATTEMPT_FOLDER_VARIABLE: str(tmp_path)}
     write_rank_heartbeat(7, TRAINING, 3, 1.5, environ)
     os.utime(tmp_path / 'beat-0', (1.0, 1.0))
 
     def full(*_, **__):
         raise OSError(errno.ENOSPC, 'No space left on device')
 
-    monkeypatch.setattr(heartbeat_file, 'open_own_file', full)
+    monkeypatch.setattr(heartbeats, 'open_own_file', full)
     write_rank_heartbeat(8, TRAINING, 3, 1.5, environ)
     (found,) = last_beats(tmp_path).values()
     assert found.batch == 7 and found.at > 1.0

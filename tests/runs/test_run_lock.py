@@ -16,14 +16,17 @@ import pytest
 from diffusion.config.load import load
 from diffusion.exit_codes import CONFIG_ERROR, FAILED
 from diffusion.runs import environment, run_lock
-from diffusion.runs.lock_content import (
+from diffusion.runs.run_lock import (
     LOCK,
     RELEASED,
     UNREADABLE,
     LockContent,
+    Owner,
     RunLock,
+    RunLocked,
+    hold_run_lock,
+    owner_of,
 )
-from diffusion.runs.run_lock import Owner, RunLocked, hold_run_lock, owner_of
 from diffusion.storage import object_store
 from diffusion.storage.retry import PreconditionFailed
 from tests.data.processes import Forked

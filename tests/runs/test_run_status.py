@@ -16,13 +16,13 @@ import pytest
 from diffusion.cli import main
 from diffusion.errors import UserError
 from diffusion.launch.node_records import NodeRecords
-from diffusion.runs import lock_content, run_lock, run_status
+from diffusion.runs import run_lock, run_status
 from diffusion.runs.attempts import Attempt, append_attempt
 from diffusion.runs.node_status import NodeStatus, StatusWriter, position_of_node, read_statuses
 from diffusion.runs.run_status import format_report, inspect_run, last_loss
 from diffusion.runs.stop_signals import describe_loss
 from diffusion.storage import object_store
-from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE
+from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE
 
 
 def report(run: Path | str) -> str:
@@ -156,7 +156,7 @@ def test_status_of_another_owner_does_not_count(run):
 
 def test_lock_of_another_machine_is_watched(run, monkeypatch):
     owner = run_lock.Owner('token', 'job', '7', 0, 'gpu0', 'another boot', 1, '1', time.time())
-    lock = run / lock_content.LOCK
+    lock = run / run_lock.LOCK
     lock.write_text(json.dumps({'owner': asdict(owner), 'count': 0}))
     os.utime(lock, (1e9, 1e9))
     monkeypatch.setattr('diffusion.runs.run_status.WATCH_SECONDS', 1.0)
@@ -169,7 +169,7 @@ def test_lock_of_another_machine_is_watched(run, monkeypatch):
 
 def test_lock_that_is_released_while_it_is_read_counts_as_ended(run, monkeypatch):
     owner = run_lock.Owner('token', 'job', '7', 0, 'gpu0', 'another boot', 1, '1', time.time())
-    lock = run / lock_content.LOCK
+    lock = run / run_lock.LOCK
     read = run_status._lock_text
 
     def read_and_release(found):
@@ -264,7 +264,7 @@ def test_status_of_a_bucket_without_a_run_and_of_a_store_that_fails(bucket_run, 
 def test_lock_of_another_machine_is_watched_in_a_bucket(bucket_run, store, monkeypatch):
     owner = run_lock.Owner('token', 'job', '7', 0, 'gpu0', 'another boot', 1, '1', time.time())
     put = lambda count: store.put(  # noqa: E731
-        bucket_run, lock_content.LOCK, json.dumps({'owner': asdict(owner), 'count': count, 'at': 1e9}).encode()
+        bucket_run, run_lock.LOCK, json.dumps({'owner': asdict(owner), 'count': count, 'at': 1e9}).encode()
     )
     put(0)
     monkeypatch.setattr('diffusion.runs.run_status.BUCKET_WATCH_SECONDS', 3.0)

@@ -14,9 +14,9 @@ from object_store import Store
 from other_clouds import Cloud, serve
 
 from diffusion.errors import UserError
-from diffusion.storage import client_pool, object_store, ranged_download, s3_client, watched_reads
+from diffusion.storage import object_store, s3_client, transfers
 from diffusion.storage.bucket_clients import HubClient, locate
-from diffusion.storage.download import RemoteFolder
+from diffusion.storage.object_store import RemoteFolder
 from diffusion.storage.retry import GaveUp, PreconditionFailed, RetryPolicy
 
 # Emitted by google.api_core on import.
@@ -292,7 +292,7 @@ def test_clouds_without_conditional_writes_raise_an_error(clouds: Cloud, monkeyp
     for url in ('gs://bucket/lock', 'hf://datasets/org/name/lock'):
         with pytest.raises(UserError, match='conditional write|uploading'):
             object_store.write(url, b'one', if_absent=True)
-    assert client_pool.acquire_client(locate('gs://bucket/lock'), object_store.DEFAULT).google  # type: ignore[reportAttributeAccessIssue]
+    assert transfers.acquire_client(locate('gs://bucket/lock'), object_store.DEFAULT).google  # type: ignore[reportAttributeAccessIssue]
 
 
 def test_forked_process_creates_its_own_clients(clouds: Cloud) -> None:
@@ -300,15 +300,13 @@ def test_forked_process_creates_its_own_clients(clouds: Cloud) -> None:
     for url in URLS.values():
         object_store.write(f'{url}/a', b'content')
         assert object_store.read(f'{url}/a') == b'content'
-    kept = {id(client) for clients in client_pool.idle.values() for client in clients}
+    kept = {id(client) for clients in transfers.idle.values() for client in clients}
     process = os.fork()
     if not process:
         status = 1
         try:
             readable = all(object_store.read(f'{url}/a') == b'content' for url in URLS.values())
-            created = [
-                client for key, clients in client_pool.idle.items() if key[0] == os.getpid() for client in clients
-            ]
+            created = [client for key, clients in transfers.idle.items() if key[0] == os.getpid() for client in clients]
             status = 0 if readable and len(created) == len(URLS) and not kept & set(map(id, created)) else 2
         finally:
             os._exit(status)
@@ -330,20 +328,21 @@ def test_ranges_of_two_versions_are_not_mixed(
     clouds: Cloud, tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(object_store, 'RANGED_BYTES', 100)
-    monkeypatch.setattr(ranged_download, 'RANGE_BYTES', 64)
+    monkeypatch.setattr(transfers, 'RANGE_BYTES', 64)
     url, old, new = f'{URLS[scheme]}/large', os.urandom(2000), os.urandom(2000)
     object_store.write(url, old)
     object_store.download(url, tmp_path / 'copy')
     assert (tmp_path / 'copy').read_bytes() == old
     started: list[int] = []
+    read_watched = transfers.read_watched
 
     def overwrite_once(*args: Any, **settings: Any) -> None:
         started.append(1)
         if len(started) == 10:
             object_store.write(url, new)
-        watched_reads.read_watched(*args, **settings)
+        read_watched(*args, **settings)
 
-    monkeypatch.setattr(ranged_download, 'read_watched', overwrite_once)
+    monkeypatch.setattr(transfers, 'read_watched', overwrite_once)
     object_store.download(url, tmp_path / 'copy', size=len(new))
     assert (tmp_path / 'copy').read_bytes() == new
 
@@ -416,7 +415,7 @@ def test_import_does_not_import_the_clients_packages(tmp_path: Path) -> None:
 
     clouds = ['boto3', 'botocore', 'google.cloud', 'azure', 'fsspec', 'huggingface_hub', 'streaming', 'torch']
     code = (
-        'import sys, diffusion.storage.object_store, diffusion.storage.download\n'
+        'import sys, diffusion.storage.object_store, diffusion.storage.object_store\n'
         f'print([name for name in {clouds} if name in sys.modules])'
     )
     result: Any = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)

@@ -11,8 +11,8 @@ from diffusion.launch import liveness
 from diffusion.loggers.metrics_file import MetricsFile
 from diffusion.runs import run_lock
 from diffusion.runs.attempts import Attempt, append_attempt
-from diffusion.runs.heartbeat_file import write_heartbeat
-from diffusion.storage import own_files
+from diffusion.runs.heartbeats import write_heartbeat
+from diffusion.storage import local_files
 from diffusion.storage.locks import hold_lock
 
 
@@ -82,17 +82,17 @@ def test_heartbeat_that_is_a_link_is_replaced(tmp_path):
 
 
 def test_folder_of_the_user_is_private(tmp_path, monkeypatch):
-    monkeypatch.setattr(own_files.tempfile, 'gettempdir', lambda: str(tmp_path))
-    folder = own_files.user_folder()
+    monkeypatch.setattr(local_files.tempfile, 'gettempdir', lambda: str(tmp_path))
+    folder = local_files.user_folder()
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o777)
-    assert own_files.user_folder().stat().st_mode & 0o022 == 0
+    assert local_files.user_folder().stat().st_mode & 0o022 == 0
     liveness.update_heartbeat()
     assert [path.name for path in folder.iterdir()] == [f'alive-{os.getpid()}']
 
 
 def test_folder_of_the_user_that_is_a_link_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(own_files.tempfile, 'gettempdir', lambda: str(tmp_path))
+    monkeypatch.setattr(local_files.tempfile, 'gettempdir', lambda: str(tmp_path))
     (tmp_path / 'elsewhere').mkdir()
     (tmp_path / f'diffusion-{os.getuid()}').symlink_to(tmp_path / 'elsewhere')
     with pytest.raises(UserError, match='is a link or belongs to another user .*set TMPDIR'):
@@ -102,9 +102,9 @@ def test_folder_of_the_user_that_is_a_link_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(os.getuid() != 0, reason='only root can give a folder to another user')
 def test_folder_of_another_user_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(own_files.tempfile, 'gettempdir', lambda: str(tmp_path))
+    monkeypatch.setattr(local_files.tempfile, 'gettempdir', lambda: str(tmp_path))
     folder = tmp_path / f'diffusion-{os.getuid()}'
     folder.mkdir()
     os.chown(folder, 12345, 12345)
     with pytest.raises(UserError, match=r'belongs to another user \(id 12345\)'):
-        own_files.user_folder()
+        local_files.user_folder()

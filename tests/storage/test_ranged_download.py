@@ -9,7 +9,7 @@ import pytest
 from object_store import Store
 
 from diffusion.errors import UserError
-from diffusion.storage import client_pool, object_store, ranged_download
+from diffusion.storage import object_store, transfers
 from diffusion.storage.retry import GaveUp, RetryPolicy
 
 SIZE, RANGES = 7 * 2**10 + 5, 8
@@ -22,8 +22,8 @@ CLIENTS: dict[Any, Any] = {}
 def large(store: Store, monkeypatch: pytest.MonkeyPatch) -> tuple[str, bytes]:
     """URL and content of an object that is downloaded in eight ranges."""
     monkeypatch.setattr(object_store, 'RANGED_BYTES', 2**12)
-    monkeypatch.setattr(ranged_download, 'RANGE_BYTES', 2**10)
-    monkeypatch.setattr(client_pool, 'idle', CLIENTS)
+    monkeypatch.setattr(transfers, 'RANGE_BYTES', 2**10)
+    monkeypatch.setattr(transfers, 'idle', CLIENTS)
     content = os.urandom(SIZE)
     return store.bucket('data', large=content) + '/large', content
 

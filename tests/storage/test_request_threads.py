@@ -7,8 +7,8 @@ import time
 import pytest
 
 from diffusion.errors import DataError
-from diffusion.storage.request_threads import THREADS, Stopped, run_all
 from diffusion.storage.retry import DamagedDownload, RetryPolicy
+from diffusion.storage.transfers import THREADS, Stopped, run_all
 
 DEFAULT = RetryPolicy()
 

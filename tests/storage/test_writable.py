@@ -5,7 +5,7 @@ import os
 import pytest
 
 from diffusion.errors import UserError
-from diffusion.storage.writable import check_writable, why_not_writable
+from diffusion.storage.local_files import check_writable, why_not_writable
 
 
 def test_folder_that_exists_or_can_be_created_passes(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from diffusion.cli import main
 from diffusion.config.load import load
 from diffusion.exit_codes import USAGE_ERROR
 from diffusion.storage import object_store
-from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE, working_folder
+from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE, working_folder
 from diffusion.tasks import run_recipe
 from diffusion.training.train import train
 

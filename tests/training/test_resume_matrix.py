@@ -20,7 +20,7 @@ from ranks import Ranks, read_losses
 
 from diffusion.config.load import load
 from diffusion.exit_codes import PREEMPTED
-from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE
+from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE
 from diffusion.tasks.precompute import precompute
 
 PROGRAM = ROOT / 'tests' / 'training' / 'interrupted_run.py'

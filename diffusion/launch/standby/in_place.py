@@ -29,7 +29,7 @@ from diffusion.launch.workers import TICK_SECONDS, Outcome, Workers, die_with_pa
 from diffusion.runs import environment
 from diffusion.runs.attempts import Attempt
 from diffusion.runs.bounded_call import STORAGE_SECONDS, call_with_limit
-from diffusion.runs.heartbeat_file import Beat
+from diffusion.runs.heartbeats import Beat
 
 STANDBY = 'diffusion.launch.standby.process'
 ANSWER_SECONDS = 3.0

@@ -3,7 +3,6 @@
 import gc
 import itertools
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -60,14 +59,12 @@ class Clock:
         return sum(stage.seconds for stage in self.stages.values())
 
 
-def bench(
-    recipe: Recipe, *, gpu: GPU, workers: Sequence[int] | None = None, batches: int = 20, mfu: float = 0.4
-) -> None:
+def bench(recipe: Recipe, *, gpu: GPU, workers: Sequence[int], batches: int = 20, mfu: float = 0.4) -> None:
     """Time the loading of a recipe's training streams, and print a table of stages and one of worker counts.
 
     Args:
         gpu: GPU to estimate the demand of.
-        workers: Worker counts to time; None for 0, 1, 2, 4 and so on up to the number of cores.
+        workers: Worker counts to time.
         batches: Batches to time for each worker count.
         mfu: Fraction of the GPU's peak FLOP/s that training reaches.
 
@@ -76,7 +73,7 @@ def bench(
     """
     recipe = replace(recipe, global_batch=math.gcd(recipe.global_batch, MAX_BATCH))
     rate_per_core, needed = _print_stages(recipe, gpu, mfu)
-    best = _print_loader_rates(recipe, _worker_counts() if workers is None else workers, batches)
+    best = _print_loader_rates(recipe, workers, batches)
     print(f'\nOne core loads {rate_per_core:.0f} samples/s, this machine {best:.0f} samples/s.')
     if isinstance(needed, str):
         print(f'The demand of a GPU is unknown: {needed}')
@@ -204,9 +201,3 @@ def demand(recipe: Recipe, dataset: BucketedDataset, gpu: GPU, mfu: float) -> fl
     flops = [3 * model.trained_flops(bucket.shape) for bucket in dataset.buckets]
     mean = sum(count * each for count, each in zip(counts, flops, strict=True)) / sum(counts)
     return mfu * gpu.peak_flops('bf16') / mean
-
-
-def _worker_counts() -> list[int]:
-    """Return the default worker counts to time: 0 and the powers of two up to the number of available cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
-    return [0, *(2**power for power in range(cores.bit_length()))]

@@ -122,7 +122,8 @@ def run_bench(options: BenchOptions) -> int:
     from diffusion.inspection.bench import bench
 
     recipe = replace(recipe, streams=chosen['streams'])
-    bench(recipe, gpu=gpu, workers=options.workers, batches=options.batches, mfu=options.mfu)
+    workers = options.workers or [0, *(2**power for power in range(_cores().bit_length()))]
+    bench(recipe, gpu=gpu, workers=workers, batches=options.batches, mfu=options.mfu)
     return 0
 
 

@@ -21,6 +21,7 @@ from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.pretrained import load_vae
 from diffusion.models.vae import Vae, latent_channels, moments_of
+from diffusion.storage.places import is_url
 from diffusion.training.components import build_dataset
 
 
@@ -67,7 +68,7 @@ def measure_latents(
 
     Args:
         source: The autoencoder, as for `model.vae`.
-        location: Folder or URL of a dataset that `diffusion prepare` has written, of one or several image shapes.
+        location: Folder or URL of a dataset that `diffusion prepare` has written.
         resolution: Side in pixels of the images, which are cropped at the center and resized.
         samples: Number of images, chosen at random; all if the dataset has fewer.
         batch_size: Number of images that are encoded at a time.
@@ -89,7 +90,7 @@ def measure_latents(
 
 def _dataset(location: str, resolution: int, batch_size: int) -> BucketedDataset:
     """Return the dataset of a folder or URL: images, cropped at the center, without captions."""
-    remote = '://' in location
+    remote = is_url(location)
     aspects = not remote and Path(location, BUCKETS).is_file()
     place: Any = {'remote' if remote else 'local': location}
     stream = StreamConfig(resolution, aspects=aspects, **place)

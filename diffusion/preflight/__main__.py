@@ -22,7 +22,7 @@ from diffusion.launch.gpu_health import (
 )
 from diffusion.models.gpu_kernels import kernels_problem
 from diffusion.preflight import collective_checks
-from diffusion.preflight.collective_checks import CollectiveLimits, check_ranks
+from diffusion.preflight.collective_checks import CollectiveLimits, check_ranks, gather
 from diffusion.preflight.storage_checks import check_same_store, check_shared_folder, check_write_speed
 from diffusion.runs import environment, heartbeats
 from diffusion.storage.places import files_of_run
@@ -72,10 +72,6 @@ def wait_for_all(store: TCPStore) -> None:
 
 def join_job(environ: Mapping[str, str], timeout: datetime.timedelta) -> TCPStore:
     """Create the gloo process group of all processes of the job, and return its key-value store.
-
-    Args:
-        environ: The environment, with the variables of torch.distributed.
-        timeout: Time within which all processes must have joined.
 
     Raises:
         RanksMissing: Some processes did not join in time; the message lists their ranks.
@@ -132,7 +128,7 @@ def run_checks(recipe: Recipe, *, deep: bool) -> list[Finding]:
         node_findings = check_node(recipe, kind=kind, processes=processes, nvml=load_nvml())
         size = checkpoint_bytes(recipe)
     nodes = dist.get_world_size() // int(os.environ['LOCAL_WORLD_SIZE'])
-    findings = downgrade_shared_faults(_gather(node_findings), nodes)
+    findings = downgrade_shared_faults(_gather_findings(node_findings), nodes)
     # Stop at the first stage with a fault: a faulty node may hang in the next collective, and hide its finding.
     if findings_exit_status(findings):
         return findings
@@ -142,14 +138,12 @@ def run_checks(recipe: Recipe, *, deep: bool) -> list[Finding]:
         findings += downgrade_shared_faults(shared, nodes)
         if findings_exit_status(findings):
             return findings
-        sizes: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(sizes, size)
-        findings += check_write_speed(recipe, sizes[0], deep=deep)
+        findings += check_write_speed(recipe, gather(size)[0], deep=deep)
         if findings_exit_status(findings):
             return findings
     device = 'cpu' if kind == 'none' else 'cuda'
     if device == 'cuda':
-        findings += downgrade_shared_faults(_gather(check_cuda(int(os.environ['LOCAL_RANK']))), nodes)
+        findings += downgrade_shared_faults(_gather_findings(check_cuda(int(os.environ['LOCAL_RANK']))), nodes)
         if findings_exit_status(findings):
             return findings
     group: Any = dist.group.WORLD
@@ -174,11 +168,9 @@ def check_cuda(index: int) -> list[Finding]:
     return []
 
 
-def _gather(local: list[Finding]) -> list[Finding]:
-    """Gather the findings of all processes, as one list, in a collective."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, local)
-    return [finding for findings in gathered for finding in findings]
+def _gather_findings(local: list[Finding]) -> list[Finding]:
+    """Return the findings of all processes as one list; a collective."""
+    return [finding for findings in gather(local) for finding in findings]
 
 
 def _write_report(recipe: Recipe, findings: Sequence[Finding]) -> None:

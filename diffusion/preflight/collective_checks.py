@@ -36,8 +36,9 @@ class CollectiveLimits:
         speed: Fraction of the median of all ranks that each rank must reach, in FLOP/s and in bandwidth.
         matrix: Side of the matrices that are multiplied.
         message_bytes: Size of the all-reduce, and of the messages between nodes.
-        repeats: Number of measurements; the fastest counts. seconds: Time to keep multiplying so that the GPU reaches
-        its operating temperature; the last quarter counts. links: True to measure the links between neighboring nodes.
+        repeats: Number of measurements; the fastest counts.
+        seconds: Time to keep multiplying so that the GPU reaches its operating temperature; the last quarter counts.
+        links: True to measure the links between neighboring nodes.
     """
 
     speed: float
@@ -84,8 +85,6 @@ def check_ranks(device: str, limits: CollectiveLimits, group: dist.ProcessGroup)
     """Measure speed, bandwidth, versions and clock of every rank and compare them; all ranks return the same findings.
 
     Args:
-        device: `cpu` or `cuda`.
-        limits: Sizes of the measurements, and the throughput that a rank must reach.
         group: Process group of all ranks, with a backend for the device.
     """
     rank, node_size = dist.get_rank(), int(os.environ['LOCAL_WORLD_SIZE'])
@@ -97,21 +96,18 @@ def check_ranks(device: str, limits: CollectiveLimits, group: dist.ProcessGroup)
     # The ranks leave a barrier within milliseconds of each other, so a difference of seconds is one of their clocks.
     dist.barrier()
     clock = time.time()
+    host = environment.machine_name(os.environ)
     measurements = RankMeasurements(
-        rank,
-        environment.machine_name(os.environ),
-        clock,
-        versions(device),
-        teraflops,
-        product,
-        sum_is_right,
-        bus,
-        node_bus,
-        link,
+        rank, host, clock, versions(device), teraflops, product, sum_is_right, bus, node_bus, link
     )
-    ranks: list[Any] = [None] * world_size
-    dist.all_gather_object(ranks, measurements)
-    return compare_ranks(ranks, limits)
+    return compare_ranks(gather(measurements), limits)
+
+
+def gather(value: Any) -> list[Any]:
+    """Return the values of all ranks, in their order; a collective."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
 
 
 def compare_ranks(ranks: Sequence[RankMeasurements], limits: CollectiveLimits) -> list[Finding]:
@@ -134,11 +130,7 @@ def compare_ranks(ranks: Sequence[RankMeasurements], limits: CollectiveLimits) -
 
 
 def measure_matmul(device: str, limits: CollectiveLimits) -> tuple[float, int]:
-    """Measure the throughput of a matrix product.
-
-    Returns:
-        TFLOP/s, and a checksum of the product, which is the same on every rank; -1 if it varied between repetitions.
-    """
+    """Return the TFLOP/s of a matrix product, and its checksum, equal on all ranks; -1 if repetitions differ."""
     side, generator = limits.matrix, torch.Generator().manual_seed(0)
     dtype = torch.bfloat16 if device == 'cuda' else torch.float32
     # The entries are integers in [-2, 2], so that partial sums are at most 4 x 8192 = 2**15. float32 accumulators hold
@@ -166,11 +158,7 @@ def measure_matmul(device: str, limits: CollectiveLimits) -> tuple[float, int]:
 
 
 def measure_all_reduce(device: str, limits: CollectiveLimits, group: dist.ProcessGroup) -> tuple[bool, float]:
-    """Run all-reduces over a process group, and measure them.
-
-    Returns:
-        True if all sums were correct, and the bus bandwidth in bytes/s.
-    """
+    """Run all-reduces over a process group; return True if all sums were correct, and the bus bandwidth in bytes/s."""
     members = dist.get_process_group_ranks(group)
     seconds, sum_is_right = [], True
     for _ in range(1 + limits.repeats):

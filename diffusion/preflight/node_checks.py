@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from diffusion.config.byte_sizes import bytes_text
 from diffusion.config.image_shapes import BUCKETS
@@ -19,7 +18,7 @@ from diffusion.launch.gpu_health import Finding, check_gpus
 from diffusion.planning.checkpoints import sizes_of
 from diffusion.planning.model_costs import ModelCosts
 from diffusion.preflight.source_checks import check_sources
-from diffusion.preflight.storage_checks import check_bucket
+from diffusion.preflight.storage_checks import check_bucket, marker_name
 from diffusion.runs import environment
 from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE
 from diffusion.storage.object_store import read
@@ -99,8 +98,7 @@ def checkpoint_bytes(recipe: Recipe) -> int | None:
 
 def check_run_folder(recipe: Recipe) -> Iterator[Finding]:
     """Check that this node can write to the run's folder, or to its working folder and the bucket of the run."""
-    # The name is unique per node and attempt: on a shared file system, all nodes do this at the same time.
-    marker = recipe.run_dir / f'.preflight-{environment.machine_name(os.environ)}-{uuid4().hex[:8]}'
+    marker = recipe.run_dir / marker_name()
     try:
         recipe.run_dir.mkdir(parents=True, exist_ok=True)
         marker.write_text('written by a preflight')
@@ -133,7 +131,6 @@ def first_shard(folder: str, *, aspects: bool) -> str:
     """Read the first shard of a dataset and return its URL or path.
 
     Args:
-        folder: URL or path of the dataset.
         aspects: True if the dataset has one folder of shards per image shape.
 
     Raises:

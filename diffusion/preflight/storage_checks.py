@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from diffusion.config.recipe import Recipe
 from diffusion.errors import UserError
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED
 from diffusion.launch.gpu_health import Finding
+from diffusion.preflight.collective_checks import gather
 from diffusion.runs import environment
 from diffusion.runs.heartbeats import collective_timeout, hang_seconds_of, longest_limit
 from diffusion.runs.run_id import RUN_FILE
@@ -55,8 +55,8 @@ def check_shared_folder(folder: Path) -> list[Finding]:
         # A fault of storage must not leave the other nodes waiting in the collective; they do not see the file then.
         with suppress(OSError):
             (folder / name).write_text(name, encoding='utf-8')
-    names = [each for each in _gather(name) if each]
-    views = [each for each in _gather(_view(folder, name, names) if name else None) if each is not None]
+    names = [each for each in gather(name) if each]
+    views = [each for each in gather(_view(folder, name, names) if name else None) if each is not None]
     if name:
         with suppress(OSError):
             (folder / name).unlink(missing_ok=True)
@@ -132,12 +132,6 @@ def file_system_of(path: Path) -> str:
     return found[1]
 
 
-def _gather(value: Any) -> list[Any]:
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
-
-
 RETRY = RetryPolicy(tries=3, timeout_seconds=60.0)
 CHUNK_BYTES = 2**24
 GROWTH = 4
@@ -146,7 +140,7 @@ GROWTH = 4
 
 def check_bucket(url: str) -> Iterator[Finding]:
     """Check that this node can write, read and delete objects below the URL of a run, and that conditions hold."""
-    marker, content = _marker(url), uuid4().hex.encode()
+    marker, content = f'{url}/{marker_name()}', uuid4().hex.encode()
     try:
         object_store.write(marker, content, if_absent=True, retry=RETRY)
         same, tag = object_store.read(marker, retry=RETRY) == content, object_store.head(marker, retry=RETRY).tag
@@ -174,7 +168,7 @@ def check_bucket(url: str) -> Iterator[Finding]:
 
 def check_same_store(url: str) -> list[Finding]:
     """Let every node read an object of the first one; all ranks return the same findings; a collective."""
-    marker = [_marker(url)]
+    marker = [f'{url}/{marker_name()}']
     problem: str | None = None
     if dist.get_rank() == 0:
         try:
@@ -188,8 +182,7 @@ def check_same_store(url: str) -> list[Finding]:
         except (OSError, UserError) as error:
             problem = f'an object that the first node has written cannot be read ({error}); set the same '
             problem += 'S3_ENDPOINT_URL and credentials on all nodes'
-    problems: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, (environment.machine_name(os.environ), problem))
+    problems = gather((environment.machine_name(os.environ), problem))
     if dist.get_rank() == 0 and marker[0]:
         with suppress(OSError, UserError):
             object_store.delete(marker[0], retry=RETRY)
@@ -216,12 +209,8 @@ def measure_upload_speed(url: str, folder: Path, seconds: float, most_bytes: int
         folder: Local folder for the file.
         seconds: Approximate time to measure.
         most_bytes: Upper bound of the file's size.
-
-    Raises:
-        OSError: The file or the object cannot be written.
-        UserError: The store refuses the request.
     """
-    marker, path = _marker(url), folder / f'.preflight-{uuid4().hex[:8]}'
+    marker, path = f'{url}/{marker_name()}', folder / marker_name()
     size, written, speed = CHUNK_BYTES, 0, 0.0
     try:
         while True:
@@ -241,9 +230,9 @@ def measure_upload_speed(url: str, folder: Path, seconds: float, most_bytes: int
             object_store.delete(marker, retry=RETRY)
 
 
-def _marker(url: str) -> str:
-    """Return the URL of a new object; the name is unique, since all nodes check at the same time."""
-    return f'{url}/.preflight-{environment.machine_name(os.environ)}-{uuid4().hex[:8]}'
+def marker_name() -> str:
+    """Return a name for a new file or object that is unique per node and attempt: all nodes check at the same time."""
+    return f'.preflight-{environment.machine_name(os.environ)}-{uuid4().hex[:8]}'
 
 
 WRITE_SPEED = 'write speed'
@@ -305,8 +294,7 @@ def check_write_speed(recipe: Recipe, checkpoint_bytes: int | None, *, deep: boo
                 speed = measure_upload_speed(recipe.run_url, recipe.run_dir, SECONDS[deep], MOST_BYTES[deep])
         except (OSError, UserError) as error:
             speed = f'{recipe.run_place} cannot be written ({error})'
-    speeds: list[float | str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(speeds, speed)
+    speeds = gather(speed)
     faults = [each for each in speeds if isinstance(each, str)]
     if faults:
         return [Finding(WRITE_SPEED, False, faults[0], FAILED)]
@@ -326,11 +314,8 @@ def check_write_speed(recipe: Recipe, checkpoint_bytes: int | None, *, deep: boo
     save = SaveTime(checkpoint_bytes / total, checkpoint_bytes, notice, *limit, sharded)
     if risk := save.risk():
         return [Finding(WRITE_SPEED, True, f'{measured}; {risk}', warns=True)]
-    return [
-        Finding(
-            WRITE_SPEED, True, f'{measured}; a save of {bytes_text(checkpoint_bytes)} takes about {save.seconds:.2g} s'
-        )
-    ]
+    detail = f'{measured}; a save of {bytes_text(checkpoint_bytes)} takes about {save.seconds:.2g} s'
+    return [Finding(WRITE_SPEED, True, detail)]
 
 
 def measure_write_speed(folder: Path, seconds: float, most_bytes: int) -> float:
@@ -339,7 +324,7 @@ def measure_write_speed(folder: Path, seconds: float, most_bytes: int) -> float:
     Raises:
         OSError: The file cannot be written or removed, or its content differs when it is read back.
     """
-    path = folder / f'.preflight-{environment.machine_name(os.environ)}-{uuid4().hex[:8]}'
+    path = folder / marker_name()
     chunk, written = os.urandom(CHUNK_BYTES), 0  # random, since some file systems compress
     try:
         with path.open('wb', buffering=0) as file:

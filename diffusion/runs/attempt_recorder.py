@@ -38,7 +38,6 @@ def recording_attempt(
     The node entry point does the same for the runs that it starts.
 
     Args:
-        run: The run's folder or URL.
         config: The `notify` section of the recipe.
         hide: Function that removes secrets from a text.
 

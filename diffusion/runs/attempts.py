@@ -106,9 +106,6 @@ class Clock:
     It is the system clock at the start, and advances with time.monotonic() from then on. After a restart on the same
     machine it continues as before, and it never goes back behind the last record of the run. Time in which the machine
     is suspended does not count.
-
-    Args:
-        run: The run's folder or URL.
     """
 
     def __init__(self, run: Path | str | None = None) -> None:
@@ -184,9 +181,9 @@ def has_begun(run: Path | str) -> bool:
 def _append_to_object(url: str, record: dict[str, Any]) -> None:
     """Append a record to the attempts.jsonl of the run at a URL, and to its copy on a local disk of this node.
 
-    An object cannot be appended to, so the whole file is uploaded after each record.
-    A record of progress replaces the previous one of the same attempt, so that the object stays small: a year of
-    records every 30 s would be hundreds of megabytes, each uploaded again.
+    An object cannot be appended to, so the whole file is uploaded after each record. A record of progress replaces the
+    previous one of the same attempt, so that the object stays small: a year of records every 30 s would be hundreds of
+    megabytes, each uploaded again.
 
     Raises:
         OSError: The object or its local copy cannot be read or written. The next call uploads this record too if it is
@@ -201,7 +198,8 @@ def _append_to_object(url: str, record: dict[str, Any]) -> None:
             _reconciled.add(path)
         else:
             records = parse_json_lines(path.read_bytes())
-        if records and _is_progress_of(records[-1], record):
+        last = records[-1] if records else {}
+        if last.get('event') == 'progress' and all(last.get(key) == record.get(key) for key in ('number', 'begin')):
             records.pop()
         content = ''.join(json.dumps(each) + '\n' for each in [*records, record])
         write_atomically(path, content)
@@ -231,18 +229,8 @@ def newer_records(stored: bytes | None, local: bytes) -> list[dict[str, Any]]:
     return on_disk if local_at >= stored_at else in_store
 
 
-def _is_progress_of(last: dict[str, Any], record: dict[str, Any]) -> bool:
-    """Return True if the last record is of progress, and the next one is of the same attempt."""
-    same = all(last.get(key) == record.get(key) for key in ('number', 'begin'))
-    return last.get('event') == 'progress' and same
-
-
 def read_attempts(run: Path | str, retry: RetryPolicy = PATIENT) -> list[Attempt]:
     """Return the attempts recorded in attempts.jsonl of a run, in order, each with the values of its last record.
-
-    Args:
-        run: The run's folder or URL.
-        retry: Number of tries and timeout of requests to an object store.
 
     Raises:
         UserError: The run has no attempts.jsonl.
@@ -457,8 +445,8 @@ def attempts_table(attempts: Sequence[Attempt], *, running: bool = False) -> lis
     return lines
 
 
-def format_duration(seconds: float) -> str:
+def format_duration(seconds: float, decimals: int = 1) -> str:
     """Return a duration in seconds, minutes or hours."""
     if seconds < 120:
-        return f'{seconds:.1f} s'
-    return f'{seconds / 60:.1f} min' if seconds < 7200 else f'{seconds / 3600:.1f} h'
+        return f'{seconds:.{decimals}f} s'
+    return f'{seconds / 60:.{decimals}f} min' if seconds < 7200 else f'{seconds / 3600:.{decimals}f} h'

@@ -57,20 +57,14 @@ class Claim:
 
     def text(self, renewed: float) -> str:
         """Return the content of the claim's file; `renewed` is the time of the last rewrite in seconds since 1970."""
-        content = {
-            'owner': asdict(self.owner),
-            'renewed': renewed,
-            'lease_seconds': self.lease_seconds,
-            'job': self.job,
-        }
-        return json.dumps(content) + '\n'
+        content = {'owner': asdict(self.owner), 'renewed': renewed, 'lease_seconds': self.lease_seconds}
+        return json.dumps({**content, 'job': self.job}) + '\n'
 
 
 class EvaluationClaims:
-    """Claims on the evaluations of a run.
+    """Claims on the evaluations of a run. The methods raise OSError if the storage fails.
 
     Args:
-        run: Path or URL of the run.
         lease_seconds: Lease of new claims.
         job: As in `Claim`.
     """
@@ -80,11 +74,7 @@ class EvaluationClaims:
         self._lease_seconds, self._job = lease_seconds, job
 
     def tries(self) -> dict[str, int]:
-        """Return the number of the last claim on each checkpoint that has one.
-
-        Raises:
-            OSError: The storage cannot be read.
-        """
+        """Return the number of the last claim on each checkpoint that has one."""
         found: dict[str, int] = {}
         for name in self._files.list(EVALUATIONS).files:
             if claim := _CLAIM.fullmatch(name):
@@ -96,9 +86,6 @@ class EvaluationClaims:
 
         Args:
             tries: Number of its last claim, 0 if there is none.
-
-        Raises:
-            OSError: The storage cannot be read or written.
         """
         if tries and not self.has_ended(checkpoint, tries):
             return None
@@ -108,11 +95,7 @@ class EvaluationClaims:
         return claim if self._files.create(name, claim.text(time.time())) else None
 
     def held(self) -> set[str]:
-        """Return the checkpoints that are being evaluated.
-
-        Raises:
-            OSError: The storage cannot be read.
-        """
+        """Return the checkpoints that are being evaluated."""
         return {name for name, tries in self.tries().items() if not self.has_ended(name, tries)}
 
     def has_ended(self, checkpoint: str, tries: int) -> bool:

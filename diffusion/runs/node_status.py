@@ -94,7 +94,6 @@ class StatusWriter:
     """Thread that writes the status of this node to the run's folder.
 
     Args:
-        run: The run's folder or URL.
         status: The status, whose fields the training thread changes.
         on_write: Function that is called in the thread after each write.
     """

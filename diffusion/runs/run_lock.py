@@ -71,9 +71,6 @@ UNREADABLE = LockContent('', readable=False)
 class RunLock:
     """File or object that holds the lock of a run.
 
-    Args:
-        run: The run's folder or URL.
-
     Attributes:
         in_bucket: True if it is an object.
         path: Its path or URL.
@@ -224,7 +221,6 @@ def hold_run_lock(
     """Hold the lock of a run in a `with` block; if another job takes over the lock, exit this process.
 
     Args:
-        run: The run's folder, or its URL in an object store.
         stopped: Polled while waiting for an owner that may be dead; the wait ends when it returns True.
 
     Raises:
@@ -385,8 +381,8 @@ def _refresh_once(lock: RunLock, this_owner: Owner, count: int) -> None:
             os._exit(CONFIG_ERROR)
         if content is not None and content.text == RELEASED:
             # Another job took over the lock, trained and ended: this process releases it only after its last refresh.
-            said = 'another job took over the lock and has ended; this process exits'
-            print(f'error: {lock.path}: {said}', file=sys.stderr, flush=True)
+            reason = 'another job took over the lock and has ended; this process exits'
+            print(f'error: {lock.path}: {reason}', file=sys.stderr, flush=True)
             os._exit(CONFIG_ERROR)
         with contextlib.suppress(PreconditionFailed):
             return lock.write(_content(this_owner, count), content)

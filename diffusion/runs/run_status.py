@@ -76,9 +76,6 @@ class RunReport:
 def inspect_run(run: Path | str) -> RunReport:
     """Return the status of a run from its files.
 
-    Args:
-        run: The run's folder or URL.
-
     Raises:
         UserError: There are no files of a run.
         OSError: The storage fails.
@@ -235,9 +232,9 @@ def format_report(report: RunReport) -> str:
         since = attempts.format_duration(node['silent_seconds'])
         values[f'node {node["node"]}'] = f'{node["doing"]} on {node["host"]}, last batch {since} ago'
     values['process'] = report.process or 'none, the run has ended'
-    alive = report.last_activity
-    moment = time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(alive))
-    values['last activity'] = f'{moment}, {_format_age(alive)} ago'
+    moment = time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(report.last_activity))
+    age = attempts.format_duration(max(0.0, time.time() - report.last_activity), decimals=0)
+    values['last activity'] = f'{moment}, {age} ago'
     lines = [f'{report.run}: {_headline(report, recorded)}', *(f'  {key:18s} {each}' for key, each in values.items())]
     if recorded:
         lines += attempts.attempts_table(recorded, running=report.state != 'ended')
@@ -289,10 +286,3 @@ def _describe_process(content: str | None) -> str | None:
         return 'unknown'
     state = {True: 'running', False: 'ended without releasing the run', None: 'not visible from this machine'}
     return f'{owner}: {state[owner.is_alive()]}'
-
-
-def _format_age(alive: float) -> str:
-    seconds = max(0.0, time.time() - alive)
-    if seconds < 120:
-        return f'{seconds:.0f} s'
-    return f'{seconds / 60:.0f} min' if seconds < 7200 else f'{seconds / 3600:.0f} h'

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from diffusion.config.load import load
 from diffusion.exit_codes import CONFIG_ERROR, FAILED
 from diffusion.runs import environment, run_lock
 from diffusion.runs.run_lock import (
@@ -350,13 +349,6 @@ def test_only_one_of_many_jobs_takes_a_lock_object(bucket_run, monkeypatch, tmp_
     assert len(list(tmp_path.glob('holds-*'))) == 1 and len(list(tmp_path.glob('refused-*'))) == 3
 
 
-@pytest.mark.parametrize('what', ['done 500', 'done reset', 500])
-def test_lock_object_is_taken_although_an_answer_is_lost(bucket_run, store, what):
-    store.fail('PUT run.lock', what, times=1)
-    with hold_run_lock(bucket_run, JOB) as owner:
-        assert lock_owner(bucket_run) == owner
-
-
 def test_lock_whose_every_answer_was_lost_is_recognized_by_its_token(bucket_run):
     owner = Owner.current({})
     write_text(bucket_run, run_lock._content(owner, 0))
@@ -426,20 +418,6 @@ def test_lock_object_that_a_later_attempt_took_during_the_release_stays(bucket_r
     with pytest.raises(PreconditionFailed):
         lock.release(seen)
     assert lock_owner(bucket_run) == other
-
-
-@pytest.mark.slow
-def test_second_training_into_same_folder_is_refused(write_recipe):
-    from diffusion.training.train import train
-
-    recipe = load(write_recipe())
-    other = Forked(lambda: hold_forever(recipe.run_dir))
-    wait_for(lambda: lock_owner(recipe.run_dir))
-    with pytest.raises(ValueError, match='trains this run'):
-        train(recipe)
-    other.kill()
-    train(recipe)
-    assert not (recipe.run_dir / LOCK).exists()
 
 
 def test_unwritable_run_folder_is_reported(write_recipe, tmp_path):

@@ -143,7 +143,7 @@ def test_hugging_face_is_listed_and_read(clouds: Cloud, monkeypatch: pytest.Monk
     forget_sessions()
 
 
-@pytest.mark.parametrize(('status', 'tries'), [(403, 1), (404, 1), (429, 2), (500, 2), (503, 2)])
+@pytest.mark.parametrize(('status', 'tries'), [(403, 1), (404, 1), (500, 2)])
 @pytest.mark.parametrize('scheme', ['gs', 'az'])
 def test_errors_of_other_clouds_are_retried_like_those_of_s3(
     clouds: Cloud, scheme: str, status: int, tries: int
@@ -280,12 +280,6 @@ def test_delete_all_retries_and_raises_the_first_refusal(store: Store) -> None:
     assert not store.requests  # no request is sent after the return
 
 
-@pytest.mark.parametrize('scheme', ['gs', 'azure'])
-def test_other_clouds_delete_unfinished_uploads_themselves(clouds: Cloud, scheme: str) -> None:
-    clouds.requests = 0
-    assert object_store.abort_uploads(URLS[scheme], older_than_seconds=0) == clouds.requests == 0
-
-
 def test_clouds_without_conditional_writes_raise_an_error(clouds: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('GCS_KEY', 'key')
     monkeypatch.setenv('GCS_SECRET', 'secret')
@@ -378,7 +372,6 @@ def test_credentials_come_from_every_source_of_boto3(
         ('sftp://host/a', 'sftp:// is not supported; use s3://, gs://, .* or a mounted folder'),
         ('s3:///a', 'the bucket is missing'),
         ('azure://me.blob.core.windows.net', 'the bucket is missing'),
-        ('oci://bucket/a', 'oci:// is not supported'),
     ],
 )
 def test_unsupported_urls_raise_an_error(url: str, message: str) -> None:
@@ -414,9 +407,6 @@ def test_import_does_not_import_the_clients_packages(tmp_path: Path) -> None:
     import sys
 
     clouds = ['boto3', 'botocore', 'google.cloud', 'azure', 'fsspec', 'huggingface_hub', 'streaming', 'torch']
-    code = (
-        'import sys, diffusion.storage.object_store, diffusion.storage.object_store\n'
-        f'print([name for name in {clouds} if name in sys.modules])'
-    )
+    code = f'import sys, diffusion.storage.object_store\nprint([name for name in {clouds} if name in sys.modules])'
     result: Any = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == '[]'

@@ -10,7 +10,7 @@ import pytest
 
 from diffusion.errors import UserError
 from diffusion.storage import locks, object_store
-from diffusion.storage.places import LocalPlace, Place, StorePlace, files_of_run, move_if_absent, place_at
+from diffusion.storage.places import LocalPlace, Place, StorePlace, files_of_run, place_at
 from diffusion.storage.retry import PreconditionFailed
 from tests.data.processes import Forked
 from tests.object_store import Store
@@ -235,11 +235,3 @@ def test_place_without_conditional_writes_is_refused(tmp_path: Path, monkeypatch
 
 def raise_no_locks(*_: object) -> None:
     raise OSError('no locks')
-
-
-def test_file_is_moved_only_to_a_name_that_does_not_exist(tmp_path: Path) -> None:
-    for name, moves in (('one', True), ('two', False)):
-        (tmp_path / name).write_text(name)
-        assert move_if_absent(tmp_path / name, tmp_path / 'final') == moves
-        assert not (tmp_path / name).exists()
-    assert (tmp_path / 'final').read_text() == 'one'

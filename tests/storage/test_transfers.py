@@ -1,6 +1,7 @@
-"""Large objects are downloaded in parallel ranges of one version; every range is retried by itself."""
+"""Downloads in parallel ranges of one version of an object, and the threads that send the requests."""
 
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,10 @@ from typing import Any
 import pytest
 from object_store import Store
 
-from diffusion.errors import UserError
+from diffusion.errors import DataError, UserError
 from diffusion.storage import object_store, transfers
-from diffusion.storage.retry import GaveUp, RetryPolicy
+from diffusion.storage.retry import DamagedDownload, GaveUp, RetryPolicy
+from diffusion.storage.transfers import THREADS, Stopped, run_all
 
 SIZE, RANGES = 7 * 2**10 + 5, 8
 POLICY = RetryPolicy(tries=3)
@@ -49,7 +51,7 @@ def test_small_object_with_a_known_size_costs_one_request(store: Store, tmp_path
     assert [request.split()[0] for request in store.requests] == ['GET']
 
 
-@pytest.mark.parametrize('fault', [429, 500, 'reset', 'cut', 'whole'])
+@pytest.mark.parametrize('fault', [500, 'cut', 'whole'])
 def test_range_that_failed_is_retried_by_itself(
     store: Store, large: tuple[str, bytes], tmp_path: Path, fault: int | str
 ) -> None:
@@ -69,21 +71,19 @@ def test_range_that_stalls_is_retried(store: Store, large: tuple[str, bytes], tm
     assert (tmp_path / 'copy').read_bytes() == content
 
 
-@pytest.mark.parametrize('fault', [500, 'cut'])
-def test_download_gives_up_when_a_range_fails_every_time(
-    store: Store, large: tuple[str, bytes], tmp_path: Path, fault: int | str
-) -> None:
+@pytest.mark.parametrize(
+    ('fault', 'error', 'message', 'tries'),
+    [
+        (500, GaveUp, 'cannot be read, tried 3 times', 3),
+        ('cut', GaveUp, 'cannot be read, tried 3 times', 3),
+        (403, UserError, 'the store refuses access', 1),
+    ],
+)
+def test_download_ends_when_a_range_fails_every_time(store, large, tmp_path, fault, error, message, tries) -> None:
     store.fail('GET /data/large', fault)
-    with pytest.raises(GaveUp, match=f'^{large[0]}: cannot be read, tried 3 times'):
+    with pytest.raises(error, match=f'^{large[0]}: {message}'):
         object_store.download(large[0], tmp_path / 'copy', retry=POLICY)
-    assert gets(store) <= RANGES * POLICY.tries
-
-
-def test_refused_range_is_not_retried(store: Store, large: tuple[str, bytes], tmp_path: Path) -> None:
-    store.fail('GET /data/large', 403)
-    with pytest.raises(UserError, match=f'^{large[0]}: the store refuses access'):
-        object_store.download(large[0], tmp_path / 'copy')
-    assert gets(store) <= RANGES
+    assert gets(store) <= RANGES * tries
 
 
 def test_object_of_another_size_is_an_error(store: Store, large: tuple[str, bytes], tmp_path: Path) -> None:
@@ -105,3 +105,77 @@ def test_object_that_is_always_overwritten_is_an_error(
     monkeypatch.setattr(object_store, 'current_version', overwritten)
     with pytest.raises(GaveUp, match='the object was overwritten while it was downloaded'):
         object_store.download(large[0], tmp_path / 'copy', retry=POLICY)
+
+
+def test_all_calls_share_a_bounded_number_of_threads() -> None:
+    lock, running, most, finished = threading.Lock(), 0, 0, 0
+
+    def task(_: RetryPolicy) -> None:
+        nonlocal running, most, finished
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.01)
+        with lock:
+            running, finished = running - 1, finished + 1
+
+    callers = [threading.Thread(target=run_all, args=([task] * 20, object_store.DEFAULT)) for _ in range(3)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert (most, finished) == (THREADS, 60)
+
+
+def test_first_error_ends_the_other_tasks() -> None:
+    ended, others = [], threading.Event()
+
+    def pausing(policy: RetryPolicy) -> None:
+        try:
+            policy.run(fail_download, 's3://bucket/a')
+        except Stopped:
+            ended.append(1)
+            raise
+
+    def fail_download() -> None:
+        others.set()
+        raise DamagedDownload('cut')
+
+    def failing(_: RetryPolicy) -> None:
+        others.wait()
+        raise ValueError('bug')
+
+    start = time.monotonic()
+    with pytest.raises(ValueError, match='bug'):
+        run_all([pausing, failing, *[pausing] * 50], object_store.DEFAULT)
+    assert time.monotonic() - start < 1  # the pause of a retry is 1 s or longer
+    assert 0 < len(ended) <= THREADS  # the thread of the failed task may have begun another one
+    count = len(ended)
+    time.sleep(0.05)
+    assert len(ended) == count  # the rest was cancelled
+
+
+def test_caller_is_told_to_stop() -> None:
+    def wait() -> None:
+        raise DataError('another rank failed')
+
+    with pytest.raises(DataError, match='another rank'):
+        run_all([lambda policy: policy.run(fail_forever, 's3://bucket/a')], RetryPolicy(tries=10**6, wait=wait))
+
+
+def fail_forever() -> None:
+    raise DamagedDownload('cut')
+
+
+def test_forked_process_starts_its_own_threads() -> None:
+    run_all([lambda policy: None], object_store.DEFAULT)
+    process = os.fork()
+    if not process:
+        status = 1
+        try:
+            called: list[int] = []
+            run_all([lambda policy: called.append(os.getpid())] * 3, object_store.DEFAULT)
+            status = 0 if called == [os.getpid()] * 3 else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0

@@ -1,4 +1,4 @@
-"""Files of fixed names are not followed when they are links, and never block when they are pipes."""
+"""Files of fixed names are neither links nor pipes, private folders are private, output folders are writable."""
 
 import os
 import time
@@ -13,6 +13,7 @@ from diffusion.runs import run_lock
 from diffusion.runs.attempts import Attempt, append_attempt
 from diffusion.runs.heartbeats import write_heartbeat
 from diffusion.storage import local_files
+from diffusion.storage.local_files import check_writable, why_not_writable
 from diffusion.storage.locks import hold_lock
 
 
@@ -67,12 +68,6 @@ def test_file_that_is_no_regular_file_is_refused_and_its_target_untouched(name, 
         assert (target.read_text(), target.stat().st_mtime) == ('precious', 1.0)
 
 
-@pytest.mark.parametrize('name', WRITERS)
-def test_regular_file_is_written(name, tmp_path):
-    WRITERS[name](tmp_path)
-    WRITERS[name](tmp_path)
-
-
 def test_heartbeat_that_is_a_link_is_replaced(tmp_path):
     (tmp_path / 'target').write_text('precious')
     (tmp_path / 'beat-0').symlink_to(tmp_path / 'target')
@@ -108,3 +103,26 @@ def test_folder_of_another_user_is_refused(tmp_path, monkeypatch):
     os.chown(folder, 12345, 12345)
     with pytest.raises(UserError, match=r'belongs to another user \(id 12345\)'):
         local_files.user_folder()
+
+
+def test_folder_that_exists_or_can_be_created_passes(tmp_path, monkeypatch):
+    assert why_not_writable(tmp_path) is None
+    assert why_not_writable(tmp_path / 'new' / 'deeper') is None
+    monkeypatch.chdir(tmp_path)
+    assert why_not_writable('relative') is None
+    assert not list(tmp_path.iterdir()), 'nothing is created'
+
+
+def test_error_has_the_part_of_the_path_that_is_wrong(tmp_path):
+    (tmp_path / 'file').touch()
+    (tmp_path / 'link').symlink_to('nowhere')
+    assert why_not_writable(tmp_path / 'file' / 'a' / 'b') == f'{tmp_path}/file is not a folder; choose another path'
+    assert str(why_not_writable(tmp_path / 'link' / 'a')).startswith(f'{tmp_path}/link is a dangling link')
+    with pytest.raises(UserError, match='^--out: .*file is not a folder'):
+        check_writable(tmp_path / 'file', '--out')
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason='root can write everywhere')
+def test_folder_without_write_permission_is_refused(tmp_path):
+    (tmp_path / 'closed').mkdir(mode=0o500)
+    assert 'closed cannot be written to' in str(why_not_writable(tmp_path / 'closed' / 'new'))

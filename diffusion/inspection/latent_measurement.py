@@ -71,11 +71,6 @@ def measure_latents(
         location: Folder or URL of a dataset that `diffusion prepare` has written.
         resolution: Side in pixels of the images, which are cropped at the center and resized.
         samples: Number of images, chosen at random; all if the dataset has fewer.
-        batch_size: Number of images that are encoded at a time.
-        seed: Seed of the choice of images.
-
-    Raises:
-        UserError: The autoencoder or the dataset cannot be read.
     """
     if source == PIXELS:
         raise UserError(f'{PIXELS}: pixels are not normalized, so there is nothing to measure; give an autoencoder')

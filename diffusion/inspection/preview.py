@@ -43,7 +43,6 @@ def look(
     """Draw samples of some of a recipe's streams, per image shape, into one PNG or HTML file.
 
     Args:
-        out: PNG or HTML file to write.
         samples: Number of random samples per bucket.
         seed: Seed of the choice of samples; crops, flips and captions are those of the first epoch of a run.
         decode: Download the model's VAE, if it is not local, to decode latents. Otherwise, a VAE in a local folder is

@@ -74,11 +74,7 @@ class ShardResult:
 
 
 def read_index(source: RemoteFolder) -> list[dict[str, Any]]:
-    """Return the entries of a stream's index.json, one per shard.
-
-    Raises:
-        UserError: The index cannot be read, or is not one of MDS shards.
-    """
+    """Return the entries of a stream's index.json, one per shard."""
     try:
         with source.files('index.json') as folder:
             if not (folder / 'index.json').is_file():  # reading a pipe would wait for a writer
@@ -101,11 +97,7 @@ def read_index(source: RemoteFolder) -> list[dict[str, Any]]:
 
 
 def stream_manifest(source: RemoteFolder) -> Manifest:
-    """Return the content of manifest.json of a stream of latents: the encoders and settings that made them.
-
-    Raises:
-        UserError: The manifest cannot be read, or has another version.
-    """
+    """Return the content of manifest.json of a stream of latents: the encoders and settings that made them."""
     from diffusion.data.latents import MANIFEST, LatentManifest  # slow: imports diffusers
 
     try:
@@ -313,11 +305,7 @@ def verify(sections: Sections, *, sample: float = 1.0, seed: int = 0, jobs: int 
 
 
 def _with_shapes(section: str, streams: Mapping[str, StreamConfig]) -> dict[str, StreamConfig]:
-    """Return the streams, each one with several aspect-ratio buckets expanded into one stream per image shape.
-
-    Raises:
-        UserError: A folder lacks the list of its shapes. DataError: A store with such a list does not answer.
-    """
+    """Return the streams, each one with several aspect-ratio buckets expanded into one stream per image shape."""
     try:
         return by_shape(streams)
     except (UserError, DataError) as error:
@@ -325,11 +313,7 @@ def _with_shapes(section: str, streams: Mapping[str, StreamConfig]) -> dict[str,
 
 
 def verify_stream(source: RemoteFolder, *, sample: float = 1.0, seed: int = 0, pool: Executor) -> VerifyReport:
-    """Check the shards of one stream and return a report.
-
-    Args:
-        sample: Fraction of the shards to check; at least one shard is checked.
-    """
+    """Check the shards of one stream and return a report; `sample` as in `verify`."""
     report = VerifyReport()
     try:
         entries = read_index(source)

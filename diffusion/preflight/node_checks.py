@@ -132,10 +132,6 @@ def first_shard(folder: str, *, aspects: bool) -> str:
 
     Args:
         aspects: True if the dataset has one folder of shards per image shape.
-
-    Raises:
-        UserError: A file does not exist, or access is denied.
-        GaveUp: A file cannot be read, or its size differs from that in the index.
     """
     retry = RetryPolicy(tries=2, timeout_seconds=TIMEOUT_SECONDS)
     folder = folder.rstrip('/')

@@ -114,7 +114,6 @@ class _Model:
         return self._built
 
     def check(self) -> str:
-        """Check the sources of the model's parts."""
         self.build()
         return ''  # `checking_weights` lists the parts
 
@@ -127,7 +126,6 @@ class _Model:
 
 
 def _check_encoder(where: str, settings: Mapping[str, Any]) -> str:
-    """Check an image encoder."""
     from diffusion.models.representation_alignment import load_feature_encoder
 
     load_feature_encoder(settings['encoder'], settings.get('revision'), where=where)
@@ -135,7 +133,6 @@ def _check_encoder(where: str, settings: Mapping[str, Any]) -> str:
 
 
 def _check_file(path: str) -> str:
-    """Check that a file of weights is there."""
     if not Path(path).is_file():
         raise UserError(f'{path} does not exist on this machine; copy it there, or correct the path')
     return 'found'

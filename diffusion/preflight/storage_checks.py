@@ -45,11 +45,7 @@ class FolderView:
 
 
 def check_shared_folder(folder: Path) -> list[Finding]:
-    """Let each node write a file and read those of all other nodes; all ranks return the same findings; a collective.
-
-    Args:
-        folder: The run's folder, which exists on every node.
-    """
+    """Let each node write a file and read those of all others; all ranks return the same findings; a collective."""
     name = f'.shared-{uuid4().hex}' if os.environ['LOCAL_RANK'] == '0' else ''
     if name:
         # A fault of storage must not leave the other nodes waiting in the collective; they do not see the file then.
@@ -279,7 +275,6 @@ def check_write_speed(recipe: Recipe, checkpoint_bytes: int | None, *, deep: boo
     warning, since only the training run shows how long its saves take.
 
     Args:
-        checkpoint_bytes: Size of a checkpoint; None if it is not known.
         deep: True to measure longer.
     """
     sharded = recipe.parallelism.checkpoints == 'sharded'

@@ -70,8 +70,7 @@ def recording_attempt(
 def record_interrupt(run: Path | str, attempt: Attempt, notifier: Notifier, loss: str) -> None:
     """Record that a second Ctrl-C ends this process, and send a message about it, in two seconds at most.
 
-    Args:
-        loss: Result of `describe_loss`.
+    `loss` is the result of `describe_loss`.
     """
     attempt.status, attempt.cause, attempt.end = INTERRUPTED, 'preempted', _clock.now()
     attempt.detail = f'ended by a second Ctrl-C: {loss}'

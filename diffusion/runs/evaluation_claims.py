@@ -64,9 +64,7 @@ class Claim:
 class EvaluationClaims:
     """Claims on the evaluations of a run. The methods raise OSError if the storage fails.
 
-    Args:
-        lease_seconds: Lease of new claims.
-        job: As in `Claim`.
+    New claims have the given lease; `job` as in `Claim`.
     """
 
     def __init__(self, run: str, *, lease_seconds: float, job: bool = False) -> None:

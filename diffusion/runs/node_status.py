@@ -68,9 +68,7 @@ class NodeStatus:
     def silent_seconds(self, modified: float | None) -> float:
         """Return the time since the node's last batch.
 
-        Args:
-            modified: Modification time of the file, which is used if it was written on another machine; None if the
-                storage does not tell.
+        `modified` is the modification time of the file, for one of another machine; None if the storage has none.
         """
         same_clock = bool(self.boot) and self.boot == run_lock.boot_id()
         written = self.written if modified is None else modified

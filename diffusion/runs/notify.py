@@ -85,10 +85,7 @@ class Notifier:
     def send(self, event: str, text: str, **values: Any) -> None:
         """Send a message in the background, unless the recipe leaves the event out or it was sent before.
 
-        Args:
-            event: One of `NOTIFY_EVENTS`.
-            text: One sentence for people.
-            values: Further fields of the JSON message.
+        `values` are further fields of the JSON message.
         """
         if event not in self._events:
             return

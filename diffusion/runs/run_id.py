@@ -24,11 +24,7 @@ VERSION = 1
 
 
 def create_run_id(folder: Path, run_id: str = '') -> str:
-    """Write run.json into a run's folder, which must exist, and return the run's id.
-
-    Args:
-        run_id: Id of a run whose run.json is missing, known from its checkpoints; empty for a new id.
-    """
+    """Write run.json into a run's folder, which must exist, with a new id or a given one, and return the run's id."""
     run_id = run_id or uuid4().hex
     write_atomically(folder / RUN_FILE, run_file_content(run_id), create_folder=False)
     return run_id
@@ -55,11 +51,7 @@ def read_run_id(folder: Path) -> str | None:
 
 
 def parse_run_id(text: str, path: str) -> str:
-    """Return the id in the content of a run.json; `path` is for messages.
-
-    Raises:
-        UserError: The content is not that of a run.json of this version.
-    """
+    """Return the id in the content of a run.json; raise a UserError with `path` if it is not one of this version."""
     try:
         content = json.loads(text)
         version, run_id = content['version'], content['id']
@@ -109,11 +101,7 @@ def open_bucket_run(url: str) -> str:
 
 
 def claim_working_folder(folder: Path, run_id: str) -> None:
-    """Create a node's working folder for a run; remove what another run at the same URL has left there.
-
-    Raises:
-        OSError: The folder cannot be written.
-    """
+    """Create a node's working folder for a run; remove what another run at the same URL has left there."""
     try:
         found = read_run_id(folder)
     except UserError:  # a full disk has damaged the file

@@ -36,12 +36,7 @@ def handled_signals() -> tuple[signal.Signals, ...]:
 
 
 def describe_loss(batch: int, saved: int | None) -> str:
-    """Return a text about the batches that are lost if a run ends now.
-
-    Args:
-        batch: Number of batches that the run has completed.
-        saved: Number of batches of its newest checkpoint; None if it has none.
-    """
+    """Return a text about the batches that are lost if a run ends after `batch` batches and has saved `saved` of them."""
     if saved is None:
         return f'batches 1 to {batch} are lost; there is no checkpoint' if batch else 'nothing is lost'
     newest = f'the newest checkpoint is ba{saved}'
@@ -70,9 +65,6 @@ class SignalThread:
 
     Python runs signal handlers in the main thread, between two bytecodes. They do not run while it waits in a
     collective or a kernel, which may be the reason for a Ctrl-C. The signals must have a Python handler.
-
-    Args:
-        on_signal: Function that is called in the thread with the number of the signal.
     """
 
     def __init__(self, on_signal: Callable[[int], None]) -> None:
@@ -123,11 +115,7 @@ os.register_at_fork(after_in_child=_leave_pipes)
 
 @contextlib.contextmanager
 def stopping_early() -> Iterator[None]:
-    """Raise StoppedEarly on a stop signal in the `with` block, as long as no callback handles the signals.
-
-    Raises:
-        StoppedEarly: A stop signal came before training began.
-    """
+    """Raise StoppedEarly on a stop signal in the `with` block, as long as no callback handles the signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

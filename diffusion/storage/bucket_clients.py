@@ -52,7 +52,6 @@ class GoogleClient(Client):
         self.once: dict[str, Any] = {'timeout': (min(CONNECT_SECONDS, timeout_seconds), timeout_seconds), 'retry': None}
 
     def list(self, location: Location) -> Iterator[ObjectInfo]:
-        """Yield the metadata of the objects with a key prefix, requested in pages of 1000."""
         fields = 'items(name,size,etag),nextPageToken'
         for blob in self.client.list_blobs(location.bucket, prefix=location.key, fields=fields, **self.once):
             yield ObjectInfo(blob.name, blob.size, blob.etag)
@@ -141,7 +140,6 @@ class AzureClient(Client):
         )
 
     def list(self, location: Location) -> Iterator[ObjectInfo]:
-        """Yield the metadata of the objects with a key prefix, requested in pages of 5000."""
         for blob in self.client.get_container_client(location.bucket).list_blobs(name_starts_with=location.key):
             yield self._object(location, blob)
 
@@ -197,7 +195,6 @@ class AzureClient(Client):
         return self.client.get_blob_client(location.bucket, location.key)
 
     def _object(self, location: Location, found: Any) -> ObjectInfo:
-        """Return an object's metadata from its properties."""
         return ObjectInfo(self._key(location, found.name), found.size, (found.etag or '').strip('"'))
 
     @staticmethod
@@ -220,7 +217,6 @@ class HubClient(Client):
         return HfFileSystem(skip_instance_cache=True)
 
     def list(self, location: Location) -> Iterator[ObjectInfo]:
-        """Yield the metadata of the object at a path and of all objects below the path."""
         # Listings are cached; another process may have written since.
         self.files.invalidate_cache()
         for path, found in self.files.find(self._path(location), detail=True).items():
@@ -268,7 +264,6 @@ class HubClient(Client):
 
     @staticmethod
     def _object(path: str, found: dict[str, Any]) -> ObjectInfo:
-        """Return an object's metadata from the description of the file at `path`."""
         tag = next((found[name] for name in ('etag', 'ETag', 'blob_id', 'md5') if found.get(name)), '')
         return ObjectInfo(path.strip('/').partition('/')[2], found['size'], str(tag).strip('"'))
 

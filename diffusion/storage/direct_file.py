@@ -30,11 +30,7 @@ def open_for_writing(path: Path) -> BinaryIO:
 
 
 class DirectFile(io.RawIOBase):
-    """Binary file that collects the data in a buffer, and writes each full buffer with O_DIRECT.
-
-    Args:
-        file: The file, open for writing, without a buffer, and empty.
-    """
+    """Binary file that collects the data in a buffer, and writes each full buffer to an empty file with O_DIRECT."""
 
     def __init__(self, file: io.FileIO) -> None:
         self._file = file

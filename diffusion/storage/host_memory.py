@@ -8,9 +8,7 @@ from pathlib import Path
 def available_memory(*, meminfo: Path = Path('/proc/meminfo'), cgroup: Path = Path('/sys/fs/cgroup')) -> int | None:
     """Return the bytes of memory still available under the kernel's and the container's limits; None if unknown.
 
-    Args:
-        meminfo: Path of the kernel's memory statistics.
-        cgroup: Path of the container's resource limits (cgroup v2).
+    `cgroup` is the path of the container's resource limits (cgroup v2).
     """
     found = []
     if meminfo.exists():

@@ -125,7 +125,6 @@ def _try_lock(lock: Path, *, shared: bool = False) -> int | None:
 
 
 def _open(lock: Path) -> int:
-    """Open or create a lock file and return its descriptor."""
     try:
         return open_own_file(lock, os.O_CREAT | os.O_RDWR, 0o666)
     except PermissionError:
@@ -135,11 +134,7 @@ def _open(lock: Path) -> int:
 
 
 def _release(handle: int, lock: Path | None) -> None:
-    """Unlock and close a file descriptor returned by `_try_lock`; -1 (locks are not supported) does nothing.
-
-    Args:
-        lock: Path of the lock file, to remove it first; None keeps the file for the next process.
-    """
+    """Unlock and close a file descriptor returned by `_try_lock`; a given lock file is removed first."""
     if handle < 0:
         return
     # Unlink the file before the lock is released: afterwards it could be one that another process has just locked.

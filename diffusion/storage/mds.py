@@ -97,10 +97,9 @@ class ShardFormat:
         """Write encoded samples to a new shard file, flush it to the disk, and return its entry for index.json.
 
         Args:
-            path: Path of the file, which must not exist.
+            path: Path of the file, which must not exist; `name` is its name in the index.
             samples: The samples in order; may be a generator, so that a shard need not fit into memory.
             sizes: Sizes of the samples in bytes, known beforehand since the header has the offsets.
-            name: Name of the file in the index.
         """
         header = self._header(sizes)
         hashes = {algorithm: _NEW_HASH[algorithm]() for algorithm in HASHES}
@@ -126,12 +125,10 @@ class ShardFormat:
         return 4 + 4 * (samples + 1) + len(self._config_bytes())
 
     def _header(self, sizes: Sequence[int]) -> bytes:
-        """Return the header of a shard: the number of samples, their offsets, and the format as JSON."""
         offsets = np.cumsum([self.header_bytes(len(sizes)), *sizes])
         return struct.pack('<I', len(sizes)) + offsets.astype('<u4').tobytes() + self._config_bytes()
 
     def _config_bytes(self) -> bytes:
-        """Return the description of the shard format as the JSON bytes that end a shard's header."""
         return json.dumps(self.config(), sort_keys=True).encode()
 
     def config(self) -> dict[str, Any]:
@@ -227,7 +224,6 @@ def _fixed_size(encoding: str) -> int | None:
 
 
 def _encode(encoding: str, value: Any) -> bytes:
-    """Return a value as bytes, in the encoding of its column."""
     if not encoding.startswith('ndarray'):
         return _ENCODE[encoding](value)
     dtype, shape = _array_type(encoding)
@@ -308,7 +304,6 @@ def file_signature(path: str | Path) -> int:
 
 
 def _hasher(algorithm: str) -> Any:
-    """Return a new hash object for an algorithm of xxhash or hashlib."""
     if algorithm in xxhash.algorithms_available:
         return getattr(xxhash, algorithm)()
     return hashlib.new(algorithm)

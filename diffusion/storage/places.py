@@ -288,7 +288,6 @@ class LocalPlace(Place):
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock of the folder inside the block."""
         with locks.hold_path_lock(self.path / 'dataset', lambda: None) as is_held:
             if not is_held:
                 raise UserError(f'{self.path}: the file system has no locks (flock); keep the dataset on another one')
@@ -439,12 +438,7 @@ def place_at(place: Path | str, scratch: Path | None = None) -> Place:
 
 
 def files_of_run(run: Path | str, retry: RetryPolicy = QUICK, *, refusal_is_fault: bool = True) -> Place:
-    """Return the files of the run in a folder or at a URL.
-
-    Args:
-        retry: Number of tries and timeout of each request to a store.
-        refusal_is_fault: As in `StorePlace`.
-    """
+    """Return the files of the run in a folder or at a URL; `retry` and `refusal_is_fault` as in `StorePlace`."""
     if is_url(run):
         return StorePlace(str(run).rstrip('/'), retry=retry, refusal_is_fault=refusal_is_fault)
     return LocalPlace(Path(run), is_run=True)

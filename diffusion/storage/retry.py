@@ -96,8 +96,6 @@ class RetryPolicy:
         """Return the result of `attempt`, retrying it after transient errors.
 
         Args:
-            attempt: Performs the operation; may be called several times.
-            url: URL for messages.
             verb: Past participle for the message, such as `read` in "cannot be read".
 
         Raises:

@@ -80,7 +80,6 @@ class S3Client(Client):
         self.requester_pays = {name.strip() for name in payers.split(',') if name.strip()}
 
     def list(self, location: Location) -> Iterator[ObjectInfo]:
-        """Yield the metadata of the objects with a key prefix, requested in pages of 1000."""
         for page in self._pages(location):
             yield from map(self._object, page.get('Contents', ()))
 
@@ -144,7 +143,6 @@ class S3Client(Client):
         self._call(self.client.delete_object, Bucket=location.bucket, Key=location.key)
 
     def abort_uploads(self, location: Location, older_than_seconds: float) -> Iterator[str]:
-        """Abort old multipart uploads to an object and to objects below it, and yield their keys."""
         from botocore.exceptions import ClientError
 
         folder = f'{location.key.rstrip("/")}/'.lstrip('/')
@@ -170,7 +168,6 @@ class S3Client(Client):
             request |= {'KeyMarker': page['NextKeyMarker'], 'UploadIdMarker': page['NextUploadIdMarker']}
 
     def _pages(self, location: Location, **settings: str) -> Iterator[dict[str, Any]]:
-        """Yield the pages of a listing of the objects with a key prefix."""
         request = {'Bucket': location.bucket, 'Prefix': location.key, **self._payer(location), **settings}
         while True:
             page = self._call(self.client.list_objects_v2, **request)
@@ -181,7 +178,6 @@ class S3Client(Client):
 
     @staticmethod
     def _object(found: dict[str, Any]) -> ObjectInfo:
-        """Return an object's metadata from its entry in a listing."""
         return ObjectInfo(found['Key'], found['Size'], found['ETag'].strip('"'))
 
     def _payer(self, location: Location) -> dict[str, str]:

@@ -52,12 +52,7 @@ class ShardWriter:
         return {int(name.split('.')[1]) for name in files if f'{name}.json' in entries}
 
     def write(self, number: int, samples: Iterable[bytes], sizes: Sequence[int]) -> None:
-        """Write a shard of encoded samples and its index entry.
-
-        Args:
-            samples: The encoded samples in order; may be a generator.
-            sizes: Sizes of the samples in bytes.
-        """
+        """Write a shard of encoded samples, which may be a generator, and its index entry; sizes are in bytes."""
         name = self.name(number)
         with self.data.writing(name) as path:
             entry = self.format.write_shard(path, samples, sizes, name=name)
@@ -105,14 +100,7 @@ def damaged_plan(folder: Place | Path, error: ValueError, *, where: str) -> User
 
 
 def other_plan(folder: Place | Path, saved: Mapping[str, Any], now: Mapping[str, Any], *, where: str) -> UserError:
-    """Return an error that a folder has unfinished work with another plan, with the differences.
-
-    Args:
-        folder: Folder of the unfinished work.
-        saved: Its plan, as JSON types.
-        now: The plan of this start, as JSON types.
-        where: Key of the setting that names the folder.
-    """
+    """Return an error that a folder has unfinished work with another plan, with the differences; see `pin_plan`."""
     lines = differences(saved, now, saved_in='at the start')
     lines = lines or ['the order of the input, or the location that it is read from']
     if len(lines) > DIFFERENCES_SHOWN:
@@ -127,14 +115,12 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any], *, saved_in: s
     """Return a line per changed setting, such as `streams.a.choose: 96 in the checkpoint, 128 now`, in `now`'s order.
 
     Args:
-        saved: The saved settings, nested mappings of plain values.
         saved_in: Words that follow a saved value in a line.
     """
     return list(_differences('', saved, now, saved_in))
 
 
 def _differences(where: str, saved: Mapping[str, Any], now: Mapping[str, Any], saved_in: str) -> Iterator[str]:
-    """Yield the lines of `differences` for the settings below the key path `where`."""
     for key in [*now, *(key for key in saved if key not in now)]:
         path = f'{where}.{key}' if where else key
         if key not in saved or key not in now:

@@ -36,8 +36,6 @@ def csv_rows(
     Args:
         name: Name of the file in messages.
         check: Called with the names of the columns before the first row; raises an error about a missing column.
-        delimiter: Character between the cells.
-        quoting: Rule of the quotation marks, a constant of `csv`.
         errors: How bytes that are not UTF-8 are decoded, as in `open`.
 
     Raises:

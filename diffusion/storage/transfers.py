@@ -84,7 +84,7 @@ def run_all(tasks: Iterable[Task], retry: RetryPolicy) -> None:
 
     Args:
         tasks: Functions of the retry policy that they must use; its `wait` ends a task when another one has failed.
-        retry: The caller's policy; its `wait` is called in the caller's thread.
+        retry: The caller's policy, whose `wait` is called in this thread.
     """
     stopped = threading.Event()
 
@@ -118,7 +118,6 @@ class _Pool:
             threading.Thread(target=self._work, name=f'object-store-{number}', daemon=True).start()
 
     def submit(self, task: Task, policy: RetryPolicy) -> Future[None]:
-        """Run a task in the next thread that is free."""
         future: Future[None] = Future()
         self.tasks.put((future, task, policy))
         return future
@@ -138,7 +137,6 @@ class _Pool:
 
 
 def _process_pool() -> _Pool:
-    """Return the pool of this process."""
     global _pool
     with _lock:
         if _pool is None:

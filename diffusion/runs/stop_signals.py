@@ -36,7 +36,7 @@ def handled_signals() -> tuple[signal.Signals, ...]:
 
 
 def describe_loss(batch: int, saved: int | None) -> str:
-    """Return a text about the batches that are lost if a run ends after `batch` batches, of which it has saved `saved`."""
+    """Return a text about the batches that are lost if a run ends after `batch` batches, and has saved `saved`."""
     if saved is None:
         return f'batches 1 to {batch} are lost; there is no checkpoint' if batch else 'nothing is lost'
     newest = f'the newest checkpoint is ba{saved}'

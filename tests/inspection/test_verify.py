@@ -142,11 +142,8 @@ def test_stray_bytes_in_jpeg_are_a_warning(verify, tmp_path):
     )
 
 
-@pytest.mark.parametrize('compression', ['zstd', 'gz'])
-def test_compressed_shards_are_checked(verify, tmp_path, compression):
-    stream = write(
-        tmp_path / 'd', [{'image': jpeg()}] * 5, {'image': 'bytes'}, compression=compression, hashes=['sha1']
-    )
+def test_compressed_shards_are_checked(verify, tmp_path):
+    stream = write(tmp_path / 'd', [{'image': jpeg()}] * 5, {'image': 'bytes'}, compression='zstd', hashes=['sha1'])
     assert verify({'a': stream})[0] == UNDAMAGED
     (packed,) = (tmp_path / 'd').glob('shard.*')
     packed.write_bytes(packed.read_bytes()[:-9])
@@ -270,11 +267,6 @@ def test_invalid_arguments_are_reported(verify, pictures, capsys, arguments, mes
     assert message in '\n'.join(lines)
 
 
-def test_missing_recipe_is_reported(tmp_path, capsys):
-    assert main(['data', 'verify', str(tmp_path / 'none.yaml')]) == USER_ERROR
-    assert 'none.yaml cannot be read' in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_remote_is_checked_shard_by_shard_without_leftover_files(verify, store, pictures, tmp_path, monkeypatch):
     url = store.upload(pictures[32])
@@ -293,14 +285,3 @@ def test_remote_is_checked_shard_by_shard_without_leftover_files(verify, store, 
     assert any('shard.00001.mds: 3 bytes, expected' in line for line in lines)
     assert not list(scratch.iterdir())
     assert not (tmp_path / 'cache').exists()
-
-
-def test_only_the_streams_that_are_verified_must_be_complete(pictures, capsys):
-    path = str(Path(__file__).parents[2] / 'yamls' / 'phase1.yaml')
-    words = ['streams.laion.remote=null', f'streams.laion.local={pictures[32]}', 'streams.laion.resolution=???']
-    assert main(['data', 'verify', path, '--jobs', '1', *words]) == UNDAMAGED
-    captured = capsys.readouterr()
-    assert captured.out.startswith('streams.laion: ok; ')
-    assert captured.err.startswith('skipped: eval_streams.coco.remote: is still ???; ')
-    assert main(['data', 'verify', path, 'coco', *words]) == USER_ERROR
-    assert 'eval_streams.coco.remote: is still ???' in capsys.readouterr().err

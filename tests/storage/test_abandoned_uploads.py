@@ -24,6 +24,15 @@ def uploads(store: Store) -> list[str]:
 
 
 @pytest.fixture
+def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """File that is uploaded in three parts."""
+    monkeypatch.setattr(s3_client, 'PART_BYTES', 5 * 2**20)
+    path = tmp_path / 'large'
+    path.write_bytes(bytes(11 * 2**20))
+    return path
+
+
+@pytest.fixture
 def begun(store: Store) -> str:
     """URL of a folder with two unfinished uploads, beside one that is not in the folder."""
     url = store.bucket('data') + '/run'
@@ -32,16 +41,13 @@ def begun(store: Store) -> str:
     return url
 
 
-def test_upload_of_a_killed_process_is_aborted(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_client, 'PART_BYTES', 5 * 2**20)
-    path = tmp_path / 'large'
-    path.write_bytes(bytes(11 * 2**20))
+def test_upload_of_a_killed_process_is_aborted(store: Store, large: Path) -> None:
     url = store.bucket('data')
     store.fail('PUT partNumber=2', 30.0)
     process = os.fork()
     if not process:
         try:
-            object_store.write(f'{url}/run/{path.name}', path)
+            object_store.write(f'{url}/run/large', large)
         finally:
             os._exit(0)
     while not any('partNumber=2' in request for request in store.requests):
@@ -53,10 +59,8 @@ def test_upload_of_a_killed_process_is_aborted(store: Store, tmp_path: Path, mon
     assert uploads(store) == []
 
 
-def test_upload_is_ended_by_its_wait(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_client, 'PART_BYTES', 5 * 2**20)
-    path = tmp_path / 'large'
-    path.write_bytes(bytes(150 * 2**20))
+def test_upload_is_ended_by_its_wait(store: Store, large: Path) -> None:
+    os.truncate(large, 150 * 2**20)
     url = store.bucket('data')
 
     def wait() -> None:
@@ -64,20 +68,17 @@ def test_upload_is_ended_by_its_wait(store: Store, tmp_path: Path, monkeypatch: 
             raise KeyError('ended')
 
     with pytest.raises(KeyError, match='ended'):
-        object_store.write(f'{url}/large', path, retry=RetryPolicy(wait=wait))
+        object_store.write(f'{url}/large', large, retry=RetryPolicy(wait=wait))
     assert uploads(store) == [] and not store.objects('data')
     # boto3 sends ten parts at a time.
     assert sum('partNumber=' in request for request in store.requests) < 30, 'the other parts are not sent'
 
 
-def test_upload_that_fails_aborts_itself(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_client, 'PART_BYTES', 5 * 2**20)
-    path = tmp_path / 'large'
-    path.write_bytes(bytes(11 * 2**20))
+def test_upload_that_fails_aborts_itself(store: Store, large: Path) -> None:
     url = store.bucket('data')
     store.fail('PUT partNumber=2', 403)
     with pytest.raises(UserError, match='the store refuses access'):
-        object_store.write(f'{url}/{path.name}', path)
+        object_store.write(f'{url}/large', large)
     assert uploads(store) == []
 
 

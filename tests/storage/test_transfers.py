@@ -64,13 +64,6 @@ def test_range_that_failed_is_retried_by_itself(
     assert gets(store) == RANGES + 2
 
 
-def test_range_that_stalls_is_retried(store: Store, large: tuple[str, bytes], tmp_path: Path) -> None:
-    url, content = large
-    store.fail('GET /data/large', 20.0, times=1)
-    object_store.download(url, tmp_path / 'copy', retry=RetryPolicy(timeout_seconds=1.0))
-    assert (tmp_path / 'copy').read_bytes() == content
-
-
 @pytest.mark.parametrize(
     ('fault', 'error', 'message', 'tries'),
     [

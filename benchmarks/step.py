@@ -37,8 +37,7 @@ from step_settings import PLAIN as PLAIN_ROW
 from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from diffusion.config.performance_preset import effective_parts
-from diffusion.config.recipe import SpeedConfig
+from diffusion.config.recipe import SpeedConfig, effective_parts
 from diffusion.models import batch_keys
 from diffusion.models.families.sd2 import builder as sd2_builder
 from diffusion.models.flops import FlopCount

@@ -17,8 +17,7 @@ import pytest
 from browser import browser_context, needs_browser, serious_issues
 
 from diffusion.config.load import load
-from diffusion.config.performance_preset import effective_parts
-from diffusion.config.recipe import SpeedConfig
+from diffusion.config.recipe import SpeedConfig, effective_parts
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / 'benchmarks'

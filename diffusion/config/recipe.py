@@ -3,7 +3,7 @@
 The doc string under a field is its reference: `diffusion check` quotes the first sentence for missing values.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -179,6 +179,32 @@ class SpeedConfig:
     """The number of samples that the frozen encoders encode at a time, if a device's batch has several microbatches:
     fewer and larger kernels. The encoders' activations are freed before the first microbatch is trained. Null encodes
     each microbatch by itself."""
+
+
+SPEED_PARTS = tuple(field.name for field in fields(SpeedConfig) if field.name not in ('preset', 'encode_batch_size'))
+"""Names of the `speed` settings that can be on or off."""
+
+
+def parts_without_effect(settings: SpeedConfig, effective: SpeedConfig) -> list[str]:
+    """Return the settings that a recipe turns on but that have no effect here, since they need a GPU."""
+    return [part for part in SPEED_PARTS if getattr(settings, part) is True and not getattr(effective, part)]
+
+
+def effective_parts(settings: SpeedConfig, *, on_gpu: bool, strategy: str = 'ddp') -> SpeedConfig:
+    """Return `speed` settings with nulls replaced by the preset's values and unsupported settings turned off."""
+    full = settings.preset == 'full'
+    # Composer's DDP already reduces once per batch, so reduce_once changes only FSDP2. copy_ahead overlaps host-to-GPU
+    # copies, which a CPU does not have.
+    impossible = {'reduce_once': strategy != 'fsdp2', 'copy_ahead': not on_gpu}
+    # CUDA graphs need weights at fixed addresses, but FSDP gathers them at other addresses each time.
+    impossible['cuda_graphs'] = not on_gpu or strategy != 'ddp'
+    found = {}
+    for part in SPEED_PARTS:
+        on = getattr(settings, part)
+        if on is None:  # the preset turns on only one of them for a CPU
+            on = full and (on_gpu or part == 'fused_optimizer')
+        found[part] = on and not impossible.get(part, False)
+    return replace(settings, **found)
 
 
 @dataclass

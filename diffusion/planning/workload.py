@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from diffusion.config.image_shapes import Shape, read_buckets
-from diffusion.config.performance_preset import effective_parts
-from diffusion.config.recipe import Recipe, SpeedConfig, StreamConfig
+from diffusion.config.recipe import Recipe, SpeedConfig, StreamConfig, effective_parts
 from diffusion.config.schema import MISSING
 from diffusion.errors import UserError
 from diffusion.planning import published_runs

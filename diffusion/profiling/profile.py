@@ -21,7 +21,7 @@ from diffusion.config import registry
 from diffusion.config.image_shapes import Shape
 from diffusion.config.load import Component, Recipe, RecipeError, StreamConfig, load
 from diffusion.config.path_checks import check_paths
-from diffusion.config.performance_preset import PARTS
+from diffusion.config.recipe import SPEED_PARTS
 from diffusion.errors import UserError
 from diffusion.profiling.advice import Kernel, Opportunity, ProfileMeasurements, largest_opportunities, seconds_by_kind
 from diffusion.profiling.breakdown import Breakdown, BreakdownReport
@@ -196,7 +196,11 @@ def measured_by(phases: Phases, recipe: Recipe) -> ProfileMeasurements:
         on_gpu=on_gpu,
         precision=str(recipe.trainer.get('precision', 'amp_fp16' if on_gpu else 'fp32')),
         microbatches=microbatches_of(recipe),
-        off=[part for part in PARTS if not getattr(parts, part) and (part != 'cuda_graphs' or can_use_graphs(recipe))],
+        off=[
+            part
+            for part in SPEED_PARTS
+            if not getattr(parts, part) and (part != 'cuda_graphs' or can_use_graphs(recipe))
+        ],
     )
 
 

@@ -21,8 +21,7 @@ from diffusion.config.checks import SUPPLIED
 from diffusion.config.families import family_of_model
 from diffusion.config.load import Component, Recipe, StreamConfig, saved_values
 from diffusion.config.model_checks import optimizer_problem
-from diffusion.config.performance_preset import effective_parts
-from diffusion.config.recipe import SpeedConfig
+from diffusion.config.recipe import SpeedConfig, effective_parts
 from diffusion.config.signatures import of_object
 from diffusion.data.host_limits import check_machine
 from diffusion.data.loader import BucketedLoader, default_num_workers, ignore_stop_signals

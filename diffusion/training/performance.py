@@ -18,8 +18,7 @@ from diffusion.algorithms.low_precision_norms import (
     replace_norms,
 )
 from diffusion.compatibility.private_names import config as dynamo_config
-from diffusion.config.performance_preset import PARTS
-from diffusion.config.recipe import SpeedConfig
+from diffusion.config.recipe import SPEED_PARTS, SpeedConfig
 from diffusion.models.activation_memory import blocks_of
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.randomness import fusible_random_bits
@@ -58,7 +57,7 @@ def apply_speed(model: ComposerModel, parts: SpeedConfig, *, strategy: str = 'dd
     if parts.cuda_graphs:
         BlockGraphs(model.denoiser, blocks_of(model.denoiser))
     model.encoders_in_inference_mode = bool(parts.inference_mode)
-    on = [part for part in PARTS if getattr(parts, part)]
+    on = [part for part in SPEED_PARTS if getattr(parts, part)]
     if on:
         log.info('speed: %s', ', '.join(on))
 

@@ -41,8 +41,7 @@ from diffusion.checkpointing.tiers.tier_restore import find_resume_point, stored
 from diffusion.config import registry
 from diffusion.config.checkpointing import keep_rules
 from diffusion.config.load import Recipe, hide_environment, to_yaml
-from diffusion.config.performance_preset import parts_without_effect
-from diffusion.config.recipe import NotifyConfig, SpeedConfig
+from diffusion.config.recipe import NotifyConfig, SpeedConfig, parts_without_effect
 from diffusion.data.bad_samples import ReplacedSamples
 from diffusion.data.cuda_prefetch import CudaPrefetchLoader
 from diffusion.data.latents import LatentsDataset

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from diffusion.config.load import load
-from diffusion.config.performance_preset import effective_parts
-from diffusion.config.recipe import SpeedConfig
+from diffusion.config.recipe import SpeedConfig, effective_parts
 from diffusion.errors import UserError
 from diffusion.models.activation_memory import blocks_of
 from diffusion.models.families.mmdit.builder import tiny_mmdit

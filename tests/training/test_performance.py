@@ -14,8 +14,7 @@ from torch import nn
 
 from diffusion.callbacks.loss_guard import record_microbatch
 from diffusion.config.load import load
-from diffusion.config.performance_preset import PARTS, effective_parts
-from diffusion.config.recipe import SpeedConfig
+from diffusion.config.recipe import SPEED_PARTS, SpeedConfig, effective_parts
 from diffusion.loggers.metrics_file import TRAIN_LOSS, read_metrics
 from diffusion.models import batch_keys
 from diffusion.models.activation_memory import blocks_of
@@ -27,7 +26,7 @@ from diffusion.training.components import build_optimizer
 from diffusion.training.performance import apply_speed, keep_layout, set_backends
 from diffusion.training.train import build_trainer, train
 
-OF_PRESET = tuple(name for name in PARTS if name != 'cuda_graphs')
+OF_PRESET = tuple(name for name in SPEED_PARTS if name != 'cuda_graphs')
 """Settings that the preset turns on; CUDA graphs need memory, so a recipe asks for them."""
 NOTHING = effective_parts(SpeedConfig(preset='none'), on_gpu=False)
 HALF = 2.0**-8

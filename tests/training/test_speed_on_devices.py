@@ -8,8 +8,7 @@ import pytest
 import torch
 from diffusers.models.attention_processor import AttnProcessor
 
-from diffusion.config.performance_preset import PARTS
-from diffusion.config.recipe import SpeedConfig
+from diffusion.config.recipe import SPEED_PARTS, SpeedConfig
 from diffusion.training import performance
 from diffusion.training.performance import apply_speed, set_backends
 from tests.training.test_performance import (
@@ -66,7 +65,7 @@ SINGLE = (
     ['low_precision_norms'],
     ['inference_mode'],
     ['tf32', 'conv_benchmark'],
-    PARTS,
+    SPEED_PARTS,
 )
 CASES = [
     *(pytest.param('cpu', parts, marks=pytest.mark.cpu_form) for parts in SINGLE),
@@ -78,7 +77,7 @@ CASES = [
 @pytest.mark.parametrize(
     ('device', 'parts'),
     CASES,
-    ids=lambda value: value if isinstance(value, str) else 'all' if value is PARTS else '+'.join(value),
+    ids=lambda value: value if isinstance(value, str) else 'all' if value is SPEED_PARTS else '+'.join(value),
 )
 def test_part_is_as_accurate_in_bfloat16_as_the_plain_path(make_model, device, parts):
     exact = gradients(make_model, device, NOTHING, half=False)

@@ -1,4 +1,7 @@
-"""Weights of a denoiser from a folder that diffusers' `save_pretrained` wrote, local or on the Hugging Face Hub."""
+"""Weights of a denoiser from a folder that diffusers' `save_pretrained` wrote, and how weights are made to fit a model.
+
+The folder is local or on the Hugging Face Hub.
+"""
 
 import inspect
 import json
@@ -9,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from safetensors import SafetensorError, safe_open
@@ -19,11 +23,14 @@ from diffusion.config.weight_sources import DENOISERS
 from diffusion.errors import UserError
 from diffusion.models import hub_files
 from diffusion.models.hub_errors import check_config
-from diffusion.models.weight_fitting import way_out
 
 WEIGHT_FILE = 'diffusion_pytorch_model.safetensors'
 NO_EFFECT = {'sample_size', 'upcast_attention', 'in_channels', 'out_channels', 'dropout'}
 """Settings of a denoiser that do not change what its weights compute; numbers of channels show in the shapes."""
+U_NET_NAMES = {768: 'Stable Diffusion 1.x', 1024: 'Stable Diffusion 2.x', 2048: 'Stable Diffusion XL'}
+"""Published U-Nets by the width of the text embeddings that their cross-attention takes."""
+CHANNELS = (('denoiser.conv_in.weight', 1), ('denoiser.conv_out.weight', 0), ('denoiser.conv_out.bias', 0))
+"""Tensors of a U-Net whose shapes depend on the number of latent channels, each with the dimension of the channels."""
 Found = TypeVar('Found')
 log = logging.getLogger(__name__)
 
@@ -198,3 +205,56 @@ def open_safetensors(file: Path) -> Iterator[Any]:
             yield opened
     except (SafetensorError, FileNotFoundError) as error:
         raise UserError(f'{file}: not readable ({error}); copy it again') from error
+
+
+def resized(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """Return a model's weights with zeros for additional latent channels, and descriptions of what was added.
+
+    With zeros, the first prediction is that of the source: the additional input channels have no effect, and the
+    additional output channels are zero.
+
+    Args:
+        weights: Weights of the source by name.
+        own: The model's tensors by name.
+    """
+    result, added = dict(weights), []
+    for name, dimension in CHANNELS:
+        if name not in own or name not in weights:
+            continue
+        stored, wanted = weights[name], own[name].shape
+        target = torch.Size([*stored.shape[:dimension], wanted[dimension], *stored.shape[dimension + 1 :]])
+        if target == wanted and stored.shape[dimension] < wanted[dimension]:
+            grown = stored.new_zeros(wanted)
+            grown.narrow(dimension, 0, stored.shape[dimension]).copy_(stored)
+            result[name] = grown
+            added.append(f'{name} {tuple(stored.shape)} -> {tuple(wanted)}')
+    return result, added
+
+
+def fitting_hint(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
+    """Return a hint if a source is a LoRA or has another width of the text embeddings than a model, else ''."""
+    if any('.lora_A.' in name for name in weights):
+        return '; it is the checkpoint of a LoRA: start from the folder that diffusion export --merge writes'
+    theirs, ours = _text_width(weights), _text_width(own)
+    if theirs == ours or theirs is None or ours is None:
+        return ''
+    return (
+        f'; its cross-attention takes text embeddings of width {theirs}{_family(theirs)}, the model has width '
+        f'{ours}{_family(ours)}'
+    )
+
+
+def way_out(denoiser: ModelMixin) -> str:
+    """Return advice for the message about weights that do not fit a denoiser."""
+    width = denoiser.config.get('cross_attention_dim')
+    family = U_NET_NAMES.get(width) if isinstance(width, int) else None
+    return f'use weights of {family}, or other model settings' if family else 'use other model settings'
+
+
+def _text_width(weights: Mapping[str, Tensor]) -> int | None:
+    """Return the width of the text embeddings that a U-Net takes, or None if it has no cross-attention."""
+    return next((each.shape[1] for name, each in weights.items() if name.endswith('attn2.to_k.weight')), None)
+
+
+def _family(width: int) -> str:
+    return f' ({U_NET_NAMES[width]})' if width in U_NET_NAMES else ''

@@ -53,6 +53,66 @@ class FlopCount:
         return self._counted[shape]
 
 
+class TrainingFlops:
+    """Counter of the FLOPs of training a LatentDiffusion on one sample, cached by the sample's sizes.
+
+    Args:
+        denoiser: The denoiser, before it is compiled or sharded.
+        text: The text encoders.
+        trains_text: True if the text encoders are trained.
+    """
+
+    def __init__(self, denoiser: nn.Module, text: TextConditioner, *, trains_text: bool) -> None:
+        self._denoiser = FlopCount(denoiser)
+        # A trained text encoder is sharded later too, and FSDP2 refuses to copy a sharded module.
+        self._text: Any = empty_copy(text, 'meta', shared=text.tokenizers) if trains_text else text
+        self._counted: dict[tuple[int | bool, ...], int] = {}
+
+    def route(self, route: Route) -> None:
+        """Count only the kept tokens in the blocks of a route; the family must have token blocks."""
+        self._denoiser.route(route)
+        self._counted.clear()
+
+    def of_sample(self, model: Any, *shape: int | bool) -> int:
+        """Return the FLOPs of training on one sample; `shape` is as the arguments of `_count` after the model."""
+        # Shapes repeat (aspect-ratio buckets), and counting one takes a forward pass on the meta device.
+        if shape not in self._counted:
+            self._counted[shape] = self._count(model, *shape)
+        return self._counted[shape]
+
+    def _count(
+        self,
+        model: Any,
+        height: int,
+        width: int,
+        token_length: int,
+        encodes_images: bool,
+        encodes_text: bool,
+        encodes_features: bool,
+    ) -> int:
+        """Return the FLOPs of training on one sample of a given latent size and number of token ids."""
+        # The backward pass computes gradients of activations and of weights, except where the weights are frozen.
+        passes = 2 if model.denoiser_is_frozen else 3
+        total = passes * self._denoiser(height, width, model.text.embeddings_per_caption(token_length))
+        if encodes_images:
+            total += vae_encoder_flops(model.vae, height=height, width=width)
+        if encodes_text:
+            passes = 3 if model.train_text_encoder else 1
+            total += passes * text_encoder_flops(self._text, length=token_length)
+        if model.representation_alignment is not None:
+            grid = height // model.denoiser_sizes.patch, width // model.denoiser_sizes.patch
+            tokens = grid[0] * grid[1]
+            if model.router is not None:
+                tokens = model.router.route.tokens_after(model.representation_alignment.block, tokens)
+            total += feature_projector_flops(model.feature_projector, tokens)
+            if encodes_features:
+                total += feature_encoder_flops(model.image_encoder, grid)
+        if (perceptual := model.perceptual_loss) is not None:
+            # Perceptual losses require a model on pixels, whose latents have the size of the image.
+            total += perceptual_flops(perceptual, height=height, width=width)
+        return total
+
+
 def vae_encoder_flops(vae: Vae, *, height: int, width: int) -> int:
     """Return the FLOPs of the VAE's encoder for one image of height x width latent cells."""
     cell = downsampling(vae)

@@ -34,7 +34,6 @@ from transformers import PreTrainedTokenizerBase
 
 from diffusion.errors import ExternalError, UserError, is_wrong_path
 from diffusion.models.hub_errors import way_out
-from diffusion.models.log_levels import errors_only
 from diffusion.storage.locks import hold_lock
 from diffusion.storage.retry import GaveUp, RetryPolicy
 
@@ -373,3 +372,15 @@ def _shortened(error: GaveUp) -> str:
     """Return the message of an exhausted retry without the long explanations of huggingface_hub."""
     text = ' '.join(str(error).split())
     return text if len(text) <= 250 else f'{text[:246]} ...'
+
+
+@contextlib.contextmanager
+def errors_only(name: str) -> Iterator[None]:
+    """Context in which a logger logs only errors, to suppress redundant warnings."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -6,8 +6,7 @@ Shapes: B batch, C latent channels, H W latent size, E text encoders, L text tok
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from composer.models import ComposerModel
@@ -20,18 +19,9 @@ from diffusion.config.declarations import constrained
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.batch_conditions import image_sizes, sizes_of_uncropped, stored_mask, stored_text
-from diffusion.models.families.adapter import Condition, adapter_of
-from diffusion.models.flops import (
-    FlopCount,
-    empty_copy,
-    feature_encoder_flops,
-    feature_projector_flops,
-    perceptual_flops,
-    text_encoder_flops,
-    vae_encoder_flops,
-)
+from diffusion.models.families.adapter import Condition, adapter_of, check_parts
+from diffusion.models.flops import TrainingFlops
 from diffusion.models.frozen_parts import at_least_float32, encoder_precision, evaluating, for_autograd, freeze
-from diffusion.models.latent_grid import LatentGrid
 from diffusion.models.objective import (
     Objective,
     diffuse,
@@ -39,20 +29,25 @@ from diffusion.models.objective import (
     interpolate,
     loss_weight,
     target,
+    training_timesteps,
 )
-from diffusion.models.part_checks import check_parts, check_perceptual
-from diffusion.models.perceptual_losses import load_perceptual_loss
+from diffusion.models.perceptual_losses import check_perceptual, load_perceptual_loss
 from diffusion.models.randomness import Draws, Purpose, RandomBits, draws_for, epoch_word, random_bits
 from diffusion.models.representation_alignment import (
     FeatureEncoder,
     alignment_losses,
     build_alignment,
 )
-from diffusion.models.sampler import guided_denoiser, inference_scheduler, sample_latents
-from diffusion.models.sampling_arguments import as_captions, check_sampling
+from diffusion.models.sampler import (
+    LatentGrid,
+    as_captions,
+    check_sampling,
+    guided_denoiser,
+    inference_scheduler,
+    sample_latents,
+)
 from diffusion.models.stage_hooks import stage
 from diffusion.models.text_conditioner import TextConditioner, TextOutput, tokenize
-from diffusion.models.timestep_sampling import training_timesteps
 from diffusion.models.token_routing import Route, TokenRouter
 from diffusion.models.training_keywords import PixelTransformerKeywords
 from diffusion.models.vae import (
@@ -189,11 +184,7 @@ class LatentDiffusion(ComposerModel):
         self._captions_checked: set[str] = set()
         self._empty_text: TextOutput | None = None
         self._placed_on: torch.device | None = None
-        self._denoiser_flops = FlopCount(denoiser)
-        # A trained text encoder is sharded later too, and FSDP2 refuses to copy a sharded module.
-        counted = empty_copy(text, 'meta', shared=text.tokenizers) if train_text_encoder else text
-        self._text_flops = partial(text_encoder_flops, cast(TextConditioner, counted))
-        self._sample_flops: dict[tuple[int | bool, ...], int] = {}
+        self._flops = TrainingFlops(denoiser, text, trains_text=train_text_encoder)
 
         # A plain dict hides the frozen parts from nn.Module: FSDP would shard them, but `vae.encode` bypasses the hooks
         # that gather the shards ("got mixed torch.Tensor and DTensor"), and checkpoints would include them.
@@ -320,7 +311,7 @@ class LatentDiffusion(ComposerModel):
             with self._capture.capturing() as captured:
                 outputs = self.denoise(latents, noise, timesteps, condition)
             outputs = outputs._replace(alignment=self._alignment_losses(batch, *captured))
-        if (perceptual := self._frozen.get('perceptual_loss')) is not None:
+        if (perceptual := self.perceptual_loss) is not None:
             predicted = self._predicted_latents(outputs, latents, timesteps)
             with stage('perceptual_loss'):
                 outputs = outputs._replace(perceptual=perceptual(predicted, latents))
@@ -371,8 +362,7 @@ class LatentDiffusion(ComposerModel):
         """
         assert self.adapter.token_blocks is not None, 'the family has no token blocks'
         self.router = TokenRouter(self.denoiser, self.adapter.token_blocks, route)
-        self._denoiser_flops.route(route)
-        self._sample_flops.clear()
+        self._flops.route(route)
         return self.router
 
     def latents_of(self, batch: Mapping[str, Tensor], draws: Draws | None = None) -> Tensor:
@@ -454,6 +444,11 @@ class LatentDiffusion(ComposerModel):
         """The frozen image encoder of representation alignment; None if that is off or its features are stored."""
         return self._frozen.get('image_encoder')  # type: ignore[return-value]
 
+    @property
+    def perceptual_loss(self) -> nn.Module | None:
+        """The networks of the perceptual losses; None if these are off."""
+        return self._frozen.get('perceptual_loss')
+
     def use_stored_features(self) -> None:
         """Release the image encoder, since all training batches have its features."""
         self._frozen.pop('image_encoder', None)
@@ -480,10 +475,7 @@ class LatentDiffusion(ComposerModel):
         count, _, token_length = batch[batch_keys.INPUT_IDS].shape
         outputs = batch_keys.LATENT_MOMENTS, batch_keys.TEXT_EMBEDS, batch_keys.IMAGE_FEATURES
         shape = *self._latent_size_of(batch), token_length, *(output not in batch for output in outputs)
-        # Shapes repeat (aspect-ratio buckets), and counting one takes a forward pass on the meta device.
-        if shape not in self._sample_flops:
-            self._sample_flops[shape] = self._count_sample(*shape)
-        return count * self._sample_flops[shape]
+        return count * self._flops.of_sample(self, *shape)
 
     # -- evaluation --
 
@@ -620,37 +612,6 @@ class LatentDiffusion(ComposerModel):
         height, width = batch[batch_keys.IMAGE].shape[2:]
         cell = downsampling(self.vae)
         return height // cell, width // cell
-
-    def _count_sample(
-        self,
-        height: int,
-        width: int,
-        token_length: int,
-        encodes_images: bool,
-        encodes_text: bool,
-        encodes_features: bool,
-    ) -> int:
-        """Return the FLOPs of training on one sample of a given latent size and number of token ids."""
-        # The backward pass computes gradients of activations and of weights, except where the weights are frozen.
-        passes = 2 if self.denoiser_is_frozen else 3
-        total = passes * self._denoiser_flops(height, width, self.text.embeddings_per_caption(token_length))
-        if encodes_images:
-            total += vae_encoder_flops(self.vae, height=height, width=width)
-        if encodes_text:
-            passes = 3 if self.train_text_encoder else 1
-            total += passes * self._text_flops(length=token_length)
-        if self.representation_alignment is not None:
-            grid = height // self.denoiser_sizes.patch, width // self.denoiser_sizes.patch
-            tokens = grid[0] * grid[1]
-            if self.router is not None:
-                tokens = self.router.route.tokens_after(self.representation_alignment.block, tokens)
-            total += feature_projector_flops(self.feature_projector, tokens)
-            if encodes_features:
-                total += feature_encoder_flops(self._frozen['image_encoder'], grid)
-        if (perceptual := self._frozen.get('perceptual_loss')) is not None:
-            # Perceptual losses require a model on pixels, whose latents have the size of the image.
-            total += perceptual_flops(perceptual, height=height, width=width)
-        return total
 
     def _check_scale(self, latents: Tensor) -> None:
         """Log a warning if the latents of the first batch do not have a standard deviation of about 1."""

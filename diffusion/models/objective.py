@@ -14,6 +14,8 @@ from torch import Tensor
 
 from diffusion.config.model_checks import objective_problems
 from diffusion.errors import UserError
+from diffusion.models import batch_keys
+from diffusion.models.randomness import Draws, Purpose
 
 MIN_TIME = 0.05
 """Lower bound of t for converting an error in x to one in velocity, which divides by t (Li and He 2025)."""
@@ -228,3 +230,28 @@ def flow_velocity(
 def _per_sample(values: Tensor, like: Tensor) -> Tensor:
     """Reshape values [B] so that they broadcast with a tensor [B, ...], and convert them to the tensor's dtype."""
     return values.view(-1, *[1] * (like.ndim - 1)).to(like.dtype)
+
+
+def training_timesteps(objective: Objective, draws: Draws, quantiles: Tensor | None) -> Tensor:
+    """Return a random timestep for each sample of a batch, [B]: int64 for diffusion, float32 for a flow.
+
+    Args:
+        quantiles: Quantiles of the timesteps in [0, 1), float64 [B], which the loader gives for stratified timesteps.
+
+    Raises:
+        UserError: The timesteps are stratified, and there are no quantiles.
+    """
+    steps = objective.num_train_timesteps
+    if objective.timesteps != 'stratified':
+        if objective.is_flow:
+            return (objective.time_of(draws.uniform(Purpose.TIMESTEP)) * steps).float()
+        return draws.integers(Purpose.TIMESTEP, steps)
+    if quantiles is None:
+        raise UserError(
+            f'batch: has no {batch_keys.TIMESTEP_QUANTILE}, which objective.timesteps: stratified needs; use a '
+            'BucketedLoader with stratified=True, or timesteps: uniform'
+        )
+    if objective.is_flow:
+        return (objective.time_of(quantiles.double()) * steps).float()
+    # A quantile just below 1, such as 1 - 2**-52, times 1000 is rounded to 1000.
+    return (quantiles * steps).long().clamp(max=steps - 1)

@@ -18,9 +18,11 @@ from torch.nn import functional
 
 from diffusion.compatibility.private_names import _LPIPS
 from diffusion.config.declarations import LOSS
-from diffusion.config.model_checks import perceptual_problems
+from diffusion.config.model_checks import clean_image_problem, perceptual_problems
 from diffusion.errors import UserError
+from diffusion.models.objective import Objective
 from diffusion.models.representation_alignment import FeatureEncoder, load_feature_encoder
+from diffusion.models.vae import PixelSpace, Vae
 from diffusion.storage.refused_pickles import code_to_run
 
 
@@ -138,3 +140,11 @@ def lpips_network(settings: PerceptualLosses) -> nn.Module:
     except RuntimeError as error:
         raise UserError(f'{where} is not a {settings.lpips_network} of torchvision ({error})') from error
     return network
+
+
+def check_perceptual(vae: Vae, objective: Objective) -> None:
+    """Raise UserError unless the model is on pixels and its predictions give the clean image, for perceptual losses."""
+    if not isinstance(vae, PixelSpace):
+        raise UserError('perceptual_losses: need a model on pixels, but this one is on latents; use vae: pixels')
+    if (problem := clean_image_problem(vars(objective))) is not None:
+        raise UserError(f'perceptual_losses: {problem}')

@@ -5,6 +5,7 @@ Shapes: B images, C latent channels, H W latent size, L text tokens, D text widt
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import diffusers.schedulers
@@ -12,13 +13,69 @@ import torch
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
-from diffusion.config.sampling_checks import scheduler_class_name, scheduler_problem
+from diffusion.config.sampling_checks import (
+    guidance_problem,
+    rescale_problem,
+    scheduler_class_name,
+    scheduler_problem,
+    seeds_problem,
+    steps_problem,
+)
 from diffusion.errors import UserError
 from diffusion.models.families.adapter import Condition
 from diffusion.models.objective import MIN_TIME, Objective, flow_velocity
 
 Denoise = Callable[[Tensor, Tensor], Tensor]
 """Function from noisy latents [B, C, H, W] and a timestep [] to a prediction [B, C, H, W]."""
+
+
+@dataclass(frozen=True)
+class LatentGrid:
+    """Relation between the size of an image in pixels and that of its latents."""
+
+    channels: int
+    """C, channels of the latents."""
+    cell: int
+    """Side of a latent cell in pixels."""
+    patch: int
+    """Side of a token of the denoiser in latent cells; 1 if it takes any size."""
+    default_side: int
+    """Side, in latent cells, of images that are generated without a size."""
+
+    def shape(self, size: tuple[int, int] | None) -> tuple[int, int, int]:
+        """Return C, H and W of the latents for images of a height and width in pixels; None is the default size.
+
+        Raises:
+            UserError: The denoiser cannot generate images of this size.
+        """
+        height, width = size or (self.default_side * self.cell,) * 2
+        unit = self.cell * self.patch
+        if min(height, width) <= 0 or height % unit or width % unit:
+            what = 'latent cell' if unit == self.cell else 'patch of the denoiser'
+            raise UserError(f'size: {height}x{width}; use positive multiples of {unit} px, the size of a {what}')
+        return self.channels, height // self.cell, width // self.cell
+
+    def check_patches(self, height: int, width: int) -> None:
+        """Raise UserError unless latents of a height and width in cells divide into the denoiser's patches."""
+        if height % self.patch or width % self.patch:
+            raise UserError(
+                f"streams: latents of {width}x{height} cells do not divide into the denoiser's patches of "
+                f'{self.patch}x{self.patch}; use images whose sides are multiples of {self.patch * self.cell} px'
+            )
+
+    def check_noise(self, latents: Tensor, size: tuple[int, int] | None, count: int) -> None:
+        """Raise UserError unless `latents` are initial noise for `count` images of a size that the VAE can decode."""
+        if latents.ndim != 4 or tuple(latents.shape[:2]) != (count, self.channels) or 0 in latents.shape:
+            raise UserError(
+                f'latents: shape {tuple(latents.shape)}; pass noise of shape [{count}, {self.channels}, height / '
+                f'{self.cell}, width / {self.cell}], one entry per prompt'
+            )
+        if size is not None and self.shape(size)[1:] != tuple(latents.shape[2:]):
+            height, width = (side * self.cell for side in latents.shape[2:])
+            raise UserError(
+                f'size: {size[0]}x{size[1]}, but latents of shape {tuple(latents.shape)} give images of '
+                f'{height}x{width} px; pass only one of the two'
+            )
 
 
 def inference_scheduler(name: str, objective: Objective) -> Any:
@@ -150,3 +207,36 @@ def guide(unconditional: Tensor, conditional: Tensor, *, scale: float, rescale: 
     dims = tuple(range(1, guided.ndim))
     matched = guided * (conditional.std(dim=dims, keepdim=True) / guided.std(dim=dims, keepdim=True))
     return rescale * matched + (1 - rescale) * guided
+
+
+def as_captions(prompts: Sequence[str]) -> list[str]:
+    """Return prompts as a list, or raise UserError if they are not a sequence of at least one string."""
+    # A string is a sequence of strings too, and would give one image per letter.
+    if isinstance(prompts, str):
+        raise UserError(f'prompts: pass a list of captions, such as [{prompts!r}], instead of one string')
+    captions = list(prompts)
+    if not captions:
+        raise UserError('prompts: pass at least one caption')
+    wrong = [caption for caption in captions if not isinstance(caption, str)]
+    if wrong:
+        raise UserError(f'prompts: {wrong[0]!r} is not a string; pass a list of captions')
+    return captions
+
+
+def check_sampling(
+    seeds: Sequence[int], num_inference_steps: int, num_train_timesteps: int, scale: float, rescale: float
+) -> None:
+    """Raise UserError if a seed, the number of steps, or a setting of guidance is out of range.
+
+    Args:
+        num_train_timesteps: Steps of the noise schedule in training, the maximum of `num_inference_steps`.
+    """
+    problems = {
+        'seeds': next((problem for seed in seeds if (problem := seeds_problem(seed)) is not None), None),
+        'num_inference_steps': steps_problem(num_inference_steps, num_train_timesteps),
+        'guidance_scale': guidance_problem(scale),
+        'guidance_rescale': rescale_problem(rescale),
+    }
+    for where, problem in problems.items():
+        if problem is not None:
+            raise UserError(f'{where}: {problem}')

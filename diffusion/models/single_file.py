@@ -18,8 +18,14 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection
 from diffusion.compatibility.transformers_versions import with_text_model
 from diffusion.errors import UserError
 from diffusion.models.objective import Objective
-from diffusion.models.original_layout import Tensors, mmdit_tensors, open_clip_tensors, unet_tensors, vae_tensors
-from diffusion.models.original_weights import UNET_PREFIX
+from diffusion.models.original_layout import (
+    UNET_PREFIX,
+    Tensors,
+    mmdit_tensors,
+    open_clip_tensors,
+    unet_tensors,
+    vae_tensors,
+)
 from diffusion.models.vae import with_latent_scale
 
 log = logging.getLogger(__name__)

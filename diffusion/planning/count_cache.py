@@ -25,7 +25,7 @@ from diffusion.storage.atomic import write_atomically
 SHIPPED = Path(__file__).with_name('model_counts')
 COUNTS = '2'
 """Version of the facts, FLOPs and activations that are counted; raise it when their names or meaning change."""
-AUXILIARY = 'diffusion.models.auxiliary_counting:COUNTERS'
+AUXILIARY = 'diffusion.models.cost_counting:COUNTERS'
 """Counters of the networks that are counted apart from a model; a change of their source invalidates the counts."""
 LIBRARIES = ('torch', 'diffusers', 'transformers')
 """Libraries whose other versions may compute a model differently, which invalidates counts made on this machine."""

@@ -20,8 +20,8 @@ from diffusion.config.load import Recipe, load
 from diffusion.errors import UserError
 from diffusion.models.autoencoder import Autoencoder
 from diffusion.models.frozen_parts import encoder_precision
+from diffusion.models.hub_files import errors_only
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.log_levels import errors_only
 from diffusion.models.lora import merge_lora, save_lora
 from diffusion.models.vae import downsampling
 from diffusion.storage.atomic import atomic_file, atomic_folder

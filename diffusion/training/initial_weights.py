@@ -22,11 +22,16 @@ from diffusion.checkpointing.rank_agreement import raise_on_all_ranks, run_on_ra
 from diffusion.config.recipe import InitFrom
 from diffusion.config.weight_sources import hub_repository, is_diffusers_folder, is_original_file
 from diffusion.errors import UserError
-from diffusion.models.diffusers_weights import denoiser_folder, fetched_denoiser_folder, read_diffusers
+from diffusion.models.diffusers_weights import (
+    denoiser_folder,
+    fetched_denoiser_folder,
+    fitting_hint,
+    read_diffusers,
+    resized,
+)
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.original_weights import read_original
+from diffusion.models.original_layout import read_original
 from diffusion.models.pretrained import load_pretrained
-from diffusion.models.weight_fitting import fitting_hint, resized
 
 log = logging.getLogger(__name__)
 

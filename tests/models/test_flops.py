@@ -106,7 +106,7 @@ def test_flops_of_a_batch_are_counted_when_fsdp2_has_sharded_a_trained_text_enco
     tokens = torch.ones(2, 1, 16, dtype=torch.int64)
     batch = {batch_keys.IMAGE: torch.zeros(2, 3, 32, 32, dtype=torch.uint8), batch_keys.INPUT_IDS: tokens}
     expected = model.flops_per_batch(batch)
-    model._sample_flops.clear()
+    model._flops._counted.clear()
     torch.distributed.init_process_group('gloo')
     fully_shard(model.text)
     fully_shard(model)

@@ -16,10 +16,9 @@ from diffusion.models.families.prx.builder import tiny_prx
 from diffusion.models.families.sd2.builder import tiny
 from diffusion.models.families.sdxl.builder import tiny_sdxl
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.objective import Objective
+from diffusion.models.objective import Objective, training_timesteps
 from diffusion.models.randomness import Draws, Purpose
 from diffusion.models.text_conditioner import tokenize
-from diffusion.models.timestep_sampling import training_timesteps
 
 BATCH = 4
 FLOW = Objective(path='flow', prediction_type='velocity', timesteps='logit_normal', uniform_fraction=0.1)

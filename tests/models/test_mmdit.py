@@ -22,7 +22,7 @@ from diffusion.models.families.adapter import adapter_of
 from diffusion.models.families.mmdit import builder as mmdit_builder
 from diffusion.models.families.mmdit.builder import byte_tokenizer, mmdit, sd3_objective, tiny_mmdit
 from diffusion.models.families.mmdit.text_encoders import Sd3TextConditioner
-from diffusion.models.flops import text_encoder_flops
+from diffusion.models.flops import FlopCount, text_encoder_flops
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective
 from diffusion.models.pretrained import clip_tokenizer
@@ -145,7 +145,7 @@ def test_flops_count_the_tokens_of_every_encoder(model):
     per_image = model.flops_per_batch(batch | {batch_keys.IMAGE: torch.zeros(1, 3, 64, 64, dtype=torch.uint8)}) / 4
     counted = counter.flops(shape)
     assert per_image == 3 * counted['trained'] + counted['image_encoder']
-    assert counted['trained'] == model._denoiser_flops(8, 8, 16 + 24) + text_encoder_flops(model.text, length=24)
+    assert counted['trained'] == FlopCount(model.denoiser)(8, 8, 16 + 24) + text_encoder_flops(model.text, length=24)
 
 
 def test_padding_of_captions_cannot_be_masked(model):

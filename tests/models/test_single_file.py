@@ -28,8 +28,7 @@ from diffusion.models.families.prx.denoiser import PRX
 from diffusion.models.families.sd2 import builder as sd2_builder
 from diffusion.models.families.sdxl import builder as sdxl_builder
 from diffusion.models.objective import Objective
-from diffusion.models.original_layout import mmdit_tensors, open_clip_tensors, unet_tensors, vae_tensors
-from diffusion.models.original_weights import read_original
+from diffusion.models.original_layout import mmdit_tensors, open_clip_tensors, read_original, unet_tensors, vae_tensors
 from diffusion.models.pretrained import clip_tokenizer
 from diffusion.models.sampler import inference_scheduler
 from diffusion.models.single_file import sd3_file, sd_file, sdxl_file

@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from diffusion.config.recipe import Component
-from diffusion.models.auxiliary_counting import COUNTERS
-from diffusion.models.cost_counting import answer
+from diffusion.models.cost_counting import COUNTERS, answer
 from diffusion.planning import count_cache
 from diffusion.planning.count_cache import SHIPPED, CountingFailed, ModelKey, run_counter
 from diffusion.planning.model_costs import PRECISIONS, ModelCosts

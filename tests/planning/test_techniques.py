@@ -82,7 +82,7 @@ def test_plan_counts_the_flops_that_training_reports(pixel_recipe):
     assert work.flops() == model.flops_per_batch(batch) / 2
     assert work.trained_parameters == sum(each.numel() for each in model.parameters() if each.requires_grad)
     del model._frozen['perceptual_loss']
-    model._sample_flops.clear()
+    model._flops._counted.clear()
     assert replace(work, perceptual=None).flops() == model.flops_per_batch(batch) / 2
     frozen = sum(each.numel() for part in model._frozen.values() for each in part.parameters())
     memory = memory_of(work, Setup(1, 8, work.recipe.parallelism))
@@ -253,7 +253,7 @@ def test_images_of_a_model_on_pixels_cannot_be_stored_as_latents():
 
 def test_sizes_of_published_encoders_are_those_of_transformers(tmp_path):
     """The numbers of parameters are the published ones; an unknown repository is taken for DINOv2 base, with a note."""
-    from diffusion.models.auxiliary_counting import AlignmentCounter
+    from diffusion.models.cost_counting import AlignmentCounter
 
     millions = {'dinov2-base': 86.6, 'dinov2-giant': 1136.5, 'dinov3-vitl16-pretrain-lvd1689m': 303.1}
     for name, expected in millions.items():

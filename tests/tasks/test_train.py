@@ -24,7 +24,7 @@ from diffusion.cli import main
 from diffusion.config.load import load, to_yaml
 from diffusion.loggers.metrics_file import read_metrics
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.original_weights import read_original
+from diffusion.models.original_layout import read_original
 from diffusion.models.vae import decode_latents, posterior_of, with_folded_statistics
 from diffusion.tasks.evaluate import evaluate
 from diffusion.tasks.export import export

@@ -20,7 +20,7 @@ from diffusion.checkpointing.checkpoint_weights import weights_of
 from diffusion.config.load import load, to_yaml
 from diffusion.errors import UserError
 from diffusion.models.families.sd2.builder import tiny
-from diffusion.models.original_weights import read_original
+from diffusion.models.original_layout import read_original
 from diffusion.tasks.export import export
 from diffusion.training.initial_weights import read_weights
 from diffusion.training.train import build_trainer, train

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from diffusion.config import families
 from diffusion.errors import UserError
+from diffusion.models.text_conditioner import TextConditioner
+from diffusion.models.vae import Vae, latent_channels
 
 SIZES = 6
 """Numbers per image in `Condition.sizes`."""
@@ -66,6 +68,26 @@ class DenoiserSizes:
     """Width of an image token of a transformer; None for other denoisers."""
     sample_size: int | None = None
     """Side of the latents that the denoiser was built for, in cells; None if it was built for no particular side."""
+
+
+def check_parts(denoiser: DenoiserSizes, vae: Vae, text: TextConditioner) -> None:
+    """Raise UserError unless the channels and widths of denoiser, VAE and text encoders match."""
+    channels = latent_channels(vae)
+    if denoiser.in_channels != channels or denoiser.out_channels != channels:
+        raise UserError(
+            f'denoiser: {denoiser.in_channels} input and {denoiser.out_channels} output channels, '
+            f'but the VAE has {channels} latent channels; build the denoiser for this VAE'
+        )
+    if denoiser.text_width != text.width:
+        raise UserError(
+            f'denoiser: takes text embeddings of width {denoiser.text_width}, but the text encoders have width '
+            f'{text.width}; use equal widths'
+        )
+    if denoiser.pooled_width != text.pooled_width:
+        raise UserError(
+            f'denoiser: takes pooled text of width {denoiser.pooled_width}, but the text encoders give '
+            f'{text.pooled_width}; use the text encoders that it was built for'
+        )
 
 
 @dataclass(frozen=True)

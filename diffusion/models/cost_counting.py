@@ -86,7 +86,10 @@ class AlignmentCounter(AuxiliaryCounter):
         self.side = pixels_per_token
 
     def facts(self) -> dict[str, int | bool]:
-        return {'frozen_parameters': _size(self.encoder.encoder), 'trained_parameters': _size(self.projector)}
+        return {
+            'frozen_parameters': _size(self.encoder.encoder.parameters()),
+            'trained_parameters': _size(self.projector.parameters()),
+        }
 
     def flops(self, shape: Shape) -> dict[str, int]:
         """Return the FLOPs of one pass of the `encoder`, and of training the MLP, `projector`, on all tokens."""
@@ -129,7 +132,7 @@ class PerceptualCounter(AuxiliaryCounter):
             self.loss = PerceptualLoss(PerceptualLosses(**settings), network, encoder).requires_grad_(False)
 
     def facts(self) -> dict[str, int | bool]:
-        return {'frozen_parameters': _size(self.loss), 'trained_parameters': 0}
+        return {'frozen_parameters': _size(self.loss.parameters()), 'trained_parameters': 0}
 
     def flops(self, shape: Shape) -> dict[str, int]:
         """Return `all`, the FLOPs of all passes of the networks."""
@@ -155,10 +158,6 @@ def _feature_encoder(config: Mapping[str, Any]) -> FeatureEncoder:
     kind = ENCODERS[config['model_type']]
     config_class: type[PretrainedConfig] = kind.config_class  # type: ignore[assignment]
     return FeatureEncoder(kind(config_class(**{key: value for key, value in config.items() if key != 'model_type'})))
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def build_empty(name: str, kwargs: Mapping[str, Any]) -> nn.Module:

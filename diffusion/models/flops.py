@@ -73,7 +73,7 @@ class TrainingFlops:
         self._denoiser.route(route)
         self._counted.clear()
 
-    def of_sample(self, model: Any, *shape: int | bool) -> int:
+    def of_sample(self, model: Any, *shape: Any) -> int:
         """Return the FLOPs of training on one sample; `shape` is as the arguments of `_count` after the model."""
         # Shapes repeat (aspect-ratio buckets), and counting one takes a forward pass on the meta device.
         if shape not in self._counted:

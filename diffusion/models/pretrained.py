@@ -8,7 +8,7 @@ import functools
 import json
 import logging
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -281,6 +281,18 @@ def load_vae(source: str, *, revision: str | None = None) -> Vae:
     return load_pretrained(AUTOENCODERS[name], source, subfolder=subfolder, revision=revision)
 
 
+def build_vae(vae: str | None, pretrained: str | None, revision: str | None, *, default: Mapping[str, Any]) -> Vae:
+    """Return the autoencoder that a builder's keywords name: `vae`, else that of `pretrained`.
+
+    If both are None, it is an AutoencoderKL of the configuration `default` with random weights.
+    """
+    if vae is not None:
+        return load_vae(vae)
+    if pretrained is not None:
+        return load_vae(pretrained, revision=revision)
+    return AutoencoderKL(**default)
+
+
 def _vae_config(source: str, revision: str | None) -> tuple[str, dict[str, Any]]:
     """Return the subfolder of a source that holds its autoencoder, and the content of the config.json in it."""
     if Path(source).is_dir():
@@ -313,6 +325,21 @@ def tiny_tokenizers(*, max_length: int = 16) -> list[PreTrainedTokenizerBase]:
     return [clip_tokenizer(max_length=max_length)]
 
 
+def tiny_clip_config(*, width: int, layers: int, max_length: int, **more: Any) -> CLIPTextConfig:
+    """Return the configuration of a small CLIP text encoder for `clip_tokenizer`, with attention heads of width 32."""
+    return CLIPTextConfig(
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 32,
+        max_position_embeddings=max_length,
+        bos_token_id=49406,
+        eos_token_id=49407,
+        pad_token_id=0,
+        **more,
+    )
+
+
 def tiny_text(*, width: int, layers: int, max_length: int, mask_padding: bool = False) -> TextConditioner:
     """Return a small CLIP text encoder with random weights, and the tokenizer of the model `tiny`.
 
@@ -322,14 +349,5 @@ def tiny_text(*, width: int, layers: int, max_length: int, mask_padding: bool = 
         max_length: L, tokens per caption.
         mask_padding: Hide the padding of captions from the encoder.
     """
-    config = CLIPTextConfig(
-        hidden_size=width,
-        intermediate_size=4 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 32,
-        max_position_embeddings=max_length,
-        bos_token_id=49406,
-        eos_token_id=49407,
-        pad_token_id=0,
-    )
+    config = tiny_clip_config(width=width, layers=layers, max_length=max_length)
     return TextConditioner([CLIPTextModel(config)], tiny_tokenizers(max_length=max_length), mask_padding=mask_padding)

@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from tokenizers import Tokenizer, decoders, models, processors
 from transformers import (
@@ -30,12 +29,14 @@ from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective
 from diffusion.models.pretrained import (
     TINY_VAE,
+    build_vae,
     check_revision,
     check_sources,
     clip_tokenizer,
     latent_side,
     load_pretrained,
     load_vae,
+    tiny_clip_config,
     tokenizes_with,
 )
 from diffusion.models.training_keywords import Resolution, Revision, TransformerKeywords, VaeSource
@@ -209,12 +210,7 @@ def mmdit(
     check_sources(pretrained=pretrained, vae=vae)
     if pretrained is not None:
         check_revision(pretrained, revision)
-    if vae is not None:
-        autoencoder = load_vae(vae)
-    elif pretrained is not None:
-        autoencoder = load_vae(pretrained, revision=revision)
-    else:
-        autoencoder = AutoencoderKL(**VAE)
+    autoencoder = build_vae(vae, pretrained, revision, default=VAE)
     clips = [_clip(pretrained, revision, first=True), _clip(pretrained, revision, first=False)]
     text = Sd3TextConditioner(
         clips,
@@ -291,6 +287,7 @@ def tiny_mmdit(
     check_sources(vae=vae)
     autoencoder = load_vae(vae or str(TINY_VAE))
     width = 4 * text_width
+    config = tiny_clip_config(width=text_width, layers=text_layers, max_length=max_length, projection_dim=text_width)
     t5_config = T5Config(
         vocab_size=512,
         d_model=width,
@@ -302,7 +299,7 @@ def tiny_mmdit(
         dropout_rate=0.0,  # dropout's random numbers would not be keyed
     )
     text = Sd3TextConditioner(
-        [_tiny_clip(text_width, text_layers, max_length) for _ in range(2)],
+        [CLIPTextModelWithProjection(config) for _ in range(2)],
         T5EncoderModel(t5_config) if t5 else None,
         tiny_mmdit_tokenizers(max_length=max_length, t5=t5, t5_length=t5_length),
         width=width,
@@ -368,20 +365,3 @@ def _t5(pretrained: str | None, revision: str | None) -> T5EncoderModel:
     if pretrained is None:
         return T5EncoderModel(T5Config(**T5_XXL))
     return load_pretrained(T5EncoderModel, pretrained, subfolder='text_encoder_3', revision=revision)
-
-
-def _tiny_clip(width: int, layers: int, max_length: int) -> CLIPTextModelWithProjection:
-    """Return a small CLIP text encoder with random weights, whose attention heads have width 32."""
-    return CLIPTextModelWithProjection(
-        CLIPTextConfig(
-            hidden_size=width,
-            intermediate_size=4 * width,
-            num_hidden_layers=layers,
-            num_attention_heads=width // 32,
-            max_position_embeddings=max_length,
-            projection_dim=width,
-            bos_token_id=49406,
-            eos_token_id=49407,
-            pad_token_id=0,
-        )
-    )

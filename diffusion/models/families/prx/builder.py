@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
-from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.transformers.transformer_prx import PRXTransformer2DModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
@@ -28,6 +27,7 @@ from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective
 from diffusion.models.pretrained import (
     TINY_VAE,
+    build_vae,
     check_revision,
     check_sources,
     clip_tokenizer,
@@ -140,12 +140,7 @@ def prx(
     check_sources(pretrained=pretrained, vae=vae)
     if pretrained is not None:
         check_revision(pretrained, revision)
-    if vae is not None:
-        autoencoder = load_vae(vae)
-    elif pretrained is not None:
-        autoencoder = load_vae(pretrained, revision=revision)
-    else:
-        autoencoder = AutoencoderKL(**VAE)
+    autoencoder = build_vae(vae, pretrained, revision, default=VAE)
     text = TextConditioner(
         [_text_encoder(pretrained, revision)],
         prx_tokenizers(pretrained=pretrained, revision=revision, max_length=max_length),

@@ -7,7 +7,6 @@ Stable Diffusion 2 base was published as stabilityai/stable-diffusion-2-base and
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, PreTrainedTokenizerBase
 from typing_extensions import Unpack
@@ -16,6 +15,7 @@ from diffusion.config.declarations import AtLeast, MultipleOf, constrained
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.pretrained import (
     TINY_VAE,
+    build_vae,
     check_sources,
     clip_tokenizer,
     latent_side,
@@ -102,12 +102,7 @@ def sd2(
         training: The keywords that all models share; see `training_keywords.py`.
     """
     check_sources(pretrained=pretrained, vae=vae)
-    if vae is not None:
-        autoencoder = load_vae(vae)
-    elif pretrained is not None:
-        autoencoder = load_vae(pretrained, revision=revision)
-    else:
-        autoencoder = AutoencoderKL(**STABLE_DIFFUSION_VAE)
+    autoencoder = build_vae(vae, pretrained, revision, default=STABLE_DIFFUSION_VAE)
     if pretrained is not None:
         encoder = load_pretrained(CLIPTextModel, pretrained, subfolder='text_encoder', revision=revision)
     else:

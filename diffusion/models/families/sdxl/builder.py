@@ -30,6 +30,7 @@ from diffusion.models.pretrained import (
     latent_side,
     load_pretrained,
     load_vae,
+    tiny_clip_config,
     tokenizes_with,
 )
 from diffusion.models.text_conditioner import TextConditioner
@@ -210,17 +211,7 @@ def tiny_sdxl(
         addition_time_embed_dim=TINY_SIZE_WIDTH,
         projection_class_embeddings_input_dim=text_width + SIZES * TINY_SIZE_WIDTH,
     )
-    config = CLIPTextConfig(
-        hidden_size=text_width,
-        intermediate_size=4 * text_width,
-        num_hidden_layers=text_layers,
-        num_attention_heads=text_width // 32,
-        max_position_embeddings=max_length,
-        projection_dim=text_width,
-        bos_token_id=49406,
-        eos_token_id=49407,
-        pad_token_id=0,
-    )
+    config = tiny_clip_config(width=text_width, layers=text_layers, max_length=max_length, projection_dim=text_width)
     encoders = [CLIPTextModel(config), CLIPTextModelWithProjection(config)]
     return LatentDiffusion(
         denoiser,

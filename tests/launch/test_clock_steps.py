@@ -4,7 +4,6 @@ libfaketime steps the clock inside the job's processes; the machine's clock is n
 """
 
 import contextlib
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +13,9 @@ from forkserver import ROOT, Server
 
 from diffusion.runs import attempts
 from tests.launch import test_local
-from tests.launch.test_local import Launched
+from tests.launch.test_local import LAUNCH, Launched
 
 write_job = test_local.write_job
-disturbances = test_local.disturbances
 
 LIBRARIES = ('/usr/lib/*/faketime/libfaketimeMT.so.1', '/usr/lib64/faketime/libfaketimeMT.so.1')
 SLEEP = """\
@@ -74,17 +72,10 @@ def server(clock: FakeClock) -> Iterator[Server]:
 
 
 @pytest.mark.slow
-def test_clock_steps_neither_end_nor_blind_a_job(clock, server, write_job, disturbances):
+def test_clock_steps_neither_end_nor_blind_a_job(clock, server, write_job):
     spec, recipe, run = write_job('stepped', batches=48, processes=1, hang_seconds=10)
-    command = [
-        sys.executable,
-        '-c',
-        'import sys; from diffusion.cli import main; sys.exit(main())',
-        'launch',
-        str(spec),
-    ]
     begin = time.monotonic()
-    job = Launched(command, server, recipe, run, **clock.environment)
+    job = Launched([*LAUNCH, str(spec)], server, recipe, run, **clock.environment)
     job.wait_for_batches(3)
     clock.step_to(1200)
     job.wait_for_batches(6)
@@ -92,11 +83,10 @@ def test_clock_steps_neither_end_nor_blind_a_job(clock, server, write_job, distu
     job.wait_for_batches(9)
     time.sleep(1.5)  # libfaketime reads the offset once per second
     assert len(attempts.read_attempts(run)) == 1, job.log.read_text()
-    disturbances.stop_rank(1)
+    job.stop_rank(1)
     stopped = time.monotonic()
     job.wait_for_attempt(2)
     noticed = time.monotonic() - stopped
-    disturbances.kill_stopped_processes()
     assert job.wait() == 0, job.log.read_text()
     elapsed = time.monotonic() - begin
     found = attempts.read_attempts(run)

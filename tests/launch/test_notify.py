@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from forkserver import ROOT, SOCKET
 from ranks import free_port
 
@@ -25,6 +24,7 @@ from diffusion.runs.attempts import Attempt, append_attempt
 from diffusion.runs.notify import Notifier
 from diffusion.runs.run_lock import LOCK_HELD_VARIABLE
 from diffusion.runs.run_status import inspect_run
+from tests.launch.test_local import write_files
 
 SECRET = '/services/T000/B000/not-for-any-log'
 
@@ -222,15 +222,8 @@ def test_launch_requires_that_the_job_has_the_variable(write_spec):
 @pytest.fixture
 def job(tmp_path, tiny_recipe) -> Path:
     """Spec of a local job of two nodes for 8 batches, whose recipe sends messages."""
-    recipe = tmp_path / 'recipe.yaml'
-    content = tiny_recipe(tmp_path / 'runs', name='sent', notify={'webhook': 'HOOK'})
-    recipe.write_text(yaml.safe_dump(content))
-    (tmp_path / 'run.py').symlink_to(ROOT / 'tests' / 'forkserver.py')
-    spec = tmp_path / 'job.yaml'
-    content = {'name': 'job', 'backend': 'local', 'recipe': str(recipe), 'workdir': str(tmp_path), 'nodes': 2}
-    content |= {'gpu': None, 'gpus_per_node': 1, 'master_port': free_port(), 'preflight': 'none'}
-    spec.write_text(yaml.safe_dump(content | {'secrets': {'HOOK': None}}))
-    return spec
+    recipe = tiny_recipe(tmp_path / 'runs', name='sent', notify={'webhook': 'HOOK'})
+    return write_files(tmp_path, 'sent', recipe, nodes=2, gpus_per_node=1, secrets={'HOOK': None})[0]
 
 
 @pytest.mark.cpu_seconds(20)

@@ -15,13 +15,14 @@ import pytest
 import slurm_cluster
 import yaml
 from forkserver import SOCKET, Server
-from ranks import assert_same_weights, batches_done, free_port
+from ranks import assert_same_weights, batches_done
 
 from diffusion.cli import main
-from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
+from diffusion.exit_codes import BAD_HARDWARE, FAILED, PREEMPTED
 from diffusion.launch.job_checks import load_job_spec
 from diffusion.runs.attempts import ATTEMPTS, Attempt, read_attempts
 from diffusion.tasks.watch_arguments import nodes_of_job
+from tests.launch.test_local import write_files
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
@@ -106,7 +107,7 @@ def cluster(forkserver: Server, tmp_path_factory: pytest.TempPathFactory) -> Ite
         pytest.MonkeyPatch.context() as patch,
     ):
         python = {'PATH': f'{Path(sys.executable).parent}:{found.environ["PATH"]}', 'PYTHONPATH': str(ROOT)}
-        # As in the environment of a requeued job that launches others.
+        # SLURM_RESTART_COUNT: the environment of a requeued job that launches others.
         variables = found.environ | python | {SOCKET: forkserver.path, 'SLURM_RESTART_COUNT': '7'}
         for name, value in variables.items():
             patch.setenv(name, value)
@@ -119,27 +120,12 @@ def submit(cluster: slurm_cluster.Cluster, tiny_recipe: Callable[..., dict[str, 
     its spec.
     """
 
-    def submit(folder: Path, *, max_duration: str = '12ba', streams: Any = None, **keys: Any) -> list[Job]:
+    def submit(folder: Path, *, max_duration: str = '12ba', **keys: Any) -> list[Job]:
         content = tiny_recipe(folder / 'runs', name='job', algorithms={'ema': {'smoothing': 0.9}})
         content['trainer'] |= {'max_duration': max_duration, 'save_interval': '4ba'}
-        content['checkpointing'] = {'asynchronous': False}  # the batch from which a job resumes is then known
-        content['streams'] = streams or content['streams']
-        recipe, spec = folder / 'recipe.yaml', folder / 'spec.yaml'
-        recipe.write_text(yaml.safe_dump(content))
-        job = {
-            'name': 'job',
-            'backend': 'slurm',
-            'recipe': str(recipe),
-            'workdir': str(folder),
-            'nodes': 2,
-            'gpu': None,
-            'gpus_per_node': 1,
-            'master_port': free_port(),
-            'restart': {'max_restarts': 5},
-            'preflight': 'none',
-            'schedule': {'notice_seconds': 20},
-        }
-        spec.write_text(yaml.safe_dump(job | keys))
+        job = {'nodes': 2, 'gpus_per_node': 1, 'restart': {'max_restarts': 5}, 'schedule': {'notice_seconds': 20}}
+        spec, _ = write_files(folder, 'job', content, backend='slurm', **job | keys)
+        (folder / 'run.py').unlink()
         (folder / 'run.py').write_text(RUN)
         with contextlib.redirect_stdout(io.StringIO()) as output:
             assert main(['launch', str(spec)]) == 0
@@ -171,6 +157,7 @@ def undisturbed(submit: Callable[..., list[Job]], tmp_path_factory: pytest.TempP
     """A job that ran without any disturbance."""
     (job,) = submit(tmp_path_factory.mktemp('undisturbed'))
     assert job.wait() == 'COMPLETED', job.diagnostics()
+    assert job.field('MinMemoryNode') == '0', 'all memory of the node, not DefMemPerNode'
     (only,) = job.attempts()
     assert (only.first, only.last, only.status, only.cause) == (0, 12, 0, 'done')
     return job
@@ -246,15 +233,6 @@ def test_time_limit_requeues_and_canceled_job_does_not_restart(launch, capsys):
     assert second.first in (first.last, first.last + 1), 'a heartbeat is written before its batch'
 
 
-def test_user_error_is_not_retried(launch, tmp_path):
-    (job,) = launch(streams={'gone': {'local': str(tmp_path / 'gone'), 'resolution': 32}})
-    assert job.wait() == 'FAILED', job.diagnostics()
-    assert (job.field('ExitCode'), job.field('Restarts')) == (f'{CONFIG_ERROR}:0', '0')
-    assert job.field('MinMemoryNode') == '0', 'all memory of the node, not DefMemPerNode'
-    (only,) = job.attempts()
-    assert (only.status, only.cause) == (CONFIG_ERROR, 'mistake')
-
-
 def test_faulty_node_is_excluded(launch, undisturbed):
     (job,) = launch(env={'FAULTY_NODE': 'n2'})
     assert job.wait() == 'COMPLETED', job.diagnostics()
@@ -268,7 +246,7 @@ def test_unreachable_node_is_replaced(launch, cluster, undisturbed):
     (job,) = launch()
     job.wait_for_batches(2)
     cluster.signal('n1', 'STOP')
-    # As Slurm does itself after a timeout.
+    # Slurm itself does this after a timeout.
     cluster.call('scontrol', 'update', 'NodeName=n1', 'State=DOWN', 'Reason=test')
     try:
         assert job.wait() == 'COMPLETED', job.diagnostics()

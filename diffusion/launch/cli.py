@@ -215,7 +215,7 @@ def _write(files: dict[str, str], folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class CostEstimate:
     """Cost estimate of one job."""
 
     cost: Cost
@@ -224,7 +224,7 @@ class Estimate:
     warnings: tuple[str, ...]
 
 
-def estimate(job: Job, gpu: GPU | None) -> Estimate | str:
+def estimate_cost(job: Job, gpu: GPU | None) -> CostEstimate | str:
     """Return the cost estimate of a job, or a text with the reason why the cost cannot be estimated."""
     if gpu is None:
         return 'runs on CPUs'
@@ -237,14 +237,14 @@ def estimate(job: Job, gpu: GPU | None) -> Estimate | str:
     # The planner warns in terms of the options of `diffusion plan`; a job spec has a key instead.
     warnings = tuple(re.sub(r'pass --price.*', 'set price_usd_per_gpu_hour', warning) for warning in plan.warnings)
     # The job only trains; the latents that it may read are encoded by another.
-    return Estimate(plan.phases[0].expected, given.price_usd_per_hour, warnings)
+    return CostEstimate(plan.phases[0].expected, given.price_usd_per_hour, warnings)
 
 
 def cost_table(jobs: Sequence[Job], gpu: GPU | None) -> tuple[list[str], list[str]]:
     """Return the lines of a table of jobs with their machines and costs, and the warnings of the planner."""
     rows = [['job', 'nodes', 'GPUs', 'recipe', 'days', 'GPU-hours', 'dollars']]
     warnings: list[str] = []
-    estimates = [estimate(job, gpu) for job in jobs]
+    estimates = [estimate_cost(job, gpu) for job in jobs]
     for job, found in zip(jobs, estimates, strict=True):
         gpus = f'{job.nodes * job.spec.gpus_per_node} x {job.spec.gpu}' if job.spec.gpu else 'none'
         row = [job.name, str(job.nodes), gpus, job.recipe]
@@ -253,13 +253,13 @@ def cost_table(jobs: Sequence[Job], gpu: GPU | None) -> tuple[list[str], list[st
         else:
             rows.append([*row, *_cells(found.cost)])
             warnings += found.warnings
-    known = [each.cost for each in estimates if isinstance(each, Estimate)]
+    known = [each.cost for each in estimates if isinstance(each, CostEstimate)]
     if len(jobs) > 1 and len(known) == len(jobs):
         rows.append(['total', '', '', '', *_cells(sum(known[1:], known[0]))])
     # A reason why there is no estimate may be long; it must not widen the column of days.
     widths = [max(len(row[column]) for row in rows if row[4] != 'no cost' or column < 4) for column in range(7)]
     lines = ['  '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    prices = {each.price_usd_per_gpu_hour for each in estimates if isinstance(each, Estimate)} - {None}
+    prices = {each.price_usd_per_gpu_hour for each in estimates if isinstance(each, CostEstimate)} - {None}
     lines += [f'at ${price:,.2f} per GPU-hour, including the time of saves and failures' for price in prices]
     return lines, warnings
 

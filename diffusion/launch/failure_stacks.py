@@ -30,6 +30,10 @@ KEPT_ATTEMPTS = 5
 """Number of attempts whose stacks are kept."""
 OTHERS_SECONDS = 15.0
 """Maximum wait of the first node for the stacks of the others, and of the others for its summary."""
+NCCL_DUMP_SECONDS = 10.0
+"""Maximum wait for the files of NCCL's flight recorder after a hang."""
+NCCL_UPLOAD_SECONDS = 20.0
+"""Maximum time to upload these files to an object store."""
 POLL_SECONDS = 0.5
 """Interval at which a node looks for the reports of others."""
 BUCKET_POLL_SECONDS = 5.0
@@ -261,12 +265,6 @@ def _poll(condition: Callable[[], bool], seconds: float, interval: float) -> Non
     until = time.monotonic() + seconds
     while not condition() and time.monotonic() < until:
         time.sleep(interval)
-
-
-NCCL_DUMP_SECONDS = 10.0
-"""Maximum wait for the files of NCCL's flight recorder after a hang."""
-NCCL_UPLOAD_SECONDS = 20.0
-"""Maximum time to upload these files to an object store."""
 
 
 def keep_stacks(

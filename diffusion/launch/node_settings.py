@@ -9,6 +9,8 @@ from diffusion.exit_codes import CONFIG_ERROR
 from diffusion.runs import environment
 from diffusion.runs.heartbeats import hang_seconds_of
 
+REFUSALS = ('AccessDeniedException', 'ResourceNotFoundException', 'ValidationException')
+"""Error codes for which a retry cannot succeed."""
 PREFLIGHT_SECONDS = {'fast': 900.0, 'deep': 3600.0}
 """Maximum duration of the preflight by level. The slowest node may start five minutes late."""
 
@@ -55,10 +57,6 @@ class Settings:
     def action_after(self, status: int) -> str:
         """Return the action of the job after an exit status: retry, elsewhere (retry on other nodes) or stop."""
         return self.actions.get(str(status), self.actions.get('*', 'retry'))
-
-
-REFUSALS = ('AccessDeniedException', 'ResourceNotFoundException', 'ValidationException')
-"""Error codes for which a retry cannot succeed."""
 
 
 def secret_references(secrets: Mapping[str, str | None]) -> str:

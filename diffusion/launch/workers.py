@@ -30,6 +30,8 @@ KILL_SECONDS = 60.0
 """Time after which a killed process that still exists counts as stuck in a device or disk operation."""
 PR_SET_PDEATHSIG = 1
 
+_GONE = (errno.EIO, errno.EPIPE, errno.ENXIO)
+"""Errors of a write to a terminal that was closed, or to a pipe without a reader."""
 StartRank = Callable[[int, Sequence[str], Mapping[str, str], IO[bytes] | None], subprocess.Popen[bytes]]
 """Function with the arguments of `start_rank`."""
 
@@ -221,10 +223,6 @@ def die_with_parent() -> None:
     if sys.platform == 'linux':
         # No signal handler runs after SIGKILL of the parent, and orphaned ranks would keep the GPUs and the port.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-_GONE = (errno.EIO, errno.EPIPE, errno.ENXIO)
-"""Errors of a write to a terminal that was closed, or to a pipe without a reader."""
 
 
 class _DiscardingStream:

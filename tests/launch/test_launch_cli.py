@@ -5,7 +5,7 @@ import pytest
 from diffusion.cli import main
 from diffusion.exit_codes import CONFIG_ERROR
 from diffusion.launch.backends import NAMES
-from diffusion.launch.cli import Estimate, cost_table, estimate
+from diffusion.launch.cli import CostEstimate, cost_table, estimate_cost
 from tests.launch.specs import BACKENDS
 
 SOURCES = {'kubernetes': 'store/key', 'sagemaker': 'store/key'}
@@ -49,9 +49,9 @@ def test_extending_file_can_change_the_backend(write_spec, tmp_path, capsys):
 
 def test_job_without_cost_estimate_can_be_launched(prepare):
     checked, _ = prepare('slurm', overrides={'task': 'precompute'})
-    found = estimate(checked.jobs[0], checked.gpu)
+    found = estimate_cost(checked.jobs[0], checked.gpu)
     assert isinstance(found, str) and 'the plan is for training, not precompute' in found
-    assert estimate(checked.jobs[0], None) == 'runs on CPUs'
+    assert estimate_cost(checked.jobs[0], None) == 'runs on CPUs'
     lines, _ = cost_table(checked.jobs, None)
     assert lines[1].split()[-5:] == ['no', 'cost', 'runs', 'on', 'CPUs']
 
@@ -63,13 +63,13 @@ def test_cost_equals_estimate_of_planner(prepare):
     checked, _ = prepare('slurm', nodes=4)
     gpus = load_gpus()
     plan = make_plan(load_phases(['yamls/quickstart.yaml']), Assumptions(gpu=gpus['a100-80gb'], gpus=32), gpus=gpus)
-    found = estimate(checked.jobs[0], checked.gpu)
-    assert isinstance(found, Estimate)
+    found = estimate_cost(checked.jobs[0], checked.gpu)
+    assert isinstance(found, CostEstimate)
     # The job trains; its data has been encoded before.
     assert found.cost.hours == pytest.approx(plan.expected.hours - plan.precompute.hours)
     checked, _ = prepare('slurm', nodes=4, price_usd_per_gpu_hour=7)
-    expensive = estimate(checked.jobs[0], checked.gpu)
-    assert isinstance(expensive, Estimate)
+    expensive = estimate_cost(checked.jobs[0], checked.gpu)
+    assert isinstance(expensive, CostEstimate)
     assert found.cost.usd and found.price_usd_per_gpu_hour == 2
     assert expensive.cost.usd == pytest.approx(found.cost.usd * 7 / 2)
     assert cost_table(checked.jobs, checked.gpu)[0][-1].startswith('at $7.00 per GPU-hour')

@@ -31,6 +31,10 @@ from diffusion.runs.attempts import Attempt
 from diffusion.runs.bounded_call import STORAGE_SECONDS, call_with_limit
 from diffusion.runs.heartbeats import Beat
 
+CAUSES = ('crash', 'killed')
+"""Causes of an end after which the ranks may start again on the same nodes without another preflight. After a hang and
+bad hardware, the nodes are checked first, or other nodes are used."""
+PORT_SECONDS = 10.0
 STANDBY = 'diffusion.launch.standby.process'
 ANSWER_SECONDS = 3.0
 """Maximum wait for the answer of a standby process. It first checks the files of its modules, which takes milliseconds
@@ -223,13 +227,6 @@ class StandbyPool:
             standby.signal_end()  # all at once, since one may not end before its file system responds
         while self._standbys:
             self._standbys.popitem()[1].kill()
-
-
-CAUSES = ('crash', 'killed')
-"""Causes of an end after which the ranks may start again on the same nodes without another preflight. After a hang and
-bad hardware, the nodes are checked first, or other nodes are used."""
-
-PORT_SECONDS = 10.0
 
 
 class InPlaceRestarts:

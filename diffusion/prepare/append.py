@@ -9,7 +9,6 @@ the next start of the same command finishes it. If another process changes the d
 import logging
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from diffusion.prepare.report_content import MAX_CAPTIONS, caption_list
 from diffusion.prepare.settings import PrepareSettings, check_settings
 from diffusion.prepare.source import NamedCount, PartList, Source, count_named
 from diffusion.prepare.work_dir import Share, WorkFolder
-from diffusion.prepare.worker_pool import Run, run_jobs
+from diffusion.prepare.worker_pool import Run
 from diffusion.storage.atomic import remove, write_atomically
 from diffusion.storage.retry import PreconditionFailed
 from diffusion.storage.shard_writer import differences
@@ -64,17 +63,9 @@ def append(
 
     Args:
         settings: Settings of the preparation; those that affect samples must be equal to the dataset's.
-        source: Source to read instead of `settings.source`.
-        run: Function that runs the jobs (default: processes on this machine).
-        share: Share of the input to convert before returning; see `pipeline.prepare`.
 
     Returns:
         The report of this delivery, or None if `share` is given.
-
-    Raises:
-        UserError: A setting is invalid or differs from the dataset's, there is no dataset, or an input does not exist.
-        DataError: A part cannot be read at the moment, or the processes that read it died.
-        OSError: The disk is full or fails. Finished work is kept for the next start.
     """
     problems = check_settings(settings)
     if problems:
@@ -82,19 +73,13 @@ def append(
     if settings.overwrite:
         raise UserError('overwrite: cannot be combined with --append; give one of them')
     work = WorkFolder(settings.work_folder)
-    run = run or partial(run_jobs, workers=settings.worker_count)
     dataset = RecordedDataset(settings.out, work.path / 'fetched')
     check_same_settings(settings, dataset)
     dataset.folder.check_conditions()
-    try:
-        with work.locked(share):
-            source = source or settings.source.open(sizes=settings.sizes, formats=settings.formats)
-            work.check_kind(is_append=True)
-            return _Addition(settings, source, run, work, dataset).execute(share)
-    except OSError as error:
-        raise OSError(
-            f'{work.path}: {error}; fix the cause and run the same command again; finished work is kept'
-        ) from error
+    with work.locked(share):
+        source = source or settings.source.open(sizes=settings.sizes, formats=settings.formats)
+        work.check_kind(is_append=True)
+        return _Addition(settings, source, run, work, dataset).execute(share)
 
 
 def inherited_settings(out: str) -> dict[str, Any]:
@@ -109,11 +94,7 @@ def inherited_settings(out: str) -> dict[str, Any]:
 
 
 def check_same_settings(settings: PrepareSettings, dataset: RecordedDataset) -> None:
-    """Check that a delivery is prepared as the dataset was.
-
-    Raises:
-        UserError: Settings that affect samples differ; lists each of them.
-    """
+    """Raise UserError with each setting that affects samples and differs from that of the dataset."""
     there, now = dataset.record.settings, comparable_settings(settings.content_settings())
     if there['sizes'] != now['sizes']:  # `buckets` makes no difference for a single size
         now['buckets'] = there['buckets']
@@ -132,7 +113,7 @@ class _Addition(Preparation):
     """The steps of one call of `append`, which holds the lock of the work folder."""
 
     def __init__(
-        self, settings: PrepareSettings, source: Source, run: Run, work: WorkFolder, dataset: RecordedDataset
+        self, settings: PrepareSettings, source: Source, run: Run | None, work: WorkFolder, dataset: RecordedDataset
     ) -> None:
         super().__init__(replace(settings, hold_out=0), source, run, work)
         self.given = settings
@@ -154,16 +135,11 @@ class _Addition(Preparation):
             return self.nothing_to_do()
         self.work.begin_append()
         plan.write_or_check(self.work)
-        self.work.clear_unfinished(share)
-        try:
+        with self.work.cleared_after_errors(share):
             self.convert_parts(plan, share)
             if share is not None:
                 return None
             report = self.add(plan, start)
-        except BaseException:
-            # The next start would remove these files too, but the disk may be full now.
-            self.work.clear_unfinished(share)
-            raise
         self.work.remove()
         return report
 
@@ -215,11 +191,7 @@ class _Addition(Preparation):
                     return self.nothing_to_do()
 
     def add_to_version(self, plan: InputPlan, start: float) -> PrepareReport:
-        """Add the converted delivery to the version of the dataset that was read last.
-
-        Raises:
-            PreconditionFailed: Another process has changed the dataset since.
-        """
+        """Add the converted delivery to the dataset; raise PreconditionFailed if it has changed since it was read."""
         self.start_on_version(plan)
         catalog = Catalog.read(self.folders(plan), self.buckets)
         earlier = self.dataset.earlier_images()
@@ -276,8 +248,7 @@ class _Addition(Preparation):
     def drop_duplicates(self, catalog: Catalog, earlier: EarlierImages) -> list[tuple[int, str]]:
         """Reject the images that duplicate one of the dataset, of the delivery, or one that was removed.
 
-        Returns:
-            (row number, key of the original) of the first duplicates, for the report.
+        Return the row number of each of the first duplicates, and the key of its original, for the report.
         """
         kept = catalog.kept
         names = ('exact_hash', 'perceptual_hash', 'is_flat')

@@ -200,9 +200,6 @@ def read_sidecars(
 
     Args:
         entry: The entry; it gets a problem if the text is not UTF-8, or the only captions are in an unreadable .json.
-        text: Content of the .txt file; None if there is none.
-        columns: Content of the .json file; None if there is none.
-        rule: Content of the .txt file; see `SourceSettings.caption_text`.
         caption_columns: Keys of the .json file with captions, and `txt` for the .txt file; empty for the rule above.
     """
     entry.metadata = {} if columns is None else read_columns(columns)

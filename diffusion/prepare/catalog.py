@@ -5,7 +5,7 @@ They combine the tables of all parts; a part is the unit of input that one job c
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,12 +70,7 @@ class Catalog:
 
     @classmethod
     def read(cls, parts: Sequence[Path], buckets: Sequence[str]) -> 'Catalog':
-        """Read the tables that were written for each part of the input, and combine them; no image is held out yet.
-
-        Args:
-            parts: Output folders of the converted parts, in order.
-            buckets: Names of the buckets; their index is the bucket number.
-        """
+        """Read the tables that were written for each part of the input, and combine them; no image is held out yet."""
         rejected: dict[str, NamedCount] = {}
         split, columns, samples, counts = [], {name: [] for name in NUMBERS}, [], []
         for folder in parts:
@@ -129,23 +124,23 @@ class Catalog:
         return read_inputs(self.parts[part], ['key'])['key'][int(row - self.first_row[part])].as_py()
 
     def captions(self, images: np.ndarray) -> Iterator[pa.ListArray]:
-        """Yield the captions of the images in these rows, which are sorted: for each part, a list per image."""
-        edges = np.searchsorted(images, self.first_row)
-        for number, folder in enumerate(self.parts):
-            rows = images[edges[number] : edges[number + 1]]
-            found = read_inputs(folder, ['captions'])['captions']
-            yield found.take(rows - self.first_row[number]).combine_chunks()
+        """Return the captions of the images in these rows, which are sorted: for each part, a list per image."""
+        return self._lists('captions', images)
 
     def caption_columns(self, images: np.ndarray) -> Counter[str]:
         """Return the number of captions of the images in these rows by source column, if the columns are named."""
         total: Counter[str] = Counter()
-        edges = np.searchsorted(images, self.first_row)
-        for number, folder in enumerate(self.parts):
-            found = read_inputs(folder, ['caption_columns'])['caption_columns']
-            rows = images[edges[number] : edges[number + 1]] - self.first_row[number]
-            counts = found.take(rows).combine_chunks().flatten().value_counts()
+        for found in self._lists('caption_columns', images):
+            counts = found.flatten().value_counts()
             total.update({each['values']: each['counts'] for each in counts.to_pylist()})
         return total
+
+    def _lists(self, column: str, images: np.ndarray) -> Iterator[pa.ListArray]:
+        edges = np.searchsorted(images, self.first_row)
+        for number, folder in enumerate(self.parts):
+            rows = images[edges[number] : edges[number + 1]]
+            found = read_inputs(folder, [column])[column]
+            yield found.take(rows - self.first_row[number]).combine_chunks()
 
     def drop_duplicates(self, mode: str, *, max_distance: int, saved: Path) -> list[tuple[int, str]]:
         """Mark images that are duplicates of an earlier one as rejected.
@@ -205,7 +200,7 @@ class Catalog:
 
     def key_hashes(self) -> np.ndarray:
         """Return the hash of the key of each input, uint64."""
-        return np.concatenate([_key_hashes(folder) for folder in self.parts])
+        return np.concatenate([key_hashes(read_inputs(folder, ['key'])['key'].to_pylist()) for folder in self.parts])
 
     def _search(self, kept: np.ndarray, mode: str, max_distance: int) -> np.ndarray:
         """Search the kept images for duplicates; return the result of `image_hashes.duplicates`."""
@@ -248,7 +243,6 @@ def _count_rejected(rows: pa.Table, rejected: dict[str, NamedCount]) -> np.ndarr
     return split
 
 
-def _key_hashes(folder: Path) -> np.ndarray:
-    """Return the hash of the key of each input of a part, uint64."""
-    keys = read_inputs(folder, ['key'])['key'].to_pylist()
+def key_hashes(keys: Iterable[str]) -> np.ndarray:
+    """Return the hashes of keys for comparisons, uint64: XXH3 of their UTF-8 bytes."""
     return np.array([xxhash.xxh3_64_intdigest(key.encode()) for key in keys], np.uint64)

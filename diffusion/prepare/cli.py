@@ -79,9 +79,6 @@ def run_prepare(args: argparse.Namespace) -> int:
 
     Returns:
         Exit status: 0, 3 if more than the fraction `max_rejected` of the inputs was rejected, or 130 if interrupted.
-
-    Raises:
-        UserError: An argument or the input is invalid.
     """
     from diffusion.prepare.append import append
     from diffusion.prepare.pipeline import prepare

@@ -263,11 +263,7 @@ class PartJob:
             raise RuntimeError(f'{self.name}, image {entry.key!r}: {error!r}') from error
 
     def _entries(self, note: Note) -> Iterator[Entry | PassedOver]:
-        """Yield the images of the part with their captions; name each one by `note`, in case it kills the process.
-
-        Raises:
-            _Unreadable: Reading failed.
-        """
+        """Yield the images of the part with their captions; name each one by `note`, in case it kills the process."""
         # `_write` reads and writes in one loop, so only this wrapper can distinguish an OSError of the source, which is
         # retried, from one of the work folder, such as a full disk, which is not.
         try:

@@ -5,7 +5,6 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timezone
-from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -139,7 +138,7 @@ class PrepareReport:
         if self.held_out is not None:
             held_out = self.held_out
             lines.append(f'{held_out.out}: {held_out.pictures} held-out images ({_counts(held_out.buckets)})')
-        lines += rejection_lines(self.rejected)
+        lines += count_lines('rejected', self.rejected)
         lines += [
             f'{reason}: {detail} ({count})' for reason, found in self.details.items() for detail, count in found.items()
         ]
@@ -161,19 +160,9 @@ class PrepareReport:
         return '\n'.join(lines)
 
 
-def rejection_lines(rejections: Mapping[str, NamedCount]) -> list[str]:
-    """Return one line of text per rejection reason, with its count and the names of the first rejected inputs."""
-    return count_lines('rejected', rejections)
-
-
 def count_lines(title: str, counts: Mapping[str, NamedCount]) -> list[str]:
     """Return one line of text per reason or suffix, with its count and the first names."""
     return [f'{title}, {kind}: {found.count} ({found.shown})' for kind, found in sorted(counts.items())]
-
-
-def versions_of(*distributions: str) -> dict[str, str]:
-    """Return the installed version of each of these pip packages, by name."""
-    return {name: version(name) for name in distributions}
 
 
 def utc_now() -> str:
@@ -206,15 +195,7 @@ def report_page(
     held_out: Iterable[Figure],
     rejected: Mapping[str, Iterable[Figure]],
 ) -> str:
-    """Return the report as an HTML page.
-
-    Args:
-        report: Counts, statistics and settings to show.
-        out: Name of the dataset.
-        buckets: Thumbnails of the dataset's images, by bucket.
-        held_out: Thumbnails of held-out images.
-        rejected: Thumbnails of rejected images, by reason.
-    """
+    """Return the report as an HTML page."""
     sections = [
         f'<h1>{html.escape(out)}</h1>',
         _summary(report),

@@ -22,11 +22,12 @@ from diffusion.prepare.dataset_splits import (
     group_by_split,
     split_in,
 )
-from diffusion.prepare.file_listing import File, is_inside, is_pattern, is_remote, list_files
+from diffusion.prepare.file_listing import File, is_inside, is_pattern, list_files
 from diffusion.prepare.folder_source import METADATA_FILES, texts_beside
 from diffusion.prepare.hub_repository import Hub, is_on_hub, parse_name
 from diffusion.prepare.image_table import CAPTION_COLUMNS, URL_COLUMNS, download_first
 from diffusion.prepare.source import PassedOver, is_hidden
+from diffusion.storage.places import is_url
 
 CARD = 'README.md'
 MAX_HEADER_BYTES = 2**20
@@ -123,7 +124,7 @@ def read_card(text: bytes, where: str) -> dict[str, Any]:
 
 def _check_folder(location: str) -> None:
     """Raise UserError if a location cannot be a dataset outside the Hub: no folder, or the cache of a repository."""
-    is_elsewhere = (is_pattern(location) or is_remote(location)) and not location.startswith(('http://', 'https://'))
+    is_elsewhere = (is_pattern(location) or is_url(location)) and not location.startswith(('http://', 'https://'))
     if not os.path.exists(location) and not is_elsewhere:
         raise UserError(
             f'{location}: is neither a folder nor the name of a dataset on the Hub; use ORG/NAME, '
@@ -294,9 +295,6 @@ class Chooser:
     def _layout(self, files: Sequence[File]) -> str:
         """Return the layout of some files: the one with the most bytes, since a dataset of Parquet files may have a few
         images for its card. Images without captions do not count beside tables, which may name them by path.
-
-        Raises:
-            UserError: There are no images.
         """
         found = {layout: data for layout in LAYOUTS if (data := self.data_files(layout, files))}
         if len(found) > 1 and 'folder' in found:

@@ -112,12 +112,7 @@ def comparable_settings(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class RecordedDataset:
-    """A prepared dataset and the record that was read from it.
-
-    Args:
-        place: Path or URL of the dataset.
-        scratch: Local folder for downloaded files.
-    """
+    """A prepared dataset and the record that was read from it."""
 
     def __init__(self, place: str, scratch: Path) -> None:
         self.folder = place_at(place, scratch)
@@ -273,14 +268,7 @@ def delivery_folder(number: int, token: str) -> str:
 
 
 def write_delivery(dataset: Path, number: int, token: str, plan: InputPlan, entries: Entries) -> Delivery:
-    """Write the files of a delivery into a local dataset folder, except the table of its images and its report.
-
-    Args:
-        dataset: The dataset folder, or the folder in which the delivery is prepared.
-        number: Number of earlier deliveries.
-        token: Rest of the folder's name.
-        entries: Index entries of its shards by bucket.
-    """
+    """Write the files of a delivery into a local dataset folder, except the table of its images and its report."""
     folder = delivery_folder(number, token)
     files = (f'{folder}/{name}' for name in (IMAGES, SHARDS, PARTS, REPORT))
     delivery = Delivery(plan.settings['source'], plan.fingerprint, *files)

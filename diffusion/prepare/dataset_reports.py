@@ -9,7 +9,7 @@ from diffusion.prepare.catalog import DUPLICATE
 from diffusion.prepare.counts_report import HTML_REPORT, REPORT, PrepareReport, report_page
 from diffusion.prepare.dataset_record import Entries, RecordedDataset
 from diffusion.prepare.report_content import CAPTIONS
-from diffusion.prepare.source import NamedCount, count_details, count_named
+from diffusion.prepare.source import NamedCount, summed_counts, summed_details
 from diffusion.storage.atomic import write_atomically
 
 
@@ -31,9 +31,8 @@ def report_of(dataset: RecordedDataset) -> PrepareReport:
     """Return the report of a whole dataset from those of its deliveries."""
     paths = dataset.paths(delivery.report for delivery in dataset.record.deliveries)
     reports = [PrepareReport.read(path) for path in paths]
-    record = dataset.record
-    removed = (record.removed_count, record.removed_held_out)
-    return merged_report(reports, dataset.entries(), removed=removed[0], removed_held_out=removed[1])
+    counts = {'removed': dataset.record.removed_count, 'removed_held_out': dataset.record.removed_held_out}
+    return merged_report(reports, dataset.entries(), **counts)
 
 
 def write_report_files(dataset: RecordedDataset, report: PrepareReport, page: str, captions: Sequence[str]) -> None:
@@ -82,10 +81,7 @@ def merged_report(
     """Return the report of a dataset: sums of counts and histograms, and one line per delivery.
 
     Args:
-        reports: Reports of the deliveries, in order.
         entries: Index entries of the dataset's shards by bucket, with the numbers of samples that are left.
-        removed: Number of images that were removed after their delivery.
-        removed_held_out: Number of images that were removed from the held-out dataset.
     """
     first, last = reports[0], reports[-1]
     samples = {bucket: sum(shard['samples'] for shard in shards) for bucket, shards in entries.items()}
@@ -107,10 +103,10 @@ def merged_report(
             bucket: sum(shard['raw_data']['bytes'] for shard in shards) for bucket, shards in entries.items() if shards
         },
         held_out=held_out,
-        rejected=_sum([report.rejected for report in reports]),
-        details=_summed_details(reports),
-        repaired=_sum([{'': report.repaired} for report in reports])[''],
-        passed_over=_sum([report.passed_over for report in reports]),
+        rejected=summed_counts(report.rejected for report in reports),
+        details=summed_details(report.details for report in reports),
+        repaired=summed_counts({'': report.repaired} for report in reports)[''],
+        passed_over=summed_counts(report.passed_over for report in reports),
         inputs=sum(report.inputs or 0 for report in reports),
         notes=list(dict.fromkeys(note for report in reports for note in report.notes)),
         statistics=_merged_statistics([report.statistics for report in reports]),
@@ -134,23 +130,6 @@ def delivery_line(report: PrepareReport) -> dict[str, Any]:
         'rejected': sum(rejected.values()),
         'passed_over': sum(files.count for files in report.passed_over.values()),
     }
-
-
-def _sum(counts: Sequence[dict[str, NamedCount]]) -> dict[str, NamedCount]:
-    """Return the sums of counts by kind, with the names of the first ones."""
-    total: dict[str, NamedCount] = {}
-    for each in counts:
-        for kind, found in each.items():
-            count_named(total, kind, found.count, found.names)
-    return total
-
-
-def _summed_details(reports: Sequence[PrepareReport]) -> dict[str, dict[str, int]]:
-    total: dict[str, dict[str, int]] = {}
-    for report in reports:
-        for reason, found in report.details.items():
-            count_details(total, reason, found)
-    return total
 
 
 def _merged_statistics(statistics: Sequence[dict[str, Any]]) -> dict[str, Any]:

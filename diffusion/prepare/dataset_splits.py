@@ -59,8 +59,6 @@ def choose_config(listed: Any, folders: Iterable[str], wanted: str | None, where
     Args:
         listed: `configs` of the dataset's card; None if there are none.
         folders: Folders that count as configurations if the card has none.
-        wanted: Name that the user gave.
-        where: The dataset, for messages.
 
     Raises:
         UserError: There is no such configuration, there are several without a default, or the card is invalid.
@@ -113,7 +111,6 @@ def group_by_split(
     """Group files by the splits that their paths name.
 
     Args:
-        files: Data files of one configuration of a dataset.
         name: Returns the path of a file relative to the dataset.
         by_file: If no folder is named after a split, look at the names of the files too. If false, all of them must
             name one, since the names of images are ordinary words, such as `test-pattern.png`.
@@ -173,13 +170,6 @@ def refuse_mixed_splits(location: str, names: Sequence[str], kind: str) -> None:
     Names that may be ordinary words count only if every file has one: `images/train` and `images/val` are splits, but
     `vehicles/train` beside `vehicles/plane` has images of trains. Two kinds of names always count: a folder directly in
     the location that is named after a split, and files such as `test-00000-of-00002.parquet` unless they are images.
-
-    Args:
-        location: The folder, for messages.
-        names: Paths of the data files relative to it.
-
-    Raises:
-        UserError: The files belong to several splits.
     """
     # The names of images are words, so only their folders count.
     splits, none = group_by_split(names, _without_file if kind == 'folder' else str)

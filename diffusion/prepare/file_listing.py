@@ -23,6 +23,7 @@ from diffusion.errors import UserError, is_wrong_path
 from diffusion.prepare.source import NamedCount, Part, PassedOver, count_named, is_hidden
 from diffusion.storage import object_store
 from diffusion.storage.bucket_interface import ObjectInfo
+from diffusion.storage.places import is_url
 
 IN_MEMORY = 300_000
 """Maximum number of files to sort in memory, which takes 120 MB."""
@@ -47,11 +48,7 @@ by_name = attrgetter('name')
 
 
 class SortedFiles(Iterable[File]):
-    """Files in the order of their names, which may be iterated several times; many are in a file in TMPDIR.
-
-    Args:
-        files: The files in any order.
-    """
+    """Files in the order of their names, which may be iterated several times; many are in a file in TMPDIR."""
 
     def __init__(self, files: Iterable[File]) -> None:
         rest = iter(files)
@@ -151,7 +148,7 @@ def list_sorted(location: str) -> tuple[SortedFiles, list[PassedOver]]:
         return SortedFiles(file for file in files if not pattern or matches(file.name, pattern))
 
     broken: list[PassedOver] = []
-    if is_remote(base):
+    if is_url(base):
         files = object_store.collect_objects(base, lambda found: chosen(_files_of_store(base, found)))
     else:
         files = chosen(_walk(base or '.', broken))
@@ -166,14 +163,13 @@ def local_copy(url: str, *, size: int | None = None) -> Iterator[Path]:
     """Yield a local path of a file; an object is copied to TMPDIR, and the copy is removed when the block ends.
 
     Args:
-        url: The `url` of a `File`.
         size: Expected size of an object in bytes; a download of another size is retried.
 
     Raises:
         UserError: The object does not exist, or permission or credentials are missing.
         OSError: The store does not respond.
     """
-    if not is_remote(url):
+    if not is_url(url):
         yield Path(url)
         return
     folder = Path(tempfile.mkdtemp(prefix='diffusion-prepare-'))
@@ -194,11 +190,6 @@ def as_utf8(text: str) -> str:
     except UnicodeEncodeError:
         encoded = text.encode('utf-8', 'backslashreplace')
     return encoded.decode('utf-8', 'backslashreplace')
-
-
-def is_remote(location: str) -> bool:
-    """Return True if a location is in an object store."""
-    return '://' in location
 
 
 def stem_of(file: File, suffix: str) -> str:
@@ -330,7 +321,7 @@ def _list_expanded(wanted: list[str], location: str) -> list[File]:
     base = base if '/' in location.partition('{')[0] else '.'
     listed, _ = _list(base)
     by_url = {file.url: file for file in listed}
-    wanted = [url if is_remote(location) else os.path.normpath(url) for url in dict.fromkeys(wanted)]
+    wanted = [url if is_url(location) else os.path.normpath(url) for url in dict.fromkeys(wanted)]
     missing = [url for url in wanted if url not in by_url]
     if missing:
         raise UserError(f'{location}: {len(missing)} of {len(wanted)} files are missing, the first one is {missing[0]}')
@@ -339,7 +330,7 @@ def _list_expanded(wanted: list[str], location: str) -> list[File]:
 
 def _list(location: str) -> tuple[list[File], list[PassedOver]]:
     """List all files below a folder, or the file itself; and links that lead nowhere."""
-    if is_remote(location):
+    if is_url(location):
         return [*_files_of_store(location, object_store.list_objects(location))], []
     broken: list[PassedOver] = []
     return [*_walk(location, broken)], sorted(broken, key=lambda link: link.key)

@@ -34,11 +34,6 @@ def usable_captions(
 ) -> dict[str, int]:
     """Return an image's cleaned captions in their order, each with the index of the first raw caption that gives it.
 
-    Args:
-        raw: Raw values, which may include None, numbers and NaN.
-        min_length: Minimum length of a cleaned caption in characters.
-        max_length: Maximum length of a cleaned caption in characters.
-
     Raises:
         Unfit: No caption is usable: no_caption, caption_not_text, caption_not_utf8, caption_too_short or
             caption_too_long; for several captions, the first reason other than no_caption.

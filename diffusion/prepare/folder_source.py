@@ -24,7 +24,6 @@ from diffusion.prepare.file_listing import (
     as_utf8,
     expand_braces,
     is_pattern,
-    is_remote,
     list_files,
     list_sorted,
     local_copy,
@@ -42,6 +41,7 @@ from diffusion.prepare.source import (
     count_named,
     is_hidden,
 )
+from diffusion.storage.places import is_url
 
 METADATA_FILES = ('metadata.jsonl', 'metadata.csv', 'metadata.parquet')
 """Captions files of Hugging Face's imagefolder, in order of precedence."""
@@ -170,14 +170,9 @@ class FolderSource:
         return parts
 
     def read(self, part: Part) -> Iterator[Entry]:
-        """Yield the images of a part in order, with their captions and metadata.
-
-        Raises:
-            UserError: The store denies access to an image.
-            OSError: An image cannot be read at the moment.
-        """
+        """Yield the images of a part in order, with their captions and metadata."""
         images = [_ImageFile(**values) for values in part.where['pictures']]
-        if not is_remote(self.location):
+        if not is_url(self.location):
             yield from map(self._entry, images)
             return
         with ThreadPoolExecutor(DOWNLOADS) as threads:
@@ -217,12 +212,7 @@ class FolderSource:
         return [file for file in files if self._is_image(file)]
 
     def _notes(self, passed_over: Mapping[str, NamedCount], captioned: bool) -> tuple[str, ...]:
-        """Return hints about files that are not read but may hold the captions.
-
-        Args:
-            passed_over: Files that are not read, by kind.
-            captioned: True if an image has captions.
-        """
+        """Return hints about files that are not read but may hold the captions."""
         notes = []
         others = passed_over.get(f'.{OTHER_TEXT}')
         if others is not None:
@@ -259,7 +249,6 @@ class FolderSource:
         The files are not held in memory, as their order puts those of one stem together.
 
         Args:
-            files: The files in the order of their names, hidden ones too.
             passed_over: Counts by kind; files that are neither images nor beside one are added to them.
         """
         # All names that begin with the stem of an image and a dot follow each other, among them its captions, and such

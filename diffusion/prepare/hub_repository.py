@@ -137,7 +137,6 @@ class Hub:
         """Return the image that a row of a table names by path; its hash is not checked.
 
         Args:
-            table: URL of the table.
             path: Path relative to the table, or to the repository.
 
         Raises:

@@ -17,13 +17,14 @@ import pyarrow as pa
 
 from diffusion.errors import DataError, UserError
 from diffusion.prepare.dataset_choice import LAYOUTS, Choice, Chooser, DatasetListing, is_metadata
-from diffusion.prepare.file_listing import File, is_remote, single_file_part, with_passed_over
+from diffusion.prepare.file_listing import File, single_file_part, with_passed_over
 from diffusion.prepare.folder_source import FolderSource, divide_images, metadata_in, texts_beside
 from diffusion.prepare.hub_repository import Hub, endpoint, is_on_hub, parse_name
 from diffusion.prepare.image_table import ColumnNames
 from diffusion.prepare.parquet import arrow_entries, check_columns, images_of, parquet_entries, parquet_parts
 from diffusion.prepare.source import IMAGE_SUFFIXES, CaptionText, Entry, Part, PassedOver
 from diffusion.prepare.webdataset import WebDatasetSource
+from diffusion.storage.places import is_url
 from diffusion.storage.retry import GaveUp, error_text
 
 FOOTER_BYTES = 2**18
@@ -109,12 +110,7 @@ class HuggingFaceSource:
         return divide_images(part, count) if 'pictures' in part.where else [part]
 
     def read(self, part: Part) -> Iterator[Entry | PassedOver]:
-        """Yield the images of a part with captions and metadata, as the reader of its layout does.
-
-        Raises:
-            UserError: A file lacks a column, or the Hub denies access.
-            OSError: A file cannot be read at the moment.
-        """
+        """Yield the images of a part with captions and metadata, as the reader of its layout does."""
         where = part.where
         if where['layout'] == 'folder':
             yield from self._read_images(part)
@@ -187,7 +183,7 @@ class HuggingFaceSource:
         """Raise UserError for a wrong column name, before any work is done."""
         if file.size and is_on_hub(file.url):
             check_columns(pa.BufferReader(self._hub.read_end(file, FOOTER_BYTES)), self._columns, file.url)
-        elif file.size and not is_remote(file.url):
+        elif file.size and not is_url(file.url):
             check_columns(file.url, self._columns, file.url)
 
 

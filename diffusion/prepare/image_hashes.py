@@ -82,9 +82,6 @@ def duplicates(exact: np.ndarray, perceptual: np.ndarray, meaningful: np.ndarray
         meaningful: Bool [N], False to ignore the perceptual hash of an image.
         max_distance: Hamming distance in bits, 0 to 8.
 
-    Returns:
-        Indices, int64 [N].
-
     Raises:
         UserError: `max_distance` is out of range.
     """
@@ -119,9 +116,6 @@ def find_known(
         known: Exact hashes, perceptual hashes and `meaningful` of images, as for `duplicates`; three arrays [N].
         images: The same of the images to look up [M].
         max_distance: Hamming distance in bits, 0 to 8.
-
-    Returns:
-        Indices, int64 [M].
     """
     check_distance(max_distance)
     found = _first_near(known[0], images[0], 0)
@@ -270,11 +264,7 @@ def _first_near(kept: np.ndarray, hashes: np.ndarray, distance: int) -> np.ndarr
 
 
 class KeyTable:
-    """Table for fast membership tests: it excludes most keys that are not in a set, and has false positives.
-
-    Args:
-        keys: Keys, uint64 [N].
-    """
+    """Table for fast membership tests: it excludes most keys that are not in a set, and has false positives."""
 
     def __init__(self, keys: np.ndarray) -> None:
         self._bits = min(26, max(8, len(keys).bit_length() + 4))

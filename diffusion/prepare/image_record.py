@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import xxhash
 
-from diffusion.prepare.catalog import HELD_OUT, REJECTED, Catalog
+from diffusion.prepare.catalog import HELD_OUT, REJECTED, Catalog, key_hashes
 from diffusion.prepare.part_shards import read_inputs
 from diffusion.storage.atomic import atomic_file
 
@@ -36,11 +35,6 @@ IMAGE_SCHEMA = pa.schema(
 )
 """`held_out` marks images in the held-out dataset, which have no samples here. `buckets` and `shards` are parallel: the
 bucket and the shard number of each sample of the image."""
-
-
-def key_hash(key: str) -> int:
-    """Return the 64-bit hash of a key for comparisons: XXH3 of its UTF-8 bytes."""
-    return xxhash.xxh3_64_intdigest(key.encode())
 
 
 def write_images(
@@ -72,7 +66,7 @@ def write_images(
             columns = {name: catalog.columns[name][rows] for name in ('exact_hash', 'perceptual_hash', 'is_flat')}
             columns |= {
                 'key': keys,
-                'key_hash': np.array([key_hash(key) for key in keys.to_pylist()], np.uint64),
+                'key_hash': key_hashes(keys.to_pylist()),
                 'held_out': (catalog.split[rows] == HELD_OUT) & (split != HELD_OUT),
                 'buckets': pa.ListArray.from_arrays(offsets, names.take(catalog.samples.bucket[samples])),
                 'shards': pa.ListArray.from_arrays(offsets, pa.array(shard_of_sample[samples], pa.uint32())),

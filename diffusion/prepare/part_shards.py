@@ -142,11 +142,7 @@ def _entries(folder: Path) -> list[tuple[mds.ShardFormat, int]]:
 
 
 def store_tables(folder: Path, url: str) -> None:
-    """Write the files of a complete part's folder to the store; its shards must be there.
-
-    Args:
-        folder: Folder of the part, under its unfinished name.
-    """
+    """Write the files of a complete part's folder to the store; its shards must be there."""
     archive = _beside(folder)
     try:
         with zipfile.ZipFile(archive, 'x') as file:
@@ -170,10 +166,9 @@ def list_stored(url: str) -> dict[str, dict[str, int]]:
 
 
 def fetch_tables(url: str, folder: Path, sizes: Mapping[str, int]) -> bool:
-    """Fill an empty folder with the tables of a part; return False, and leave it empty, if the part is damaged there.
+    """Fill an empty folder with the tables of a part; if the part is damaged, leave it empty and return False.
 
     Args:
-        folder: Folder of the part, under its unfinished name.
         sizes: Size in bytes of each object of the part by name.
     """
     archive = _beside(folder)

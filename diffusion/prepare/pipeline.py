@@ -9,7 +9,7 @@ order in which they finish, or interruptions; only `date` and `seconds` in the r
 """
 
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from functools import partial
 from itertools import product
@@ -29,7 +29,7 @@ from diffusion.prepare.counts_report import (
     REPORT,
     HeldOut,
     PrepareReport,
-    rejection_lines,
+    count_lines,
     report_page,
     utc_now,
 )
@@ -44,16 +44,17 @@ from diffusion.prepare.dataset_record import (
 from diffusion.prepare.image_record import write_images
 from diffusion.prepare.input_plan import InputPlan, Piece, at_planned_version, pieces_of
 from diffusion.prepare.optional_formats import format_of_suffix
-from diffusion.prepare.output_folders import ShardJob, output_of, plan_shards, shard_writer
+from diffusion.prepare.output_folders import ShardJob, output_of, plan_shards
 from diffusion.prepare.part_shards import list_stored
 from diffusion.prepare.process_sample import Buckets, sample_columns
 from diffusion.prepare.report_content import CAPTIONS, caption_list, long_captions_note, statistics_of
 from diffusion.prepare.settings import PrepareSettings, check_settings
-from diffusion.prepare.source import NamedCount, Source, count_details, count_named
+from diffusion.prepare.source import Source, summed_counts, summed_details
 from diffusion.prepare.work_dir import Share, WorkFolder
 from diffusion.prepare.worker_pool import Run, WorkerJob, run_jobs
 from diffusion.storage.atomic import write_atomically
 from diffusion.storage.mds import ShardFormat
+from diffusion.storage.places import LocalPlace
 from diffusion.storage.shard_writer import ShardWriter
 
 
@@ -81,25 +82,19 @@ def prepare(
     if problems:
         raise RecipeError(problems, 'diffusion prepare')
     work = WorkFolder(settings.work_folder)
-    run = run or partial(run_jobs, workers=settings.worker_count)
-    try:
-        with work.locked(share):
-            work.check_kind(is_append=False)
-            source = source or settings.source.open(sizes=settings.sizes, formats=settings.formats)
-            return Preparation(settings, source, run, work).execute(share)
-    except OSError as error:
-        raise OSError(
-            f'{work.path}: {error}; fix the cause and run the same command again; finished work is kept'
-        ) from error
+    with work.locked(share):
+        work.check_kind(is_append=False)
+        source = source or settings.source.open(sizes=settings.sizes, formats=settings.formats)
+        return Preparation(settings, source, run, work).execute(share)
 
 
 class Preparation:
     """The steps of one call of `prepare`, which holds the lock of the work folder."""
 
-    def __init__(self, settings: PrepareSettings, source: Source, run: Run, work: WorkFolder) -> None:
+    def __init__(self, settings: PrepareSettings, source: Source, run: Run | None, work: WorkFolder) -> None:
         self.settings = settings
         self.source = source
-        self.run = run
+        self.run = run or partial(run_jobs, workers=settings.worker_count)
         self.work = work
         self.buckets = Buckets(settings.sizes, settings.aspects, step=settings.step).names
         self.splits = (TRAIN, HELD_OUT) if settings.hold_out else (TRAIN,)
@@ -128,16 +123,11 @@ class Preparation:
                 return finished
             self.check_outputs()
             plan.write_or_check(self.work)
-            self.work.clear_unfinished(share)
-            try:
+            with self.work.cleared_after_errors(share):
                 self.convert_parts(plan, share)
                 if share is not None:
                     return None
                 self.finish_dataset(plan, start)
-            except BaseException:
-                # The next start would remove these files too, but the disk may be full now.
-                self.work.clear_unfinished(share)
-                raise
         report = PrepareReport.read(self.work.complete)
         self.put_in_place(report)
         self.work.remove()
@@ -272,9 +262,6 @@ class Preparation:
 
         Args:
             notes: Messages of the source, which may explain why no image has a caption.
-
-        Raises:
-            UserError: All images were rejected or would be held out.
         """
         accepted, hold_out = len(catalog.kept), self.settings.hold_out
         if accepted > hold_out:
@@ -287,7 +274,7 @@ class Preparation:
                 f'hold_out: {title} has {accepted} accepted images, so {hold_out} cannot be held out; '
                 f'give at most {accepted - 1}'
             )
-        raise UserError('\n'.join([problem, *notes, *rejection_lines(catalog.rejected)]))
+        raise UserError('\n'.join([problem, *notes, *count_lines('rejected', catalog.rejected)]))
 
     def report_and_entries(
         self, catalog: Catalog, plan: InputPlan, split: int, counts: Mapping[tuple[int, str], int]
@@ -322,7 +309,9 @@ class Preparation:
 
     def writer(self, split: int, bucket: str) -> ShardWriter:
         """Return the writer of a bucket's final shards."""
-        return shard_writer(self.outputs[split], bucket, self.format, token=self.token)
+        output = self.outputs[split]
+        entries = LocalPlace(output.staging.packed / bucket)
+        return ShardWriter(output.bucket(bucket), entries, self.format, self.token)
 
     def pack_shards(self, catalog: Catalog) -> dict[tuple[int, str], int]:
         """Write the final shards that are not done yet; return the number after the last one per split and bucket."""
@@ -372,10 +361,12 @@ class Preparation:
         if split == HELD_OUT:
             report.inputs, report.notes = len(images), [f'held out from {self.settings.out}']
         else:
-            report.rejected, report.passed_over = catalog.rejected, self.passed_over(plan)
-            report.details, report.repaired = self.decoding(plan)
+            done = [read_counts(self.work.part(piece.name), piece.part) for piece in self.pieces(plan)]
+            report.rejected, report.passed_over = catalog.rejected, summed_counts(each.passed_over for each in done)
+            report.details = summed_details(each.details for each in done)
+            report.repaired = summed_counts({'': each.repaired} for each in done).get('', report.repaired)
             report.inputs = len(catalog) + sum(files.count for files in report.passed_over.values())
-            report.notes = self.notes(plan, report.passed_over)
+            report.notes = self.notes(plan, report.passed_over, set().union(*(each.columns for each in done)))
             long_captions = long_captions_note(report.statistics)
             report.notes += [] if long_captions is None else [long_captions]
             if columns := self.settings.source.caption_columns:
@@ -388,31 +379,13 @@ class Preparation:
                 ]
         return report
 
-    def passed_over(self, plan: InputPlan) -> dict[str, NamedCount]:
-        """Return the files of the input that are neither images nor belong to one, by suffix."""
-        total: dict[str, NamedCount] = {}
-        for piece in self.pieces(plan):
-            for kind, files in read_counts(self.work.part(piece.name), piece.part).passed_over.items():
-                count_named(total, kind, files.count, files.names)
-        return total
-
-    def decoding(self, plan: InputPlan) -> tuple[dict[str, dict[str, int]], NamedCount]:
-        """Return the messages of the decoder by rejection reason, and the images that were repaired."""
-        details: dict[str, dict[str, int]] = {}
-        repaired: dict[str, NamedCount] = {'': NamedCount()}
-        for piece in self.pieces(plan):
-            counts = read_counts(self.work.part(piece.name), piece.part)
-            for reason, found in counts.details.items():
-                count_details(details, reason, found)
-            count_named(repaired, '', counts.repaired.count, counts.repaired.names)
-        return details, repaired['']
-
-    def notes(self, plan: InputPlan, passed_over: Iterable[str]) -> list[str]:
+    def notes(self, plan: InputPlan, passed_over: Iterable[str], columns: Collection[str]) -> list[str]:
         """Return messages for the report: of the source, images of formats that were not named, copies of held-out
         images, columns of `filters` that no input has.
 
         Args:
             passed_over: Suffixes of the files that were skipped.
+            columns: Names of the metadata columns of all inputs.
         """
         found = sorted(name for kind in passed_over if (name := format_of_suffix(kind)) is not None)
         notes = [note for head in plan.parts.heads for note in head.notes]
@@ -427,10 +400,6 @@ class Preparation:
         if self.settings.hold_out and self.settings.duplicates == 'none':
             notes.append('hold_out: duplicates were not searched, so copies of held-out images may be in training')
         filters = self.settings.filters
-        if not filters.columns:
-            return notes
-        done = (read_counts(self.work.part(piece.name), piece.part) for piece in self.pieces(plan))
-        columns = set().union(*(counts.columns for counts in done))
         return notes + filters.unknown_column_notes(filters.columns_in(dict.fromkeys(columns)), columns)
 
     def put_in_place(self, report: PrepareReport) -> None:

@@ -114,9 +114,6 @@ def decode_entry(entry: Entry, row: InputRow, settings: PrepareSettings, buckets
     """Decode an entry (image with captions and metadata) of a source, and check its captions and its size.
 
     Its measurements are written into `row`, its row of the part's table, even if the entry is then rejected.
-
-    Raises:
-        Unfit: The entry is rejected.
     """
     # Check the captions before the image: decoding takes most of the time.
     if entry.problem is not None:
@@ -160,15 +157,8 @@ def make_samples(
 ) -> list[tuple[str, dict[str, Any]]]:
     """Return the samples to store of an image, one per bucket; the image is encoded for each of them.
 
-    Args:
-        candidate: The image; its perceptual hash is written to its row.
-        computed: Columns that were computed for it.
-
     Returns:
         Pairs (bucket name, sample), from the smallest resolution to the largest.
-
-    Raises:
-        Unfit: The image is rejected.
     """
     entry, row, decoded = candidate.entry, candidate.row, candidate.decoded
     assert entry.image is not None

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from diffusion.errors import UserError
+from diffusion.prepare.catalog import key_hashes
 from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.dataset_record import (
     Delivery,
@@ -35,13 +36,11 @@ from diffusion.prepare.image_record import (
     IMAGE_SCHEMA,
     REMOVED_SCHEMA,
     copy_without_rows,
-    key_hash,
     read_images,
     read_rows,
     write_removed,
 )
-from diffusion.prepare.shard_rewriting import check_shard, index_folders, rewrite_shard
-from diffusion.storage import mds
+from diffusion.prepare.shard_rewriting import index_folders, rewrite_shards
 from diffusion.storage.atomic import write_atomically
 from diffusion.storage.places import is_url, place_at
 from diffusion.storage.retry import PreconditionFailed
@@ -97,7 +96,8 @@ def select(dataset: RecordedDataset, keys: Collection[str], hashes: Collection[s
     paths = dataset.paths(delivery.images for delivery in dataset.record.deliveries)
     # Hold the hashes of all images in memory, 16 bytes each, but not their keys.
     columns = [read_images(path, ['key_hash', 'exact_hash']) for path in paths]
-    named = {key_hash(key) for key in keys}
+    hash_of = dict(zip(keys, key_hashes(keys).tolist(), strict=True))
+    named = set(hash_of.values())
     for table, path in zip(columns, paths, strict=True):
         of_pixels = read_rows(path, _rows_with(table, 'exact_hash', pixels.values()))
         named |= set(of_pixels['key_hash'].to_pylist())
@@ -120,7 +120,7 @@ def select(dataset: RecordedDataset, keys: Collection[str], hashes: Collection[s
     ]
     removed = _removed_table(dataset)
     removed_keys, removed_pixels = (set(removed[name].to_pylist()) for name in ('key_hash', 'exact_hash'))
-    gone = [key for key in keys if key not in found_keys and key_hash(key) in removed_keys]
+    gone = [key for key in keys if key not in found_keys and hash_of[key] in removed_keys]
     gone += [text for text, value in pixels.items() if value not in found_pixels and value in removed_pixels]
     missing = [key for key in keys if key not in found_keys]
     missing += [text for text, value in pixels.items() if value not in found_pixels]
@@ -187,11 +187,7 @@ def purge(dataset: RecordedDataset) -> list[str]:
 
 
 def _remove_selected(dataset: RecordedDataset, selection: Selection, *, keep_old_shards: bool) -> Removal:
-    """Remove images from the version of the dataset that they were found in.
-
-    Raises:
-        PreconditionFailed: Another process has changed the dataset since.
-    """
+    """Remove images from the version of the dataset that they were found in."""
     record = dataset.record
     before = dataset.entries()
     if sum(selection.samples.values()) >= sum(shard['samples'] for shards in before.values() for shard in shards):
@@ -263,27 +259,13 @@ def _without_samples(
     old: list[str] = []
     captions: set[str] = set()
     for bucket, entries in dataset.json(delivery.shards).items():
-        new[bucket] = []
-        for entry in entries:
-            basename = entry['raw_data']['basename']
-            number = int(basename.split('.')[1])
-            if number not in selection.shards.get(bucket, ()):
-                new[bucket].append(entry)
-                continue
-            name = f'{bucket}/{basename}'
-            path = dataset.folder.fetch(name)
-            check_shard(path, entry, f'{dataset.folder}/{name}')
-            target = dataset.scratch / 'new' / mds.shard_name(number, token)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.unlink(missing_ok=True)
-            done = rewrite_shard(path, entry, selection.keys, target, name=target.name)
-            if done.entry is not None:
-                dataset.folder.put(f'{bucket}/{target.name}', target)
-                new[bucket].append(done.entry)
-            if path.is_relative_to(dataset.scratch):  # a downloaded copy
-                path.unlink()
-            old.append(name)
-            captions |= done.captions
+        files = (entry['raw_data']['basename'] for entry in entries)
+        holding = {file for file in files if int(file.split('.')[1]) in selection.shards.get(bucket, ())}
+        new[bucket], of_bucket, of_removed = rewrite_shards(
+            dataset.folder, bucket, entries, holding, selection.keys, scratch=dataset.scratch, token=token
+        )
+        old += of_bucket
+        captions |= of_removed
     return new, old, captions
 
 
@@ -337,10 +319,6 @@ STREAMS = ('streams', 'eval_streams', 'precompute.streams')
 def latents_of(indexes: Mapping[str, Sequence[str]], places: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield each folder of latents that were made from a dataset, and the bucket that they were made from.
 
-    Args:
-        indexes: SHA-256 of every index that each bucket of the dataset has had.
-        places: Folders or URLs to search for latents.
-
     Raises:
         UserError: A folder has no latents.
     """
@@ -360,7 +338,6 @@ def runs_with(places: Sequence[str], runs_dir: Path) -> Iterator[tuple[str, list
 
     Args:
         places: Folders or URLs of datasets; a stream that reads a folder below one is found too.
-        runs_dir: Folder of runs, each with its recipe.yaml.
 
     Raises:
         UserError: The folder does not exist.

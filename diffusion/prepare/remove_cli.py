@@ -136,7 +136,7 @@ def _print_selection(dataset: 'RecordedDataset', selection: 'Selection', *, dry_
 
 def _print_affected(options: RemoveOptions, datasets: 'Sequence[RecordedDataset]') -> None:
     """Print the latents that were made from the datasets, and the runs that read them."""
-    from diffusion.prepare.remove import latents_of, runs_with
+    from diffusion.prepare.remove import latents_of
 
     stale = []
     for dataset in datasets:
@@ -148,11 +148,18 @@ def _print_affected(options: RemoveOptions, datasets: 'Sequence[RecordedDataset]
         print('no latents of these folders were made from the dataset')
     if options.runs_dir is not None:
         places = [*(str(dataset.folder) for dataset in datasets), *stale]
-        runs = list(runs_with(places, options.runs_dir))
-        for name, streams in runs:
-            print(printable(f'run {name} reads the dataset ({", ".join(streams)}) and may have trained on the images'))
-        if not runs:
+        if not _print_runs(places, options.runs_dir):
             print(f'no run in {options.runs_dir} reads the dataset')
+
+
+def _print_runs(places: Sequence[str], runs_dir: Path) -> bool:
+    """Print the runs that read one of some datasets; return True if there is one."""
+    from diffusion.prepare.remove import runs_with
+
+    runs = list(runs_with(places, runs_dir))
+    for name, streams in runs:
+        print(printable(f'run {name} reads the dataset ({", ".join(streams)}) and may have trained on the images'))
+    return bool(runs)
 
 
 def _print_effect(dataset: 'RecordedDataset', rewritten: list[str], old_indexes: list[str], *, kept: bool) -> None:
@@ -196,10 +203,7 @@ def _remove_by_scan(options: RemoveOptions, keys: list[str], scratch: Path) -> i
             verb = 'would remove' if options.dry_run else 'removing'
             print(f'{options.dataset}/{each.name}: {verb} {samples} samples from {len(each.holding)} shards')
     if options.runs_dir is not None and any(each.holding for each in scanned):
-        from diffusion.prepare.remove import runs_with
-
-        for name, streams in runs_with([options.dataset], options.runs_dir):
-            print(printable(f'run {name} reads the dataset ({", ".join(streams)}) and may have trained on the images'))
+        _print_runs([options.dataset], options.runs_dir)
     if not options.dry_run:
         old = remove_scanned(folder, scanned, set(keys), scratch)
         folder.delete(old)
@@ -208,11 +212,7 @@ def _remove_by_scan(options: RemoveOptions, keys: list[str], scratch: Path) -> i
 
 
 def _keys(options: RemoveOptions) -> list[str]:
-    """Return the keys given as arguments and in the file, without repetitions.
-
-    Raises:
-        UserError: The file cannot be read, or there is nothing to do.
-    """
+    """Return the keys given as arguments and in the file, without repetitions."""
     keys = list(options.key)
     if options.keys is not None:
         try:

@@ -80,11 +80,7 @@ def of_reasons(catalog: Catalog, repeats: Sequence[tuple[int, str]]) -> dict[str
 
 
 def _figure(catalog: Catalog, number: int | np.integer, original: str | None = None) -> Figure:
-    """Return a thumbnail of a stored sample with its first caption or, for a duplicate, the key of its original image.
-
-    Args:
-        original: Key of the image that it duplicates, if any.
-    """
+    """Return a thumbnail of a stored sample with its first caption or, for a duplicate, the key of its original."""
     sample = catalog.stored_sample(number)
     text = sample['captions'][0] if original is None else f'{sample["key"]} (duplicate of {original})'
     return Figure([thumbnail(Image.open(io.BytesIO(sample['image'])))], text)

@@ -19,7 +19,6 @@ from diffusion.config.secrets import secret_problems
 from diffusion.config.yaml_files import UnreadableYAML, merge_and_resolve, read_chain
 from diffusion.errors import UserError
 from diffusion.prepare.extra_columns import file_problem, source_hash
-from diffusion.prepare.file_listing import is_remote
 from diffusion.prepare.filters import Filters
 from diffusion.prepare.image_decoding import MAX_PIXELS
 from diffusion.prepare.image_hashes import MAX_DISTANCE
@@ -27,6 +26,7 @@ from diffusion.prepare.optional_formats import OptionalFormat, image_suffixes, r
 from diffusion.prepare.source import CaptionText, Source, column_list
 from diffusion.storage import object_store
 from diffusion.storage.local_files import why_not_writable
+from diffusion.storage.places import is_url
 
 SETTINGS_OF_SOURCE = {
     'folder': ('location', 'captions', 'caption_text', 'caption_suffix', 'caption_column'),
@@ -220,7 +220,7 @@ class PrepareSettings:
     @property
     def is_remote(self) -> bool:
         """True if the dataset is to be written to an object store, such as `s3://bucket/mds`."""
-        return is_remote(self.out)
+        return is_url(self.out)
 
     @property
     def held_out(self) -> str:
@@ -272,7 +272,6 @@ def load_settings(
     """Load settings from a YAML file, the files that it extends, and `key=value` overrides.
 
     Args:
-        overrides: Settings that replace those of the file.
         inherit: Called with the settings; returns those to use where the file and the overrides give none.
 
     Raises:
@@ -414,7 +413,7 @@ def _check_color(color: str, gather: Gatherer) -> None:
 
 def _check_folders(settings: PrepareSettings, gather: Gatherer) -> None:
     """Add a mistake to `gather` if the output cannot be written or contains the input."""
-    if settings.parts is not None and not is_remote(settings.parts):
+    if settings.parts is not None and not is_url(settings.parts):
         gather.problem('parts', f'{settings.parts} is not in an object store; give a URL such as s3://bucket/parts')
     elif settings.parts is not None and f'{settings.parts.rstrip("/")}/'.startswith(f'{settings.out.rstrip("/")}/'):
         gather.problem(
@@ -430,7 +429,7 @@ def _check_folders(settings: PrepareSettings, gather: Gatherer) -> None:
             )
         return
     source = settings.source
-    inputs = [path for path in (source.location, source.captions) if path and not is_remote(path)]
+    inputs = [path for path in (source.location, source.captions) if path and not is_url(path)]
     outputs = [settings.out, *([settings.held_out] if settings.hold_out else [])]
     for path, out in itertools.product(inputs, outputs):
         if Path(path).resolve().is_relative_to(Path(out).resolve()):

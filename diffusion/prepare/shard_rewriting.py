@@ -8,8 +8,7 @@ import hashlib
 import json
 import logging
 import struct
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -34,18 +33,6 @@ class _Expected:
 
     bytes: int
     hashes: dict[str, str]
-
-
-@dataclass(frozen=True)
-class RewrittenShard:
-    """Result of removing samples from a shard."""
-
-    entry: dict[str, Any] | None
-    """Index entry of the new shard; None if no sample is left."""
-    removed: int
-    """Number of samples that were removed."""
-    captions: frozenset[str]
-    """Captions of the removed samples."""
 
 
 def check_shard(path: Path, entry: Mapping[str, Any], where: str) -> None:
@@ -74,29 +61,66 @@ def keys_of(path: Path, entry: Mapping[str, Any]) -> list[str]:
     return [_value(sample, entry, KEY).decode() for sample in _samples(path)]
 
 
-def rewrite_shard(
-    path: Path, entry: Mapping[str, Any], keys: Collection[str], target: Path, *, name: str
-) -> RewrittenShard:
-    """Write a copy of a shard without the samples with some keys.
+def rewrite_shards(
+    folder: Place,
+    name: str,
+    entries: Iterable[dict[str, Any]],
+    holding: Collection[str],
+    keys: Collection[str],
+    *,
+    scratch: Path,
+    token: str,
+) -> tuple[list[dict[str, Any]], list[str], set[str]]:
+    """Write copies of some shards without the samples with some keys, under new names.
 
     Args:
-        keys: Keys of the samples to leave out.
-        target: Path of the new file, which must not exist; it is not written if no sample is left.
-        name: Name of the new shard in the index.
+        holding: File names of the shards that hold such samples.
+
+    Returns:
+        The new index entries, the paths of the old shards, and the captions of the removed samples.
     """
-    shards = _format(entry)
+    new: list[dict[str, Any]] = []
+    old: list[str] = []
+    captions: set[str] = set()
+    for entry in entries:
+        file = entry['raw_data']['basename']
+        if file not in holding:
+            new.append(entry)
+            continue
+        path = folder.fetch(_joined(name, file))
+        check_shard(path, entry, f'{folder}/{_joined(name, file)}')
+        target = scratch / 'new' / f'{_number(file)}.{token}.mds'
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)
+        rewritten, of_removed = rewrite_shard(path, entry, keys, target)
+        if rewritten is not None:
+            folder.put(_joined(name, target.name), target)
+            new.append(rewritten)
+        if path.is_relative_to(scratch):  # a downloaded copy
+            path.unlink()
+        old.append(_joined(name, file))
+        captions |= of_removed
+    return new, old, captions
+
+
+def rewrite_shard(
+    path: Path, entry: Mapping[str, Any], keys: Collection[str], target: Path
+) -> tuple[dict[str, Any] | None, set[str]]:
+    """Write a copy of a shard to a new file without the samples with some keys, unless none is left.
+
+    Returns:
+        The index entry of the new shard, None if no sample is left, and the captions of the removed samples.
+    """
     kept: list[bytes] = []
     captions: set[str] = set()
-    removed = 0
     for sample in _samples(path):
         if _value(sample, entry, KEY).decode() not in keys:
             kept.append(sample)
-            continue
-        removed += 1
-        if dict(zip(entry['column_names'], entry['column_encodings'], strict=True)).get('captions') == 'json':
+        elif dict(zip(entry['column_names'], entry['column_encodings'], strict=True)).get('captions') == 'json':
             captions.update(map(str, json.loads(_value(sample, entry, 'captions'))))
-    new = shards.write_shard(target, kept, [len(sample) for sample in kept], name=name) if kept else None
-    return RewrittenShard(new, removed, frozenset(captions))
+    if not kept:
+        return None, captions
+    return _format(entry).write_shard(target, kept, [len(sample) for sample in kept], name=target.name), captions
 
 
 def _format(entry: Mapping[str, Any]) -> ShardFormat:
@@ -142,7 +166,7 @@ class ScannedFolder:
 
     def path(self, file: str) -> str:
         """Return the path of a file of the folder, relative to the dataset."""
-        return f'{self.name}/{file}' if self.name else file
+        return _joined(self.name, file)
 
     @property
     def entries(self) -> list[dict[str, Any]]:
@@ -157,13 +181,11 @@ def scan(folder: Place, place: str, keys: Collection[str], scratch: Path) -> lis
         UserError: There are no shards, or they cannot be rewritten.
         DataError: A shard is damaged.
     """
-    found = []
-    for name in index_folders(place):
-        each = ScannedFolder(name, Versioned(b'', ''))
-        index = folder.read_version(each.path(mds.INDEX))
-        assert index is not None, 'it was listed'
-        each.index = index
-        for entry in tqdm(each.entries, desc=name or place, unit='shard', disable=None):
+    found = _indexed_folders(folder, place)
+    if not found:
+        raise UserError(f'{place}: has no {mds.INDEX}, so it is not a dataset; give the folder of one')
+    for each in found:
+        for entry in tqdm(each.entries, desc=each.name or place, unit='shard', disable=None):
             file = entry['raw_data']['basename']
             path = folder.fetch(each.path(file))
             check_shard(path, entry, f'{folder}/{each.path(file)}')
@@ -172,9 +194,6 @@ def scan(folder: Place, place: str, keys: Collection[str], scratch: Path) -> lis
                 each.holding[file] = count
             elif path.is_relative_to(scratch):
                 path.unlink()  # a copy that is not needed any more
-        found.append(each)
-    if not found:
-        raise UserError(f'{place}: has no {mds.INDEX}, so it is not a dataset; give the folder of one')
     return found
 
 
@@ -204,21 +223,10 @@ def remove_scanned(
         # The names of new shards follow from the index and the keys, so that a killed removal which is started again
         # writes the same files. Nothing refers to them until the index is replaced.
         token = hashlib.sha256(each.index.content + '\0'.join(sorted(keys)).encode()).hexdigest()[:8]
-        entries = []
-        for entry in each.entries:
-            file = entry['raw_data']['basename']
-            if file not in each.holding:
-                entries.append(entry)
-                continue
-            target = scratch / 'new' / f'{".".join(file.split(".")[:2])}.{token}.mds'
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.unlink(missing_ok=True)
-            source = folder.fetch(each.path(file))
-            done = rewrite_shard(source, entry, keys, target, name=target.name)
-            if done.entry is not None:
-                folder.put(each.path(target.name), target)
-                entries.append(done.entry)
-            old.append(each.path(file))
+        entries, rewritten, _ = rewrite_shards(
+            folder, each.name, each.entries, each.holding, keys, scratch=scratch, token=token
+        )
+        old += rewritten
         try:
             folder.replace(each.path(mds.INDEX), mds.index_text(entries).encode(), each.index.version)
         except PreconditionFailed as error:
@@ -230,14 +238,11 @@ def remove_scanned(
 def superseded(folder: Place, place: str) -> list[str]:
     """Return the paths of old shards that a killed removal has left; an index already lists their replacements."""
     left = []
-    for name in index_folders(place):
-        each = ScannedFolder(name, Versioned(b'', ''))
-        index = folder.read_version(each.path(mds.INDEX))
-        assert index is not None, 'it was listed'
-        names = {entry['raw_data']['basename'] for entry in json.loads(index.content)['shards']}
-        rewritten = {'.'.join(file.split('.')[:2]) for file in names if len(file.split('.')) == 4}
-        files = {path.rpartition('/')[2] for path in folder.sizes() if path.rpartition('/')[0] == name}
-        old = {file for file in files - names if file.endswith('.mds') and '.'.join(file.split('.')[:2]) in rewritten}
+    for each in _indexed_folders(folder, place):
+        names = {entry['raw_data']['basename'] for entry in each.entries}
+        rewritten = {_number(file) for file in names if len(file.split('.')) == 4}
+        files = {path.rpartition('/')[2] for path in folder.sizes() if path.rpartition('/')[0] == each.name}
+        old = {file for file in files - names if file.endswith('.mds') and _number(file) in rewritten}
         left += [each.path(file) for file in sorted(old)]
     return left
 
@@ -253,12 +258,10 @@ def _update_bucket_list(folder: Place, scanned: ScannedFolder, entries: list[dic
     name = f'{above}/{BUCKETS}' if above else BUCKETS
     while (found := folder.read_version(name)) is not None:
         content = json.loads(found.content)
-        counts = Counter(
-            {
-                'samples': sum(entry['samples'] for entry in entries),
-                'bytes': sum(entry['raw_data']['bytes'] for entry in entries),
-            }
-        )
+        counts = {
+            'samples': sum(entry['samples'] for entry in entries),
+            'bytes': sum(entry['raw_data']['bytes'] for entry in entries),
+        }
         bucket = content.get('buckets', {}).get(shape)
         if bucket is None:
             return
@@ -268,3 +271,22 @@ def _update_bucket_list(folder: Place, scanned: ScannedFolder, entries: list[dic
             return
         except PreconditionFailed:
             continue
+
+
+def _indexed_folders(folder: Place, place: str) -> list[ScannedFolder]:
+    """Return the folders of shards at a path or URL, with their indexes."""
+    found = []
+    for name in index_folders(place):
+        index = folder.read_version(_joined(name, mds.INDEX))
+        assert index is not None, 'it was listed'
+        found.append(ScannedFolder(name, index))
+    return found
+
+
+def _joined(folder: str, file: str) -> str:
+    return f'{folder}/{file}' if folder else file
+
+
+def _number(file: str) -> str:
+    """Return the name of a shard without its token and suffix, such as `shard.00003`."""
+    return '.'.join(file.split('.')[:2])

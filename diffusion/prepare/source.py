@@ -88,6 +88,24 @@ def count_named(counts: dict[str, NamedCount], kind: str, count: int, names: Seq
     total.names += names[: NAMES_SHOWN - len(total.names)]
 
 
+def summed_counts(counts: Iterable[Mapping[str, NamedCount]]) -> dict[str, NamedCount]:
+    """Return the sums of counts by kind, with the names of the first ones."""
+    total: dict[str, NamedCount] = {}
+    for each in counts:
+        for kind, found in each.items():
+            count_named(total, kind, found.count, found.names)
+    return total
+
+
+def summed_details(details: Iterable[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
+    """Return the sums of explanations by reason."""
+    total: dict[str, dict[str, int]] = {}
+    for each in details:
+        for reason, found in each.items():
+            count_details(total, reason, found)
+    return total
+
+
 def count_details(details: dict[str, dict[str, int]], reason: str, found: Mapping[str, int]) -> None:
     """Add explanations of one reason with their counts; at most `NAMES_SHOWN` different ones are kept."""
     total = details.setdefault(reason, {})
@@ -207,11 +225,7 @@ class VersionedSource(Source, Protocol):
 
 
 class PartList(Sequence[Part]):
-    """Parts of an input in order. Their `where`, which take 28 GB for 100 million images, are not kept in memory.
-
-    Args:
-        parts: The first parts.
-    """
+    """Parts of an input in order. Their `where`, which take 28 GB for 100 million images, are not kept in memory."""
 
     def __init__(self, parts: Iterable[Part] = ()) -> None:
         self.heads: list[Part] = []

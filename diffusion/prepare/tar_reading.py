@@ -163,11 +163,7 @@ class _Tar:
         return b'' if size <= limit else None
 
     def _read_exactly(self, size: int, *, may_end: bool = False) -> bytes | None:
-        """Read exactly `size` bytes, or return None at the end of the file if `may_end`.
-
-        Raises:
-            DamagedTar: The file ends earlier.
-        """
+        """Read exactly `size` bytes, or return None at the end of the file if `may_end`."""
         data = self.file.read(size)
         self._position += len(data)
         if not data and size and may_end:

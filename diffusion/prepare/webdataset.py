@@ -46,23 +46,14 @@ class WebDatasetSource:
     """Suffix of the text members, in lower case and without a dot."""
 
     def parts(self) -> list[Part]:
-        """Return one part (unit of input that one job converts) per tar.
-
-        Raises:
-            ValueError: There is no tar, or the location cannot be listed.
-        """
+        """Return one part (unit of input that one job converts) per tar."""
         files, others = list_files(self.location, SUFFIXES)
         if not is_pattern(self.location):
             refuse_mixed_splits(self.location, [file.name for file in files], 'webdataset')
         return with_passed_over([single_file_part(file, SUFFIXES[0]) for file in files], others)
 
     def read(self, part: Part) -> Iterator[Entry | PassedOver]:
-        """Yield the samples in tar order; if the tar is damaged, those before the damage and an entry that reports it.
-
-        Raises:
-            ValueError: The store denies access to the tar.
-            OSError: The tar cannot be read at the moment.
-        """
+        """Yield the samples in tar order; of a damaged tar, those before the damage and an entry that reports it."""
         with local_copy(part.where['url'], size=part.where['size']) as path:
             yield from self.read_tar(path, part.where['stem'])
 

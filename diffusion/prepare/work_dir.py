@@ -40,53 +40,42 @@ class Share:
         return number % self.of == self.index
 
 
-@dataclass(frozen=True)
 class Staging:
     """Folder that holds a dataset until it is complete and moved to its output."""
 
-    path: Path
-
-    @property
-    def dataset(self) -> Path:
-        """Path of the folder for the final dataset; a local one is renamed to the output."""
-        return self.path / 'dataset'
-
-    @property
-    def packed(self) -> Path:
-        """Path of the folder with one file per finished final shard, which holds its entry for index.json."""
-        return self.path / 'packed'
-
-    @property
-    def uploading(self) -> Path:
-        """Path of the folder with files that are being uploaded to an object store."""
-        return self.path / 'uploading'
-
-    @property
-    def replaced(self) -> Path:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.dataset = path / 'dataset'
+        """Folder for the final dataset; a local one is renamed to the output."""
+        self.packed = path / 'packed'
+        """Folder with one file per finished final shard, which holds its entry for index.json."""
+        self.uploading = path / 'uploading'
+        """Folder with files that are being uploaded to an object store."""
+        self.replaced = path / 'replaced'
         """Path that the existing dataset of the output is moved to while it is replaced."""
-        return self.path / 'replaced'
 
 
-@dataclass(frozen=True)
 class WorkFolder:
     """Folder that holds the state of a preparation, so that it can resume after it was stopped."""
 
-    path: Path
-
-    @property
-    def plan(self) -> Path:
-        """Path of the file with the settings and the list of input parts, written first."""
-        return self.path / 'plan.json'
-
-    @property
-    def parts(self) -> Path:
-        """Path of the folder with one folder per converted piece of the input (`input_plan.Piece`)."""
-        return self.path / 'parts'
-
-    @property
-    def stored_parts(self) -> Path:
-        """Path of the file with the URLs of object store folders that hold shards of converted parts, one per line."""
-        return self.path / 'stored-parts.txt'
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.plan = path / 'plan.json'
+        """File with the settings and the list of input parts, written first."""
+        self.parts = path / 'parts'
+        """Folder with one folder per converted piece of the input (`input_plan.Piece`)."""
+        self.stored_parts = path / 'stored-parts.txt'
+        """File with the URLs of object store folders that hold shards of converted parts, one per line."""
+        self.duplicates = path / 'duplicates.npy'
+        """Array with the result of the duplicate search, written when all parts are converted."""
+        self.train = Staging(path)
+        """Folder that holds the training set until it is complete."""
+        self.held_out = Staging(path / 'held-out')
+        """Folder that holds the dataset of held-out images until it is complete."""
+        self.complete = path / 'complete'
+        """Copy of the report; exists when the datasets are complete and only have to be moved to the outputs."""
+        self.append = path / 'append'
+        """Empty file; exists if the work is an addition to a dataset (`prepare --append`)."""
 
     def store_parts(self, url: str) -> None:
         """Note an object store folder for shards of converted parts; `remove` and `clear` delete its content."""
@@ -94,41 +83,12 @@ class WorkFolder:
         if url not in known:
             write_atomically(self.stored_parts, ''.join(f'{each}\n' for each in (*known, url)))
 
-    @property
-    def duplicates(self) -> Path:
-        """Path of the array with the result of the duplicate search, written when all parts are converted."""
-        return self.path / 'duplicates.npy'
-
-    @property
-    def train(self) -> Staging:
-        """Folder that holds the training set until it is complete."""
-        return Staging(self.path)
-
-    @property
-    def held_out(self) -> Staging:
-        """Folder that holds the dataset of held-out images until it is complete."""
-        return Staging(self.path / 'held-out')
-
-    @property
-    def complete(self) -> Path:
-        """Path of a copy of the report; exists when the datasets are complete and only have to be moved to outputs."""
-        return self.path / 'complete'
-
-    @property
-    def append(self) -> Path:
-        """Path of an empty file; exists if the work is an addition to a dataset (`prepare --append`)."""
-        return self.path / 'append'
-
     def begin_append(self) -> None:
         """Mark the work as an addition to a dataset; call it before the plan is written."""
         write_atomically(self.append, '')
 
     def check_kind(self, *, is_append: bool) -> None:
-        """Check that unfinished work in the folder is an addition to a dataset, or that it is a preparation.
-
-        Raises:
-            UserError: It is the other one.
-        """
+        """Raise UserError if unfinished work in the folder is a preparation instead of an addition, or vice versa."""
         if self.plan.exists() and self.append.exists() != is_append:
             raise UserError(
                 f'{self.path}: has an unfinished {"preparation" if is_append else "addition to a dataset"}; finish it '
@@ -148,19 +108,25 @@ class WorkFolder:
 
         Raises:
             UserError: Another process holds the lock, or the file system has no locks.
+            OSError: The block raised it; the message names the folder.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as stack:
-            # A share holds the main lock shared, so that it excludes full runs but not other shares, and a lock of its
-            # own exclusively, so that the same share cannot run twice.
-            self._lock(LOCK, stack, shared=share is not None)
-            if share is not None:
-                self._lock(f'{LOCK}-{share.index}-of-{share.of}', stack)
-            try:
-                yield
-            finally:
-                if share is None and self.path.exists() and not self.plan.exists() and not self.complete.exists():
-                    self.remove()  # no work was begun, so do not leave an empty folder behind
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with ExitStack() as stack:
+                # A share holds the main lock shared, so that it excludes full runs but not other shares, and a lock of
+                # its own exclusively, so that the same share cannot run twice.
+                self._lock(LOCK, stack, shared=share is not None)
+                if share is not None:
+                    self._lock(f'{LOCK}-{share.index}-of-{share.of}', stack)
+                try:
+                    yield
+                finally:
+                    if share is None and self.path.exists() and not self.plan.exists() and not self.complete.exists():
+                        self.remove()  # no work was begun, so do not leave an empty folder behind
+        except OSError as error:
+            raise OSError(
+                f'{self.path}: {error}; fix the cause and run the same command again; finished work is kept'
+            ) from error
 
     def _lock(self, name: str, stack: ExitStack, *, shared: bool = False) -> None:
         def fail() -> None:
@@ -190,6 +156,16 @@ class WorkFolder:
         for path in self.parts.glob(f'*{UNFINISHED}*'):
             if share.includes(int(path.name.partition('.')[0])):
                 remove(path)
+
+    @contextmanager
+    def cleared_after_errors(self, share: Share | None) -> Iterator[None]:
+        """Context that begins with `clear_unfinished`, and ends with it after an error: the disk may be full."""
+        self.clear_unfinished(share)
+        try:
+            yield
+        except BaseException:
+            self.clear_unfinished(share)
+            raise
 
     def clear(self) -> None:
         """Remove everything in the folder except its locks, to start over; the caller must hold the lock."""

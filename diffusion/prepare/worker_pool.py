@@ -242,7 +242,6 @@ def run_on_ray(jobs: Iterable[WorkerJob], *, workers: int | None = None) -> Iter
     """Run jobs with Ray Data and yield their results as they finish.
 
     Args:
-        jobs: Jobs; each one is a Ray task that uses one core.
         workers: Maximum number of concurrent tasks; None for one per core of the cluster.
 
     Raises:

@@ -8,7 +8,7 @@ import re
 import signal
 import tarfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from diffusion.prepare.counts_report import PrepareReport
+from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.settings import PrepareSettings, settings_of
 from diffusion.prepare.source import Entry, Part
+from diffusion.prepare.worker_pool import WorkerJob, run_job
 
 Members = Iterable[tuple[str, bytes | None]]
 FORMATS = ('JPEG', 'PNG', 'WEBP', 'GIF', 'BMP', 'TIFF')
@@ -126,6 +129,34 @@ def settings(out: Path | str, **values: object) -> PrepareSettings:
     """Return settings for a source that is passed to `prepare`."""
     defaults = {'source': {'kind': 'folder', 'location': 'drawn'}, 'out': str(out), 'sizes': [16, 32], 'workers': 2}
     return settings_of(defaults | {'max_rejected': 1.0} | values)
+
+
+def here(jobs: Iterable[WorkerJob]) -> Iterator[Any]:
+    """Run jobs in this process, which is faster and knows the classes of the tests."""
+    return map(run_job, jobs)
+
+
+def run(out: Path | str, source: Any = None, **values: object) -> PrepareReport:
+    """Prepare a dataset in this process; by default of 20 synthetic images."""
+    report = prepare(settings(out, **values), source=source or DrawnSource(2, 10), run=here)
+    assert report is not None
+    return report
+
+
+def contents(out: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the samples of each bucket by key; no key may occur twice in a bucket."""
+    found = {name: {sample['key']: sample for sample in samples(out / name)} for name in keys(out)}
+    assert {name: len(of) for name, of in found.items()} == {name: len(of) for name, of in keys(out).items()}
+    return found
+
+
+def write_files(folder: Path, files: Mapping[str, bytes | str]) -> Path:
+    """Write files below a folder, and return the folder."""
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
 
 
 def samples(bucket: Path) -> list[dict[str, Any]]:

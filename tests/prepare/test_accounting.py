@@ -8,8 +8,6 @@ import pyarrow.parquet as pq
 import pytest
 from prepare.drawn import draw, encode, samples, tar_of
 
-from diffusion.errors import UserError
-from diffusion.prepare import pipeline
 from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.settings import PrepareSettings, settings_of
@@ -54,18 +52,6 @@ def settings(kind: str, folder: Path, **others: str) -> PrepareSettings:
     source = {'kind': kind, 'location': str(folder), **others}
     values = {'source': source, 'out': str(folder.parent / 'out'), 'sizes': [32], 'max_rejected': 1.0, 'workers': 1}
     return settings_of(values)
-
-
-def convert_parts(chosen: PrepareSettings, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prepare, and stop before the shards are packed."""
-
-    def stop(*arguments: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(pipeline.Preparation, 'finish_dataset', stop)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(chosen)
 
 
 def prepared(kind: str, folder: Path, **others: str) -> PrepareReport:
@@ -158,10 +144,3 @@ def test_text_files_hold_captions_by_one_rule(tmp_path: Path, kind: str, rule: s
 def test_rule_for_text_files_that_are_not_read_is_not_in_the_plan(tmp_path: Path) -> None:
     listed = settings('folder', tmp_path, captions=str(tmp_path / 'captions.csv')).content_settings()
     assert 'caption_text' not in listed['source']
-
-
-def test_unfinished_work_with_another_rule_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    convert_parts(settings('folder', folder, caption_text='lines'), monkeypatch)
-    with pytest.raises(UserError, match=r'settings.source.caption_text: lines at the start, whole now'):
-        prepare(settings('folder', folder))
-    assert prepared('folder', folder, caption_text='lines').pictures == 4

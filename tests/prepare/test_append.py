@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drawn import DrawnSource, draw, encode, keys, samples, settings
+from drawn import DrawnSource, contents, draw, encode, here, keys, settings
 from object_store import Store
 
 from diffusion.errors import UserError
@@ -19,7 +19,6 @@ from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.source import Entry, Part
 from diffusion.prepare.worker_pool import run_job
-from diffusion.storage.retry import PreconditionFailed
 
 CHOICES: dict[str, Any] = {'aspects': ['32x32', '32x24'], 'duplicates': 'near', 'shard_mb': 0.01}
 
@@ -62,10 +61,6 @@ def sliced(first: int, stop: int, *, each: int = 5, **values: Any) -> Slice:
     return Slice((stop - first) // each, each, first=first, **values)
 
 
-def here(jobs: Any) -> Iterator[Any]:
-    return map(run_job, jobs)
-
-
 def start(out: Path | str, source: Any, **values: Any) -> PrepareReport:
     report = prepare(settings(out, **CHOICES | values), source=source, run=here)
     assert report is not None
@@ -76,13 +71,6 @@ def add(out: Path | str, source: Any, **values: Any) -> PrepareReport:
     report = append(settings(out, **CHOICES | values), source=source, run=here)
     assert report is not None
     return report
-
-
-def contents(out: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the samples of each bucket by key; no key may occur twice in a bucket."""
-    found = {name: {sample['key']: sample for sample in samples(out / name)} for name in keys(out)}
-    assert {name: len(of) for name, of in found.items()} == {name: len(of) for name, of in keys(out).items()}
-    return found
 
 
 def all_keys(out: Path) -> set[str]:
@@ -298,29 +286,6 @@ def test_store_gets_the_same_dataset_as_a_folder_and_old_objects_stay(tmp_path: 
     assert not (tmp_path / 'work').exists()
 
 
-@pytest.mark.cpu_seconds(15)
-def test_two_appends_to_a_store_at_once_do_not_lose_one_another(tmp_path: Path, store: Store) -> None:
-    store.bucket('mds')
-    start('s3://mds/out', sliced(0, 10), work=str(tmp_path / 'work'))
-    failed: list[BaseException] = []
-
-    def one(number: int) -> None:
-        try:
-            first = 10 * number
-            add('s3://mds/out', sliced(first, first + 10), work=str(tmp_path / f'work-{number}'))
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=one, args=(number,)) for number in (1, 2, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
-    start(tmp_path / 'all', sliced(0, 40))
-    assert contents(downloaded(store, tmp_path / 'copy')) == contents(tmp_path / 'all')
-
-
 def test_append_that_a_store_refuses_before_or_after_the_commit_is_finished_by_the_next_start(
     tmp_path: Path, store: Store
 ) -> None:
@@ -350,11 +315,3 @@ def downloaded(store: Store, folder: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(body)
     return folder
-
-
-def test_conflict_is_reported_as_such(tmp_path: Path) -> None:
-    start(tmp_path / 'out', sliced(0, 10))
-    dataset = append_module.RecordedDataset(str(tmp_path / 'out'), tmp_path / 'scratch')
-    dataset.folder.replace('dataset.json', dataset.record.content() + b' ', dataset.version)
-    with pytest.raises(PreconditionFailed, match='another process has changed it'):
-        dataset.commit(dataset.record)

@@ -115,10 +115,3 @@ def test_killed_change_leaves_the_old_or_the_new_dataset_and_is_finished_by_the_
     seen, kills = run(tmp_path, change, stride=29)
     assert kills >= 5
     assert {'old', 'new'} <= set(seen), 'kills before and after the change took place'
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('change', ['append', 'remove'])
-def test_change_killed_before_each_sixth_step_is_finished(tmp_path: Path, change: str) -> None:
-    seen, kills = run(tmp_path, change, stride=6)
-    assert kills > 16 and set(seen) >= {'old', 'new'}

@@ -1,14 +1,12 @@
 """An image is in every bucket that it fills, is decoded once, and counts once."""
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import pytest
-from drawn import DrawnSource, draw, keys, samples, settings
+from drawn import DrawnSource, draw, here, keys, run
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -17,17 +15,6 @@ from diffusion.prepare import process_sample
 from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.settings import settings_of
-from diffusion.prepare.worker_pool import run_job
-
-
-def here(jobs: Any) -> Iterator[Any]:
-    return map(run_job, jobs)
-
-
-def run(out: Path, source: Any, **values: object) -> PrepareReport:
-    report = prepare(settings(out, **values), source=source, run=here)
-    assert report is not None
-    return report
 
 
 def shapes_of(report: PrepareReport) -> list[tuple[int, int, int]]:
@@ -128,19 +115,3 @@ def test_buckets_make_no_difference_for_one_size() -> None:
         for buckets in ('every', 'largest')
     ]
     assert [plan['buckets'] for plan in plans] == ['largest', 'largest', 'every', 'largest']
-
-
-def test_statistics_and_thumbnails_count_images_not_samples(tmp_path: Path) -> None:
-    report = run(tmp_path / 'out', DrawnSource(1, 9), sizes=[16, 32])
-    assert report.buckets['16px'] == report.pictures == 9 < sum(report.buckets.values())
-    *of_images, tokens = report.statistics.values()
-    assert [sum(each['counts']) for each in of_images] == [9] * 4 and sum(tokens['counts']) >= 9
-    assert report.text('out').startswith(f'out: 9 images in {report.seconds:.1f} s (16px 9, 32px ')
-    for size in (16, 32):
-        for sample in samples(tmp_path / f'out/{size}px'):
-            assert min(sample['width'], sample['height']) == size
-            assert np.isclose(sample['width'] / sample['height'], ratio(sample), rtol=1 / size)
-
-
-def ratio(sample: dict[str, Any]) -> float:
-    return sample['metadata']['source_width'] / sample['metadata']['source_height']

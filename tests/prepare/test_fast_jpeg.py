@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drawn import draw, samples, settings
+from drawn import draw, samples
 from PIL import Image
 
 from diffusion.cli import main
-from diffusion.config.load import RecipeError
 
 LARGE, SMALL = 9, 3
 
@@ -85,16 +84,3 @@ def test_copies_are_found_in_the_dataset_and_when_it_grows_or_shrinks(
     assert main(['data', 'remove', str(out), '--image', str(removed)]) == 0
     assert len(stored(out)) == LARGE + SMALL
     assert not any(name.endswith('/30') for name in stored(out))
-
-
-def test_a_delivery_must_be_decoded_as_the_dataset_was(photographs: Path, tmp_path: Path, capsys: Any) -> None:
-    prepared(capsys, photographs, tmp_path / 'out', '--sizes', '64')
-    write(tmp_path / 'more', range(30, 31), width=640, height=520)
-    words = ['prepare', 'folder', str(tmp_path / 'more'), '--out', str(tmp_path / 'out'), '--append', '--fast-jpeg']
-    assert main(words) != 0
-    assert 'fast_jpeg' in capsys.readouterr().err
-
-
-def test_it_is_refused_where_files_are_kept(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match='fast_jpeg: has no use with store: original'):
-        settings(tmp_path / 'out', store='original', fast_jpeg=True)

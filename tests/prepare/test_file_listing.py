@@ -182,17 +182,6 @@ def test_missing_object_is_reported_without_retry(store: Store) -> None:
         list_files(f'{bucket}/gone', ['.tar'])
 
 
-def test_denied_access_names_the_credentials_to_set(store: Store) -> None:
-    bucket = store.bucket('pictures', **{'a.tar': b'one'})
-    store.fail('GET', 403, times=2)
-    with pytest.raises(ValueError, match=r'^s3://pictures: the store refuses access \(403\).*AWS_ACCESS_KEY_ID'):
-        list_files(bucket, ['.tar'])
-    refused = pytest.raises(ValueError, match=r'^s3://pictures/a.tar: the store refuses access \(403\)')
-    with refused, local_copy(f'{bucket}/a.tar'):
-        pass
-    assert not store.faults
-
-
 def test_missing_credentials_are_reported(store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     bucket = store.bucket('pictures', **{'a.tar': b'one'})
     monkeypatch.setenv('AWS_EC2_METADATA_DISABLED', 'true')
@@ -205,45 +194,10 @@ def test_missing_credentials_are_reported(store: Store, monkeypatch: pytest.Monk
         list_files(bucket, ['.tar'])
 
 
-def test_status_500_is_retried(store: Store) -> None:
-    bucket = store.bucket('pictures', **{'a.tar': b'one'})
-    store.fail('GET', 500, times=2)
-    files = list_files(bucket, ['.tar'])
-    store.fail('/a.tar', 500, times=3)
-    with local_copy(files[0].url) as path:
-        assert path.read_bytes() == b'one'
-    assert not store.faults
-
-
-def test_store_that_keeps_failing_raises_an_os_error(store: Store) -> None:
-    bucket = store.bucket('pictures', **{'a.tar': b'one'})
-    fault = store.fail('/a.tar', 500, times=100)
-    with (
-        pytest.raises(OSError, match=r'^s3://pictures/a.tar: cannot be read, tried 4 times'),
-        local_copy(f'{bucket}/a.tar'),
-    ):
-        pass
-    assert fault.times == 96
-
-
-def test_truncated_body_is_fetched_again(store: Store) -> None:
-    bucket = store.bucket('pictures', **{'a.tar': bytes(10_000)})
-    store.fail('GET /pictures/a.tar', 'cut', times=1)
-    with local_copy(f'{bucket}/a.tar', size=10_000) as path:
-        assert path.stat().st_size == 10_000
-    assert not store.faults
-
-
 def test_size_that_differs_from_the_listing_is_an_error(store: Store) -> None:
     bucket = store.bucket('pictures', **{'a.tar': b'one'})
     with pytest.raises(OSError, match='received 3 of 5 bytes'), local_copy(f'{bucket}/a.tar', size=5):
         pass
-
-
-def test_unreachable_store_raises_an_os_error(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv('S3_ENDPOINT_URL', 'http://127.0.0.1:9')
-    with pytest.raises(OSError, match=r'^s3://pictures: cannot be read, tried 4 times'):
-        list_files('s3://pictures', ['.tar'])
 
 
 def test_unusual_name_stays_in_its_own_folder(store: Store) -> None:

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from drawn import DrawnSource, draw, encode, keys, samples, settings, snapshot
+from drawn import DrawnSource, contents, keys, run, settings, snapshot
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -17,30 +17,13 @@ from xxhash import xxh3_64_intdigest
 from diffusion.config.load import RecipeError
 from diffusion.errors import UserError
 from diffusion.prepare.counts_report import PrepareReport
-from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.settings import settings_of
 from diffusion.prepare.source import Entry, Part
 from diffusion.prepare.work_dir import WorkFolder
-from diffusion.prepare.worker_pool import run_job
-
-
-def here(jobs: Any) -> Iterator[Any]:
-    return map(run_job, jobs)
-
-
-def run(out: Path | str, source: Any = None, **values: object) -> PrepareReport:
-    report = prepare(settings(out, **values), source=source or DrawnSource(2, 10), run=here)
-    assert report is not None
-    return report
 
 
 def held_out(out: Path) -> Path:
     return out.with_name(f'{out.name}-held-out')
-
-
-def contents(out: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the samples of each bucket by key."""
-    return {name: {sample['key']: sample for sample in samples(out / name)} for name in keys(out)}
 
 
 @pytest.mark.cpu_seconds(12)
@@ -102,34 +85,6 @@ def test_held_out_images_do_not_depend_on_the_order_of_the_input(tmp_path: Path,
     run(tmp_path / 'other', source, hold_out=7)
     first, second = contents(held_out(tmp_path / 'out')), contents(held_out(tmp_path / 'other'))
     assert first == second and len(first['16px']) == 7
-
-
-def test_both_datasets_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> None:
-    choices: dict[str, Any] = {'aspects': 'sdxl', 'duplicates': 'near', 'shard_mb': 0.01, 'hold_out': 9}
-    for workers in (1, 2):
-        prepare(settings(tmp_path / str(workers), workers=workers, **choices), source=DrawnSource(6, 8, broken=7))
-    assert snapshot(tmp_path / '1') == snapshot(tmp_path / '2')
-    assert snapshot(held_out(tmp_path / '1')) == snapshot(held_out(tmp_path / '2'))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ['1', '1-held-out', '2', '2-held-out']
-
-
-class Repeating(DrawnSource):
-    """Every image three times: as it is, smaller, and compressed."""
-
-    def entry(self, key: str, number: int) -> Entry:
-        image = draw(number // 3, width=96, height=80)
-        image = image.resize((72, 60)) if number % 3 == 1 else image
-        return Entry(key, encode(image, 'JPEG' if number % 3 == 2 else 'PNG'), [f'caption {number}'])
-
-
-def test_no_training_image_looks_like_a_held_out_one(tmp_path: Path) -> None:
-    run(tmp_path / 'out', Repeating(4, 9), duplicates='near', max_distance=8, hold_out=5)
-    hashes = [
-        {int(sample['metadata']['perceptual_hash'], 16) for sample in samples(out / '16px')}
-        for out in (tmp_path / 'out', held_out(tmp_path / 'out'))
-    ]
-    assert [len(found) for found in hashes] == [7, 5]
-    assert min((one ^ other).bit_count() for one in hashes[0] for other in hashes[1]) > 8
 
 
 def test_copies_of_held_out_images_in_training_are_noted_without_duplicates(tmp_path: Path) -> None:

@@ -2,12 +2,12 @@
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
-from drawn import DrawnSource, settings, snapshot
+from drawn import DrawnSource, here, settings, snapshot
 from object_store import Store
 
 from diffusion.errors import DataError
@@ -20,56 +20,71 @@ from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.work_dir import Share
 from diffusion.prepare.worker_pool import WorkerJob, run_job
 from diffusion.storage import mds, object_store
-from diffusion.storage.bucket_interface import Location
 from diffusion.storage.retry import RetryPolicy
-from diffusion.storage.s3_client import S3Client
 
 SOURCE = DrawnSource(4, 10)
-HERE = partial(map, run_job)
-"""Runs jobs in this process."""
+CHOICES: dict[str, Any] = {'shard_mb': 0.01, 'aspects': ['32x32', '32x24']}
+SHARD = '32px/32x24/shard.00000.mds'
 
 
-def run(tmp_path: Path, out: str, jobs: Callable[..., Any] = HERE, **values: Any) -> PrepareReport:
-    where = {'out': out, 'work': str(tmp_path / 'work')} if '://' in out else {'out': str(tmp_path / out)}
-    report = prepare(settings(shard_mb=0.01, aspects='sdxl', **where, **values), source=SOURCE, run=jobs)
+def run(tmp_path: Path, out: str, jobs: Callable[..., Any] = here, **values: Any) -> PrepareReport:
+    report = prepare(settings(out, work=str(tmp_path / 'work'), **CHOICES, **values), source=SOURCE, run=jobs)
     assert report is not None
     return report
+
+
+@pytest.fixture(scope='module')
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Content of each file of the dataset in a local folder."""
+    folder = tmp_path_factory.mktemp('local')
+    run(folder, str(folder / 'out'))
+    return snapshot(folder / 'out')
+
+
+def interrupted(count: int) -> Callable[[Iterable[WorkerJob]], Iterator[Any]]:
+    """Return a function that runs some jobs, then stops as by Ctrl-C."""
+
+    def run_some(jobs: Iterable[WorkerJob]) -> Iterator[Any]:
+        yield from map(run_job, islice(jobs, count))
+        raise KeyboardInterrupt
+
+    return run_some
 
 
 def puts(store: Store) -> list[str]:
     return [request.split()[1].partition('?')[0] for request in store.requests if request.startswith('PUT')]
 
 
-def test_object_store_gets_the_same_dataset_as_a_folder(tmp_path: Path, store: Store) -> None:
+def test_object_store_gets_the_same_dataset_as_a_folder(
+    tmp_path: Path, store: Store, expected: dict[str, bytes]
+) -> None:
     store.bucket('mds')
     store.requests.clear()
     run(tmp_path, 's3://mds/out')
-    run(tmp_path, 'local')
-    expected = {f'out/{name}': content for name, content in snapshot(tmp_path / 'local').items()}
     found = store.objects('mds')
-    assert found.keys() == expected.keys()
-    data = {name for name in found if name.endswith(('.mds', mds.INDEX, 'buckets.json'))}
-    assert all(found[name] == expected[name] for name in data)
+    assert found.keys() == {f'out/{name}' for name in expected}
+    assert_prepared(store, expected)
     order = puts(store)
     assert all(name.endswith('.json') for name in order[-sum(map(is_index, found)) :])
     assert sum(map(is_index, order[-sum(map(is_index, found)) :])) == sum(map(is_index, found))
-    assert [path.name for path in tmp_path.iterdir()] == ['local']
+    assert not list(tmp_path.iterdir())
 
 
 def is_index(name: str) -> bool:
     return name.endswith((mds.INDEX, 'buckets.json'))
 
 
-def assert_prepared(tmp_path: Path, store: Store) -> None:
+def assert_prepared(store: Store, expected: dict[str, bytes]) -> None:
     """Assert that the dataset in the store is that of a folder, and that no converted parts are left."""
-    run(tmp_path, 'local')
     found = store.objects('mds')
-    assert not any(name.startswith('parts/') for name in found)
-    for name, content in snapshot(tmp_path / 'local').items():
+    assert not any(name.startswith('parts/0') for name in found)
+    for name, content in expected.items():
         assert 'report' in name or found[f'out/{name}'] == content
 
 
-def test_converted_images_wait_in_the_store_until_they_are_packed(tmp_path: Path, store: Store) -> None:
+def test_converted_images_wait_in_the_store_until_they_are_packed(
+    tmp_path: Path, store: Store, expected: dict[str, bytes]
+) -> None:
     """The work folder has no images but those of the shard that is written; the dataset is the same."""
     store.bucket('mds')
     seen = []
@@ -81,48 +96,44 @@ def test_converted_images_wait_in_the_store_until_they_are_packed(tmp_path: Path
 
     run(tmp_path, 's3://mds/out', watched, parts='s3://mds/parts/')
     assert set(seen) == {(False, True)}
-    assert_prepared(tmp_path, store)
+    assert_prepared(store, expected)
 
 
-def test_converted_images_are_found_and_removed_without_the_setting_too(tmp_path: Path, store: Store) -> None:
-    store.bucket('mds', **{'parts/other/000000/shard.00000.mds': b'of another preparation'})
-
-    def interrupted(jobs: Iterable[Any]) -> Iterator[Any]:
-        for _, job in zip(range(3), jobs, strict=False):
-            yield run_job(job)
-        raise KeyboardInterrupt
-
+def test_converted_images_are_found_and_removed_without_the_setting_too(
+    tmp_path: Path, store: Store, expected: dict[str, bytes]
+) -> None:
+    other = {'parts/other/000000/shard.00000.mds': b'of another preparation'}
+    store.bucket('mds', **other)
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, 's3://mds/out', interrupted, parts='s3://mds/parts')
+        run(tmp_path, 's3://mds/out', interrupted(3), parts='s3://mds/parts')
     assert len(store.objects('mds')) > 1
     run(tmp_path, 's3://mds/out')
-    run(tmp_path, 'local')
-    found = store.objects('mds')
-    assert [name for name in found if not name.startswith('out/')] == ['parts/other/000000/shard.00000.mds']
-    for name, content in snapshot(tmp_path / 'local').items():
-        assert 'report' in name or found[f'out/{name}'] == content
+    assert [name for name in store.objects('mds') if name.startswith('parts/')] == list(other)
+    assert_prepared(store, expected)
 
 
-def share_of(folder: Path, index: int, of: int, jobs: Callable[..., Any] = HERE) -> PrepareReport | None:
+def share_of(folder: Path, index: int, of: int, jobs: Callable[..., Any] = here) -> PrepareReport | None:
     """Convert a share on a machine with this folder alone."""
     values = {'out': 's3://mds/out', 'work': str(folder / 'work'), 'parts': 's3://mds/parts'}
-    return prepare(settings(shard_mb=0.01, aspects='sdxl', **values), source=SOURCE, run=jobs, share=Share(index, of))
+    return prepare(settings(**CHOICES, **values), source=SOURCE, run=jobs, share=Share(index, of))
 
 
 def refuse(jobs: Iterable[WorkerJob]) -> Iterator[Any]:
-    """Run jobs like HERE, but none that converts a part."""
+    """Run jobs like `here`, but none that converts a part."""
     for job in jobs:
         assert not isinstance(job, PartJob) or job.stored is not None
         yield run_job(job)
 
 
-def test_machines_without_a_common_folder_prepare_one_dataset_through_the_store(tmp_path: Path, store: Store) -> None:
+def test_machines_without_a_common_folder_prepare_one_dataset_through_the_store(
+    tmp_path: Path, store: Store, expected: dict[str, bytes]
+) -> None:
     store.bucket('mds')
     assert share_of(tmp_path / 'one', 0, 2) is None
     assert share_of(tmp_path / 'two', 1, 2) is None
     assert not [name for name in store.objects('mds') if name.startswith('out/')]
     run(tmp_path / 'three', 's3://mds/out', refuse, parts='s3://mds/parts')
-    assert_prepared(tmp_path, store)
+    assert_prepared(store, expected)
 
 
 def test_machines_without_a_common_folder_add_a_delivery_through_the_store(tmp_path: Path, store: Store) -> None:
@@ -130,9 +141,9 @@ def test_machines_without_a_common_folder_add_a_delivery_through_the_store(tmp_p
     run(tmp_path, 's3://mds/out')
     grown = DrawnSource(6, 10)
 
-    def add(name: str, share: Share | None, jobs: Callable[..., Any] = HERE) -> PrepareReport | None:
+    def add(name: str, share: Share | None, jobs: Callable[..., Any] = here) -> PrepareReport | None:
         values = {'out': 's3://mds/out', 'work': str(tmp_path / name / 'work'), 'parts': 's3://mds/parts'}
-        return append(settings(shard_mb=0.01, aspects='sdxl', **values), source=grown, run=jobs, share=share)
+        return append(settings(**CHOICES, **values), source=grown, run=jobs, share=share)
 
     assert add('one', Share(0, 2)) is add('two', Share(1, 2)) is None
     report = add('three', None, refuse)
@@ -142,14 +153,8 @@ def test_machines_without_a_common_folder_add_a_delivery_through_the_store(tmp_p
 
 def test_preparation_resumes_from_the_store_when_its_disk_is_gone(tmp_path: Path, store: Store) -> None:
     store.bucket('mds')
-
-    def interrupted(jobs: Iterable[Any]) -> Iterator[Any]:
-        for _, job in zip(range(2), jobs, strict=False):
-            yield run_job(job)
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        share_of(tmp_path, 0, 1, interrupted)
+        share_of(tmp_path, 0, 1, interrupted(2))
     shutil.rmtree(tmp_path / 'work')
     converted = []
 
@@ -169,7 +174,9 @@ def test_preparation_resumes_from_the_store_when_its_disk_is_gone(tmp_path: Path
         *(pytest.param(each, marks=pytest.mark.slow) for each in ('no shard', 'no tables', 'other tables')),
     ],
 )
-def test_damaged_part_in_the_store_is_converted_again(tmp_path: Path, store: Store, damage: str) -> None:
+def test_damaged_part_in_the_store_is_converted_again(
+    tmp_path: Path, store: Store, expected: dict[str, bytes], damage: str
+) -> None:
     store.bucket('mds')
     assert share_of(tmp_path / 'one', 0, 1) is None
     shard, tables = (
@@ -180,9 +187,9 @@ def test_damaged_part_in_the_store_is_converted_again(tmp_path: Path, store: Sto
     if damage.startswith('no'):
         store.client.delete_object(Bucket='mds', Key=victim)
     else:
-        store.put('s3://mds', victim, b'short')
+        store.put('s3://mds', SHARD, b'short')
     run(tmp_path / 'two', 's3://mds/out', parts='s3://mds/parts')
-    assert_prepared(tmp_path, store)
+    assert_prepared(store, expected)
 
 
 def test_share_of_a_finished_preparation_is_not_converted_again(tmp_path: Path, store: Store) -> None:
@@ -251,88 +258,45 @@ def test_samples_of_a_stored_part_are_read_in_few_requests(tmp_path: Path, store
         read([7])
 
 
-def test_failed_upload_is_reported_and_the_next_start_uploads_the_rest(tmp_path: Path, store: Store) -> None:
+def test_failed_upload_is_reported_and_the_next_start_uploads_the_rest(
+    tmp_path: Path, store: Store, expected: dict[str, bytes]
+) -> None:
     store.bucket('mds')
-    store.fail('PUT /mds/out/16px/24x16/shard.00000', 500)
-    failed = r's3://mds/out/16px/24x16/shard.00000.mds: cannot be written, tried 4 times .*InternalError.*work is kept'
+    store.fail('PUT /mds/out/32px/32x24/shard.00000', 500)
+    failed = r's3://mds/out/32px/32x24/shard.00000.mds: cannot be written, tried 4 times .*InternalError.*work is kept'
     with pytest.raises(OSError, match=failed):
         run(tmp_path, 's3://mds/out')
-    assert sum('24x16/shard.00000' in name for name in puts(store)) == RetryPolicy().tries
+    assert sum('32x24/shard.00000' in name for name in puts(store)) == RetryPolicy().tries
     assert not (tmp_path / 'work/complete').exists()
     there = store.objects('mds')
     assert there and not any(is_index(name) for name in there)
     store.faults.clear()
     store.requests.clear()
     run(tmp_path, 's3://mds/out')
-    run(tmp_path, 'local')
     assert not {f'/mds/{name}' for name in there} & set(puts(store))
-    found = store.objects('mds')
-    for name, content in snapshot(tmp_path / 'local').items():
-        assert 'report' in name or found[f'out/{name}'] == content
+    assert_prepared(store, expected)
     assert not (tmp_path / 'work').exists()
 
 
-def test_denied_upload_is_not_retried_and_names_the_permissions(tmp_path: Path, store: Store) -> None:
-    store.bucket('mds')
-    store.fail('PUT /mds/out/16px/24x16/shard.00000', 403)
-    refused = r's3://mds/out/16px/24x16/shard.00000.mds: the store refuses access \(403\).*check the permissions'
-    with pytest.raises(ValueError, match=refused):
-        run(tmp_path, 's3://mds/out')
-    assert sum('24x16/shard.00000' in name for name in puts(store)) == 1
-
-
-def test_truncated_upload_is_retried(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    shorten(monkeypatch, store, 'report.html', times=1)
-    store.bucket('mds')
-    run(tmp_path, 's3://mds/out')
-    assert len(store.objects('mds')['out/report.html']) > len(b'short')
-
-
-def test_upload_that_is_always_truncated_is_an_error(
-    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shorten(monkeypatch, store, 'report.html', times=RetryPolicy().tries)
-    store.bucket('mds')
-    short = r's3://mds/out/report.html: cannot be written, tried 4 times .*the uploaded object has 5 of \d+ bytes'
-    with pytest.raises(OSError, match=short):
-        run(tmp_path, 's3://mds/out')
-    assert (tmp_path / 'work/complete').exists()
-
-
 def test_shard_damaged_during_other_uploads_is_written_again(
-    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, store: Store, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    victim = '16px/24x16/shard.00000.mds'
     write = object_store.write
 
     def spoil(url: str, content: bytes | Path, **settings: Any) -> object:
         if url.endswith('/report.html'):
-            store.put('s3://mds/out', victim, b'short')
+            store.put('s3://mds/out', SHARD, b'short')
         return write(url, content, **settings)
 
     store.bucket('mds')
     with monkeypatch.context() as patch:
         patch.setattr(object_store, 'write', spoil)
         with pytest.raises(
-            OSError, match=rf's3://mds/out/{victim}: has 5 of \d+ bytes after all uploads; run the same command'
+            OSError, match=rf's3://mds/out/{SHARD}: has 5 of \d+ bytes after all uploads; run the same command'
         ):
             run(tmp_path, 's3://mds/out')
     run(tmp_path, 's3://mds/out')
-    run(tmp_path, 'local')
-    assert store.objects('mds')[f'out/{victim}'] == (tmp_path / 'local' / victim).read_bytes()
-
-
-def shorten(monkeypatch: pytest.MonkeyPatch, store: Store, name: str, *, times: int) -> None:
-    """Truncate the first `times` uploads of a file."""
-    write, remaining = S3Client.write, [name] * times
-
-    def cut(self: S3Client, at: Location, content: bytes | Path, **settings: Any) -> None:
-        write(self, at, content, **settings)
-        if at.key.rpartition('/')[2] in remaining:
-            remaining.remove(name)
-            store.client.put_object(Bucket=at.bucket, Key=at.key, Body=b'short')
-
-    monkeypatch.setattr(S3Client, 'write', cut)
+    assert_prepared(store, expected)
 
 
 def test_nonempty_output_in_a_store_is_not_touched(tmp_path: Path, store: Store) -> None:

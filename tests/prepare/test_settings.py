@@ -76,6 +76,7 @@ def test_yaml_extends_another_and_overrides_take_precedence(tmp_path: Path) -> N
         ({'workers': 0}, 'workers: 0 is out of range; give 1 to 4096'),
         ({'jpeg_quality': 101}, 'jpeg_quality: 101 is out of range; give 1 to 100'),
         ({'max_distance': 9}, 'max_distance: 9 is out of range; give 0 to 8'),
+        ({'store': 'original', 'fast_jpeg': True}, 'fast_jpeg: has no use with store: original'),
         ({'shard_mb': 5000}, 'shard_mb: 5000.0 is out of range'),
         ({'background': 'transparent'}, "background: 'transparent' is not an opaque color"),
         ({'background': '#00000000'}, "background: '#00000000' is not an opaque color"),

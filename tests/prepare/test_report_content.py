@@ -1,15 +1,18 @@
-"""captions.txt: captions of the training images, which tell a user what to ask a model of the dataset for."""
+"""Captions in the report: captions.txt, which tells what to ask a model for, and their numbers of CLIP tokens."""
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from drawn import DrawnSource, draw, encode, samples, settings
+from drawn import DrawnSource, draw, encode, run, samples
+from hypothesis import given
+from hypothesis import strategies as st
 
+from diffusion.models.pretrained import clip_tokenizer
 from diffusion.prepare import report_content
-from diffusion.prepare.pipeline import prepare
+from diffusion.prepare.report_content import CLIP_TOKENS, clip_token_counts
 from diffusion.prepare.source import Entry
-from diffusion.prepare.worker_pool import run_job
 
 
 class Labeled(DrawnSource):
@@ -22,7 +25,7 @@ class Labeled(DrawnSource):
 
 
 def captions(out: Path, **values: Any) -> list[str]:
-    prepare(settings(out, **values), source=Labeled(3, 8), run=lambda jobs: map(run_job, jobs))
+    run(out, Labeled(3, 8), **values)
     text = (out / 'captions.txt').read_text(encoding='utf-8')
     assert text.endswith('\n')
     return text.splitlines()
@@ -42,8 +45,7 @@ def test_captions_of_duplicates_are_left_out(tmp_path: Path) -> None:
         def entry(self, key: str, number: int) -> Entry:
             return Entry(key, encode(draw(number // 2, width=40, height=40), 'PNG'), [f'{number:02}'])
 
-    values = settings(tmp_path / 'out', duplicates='exact')
-    prepare(values, source=Same(2, 4), run=lambda jobs: map(run_job, jobs))
+    run(tmp_path / 'out', Same(2, 4), duplicates='exact')
     assert (tmp_path / 'out/captions.txt').read_text() == '00\n02\n04\n06\n'
 
 
@@ -53,3 +55,40 @@ def test_the_first_distinct_captions_are_listed(tmp_path: Path, monkeypatch: pyt
     found = captions(tmp_path / 'out')
     in_order = dict.fromkeys(caption for sample in samples(tmp_path / 'out/16px') for caption in sample['captions'])
     assert found == sorted(list(in_order)[:limit])
+
+
+TOKENIZER = clip_tokenizer()
+CAPTIONS = [
+    'a red apple',
+    "It's a dog's life; they'll say: 1234 cats!",
+    'Ein schöner Vögel-Flug über Köln, 猫と犬',
+    'emoji \N{GRINNING FACE} \N{FAMILY} and\ttabs',
+    'a ' * 300,
+]
+
+
+def counts(captions: list[str]) -> list[int]:
+    return [len(TOKENIZER(caption, truncation=False).input_ids) for caption in captions]
+
+
+@pytest.mark.parametrize('caption', CAPTIONS)
+def test_counts_are_those_of_transformers(caption: str) -> None:
+    assert clip_token_counts([caption]).tolist() == counts([caption])
+
+
+@given(st.lists(st.text(st.characters(max_codepoint=0x7E, min_codepoint=0x20, exclude_characters='&<!')), max_size=3))
+def test_counts_of_any_ascii(captions: list[str]) -> None:
+    assert clip_token_counts(captions).tolist() == counts(captions)
+
+
+class Long(DrawnSource):
+    """Four images, the last with one word more than CLIP reads."""
+
+    def entry(self, key: str, number: int) -> Entry:
+        return Entry(key, encode(draw(number, width=40, height=40)), ['cat ' * (CLIP_TOKENS - 2 + (number == 3))])
+
+
+def test_report_has_the_share_of_captions_that_are_cut(tmp_path: Path) -> None:
+    report = run(tmp_path / 'out', Long(1, 4))
+    assert np.sum(report.statistics['captions, CLIP tokens']['counts']) == 4
+    assert [note for note in report.notes if note.startswith('25.0% of the captions have more than the 77 tokens')]

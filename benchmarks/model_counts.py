@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from diffusion.config.families import family_of_model
 from diffusion.config.image_shapes import Shape, sdxl_shapes, square
 from diffusion.config.load import load
 from diffusion.config.recipe import Component
@@ -21,10 +22,6 @@ from diffusion.planning.model_costs import PRECISIONS, ModelCosts, route_of
 from diffusion.storage.atomic import write_atomically
 
 YAMLS = Path(__file__).parents[1] / 'yamls'
-STEPS = {'prx': 16, 'mmdit': 16}
-"""Divisors of the sides of aspect buckets, if not 8; on pixels, the patch."""
-SIDES = {'sd2': (256, 512, 768, 1024), 'prx': (256, 512, 1024), 'sdxl': (256, 512, 1024), 'mmdit': (256, 512)}
-"""Sides whose squares and aspect buckets are counted, by model; of the others, squares of 64 px."""
 PIXELS = {'vae': 'pixels', 'patch_size': 32, 'bottleneck_size': 256}
 MODELS = {
     'phase1.yaml and phase2.yaml': Component('sd2'),
@@ -54,8 +51,9 @@ def counts() -> Iterator[tuple[str, ModelKey, list[str], list[tuple[str, str]]]]
     speedrun = load(YAMLS / 'speedrun.yaml', allow_missing=True)
     for purpose, model in MODELS.items():
         costs = ModelCosts(model)
-        squares = [square(side) for side in SIDES.get(model.name, (64,))]
-        aspects = [sdxl_shapes(side, step_of(model)) for side in SIDES.get(model.name, ())]
+        sides = sides_of(model)
+        squares = [square(side) for side in sides or (64,)]
+        aspects = [sdxl_shapes(side, step_of(model)) for side in sides]
         shapes = unique([*squares, *(shape for each in aspects for shape in each)])
         # Memory is decided by the largest shape, so activations are counted for that one alone.
         largest = unique([*squares, *(max(each, key=lambda shape: (shape.pixels, shape.aspect)) for each in aspects)])
@@ -74,9 +72,15 @@ def counts() -> Iterator[tuple[str, ModelKey, list[str], list[tuple[str, str]]]]
     yield 'lora.yaml', ModelCosts(tuned.model, (), tuned.lora).key, ['512x512'], pairs
 
 
+def sides_of(model: Component) -> tuple[int, ...]:
+    """Return the sides whose squares and aspect buckets are counted, by the family; empty for miniatures."""
+    family = family_of_model(model.name)
+    return () if family.miniature is None or model.name == family.miniature.model else family.sides
+
+
 def step_of(model: Component) -> int:
-    """Return the divisor of the sides of a model's aspect buckets, in pixels."""
-    step: Any = model.kwargs.get('patch_size', STEPS.get(model.name, 8))
+    """Return the divisor of the sides of a model's aspect buckets, in pixels; on pixels, the patch."""
+    step: Any = model.kwargs.get('patch_size', family_of_model(model.name).side_step)
     return step
 
 

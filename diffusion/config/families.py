@@ -69,7 +69,7 @@ class Family:
     """The family's miniature; its recipes are tested with it."""
     parameters: Mapping[str, int] = field(default_factory=dict)
     """Published number of the denoiser's parameters, on `latents` and on `pixels`."""
-    sides: tuple[int, ...] = (64,)
+    sides: tuple[int, ...] = ()
     """Sides of images in pixels for which the package has counts of FLOPs and memory."""
     side_step: int = 8
     """Divisor of the sides of images, in pixels."""

@@ -9,7 +9,7 @@ from diffusion.config.recipe import ParallelismConfig
 from diffusion.planning.gpus import find_gpu, load_gpus
 from diffusion.planning.memory import GIB, Setup, memory_of
 from diffusion.planning.published_runs import IMAGES_PER_SECOND
-from diffusion.planning.throughput import planned_speed
+from diffusion.planning.throughput import Assumptions, planned_speed
 from diffusion.planning.workload import phase_of
 
 RECIPES = {
@@ -59,5 +59,5 @@ def published_utilization(pixels: int) -> tuple[float, float] | None:
         return None
     rate = IMAGES_PER_SECOND[pixels][PUBLISHED_GPUS]
     phase = phase_of(load(RECIPES[pixels], allow_missing=True), encoding='latents+text')
-    speed = planned_speed(phase, find_gpu('a100-80gb', load_gpus()), PUBLISHED_GPUS)
+    speed = planned_speed(phase, Assumptions(find_gpu('a100-80gb', load_gpus()), PUBLISHED_GPUS))
     return rate / PUBLISHED_GPUS, speed.mfu

@@ -10,9 +10,10 @@ from diffusion.config.options import Count, Option
 from diffusion.errors import UserError
 from diffusion.planning.checkpoints import RESTART_SECONDS
 from diffusion.planning.gpus import find_gpu, load_gpus, missing_kernels
-from diffusion.planning.plan import Assumptions, load_phases, make_plan, read_measured_speed
+from diffusion.planning.plan import load_phases, make_plan
 from diffusion.planning.plan_json import plan_to_dict
 from diffusion.planning.plan_table import plan_text
+from diffusion.planning.throughput import Assumptions, read_measured_speed
 from diffusion.planning.workload import Encoding
 from diffusion.storage.local_files import check_writable
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffusion.config.device_checks import check_devices
-from diffusion.planning.plan import Assumptions, Plan, phase_speed
-from diffusion.planning.throughput import Cost, training_cost
+from diffusion.planning.plan import Plan
+from diffusion.planning.throughput import Assumptions, Cost, planned_speed, training_cost
 from diffusion.planning.workload import Phase
 from diffusion.storage.atomic import atomic_file
 
@@ -37,8 +37,7 @@ def costs_at(phases: Sequence[Phase], given: Assumptions, gpus: int) -> list[Cos
     scaled = replace(given, gpus=gpus)
     if given.images_per_second is not None:
         scaled = replace(scaled, images_per_second=given.images_per_second * gpus / given.gpus)
-    price = given.price_usd_per_hour
-    return [training_cost(phase, phase_speed(phase, scaled), gpus=gpus, price=price) for phase in phases]
+    return [training_cost(phase, planned_speed(phase, scaled), scaled) for phase in phases]
 
 
 def draw(plan: Plan, out: Path) -> None:
@@ -51,17 +50,17 @@ def draw(plan: Plan, out: Path) -> None:
     phases, given = [each.phase for each in plan.phases], plan.given
     counts = counts_around(phases, given.gpus, given.gpu.gpus_per_node)
     costs = [costs_at(phases, given, count) for count in counts]
-    days = [[cost.days for cost in column] for column in zip(*costs, strict=True)]
     price = given.price_usd_per_hour
-    money = [
-        [cost.gpu_hours if cost.usd is None else cost.usd for cost in column] for column in zip(*costs, strict=True)
-    ]
+    columns = dict(zip((phase.name for phase in phases), zip(*costs, strict=True), strict=True))
+    days = {name: [cost.days for cost in column] for name, column in columns.items()}
+    money = {
+        name: [cost.gpu_hours if cost.usd is None else cost.usd for cost in column] for name, column in columns.items()
+    }
     figure = Figure(figsize=(10, 4.2), layout='constrained')
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
-    names = [phase.name for phase in phases]
-    _bars(left, dict(zip(names, days, strict=True)), counts, given, _days)
-    _bars(right, dict(zip(names, money, strict=True)), counts, given, _hours if price is None else _money)
+    _bars(left, days, counts, given, _days)
+    _bars(right, money, counts, given, _hours if price is None else _money)
     left.set_title('training days', loc='left', fontsize=10)
     title = 'GPU-hours' if price is None else f'dollars at ${price:.2f} per GPU-hour'
     right.set_title(title, loc='left', fontsize=10)

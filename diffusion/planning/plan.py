@@ -3,14 +3,12 @@
 import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from diffusion.config.device_checks import check_devices
 from diffusion.config.load import RecipeError, load
 from diffusion.errors import UserError
 from diffusion.planning import published_runs
 from diffusion.planning.checkpoints import (
-    RESTART_SECONDS,
     Resilience,
     Sizes,
     default_mtbf_hours,
@@ -31,16 +29,15 @@ from diffusion.planning.memory import (
 )
 from diffusion.planning.strategy_advice import Fit, advice, communication_bytes
 from diffusion.planning.throughput import (
+    NO_COST,
     TRANSFORMER_MFU,
     TRANSFORMER_SOURCE,
+    Assumptions,
     Cost,
-    MeasuredSpeed,
     Speed,
     Technique,
-    cost_of_hours,
     planned_speed,
     precompute_cost,
-    read_run,
     techniques_of,
     training_cost,
 )
@@ -50,31 +47,6 @@ HOPELESS_GOODPUT = 0.01
 """Goodput below which planning fails instead of printing a run time of centuries."""
 LAUNCH_SECONDS = 0.02
 """Seconds below which a microbatch is assumed to be bound by kernel launches. A rule of thumb."""
-
-
-@dataclass(frozen=True)
-class Assumptions:
-    """Assumptions of a plan about cluster and throughput, as set by the user; None selects the planner's default."""
-
-    gpu: GPU
-    gpus: int
-    price: float | None = None
-    """US dollars per GPU-hour."""
-    mfu: float | None = None
-    images_per_second: float | None = None
-    """Throughput of all GPUs together."""
-    measured: MeasuredSpeed | None = None
-    mtbf_hours: float | None = None
-    stall_seconds: float | None = None
-    restart_seconds: float = RESTART_SECONDS
-
-    @property
-    def price_usd_per_hour(self) -> float | None:
-        return self.gpu.price_usd_per_hour if self.price is None else self.price
-
-    @property
-    def nodes(self) -> int:
-        return -(-self.gpus // self.gpu.gpus_per_node)
 
 
 @dataclass(frozen=True)
@@ -136,12 +108,12 @@ class Plan:
     @property
     def training(self) -> Cost:
         """Cost of the batches of all recipes alone."""
-        return sum((each.cost for each in self.phases[1:]), self.phases[0].cost)
+        return sum((each.cost for each in self.phases), NO_COST)
 
     @property
     def precompute(self) -> Cost:
         """Cost of encoding the data of all recipes before training."""
-        return sum((each.precompute for each in self.phases[1:]), self.phases[0].precompute)
+        return sum((each.precompute for each in self.phases), NO_COST)
 
     @property
     def total(self) -> Cost:
@@ -149,7 +121,8 @@ class Plan:
 
     @property
     def expected(self) -> Cost:
-        return sum((each.expected for each in self.phases[1:]), self.phases[0].expected) + self.precompute
+        """Cost including saves, failures and precomputing."""
+        return sum((each.expected for each in self.phases), NO_COST) + self.precompute
 
     @property
     def goodput(self) -> float:
@@ -224,18 +197,6 @@ def make_plan(
     return Plan(plans, given, _warnings(plans, given, today or datetime.date.today()), _notes(plans, given))
 
 
-def read_measured_speed(run: Path) -> MeasuredSpeed:
-    """Read the throughput of an earlier run from its metrics, and its FLOPs per image from the recipe stored with them.
-
-    Raises:
-        UserError: The folder has no recipe or no logged throughput.
-    """
-    recipe = run / 'recipe.yaml'
-    if not recipe.is_file():
-        raise UserError(f'--from-run: {run} has no recipe.yaml; use the folder of a run, such as runs/phase1')
-    return read_run(run, phase_of(load(recipe, allow_missing=True)).flops())
-
-
 def _check_progress(saving: Resilience) -> None:
     """Raise UserError if failures leave almost no time to train; a run shorter than its saves is only short."""
     lost_per_failure = saving.restart_seconds + saving.stall_seconds
@@ -249,13 +210,12 @@ def _check_progress(saving: Resilience) -> None:
 
 def _plan_phase(phase: Phase, given: Assumptions, gpus: dict[str, GPU]) -> PhasePlan:
     """Return the plan of one training phase."""
-    speed = phase_speed(phase, given)
+    speed = planned_speed(phase, given)
     fit = _fits(phase, given)
-    mtbf = default_mtbf_hours(given.gpus) if given.mtbf_hours is None else given.mtbf_hours
     return PhasePlan(
         phase=phase,
         speed=speed,
-        cost=training_cost(phase, speed, gpus=given.gpus, price=given.price_usd_per_hour),
+        cost=training_cost(phase, speed, given),
         fit=fit,
         ways_out=() if fit[0].fits else tuple(ways_out(phase, fit[0].setup, given.gpu, gpus)),
         alternatives=_alternatives(phase, given),
@@ -265,7 +225,7 @@ def _plan_phase(phase: Phase, given: Assumptions, gpus: dict[str, GPU]) -> Phase
             phase,
             images_per_second=speed.images_per_second,
             nodes=given.nodes,
-            mtbf_hours=mtbf,
+            mtbf_hours=default_mtbf_hours(given.gpus) if given.mtbf_hours is None else given.mtbf_hours,
             stall_seconds=given.stall_seconds,
             restart_seconds=given.restart_seconds,
         ),
@@ -273,29 +233,14 @@ def _plan_phase(phase: Phase, given: Assumptions, gpus: dict[str, GPU]) -> Phase
     )
 
 
-def phase_speed(phase: Phase, given: Assumptions, encoding: Encoding | None = None) -> Speed:
-    """Return the throughput of a phase under the user's assumptions; `encoding` replaces the form of stored samples."""
-    return planned_speed(
-        phase,
-        given.gpu,
-        given.gpus,
-        encoding=encoding,
-        mfu=given.mfu,
-        images_per_second=given.images_per_second,
-        measured=given.measured,
-    )
-
-
 def _fits(phase: Phase, given: Assumptions) -> tuple[Fit, ...]:
     """Return the memory under each parallelism strategy, the recipe's own first."""
-    share = phase.recipe.global_batch // given.gpus
     microbatch = phase.recipe.device_train_microbatch_size
-    size = microbatch if isinstance(microbatch, int) else share
+    size = microbatch if isinstance(microbatch, int) else phase.recipe.global_batch // given.gpus
+    own = Setup(given.gpus, size, phase.recipe.parallelism)
     fits = []
-    setups = strategies(Setup(given.gpus, size, phase.recipe.parallelism), devices_per_node=given.gpu.gpus_per_node)
-    for setup in setups:
-        memory = memory_of(phase, setup)
-        largest = largest_microbatch(phase, setup, given.gpu)
+    for setup in strategies(own, devices_per_node=given.gpu.gpus_per_node):
+        memory, largest = memory_of(phase, setup), largest_microbatch(phase, setup, given.gpu)
         fits.append(Fit(setup, memory, fits_in_memory(memory, given.gpu), largest, communication_bytes(phase, setup)))
     return tuple(fits)
 
@@ -307,41 +252,35 @@ def _alternatives(phase: Phase, given: Assumptions) -> tuple[Alternative, ...]:
     else:
         # A text encoder that is trained has no fixed output that could be stored.
         encodings = ENCODINGS[:2] if phase.model.trains_text else ENCODINGS
-    price, alternatives = given.price_usd_per_hour, []
-    for encoding in encodings:
-        speed = phase_speed(phase, given, encoding)
-        precompute = cost_of_hours(0.0, gpus=given.gpus, price=price)
-        if encoding != 'pictures':
-            precompute = precompute_cost(phase, encoding, given.gpu, gpus=given.gpus, price=price)
-        alternatives.append(
-            Alternative(
-                encoding=encoding,
-                speed=speed,
-                training=training_cost(phase, speed, gpus=given.gpus, price=price),
-                precompute=precompute,
-                storage=storage_of(phase, encoding, images_per_second=speed.images_per_second, nodes=given.nodes),
-            )
+    speeds = {encoding: planned_speed(phase, given, encoding) for encoding in encodings}
+    return tuple(
+        Alternative(
+            encoding=encoding,
+            speed=speed,
+            training=training_cost(phase, speed, given),
+            precompute=precompute_cost(phase, encoding, given),
+            storage=storage_of(phase, encoding, images_per_second=speed.images_per_second, nodes=given.nodes),
         )
-    return tuple(alternatives)
+        for encoding, speed in speeds.items()
+    )
 
 
 def _warnings(plans: Sequence[PhasePlan], given: Assumptions, today: datetime.date) -> tuple[str, ...]:
     warnings = []
-    stale = given.gpu.stale(today) if given.price is None else None
-    if stale is not None:
+    if given.price is None and (stale := given.gpu.stale(today)):
         warnings.append(stale)
     if given.price_usd_per_hour is None:
         warnings.append(f'the price of the {given.gpu.name} is unknown, so no cost is shown; pass --price')
     for each in plans:
-        if not each.fit[0].fits:
-            recipe_fit = each.fit[0]
+        recipe_fit = each.fit[0]
+        microbatch = recipe_fit.setup.microbatch
+        if not recipe_fit.fits:
             need, have = recipe_fit.memory.reserved / GIB, given.gpu.memory_gib
             way_out = ', or '.join(each.ways_out) or 'a smaller model'
             warnings.append(
                 f'{each.phase.name} does not fit: needs {need:.1f} GiB of {have:.1f} GiB at microbatch '
-                f'{recipe_fit.setup.microbatch}; use {way_out}'
+                f'{microbatch}; use {way_out}'
             )
-        microbatch = each.fit[0].setup.microbatch
         seconds = microbatch * given.gpus / each.speed.images_per_second
         # An MFU measured on large models says nothing about a model whose kernels end before the next one is launched.
         if seconds < LAUNCH_SECONDS and given.images_per_second is None and given.measured is None:
@@ -357,8 +296,7 @@ def _warnings(plans: Sequence[PhasePlan], given: Assumptions, today: datetime.da
 def _notes(plans: Sequence[PhasePlan], given: Assumptions) -> tuple[str, ...]:
     notes = [f'{each.phase.name}: {note}' for each in plans for note in each.phase.notes]
     for each in plans:
-        found = advice(each.fit, given.gpu)
-        if found is not None:
+        if found := advice(each.fit, given.gpu):
             notes.append(f'{each.phase.name}: {found}')
     unknown = [each.phase.name for each in plans if each.phase.samples is None]
     if unknown:

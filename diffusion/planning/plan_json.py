@@ -1,5 +1,6 @@
 """JSON form of a plan; the unit of every number is part of its key."""
 
+from dataclasses import asdict
 from typing import Any
 
 from diffusion.planning.checkpoints import kept_checkpoints
@@ -61,14 +62,10 @@ def _phase(each: PhasePlan) -> dict[str, Any]:
         'memory': [_fit(fit) for fit in each.fit],
         'ways_out': list(each.ways_out),
         'data': [_alternative(other, each.phase) for other in each.alternatives],
-        'checkpoint_bytes': {
-            'weights': each.sizes.weights,
-            'with_optimizer': each.sizes.with_optimizer,
-            'with_averages': each.sizes.with_averages,
-        },
-        'kept_checkpoints': None if kept is None else {'count': kept.count, 'bytes': kept.bytes},
+        'checkpoint_bytes': asdict(each.sizes),
+        'kept_checkpoints': None if kept is None else asdict(kept),
         'snapshot_bytes_per_node': each.snapshot_bytes,
-        'saving': dict(vars(each.resilience)),
+        'saving': asdict(each.resilience),
         'save_strategies': [_strategy(simulated) for simulated in simulate_strategies(each.resilience)],
     }
 
@@ -88,8 +85,7 @@ def _published(plan: Plan) -> dict[str, Any] | None:
     run = plan.published
     if run is None:
         return None
-    costs = {'hours': run.hours, 'gpu_hours': run.gpu_hours, 'usd': run.usd}
-    return {'source': run.source, 'gpu': run.gpu, 'gpus': run.gpus, 'stages': len(run.stages), **costs}
+    return _named(run, 'source', 'gpu', 'gpus') | {'stages': len(run.stages)} | _named(run, 'hours', 'gpu_hours', 'usd')
 
 
 def _technique(technique: Technique, batch: int) -> dict[str, Any]:
@@ -100,19 +96,13 @@ def _technique(technique: Technique, batch: int) -> dict[str, Any]:
         'images_without': technique.images_without,
         'batches_without': technique.images_without / batch,
         'published': [
-            {
-                'conditions': effect.conditions,
-                'speedup': effect.speedup,
-                'images_without': effect.images_without,
-                'batches_without': effect.images_without / batch,
-            }
-            for effect in technique.published
+            asdict(effect) | {'batches_without': effect.images_without / batch} for effect in technique.published
         ],
     }
 
 
 def _cost(cost: Cost) -> dict[str, float | None]:
-    return {'hours': cost.hours, 'days': cost.days, 'gpu_hours': cost.gpu_hours, 'usd': cost.usd}
+    return _named(cost, 'hours', 'days', 'gpu_hours', 'usd')
 
 
 def _fit(fit: Fit) -> dict[str, Any]:
@@ -135,19 +125,15 @@ def _alternative(other: Alternative, phase: Phase) -> dict[str, Any]:
         'encoding': other.encoding,
         'training': _cost(other.training),
         'precompute': _cost(other.precompute),
-        'bytes_per_sample': storage.bytes_per_sample,
-        'stored_bytes': storage.stored_bytes,
-        'read_bytes': storage.read_bytes,
-        'bytes_per_second': storage.bytes_per_second,
-        'bytes_per_second_per_node': storage.bytes_per_second_per_node,
+        **_named(storage, 'bytes_per_sample', 'stored_bytes', 'read_bytes'),
+        **_named(storage, 'bytes_per_second', 'bytes_per_second_per_node'),
         'store_reads_per_epoch': {'first': _store_reads(reads.first), 'later': _store_reads(reads.later)},
     }
 
 
 def _store_reads(reads: StoreReads) -> dict[str, float]:
-    return {
-        'bytes': reads.bytes,
-        'requests': reads.requests,
-        'request_usd': reads.request_usd,
-        'egress_usd': reads.egress_usd,
-    }
+    return _named(reads, 'bytes', 'requests', 'request_usd', 'egress_usd')
+
+
+def _named(owner: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(owner, name) for name in names}

@@ -22,36 +22,22 @@ PARTS = {
     'activations': 'activations',
     'working': 'working tensors',
 }
-ENCODING_NAMES = {
-    'pictures': 'images',
-    'latents': 'latents, text online',
-    'latents+text': 'latents and text',
-}
+ENCODING_NAMES = {'pictures': 'images', 'latents': 'latents, text online', 'latents+text': 'latents and text'}
 
 
 def plan_text(plan: Plan) -> str:
     """Return a plan as the text that `diffusion plan` prints: tables, notes and warnings."""
-    sections = [_overview(plan), _time(plan), _techniques(plan), _memory(plan), _data(plan), _store_reads(plan)]
-    sections += [_checkpoints(plan), _strategies(plan)]
+    tables = (_overview, _time, _techniques, _memory, _data, _store_reads, _checkpoints, _strategies)
+    sections = [table(plan) for table in tables]
     sections += [_bullets('Notes', plan.notes), _bullets('WARNINGS', plan.warnings)]
     return '\n\n'.join(section for section in sections if section)
 
 
 def _overview(plan: Plan) -> str:
     rows = [['', 'shape', 'batches', 'global batch', 'images', 'parameters', 'GFLOP per image']]
-    for each in plan.phases:
-        phase = each.phase
-        rows.append(
-            [
-                phase.name,
-                _shapes(phase),
-                f'{phase.batches:,}',
-                f'{phase.recipe.global_batch:,}',
-                f'{phase.images / 1e6:,.1f} M',
-                f'{phase.model.trained_parameters / 1e6:,.1f} M',
-                _flops(phase),
-            ]
-        )
+    for phase in (each.phase for each in plan.phases):
+        work = [_shapes(phase), f'{phase.batches:,}', f'{phase.recipe.global_batch:,}', f'{phase.images / 1e6:,.1f} M']
+        rows.append([phase.name, *work, f'{phase.model.trained_parameters / 1e6:,.1f} M', _flops(phase)])
     given = plan.given
     price = given.price_usd_per_hour
     price_text = 'price unknown' if price is None else f'${price:.2f} per GPU-hour'
@@ -131,26 +117,17 @@ def _memory(plan: Plan) -> str:
             largest = f'{fit.largest_microbatch} of {share}' if fit.largest_microbatch else 'none'
             rows.append([label, *cells, _gib(fit.memory.allocated), _gib(fit.memory.reserved), largest + mark])
             rows[-1].append(f'{fit.communication_bytes / 1e9:,.2f}')
-        blocks.append(_section(f'{title}, microbatch {recipe_fit.setup.microbatch}', _transposed(rows)))
+        # Purposes are rows and strategies are columns.
+        columns = [*zip(*rows, strict=True)]
+        blocks.append(_section(f'{title}, microbatch {recipe_fit.setup.microbatch}', columns))
     return '\n\n'.join(blocks)
 
 
 def _data(plan: Plan) -> str:
     blocks = []
     for each in plan.phases:
-        rows = [
-            [
-                'stored as',
-                'per sample',
-                'stored',
-                'read',
-                'GB/s',
-                'GB/s per node',
-                'total days',
-                'total dollars',
-                'precompute dollars',
-            ]
-        ]
+        rows = [['stored as', 'per sample', 'stored', 'read', 'GB/s', 'GB/s per node']]
+        rows[0] += ['total days', 'total dollars', 'precompute dollars']
         for other in each.alternatives:
             mark = ' (recipe)' if other.encoding == each.phase.encoding else ''
             storage = other.storage
@@ -194,8 +171,8 @@ def _checkpoints(plan: Plan) -> str:
     columns = ['', 'weights', '+ optimizer', '+ averages', 'host memory per node']
     rows = [[*columns, 'save takes', 'save every', 'goodput', 'recipe saves every', 'and keeps at most']]
     for each in plan.phases:
-        saving = each.resilience
-        kept = kept_checkpoints(each.phase, saving, each.sizes)
+        saving, sizes = each.resilience, each.sizes
+        kept = kept_checkpoints(each.phase, saving, sizes)
         recipe_interval = '(unknown: neither batches nor a time)'
         if saving.recipe_interval_seconds is not None:
             interval = each.phase.recipe.trainer['save_interval']
@@ -204,10 +181,7 @@ def _checkpoints(plan: Plan) -> str:
         rows.append(
             [
                 each.phase.name,
-                _bytes(each.sizes.weights),
-                _bytes(each.sizes.with_optimizer),
-                _bytes(each.sizes.with_averages),
-                _bytes(each.snapshot_bytes),
+                *map(_bytes, (sizes.weights, sizes.with_optimizer, sizes.with_averages, each.snapshot_bytes)),
                 f'{saving.stall_seconds:,.0f} s',
                 f'{saving.interval_batches:,}ba = {_duration(saving.interval_seconds)}',
                 f'{saving.goodput:.3f}',
@@ -215,8 +189,7 @@ def _checkpoints(plan: Plan) -> str:
                 '(not known)' if kept is None else f'{kept.count:,} = {_bytes(kept.bytes)}',
             ]
         )
-    mtbf = plan.phases[0].resilience.mtbf_hours
-    return _section(f'Checkpoints, with one failure every {_duration(3600 * mtbf)}', rows, left={8, 9})
+    return _section(f'Checkpoints, with {_failures(plan)}', rows, left={8, 9})
 
 
 def _strategies(plan: Plan) -> str:
@@ -228,12 +201,12 @@ def _strategies(plan: Plan) -> str:
             found.strategy.name: f'{found.goodput:.3f} every {_duration(found.strategy.interval)}' for found in phase
         }
         rows.append([each.phase.name, *(cells.get(name, '') for name in names)])
-    saving = plan.phases[0].resilience
-    failures = f'one failure every {_duration(3600 * saving.mtbf_hours)}'
-    title = (
-        f'Goodput of save strategies, with {failures} and restarts of {_duration(saving.restart_seconds)} (simulated)'
-    )
-    return _section(title, rows)
+    failures = f'{_failures(plan)} and restarts of {_duration(plan.given.restart_seconds)}'
+    return _section(f'Goodput of save strategies, with {failures} (simulated)', rows)
+
+
+def _failures(plan: Plan) -> str:
+    return f'one failure every {_duration(3600 * plan.phases[0].resilience.mtbf_hours)}'
 
 
 # -- formatting of values --
@@ -297,11 +270,6 @@ def _section(title: str, rows: Sequence[Sequence[str]], *, left: Collection[int]
         ]
         lines.append('  ' + '  '.join(cells).rstrip())
     return '\n'.join([title, *lines])
-
-
-def _transposed(rows: list[list[str]]) -> list[list[str]]:
-    """Swap the rows and columns of a table, so that memory purposes are rows and strategies are columns."""
-    return [list(column) for column in zip(*rows, strict=True)]
 
 
 def _bullets(title: str, lines: Sequence[str]) -> str:

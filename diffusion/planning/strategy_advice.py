@@ -35,8 +35,7 @@ def communication_bytes(phase: Phase, setup: Setup) -> int:
     reduced_width = width if settings.mixed_precision == 'pure' else FLOAT32
     share = max(setup.microbatch, phase.recipe.global_batch // setup.devices)
     microbatches = -(-share // setup.microbatch)
-    reduces_once = bool(phase.speed(settings.strategy).reduce_once)
-    reductions = 1 if reduces_once else microbatches
+    reductions = 1 if phase.speed(settings.strategy).reduce_once else microbatches
     gathers = reductions  # forward pass; weights stay gathered between microbatches that are not reduced
     if settings.reshard_after_forward:
         gathers += microbatches  # backward pass
@@ -53,11 +52,7 @@ def recommended(fits: Sequence[Fit]) -> Fit | None:
     its modules in every forward and backward pass.
     """
     fitting = [fit for fit in fits if fit.fits]
-    return min(
-        fitting,
-        key=lambda fit: (fit.setup.parallelism.strategy != 'ddp', fit.communication_bytes),
-        default=None,
-    )
+    return min(fitting, key=lambda fit: (fit.setup.label != 'ddp', fit.communication_bytes), default=None)
 
 
 def advice(fits: Sequence[Fit], gpu: GPU) -> str | None:
@@ -76,7 +71,7 @@ def advice(fits: Sequence[Fit], gpu: GPU) -> str | None:
     )
     if settings.strategy == 'ddp':
         text += ', and runs no hooks in Python during forward and backward pass'
-    elif any(fit.setup.parallelism.strategy == 'ddp' and not fit.fits for fit in fits):
+    elif any(fit.setup.label == 'ddp' and not fit.fits for fit in fits):
         text += '; ddp does not fit'
     if best is fits[0]:
         return f"{text} (the recipe's)"

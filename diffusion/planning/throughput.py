@@ -5,11 +5,12 @@ import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from diffusion.config.load import load
 from diffusion.errors import UserError
 from diffusion.planning import published_runs
+from diffusion.planning.checkpoints import RESTART_SECONDS
 from diffusion.planning.gpus import GPU
-from diffusion.planning.published_runs import PRX_BATCHES_PER_SECOND
-from diffusion.planning.workload import BACKWARD, Encoding, Phase
+from diffusion.planning.workload import BACKWARD, Encoding, Phase, phase_of
 from diffusion.storage.text_tables import json_objects
 
 ASSUMED_MFU = 0.25
@@ -60,37 +61,53 @@ class MeasuredSpeed:
     """Description of the source, as printed in the plan."""
 
 
-def planned_speed(
-    phase: Phase,
-    gpu: GPU,
-    gpus: int,
-    *,
-    encoding: Encoding | None = None,
-    mfu: float | None = None,
-    images_per_second: float | None = None,
-    measured: MeasuredSpeed | None = None,
-) -> Speed:
+@dataclass(frozen=True)
+class Assumptions:
+    """Assumptions of a plan about cluster and throughput, as set by the user; None selects the planner's default."""
+
+    gpu: GPU
+    gpus: int
+    price: float | None = None
+    """US dollars per GPU-hour."""
+    mfu: float | None = None
+    images_per_second: float | None = None
+    """Throughput of all GPUs together."""
+    measured: MeasuredSpeed | None = None
+    mtbf_hours: float | None = None
+    stall_seconds: float | None = None
+    restart_seconds: float = RESTART_SECONDS
+
+    @property
+    def price_usd_per_hour(self) -> float | None:
+        return self.gpu.price_usd_per_hour if self.price is None else self.price
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.gpus // self.gpu.gpus_per_node)
+
+
+def planned_speed(phase: Phase, given: Assumptions, encoding: Encoding | None = None) -> Speed:
     """Return the throughput of a phase: given by the user, measured, published for this model and GPU, or assumed.
 
     Args:
         encoding: Form in which samples are stored, which determines which encoders run online; None means as in the
             recipe.
-        images_per_second: Throughput of all GPUs together, with the encoders run as in the recipe.
     """
     encoding = encoding or phase.encoding
     model_flops = phase.flops(encoding)
     executed_flops = phase.executed_flops(encoding)
+    gpu, gpus = given.gpu, given.gpus
     peak = gpus * gpu.peak_flops(phase.autocast)
-    if images_per_second is not None:
+    if given.images_per_second is not None:
         # The figure was measured with the recipe's encoding; another one changes the FLOPs per image.
-        rate, source = images_per_second * phase.flops() / model_flops, '--images-per-second'
-    elif measured is not None:
+        rate, source = given.images_per_second * phase.flops() / model_flops, '--images-per-second'
+    elif (measured := given.measured) is not None:
         # This assumes that FLOP/s per device carry over to another recipe and to another number of devices.
         rate = gpus * measured.images_per_second_per_device * measured.flops_per_image / model_flops
         source = measured.source
-    elif mfu is not None:
+    elif given.mfu is not None:
         # The assumed utilization is that of the hardware, so recomputation costs throughput.
-        rate, source = mfu * peak / executed_flops, f'--mfu {mfu:g}'
+        rate, source = given.mfu * peak / executed_flops, f'--mfu {given.mfu:g}'
     elif (found := _published(phase, gpu, gpus, encoding)) is not None:
         rate, source = found
     else:
@@ -107,13 +124,16 @@ def planned_speed(
     return Speed(rate, model_flops * rate / peak, source)
 
 
-def read_run(folder: Path, flops_per_image: float) -> MeasuredSpeed:
-    """Read the throughput of a run from its metrics.jsonl: the median of the values that were logged.
+def read_measured_speed(run: Path) -> MeasuredSpeed:
+    """Read the throughput of an earlier run: the median in its metrics, and the FLOPs per image of its recipe.
 
     Raises:
-        UserError: The file does not exist, or contains no throughput.
+        UserError: The folder has no recipe or no logged throughput.
     """
-    path = folder / 'metrics.jsonl'
+    recipe, path = run / 'recipe.yaml', run / 'metrics.jsonl'
+    if not recipe.is_file():
+        raise UserError(f'--from-run: {run} has no recipe.yaml; use the folder of a run, such as runs/phase1')
+    flops_per_image = phase_of(load(recipe, allow_missing=True)).flops()
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -201,27 +221,27 @@ class Cost:
         return Cost(self.hours * factor, self.gpu_hours * factor, None if self.usd is None else self.usd * factor)
 
 
-def cost_of_hours(hours: float, *, gpus: int, price: float | None) -> Cost:
-    """Return the cost of wall-clock hours on a number of GPUs, at a price in US dollars per GPU-hour."""
-    gpu_hours = hours * gpus
+NO_COST = Cost(0.0, 0.0, 0.0)
+
+
+def cost_of_hours(hours: float, given: Assumptions) -> Cost:
+    """Return the cost of wall-clock hours on all GPUs."""
+    gpu_hours, price = hours * given.gpus, given.price_usd_per_hour
     return Cost(hours, gpu_hours, None if price is None else gpu_hours * price)
 
 
-def training_cost(phase: Phase, speed: Speed, *, gpus: int, price: float | None) -> Cost:
+def training_cost(phase: Phase, speed: Speed, given: Assumptions) -> Cost:
     """Return the cost of the training batches of a phase alone: no evaluation, no saves, no failures."""
-    return cost_of_hours(phase.images / speed.images_per_second / HOUR, gpus=gpus, price=price)
+    return cost_of_hours(phase.images / speed.images_per_second / HOUR, given)
 
 
-def precompute_cost(phase: Phase, encoding: Encoding, gpu: GPU, *, gpus: int, price: float | None) -> Cost:
-    """Return the cost of encoding every distinct image once before training.
-
-    Args:
-        encoding: Form in which the results are stored, which determines which encoders run.
-        price: US dollars per GPU-hour; None if unknown.
-    """
+def precompute_cost(phase: Phase, encoding: Encoding, given: Assumptions) -> Cost:
+    """Return the cost of encoding every distinct image once before training, to be stored in the form `encoding`."""
     flops = phase.distinct_images * phase.precompute_flops(encoding)
-    peak = gpus * gpu.peak_flops('fp16')
-    return cost_of_hours(flops / (PRECOMPUTE_MFU * peak) / HOUR, gpus=gpus, price=price)
+    if not flops:
+        return cost_of_hours(0.0, given)
+    peak = given.gpus * given.gpu.peak_flops('fp16')
+    return cost_of_hours(flops / (PRECOMPUTE_MFU * peak) / HOUR, given)
 
 
 CONTRASTIVE = 'contrastive_flow_matching'
@@ -231,12 +251,12 @@ CONTRASTIVE = 'contrastive_flow_matching'
 class MeasuredEffect:
     """Effect of a technique on throughput as measured and published by others."""
 
+    conditions: str
+    """Conditions of the measurement, and the two throughputs."""
     speedup: float
     """Throughput with the technique over that without it."""
     images_without: float
     """Number of images that the money of this run buys without the technique, by that ratio."""
-    conditions: str
-    """Conditions of the measurement, and the two throughputs."""
 
 
 @dataclass(frozen=True)
@@ -256,22 +276,16 @@ class Technique:
 
 def techniques_of(phase: Phase) -> tuple[Technique, ...]:
     """Return the techniques of a recipe, and all of them together if there are several; none for plain training."""
+    names = [each.name for each in phase.recipe.algorithms.values()]
     # Each technique is removed while all others stay, so the changes do not add up to that of all techniques.
     without = {
-        'TREAD': replace(phase, route=None),
-        'REPA': replace(phase, alignment=None),
-        'perceptual losses': replace(phase, perceptual=None),
-        'contrastive flow matching': phase,
-        'Muon': replace(phase, optimizer_flops=0),
+        'TREAD': replace(phase, route=None) if phase.route else None,
+        'REPA': replace(phase, alignment=None) if phase.alignment else None,
+        'perceptual losses': replace(phase, perceptual=None) if phase.perceptual else None,
+        'contrastive flow matching': phase if CONTRASTIVE in names else None,
+        'Muon': replace(phase, optimizer_flops=0) if phase.optimizer_flops else None,
     }
-    used = {
-        'TREAD': phase.route is not None,
-        'REPA': phase.alignment is not None,
-        'perceptual losses': phase.perceptual is not None,
-        'contrastive flow matching': any(each.name == CONTRASTIVE for each in phase.recipe.algorithms.values()),
-        'Muon': bool(phase.optimizer_flops),
-    }
-    found = [_compared(name, phase, without[name]) for name in used if used[name]]
+    found = [_compared(name, phase, other) for name, other in without.items() if other is not None]
     if len(found) > 1:
         plain = replace(phase, route=None, alignment=None, perceptual=None, optimizer_flops=0)
         found.append(_compared('all of them', phase, plain))
@@ -282,7 +296,7 @@ def _compared(name: str, phase: Phase, other: Phase) -> Technique:
     """Return the effect of a technique that `phase` has and `other` lacks."""
     flops, without = phase.executed_flops(), other.executed_flops()
     published = tuple(
-        MeasuredEffect(rate / base, phase.images * base / rate, f'{base} batches/s without, {rate} with, {where}')
-        for base, rate, where in PRX_BATCHES_PER_SECOND.get(name, ())
+        MeasuredEffect(f'{base} batches/s without, {rate} with, {where}', rate / base, phase.images * base / rate)
+        for base, rate, where in published_runs.PRX_BATCHES_PER_SECOND.get(name, ())
     )
     return Technique(name, flops - without, without / flops, phase.images * flops / without, published)

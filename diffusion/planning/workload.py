@@ -2,8 +2,8 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -65,7 +65,9 @@ class Phase:
     @property
     def autocast(self) -> str:
         """Precision in which the GPU computes: bf16, fp16 or fp32."""
-        return _autocast(self.recipe)
+        # Composer's default precision on GPUs is amp_fp16. gpus.yaml has no FP8 peaks, so amp_fp8 is planned as bf16.
+        precision = str(self.recipe.trainer.get('precision', 'amp_fp16')).lower()
+        return {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'amp_fp8': 'bf16'}.get(precision, 'fp32')
 
     def speed(self, strategy: str | None = None) -> SpeedConfig:
         """Return the `speed` settings on GPUs, with nulls resolved and those that the strategy does not support off.
@@ -73,11 +75,19 @@ class Phase:
         Args:
             strategy: Parallelism strategy, such as `ddp`; the recipe's by default.
         """
-        return _speed(self.recipe, strategy)
+        return effective_parts(self.recipe.speed, on_gpu=True, strategy=strategy or self.recipe.parallelism.strategy)
 
     def precision(self, strategy: str | None = None) -> Precision:
         """Return the settings that determine activation memory under a parallelism strategy (default: the recipe's)."""
-        return _precision(self.recipe, strategy)
+        parts = self.speed(strategy)
+        if self.autocast == 'fp32':
+            return 'float32+compile' if parts.compile else 'float32'
+        if parts.compile:
+            return 'half+compile'
+        names = {component.name for component in self.recipe.algorithms.values()}
+        # Composer's algorithms and `speed.low_precision_norms` have the same effect on memory.
+        low_precision = {'low_precision_groupnorm', 'low_precision_layernorm'} <= names
+        return 'half+low_precision_norms' if low_precision or parts.low_precision_norms else 'half'
 
     @property
     def recomputes(self) -> bool:
@@ -189,7 +199,7 @@ class Phase:
     @property
     def largest_shape(self) -> Shape:
         """Image shape with the most pixels, which determines the memory that training needs."""
-        return _largest(self.shapes)
+        return max(self.shapes, key=lambda shape: (shape.pixels, shape.aspect))
 
     def _mean(self, value: Any) -> float:
         return sum(share * value(shape) for shape, share in self.shapes.items())
@@ -221,39 +231,30 @@ def phase_of(recipe: Recipe, *, samples: int | None = None, encoding: Encoding |
     shapes, known, stored = _data(recipe, notes)
     samples = known if samples is None else samples
     batches = _batches(recipe.trainer.get('max_duration'), recipe.global_batch, recipe.loader.epoch_size or samples)
+    recipe_encoding = _encoding(recipe, model)
+    stored_bytes = stored if encoding in (None, recipe_encoding) else None
+    phase = Phase(recipe, model, shapes, batches, samples, stored_bytes, encoding or recipe_encoding)
     # Request everything that the plan needs, for every strategy that it compares, in one call per network: each call
     # that has to count starts a process that imports torch for 15 s. A route needs the number of blocks first.
-    largest, strategies = _largest(shapes), (None, 'ddp', 'fsdp2')
     routes = any(algorithm.name == 'tread' for algorithm in recipe.algorithms.values())
     route = route_of(recipe, model.facts['token_blocks']) if routes else None
-    model.count(list(shapes), [(largest, _precision(recipe, strategy)) for strategy in strategies], route)
+    largest, strategies = phase.largest_shape, (None, 'ddp', 'fsdp2')
+    model.count(list(shapes), [(largest, phase.precision(strategy)) for strategy in strategies], route)
     alignment, perceptual = alignment_of(recipe, model, notes), perceptual_of(recipe, notes)
     for each in (alignment, perceptual):
         if each is not None:
-            precision: Precision = 'float32' if _autocast(recipe) == 'fp32' else 'half'
-            each.require([str(shape) for shape in shapes], [(largest, precision)])
-    recipe_encoding = _encoding(recipe, model)
-    if encoding == 'latents+text' and model.trains_text:
-        raise UserError('--stored latents+text: this recipe trains its text encoder; use --stored latents')
-    if encoding not in (None, 'pictures') and not model.is_latent_diffusion:
-        raise UserError(f'--stored {encoding}: {recipe.model.name} trains on images; use --stored pictures')
-    if encoding not in (None, 'pictures') and model.is_on_pixels:
-        raise UserError(f'--stored {encoding}: the model is on pixels; use --stored pictures')
-    if alignment is not None and (encoding or recipe_encoding) != 'pictures':
+            each.require([str(shape) for shape in shapes], [(largest, phase.auxiliary_precision)])
+    if encoding not in (None, 'pictures'):
+        _check_encoding(encoding, phase)
+    if alignment is not None and phase.encoding != 'pictures':
         notes.append('representation_alignment: the bytes and the computation of stored image features are not counted')
     if samples is None:
-        images = batches * recipe.global_batch
-        samples = published_runs.published_samples(list(shapes), images, model.published_parameters)
+        samples = published_runs.published_samples(list(shapes), phase.images, model.published_parameters)
         if samples is not None:
             notes.append(f'assumed {samples / 1e6:,.0f} M distinct images, as published; change it with --samples')
-    return Phase(
-        recipe=recipe,
-        model=model,
-        shapes=shapes,
-        batches=batches,
+    return replace(
+        phase,
         samples=samples,
-        stored_bytes=stored if encoding in (None, recipe_encoding) else None,
-        encoding=encoding or recipe_encoding,
         notes=tuple(notes),
         route=route,
         alignment=alignment,
@@ -262,31 +263,15 @@ def phase_of(recipe: Recipe, *, samples: int | None = None, encoding: Encoding |
     )
 
 
-def _autocast(recipe: Recipe) -> str:
-    # Composer's default precision on GPUs is amp_fp16. gpus.yaml has no FP8 peaks, so amp_fp8 is planned as bf16.
-    precision = str(recipe.trainer.get('precision', 'amp_fp16')).lower()
-    return {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'amp_fp8': 'bf16'}.get(precision, 'fp32')
-
-
-def _speed(recipe: Recipe, strategy: str | None) -> SpeedConfig:
-    return effective_parts(recipe.speed, on_gpu=True, strategy=strategy or recipe.parallelism.strategy)
-
-
-def _precision(recipe: Recipe, strategy: str | None) -> Precision:
-    """Return the name of the precision settings that determine a run's activation memory, such as `half+compile`."""
-    parts = _speed(recipe, strategy)
-    if _autocast(recipe) == 'fp32':
-        return 'float32+compile' if parts.compile else 'float32'
-    if parts.compile:
-        return 'half+compile'
-    names = {component.name for component in recipe.algorithms.values()}
-    # Composer's algorithms and `speed.low_precision_norms` have the same effect on memory.
-    low_precision = {'low_precision_groupnorm', 'low_precision_layernorm'} <= names
-    return 'half+low_precision_norms' if low_precision or parts.low_precision_norms else 'half'
-
-
-def _largest(shapes: Iterable[Shape]) -> Shape:
-    return max(shapes, key=lambda shape: (shape.pixels, shape.aspect))
+def _check_encoding(encoding: Encoding, phase: Phase) -> None:
+    """Raise UserError if the samples of a phase cannot be stored as latents."""
+    model = phase.model
+    if encoding == 'latents+text' and model.trains_text:
+        raise UserError('--stored latents+text: this recipe trains its text encoder; use --stored latents')
+    if not model.is_latent_diffusion:
+        raise UserError(f'--stored {encoding}: {phase.recipe.model.name} trains on images; use --stored pictures')
+    if model.is_on_pixels:
+        raise UserError(f'--stored {encoding}: the model is on pixels; use --stored pictures')
 
 
 def _batches(duration: Any, batch: int, epoch: int | None) -> int:

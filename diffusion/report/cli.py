@@ -111,11 +111,10 @@ def _default_path(places: list[str]) -> Path:
 def _serve(options: ReportOptions, places: list[str], *, is_table: bool) -> int:
 
     seconds = BUCKET_SECONDS if any(map(is_url, places)) else POLL_SECONDS
+    source: ReportSource = RunsSource(places, price=options.price)
     if is_table:
-        reader = TableReader(places[0], price=options.price, link=run_address)
-        main = ServedPage(TableSource(reader), seconds)
-    else:
-        main = ServedPage(RunsSource(places, price=options.price), seconds)
+        source = TableSource(TableReader(places[0], price=options.price, link=run_address))
+    main = ServedPage(source, seconds)
 
     @cache
     def page_of(name: str) -> ServedPage:

@@ -159,7 +159,7 @@ class TableReader:
 
         def row(name: str) -> dict[str, Any] | None:
             try:
-                return table_row(self._readers[name].read(), self.link(name))
+                return _table_row(self._readers[name].read(), self.link(name))
             except (UserError, ExternalError) as error:
                 notes.append(str(error))
                 return None
@@ -170,11 +170,9 @@ class TableReader:
         return {'kind': 'table', 'generated': time.time(), 'rows': rows, 'notes': sorted(notes)}
 
 
-def table_row(run: RunContent, link: str | None) -> dict[str, Any]:
-    """Return the row of a run."""
+def _table_row(run: RunContent, link: str | None) -> dict[str, Any]:
     status, cost = run.status, run.cost
     cause = status.attempts[-1]['cause'] if status.attempts else None
-    is_known = cost.price is not None and cost.device_hours is not None
     return {
         'name': run.name,
         'link': link,
@@ -186,7 +184,7 @@ def table_row(run: RunContent, link: str | None) -> dict[str, Any]:
         'evaluation': _last_evaluation(run),
         'goodput': status.goodput,
         'device_hours': cost.device_hours,
-        'dollars': cost.price * cost.device_hours if is_known else None,  # type: ignore[operator]
+        'dollars': None if cost.price is None or cost.device_hours is None else cost.price * cost.device_hours,
         'last_activity': status.last_activity,
     }
 
@@ -214,12 +212,8 @@ def written_report(place: str, name: str) -> str | None:
     if is_url(place):
         return None
     exists = REPORT in files_of_run(f'{place}/{name}').list().files
-    return f'{_quoted(name)}/{REPORT}' if exists else None
-
-
-def _quoted(name: str) -> str:
     # The prefix `./` keeps a name such as `javascript:...` from being a scheme.
-    return f'./{quote(name)}'
+    return f'./{quote(name)}/{REPORT}' if exists else None
 
 
 IMAGE_BYTES = 1_700_000
@@ -264,17 +258,14 @@ class RunsSource:
         self.places = [*places]
         share = IMAGE_BYTES // len(places)
         self._readers = [RunReader(place, image_bytes=share, price=price) for place in places]
-        names = [reader.name for reader in self._readers]
-        self.title = names[0] if len(names) == 1 else ' / '.join(names)
+        self.title = ' / '.join(reader.name for reader in self._readers)
 
     def read(self) -> Page:
-        runs = [reader.read() for reader in self._readers]
-        images = {key: image for run in runs for key, image in run.images.encoded.items()}
+        runs, images = self._content()
         return Page({'kind': 'runs', **page_data(runs)}, images)
 
     def write(self) -> str:
-        runs = [reader.read() for reader in self._readers]
-        images = {key: image for run in runs for key, image in run.images.encoded.items()}
+        runs, images = self._content()
         points = TOTAL_POINTS
         while True:
             data = {'kind': 'runs', **page_data(runs, total_points=points)}
@@ -287,6 +278,10 @@ class RunsSource:
                     'runs'
                 )
             points //= 2
+
+    def _content(self) -> tuple[list[RunContent], dict[str, bytes]]:
+        runs = [reader.read() for reader in self._readers]
+        return runs, {key: image for run in runs for key, image in run.images.encoded.items()}
 
 
 class TableSource:

@@ -233,9 +233,7 @@ def recipe_differences(texts: Sequence[str]) -> list[dict[str, Any]]:
 
 def _text(value: Any) -> str:
     """Return a value as it would be written in a recipe."""
-    if value is None or isinstance(value, bool):
-        return {None: 'null', True: 'true', False: 'false'}[value]
-    return str(value)
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 MAX_POINTS = 400
@@ -282,24 +280,19 @@ _MEMORY_TOLERANCE = 0.12
 
 @dataclass
 class RunCost:
-    """Device-hours and price of a run, so far and to come.
-
-    Attributes:
-        devices: Number of devices of the last attempt, or None if it is unknown.
-        gpu: Model of its GPUs, `cpu` if it has none, or empty if it is unknown.
-        device_hours: Device-hours of all attempts, or None if a number of devices is unknown.
-        hours_left: Hours of training left, or None if unknown.
-        device_hours_left: Device-hours of training left, or None if unknown.
-        price: US dollars per device-hour, or None.
-        price_source: Source of the price.
-    """
+    """Device-hours and price of a run, so far and to come; None for what is unknown."""
 
     devices: int | None = None
+    """Number of devices of the last attempt."""
     gpu: str = ''
+    """Model of its GPUs, `cpu` if it has none, or empty if it is unknown."""
     device_hours: float | None = None
+    """Device-hours of all attempts."""
     hours_left: float | None = None
+    """Hours of training left."""
     device_hours_left: float | None = None
     price: float | None = None
+    """US dollars per device-hour."""
     price_source: str = ''
 
 
@@ -314,7 +307,7 @@ def run_cost(
 
     Args:
         world_sizes: Numbers of devices in the receipts of its checkpoints, newest first, for attempts without one.
-        hours_left: Hours of training left, or None if unknown.
+        hours_left: Hours of training left; None if unknown.
         price: US dollars per device-hour; None for the price of its GPUs in planning/gpus.yaml.
     """
     assumed = next(iter(world_sizes), None)
@@ -338,11 +331,7 @@ def run_cost(
 
 
 def gpu_of_product(product: str, gpus: Mapping[str, GPU]) -> GPU | None:
-    """Return the GPU model of a driver's product name, such as `NVIDIA H100 80GB HBM3`, or None if none fits.
-
-    Args:
-        product: Name of the product, or of a GPU model.
-    """
+    """Return the GPU model of a driver's product name, such as `NVIDIA H100 80GB HBM3`, or None if none fits."""
     words = _words(product)
     if product.lower() in gpus:
         return gpus[product.lower()]

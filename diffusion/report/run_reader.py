@@ -40,35 +40,32 @@ MARKS = {METRICS, ATTEMPTS, run_lock.LOCK, node_status.FOLDER, RECIPE}
 
 @dataclass
 class RunContent:
-    """Content of the files of a run.
-
-    Attributes:
-        place: The run's folder or URL.
-        name: Last part of the place.
-        status: State, progress and attempts.
-        series: Metrics over batches by name.
-        hours: Batches and hours of training up to them, or None.
-        lost_seconds: Seconds lost by cause of the end of an attempt. breakdown: Seconds of the run by category, or
-        empty. cost: Devices, device-hours and price. evaluations: Results of evaluated checkpoints. images: Sampled
-        images. checkpoints: Checkpoints, newest first. saves: Saves by place. recipe: Text of the recipe. changes:
-        Changes of the recipe on resume. notes: Problems that were met.
-    """
+    """Content of the files of a run."""
 
     place: str
+    """The run's folder or URL."""
     name: str
     status: RunReport
     series: dict[str, Series] = field(default_factory=dict)
+    """Metrics over batches by name."""
     hours: tuple[list[int], list[float]] | None = None
+    """Batches, and hours of training up to each."""
     lost_seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds lost by cause of the end of an attempt."""
     breakdown: dict[str, float] = field(default_factory=dict)
+    """Seconds of the run by category."""
     cost: RunCost = field(default_factory=RunCost)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     images: SampledImages = field(default_factory=SampledImages)
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
+    """Checkpoints, newest first."""
     saves: list[dict[str, Any]] = field(default_factory=list)
+    """Saves by place."""
     recipe: str = ''
     changes: list[dict[str, Any]] = field(default_factory=list)
+    """Changes of the recipe on resume."""
     notes: list[str] = field(default_factory=list)
+    """Problems that were met."""
 
 
 def looks_like_a_run(listing: Listing) -> bool:

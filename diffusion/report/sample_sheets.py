@@ -32,31 +32,25 @@ _DAMAGE = (OSError, ValueError, SyntaxError, TypeError, KeyError, RecursionError
 
 @dataclass(frozen=True)
 class Sheet:
-    """Images of one moment of a run.
-
-    Args:
-        batch: Number of batches that the run had completed; None for the last evaluation.
-        figures: Figures, each with its `caption` and, in `images`, the key and size of each image.
-    """
+    """Images of one moment of a run."""
 
     batch: int | None
+    """Number of batches that the run had completed; None for the last evaluation."""
     figures: list[dict[str, Any]]
+    """Figures, each with its `caption` and, in `images`, the key and size of each image."""
 
 
 @dataclass
 class SampledImages:
-    """Sheets for a page.
-
-    Args:
-        generated: Sheet of the last evaluation, or None.
-        total: Number of sheets that the run has.
-        encoded: WebP images by the keys in the sheets.
-    """
+    """Sheets for a page."""
 
     sheets: list[Sheet] = field(default_factory=list)
     generated: Sheet | None = None
+    """Sheet of the last evaluation."""
     total: int = 0
+    """Number of sheets that the run has."""
     encoded: dict[str, bytes] = field(default_factory=dict)
+    """WebP images by the keys in the sheets."""
 
 
 class SheetReader:
@@ -108,8 +102,7 @@ class SheetReader:
         if not batches:
             return
         wanted = min(len(batches), FEW_SHEETS)
-        side = SIDES[-1]
-        size = 1
+        side, size = SIDES[-1], 1
         for side in SIDES:
             # The last sheet has the most detail, so it predicts the size of the others from above.
             size = max(1, _bytes(self._encoded(*versions[batches[-1]], side, notes)[1]))

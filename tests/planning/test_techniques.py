@@ -20,8 +20,8 @@ from diffusion.models.token_routing import Route
 from diffusion.planning import published_runs
 from diffusion.planning.auxiliary_costs import PUBLISHED_ENCODERS, encoder_sizes
 from diffusion.planning.memory import Setup, memory_of
-from diffusion.planning.plan import Assumptions, make_plan
-from diffusion.planning.throughput import TRANSFORMER_MFU, planned_speed, techniques_of
+from diffusion.planning.plan import make_plan
+from diffusion.planning.throughput import TRANSFORMER_MFU, Assumptions, planned_speed, techniques_of
 from diffusion.training import components
 from diffusion.training.muon import muon_groups, orthogonalize
 from tests.planning.recipes import A100, GPUS, YAMLS, phase, write_recipe
@@ -124,7 +124,7 @@ def test_muon_flops_are_those_of_its_matrix_products(pixel_recipe):
     whole = phase(pixel_recipe, ['optimizer.split_projections=false']).optimizer_flops
     assert 0 < whole < work.optimizer_flops
     assert phase(pixel_recipe, ['optimizer.name=adamw']).optimizer_flops == 0
-    speed = planned_speed(work, A100, 1, mfu=0.5)
+    speed = planned_speed(work, Assumptions(A100, 1, mfu=0.5))
     seconds = 8 / speed.images_per_second
     assert seconds == pytest.approx((8 * work.flops() + work.optimizer_flops) / (0.5 * 312e12))
 
@@ -169,7 +169,7 @@ def test_lora_of_sd2_is_planned_from_the_published_throughput():
     options = ['device_train_microbatch_size=8', 'global_batch=64']
     work, full = phase(YAMLS / 'lora.yaml', options), phase(YAMLS / 'finetune.yaml', options)
     assert work.trained_parameters == 3_319_808
-    speed, slower = (planned_speed(each, A100, 8) for each in (work, full))
+    speed, slower = (planned_speed(each, Assumptions(A100, 8)) for each in (work, full))
     assert slower.images_per_second == pytest.approx(290 / 1.4)
     assert speed.images_per_second == pytest.approx(290 / (2 / 3 + 0.4))
     assert speed.source.endswith('/ 1.07 for online encoders and frozen weights')
@@ -227,7 +227,7 @@ def test_techniques_are_compared_at_equal_cost(pixel_recipe):
     found = {technique.name: technique for technique in techniques_of(work)}
     tread, repa = found['TREAD'], found['REPA']
     dense = replace(work, route=None)
-    rates = [planned_speed(each, A100, 8, mfu=0.3).images_per_second for each in (work, dense)]
+    rates = [planned_speed(each, Assumptions(A100, 8, mfu=0.3)).images_per_second for each in (work, dense)]
     assert tread.speedup == pytest.approx(rates[0] / rates[1]) and tread.speedup > 1
     assert tread.images_without == pytest.approx(work.images * rates[1] / rates[0])
     # The alignment's MLP sees the tokens of block 2, which is within the route.

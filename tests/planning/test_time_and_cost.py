@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diffusion.planning import published_runs
-from diffusion.planning.plan import read_measured_speed
 from diffusion.planning.throughput import (
     ASSUMED_MFU,
     THROUGHPUT,
+    Assumptions,
     cost_of_hours,
     planned_speed,
     precompute_cost,
-    read_run,
+    read_measured_speed,
     training_cost,
 )
 from tests.planning.recipes import A100, GPUS, both, phase, write_recipe
@@ -24,7 +24,8 @@ TABLE = [(8, 81.33, 31_230), (16, 40.42, 31_043), (32, 20.06, 30_805), (64, 10.1
 
 
 def total(phases, gpus, **keywords):
-    costs = [training_cost(each, planned_speed(each, A100, gpus, **keywords), gpus=gpus, price=2.0) for each in phases]
+    given = Assumptions(A100, gpus, price=2.0, **keywords)
+    costs = [training_cost(each, planned_speed(each, given), given) for each in phases]
     return costs[0] + costs[1]
 
 
@@ -38,7 +39,7 @@ def test_days_and_dollars_match_the_published_table(gpus, days, dollars):
 def test_published_hours_give_the_published_cost():
     hours = published_runs.TRAINING_HOURS + published_runs.PRECOMPUTE_HOURS
     assert hours == 23_835
-    assert cost_of_hours(hours / 128, gpus=128, price=2.0).usd == pytest.approx(47_700, rel=0.001)
+    assert cost_of_hours(hours / 128, Assumptions(A100, 128, price=2.0)).usd == pytest.approx(47_700, rel=0.001)
 
 
 def test_total_flops_match_the_published_recipe():
@@ -52,14 +53,14 @@ def test_total_flops_match_the_published_recipe():
 
 
 def test_precomputing_takes_the_published_hours():
-    hours = [precompute_cost(each, 'latents+text', A100, gpus=128, price=2.0).gpu_hours for each in both()]
+    hours = [precompute_cost(each, 'latents+text', Assumptions(A100, 128, price=2.0)).gpu_hours for each in both()]
     assert sum(hours) == pytest.approx(published_runs.PRECOMPUTE_HOURS, rel=0.01)
 
 
 def test_throughput_published_by_bria_gives_its_mfu():
     """BRIA reported 1.8 batches of 2048 per second on 32 A100s at 256 px."""
     work = phase(encoding='latents+text')
-    speed = planned_speed(work, A100, 32, images_per_second=1.8 * 2048)
+    speed = planned_speed(work, Assumptions(A100, 32, images_per_second=1.8 * 2048))
     assert speed.images_per_second == pytest.approx(3686.4)
     assert speed.mfu == pytest.approx(3686.4 * 3 * 181.09e9 / (32 * 312e12), rel=1e-4)
     assert speed.mfu == pytest.approx(0.2006, abs=0.0002)
@@ -67,38 +68,40 @@ def test_throughput_published_by_bria_gives_its_mfu():
 
 @pytest.mark.parametrize(('resolution', 'gpus', 'mfu'), [(0, 8, 0.239), (0, 128, 0.158), (1, 8, 0.28)])
 def test_published_throughput_gives_the_published_mfu(resolution, gpus, mfu):
-    assert planned_speed(both(encoding='latents+text')[resolution], A100, gpus).mfu == pytest.approx(mfu, abs=0.001)
+    assert planned_speed(both(encoding='latents+text')[resolution], Assumptions(A100, gpus)).mfu == pytest.approx(
+        mfu, abs=0.001
+    )
 
 
 def test_mfu_and_images_per_second_are_consistent():
     work = phase()
-    speed = planned_speed(work, GPUS['h100-sxm'], 8, mfu=0.4)
+    speed = planned_speed(work, Assumptions(GPUS['h100-sxm'], 8, mfu=0.4))
     assert speed.mfu == pytest.approx(0.4)
-    inverse = planned_speed(work, GPUS['h100-sxm'], 8, images_per_second=speed.images_per_second)
+    inverse = planned_speed(work, Assumptions(GPUS['h100-sxm'], 8, images_per_second=speed.images_per_second))
     assert inverse.mfu == pytest.approx(0.4)
 
 
 def test_40_percent_mfu_on_an_h100_is_728_images_per_second_at_256_px():
-    speed = planned_speed(phase(encoding='latents+text'), GPUS['h100-sxm'], 1, mfu=0.4)
+    speed = planned_speed(phase(encoding='latents+text'), Assumptions(GPUS['h100-sxm'], 1, mfu=0.4))
     assert speed.images_per_second == pytest.approx(728, abs=0.5)
 
 
 @pytest.mark.parametrize(('microbatch', 'gpus', 'bound'), [(16, 8, True), (64, 8, False), (64, 128, True)])
 def test_small_microbatches_on_fast_gpus_are_bound_by_launching_kernels(microbatch, gpus, bound):
     work = phase(overrides=[f'device_train_microbatch_size={microbatch}'], encoding='latents+text')
-    speed = planned_speed(work, GPUS['h200'], gpus)
+    speed = planned_speed(work, Assumptions(GPUS['h200'], gpus))
     assert ('launching kernels' in speed.source) == bound
     # 2048 images on 128 GPUs are 16 on each; 1 / 0.111 microbatches per second.
     assert speed.images_per_second == pytest.approx(
         gpus * 16 / 0.111 if bound else gpus * 0.25 * 989e12 / 543.27e9, rel=1e-4
     )
-    assert 'launching' not in planned_speed(work, GPUS['a10g'], gpus).source
+    assert 'launching' not in planned_speed(work, Assumptions(GPUS['a10g'], gpus)).source
 
 
 def test_cuda_graphs_need_less_time_of_the_host():
     overrides = ['device_train_microbatch_size=16', 'parallelism.strategy=ddp', 'parallelism.checkpoints=whole']
     plain, graphs = (
-        planned_speed(phase(overrides=[*overrides, *more], encoding='latents+text'), GPUS['h200'], 128)
+        planned_speed(phase(overrides=[*overrides, *more], encoding='latents+text'), Assumptions(GPUS['h200'], 128))
         for more in ([], ['speed.cuda_graphs=true'])
     )
     assert graphs.images_per_second / plain.images_per_second == pytest.approx(0.111 / 0.058)
@@ -108,17 +111,19 @@ def test_cuda_graphs_need_less_time_of_the_host():
 
 def test_online_encoders_slow_down_as_published_or_by_flops():
     images, latents, precomputed = (phase(encoding=encoding) for encoding in ('pictures', 'latents', 'latents+text'))
-    rates = [planned_speed(work, A100, 128).images_per_second for work in (images, latents, precomputed)]
+    rates = [planned_speed(work, Assumptions(A100, 128)).images_per_second for work in (images, latents, precomputed)]
     assert rates[2] / rates[0] == pytest.approx(1.4)
     assert rates[2] / rates[1] == pytest.approx(1.083, abs=0.001)
-    by_flops = [planned_speed(work, A100, 128, mfu=0.3).images_per_second for work in (images, precomputed)]
+    by_flops = [
+        planned_speed(work, Assumptions(A100, 128, mfu=0.3)).images_per_second for work in (images, precomputed)
+    ]
     assert by_flops[1] / by_flops[0] == pytest.approx(1.585, abs=0.001)
 
 
 def test_recomputation_costs_one_forward_pass_and_lowers_mfu():
-    plain = planned_speed(phase(encoding='latents+text'), A100, 8, mfu=0.4)
+    plain = planned_speed(phase(encoding='latents+text'), Assumptions(A100, 8, mfu=0.4))
     work = phase(overrides=['parallelism.activation_checkpointing=true'], encoding='latents+text')
-    recomputing = planned_speed(work, A100, 8, mfu=0.4)
+    recomputing = planned_speed(work, Assumptions(A100, 8, mfu=0.4))
     assert plain.images_per_second / recomputing.images_per_second == pytest.approx(4 / 3)
     assert recomputing.mfu == pytest.approx(0.3)
 
@@ -133,7 +138,7 @@ def test_recomputation_costs_one_forward_pass_and_lowers_mfu():
     ],
 )
 def test_mfu_is_assumed_if_no_figure_was_published(gpu, overrides):
-    speed = planned_speed(phase(overrides=overrides, encoding='latents+text'), GPUS[gpu], 8)
+    speed = planned_speed(phase(overrides=overrides, encoding='latents+text'), Assumptions(GPUS[gpu], 8))
     assert 'assumed: 25% of peak' in speed.source
     assert speed.mfu <= ASSUMED_MFU * (1 + 1e-9)
 
@@ -161,7 +166,7 @@ def write_run(folder, values):
 
 def test_measured_throughput_scales_with_number_of_gpus(tmp_path):
     run = write_run(tmp_path, [1.0, 30.0, 30.0, 31.0])
-    speed = planned_speed(phase(run / 'recipe.yaml'), A100, 16, measured=read_measured_speed(run))
+    speed = planned_speed(phase(run / 'recipe.yaml'), Assumptions(A100, 16, measured=read_measured_speed(run)))
     assert speed.images_per_second == pytest.approx(16 * 30)
     assert 'measured: 30.0 images/s per device in ' in speed.source
 
@@ -170,7 +175,7 @@ def test_measured_throughput_scales_with_flops_of_another_recipe(tmp_path):
     run = write_run(tmp_path, [30.0])
     larger = phase(run / 'recipe.yaml', ['model.resolution=128', 'streams.a.resolution=128'])
     same = phase(run / 'recipe.yaml')
-    speed = planned_speed(larger, A100, 1, measured=read_measured_speed(run))
+    speed = planned_speed(larger, Assumptions(A100, 1, measured=read_measured_speed(run)))
     assert speed.images_per_second == pytest.approx(30 * same.flops() / larger.flops())
 
 
@@ -182,7 +187,7 @@ def test_run_without_logged_throughput_is_an_error(tmp_path):
         read_measured_speed(run)
     (run / 'metrics.jsonl').unlink()
     with pytest.raises(ValueError, match=r'--from-run: .*metrics\.jsonl cannot be read .*loggers\.metrics_file'):
-        read_run(run, 1.0)
+        read_measured_speed(run)
     with pytest.raises(ValueError, match=r'--from-run: .*nowhere has no recipe\.yaml; use the folder of a run'):
         read_measured_speed(tmp_path / 'nowhere')
 
@@ -201,5 +206,5 @@ def test_throughput_metric_has_the_name_of_breakdown_and_speed_monitor():
 
 
 def test_cost_without_a_price_has_no_dollars():
-    cost = cost_of_hours(3.0, gpus=4, price=None)
+    cost = cost_of_hours(3.0, Assumptions(GPUS['b200'], 4))
     assert (cost.gpu_hours, cost.usd, (cost + cost).usd, (cost * 2).hours) == (12.0, None, None, 6.0)

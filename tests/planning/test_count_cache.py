@@ -11,7 +11,6 @@ from diffusion.models.cost_counting import COUNTERS, answer
 from diffusion.planning import count_cache
 from diffusion.planning.count_cache import SHIPPED, CountingFailed, ModelKey, run_counter
 from diffusion.planning.model_costs import PRECISIONS, ModelCosts
-from tests.planning.recipes import PHASES, YAMLS
 
 TINY = {'block_out_channels': [32, 64], 'text_layers': 1}
 SHIPPED_FILES = sorted(SHIPPED.glob('*.json'))
@@ -71,33 +70,6 @@ def test_more_shipped_counts_match_the_models(path):
     assert len(again['flops']) == len(shapes) and len(again['activations']) == len(pairs)
     for section, counts in again.items():
         assert content[section].items() >= counts.items()
-
-
-NAMES = (
-    'quickstart',
-    'tiny_vae',
-    'sdxl',
-    'sdxl_512',
-    'sdxl_1024',
-    'prx_256',
-    'speedrun',
-    'speedrun_1024',
-    'lora',
-    'mmdit',
-)
-COUNTED = [*PHASES, *(YAMLS / f'{name}.yaml' for name in NAMES)]
-
-
-@pytest.mark.parametrize('recipe', COUNTED, ids=lambda path: path.stem)
-@pytest.mark.parametrize('precision', ['fp32', 'amp_bf16'])
-def test_shipped_recipes_are_planned_without_counting(requests, recipe, precision):
-    from diffusion.config.load import load
-    from diffusion.planning.memory import Setup, memory_of
-    from diffusion.planning.workload import phase_of
-
-    work = phase_of(load(recipe, [f'trainer.precision={precision}'], allow_missing=True))
-    memory_of(work, Setup(1, 8, work.recipe.parallelism))
-    assert work.flops() and not requests
 
 
 def test_missing_counts_are_made_once_with_a_message(requests, capsys, tmp_path):

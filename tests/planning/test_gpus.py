@@ -3,8 +3,6 @@
 import datetime
 import importlib
 import random
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -197,13 +195,9 @@ def test_table_agrees_with_the_installed_torch():
     assert {each for each in CAPABILITIES if has_kernels(each, architectures_of(version))} == expected
 
 
-def test_installed_version_is_read_without_importing_torch():
-    code = 'import sys; from diffusion.planning.gpus import installed_torch\n'
-    code += 'print(installed_torch(), "torch" in sys.modules)'
-    found = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout.split()
-    cuda = CUDA_VERSION
+def test_installed_version_names_the_cuda_version():
     release = str(torch.__version__).split('+')[0]
-    assert found == [f'{release}+cu{cuda.replace(".", "")}' if cuda else release, 'False']
+    assert installed_torch() == (f'{release}+cu{CUDA_VERSION.replace(".", "")}' if CUDA_VERSION else release)
 
 
 @pytest.mark.parametrize('version', ['', 'newest', '2', 'cu128', '2.7+cu', '2.9 '])

@@ -1,14 +1,8 @@
 """Amount of work in a recipe: batches, shapes, form of the stored samples."""
 
-from dataclasses import replace
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from diffusion.config.image_shapes import Shape, square, write_buckets
-from diffusion.config.recipe import StreamConfig
-from diffusion.planning.workload import phase_of
 from tests.planning.recipes import PHASES, both, phase, write_recipe
 
 PHASE1 = phase()
@@ -145,16 +139,6 @@ def test_aspect_buckets_contribute_their_shapes(tmp_path):
 def test_stream_shape_takes_precedence_over_resolution(tmp_path):
     stream = {'local': 'x', 'resolution': 64, 'shape': '96x48'}
     assert list(phase(write_recipe(tmp_path, streams={'a': stream})).shapes) == [Shape(96, 48)]
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=4))
-def test_fractions_of_shapes_sum_to_one(proportions):
-    streams = {
-        f's{index}': StreamConfig(resolution=256 * (index + 1), local='x', proportion=proportion)
-        for index, proportion in enumerate(proportions)
-    }
-    assert sum(phase_of(replace(PHASE1.recipe, streams=streams)).shapes.values()) == pytest.approx(1)
 
 
 def test_precision_is_that_of_the_trainer():

@@ -13,7 +13,8 @@ from diffusion.planning.checkpoints import LLAMA3_GPUS, LLAMA3_HOURS_BETWEEN_FAI
 from diffusion.planning.goodput_simulation import save_strategies, simulated_goodput
 from diffusion.planning.gpus import GPU, load_gpus
 from diffusion.planning.memory import GIB
-from diffusion.planning.plan import Assumptions, Plan, load_phases, make_plan
+from diffusion.planning.plan import Plan, load_phases, make_plan
+from diffusion.planning.throughput import Assumptions
 from diffusion.planning.workload import Phase
 
 YAMLS = Path(__file__).parents[1] / 'yamls'

@@ -76,13 +76,7 @@ def encoder_sizes(source: str, notes: list[str], *, where: str) -> Mapping[str, 
 
 
 class AlignmentCosts(CountedCosts):
-    """Costs of representation alignment: one pass of a frozen image encoder, and the training of an MLP.
-
-    Args:
-        settings: All settings of `model.representation_alignment`.
-        model: The model, whose tokens are aligned.
-        notes: List to which assumptions are appended.
-    """
+    """Costs of representation alignment: one pass of a frozen image encoder, and the training of an MLP."""
 
     def __init__(self, settings: Mapping[str, Any], model: ModelCosts, notes: list[str]) -> None:
         kwargs = {
@@ -110,12 +104,7 @@ class AlignmentCosts(CountedCosts):
 
 
 class PerceptualCosts(CountedCosts):
-    """Costs of the networks of perceptual losses: forward passes on prediction and image, and one backward pass.
-
-    Args:
-        settings: All settings of `model.perceptual_losses`.
-        notes: List to which assumptions are appended.
-    """
+    """Costs of the networks of perceptual losses: forward passes on prediction and image, and one backward pass."""
 
     def __init__(self, settings: Mapping[str, Any], notes: list[str]) -> None:
         lpips = features = None

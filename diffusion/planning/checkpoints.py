@@ -108,13 +108,7 @@ def best_interval(*, stall: float, mtbf: float) -> float:
 
 
 def possible_interval(seconds: float, *, batch: float, run: float) -> float:
-    """Return the possible save interval nearest to `seconds`: at least a batch and at most the run, whose end is saved.
-
-    Args:
-        seconds: The wanted interval.
-        batch: Seconds of a batch.
-        run: Seconds of all batches.
-    """
+    """Return the possible save interval nearest to `seconds`: at least a batch, at most the run (its end is saved)."""
     return min(max(seconds, batch), run)
 
 
@@ -136,8 +130,7 @@ def observed_mtbf_hours(*, prior_hours: float, failures: int, hours: float) -> f
 
     Args:
         prior_hours: Mean hours between failures by the size of the cluster.
-        failures: Number of failures of the run.
-        hours: Hours in which these failures occurred.
+        hours: Hours in which the run had this number of failures.
     """
     seen = min(PRIOR_HOURS, prior_hours)
     return (seen + hours) / (seen / prior_hours + failures)
@@ -167,9 +160,7 @@ def resilience_of(
 
     Args:
         images_per_second: Throughput of all GPUs together.
-        mtbf_hours: Mean time between failures of the whole cluster.
-        stall_seconds: Time that a save blocks training (default: derived from the checkpoint size).
-        restart_seconds: Time from a failure to the next batch.
+        stall_seconds: Time that a save blocks training; None derives it from the checkpoint size.
     """
     stall = default_stall_seconds(phase, nodes=nodes) if stall_seconds is None else stall_seconds
     mtbf, batch_seconds = mtbf_hours * 3600, phase.recipe.global_batch / images_per_second
@@ -180,17 +171,19 @@ def resilience_of(
     recipe_interval = int(save_interval[:-2]) * batch_seconds if in_batches else seconds_of(save_interval)
     if save_interval == AUTO:
         recipe_interval = chosen_interval(stall=stall, mtbf=mtbf)
+
+    def goodput_at(interval: float) -> float:
+        return goodput(interval=interval, stall=stall, restart=restart_seconds, mtbf=mtbf)
+
     return Resilience(
         mtbf_hours=mtbf_hours,
         stall_seconds=stall,
         restart_seconds=restart_seconds,
         interval_seconds=interval,
-        goodput=goodput(interval=interval, stall=stall, restart=restart_seconds, mtbf=mtbf),
+        goodput=goodput_at(interval),
         interval_batches=max(1, round(interval / batch_seconds)),
         recipe_interval_seconds=recipe_interval,
-        recipe_goodput=None
-        if not recipe_interval
-        else goodput(interval=recipe_interval, stall=stall, restart=restart_seconds, mtbf=mtbf),
+        recipe_goodput=goodput_at(recipe_interval) if recipe_interval else None,
         batch_seconds=batch_seconds,
         run_seconds=run_seconds,
     )
@@ -207,11 +200,7 @@ class KeptCheckpoints:
 def kept_checkpoints(phase: Phase, saving: Resilience, sizes: Sizes) -> KeptCheckpoints | None:
     """Return the most checkpoints that exist at a time in a training phase, and their storage; None if it is unknown.
 
-    Claimed and pinned checkpoints are not counted.
-
-    Args:
-        saving: The recipe's save interval, in seconds.
-        sizes: Sizes of a checkpoint; each counts as one of the end of the run.
+    Claimed and pinned checkpoints are not counted. Each one is as large as that of the end of the run.
     """
     rules = keep_rules(phase.recipe.checkpointing, phase.recipe.trainer)
     saves = None
@@ -227,7 +216,7 @@ def most_checkpoints(rules: KeepConfig | None, *, saves: int | None, batches: in
 
     Args:
         rules: The checkpoints that the run keeps; None keeps all.
-        saves: Number of saves of the run; None if it is not known.
+        saves: Number of saves of the run; None if unknown.
     """
     if rules is None:
         return saves

@@ -135,9 +135,6 @@ def count(key: ModelKey, *, flops: Sequence[str], activations: Sequence[tuple[st
 def run_counter(request: Mapping[str, Any]) -> dict[str, Any]:
     """Run `diffusion.models.cost_counting` in a separate process without GPUs, and return the counts.
 
-    Args:
-        request: The model's name, keywords and imports, and the shapes and precisions to count.
-
     Raises:
         CountingFailed: The process failed.
     """

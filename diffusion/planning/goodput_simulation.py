@@ -102,15 +102,14 @@ def save_strategies(
 ) -> list[SaveStrategy]:
     """Return the strategies: synchronous at the recipe's interval and at the best one, asynchronous, and tiers.
 
-    Writing in the background takes as long as a synchronous save, and reading as long as writing.
+    Writing in the background takes as long as a synchronous save, and reading as long as writing. Times are in seconds.
 
     Args:
-        stall: Seconds of a synchronous save.
-        restart: Seconds from a failure to the next batch, in which a checkpoint is read from durable storage.
-        mtbf: Mean time between failures in seconds.
-        recipe_interval: The recipe's save interval in seconds; None leaves it out.
-        batch: Seconds of a batch, the shortest interval.
-        run: Seconds of all batches, the longest interval.
+        stall: Time of a synchronous save.
+        restart: Time from a failure to the next batch, in which a checkpoint is read from durable storage.
+        recipe_interval: The recipe's save interval; None leaves it out.
+        batch: Time of a batch, the shortest interval.
+        run: Time of all batches, the longest interval.
     """
 
     def best(stall: float) -> float:

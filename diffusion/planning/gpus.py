@@ -83,7 +83,6 @@ def find_gpu(name: str, gpus: dict[str, GPU], *, or_file: bool = True) -> GPU:
     """Return the GPU model with this name; case does not matter, and `_` equals `-`.
 
     Args:
-        name: Name of the GPU, such as a100-80gb.
         or_file: True if the command has the option --gpus-file, which the error then suggests.
 
     Raises:

@@ -273,7 +273,6 @@ def _without_reduce_once(phase: Phase) -> Phase:
 
 
 def _divided(total: int, shards: int) -> int:
-    """Return the size of one shard, rounded up."""
     return -(-total // shards)
 
 

@@ -65,7 +65,6 @@ class CountedCosts:
 
         Args:
             flops: Names of FLOPs: a shape, or a shape and a route of tokens.
-            activations: Pairs of shape and precision.
 
         Raises:
             UserError: The model cannot be built.
@@ -132,13 +131,7 @@ HALF = 2
 
 
 class ModelCosts(CountedCosts):
-    """Parameters, FLOPs and activation memory of a recipe's model; counted on first use, in a separate process.
-
-    Args:
-        model: The model's name and keywords, as in a recipe.
-        imports: The recipe's modules, which may register the model.
-        lora: Settings of a LoRA that is trained instead of the denoiser's weights, or None.
-    """
+    """Parameters, FLOPs and activation memory of a recipe's model; counted on first use, in a separate process."""
 
     def __init__(self, model: Component, imports: Sequence[str] = (), lora: LoraConfig | None = None) -> None:
         self.notes: list[str] = []
@@ -159,7 +152,6 @@ class ModelCosts(CountedCosts):
         """Count the FLOPs and activations of the model that are not known yet, all in one separate process.
 
         Args:
-            activations: Pairs of shape and precision whose activations are needed.
             route: Route of tokens whose FLOPs are needed beside those of all tokens, or None.
 
         Raises:

@@ -153,7 +153,6 @@ def load_phases(
     """Load recipes and return the amount of work in each; missing values (`???`) are allowed for the data's location.
 
     Args:
-        paths: The recipes, in the order of the runs.
         overrides: `key=value` settings, applied to every recipe.
         samples: Number of distinct images in each recipe's data; a single number applies to all recipes.
         encoding: Form in which samples are stored; None takes it from each recipe.
@@ -252,7 +251,7 @@ def _alternatives(phase: Phase, given: Assumptions) -> tuple[Alternative, ...]:
     else:
         # A text encoder that is trained has no fixed output that could be stored.
         encodings = ENCODINGS[:2] if phase.model.trains_text else ENCODINGS
-    speeds = {encoding: planned_speed(phase, given, encoding) for encoding in encodings}
+    speeds: dict[Encoding, Speed] = {encoding: planned_speed(phase, given, encoding) for encoding in encodings}
     return tuple(
         Alternative(
             encoding=encoding,

@@ -7,8 +7,9 @@ import pytest
 from diffusion.config.recipe import ParallelismConfig
 from diffusion.planning.gpus import find_gpu
 from diffusion.planning.memory import Setup, strategies
-from diffusion.planning.plan import Assumptions, make_plan
+from diffusion.planning.plan import make_plan
 from diffusion.planning.strategy_advice import advice, communication_bytes, recommended
+from diffusion.planning.throughput import Assumptions
 from tests.planning.recipes import A100, GPUS, PHASES, phase
 
 SD2 = 865_910_724

@@ -111,7 +111,9 @@ def planned_speed(phase: Phase, given: Assumptions, encoding: Encoding | None = 
     elif (found := _published(phase, gpu, gpus, encoding)) is not None:
         rate, source = found
     else:
-        assumed, reason = _assumed_mfu(phase)
+        assumed, reason = ASSUMED_MFU, 'close to the published code on A100s'
+        if phase.model.is_transformer:
+            assumed, reason = TRANSFORMER_MFU, TRANSFORMER_SOURCE
         rate = assumed * peak / executed_flops
         source = f'assumed: {100 * assumed:.3g}% of peak, {reason}'
         if rate > (most := _launched_images_per_second(phase, gpus)):
@@ -187,13 +189,6 @@ def _launched_images_per_second(phase: Phase, gpus: int) -> float:
 def _launch_seconds(phase: Phase) -> float:
     """Return the time for which a host launches the kernels of a microbatch of a large U-Net."""
     return UNET_GRAPHS_LAUNCH_SECONDS if phase.speed().cuda_graphs else UNET_LAUNCH_SECONDS
-
-
-def _assumed_mfu(phase: Phase) -> tuple[float, str]:
-    """Return the utilization that is assumed for a kind of model, and where it was reached."""
-    if phase.model.is_transformer:
-        return TRANSFORMER_MFU, TRANSFORMER_SOURCE
-    return ASSUMED_MFU, 'close to the published code on A100s'
 
 
 HOUR = 3600

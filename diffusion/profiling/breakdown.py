@@ -128,10 +128,7 @@ class Recorder:
         self._marks.append((event, ended))
 
     def stop(self) -> None:
-        """Stop timing the stages of a training step, such as forward and backward, on the GPU.
-
-        The CUDA events recorded so far can still be read.
-        """
+        """Stop recording; the CUDA events recorded so far can still be read."""
         self.on = False
 
     def read(self) -> dict[str, float]:

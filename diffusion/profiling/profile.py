@@ -187,12 +187,13 @@ def measured_by(phases: Phases, recipe: Recipe) -> ProfileMeasurements:
     """Return the measurements of a finished profile, the basis of the tuning advice."""
     assert phases.report is not None
     on_gpu, parts = components.on_gpu(recipe), components.effective_speed(recipe)
-    waits = {str(site): count / BATCHES_WATCHED for site, count in phases.waits.items() if _is_avoidable(site)}
+    # The user cannot change Composer's code.
+    ours = {site: count for site, count in phases.waits.items() if not site.file.startswith('composer/')}
     return ProfileMeasurements(
         shares=phases.report.shares,
         step_seconds=phases.report.step_seconds,
         kernels=kernels_of(phases.profiler, phases.batches, on_gpu=on_gpu),
-        waits=waits,
+        waits={str(site): count / BATCHES_WATCHED for site, count in ours.items()},
         on_gpu=on_gpu,
         precision=str(recipe.trainer.get('precision', 'amp_fp16' if on_gpu else 'fp32')),
         microbatches=microbatches_of(recipe),
@@ -228,11 +229,6 @@ def kernels_of(profiler: profile, batches: int, *, on_gpu: bool) -> list[Kernel]
     return sorted(found, key=lambda kernel: -kernel.seconds)
 
 
-def _is_avoidable(site: Site) -> bool:
-    """Return True unless a device synchronization is in Composer's code, which the user cannot change."""
-    return not site.file.startswith('composer/')
-
-
 def profile_table(
     phases: Phases, measured: ProfileMeasurements, opportunities: Sequence[Opportunity], recipe: Recipe, trace: Path
 ) -> str:
@@ -241,14 +237,15 @@ def profile_table(
     assert report is not None
     events = 'kernels' if measured.on_gpu else 'operators'
     lines = [f'# {recipe.name}: {report.line()}', '', '| stage | ms/step | share, % |', '|---|---|---|']
-    lines += [_row(stage, share * report.step_seconds, share) for stage, share in _sorted(report.shares) if share]
+    shares = sorted(report.shares.items(), key=lambda item: -item[1])
+    lines += [_row(stage, share * report.step_seconds, share) for stage, share in shares if share]
     lines += ['', f'| {events} by kind | ms/step | share, % |', '|---|---|---|']
     kinds = seconds_by_kind(measured.kernels)
     lines += [_row(kind, seconds, seconds / measured.step_seconds) for kind, seconds in kinds.items()]
     lines += ['', f'| {events} | calls/step | ms/step | share, % |', '|---|---|---|---|']
     for kernel in measured.kernels[:15]:
-        share = kernel.seconds / measured.step_seconds
-        lines.append(_row(f'{kernel.name[:80]} | {kernel.calls}', kernel.seconds, share))
+        name = f'{kernel.name[:80]} | {kernel.calls}'
+        lines.append(_row(name, kernel.seconds, kernel.seconds / measured.step_seconds))
     lines += ['', '| source line that waits for the device | times/step |', '|---|---|']
     lines += [f'| {site} | {count / BATCHES_WATCHED:g} |' for site, count in phases.waits.most_common()]
     lines += ['', 'Largest opportunities:']
@@ -269,11 +266,6 @@ def summary(phases: Phases, measured: ProfileMeasurements, opportunities: Sequen
         'waits': {str(site): count / BATCHES_WATCHED for site, count in phases.waits.items()},
         'opportunities': [each._asdict() for each in opportunities],
     }
-
-
-def _sorted(shares: Any) -> list[tuple[str, float]]:
-    """Return the stages and their fractions of time, in descending order."""
-    return sorted(shares.items(), key=lambda item: -item[1])
 
 
 def _row(name: str, seconds: float, share: float) -> str:

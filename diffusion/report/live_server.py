@@ -27,12 +27,7 @@ LOCAL_HOSTS = ('127.0.0.1', 'localhost', '::1')
 
 
 class ServedPage:
-    """Page of a server: its content is read when a request needs it, and at most once per interval.
-
-    Args:
-        source: The content.
-        seconds: The interval.
-    """
+    """Page of a server: its content is read when a request needs it, and at most once per interval of `seconds`."""
 
     def __init__(self, source: ReportSource, seconds: float) -> None:
         self.source, self.seconds = source, seconds

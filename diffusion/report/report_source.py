@@ -26,12 +26,7 @@ IMPORTANT_POINTS = 2000
 
 
 def page_data(runs: Sequence[RunContent], *, total_points: int = TOTAL_POINTS) -> dict[str, Any]:
-    """Return the data of a page about one or several runs.
-
-    Args:
-        runs: The runs, in the order of their colors.
-        total_points: Number of points of all curves together, about.
-    """
+    """Return the data of a page about runs, in the order of their colors, with about `total_points` in all curves."""
     limit = _points_per_curve([len(each.steps) for run in runs for each in run.series.values()], total_points)
     metrics = {name for run in runs for each in run.evaluations for name in (*each['metrics'], *each['losses'])}
     metrics |= {name for run in runs for each in run.evaluations for row in each['guidance'] for name in row['metrics']}

@@ -39,6 +39,7 @@ def test_plan_of_the_published_recipe(capsys):
         'published for 128 A100s, / 1.4 for online encoders',
         '13.85 GB',
         'one failure every 16.5 d',
+        ' 0.00 TB  0.00 M = $0.00',  # later epochs read from caches without a limit
         '20,051 A100-hours for training and 3,784 for precomputing: 23,835 in total, $47,670 at $2 per hour',
     ):
         assert text in out

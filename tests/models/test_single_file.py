@@ -4,6 +4,7 @@ import functools
 import logging
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -343,7 +344,7 @@ def test_projection_of_the_first_encoder_is_folded_into_the_transformer():
 
 def test_families_without_a_layout_and_other_encoders_are_refused():
     with pytest.raises(UserError, match=r'--out: no program reads a PRXTransformer2DModel from a single file; give a'):
-        PRX().single_file(None)
+        PRX().single_file(SimpleNamespace(denoiser=type('PRXTransformer2DModel', (), {})()))
     pipeline = pipeline_of('sd2', Objective())
     pipeline.text_encoder = T5EncoderModel(T5Config(vocab_size=8, d_model=8, d_kv=8, d_ff=8, num_layers=1, num_heads=1))
     with pytest.raises(UserError, match=r'a single file has a CLIP text encoder, but this model has a T5EncoderModel'):

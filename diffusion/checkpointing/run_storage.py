@@ -56,9 +56,11 @@ class SaveTarget(Protocol):
 
     def name_of(self, batch: int) -> str:
         """Return the path or URL of the checkpoint after this number of batches."""
+        ...
 
     def work_folder(self, batch: int) -> Path:
         """Return the path of the temporary folder of a save; the same on all ranks that share a folder."""
+        ...
 
     def begin(self, batch: int, *, every_rank: bool) -> None:
         """Create the temporary folder of a save; a collective.
@@ -112,6 +114,7 @@ class RunStorage(SaveTarget, Protocol):
             UserError: The place cannot be the home of a run.
             OSError: The place cannot be read or written.
         """
+        ...
 
     def resume_point(self) -> Path | None:
         """Return the newest undamaged checkpoint as a local folder; None if the run has none; a collective.
@@ -131,6 +134,7 @@ class RunStorage(SaveTarget, Protocol):
 
     def list_batches(self) -> list[int]:
         """Return the batch numbers of the checkpoints, newest first; on rank 0."""
+        ...
 
     def prune(self, rules: KeepConfig) -> None:
         """Remove the checkpoints that the rules do not keep; on rank 0.
@@ -148,6 +152,7 @@ class RunStorage(SaveTarget, Protocol):
         Returns:
             True if this rank has removed something.
         """
+        ...
 
 
 class FolderStorage:

@@ -300,7 +300,8 @@ class SnapshotBuffers:
         """Free the memory, as soon as no tensor of a snapshot uses it any more."""
         self._end_preparation()
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._pinned)
+            runtime: Any = torch.cuda.cudart()
+            runtime.cudaHostUnregister(self._pinned)
         self._memory, self._gpu, self._pinned = None, None, 0
         self._places, self.reductions = {}, {}
 
@@ -345,7 +346,8 @@ class SnapshotBuffers:
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         # A new thread uses the first GPU by default, which may be another rank's.
         with torch.cuda.device(self._gpu):
-            result = int(torch.cuda.cudart().cudaHostRegister(address, self.nbytes, 0))
+            runtime: Any = torch.cuda.cudart()
+            result = int(runtime.cudaHostRegister(address, self.nbytes, 0))
         if result:
             log.warning('memory for snapshots is not pinned (CUDA error %d): saves block training longer', result)
             self._gpu = None

@@ -22,7 +22,9 @@ def recipe_writer(root: Path, tiny_recipe: Callable[..., dict[str, Any]], **comm
 
     def write(name: str, trainer: dict[str, Any] | None = None, runs_dir: str = '', **sections: Any) -> Path:
         sections = {'algorithms': EMA} | common | sections
-        content = tiny_recipe(root, name=name, **sections) | {'runs_dir': runs_dir or str(root / 'runs')}
+        content: dict[str, Any] = tiny_recipe(root, name=name, **sections) | {
+            'runs_dir': runs_dir or str(root / 'runs')
+        }
         # The text encoder's 1.6 M parameters would be most of a checkpoint.
         content['model'] |= {'block_out_channels': [32], 'train_text_encoder': False}
         content['trainer'] |= {'save_interval': '2ba'} | (trainer or {})

@@ -75,7 +75,7 @@ def miniature_of(model: str) -> Small:
     miniature = family_of_model(model).miniature
     assert miniature is not None, f'recipes of the model {model} are not tested; declare a miniature in its family'
     depths = [registry.signature('model', model).defaults().get('depth'), miniature.smallest.get('depth')]
-    blocks = (1, 1) if None in depths else (depths[0], depths[1])
+    blocks: Any = (1, 1) if None in depths else tuple(depths)
     return Small(miniature.model, {**miniature.smallest, **SMALL_TEXT}, blocks)
 
 

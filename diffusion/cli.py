@@ -207,7 +207,7 @@ def run_check(options: CheckOptions) -> int:
     else:
         print(f'# {options.recipe}: ok, checked in {time.perf_counter() - started:.1f} s')
     if options.resume:
-        from diffusion.tasks.resume_check import describe_resume
+        from diffusion.training.resume import describe_resume
 
         for line in describe_resume(recipe):
             print(f'# {line}')

@@ -496,7 +496,7 @@ BUGS = {
 }
 FAULTS = {
     'recipe': ('pathlib:Path.read_text', 'EIO', ['diffusion', 'check', '{recipe}']),
-    'recipe of a run': ('diffusion.callbacks.recipe_keeper:write_atomically', 'EIO', TRAIN),
+    'recipe of a run': ('diffusion.callbacks.run_recipe:write_atomically', 'EIO', TRAIN),
     'save': ('diffusion.checkpointing.checkpoint_store:publish', 'ESTALE', TRAIN),
     'save on a full disk': ('diffusion.checkpointing.checkpoint_store:HashingWriter.write', 'ENOSPC', TRAIN),
     'recipe at resume': ('diffusion.training.resume:read_yaml', 'EIO', RESUME),

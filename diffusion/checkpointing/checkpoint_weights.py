@@ -25,8 +25,8 @@ from diffusion.checkpointing.checkpoint_store import (
     read_with_retries,
 )
 from diffusion.checkpointing.sharded_state import data_files
+from diffusion.compatibility.torch_versions import code_to_run
 from diffusion.errors import UserError
-from diffusion.storage.refused_pickles import code_to_run
 
 log = logging.getLogger(__name__)
 

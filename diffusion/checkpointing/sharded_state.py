@@ -39,9 +39,9 @@ from diffusion.checkpointing.checkpoint_store import (
 )
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks, storage_fault
 from diffusion.compatibility.private_names import _DistWrapper, _metadata_fn
+from diffusion.compatibility.torch_versions import code_to_run
 from diffusion.errors import UserError
 from diffusion.storage.direct_file import open_for_writing
-from diffusion.storage.refused_pickles import code_to_run
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,8 @@
-"""Differences between PyTorch 2.7, the newest for mosaicml 0.32, and later versions."""
+"""What depends on the version of PyTorch: functions, its refusal of pickled code, GPUs that it has no kernels for."""
 
 import functools
+import pickle
+import re
 import warnings
 from datetime import timedelta
 from typing import Any
@@ -10,8 +12,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.version import hip
 
 from diffusion.compatibility import private_names
+from diffusion.planning.gpus import missing_kernels_message
 
 
 def set_group_timeout(timeout: timedelta, group: ProcessGroup) -> None:
@@ -63,3 +67,30 @@ def ignore_views_of_fsdp2() -> None:
     PyTorch 2.14 warns in each run with FSDP2. Remove this function when diffusers' PRX does not return a view.
     """
     warnings.filterwarnings('ignore', message='FSDP2-wrapped module .* returned a view tensor')
+
+
+REFUSED = re.compile(r'(?:unsupported global|unsupported global: global|unsupported class) ([\w.]+)', re.IGNORECASE)
+"""Messages of torch's restricted unpickler about a function or class that it does not call."""
+
+
+def code_to_run(error: BaseException) -> str | None:
+    """Return a description of the code that a pickle wants to run, or None if the error has another reason.
+
+    Args:
+        error: Error of `torch.load` with `weights_only=True`, or of another unpickler with the same messages.
+    """
+    found = REFUSED.search(str(error)) if isinstance(error, pickle.UnpicklingError) else None
+    return None if found is None else f'wants to run code when it is read (its pickle calls {found[1]})'
+
+
+def kernels_problem(index: int) -> str | None:
+    """Return a message if the installed torch has no kernels for a visible GPU, else None.
+
+    Args:
+        index: Index of the GPU among the visible ones. An index out of range is left to torch.cuda.set_device.
+    """
+    # Skip ROCm, whose architectures (gfx942) have other rules.
+    if hip is not None or not index < torch.cuda.device_count():
+        return None
+    name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+    return missing_kernels_message(name, capability, torch.cuda.get_arch_list(), str(torch.__version__))

@@ -22,10 +22,10 @@ from torch.nn import functional
 from transformers import CLIPVisionModelWithProjection
 from xxhash import xxh3_128
 
+from diffusion.compatibility.torch_versions import code_to_run
 from diffusion.errors import ExternalError, UserError
 from diffusion.models.pretrained import load_pretrained
 from diffusion.models.representation_alignment import IMAGENET_MEAN, IMAGENET_STD, load_feature_encoder
-from diffusion.storage.refused_pickles import code_to_run
 
 INCEPTION_FILE = 'weights-inception-2015-12-05-6726825d.pth'
 INCEPTION_URL = f'https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/{INCEPTION_FILE}'

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from diffusion.compatibility.private_names import _LPIPS
+from diffusion.compatibility.torch_versions import code_to_run
 from diffusion.config.declarations import LOSS
 from diffusion.config.model_checks import clean_image_problem, perceptual_problems
 from diffusion.errors import UserError
 from diffusion.models.objective import Objective
 from diffusion.models.representation_alignment import FeatureEncoder, load_feature_encoder
 from diffusion.models.vae import PixelSpace, Vae
-from diffusion.storage.refused_pickles import code_to_run
 
 
 @dataclass(frozen=True)

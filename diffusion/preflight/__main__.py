@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[reportPrivateImportUsage]  # documented as public
 
+from diffusion.compatibility.torch_versions import kernels_problem
 from diffusion.config.load import Recipe, load
 from diffusion.exit_codes import CONFIG_ERROR, FAILED, PREEMPTED
 from diffusion.launch.gpu_health import (
@@ -20,7 +21,6 @@ from diffusion.launch.gpu_health import (
     findings_json,
     findings_table,
 )
-from diffusion.models.gpu_kernels import kernels_problem
 from diffusion.preflight import collective_checks
 from diffusion.preflight.collective_checks import CollectiveLimits, check_ranks, gather
 from diffusion.preflight.storage_checks import check_same_store, check_shared_folder, check_write_speed

@@ -16,6 +16,7 @@ from streaming import Stream
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from diffusion.compatibility.torch_versions import kernels_problem
 from diffusion.config import registry
 from diffusion.config.checks import SUPPLIED
 from diffusion.config.families import family_of_model
@@ -29,7 +30,6 @@ from diffusion.data.shard_cache import home
 from diffusion.data.streams import Bucket, fingerprint
 from diffusion.errors import UserError
 from diffusion.models import lora
-from diffusion.models.gpu_kernels import kernels_problem
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.storage.local_files import user_folder
 from diffusion.training.expand_streams import by_shape

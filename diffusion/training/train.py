@@ -25,9 +25,8 @@ from diffusion.callbacks.loss_guard import LossGuard
 from diffusion.callbacks.nan_guard import NaNGuard
 from diffusion.callbacks.optimizer_settings import OptimizerSettings
 from diffusion.callbacks.preemption import Preemption, save_now
-from diffusion.callbacks.recipe_keeper import RecipeKeeper
 from diffusion.callbacks.reduce_once import ReduceOnce
-from diffusion.callbacks.same_run import SameRun
+from diffusion.callbacks.run_recipe import RecipeKeeper, SameRun
 from diffusion.callbacks.status_updates import Heartbeat, RunStatus
 from diffusion.callbacks.stragglers import Stragglers
 from diffusion.checkpointing.bucket_storage import BucketStorage

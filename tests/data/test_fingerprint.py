@@ -6,7 +6,7 @@ import shutil
 import pytest
 from composer import Trainer
 
-from diffusion.callbacks.same_run import SameRun
+from diffusion.callbacks.run_recipe import SameRun
 from diffusion.config.load import load
 from diffusion.data.streams import BucketedDataset
 from diffusion.models import batch_keys

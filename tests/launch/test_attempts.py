@@ -18,9 +18,9 @@ from diffusion.config.load import load
 from diffusion.config.recipe import NotifyConfig
 from diffusion.errors import UserError
 from diffusion.exit_codes import CONFIG_ERROR, FAILED
-from diffusion.launch import local_cluster
+from diffusion.launch.backends import local
+from diffusion.launch.backends.local import LocalJob, job_exit_status
 from diffusion.launch.exit_file import NodeExit, end_of_attempt, failure_elsewhere
-from diffusion.launch.local_cluster import LocalJob, job_exit_status
 from diffusion.launch.node import Node
 from diffusion.launch.node_settings import Settings
 from diffusion.launch.rank_discovery import NodePosition
@@ -466,7 +466,7 @@ def test_second_ctrl_c_is_sent_until_the_nodes_end(prepare, monkeypatch, tmp_pat
         'while True:\n'
         '    time.sleep(0.1)\n'
     )
-    monkeypatch.setattr(local_cluster, 'GRACE_SECONDS', 3.0)
+    monkeypatch.setattr(local, 'GRACE_SECONDS', 3.0)
     command = [sys.executable, '-c', program]
     monkeypatch.setattr(
         LocalJob,

@@ -7,7 +7,7 @@ import pytest
 from diffusion.config.load import load
 from diffusion.config.recipe import NotifyConfig
 from diffusion.exit_codes import CONFIG_ERROR, FAILED
-from diffusion.launch.local_cluster import LocalJob, node_environment
+from diffusion.launch.backends.local import LocalJob, node_environment
 from diffusion.launch.node import Node
 from diffusion.launch.node_settings import Settings
 from diffusion.launch.rank_discovery import NodePosition

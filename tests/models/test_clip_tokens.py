@@ -8,9 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from open_clip.tokenizer import SimpleTokenizer
 
-from diffusion.models.clip_tokens import token_ids
 from diffusion.models.pretrained import clip_tokenizer
-from diffusion.models.text_conditioner import tokenize
+from diffusion.models.text_conditioner import token_ids, tokenize
 
 OURS, SHORT = clip_tokenizer(), clip_tokenizer(max_length=8)
 OPEN_CLIP = SimpleTokenizer()

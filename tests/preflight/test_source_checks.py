@@ -15,8 +15,8 @@ from diffusion.exit_codes import CONFIG_ERROR, FAILED
 from diffusion.launch.gpu_health import Finding
 from diffusion.models import hub_files
 from diffusion.models.families.sd2.builder import tiny
-from diffusion.preflight import source_checks
-from diffusion.preflight.source_checks import check_sources
+from diffusion.preflight import node_checks
+from diffusion.preflight.node_checks import check_sources
 from diffusion.storage.retry import RetryPolicy
 
 ALIGNMENT = {'encoder': 'someone/model', 'revision': COMMIT, 'block': 1}
@@ -39,7 +39,7 @@ def repository(small_vae, tmp_path_factory):
 @pytest.fixture
 def hub(repository, tmp_path, monkeypatch):
     """Hub that serves a copy of the repository, with an empty cache."""
-    monkeypatch.setattr(source_checks, 'POLICY', RetryPolicy(tries=2, timeout_seconds=0.3))
+    monkeypatch.setattr(node_checks, 'POLICY', RetryPolicy(tries=2, timeout_seconds=0.3))
     shutil.copytree(repository, tmp_path / 'repository')
     with serving(tmp_path / 'repository', tmp_path, monkeypatch) as server:
         yield server

@@ -1,15 +1,176 @@
 """Local launch backend: the nodes of a job are processes of this machine, each with its own ranks."""
 
+import contextlib
+import os
 import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from diffusion.config.schema import Gatherer, Problem
 from diffusion.errors import ExternalError, UserError
-from diffusion.launch.backends.base import Rendered
+from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
+from diffusion.launch.backends.base import Rendered, environment_of
 from diffusion.launch.job_spec import Job
-from diffusion.launch.local_cluster import node_environment, run_local_jobs
+from diffusion.launch.workers import die_with_parent, discarding_lost_output
+from diffusion.runs import attempts, environment
+from diffusion.runs.stop_signals import RepeatedInterrupt, handled_signals
+from diffusion.storage.local_files import WORKING_FOLDER_VARIABLE, working_root
+from diffusion.storage.places import is_url
+
+TICK_SECONDS = 0.1
+GRACE_SECONDS = 15.0
+"""Time for the other nodes to end after one has failed."""
+ORDERLY = {PREEMPTED, BAD_HARDWARE}
+"""Exit statuses of nodes whose ranks have saved together."""
+
+
+def run_local_jobs(jobs: Sequence[Job]) -> int:
+    """Run jobs in sequence on this machine, with their restarts; return the first nonzero exit status, or 0."""
+    with discarding_lost_output():  # a closed terminal stops the jobs, which must still save
+        for job in jobs:
+            status = LocalJob(job).run()
+            if status:
+                return status
+    return 0
+
+
+def node_environment(job: Job, rank: int) -> dict[str, str]:
+    """Return the environment variables of one node of a local job."""
+    variables = environment_of(job, 'local', NODE_RANK=str(rank), MASTER_ADDR='127.0.0.1')
+    if job.nodes > 1 and is_url(job.run_dir):
+        # Give each node a working folder of its own for a run in an object store, since they share this machine.
+        variables[WORKING_FOLDER_VARIABLE] = str(working_root() / f'node{rank}')
+    return variables
+
+
+class LocalJob:
+    """One job whose nodes are processes of this machine."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._stop_requested = False
+        self._end_requested = False
+        self._interrupts = RepeatedInterrupt()
+        self._failures = 0
+        self._nodes: list[subprocess.Popen[bytes]] = []
+
+    def run(self) -> int:
+        """Run the job's nodes as processes of this machine, with restarts; return the last attempt's exit status."""
+        restart, count = self.job.spec.restart, 0
+        handlers = {number: signal.signal(number, self._request_stop) for number in handled_signals()}
+        try:
+            while True:
+                status = self._attempt(count)
+                action = restart.actions().get(status, restart.otherwise)
+                if status == 0 or self._stop_requested or action == 'stop':
+                    return status
+                if restart.max_restarts == 0:
+                    self._print(f'exited with status {status}; restarts are turned off')
+                    return status
+                if self._restarts_used(status) > restart.max_restarts:
+                    self._print(f'exited with status {status}; all {restart.max_restarts} restarts are used')
+                    return status
+                count += 1
+                self._print(f'exited with status {status}; starting restart {count}')
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _restarts_used(self, status: int) -> int:
+        """Return the number of attempts in a row that failed without progress, after one that ended with `status`."""
+        self._failures += status != PREEMPTED
+        # Only a training run records its attempts, and only the record tells which of them made progress.
+        with contextlib.suppress(UserError, OSError):
+            run = self.job.run_dir
+            run = run if is_url(run) else Path(self.job.spec.workdir or '', run)
+            return attempts.restarts_used(attempts.read_attempts(run))
+        return self._failures
+
+    def _attempt(self, count: int) -> int:
+        """Start all nodes of the job once and wait for them; return the exit status of the job."""
+        # Create a new exit file per attempt: a line of an earlier one would be taken as the reason why this one ended.
+        with tempfile.TemporaryDirectory(prefix='diffusion-job-') as folder:
+            exits = Path(folder, 'exits')
+            variables = {environment.ATTEMPT: str(count), environment.EXIT_FILE: str(exits)}
+            self._nodes = [self._start(rank, variables) for rank in range(self.job.nodes)]
+            try:
+                self._wait()
+            finally:
+                for node in self._nodes:
+                    if node.poll() is None:
+                        node.kill()  # the kernel then kills its workers; see die_with_parent
+                    node.wait()
+            reported = [int(line.split()[0]) for line in exits.read_text().splitlines()] if exits.exists() else []
+        return job_exit_status(reported, [node.returncode for node in self._nodes])
+
+    def _start(self, rank: int, variables: dict[str, str]) -> subprocess.Popen[bytes]:
+        environ = os.environ | node_environment(self.job, rank) | variables
+        command = [sys.executable, *self.job.command[1:]]
+        # A new session makes Ctrl-C in the terminal reach only this process, which forwards it.
+        folder = self.job.spec.workdir
+        return subprocess.Popen(command, env=environ, cwd=folder, start_new_session=True, preexec_fn=die_with_parent)
+
+    def _wait(self) -> None:
+        """Wait until all nodes have ended or exceed their time to stop; a stop is forwarded to the nodes."""
+        deadline, forwarded, interrupted = float('inf'), False, False
+        while any(node.poll() is None for node in self._nodes):
+            now = time.monotonic()
+            if self._stop_requested and not forwarded:
+                forwarded = True
+                deadline = now + self.job.spec.schedule.notice_seconds
+                self._terminate()
+                self._print('stopping: the ranks finish their batch and save a checkpoint')
+            if self._end_requested:
+                # The nodes print what is lost, and end at once. They ignore a SIGINT too soon after the SIGTERM, which
+                # this process may have forwarded late, so it is sent again on every tick.
+                deadline = deadline if interrupted else now + GRACE_SECONDS
+                interrupted = True
+                self._terminate(signal.SIGINT)
+            # Schedulers end all nodes when one ends. A node that was preempted or has a hardware fault ends after the
+            # save, so the others get the full notice to finish theirs; after any other failure, no collective save can
+            # succeed.
+            failed = {node.returncode for node in self._nodes} - {None, 0}
+            if failed and deadline == float('inf'):
+                notice = self.job.spec.schedule.notice_seconds if failed <= ORDERLY else GRACE_SECONDS
+                deadline = now + notice
+                self._terminate()
+            if now > deadline:
+                return
+            time.sleep(TICK_SECONDS)
+
+    def _terminate(self, number: int = signal.SIGTERM) -> None:
+        for node in self._nodes:
+            if node.poll() is None:
+                node.send_signal(number)
+
+    def _print(self, text: str) -> None:
+        print(f'{self.job.name}: {text}', file=sys.stderr, flush=True)
+
+    def _request_stop(self, number: int, frame: FrameType | None) -> None:
+        self._stop_requested = True
+        repeated = self._interrupts.is_repeated()
+        self._end_requested |= repeated and number == signal.SIGINT
+
+
+def job_exit_status(reported: Sequence[int], codes: Sequence[int]) -> int:
+    """Combine the exit statuses of the nodes of a job into one exit status of the job.
+
+    Args:
+        reported: Exit statuses in the file shared by the nodes, in the order in which the nodes ended.
+        codes: Exit statuses of the node processes.
+    """
+    # A user error on any node would occur again on every retry. Otherwise the first node that failed is the reason, and
+    # the later ones ended because of it. A node that failed without reporting was killed.
+    if CONFIG_ERROR in reported:
+        return CONFIG_ERROR
+    return next((status for status in reported if status), FAILED if any(codes) else 0)
 
 
 @dataclass

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from diffusion.compatibility.torch_versions import kernels_problem
 from diffusion.errors import UserError
 from diffusion.exit_codes import CONFIG_ERROR
-from diffusion.models.gpu_kernels import kernels_problem
 from diffusion.preflight import __main__ as preflight
 from diffusion.training.components import check_device
 

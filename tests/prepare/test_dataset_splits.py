@@ -7,7 +7,6 @@ import pytest
 from prepare.drawn import tar_of
 from prepare.hub_datasets import image, parquet_of, rows, write_files
 
-from diffusion import cli as command
 from diffusion.errors import UserError
 from diffusion.prepare.dataset_splits import choose_split, group_by_split, split_in
 from diffusion.prepare.parquet import ParquetSource
@@ -120,16 +119,6 @@ def test_ordinary_names_are_not_refused(tmp_path: Path, kind: str, names: list[s
     contents = {'parquet': parquet_of(rows('train')), 'tar': tar_of([('1.png', image(1))]), 'png': image(1)}
     folder = write_files(tmp_path / 'in', {name: contents[name.rpartition('.')[2]] for name in names})
     assert parts(kind, folder) >= 1
-
-
-def test_command_refuses_to_mix_and_reads_the_pattern(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = {f'data/{split}-00000-of-00001.parquet': parquet_of(rows(split)) for split in ('train', 'test')}
-    folder = write_files(tmp_path / 'in', files)
-    arguments = ['--out', str(tmp_path / 'out'), '--sizes', '32', '--workers', '1']
-    assert command.main(['prepare', 'parquet', str(folder), *arguments]) == 2
-    assert 'test (data/test-00000-of-00001.parquet), train (data/train-' in capsys.readouterr().err
-    assert command.main(['prepare', 'parquet', str(folder / 'data' / 'train-*.parquet'), *arguments]) == 0
-    assert (tmp_path / 'out' / 'captions.txt').read_text().splitlines() == [f'train {number}' for number in range(6)]
 
 
 def test_keys_of_a_pattern_do_not_depend_on_the_other_splits(tmp_path: Path) -> None:

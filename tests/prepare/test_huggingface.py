@@ -335,13 +335,6 @@ def test_text_that_is_no_path_rejects_its_row(hub: HubServer, tmp_path: Path, pl
     assert [entry.problem for entry in entries(location)] == ['missing_file', 'missing_file', None]
 
 
-def test_column_of_paths_as_text_is_read(tmp_path: Path) -> None:
-    files = {f'{number}.png': image(number) for number in range(3)}
-    columns = {'image': [*files], 'text': [f'train {n}' for n in range(3)]}
-    folder = write_files(tmp_path / 'snapshot', files | {'train.parquet': parquet_of(columns)})
-    assert captions(folder) == ['train 0', 'train 1', 'train 2']
-
-
 @pytest.mark.parametrize(
     ('name', 'content'),
     [

@@ -128,7 +128,9 @@ def shuffled(image: Tensor, amount: float, index: int) -> Tensor:
     return functional.fold(tiles[None], (64, 64), 16, stride=16)[0].byte()
 
 
-@pytest.mark.parametrize('damage', [blurred, noised, shuffled])
+@pytest.mark.parametrize(
+    'damage', [blurred, pytest.param(noised, marks=pytest.mark.slow), pytest.param(shuffled, marks=pytest.mark.slow)]
+)
 def test_distances_grow_with_damage(emoji, small_network, damage: Callable[[Tensor, float, int], Tensor]):
     reference, found = small_network.features(emoji), []
     for amount in (0.1, 0.25, 0.5):

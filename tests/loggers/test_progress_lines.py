@@ -90,7 +90,7 @@ class Work(Callback):
         self.now += 600
 
 
-@pytest.mark.parametrize('duration', ['20ba', '4ep'])
+@pytest.mark.parametrize('duration', ['20ba', pytest.param('4ep', marks=pytest.mark.slow)])
 def test_time_left_is_that_of_training_alone(write_recipe, pictures, monkeypatch, caplog, duration):
     path = write_recipe(
         loggers={'console_lines': {'every_seconds': 0.0}},

@@ -61,7 +61,9 @@ def kept(module, batch, *, autocast):
 
 
 @pytest.mark.parametrize('linear', [True, False], ids=['linear', 'conv'])
-@pytest.mark.parametrize('autocast', [False, True], ids=['float32', 'bfloat16'])
+@pytest.mark.parametrize(
+    'autocast', [pytest.param(False, id='float32', marks=pytest.mark.slow), pytest.param(True, id='bfloat16')]
+)
 def test_kept_bytes_match_autograd(autocast, linear):
     module = unet(use_linear_projection=linear)
     two, four = (kept(module, batch, autocast=autocast) for batch in (2, 4))

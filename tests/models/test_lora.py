@@ -216,7 +216,7 @@ def with_trained_lora(plain: Any, settings: LoraConfig) -> Any:
 
 
 @pytest.mark.parametrize('single_file', [True, False])
-@pytest.mark.parametrize(('family', 'sizes'), [('sd2', SD2), ('sdxl', SDXL)])
+@pytest.mark.parametrize(('family', 'sizes'), [('sd2', SD2), pytest.param('sdxl', SDXL, marks=pytest.mark.slow)])
 def test_diffusers_loads_both_files(family, sizes, single_file, tmp_path):
     torch.manual_seed(3)
     plain = UNet2DConditionModel(sample_size=8, **sizes)

@@ -96,7 +96,7 @@ def lpips_by_hand(weights: dict[str, str], one: torch.Tensor, other: torch.Tenso
     ('network', 'architecture', 'file'),
     [
         ('alex', 'alexnet', 'alexnet-owt-7be5be79.pth'),
-        ('vgg', 'vgg16', 'vgg16-397923af.pth'),
+        pytest.param('vgg', 'vgg16', 'vgg16-397923af.pth', marks=pytest.mark.slow),
         ('squeeze', 'squeezenet1_1', 'squeezenet1_1-b8a52dc0.pth'),
     ],
 )

@@ -135,6 +135,7 @@ def test_muon_without_convolutions_has_fewer_flops(tmp_path):
     assert flops[0] > flops[1] > 0
 
 
+@pytest.mark.slow
 def test_lora_has_states_of_its_own_parameters_and_two_thirds_of_the_flops(tmp_path):
     settings = {'block_out_channels': [32, 64], 'text_layers': 1, 'train_text_encoder': False}
     lora = {'lora': {'rank': 2}, 'init_from': 'runs/other'}

@@ -47,7 +47,9 @@ def see(forkserver, recipe, tmp_path):
     return run
 
 
-@pytest.mark.parametrize('columns', [80, 120, 150])
+@pytest.mark.parametrize(
+    'columns', [80, pytest.param(120, marks=pytest.mark.slow), pytest.param(150, marks=pytest.mark.slow)]
+)
 def test_messages_and_progress_of_training_share_no_row(see, columns):
     screen = see(columns)
     assert re.search(r'INFO: batch 12, evaluation: loss=\d', str(screen))

@@ -292,7 +292,7 @@ def test_run_is_compared_with_the_recipe_in_its_checkpoint_first(run, caplog):
     assert 'no recipe.yaml beside the checkpoint, so its model, optimizer and other settings cannot' in caplog.text
 
 
-def test_all_ranks_refuse_alike(trained, ranks):
+def test_every_rank_refuses_with_the_same_message(trained, ranks):
     job = ranks.start(2, trained / 'whole.yaml', 'model.objective.prediction_type=epsilon')
     assert job.wait() == [78, 78], job.output()
     for output in job.outputs():

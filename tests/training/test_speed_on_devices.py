@@ -65,13 +65,14 @@ SINGLE = (
     ['low_precision_norms'],
     ['inference_mode'],
     ['tf32', 'conv_benchmark'],
-    SPEED_PARTS,
 )
+UNCOMPILED = [part for part in SPEED_PARTS if part != 'compile']
 CASES = [
-    *(pytest.param('cpu', parts, marks=pytest.mark.cpu_form) for parts in SINGLE),
-    *(pytest.param('cuda', parts, marks=pytest.mark.gpu) for parts in (*SINGLE, ['compile'])),
+    *(pytest.param('cpu', parts, marks=pytest.mark.cpu_form) for parts in (*SINGLE, UNCOMPILED)),
+    pytest.param('cpu', SPEED_PARTS, marks=[pytest.mark.cpu_form, pytest.mark.slow]),
+    *(pytest.param('cuda', parts, marks=pytest.mark.gpu) for parts in (*SINGLE, SPEED_PARTS, ['compile'])),
 ]
-"""Devices with settings; on a CPU, compilation is only among all settings, because it takes 9 seconds."""
+"""Devices with settings; on a CPU, compilation is only among all settings and slow."""
 
 
 @pytest.mark.parametrize(

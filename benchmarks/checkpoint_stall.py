@@ -3,7 +3,7 @@
     python benchmarks/checkpoint_stall.py [FOLDER [millions of parameters]]
 
 A real trainer with one training thread saves to FOLDER (default: a temporary folder) by turns: a blocking save, then an
-asynchronous one, so that other load on the machine slows both alike. The stall is the time for which a save blocks
+asynchronous one, so that other load on the machine slows both equally. The stall is the time for which a save blocks
 training. Steps while a save is being written are compared with those of the same run while none is.
 """
 

@@ -26,7 +26,7 @@ def processor() -> str:
 def interleaved_medians(*functions: Callable[[], object], repeats: int) -> list[float]:
     """Return the median seconds of each function.
 
-    The functions run alternately, so that other load on the machine slows all of them alike.
+    The functions run alternately, so that other load on the machine slows all of them equally.
     """
     seconds: list[list[float]] = [[] for _ in functions]
     for _ in range(repeats):

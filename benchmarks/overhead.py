@@ -5,7 +5,7 @@
 All three train the same small U-Net on the same latents and captions, in the same precision, with AdamW: ours and the
 bare loop with its fused kernel (speed.fused_optimizer), the plain trainer as in diffusers' example. They alternate step
 by step: the baselines' steps run at the end of each batch of ours, so that other load on the machine slows all of them
-alike. Ratios are medians over rounds. The Trainer has the callbacks and loggers of the recipes, including the loss
+equally. Ratios are medians over rounds. The Trainer has the callbacks and loggers of the recipes, including the loss
 guard and keyed randomness, which neither baseline has; the bare loop calls our model.
 
 The second table shows the cost of the breakdown callback: the number of stage changes per step times the duration of

@@ -160,7 +160,7 @@ def make_variants(batch: int, args: argparse.Namespace) -> list[Variant]:
 def measure(variants: Sequence[Variant], batch: int, size: int, args: argparse.Namespace) -> None:
     """Run and time the steps of all variants."""
     # On a GPU, whose memory holds only one model, the variants run one after another. On a CPU, whose timings are
-    # noisy, they alternate step by step, so that other load slows all of them alike.
+    # noisy, they alternate step by step, so that other load slows all of them equally.
     if ON_GPU:
         for each in variants:
             steps = steps_of(each, batch, size, args)

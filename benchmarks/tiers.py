@@ -152,9 +152,9 @@ def main(folder: str = '', millions: str = '100') -> None:
     print(f'{heading()}, load {os.getloadavg()[1]:.1f}, PyTorch {torch.__version__}, two processes of one thread')
     print(f'{size:.2f} GB per checkpoint')
     print('\n| | disk | memory, with a copy on the other node |\n|---|---|---|')
-    for said, name in (('stall of a save, s', 'stall_seconds'), ('until the checkpoint exists, s', 'save_seconds')):
+    for text, name in (('stall of a save, s', 'stall_seconds'), ('until the checkpoint exists, s', 'save_seconds')):
         medians = [statistics.median(saves[f'{prefix}{name}'][1:]) for prefix in ('', 'memory_')]
-        print(f'| {said} | {medians[0]:.2f} | {medians[1]:.2f} |')
+        print(f'| {text} | {medians[0]:.2f} | {medians[1]:.2f} |')
     print('\n| resumed from | batch | found, verified and loaded, s |\n|---|---|---|')
     for place, found in resumed.items():
         print(f'| {place} | {found["batch"]} of {BATCHES} | {found["seconds"]:.2f} |')

@@ -91,9 +91,9 @@ def main(folder: str, widths: str = WIDTHS, rates: str = RATES, steps: str = str
     print('|---' * (len(exponents) + 4) + '|')
     lowest_at_base: dict[str, int] = {}
     for width in sizes:
-        for name in ('all layers alike', 'muP'):
+        for name in ('one rate for all layers', 'muP'):
             if width == sizes[0] and name == 'muP':
-                lowest_at_base[name] = lowest_at_base['all layers alike']  # the same model
+                lowest_at_base[name] = lowest_at_base['one rate for all layers']  # the same model
                 continue
             base = sizes[0] if name == 'muP' else None
             losses = [final_loss(build(width, base), data, lr=2.0**each, steps=int(steps)) for each in exponents]

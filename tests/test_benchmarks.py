@@ -356,7 +356,7 @@ def test_tread_benchmark_counts_fewer_flops(rows):
 def test_width_transfer_benchmark_has_rows_with_and_without_mup(rows, pictures):
     table = rows('width_transfer', str(pictures[64]), '32,64', '-9,-8', '4')
 
-    assert table['32'][0] == 'all layers alike' and table['32'][-1] == '1.000'
+    assert table['32'][0] == 'one rate for all layers' and table['32'][-1] == '1.000'
     assert table['64'][0] == 'muP' and float(table['64'][1].strip('*')) > 0
 
 

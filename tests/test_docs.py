@@ -144,8 +144,8 @@ def test_data_page(checkout, own_images):
         for n in range(2)
     }
     hub_datasets.write_files(checkout.folder / 'snapshots' / 'pictures', pictures)
-    said = checkout.read(DOCS / 'data.md')
-    (loss,) = re.findall(r'loss (\d+\.\d{3})$', said, flags=re.MULTILINE)
+    output = checkout.read(DOCS / 'data.md')
+    (loss,) = re.findall(r'loss (\d+\.\d{3})$', output, flags=re.MULTILINE)
     assert 0 < float(loss) < 10
     assert (checkout.folder / 'runs' / 'photos-latents' / 'ba40').exists()
 
@@ -193,20 +193,20 @@ def test_models_page(checkout):
 
 @pytest.mark.slow
 def test_extending_page(checkout, quickstart):
-    said = checkout.read(DOCS / 'extending.md')
-    assert re.search(r'loss \d\.\d{4}', said), 'the callback of the page prints the loss'
+    output = checkout.read(DOCS / 'extending.md')
+    assert re.search(r'loss \d\.\d{4}', output), 'the callback of the page prints the loss'
 
 
 @pytest.mark.slow
 def test_recipes_and_planning_pages(checkout):
-    said = checkout.read(DOCS / 'recipes.md') + checkout.read(DOCS / 'planning.md')
-    assert 'yamls/quickstart.yaml: ok' in said and '128 x a100-80gb' in said
+    output = checkout.read(DOCS / 'recipes.md') + checkout.read(DOCS / 'planning.md')
+    assert 'yamls/quickstart.yaml: ok' in output and '128 x a100-80gb' in output
 
 
 @pytest.mark.slow
 def test_clusters_page(checkout, quickstart):
-    said = checkout.read(DOCS / 'clusters.md')
-    assert 'ok; nothing was submitted' in said
+    output = checkout.read(DOCS / 'clusters.md')
+    assert 'ok; nothing was submitted' in output
     assert (checkout.folder / 'runs' / 'quickstart-local' / 'ba24').exists()
 
 
@@ -257,8 +257,8 @@ def test_install_page(tmp_path, forkserver):
         if block.language != 'bash':
             continue
         shutil.rmtree(reader.folder / 'diffusion', ignore_errors=True)
-        said = reader.run(block, **variables)
-        assert 'Traceback' not in said
+        output = reader.run(block, **variables)
+        assert 'Traceback' not in output
 
 
 # -- what is shown --

@@ -246,7 +246,7 @@ EARLY_COMMAND: dict[str, tuple[Words, str]] = {
         lambda site: ['generate', site.run, 'a', 'b', '--seed', 2**32 - 1],
         '--seed: 4294967295 is out of range; use 0 to 4294967294 for the first of 2 images',
     ),
-    'guidance that is no number': (
+    'guidance that is not a number': (
         lambda site: ['generate', site.run, 'a', '--guidance', 'nan'],
         '--guidance: nan is out of range; use 0 or more',
     ),

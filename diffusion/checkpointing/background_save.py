@@ -110,9 +110,9 @@ class BackgroundSave:
         synchronous = max(dist.all_gather_object(expected_seconds or self.elapsed_seconds() + remaining))
         choice = choose_when_stopping(remaining=remaining, synchronous=synchronous, notice=notice)
         if choice != 'both' and dist.get_global_rank() == 0:
-            said = 'stopping within %.3g s: %s needs %.3g s more and a new save %.3g s; %s'
+            message = 'stopping within %.3g s: %s needs %.3g s more and a new save %.3g s; %s'
             what = 'it is abandoned for a new one' if choice == 'replace' else 'no new one is saved'
-            log.warning(said, notice, self.save.name, remaining, synchronous, what)
+            log.warning(message, notice, self.save.name, remaining, synchronous, what)
         return choice
 
     def abandon(self) -> None:

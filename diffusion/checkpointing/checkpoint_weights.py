@@ -143,7 +143,7 @@ def _check_archive(file: Path) -> None:
         opened.seek(max(0, size - 22))  # size of zip's end-of-central-directory record
         end = opened.read(4)
     if start != b'PK\x03\x04':
-        raise UserError(f'{file}: not a checkpoint (it is no zip archive of torch.save); use another one')
+        raise UserError(f'{file}: not a checkpoint (it is not a zip archive of torch.save); use another one')
     if end != b'PK\x05\x06':
         raise UserError(
             f'{file}: not readable (the end of the archive is missing); it is truncated, use an earlier checkpoint'

@@ -382,11 +382,11 @@ class Checkpointer(CheckpointSaver):
         waited = time.monotonic() - began
         if waited > SLOW_SECONDS and not self._said_slow and dist.get_global_rank() == 0:
             self._said_slow = True
-            said = (
+            message = (
                 '%s: took %.3g s, longer than the save interval, so training waited %.3g s for it. To fix: a longer '
                 'trainer.save_interval, or faster storage'
             )
-            log.warning(said, running.save.name, running.elapsed_seconds(), waited)
+            log.warning(message, running.save.name, running.elapsed_seconds(), waited)
         return outcome
 
     def _finish_running(self, logger: Logger) -> Outcome:

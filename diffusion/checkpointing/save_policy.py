@@ -125,11 +125,11 @@ class AutoInterval(TimedInterval):
             shortest = SAVES_PER_INTERVAL * (self._duration or 0.0)
             chosen = [max(chosen_interval(stall=stall, mtbf=3600 * mtbf_hours), shortest)]
             if abs(chosen[0] - self.seconds) > LOGGED_CHANGE * self.seconds:
-                said = (
+                message = (
                     'checkpoints every %.3g minutes: a save blocks training for %.3g s, and a failure is expected '
                     'every %.3g hours'
                 )
-                log.info(said, chosen[0] / 60, stall, mtbf_hours)
+                log.info(message, chosen[0] / 60, stall, mtbf_hours)
         dist.broadcast_object_list(chosen, src=0)
         self.seconds = chosen[0]
 

@@ -57,7 +57,7 @@ def _tier_problems(tiers: TiersConfig, by_composer: bool) -> list[Problem]:
         if by_composer:
             problems.append(Problem(where, f'{NOT_COMPOSER}; remove one of the two'))
         if isinstance(tier.save_interval, str) and re.fullmatch(r'\d+(\.\d+)?(ep|iter|dur)', tier.save_interval):
-            what = f'{tier.save_interval} is no interval for a tier; use a time, such as 10m, or batches, such as 50ba'
+            what = f'{tier.save_interval} is not an interval for a tier; use a time (10m) or batches (50ba)'
             problems.append(Problem(f'{where}.save_interval', what))
         if name == 'disk' and tier.folder is None:
             what = 'is missing; name a folder on a local disk, such as /local/nvme'

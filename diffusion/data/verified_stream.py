@@ -385,7 +385,7 @@ class VerifiedStream(Stream):
 
     def _remove_shards_without_hashes(self, folder: Path, content: bytes) -> None:
         """If the index has changed, remove local shards without hashes, so that they are downloaded again."""
-        # An old shard and a new one of the same size can be told apart by a hash only.
+        # An old shard and a new one of the same size can be distinguished only by a hash.
         path = folder / INDEX
         if self.source is None or not path.exists() or path.read_bytes() == content:
             return

@@ -109,7 +109,7 @@ class NodeLink:
             while attempt not in self._agreements and not self._lost and time.monotonic() < until:
                 self._changed.wait(RETRY_SECONDS)
                 if poll():
-                    return Agreement(False, reason='this node is told to stop')
+                    return Agreement(False, reason='this node was asked to stop')
             return self._agreements.get(attempt, Agreement(False, reason=self._lost or 'the other nodes do not answer'))
 
     def close(self) -> None:

@@ -197,7 +197,7 @@ def guide(unconditional: Tensor, conditional: Tensor, *, scale: float, rescale: 
     Args:
         unconditional: Prediction for the negative prompt.
         conditional: Prediction for the prompt.
-        scale: Guidance scale; 1 is no guidance.
+        scale: Guidance scale; 1 turns guidance off.
         rescale: Interpolation in [0, 1] towards a result with the standard deviation of `conditional` (Lin et al. 2024,
             equations 15 and 16, who use 0.7).
     """

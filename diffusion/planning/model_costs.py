@@ -84,7 +84,7 @@ class CountedCosts:
     @property
     def facts(self) -> Mapping[str, int]:
         """Counts that do not depend on the image shape, such as the number of parameters, by name."""
-        # The names are defined in models/cost_counting.py and models/auxiliary_counting.py.
+        # The names are defined in models/cost_counting.py.
         self.require()
         return self._counts['facts']
 

@@ -193,7 +193,7 @@ class PrepareSettings:
     jpeg_quality: Annotated[int, Option('Q')] = 95
     """Quality of stored JPEGs, 1 to 100; lossless images are stored as PNG."""
     duplicates: Literal['none', 'exact', 'near'] = 'none'
-    """Duplicates to remove: none, exact (equal pixels), or near (also images that look alike)."""
+    """Duplicates to remove: none, exact (equal pixels), or near (also similar images)."""
     max_distance: int = 4
     """For duplicates: near, the maximum number of bits, of 64, in which two perceptual hashes may differ."""
     hold_out: int = 0

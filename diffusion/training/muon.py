@@ -197,7 +197,7 @@ class Muon(Optimizer):
         wrong = [list(_shape(each)) for each in items if chosen == 'muon' and not is_matrix(_shape(each))]
         if wrong:
             raise UserError(
-                f'muon: a parameter of shape {wrong[0]} is in a group with algorithm muon, but is no matrix of at '
+                f'muon: a parameter of shape {wrong[0]} is in a group with algorithm muon, but is not a matrix of at '
                 'least two rows and columns; move it to a group with algorithm adamw'
             )
         parts: dict[str, list[Any]] = {'muon': [], 'adamw': []}
@@ -316,11 +316,11 @@ def _orthogonalize_parts(weights_NRC: Tensor, *, parts: int, steps: int) -> Tens
 
 def _batches(weights: list[Tensor], parts: list[int]) -> Iterator[tuple[list[Tensor], int]]:
     """Yield lists of weights of equal shapes and parts, up to the maximum size, with the parts; equal on all ranks."""
-    alike: dict[Any, list[Tensor]] = {}
+    groups: dict[Any, list[Tensor]] = {}
     for weight, number in zip(weights, parts, strict=True):
         sharding = (weight.device_mesh, weight.placements) if isinstance(weight, DTensor) else None
-        alike.setdefault((_size(weight), number, weight.dtype, weight.device, sharding), []).append(weight)
-    for (_, number, *_), same in alike.items():
+        groups.setdefault((_size(weight), number, weight.dtype, weight.device, sharding), []).append(weight)
+    for (_, number, *_), same in groups.items():
         limit = MAX_BATCH_ELEMENTS['cpu' if same[0].device.type == 'cpu' else 'cuda']
         each_rank = max(1, limit // same[0].numel())
         length = each_rank * layout_of(same[0]).ranks

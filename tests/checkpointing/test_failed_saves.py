@@ -206,7 +206,7 @@ assert checkpointer.saved_checkpoints == ['ba3']
 
 dist.barrier()
 gather, dist.all_gather_object = dist.all_gather_object, lambda value: 1 / 0
-assert meet(full, full) is RankFailed, 'a lost connection is no failed save'
+assert meet(full, full) is RankFailed, 'a lost connection is not a failed save'
 """
 
 

@@ -63,7 +63,7 @@ def test_credentials_that_do_not_suffice_are_named_before_the_run(
         (['checkpointing.tiers.disk.save_interval=1m'], 'checkpointing.tiers.disk.folder: is missing; name a folder'),
         (['checkpointing.tiers.memory.save_interval=soon'], 'checkpointing.tiers.memory.save_interval: '),
         (['checkpointing.tiers.memory.copies=2'], 'copies'),
-        (['checkpointing.tiers.memory.save_interval=1ep'], '1ep is no interval for a tier; use a time'),
+        (['checkpointing.tiers.memory.save_interval=1ep'], '1ep is not an interval for a tier; use a time'),
         (
             ['checkpointing.tiers.memory.save_interval=1m', 'trainer.save_folder=a'],
             "checkpointing.tiers.memory: does not apply to Composer's own checkpoints",

@@ -27,7 +27,7 @@ def changed(**changes: object) -> str:
 
 
 def resealed(**changes: object) -> str:
-    """Return answers that were changed by somebody who computes the checksum anew."""
+    """Return answers that were changed by somebody who recomputes the checksum."""
     content = json.loads(answers_text(KEY, 1)) | changes
     lines = [f'{each["pair"]} {each["question"]} {each["choice"]}' for each in content['answers']]
     return json.dumps(

@@ -161,7 +161,7 @@ def vote(page, html: str, quality: str, alignment: str) -> list[tuple[int, str, 
 
 @pytest.fixture(scope='module')
 def desktop():
-    """Page factory of one browser of 1280 pixels, whose pages share storage unless a context is made anew."""
+    """Page factory of one browser of 1280 pixels, whose pages share storage unless a new context is made."""
     with browser_context(viewport={'width': 1280, 'height': 800}, has_touch=True) as (context, left):
         yield context, left
         assert left == [], 'no request leaves the page'

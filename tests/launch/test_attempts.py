@@ -147,7 +147,7 @@ def test_attempts_with_progress_and_preemptions_use_up_no_restarts():
     preempted = [attempt(number, 1000.0 * number, 0, 0, cause='preempted') for number in range(50)]
     assert restarts_used(preempted) == 0
     assert reason_to_give_up([*preempted, *advancing], 1) is None
-    # Batches that are never saved are no progress, however many.
+    # Batches that are never saved do not count as progress, however many they are.
     looping = [attempt(number, 10.0 * number, 0, 500 + number) for number in range(5)]
     assert restarts_used(looping) == 5
     assert 'the run failed 5 times without progress' in str(reason_to_give_up(looping, 4))

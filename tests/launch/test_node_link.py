@@ -108,7 +108,7 @@ def test_node_that_does_not_end_in_time_ends_the_others(three, monkeypatch):
 
 
 def test_stop_ends_the_wait(three):
-    assert three.links[1].agree(0, KILLED, '', lambda: True) == Agreement(False, reason='this node is told to stop')
+    assert three.links[1].agree(0, KILLED, '', lambda: True) == Agreement(False, reason='this node was asked to stop')
 
 
 @pytest.mark.parametrize(

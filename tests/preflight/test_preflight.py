@@ -393,7 +393,7 @@ def slow_folder(rank):
 def test_save_longer_than_the_notice_is_a_warning(run_two, monkeypatch):
     monkeypatch.setenv(environment.NOTICE_SECONDS, '30')
     statuses, found = run_two(slow_folder)
-    assert statuses == [0, 0], 'a warning is no fault'
+    assert statuses == [0, 0], 'a warning is not a fault'
     (speed,) = [finding for finding in found if finding.check == 'write speed']
     assert speed.warns
     expected = r'GB/s; a save of 1\.0 GB takes about \d+ s, longer than .* (notice|timeout of collectives)'

@@ -54,13 +54,13 @@ def test_whole_chunks_are_written_directly(tmp_path: Path) -> None:
         assert is_direct(file) and (tmp_path / 'file').read_bytes() == content[:-5]
         file.write(content[-5:])
         file.flush()
-        assert not is_direct(file), 'the rest is no whole block'
+        assert not is_direct(file), 'the rest is not a whole block'
         os.fsync(file.fileno())
     assert (tmp_path / 'file').read_bytes() == content
 
 
 def test_device_of_larger_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk that is no multiple of the block size is refused by the kernel with EINVAL."""
+    """A chunk that is not a multiple of the block size is refused by the kernel with EINVAL."""
     monkeypatch.setattr(direct_file, 'CHUNK_BYTES', 1000)
     content = os.urandom(10_500)
     with opened(tmp_path / 'file') as file:

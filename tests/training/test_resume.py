@@ -241,7 +241,7 @@ def test_changes_of_other_settings_are_applied_logged_and_kept_as_history(run, c
     for text in expected:
         assert f'{text} (applied)' in line
         assert any(each.startswith('# changed at batch 4 (20') and each.endswith(f'): {text}') for each in history)
-    assert load(folder / 'recipe.yaml') == load(path, list(overrides)), 'the history is no part of the recipe'
+    assert load(folder / 'recipe.yaml') == load(path, list(overrides)), 'the history is not part of the recipe'
 
 
 def test_change_is_applied_although_a_killed_attempt_has_recorded_it(run, caplog):

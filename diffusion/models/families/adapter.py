@@ -183,7 +183,7 @@ class DenoiserAdapter(ABC):
 
         Args:
             negative: Negative prompt; empty for none.
-            guidance: Guidance scale; 1 or less is no guidance.
+            guidance: Guidance scale; 1 or less turns guidance off.
         """
         # None for an empty prompt: Stable Diffusion XL then uses zeros, if dropped captions were zeros in training.
         return {'guidance_scale': guidance, 'negative_prompt': negative or None}

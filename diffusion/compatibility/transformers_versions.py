@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers.models import BPE
 from torch import Tensor, nn
 from transformers import (
     CLIPPreTrainedModel,
@@ -74,6 +75,18 @@ def byte_pairs(tokenizer: CLIPTokenizer) -> tuple[dict[str, int], list[tuple[str
         return parts.encoder, sorted(parts.bpe_ranks, key=parts.bpe_ranks.get)
     model = json.loads(parts.backend_tokenizer.to_str())['model']
     return model['vocab'], [tuple(pair) for pair in model['merges']]
+
+
+def word_model(tokenizer: CLIPTokenizer) -> BPE:
+    """Return the model that splits a word into CLIP's tokens.
+
+    The tokenizer of transformers 5 has it, which saves the 0.2 s of building another one. Remove the branch for
+    transformers 4 with its support.
+    """
+    parts: Any = tokenizer
+    if hasattr(parts, 'bpe_ranks'):
+        return BPE(*byte_pairs(tokenizer), end_of_word_suffix='</w>', unk_token=str(tokenizer.unk_token))
+    return parts.backend_tokenizer.model
 
 
 def clip_features(output: Any) -> Tensor:

@@ -12,7 +12,6 @@ import ftfy
 import numpy as np
 import regex
 import torch
-from tokenizers.models import BPE
 from torch import Tensor, nn
 from transformers import (
     CLIPTextModel,
@@ -22,13 +21,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from diffusion.compatibility.transformers_versions import byte_pairs, mask_without_values, with_text_model
+from diffusion.compatibility.transformers_versions import mask_without_values, with_text_model, word_model
 from diffusion.errors import UserError
 from diffusion.models.clip_vocabulary import byte_letters
 
 MAX_CACHED_WORDS = 2**16
 """Size of the word cache, about 15 MB."""
-END_OF_WORD = '</w>'
 WORDS = regex.compile(
     r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|\p{L}+|\p{N}|[^\s\p{L}\p{N}]+", regex.IGNORECASE
 )
@@ -83,8 +81,7 @@ def _clean(text: str) -> str:
 
 def _encoder(tokenizer: CLIPTokenizer, special: dict[str, int]) -> Callable[[str], list[int]]:
     """Return a function that converts a word to token ids; special tokens are words with ids of their own."""
-    vocabulary, merges = byte_pairs(tokenizer)
-    pairs = BPE(vocabulary, merges, end_of_word_suffix=END_OF_WORD, unk_token=str(tokenizer.unk_token))
+    pairs = word_model(tokenizer)
     letters = byte_letters()
 
     def encode(word: str) -> list[int]:

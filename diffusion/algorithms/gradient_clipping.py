@@ -145,7 +145,7 @@ def _unit_norms(tensor: Tensor) -> Tensor:
 
 
 def _norms_over_ranks(tensors: Sequence[Any]) -> list[Tensor]:
-    """Return the norms of the units of DTensors over all ranks, by a single all-reduce of their squares."""
+    """Return the gradient norm of each clipping unit over all ranks; a single all-reduce adds the squares."""
     shards = [local_shard(each) for each in tensors]
     # Sum in float64, so that any number of ranks gives the same float32 value as one process.
     squares = [

@@ -203,7 +203,7 @@ class BucketStorage:
                 self._batches().discard(batch)
 
     def _infos(self, rules: KeepConfig) -> list[CheckpointInfo]:
-        """Return the facts about the checkpoints in the store that the rules need."""
+        """Return what the retention rules need to know about each checkpoint in the store."""
         # Keep the checkpoints that `diffusion watch` is evaluating.
         held = EvaluationClaims(self.place, lease_seconds=0.0).held()
         pinned = {int(pin[1]) for name in self._store.list().files if (pin := PIN.fullmatch(name))}

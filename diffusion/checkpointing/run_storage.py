@@ -133,7 +133,7 @@ class RunStorage(SaveTarget, Protocol):
         """Make files of the checkpoint that `resume_point` returned available in it; not a collective."""
 
     def list_batches(self) -> list[int]:
-        """Return the batch numbers of the checkpoints, newest first; on rank 0."""
+        """Return the batch numbers of the checkpoints, newest first; called on rank 0 only."""
         ...
 
     def prune(self, rules: KeepConfig) -> None:
@@ -147,7 +147,7 @@ class RunStorage(SaveTarget, Protocol):
         """Free space on a full disk before a save is tried again; on every rank, not a collective.
 
         Args:
-            rules: Checkpoints that the run keeps; None keeps all.
+            rules: Which checkpoints the run keeps; None keeps all.
 
         Returns:
             True if this rank has removed something.

@@ -91,7 +91,7 @@ MAX_PICKS = 2**20
 
 def default_canonical_nodes(global_batch: int) -> int:
     """Return the default `num_canonical_nodes` of a new run: the largest common divisor of 960 and the global batch."""
-    # 960 = 64 * 3 * 5 lets a batch of 1536 = 512 * 3 divide over 12 nodes of 8 GPUs; a power of two would not.
+    # The factors 3 and 5 allow other numbers of nodes than powers of two, such as 12 nodes with a batch of 1536.
     return math.gcd(64 * 3 * 5, global_batch)
 
 

@@ -299,7 +299,7 @@ class BucketedDataset(VerifiedDataset):
     def evaluation_order(self) -> EvaluationOrder:
         """Order of an epoch that serves every sample once, for a dataset that is not elastic."""
         assert not self.elastic and isinstance(self.batch_size, int)
-        # Take the samples of epoch 0 in every epoch: a stream with `choose` has others in each.
+        # Always use the samples of epoch 0: a stream with `choose` draws different samples in each epoch.
         samples = [self.resample_streams(0, index)[1] for index in range(len(self.streams))]
         ranks = self._parallel_rank_world.num_ranks
         return evaluation_order(samples, ranks=ranks, batch_size=self.batch_size)

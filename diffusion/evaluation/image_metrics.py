@@ -169,8 +169,8 @@ class ImageMetrics:
         repeated = [prompt for prompt in found for _ in range(self.images_per_prompt)]
         if self.num_images is not None and self.num_images > len(repeated):
             raise UserError(
-                f'num_images: {self.num_images} is more than the {len(repeated)} of {len(found)} prompts with '
-                f'images_per_prompt: {self.images_per_prompt}; use at most that, or more images per prompt'
+                f'num_images: {self.num_images} is more than the {len(repeated)} images of {len(found)} prompts with '
+                f'images_per_prompt: {self.images_per_prompt}; lower num_images or raise images_per_prompt'
             )
         return repeated[: self.num_images]
 

@@ -27,7 +27,7 @@ class PageServer(ThreadingHTTPServer):
         except OSError as error:
             problem = f'cannot serve on {host}:{port} ({error.strerror or error})'
             remedy = 'use another one (0 for any that is free), or another --host'
-            # Raise from None: with `from error`, the mistake would count as a fault that may pass.
+            # Raise `from None`: with the OSError as its cause, this mistake would be classified as a transient fault.
             raise UserError(f'--port: {problem}; {remedy}') from None
 
     def server_bind(self) -> None:

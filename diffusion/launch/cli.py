@@ -219,7 +219,7 @@ class CostEstimate:
     """Cost estimate of one job."""
 
     cost: Cost
-    """Expected cost, including the time of saves and failures."""
+    """Expected cost, including time lost to saves and failures."""
     price_usd_per_gpu_hour: float | None
     warnings: tuple[str, ...]
 

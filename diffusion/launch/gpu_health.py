@@ -55,8 +55,8 @@ def findings_exit_status(findings: Iterable[Finding]) -> int:
 
 def downgrade_shared_faults(findings: Sequence[Finding], nodes: int) -> list[Finding]:
     """Change the exit status from bad hardware (76) to failure (1) for checks that failed on all of several nodes."""
-    # A check that fails on all nodes points to something that they share, such as a disk. Status 76 would make the
-    # scheduler exclude every node of the job, and none might be left to run it.
+    # A check that fails on all nodes points to something that they share, such as a disk. BAD_HARDWARE would
+    # make the scheduler exclude every node of the job, and none might be left to run it.
     hosts: dict[str, set[str]] = {}
     for each in findings:
         if not each.ok and each.status == BAD_HARDWARE:

@@ -195,7 +195,7 @@ class TextConditioner(nn.Module):
         first: Any = tokenizers[0]
         self._ends = first.eos_token_id in first('').input_ids
         if not self._ends and first.pad_token_id is None:
-            raise UserError('tokenizer: neither ends captions with a token nor has a padding token; set its pad_token')
+            raise UserError('tokenizer: has no padding token and adds no end token to captions; set its pad_token')
 
     @property
     def width(self) -> int:

@@ -260,7 +260,7 @@ class Technique:
 
     name: str
     flops_per_image: float
-    """Change of the FLOPs that devices execute per image; that of an optimizer step is divided among its images."""
+    """FLOPs per image with the technique minus those without it; an optimizer step is spread over its images."""
     speedup: float
     """Throughput with the technique over that without it."""
     images_without: float

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _write_report(recipe, findings)
     wait_for_all(store)
     host = environment.machine_name(os.environ)
-    # A node without a fault exits with 75, so that a scheduler excludes the faulty node alone and retries the job.
+    # A healthy node exits with PREEMPTED, so that the scheduler excludes only the faulty node and retries the job.
     node_findings = [finding for finding in findings if finding.where.split(' ')[0] in ('', host)]
     return findings_exit_status(node_findings) or (PREEMPTED if findings_exit_status(findings) else 0)
 

@@ -45,7 +45,7 @@ class Samples:
     shard: np.ndarray
     """Number of the shard of the part that holds the sample, uint32."""
     offset: np.ndarray
-    """Offset of the sample after the header of that shard in bytes, uint32."""
+    """Offset of the sample in that shard in bytes, counted from the end of the header, uint32."""
     size: np.ndarray
     """Size of the sample in bytes, uint32."""
 

@@ -168,7 +168,7 @@ class Choice:
     files: list[File]
     """Data files of the split."""
     others: list[PassedOver]
-    """Files that are not read, each with the reason."""
+    """Files that are not read, with the reason for each."""
 
 
 @dataclass(frozen=True)

@@ -252,7 +252,7 @@ class SampleRow:
     shard: int
     """Number of the shard of the part that holds the sample."""
     offset: int
-    """Offset of the sample after the header of that shard, in bytes."""
+    """Offset of the sample in that shard in bytes, counted from the end of the header."""
     size: int
     """Size of the sample in bytes."""
 

@@ -175,7 +175,7 @@ class Preparation:
             self.work.store_parts(stored)
         pieces = [piece for piece in self.pieces(plan) if share is None or share.includes(piece.number)]
         remaining = [piece for piece in pieces if not self.work.part(piece.name).is_dir()]
-        # List the parts that another machine, or an earlier start with a lost work folder, has converted.
+        # List the parts that were converted by another machine, or by an earlier start whose work folder was lost.
         there = list_stored(stored) if stored is not None and remaining else {}
         if share is not None:
             remaining = [piece for piece in remaining if piece.name not in there]

@@ -108,10 +108,10 @@ def _tokenizer() -> Tokenizer:
 
 
 def statistics_of(catalog: Catalog, images: np.ndarray) -> dict[str, Any]:
-    """Return histograms over the images in these rows, for the report of a preparation.
+    """Return histograms over the images in these rows, for the preparation report.
 
-    The quantities are shorter side and aspect ratio before resizing, number of captions of an image, length of its
-    longest caption, and number of CLIP tokens of a caption.
+    The quantities are the shorter side and the aspect ratio before resizing, the number of captions per image, the
+    length of the longest caption, and the number of CLIP tokens per caption.
     """
     width, height, length = (catalog.columns[name][images] for name in ('width', 'height', 'caption_length'))
     tokens = clip_token_counts(some_captions(catalog, images))

@@ -25,7 +25,7 @@ _COMMIT = re.compile(r'("hf://datasets/[^"@]*)@[0-9a-f]{40}(?=[/"])')
 
 
 def captions_in(text: bytes, kind: CaptionText) -> list[str]:
-    """Return the captions in the content of a text file; the texts of a JSON list are captions for every kind.
+    """Return the captions in a text file; if it is a JSON list, each of its strings is a caption, whatever `kind` is.
 
     Raises:
         UnicodeDecodeError: The text is not UTF-8.

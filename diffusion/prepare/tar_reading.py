@@ -88,7 +88,7 @@ class _Tar:
     def members(self) -> Iterator[Member]:
         """Yield the members in order."""
         # A name or size that does not fit into a header is stored in an extra member before it; `name` and `size` hold
-        # such values until the member that they describe.
+        # these values until the member that they describe is reached.
         name, size, ended = None, None, False
         while True:
             if name is None and size is None:

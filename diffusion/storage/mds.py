@@ -132,7 +132,7 @@ class ShardFormat:
         return json.dumps(self.config(), sort_keys=True).encode()
 
     def config(self) -> dict[str, Any]:
-        """Return the description of the shard format that headers and index entries contain, with Streaming's keys."""
+        """Return the description of the shard format for headers and index entries, with Streaming's keys."""
         names = sorted(self.columns)
         return {
             'version': 2,

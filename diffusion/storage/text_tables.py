@@ -1,4 +1,4 @@
-"""Reading of CSV and TSV files that people write by hand, and of JSON Lines files in any state.
+"""Read CSV and TSV files that people write by hand, and JSON Lines files that may be incomplete.
 
 Mistakes in a CSV file are reported with file and line. A killed program, or another user, may have left a JSON Lines
 file incomplete, so the lines that are not JSON objects are skipped.

@@ -169,7 +169,7 @@ class CheckpointOptions:
     """Checkpoint to evaluate."""
 
     checkpoint: CheckpointPlace
-    """Folder or URL of a checkpoint, or of a run to use its latest checkpoint."""
+    """Folder or URL of a checkpoint, or of a run (its latest checkpoint is used)."""
     overrides: Overrides = field(default_factory=list)
     """Overrides of values of the run's recipe, such as global_batch=64."""
 
@@ -179,7 +179,7 @@ class ExportOptions:
     """Options of `diffusion export`."""
 
     place: CheckpointPlace
-    """Folder or URL of a checkpoint, or of a run to use its latest checkpoint."""
+    """Folder or URL of a checkpoint, or of a run (its latest checkpoint is used)."""
     out: Annotated[str, Option('DIR_OR_FILE', files=True)]
     """Output folder, which must not exist or must be empty; or a file NAME.safetensors in the layout that ComfyUI
     reads."""
@@ -337,7 +337,8 @@ def _check_run(source: Path, options: GenerateOptions) -> None:
         raise UserError(f'--lora: {source} is not an exported pipeline; a run draws with its own LoRA without --lora')
     if (source / LORA_WEIGHTS).is_file():
         raise UserError(
-            f'{source}: is a LoRA without its base model; give the exported base model, and --lora {source}; or the run'
+            f'{source}: is a LoRA without its base model; use the exported base model with --lora {source}, or the folder '
+            'of the run'
         )
     if is_single_file(source) and source.is_file():
         raise UserError(

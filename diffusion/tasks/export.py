@@ -91,7 +91,7 @@ def export(
         recipe = load(recipe_of_checkpoint(checkpoint), task='generate')
         recipe.checkpoint = str(checkpoint)
         average = None if ema_width is None else average_of(checkpoint, ema_width, at=at)
-        # An average replaces all trained parameters below, so load the weights that every checkpoint has.
+        # The average replaces all trained parameters below. Load the training weights, which each checkpoint has.
         model, which, _ = trained_model(recipe, weights if average is None else 'training')
         if average is not None:
             load_average(model, average)

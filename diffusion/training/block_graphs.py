@@ -115,7 +115,7 @@ class _Replayed:
 class _SharedMemory:
     """Memory that all graphs share: the pool for their intermediate results, and the gradients of the weights.
 
-    The pool has valid contents for one pass at a time, from its forward to its backward pass.
+    The contents of the pool are valid for one microbatch at a time, from its forward to its backward pass.
     """
 
     def __init__(self) -> None:

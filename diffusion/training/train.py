@@ -125,7 +125,7 @@ def _train(recipe: Recipe, attempt: Attempt | None, notifier: Notifier, mirror: 
         check_start(recipe, trainer.state)
         fit(trainer)
     except BaseException:
-        # Close the engine alone, which flushes the loggers and logs errors of closing them. Trainer.close() also waits
+        # Close only the engine, which flushes the loggers and logs errors from closing them. Trainer.close() also waits
         # for all ranks in a barrier: after a bug on one rank, that rank would wait there and the others in the backward
         # pass. The bug would look like a hang, and its traceback would be printed only after the timeout.
         trainer.engine.close()

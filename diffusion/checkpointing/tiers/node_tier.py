@@ -262,7 +262,7 @@ def _take_folder(folder: Path, *, begun: bool) -> IO[str]:
 
 
 def _remove_stale(root: Path, own: Path) -> None:
-    """Remove the checkpoints of other runs that ended a while ago, since they take memory of this node."""
+    """Remove checkpoints of other runs that ended a while ago; they take up memory of this node."""
     for folder in sorted(root.iterdir()):
         if folder == own or not (folder / LOCK).exists():
             continue

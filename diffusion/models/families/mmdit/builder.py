@@ -159,7 +159,7 @@ def byte_tokenizer(*, max_length: int) -> PreTrainedTokenizerFast:
 
 
 def _t5_tokenizer_class(source: str) -> type[PreTrainedTokenizerBase]:
-    """Return the class of a pipeline's third tokenizer: T5's, or that of `byte_tokenizer` if a local folder has one."""
+    """Return the class of a pipeline's third tokenizer: T5's, or the byte tokenizer's if a local folder has it."""
     file = Path(source, 'tokenizer_3', 'tokenizer_config.json')
     name = json.loads(file.read_bytes()).get('tokenizer_class') if file.is_file() else None
     return PreTrainedTokenizerFast if name in GENERAL_TOKENIZERS else fast_tokenizer('T5')

@@ -17,7 +17,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import yaml
 from docs_shell import RUN, Reader, blocks_of, offline
-from prepare import hub_datasets
+from prepare import drawn, hub_datasets
 
 from diffusion.config import registry
 from diffusion.config.load import load
@@ -143,7 +143,7 @@ def test_data_page(checkout, own_images):
         for split in ('train', 'test')
         for n in range(2)
     }
-    hub_datasets.write_files(checkout.folder / 'snapshots' / 'pictures', pictures)
+    drawn.write_files(checkout.folder / 'snapshots' / 'pictures', pictures)
     output = checkout.read(DOCS / 'data.md')
     (loss,) = re.findall(r'loss (\d+\.\d{3})$', output, flags=re.MULTILINE)
     assert 0 < float(loss) < 10

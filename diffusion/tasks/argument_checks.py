@@ -337,8 +337,8 @@ def _check_run(source: Path, options: GenerateOptions) -> None:
         raise UserError(f'--lora: {source} is not an exported pipeline; a run draws with its own LoRA without --lora')
     if (source / LORA_WEIGHTS).is_file():
         raise UserError(
-            f'{source}: is a LoRA without its base model; use the exported base model with --lora {source}, or the folder '
-            'of the run'
+            f'{source}: is a LoRA without its base model; use the exported base model with --lora {source}, or '
+            'the folder of the run'
         )
     if is_single_file(source) and source.is_file():
         raise UserError(

@@ -3,7 +3,6 @@
 import io
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -103,12 +102,3 @@ LAYOUTS = {
     'saved': saved_dataset,
 }
 """Functions that return the files of a dataset, by layout."""
-
-
-def write_files(folder: Path, files: dict[str, bytes]) -> Path:
-    """Write files below a folder, as `hf download` does, and return the folder."""
-    for name, content in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    return folder

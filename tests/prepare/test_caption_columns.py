@@ -4,7 +4,7 @@ import csv
 import io
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import yaml
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from prepare.drawn import encoded_image, samples, tar_of
+from prepare.drawn import encoded_image, here, samples, tar_of
 
 from diffusion.config.load import load
 from diffusion.data.bad_samples import BadSample
@@ -31,7 +31,6 @@ from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.settings import settings_of
 from diffusion.prepare.source import Entry, Source
 from diffusion.prepare.webdataset import WebDatasetSource
-from diffusion.prepare.worker_pool import run_job
 from diffusion.tasks.precompute import precompute
 from diffusion.training.components import build_loader
 
@@ -106,10 +105,6 @@ def by_column(captions: list[Any], columns: list[str]) -> dict[str, list[str]]:
         if caption is not None:
             found.setdefault(column, []).append(caption)
     return found
-
-
-def here(jobs: Any) -> Iterator[Any]:
-    return map(run_job, jobs)
 
 
 def run(source: Source, out: Path, **settings: Any) -> PrepareReport:

@@ -1,12 +1,15 @@
 """Columns that a user's file computes for batches of images: stored, filtered by, recorded, or refused."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from drawn import DrawnSource, draw, keys, samples, settings
+from drawn import DrawnSource, draw, encoded_image, here, keys, samples, settings
+from PIL import Image
 from small_networks import write_clip
 from transformers import CLIPModel, CLIPProcessor
 
@@ -15,7 +18,6 @@ from diffusion.errors import UserError
 from diffusion.prepare.append import append
 from diffusion.prepare.extra_columns import BATCH_IMAGES, compute_columns
 from diffusion.prepare.pipeline import prepare
-from diffusion.prepare.worker_pool import run_job
 
 BRIGHTNESS = """
 import numpy as np
@@ -32,10 +34,6 @@ def columns(images, captions):
 ROOT = Path(__file__).parents[2]
 
 
-def here(jobs):
-    return map(run_job, jobs)
-
-
 @pytest.fixture
 def brightness(tmp_path) -> Path:
     path = tmp_path / 'brightness.py'
@@ -44,12 +42,6 @@ def brightness(tmp_path) -> Path:
 
 
 def brightness_of(number: int) -> float:
-    import io
-
-    import numpy as np
-    from drawn import encoded_image
-    from PIL import Image
-
     return float(np.asarray(Image.open(io.BytesIO(encoded_image(number))).convert('RGB')).mean())
 
 

@@ -5,7 +5,7 @@ import io
 import json
 import random
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from prepare.drawn import draw as drawn
-from prepare.drawn import encode, samples
+from prepare.drawn import encode, here, samples
 
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.settings import settings_of
-from diffusion.prepare.worker_pool import run_job
 
 IMAGE = encode(drawn(1, width=20, height=20), 'PNG')
 ROWS = 24
@@ -137,10 +136,6 @@ def write_sidecars(rows: list[Row], folder: Path) -> list[Any]:
             (folder / f'{number:02}.json').write_text(json.dumps({'caption': row.caption}))
             values.append(row.caption)
     return values
-
-
-def here(jobs: Any) -> Iterator[Any]:
-    return map(run_job, jobs)
 
 
 def check(seed: int, write: Callable[[list[Row], Path], list[Any]], tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ import shlex
 from pathlib import Path
 
 import pytest
-from prepare.drawn import tar_of
-from prepare.hub_datasets import image, parquet_of, rows, write_files
+from prepare.drawn import tar_of, write_files
+from prepare.hub_datasets import image, parquet_of, rows
 
 from diffusion.errors import UserError
 from diffusion.prepare.dataset_splits import choose_split, group_by_split, split_in

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drawn import samples
 from PIL import Image
-from shards import open_shards
-from streaming.base.format import reader_from_json
 
 from diffusion.cli import CommandParser
 from diffusion.prepare import cli
@@ -27,12 +26,6 @@ def draw(
     if caption is not None:
         path.with_suffix('.txt').write_text(caption)
     return path
-
-
-def samples(bucket: Path) -> list[dict]:
-    shards = json.loads((bucket / 'index.json').read_text())['shards']
-    readers = [reader_from_json(str(bucket.parent), bucket.name, shard) for shard in shards]
-    return [reader[at] for reader in readers for at in range(len(reader))]
 
 
 def stored_image(sample: dict) -> Image.Image:
@@ -76,93 +69,6 @@ def test_images_go_to_their_buckets(source: Path, out: Path) -> None:
     assert [(sample['width'], sample['height']) for sample in small] == [(20, 16), (16, 20), (17, 16), (16, 35)]
 
 
-def test_streaming_reads_a_prepared_folder(source: Path, out: Path) -> None:
-    for number in range(3):
-        draw(source / f'{number}.jpg')
-    prepare_folder(source, out, [16])
-    dataset = open_shards(out / '16px', validate_hash='xxh64')
-    assert sorted(sample['key'] for sample in dataset) == ['0.jpg', '1.jpg', '2.jpg']
-
-
-def test_preparing_twice_gives_the_same_bytes(source: Path, tmp_path: Path) -> None:
-    for number in range(4):
-        draw(source / f'{number}.jpg', 30 + number, 20)
-    for name in ('one', 'two'):
-        prepare_folder(source, tmp_path / name, [16], shard_mb=0.002)
-    one, two = (sorted((tmp_path / name / '16px').iterdir()) for name in ('one', 'two'))
-    assert len(one) > 2
-    assert [path.read_bytes() for path in one] == [path.read_bytes() for path in two]
-
-
-def test_orientation_is_applied_and_transparency_filled(source: Path, out: Path) -> None:
-    path = draw(source / 'a.jpg', 40, 20)
-    exif = Image.Exif()
-    exif[0x0112] = 6  # rotated by 90 degrees
-    Image.open(path).save(path, exif=exif)
-    Image.new('RGBA', (16, 16), (255, 0, 0, 0)).save(source / 'b.png')
-    (source / 'b.txt').write_text('nothing')
-    prepare_folder(source, out, [16])
-    turned, clear = samples(out / '16px')
-    assert (turned['width'], turned['height']) == (16, 32)
-    assert not stored_image(turned).getexif()
-    assert stored_image(clear).getpixel((8, 8)) == (255, 255, 255)
-
-
-def test_rejections_are_counted_by_reason(source: Path, out: Path) -> None:
-    good = draw(source / 'good.jpg', 64, 64)
-    (source / 'cut.jpg').write_bytes(good.read_bytes()[:-200])
-    (source / 'cut.txt').write_text('cut short')
-    (source / 'text.png').write_text('not an image')
-    (source / 'text.txt').write_text('not an image')
-    draw(source / 'small.jpg', 40, 15)
-    draw(source / 'silent.jpg', caption=None)
-    draw(source / 'blank.jpg', caption=' \n')
-    draw(source / 'deep.png', mode='I;16')
-    draw(source / 'latin.jpg').with_suffix('.txt').write_bytes(b'caf\xe9')
-    report = prepare_folder(source, out, [16])
-    assert [sample['key'] for sample in samples(out / '16px')] == ['deep.png', 'good.jpg']
-    assert {reason: rejected.names for reason, rejected in report.rejected.items()} == {
-        'truncated': ['cut.jpg'],
-        'unknown_format': ['text.png'],
-        'too_small': ['small.jpg'],
-        'no_caption': ['blank.jpg', 'silent.jpg'],
-        'caption_not_utf8': ['latin.jpg'],
-    }
-    saved = json.loads((out / 'report.json').read_text())
-    assert saved['rejected']['no_caption'] == {'count': 2, 'names': ['blank.jpg', 'silent.jpg']}
-    assert (saved['inputs'], saved['rejected_share'], saved['passed']) == (8, 6 / 8, False)
-
-
-@pytest.mark.parametrize('suffix', ['.csv', '.jsonl'])
-def test_captions_file_gives_captions_and_reports_bad_rows(
-    source: Path, out: Path, tmp_path: Path, suffix: str
-) -> None:
-    for name in ('a.jpg', 'sub/b.jpg', 'unnamed.jpg'):
-        draw(source / name, caption='not used')
-    rows = [('sub/b.jpg', 'second, first'), ('./a.jpg', 'first'), ('gone.jpg', 'gone'), ('a.jpg', 'again')]
-    file = tmp_path / f'captions{suffix}'
-    if suffix == '.csv':
-        file.write_text('file,caption\n' + ''.join(f'{name},"{caption}"\n' for name, caption in rows))
-    else:
-        file.write_text(''.join(json.dumps({'file': name, 'caption': caption}) + '\n' for name, caption in rows))
-    report = prepare_folder(source, out, [16], captions=file)
-    found = {sample['key']: sample['captions'] for sample in samples(out / '16px')}
-    assert found == {'sub/b.jpg': ['second, first'], 'a.jpg': ['first']}
-    line = 5 if suffix == '.csv' else 4
-    assert {reason: rejected.names for reason, rejected in report.rejected.items()} == {
-        'missing_file': [f'gone.jpg ({file.name} line {line - 1})'],
-        'duplicate_row': [f'a.jpg ({file.name} line {line})'],
-        'no_caption': ['unnamed.jpg'],
-    }
-
-
-def test_jsonl_with_several_captions_is_read(source: Path, out: Path, tmp_path: Path) -> None:
-    draw(source / 'a.jpg')
-    (tmp_path / 'c.jsonl').write_text('{"file": "a.jpg", "captions": ["one", "two"]}\n')
-    prepare_folder(source, out, [16], captions=tmp_path / 'c.jsonl')
-    assert samples(out / '16px')[0]['captions'] == ['one', 'two']
-
-
 @pytest.mark.parametrize(
     ('name', 'content', 'message'),
     [
@@ -185,13 +91,15 @@ def test_jsonl_with_several_captions_is_read(source: Path, out: Path, tmp_path: 
         ('c.jsonl', b'["a.jpg"]\n', r'line 1: is list; write one object with `file` and `caption` per line'),
         ('c.csv', b'file;caption\na.jpg;x\n', r"only \['file;caption'\]; separate its cells with commas, not with ';'"),
         ('c.txt', b'', 'neither .csv nor .jsonl'),
+        ('none.csv', None, r'--captions: .* does not exist'),
     ],
 )
 def test_invalid_captions_file_is_an_error(
-    source: Path, out: Path, tmp_path: Path, name: str, content: bytes, message: str
+    source: Path, out: Path, tmp_path: Path, name: str, content: bytes | None, message: str
 ) -> None:
     draw(source / 'a.jpg')
-    (tmp_path / name).write_bytes(content)
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         prepare_folder(source, out, [16], captions=tmp_path / name)
     assert not out.exists()
@@ -205,20 +113,6 @@ def test_empty_result_is_an_error(source: Path, out: Path) -> None:
     with pytest.raises(ValueError, match=r'every image was rejected(.|\n)*too_small: 1 \(a.jpg\)'):
         prepare_folder(source, out, [16])
     assert [path.name for path in out.parent.iterdir()] == ['images']
-
-
-def test_invalid_arguments_are_errors(source: Path, out: Path, tmp_path: Path) -> None:
-    draw(source / 'a.jpg')
-    with pytest.raises(ValueError, match='there is no such folder'):
-        prepare_folder(tmp_path / 'none', out, [16])
-    with pytest.raises(ValueError, match=r'--captions: .* does not exist'):
-        prepare_folder(source, out, [16], captions=tmp_path / 'none.csv')
-    with pytest.raises(ValueError, match='jpeg_quality: 0 is out of range'):
-        prepare_folder(source, out, [16], jpeg_quality=0)
-    with pytest.raises(ValueError, match='max_rejected: 5.0 is out of range'):
-        prepare_folder(source, out, [16], max_rejected=5)
-    with pytest.raises(ValueError, match='contains the input'):
-        prepare_folder(source, tmp_path, [16], overwrite=True)
 
 
 def run(*arguments: object) -> int:

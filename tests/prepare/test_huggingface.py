@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from object_store import Store
 from prepare.dataset_hub import TOKEN, HubDataset, HubServer, serving
-from prepare.drawn import samples
+from prepare.drawn import here, samples, write_files
 from prepare.hub_datasets import (
     CARD,
     LAYOUTS,
@@ -24,14 +24,16 @@ from prepare.hub_datasets import (
     rows,
     saved_dataset,
     tar_dataset,
-    write_files,
 )
 
 from diffusion import cli as command
 from diffusion.errors import DataError, UserError
 from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.huggingface_source import HuggingFaceSource
+from diffusion.prepare.pipeline import prepare
+from diffusion.prepare.settings import settings_of
 from diffusion.prepare.source import Entry
+from diffusion.prepare.work_dir import Share
 from diffusion.storage.retry import GaveUp
 
 
@@ -42,11 +44,11 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
         yield server
 
 
-def go_online(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the worker processes of a preparation reach the Hub."""
-    monkeypatch.setenv('HF_HUB_OFFLINE', '0')
-    # huggingface_hub reads the variable once, and the fork server of an earlier test may have imported it.
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+def prepared(location: str, out: Path, *, share: Share | None = None, **values: Any) -> PrepareReport | None:
+    """Prepare the training split in this process, which knows the server."""
+    source = {'kind': 'huggingface', 'location': location}
+    content = {'source': source, 'out': str(out), 'sizes': [32], 'max_rejected': 1.0} | values
+    return prepare(settings_of(content), run=here, share=share)
 
 
 def add(hub: HubServer, files: dict[str, bytes], name: str = 'org/other', **options: Any) -> str:
@@ -88,29 +90,17 @@ def test_splits_never_mix(hub: HubServer, tmp_path: Path, layout: str, place: st
 
 
 @pytest.mark.parametrize('layout', LAYOUTS)
-def test_command_prepares_the_training_split(
-    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    go_online(monkeypatch)
-    out = tmp_path / 'out'
-    arguments = ['prepare', 'huggingface', f'org/{layout}', '--out', str(out), '--sizes', '32', '--workers', '1']
-    assert command.main(arguments) == 0
-    assert sorted(
-        json.loads(sample['captions'])[0] if isinstance(sample['captions'], str) else sample['captions'][0]
-        for sample in samples(out / '32px')
-    ) == sorted(expected('train'))
-    report = PrepareReport.read(out / 'report.json')
-    files = hub.datasets[f'org/{layout}'].files
-    assert report.license == 'cc-by-4.0'
-    assert report.notes[0].startswith(f'org/{layout} at commit ') and report.notes[0].endswith(', split train')
+def test_training_split_is_prepared_and_every_file_counted(hub: HubServer, tmp_path: Path, layout: str) -> None:
+    out, name = tmp_path / 'out', f'org/{layout}'
+    report = prepared(name, out)
+    assert report is not None and report.license == 'cc-by-4.0'
+    assert sorted(sample['captions'][0] for sample in samples(out / '32px')) == sorted(expected('train'))
+    assert report.notes[0].startswith(f'{name} at commit ') and report.notes[0].endswith(', split train')
     # Every file is an input, holds some, or is counted.
     kinds = {kind: count.count for kind, count in report.passed_over.items()}
     read = {'parquet': 2, 'images': 7, 'tars': 1, 'saved': 1}[layout]
-    assert sum(kinds.values()) + read == len(files)
+    assert sum(kinds.values()) + read == len(hub.datasets[name].files)
     assert kinds['split test'] == {'images': 3}.get(layout, 1)
-    capsys.readouterr()
-    assert command.main(arguments) == 0
-    assert 'already prepared from the same input' in capsys.readouterr().out
 
 
 def test_files_of_other_splits_are_counted(hub: HubServer) -> None:
@@ -166,29 +156,17 @@ def test_files_are_read_at_the_commit_of_the_plan(hub: HubServer) -> None:
 
 
 @pytest.mark.parametrize('layout', ['parquet', 'images'])
-def test_stopped_preparation_resumes_at_its_commit(
-    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
-) -> None:
-    go_online(monkeypatch)
-    dataset, out = hub.datasets[f'org/{layout}'], tmp_path / 'out'
-    arguments = ['prepare', 'huggingface', f'org/{layout}', '--out', str(out), '--sizes', '32', '--workers', '1']
-    assert command.main([*arguments, '--share', '0/2']) == 0
+def test_stopped_preparation_resumes_at_its_commit(hub: HubServer, tmp_path: Path, layout: str) -> None:
+    name, out = f'org/{layout}', tmp_path / 'out'
+    dataset = hub.datasets[name]
+    prepared(name, out, share=Share(0, 2))
     commit = dataset.commit('main')
     dataset.revisions['earlier'], dataset.files = dataset.files, {'train.parquet': parquet_of(rows('test'))}
-    assert command.main(arguments) == 0
+    with pytest.raises(UserError, match=rf'settings.source.location: {name} at the start, org/tars now'):
+        prepared('org/tars', out)
+    report = prepared(name, out)
     assert (out / 'captions.txt').read_text().splitlines() == expected('train')
-    assert PrepareReport.read(out / 'report.json').notes == [f'org/{layout} at commit {commit}, split train']
-
-
-def test_plan_of_another_dataset_is_refused(
-    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ['--out', str(tmp_path / 'out'), '--sizes', '32', '--workers', '1', '--share', '0/2']
-    other = add(hub, {'train.parquet': parquet_of(rows('train'))})
-    go_online(monkeypatch)
-    assert command.main(['prepare', 'huggingface', other, *arguments]) == 0
-    assert command.main(['prepare', 'huggingface', 'org/parquet', *arguments]) == 2
-    assert 'settings.source.location: org/other at the start, org/parquet now' in capsys.readouterr().err
+    assert report is not None and report.notes == [f'{name} at commit {commit}, split train']
 
 
 def test_hub_copies_as_parquet_have_configurations(hub: HubServer) -> None:
@@ -239,24 +217,16 @@ def test_gated_dataset_needs_a_token(hub: HubServer, monkeypatch: pytest.MonkeyP
     assert captions(gated) == expected('train')
 
 
-def test_token_is_written_nowhere(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = add(hub, parquet_dataset(), private=True)
+def test_token_reaches_the_workers_and_is_written_nowhere(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, out = add(hub, parquet_dataset(), private=True), tmp_path / 'out'
     monkeypatch.setenv('READER_TOKEN', TOKEN)
-    go_online(monkeypatch)
-    out = tmp_path / 'out'
-    arguments = [
-        'prepare',
-        'huggingface',
-        name,
-        '--out',
-        str(out),
-        '--sizes',
-        '32',
-        '--workers',
-        '1',
-        '--token-variable',
-    ]
-    assert command.main([*arguments, 'READER_TOKEN']) == 0
+    monkeypatch.setenv('HF_HUB_OFFLINE', '0')
+    # huggingface_hub reads the variable once, and the fork server of an earlier test may have imported it.
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    words = ['prepare', 'huggingface', name, '--out', str(out), '--sizes', '32', '--workers', '1']
+    assert command.main([*words, '--token-variable', 'READER_TOKEN']) == 0
     assert not [path for path in out.rglob('*') if path.is_file() and TOKEN.encode() in path.read_bytes()]
 
 
@@ -457,38 +427,29 @@ def test_damaged_arrow_file_gives_the_rows_before_the_damage(tmp_path: Path) -> 
     assert [entry.captions[0] for entry in found[:-3]] == expected('train')[: len(found) - 3] != []
 
 
-def test_card_without_license_is_noted(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_online(monkeypatch)
-    files = parquet_dataset() | {'README.md': b'# No header\n'}
-    arguments = ['prepare', 'huggingface', add(hub, files), '--sizes', '32', '--workers', '1']
-    assert command.main([*arguments, '--out', str(tmp_path / 'a')]) == 0
-    report = PrepareReport.read(tmp_path / 'a' / 'report.json')
-    assert report.license is None and any('its dataset card states no license' in note for note in report.notes)
-    assert command.main([*arguments, '--out', str(tmp_path / 'b'), '--set', 'license=CC0']) == 0
-    report = PrepareReport.read(tmp_path / 'b' / 'report.json')
-    assert report.license == 'CC0' and not any('license' in note for note in report.notes)
+def test_card_without_license_is_noted(hub: HubServer, tmp_path: Path) -> None:
+    name = add(hub, parquet_dataset() | {'README.md': b'# No header\n'})
+    report = prepared(name, tmp_path / 'a')
+    assert report is not None and report.license is None
+    assert any('its dataset card states no license' in note for note in report.notes)
+    report = prepared(name, tmp_path / 'b', license='CC0')
+    assert report is not None and report.license == 'CC0' and not any('license' in note for note in report.notes)
 
 
 @pytest.mark.parametrize('layout', ['parquet', 'images'])
-def test_commit_that_changes_no_data_needs_no_new_preparation(
-    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], layout: str
-) -> None:
-    go_online(monkeypatch)
+def test_commit_that_changes_no_data_needs_no_new_preparation(hub: HubServer, tmp_path: Path, layout: str) -> None:
     name = add(hub, (parquet_dataset() if layout == 'parquet' else image_dataset()) | {'README.md': b'# One\n'})
-    out = tmp_path / 'out'
-    arguments = ['prepare', 'huggingface', name, '--sizes', '32', '--workers', '1', '--out', str(out)]
-    assert command.main(arguments) == 0
+    out, files = tmp_path / 'out', hub.datasets[name].files
+    prepared(name, out)
     before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
-    files = hub.datasets[name].files
     files['README.md'] = b'# Two\n'
-    assert command.main(arguments) == 0
-    assert 'already prepared from the same input' in capsys.readouterr().out
+    report = prepared(name, out)
+    assert report is not None and report.notes[-1].startswith('already prepared from the same input')
     assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == before
-
     changed = next(path for path in files if path.endswith(('.parquet', '.png')) and 'train' in path)
     files[changed] = parquet_of(rows('train', [1])) if layout == 'parquet' else image(77)
-    assert command.main(arguments) != 0
-    assert 'is not empty' in capsys.readouterr().err
+    with pytest.raises(UserError, match='is not empty'):
+        prepared(name, out)
 
 
 def test_rows_of_mixed_types_are_rejected_one_by_one(tmp_path: Path) -> None:
@@ -499,10 +460,8 @@ def test_rows_of_mixed_types_are_rejected_one_by_one(tmp_path: Path) -> None:
         'train-3.parquet': parquet_of(rows('train', [3]) | {'text': [['a', None]]}),
         'train-4.parquet': parquet_of(rows('train', [4]) | {'text': [{'en': 'a'}]}),
     }
-    out = tmp_path / 'out'
-    arguments = ['prepare', 'huggingface', str(write_files(tmp_path / 'snapshot', files)), '--out', str(out)]
-    assert command.main([*arguments, '--sizes', '32', '--workers', '1']) == 3
-    report = PrepareReport.read(out / 'report.json')
+    report = prepared(str(write_files(tmp_path / 'snapshot', files)), tmp_path / 'out')
+    assert report is not None
     assert report.pictures == 2
     assert {reason: count.count for reason, count in report.rejected.items()} == {
         'caption_not_text': 2,

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from object_store import Store
 
 CHILDREN = '''
 """Run preparations in forked children of one process, which imports the modules once."""
@@ -63,12 +62,11 @@ def done(out):
     return sum(name.isdecimal() or name.endswith('.mds.json') for name in names)
 
 
-def at_random_points(workers, kills, parts=None):
+def at_random_points(workers, kills):
     """Kill the process group at random moments, up to three times per preparation, then resume to the end."""
     source = DrawnSource(8, 12, broken=7)
     values = dict(workers=workers, aspects='sdxl', duplicates='near', hold_out=9, shard_mb=0.01)
     assert status(start(FOLDER / 'whole', source, **values)) == 0
-    values |= {} if parts is None else {'parts': parts}
     draw = random.Random(workers)
     found = []
     while len(found) < kills:
@@ -82,20 +80,6 @@ def at_random_points(workers, kills, parts=None):
         assert status(start(out, source, **values)) == 0
         same(FOLDER / 'whole', out)
     return found
-
-
-def at_each_sixth_step():
-    """Kill a preparation before each sixth step that changes the disk or opens a file, then resume it."""
-    source = fast(DrawnSource(2, 5, broken=4))
-    values = dict(aspects=['32x32', '32x24'], duplicates='near', hold_out=2, shard_mb=0.005, inline=True)
-    assert status(start(FOLDER / 'whole', source, **values)) == 0
-    steps = 0
-    while status(start(FOLDER / str(steps), source, kill_at=steps, **values)) == -signal.SIGKILL:
-        assert status(start(FOLDER / str(steps), source, **values)) == 0, f'killed at step {steps}'
-        same(FOLDER / 'whole', FOLDER / str(steps))
-        assert not (FOLDER / f'{steps}.work').exists()
-        steps += 6
-    return steps
 
 
 def while_replacing(stride):
@@ -167,15 +151,6 @@ def test_preparation_killed_at_random_points_resumes(tmp_path: Path, workers: in
     assert len(set(found)) > kills // 3, f'all kills happened at the same few points: {found}'
 
 
-@pytest.mark.slow
-def test_preparation_with_converted_images_in_a_store_resumes_too(tmp_path: Path, store: Store) -> None:
-    store.bucket('mds')
-    found = run(tmp_path, 'at_random_points', workers=2, kills=5, parts='s3://mds/parts')
-    assert len(set(found)) > 1
-    assert any('/mds/parts/' in request for request in store.requests)
-    assert not store.objects('mds'), 'nothing is left of preparations that were killed and finished'
-
-
 @pytest.mark.cpu_seconds(12)
 @pytest.mark.parametrize('stride', [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_kill_while_two_datasets_are_replaced_leaves_no_old_training_set_beside_new_held_out_images(
@@ -187,8 +162,3 @@ def test_kill_while_two_datasets_are_replaced_leaves_no_old_training_set_beside_
     assert seen == (allowed if stride == 1 else [each for each in allowed if each in seen])
     assert ['old', 'old'] in seen and ['new', 'new'] in seen
     assert steps > 5
-
-
-@pytest.mark.slow
-def test_preparation_killed_before_each_sixth_step_resumes(tmp_path: Path) -> None:
-    assert run(tmp_path, 'at_each_sixth_step') > 100

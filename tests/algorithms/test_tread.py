@@ -108,6 +108,7 @@ def test_loss_and_gradients_equal_those_of_blocks_with_the_kept_tokens(make_prx,
         torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-3, atol=1e-6, msg=name)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_see_fixed_numbers_of_tokens(make_prx, monkeypatch):
     """Loss and gradients of compiled blocks, which are compiled once per number of tokens."""
     model = make_prx(caption_dropout=0.0)
@@ -251,7 +252,12 @@ def test_impossible_routes_are_refused(make_prx, write_recipe, settings, problem
         load(write_recipe(model=model, algorithms={'tread': settings or None}))
 
 
-@pytest.mark.parametrize('name', registry.names('model'))
+MODELS = registry.names('model')
+
+
+@pytest.mark.parametrize(
+    'name', [pytest.param(name, marks=pytest.mark.slow if f'tiny_{name}' in MODELS else ()) for name in MODELS]
+)
 def test_check_without_torch_agrees_with_the_models(name, write_recipe):
     """A model that is added without tokens must declare the trait `u_net`."""
     parameters = registry.signature('model', name).names()

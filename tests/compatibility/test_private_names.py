@@ -76,10 +76,11 @@ def test_no_other_module_imports_a_private_name():
 
 
 def test_private_attributes_of_other_packages_are_listed():
-    everywhere = set().union(*map(own_names, TREES.values()))
+    own = {where: own_names(tree) for where, tree in TREES.items()}
+    everywhere = set().union(*own.values())
     found = []
     for where, tree in TREES.items():
-        here = own_names(tree) | STANDARD_LIBRARY | (OMEGACONF if where == 'config.interpolation' else set())
+        here = own[where] | STANDARD_LIBRARY | (OMEGACONF if where == 'config.interpolation' else set())
         imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
         for node in ast.walk(tree):
             if not isinstance(node, ast.Attribute) or not is_private(node.attr):

@@ -60,7 +60,9 @@ def kept(module, batch, *, autocast):
     return sum(storage.nbytes() for key, storage in storages.items() if key not in weights)
 
 
-@pytest.mark.parametrize('linear', [True, False], ids=['linear', 'conv'])
+@pytest.mark.parametrize(
+    'linear', [pytest.param(True, id='linear'), pytest.param(False, id='conv', marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     'autocast', [pytest.param(False, id='float32', marks=pytest.mark.slow), pytest.param(True, id='bfloat16')]
 )
@@ -75,7 +77,9 @@ def test_kept_bytes_match_autograd(autocast, linear):
     assert found.copies == two - 2 * real
 
 
-@pytest.mark.parametrize('autocast', [False, True], ids=['float32', 'bfloat16'])
+@pytest.mark.parametrize(
+    'autocast', [pytest.param(False, id='float32'), pytest.param(True, id='bfloat16', marks=pytest.mark.slow)]
+)
 def test_bytes_kept_between_checkpointed_blocks_match_autograd(autocast):
     module = unet()
     found = count(module, 'half+low_precision_norms' if autocast else 'float32')
@@ -143,6 +147,7 @@ def test_float32_norms_keep_more_if_their_input_has_16_bits():
     assert of_second_block('half') > of_second_block('half+low_precision_norms') > of_second_block('half+compile')
 
 
+@pytest.mark.slow
 def test_memory_with_float32_norms_is_between_low_precision_norms_and_float32():
     low, half, full = (count(unet(), name).kept for name in ('half+low_precision_norms', 'half', 'float32'))
     assert 1.2 < half / low < 1.7
@@ -155,7 +160,7 @@ def test_largest_tensor_is_found():
 
 
 def test_counting_does_not_change_the_module():
-    module = unet()
+    module = unet(**SMALLEST)
     before = {name: parameter.clone() for name, parameter in module.named_parameters()}
     count(module, 'half+compile')
     assert not module.is_gradient_checkpointing

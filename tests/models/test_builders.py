@@ -72,7 +72,7 @@ def test_tokenizer_adds_no_token_and_pads_with_id_0():
 
 @pytest.fixture(scope='module')
 def local_sd2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in Stable Diffusion's layout with parts of the right widths and as few layers as possible."""
+    """A folder in Stable Diffusion's layout with narrow parts and as few layers as possible."""
     folder = tmp_path_factory.mktemp('pretrained')
     levels = 4
     vae = AutoencoderKL(
@@ -82,7 +82,7 @@ def local_sd2(tmp_path_factory: pytest.TempPathFactory) -> Path:
         norm_num_groups=2,
     )
     vae.save_pretrained(folder / 'vae')
-    config = CLIPTextConfig(hidden_size=1024, intermediate_size=8, num_hidden_layers=1, num_attention_heads=16)
+    config = CLIPTextConfig(hidden_size=64, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
     CLIPTextModel(config).save_pretrained(folder / 'text_encoder')
     clip_tokenizer().save_pretrained(folder / 'tokenizer')
     return folder
@@ -91,7 +91,7 @@ def local_sd2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_sd2_loads_its_frozen_parts_from_a_folder(local_sd2, monkeypatch):
     monkeypatch.setattr(
         'diffusion.models.families.sd2.builder.UNET',
-        {'block_out_channels': (32, 32, 32, 32), 'cross_attention_dim': 1024},
+        {'block_out_channels': (32, 32, 32, 32), 'cross_attention_dim': 64},
     )
     model = sd2(64, pretrained=str(local_sd2))
     weights = AutoencoderKL.from_pretrained(local_sd2 / 'vae', low_cpu_mem_usage=False).state_dict()

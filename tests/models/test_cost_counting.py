@@ -23,6 +23,7 @@ from diffusion.models.pretrained import clip_tokenizer
 from diffusion.models.vae import STABLE_DIFFUSION_VAE
 
 SETTINGS: dict[str, Any] = {'block_out_channels': [32, 64]}
+SMALLEST: dict[str, Any] = {'block_out_channels': [32], 'text_layers': 1}
 
 
 def size_of(module):
@@ -35,8 +36,13 @@ def trained(model):
 
 @pytest.mark.parametrize(
     'settings',
-    [SETTINGS, {**SETTINGS, 'text_width': 64, 'text_layers': 1, 'max_length': 8, 'train_text_encoder': False}],
-    ids=['trained-text', 'frozen-text'],
+    [
+        pytest.param(SETTINGS, id='trained-text', marks=pytest.mark.slow),
+        pytest.param(
+            {**SETTINGS, 'text_width': 64, 'text_layers': 1, 'max_length': 8, 'train_text_encoder': False},
+            id='frozen-text',
+        ),
+    ],
 )
 def test_facts_of_tiny_match_the_built_model(settings):
     built, facts = tiny(**settings), ModelCounter(build_empty('tiny', settings)).facts()
@@ -48,6 +54,7 @@ def test_facts_of_tiny_match_the_built_model(settings):
     assert facts['latent_diffusion']
 
 
+@pytest.mark.slow
 def test_facts_of_sd2_match_the_published_ones():
     facts = ModelCounter(build_empty('sd2', {'pretrained': None})).facts()
     assert facts['trained_parameters'] == 865_910_724
@@ -88,7 +95,7 @@ def test_all_parameters_of_the_autoencoder_are_trained():
 
 def test_training_the_text_encoder_adds_its_flops_and_memory():
     frozen, training = (
-        ModelCounter(build_empty('tiny', {**SETTINGS, 'train_text_encoder': train})) for train in (False, True)
+        ModelCounter(build_empty('tiny', {**SMALLEST, 'train_text_encoder': train})) for train in (False, True)
     )
     extra = training.flops(square(64))['trained'] - frozen.flops(square(64))['trained']
     assert extra == frozen.facts()['text_encoder_flops']
@@ -97,7 +104,7 @@ def test_training_the_text_encoder_adds_its_flops_and_memory():
 
 
 def test_costs_depend_on_the_image_shape():
-    counter = ModelCounter(build_empty('tiny', SETTINGS))
+    counter = ModelCounter(build_empty('tiny', SMALLEST))
     wide, tall, large = (counter.flops(shape) for shape in (Shape(96, 48), Shape(48, 96), square(128)))
     assert wide == tall
     assert large['image_encoder'] == 4 * counter.flops(square(64))['image_encoder']

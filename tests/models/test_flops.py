@@ -29,7 +29,7 @@ def test_sd2_denoiser_has_the_published_flops():
     with torch.device('meta'):
         denoiser = UNet2DConditionModel(**sd2_builder.UNET)
     count = FlopCount(denoiser)
-    for size, gigaflops in {32: 181.09, 64: 804.26, 96: 2149.11, 128: 4674.99}.items():
+    for size, gigaflops in {64: 804.26, 128: 4674.99}.items():
         assert count(size, size, 77) / 1e9 == pytest.approx(gigaflops, abs=0.005)
 
 

@@ -22,7 +22,7 @@ def batch_of(model, side: int = 64, size: int = 4) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize('name', OBJECTIVES)
+@pytest.mark.parametrize('name', [pytest.param('v_prediction', marks=pytest.mark.slow), 'flow'])
 def test_prediction_is_bfloat16_and_loss_is_float32(make_model, name):
     model = make_model(objective=OBJECTIVES[name])
     batch = batch_of(model)

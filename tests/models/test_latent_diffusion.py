@@ -63,8 +63,17 @@ def reference_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     return functional.mse_loss(predicted, targets[model.objective.prediction_type])
 
 
-@pytest.mark.parametrize('source', ['images', 'latents'])
-@pytest.mark.parametrize('prediction_type', ['epsilon', 'v_prediction', 'sample'])
+@pytest.mark.parametrize(
+    ('prediction_type', 'source'),
+    [
+        ('epsilon', 'images'),
+        ('v_prediction', 'images'),
+        ('sample', 'images'),
+        ('epsilon', 'latents'),
+        pytest.param('v_prediction', 'latents', marks=pytest.mark.slow),
+        pytest.param('sample', 'latents', marks=pytest.mark.slow),
+    ],
+)
 def test_loss_equals_plain_pytorch(make_model, prediction_type, source):
     model = make_model(objective=Objective(prediction_type=prediction_type), caption_dropout=0.0)
     batch = batch_of(model)
@@ -128,7 +137,7 @@ def test_stratified_times_of_a_flow_are_the_quantiles(make_model):
     torch.testing.assert_close(timesteps, 1000 * torch.linspace(0, 0.9, BATCH))
 
 
-@pytest.mark.parametrize('prediction_type', ['velocity', 'sample'])
+@pytest.mark.parametrize('prediction_type', ['velocity', pytest.param('sample', marks=pytest.mark.slow)])
 def test_ddim_of_a_flow_is_eulers_method(make_model, prediction_type):
     model = make_model(objective=Objective(path='flow', prediction_type=prediction_type, snr_shift=2.0))
     latents = torch.randn(1, 4, 8, 8)
@@ -146,7 +155,14 @@ def test_ddim_of_a_flow_is_eulers_method(make_model, prediction_type):
     torch.testing.assert_close(images, model.decode(state), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize('name', ['euler', 'heun', 'dpm++', 'unipc', 'DPMSolverSinglestepScheduler'])
+@pytest.mark.parametrize(
+    'name',
+    [
+        'euler',
+        'dpm++',
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ('heun', 'unipc', 'DPMSolverSinglestepScheduler')),
+    ],
+)
 @pytest.mark.parametrize('prediction_type', ['velocity', 'sample'])
 def test_every_scheduler_of_a_flow_follows_a_known_flow(make_model, monkeypatch, name, prediction_type):
     """For data that are a single point, every solver must arrive there: the flow is a straight line."""
@@ -252,7 +268,7 @@ def test_caption_dropout_drops_the_configured_fraction(make_model, mode):
     assert torch.equal(dropped, draws.uniform(Purpose.CAPTION_DROPOUT) < 0.3)
 
 
-@pytest.mark.parametrize('mode', ['empty', 'zeros'])
+@pytest.mark.parametrize('mode', ['empty', pytest.param('zeros', marks=pytest.mark.slow)])
 def test_stored_text_embeddings_give_the_same_predictions(make_model, mode):
     model = make_model(caption_dropout=0.5, caption_dropout_mode=mode, mask_padding=True, train_text_encoder=False)
     batch = batch_of(model)
@@ -325,9 +341,12 @@ def test_generated_images_depend_only_on_their_own_seed(make_model):
     assert model.training, 'the training mode is restored'
 
 
+OTHER_SCHEDULERS = ('ddpm', 'euler', 'heun', 'pndm', 'unipc', 'DPMSolverSinglestepScheduler')
+
+
 @pytest.mark.parametrize(
     'name',
-    ['ddim', 'ddpm', 'dpm++', 'euler', 'euler_ancestral', 'heun', 'pndm', 'unipc', 'DPMSolverSinglestepScheduler'],
+    ['ddim', 'dpm++', 'euler_ancestral', *(pytest.param(name, marks=pytest.mark.slow) for name in OTHER_SCHEDULERS)],
 )
 def test_every_scheduler_generates_finite_reproducible_images(make_model, name):
     images = make_model().generate(['a'], seeds=[3], num_inference_steps=4, noise_scheduler=name, guidance_rescale=0.7)
@@ -337,8 +356,14 @@ def test_every_scheduler_generates_finite_reproducible_images(make_model, name):
     assert torch.equal(images, again)
 
 
-def test_other_sizes_can_be_generated(make_model):
-    assert make_model().generate(['a'], size=(32, 96), num_inference_steps=1).shape == (1, 3, 32, 96)
+@pytest.fixture(scope='module')
+def shared_model(make_model) -> Any:
+    """Model of the tests that do not change it."""
+    return make_model()
+
+
+def test_other_sizes_can_be_generated(shared_model):
+    assert shared_model.generate(['a'], size=(32, 96), num_inference_steps=1).shape == (1, 3, 32, 96)
 
 
 @pytest.mark.parametrize(
@@ -384,9 +409,9 @@ def test_other_sizes_can_be_generated(make_model):
         (lambda m: m.text(torch.zeros(1, 16, dtype=torch.long)), r'input_ids: shape \(1, 16\); expected'),
     ],
 )
-def test_misuse_is_rejected_with_a_message(make_model, call, message):
+def test_misuse_is_rejected_with_a_message(shared_model, call, message):
     with pytest.raises(ValueError, match=message):
-        call(make_model())
+        call(shared_model)
 
 
 @pytest.mark.parametrize(
@@ -414,7 +439,9 @@ def test_latents_of_the_wrong_scale_are_logged_once(make_model, caplog):
     assert caplog.text.count('the noise schedule expects about 1') == 1
 
 
-@pytest.mark.parametrize('builder', [tiny, tiny_sdxl, tiny_mmdit, tiny_prx])
+@pytest.mark.parametrize(
+    'builder', [*(pytest.param(each, marks=pytest.mark.slow) for each in (tiny, tiny_sdxl, tiny_prx)), tiny_mmdit]
+)
 def test_captions_that_fill_the_text_encoder_are_counted_once(builder, caplog):
     model = builder()
     length = model.text.token_length

@@ -91,11 +91,18 @@ def test_initial_values_depend_on_the_seed_alone(make_model):
         assert torch.equal(torch.get_rng_state(), before), 'other random numbers do not change'
         return [each for name, each in unet.named_parameters() if 'lora_A' in name]
 
-    assert all(map(torch.equal, first(3), first(3)))
-    assert not any(map(torch.equal, first(3), first(4)))
+    expected = first(3)
+    assert all(map(torch.equal, expected, first(3)))
+    assert not any(map(torch.equal, expected, first(4)))
 
 
-@pytest.mark.parametrize('settings', [LoraConfig(rank=3, alpha=6.0), CONV_AND_LINEAR], ids=['attention', 'convolution'])
+@pytest.mark.parametrize(
+    'settings',
+    [
+        pytest.param(LoraConfig(rank=3, alpha=6.0), id='attention', marks=pytest.mark.slow),
+        pytest.param(CONV_AND_LINEAR, id='convolution'),
+    ],
+)
 def test_prediction_and_merged_weights_equal_those_of_the_paper(make_model, settings):
     unet = randomized(make_model, settings)
     expected = reference(make_model().denoiser, unet, settings)
@@ -187,7 +194,7 @@ def layer_names(family: str) -> list[str]:
     return [*names, *resnet_layers('mid_block', [False, False]), *attention_layers('mid_block', 1, max(depths))]
 
 
-@pytest.mark.parametrize(('family', 'sizes'), [('sd2', SD2), ('sdxl', SDXL)])
+@pytest.mark.parametrize(('family', 'sizes'), [pytest.param('sd2', SD2, marks=pytest.mark.slow), ('sdxl', SDXL)])
 def test_file_for_comfyui_has_its_name_of_every_layer(family, sizes, tmp_path):
     """ComfyUI looks up `lora_unet_` and diffusers' name with underscores, of every weight of the U-Net."""
     unet = UNet2DConditionModel(sample_size=8, **sizes)
@@ -215,7 +222,7 @@ def with_trained_lora(plain: Any, settings: LoraConfig) -> Any:
     return trained
 
 
-@pytest.mark.parametrize('single_file', [True, False])
+@pytest.mark.parametrize('single_file', [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(('family', 'sizes'), [('sd2', SD2), pytest.param('sdxl', SDXL, marks=pytest.mark.slow)])
 def test_diffusers_loads_both_files(family, sizes, single_file, tmp_path):
     torch.manual_seed(3)

@@ -69,10 +69,11 @@ def size_of(module: torch.nn.Module) -> int:
             2_243_171_520,
             {'pos_embed_max_size': 384, 'qk_norm': 'rms_norm', 'dual_attention_layers': tuple(range(13))},
         ),
-        (
+        pytest.param(
             {'dual_attention_blocks': 0, 'qk_norm': False, 'pos_embed_max_size': 192},
             2_028_328_000,
             {'pos_embed_max_size': 192},
+            marks=pytest.mark.slow,
         ),
     ],
     ids=['sd3.5 medium', 'sd3 medium'],
@@ -97,7 +98,7 @@ def test_default_objective_shifts_timesteps_in_proportion_to_the_side():
     assert shifts == {256: 1.0, 512: 1.5, 1024: 3.0, 1536: 4.5}
 
 
-@pytest.mark.parametrize('t5', [True, False])
+@pytest.mark.parametrize('t5', [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_loss_and_gradients_equal_a_reference_with_diffusers_alone(small_vae, t5):
     torch.manual_seed(0)
     model = tiny_mmdit(1024, vae=str(small_vae), caption_dropout=0.0, t5=t5, **TINY)
@@ -181,7 +182,7 @@ def small_text(monkeypatch):
     monkeypatch.setattr(mmdit_builder, 'T5_WIDTH', 128)
 
 
-@pytest.mark.parametrize('t5', [True, False])
+@pytest.mark.parametrize('t5', [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_pretrained_parts_are_read(pipeline_folder, small_text, model, t5):
     loaded = mmdit(
         32,
@@ -259,16 +260,20 @@ def test_export_without_t5_says_how_to_load_it(small_vae, caplog):
     assert 'zeros for dropped captions' in caplog.text
 
 
+SAMPLE: dict[str, Any] = {'path': 'flow', 'prediction_type': 'sample', 'snr_shift': 2.0}
+
+
 @pytest.mark.parametrize(
-    ('objective', 'scheduler'),
+    ('t5', 'objective', 'scheduler'),
     [
-        (None, 'euler'),
-        ({'path': 'flow', 'prediction_type': 'sample', 'snr_shift': 2.0}, 'dpm++'),
-        ({'prediction_type': 'epsilon'}, 'ddim'),
+        pytest.param(True, None, 'euler', id='t5-velocity'),
+        pytest.param(True, SAMPLE, 'dpm++', id='t5-sample', marks=pytest.mark.slow),
+        pytest.param(True, {'prediction_type': 'epsilon'}, 'ddim', id='t5-epsilon', marks=pytest.mark.slow),
+        pytest.param(False, None, 'euler', id='velocity', marks=pytest.mark.slow),
+        pytest.param(False, SAMPLE, 'dpm++', id='sample', marks=pytest.mark.slow),
+        pytest.param(False, {'prediction_type': 'epsilon'}, 'ddim', id='epsilon'),
     ],
-    ids=['velocity', 'sample', 'epsilon'],
 )
-@pytest.mark.parametrize('t5', [True, False])
 def test_saved_pipeline_draws_the_same_images(small_vae, tmp_path, objective, scheduler, t5):
     torch.manual_seed(0)
     settings = None if objective is None else Objective(**objective)

@@ -95,7 +95,7 @@ def lpips_by_hand(weights: dict[str, str], one: torch.Tensor, other: torch.Tenso
 @pytest.mark.parametrize(
     ('network', 'architecture', 'file'),
     [
-        ('alex', 'alexnet', 'alexnet-owt-7be5be79.pth'),
+        pytest.param('alex', 'alexnet', 'alexnet-owt-7be5be79.pth', marks=pytest.mark.slow),
         pytest.param('vgg', 'vgg16', 'vgg16-397923af.pth', marks=pytest.mark.slow),
         ('squeeze', 'squeezenet1_1', 'squeezenet1_1-b8a52dc0.pth'),
     ],
@@ -136,7 +136,7 @@ def features_by_hand(weights: dict[str, str], one: torch.Tensor, other: torch.Te
     return (1 - functional.cosine_similarity(*patches, dim=-1)).mean(dim=1)
 
 
-@pytest.mark.parametrize('prediction', ['sample', 'velocity'])
+@pytest.mark.parametrize('prediction', [pytest.param('sample', marks=pytest.mark.slow), 'velocity'])
 def test_loss_and_gradients_equal_a_reference_in_plain_pytorch(make, weights, prediction):
     model = make(prediction, lpips_weight=0.3, features_weight=0.2)
     batch = batch_of(model)

@@ -101,8 +101,15 @@ def reference_similarity(model: LatentDiffusion, batch: Any, tokens: torch.Tenso
     return torch.stack(results)
 
 
-@pytest.mark.parametrize('routed', [False, True])
-@pytest.mark.parametrize('encoder', ['dinov2', 'dinov3'])
+@pytest.mark.parametrize(
+    ('encoder', 'routed'),
+    [
+        pytest.param('dinov2', False, marks=pytest.mark.slow),
+        ('dinov2', True),
+        ('dinov3', False),
+        pytest.param('dinov3', True, marks=pytest.mark.slow),
+    ],
+)
 def test_loss_and_gradients_equal_plain_pytorch(make_prx, encoders, encoder, routed):
     model, plain = make_prx(encoder), make_prx(None)
     batch = batch_of(model)
@@ -157,7 +164,7 @@ def test_evaluation_does_not_depend_on_the_alignment(make_prx):
         model(moments)
 
 
-@pytest.mark.parametrize('routed', [False, True])
+@pytest.mark.parametrize('routed', [pytest.param(False, marks=pytest.mark.slow), True])
 def test_stored_features_in_half_precision_give_the_loss_of_images(make_prx, routed):
     model = make_prx(posterior='mean')
     batch = batch_of(model)

@@ -117,7 +117,7 @@ def test_first_tokenizer_pads_with_the_end_of_text_and_the_second_with_id_0():
 
 @pytest.fixture(scope='module')
 def local_sdxl(tmp_path_factory):
-    """A folder in Stable Diffusion XL's layout with parts of the right widths and as few layers as possible."""
+    """A folder in Stable Diffusion XL's layout with narrow parts and as few layers as possible."""
     folder = tmp_path_factory.mktemp('pretrained')
     vae = AutoencoderKL(
         down_block_types=('DownEncoderBlock2D',) * 4,  # type: ignore[arg-type]
@@ -127,8 +127,8 @@ def local_sdxl(tmp_path_factory):
     )
     vae.save_pretrained(folder / 'vae')
     sizes: dict[str, Any] = {'intermediate_size': 8, 'num_hidden_layers': 2, 'bos_token_id': 0, 'eos_token_id': 2}
-    first = CLIPTextConfig(hidden_size=768, num_attention_heads=12, projection_dim=768, **sizes)
-    second = CLIPTextConfig(hidden_size=1280, num_attention_heads=20, projection_dim=1280, **sizes)
+    first = CLIPTextConfig(hidden_size=32, num_attention_heads=2, projection_dim=32, **sizes)
+    second = CLIPTextConfig(hidden_size=64, num_attention_heads=2, projection_dim=64, **sizes)
     CLIPTextModel(first).save_pretrained(folder / 'text_encoder')
     CLIPTextModelWithProjection(second).save_pretrained(folder / 'text_encoder_2')
     for name, tokenizer in zip(('tokenizer', 'tokenizer_2'), sdxl_tokenizers(pretrained=None), strict=True):
@@ -137,7 +137,12 @@ def local_sdxl(tmp_path_factory):
 
 
 def test_sdxl_loads_its_frozen_parts_from_a_folder(local_sdxl, monkeypatch):
-    small = {'block_out_channels': (32, 32, 32), 'transformer_layers_per_block': 1, 'attention_head_dim': 1}
+    small: dict[str, Any] = {
+        'block_out_channels': (32, 32, 32),
+        'transformer_layers_per_block': 1,
+        'attention_head_dim': 1,
+    }
+    small |= {'cross_attention_dim': 32 + 64, 'projection_class_embeddings_input_dim': 64 + 6 * 256}
     monkeypatch.setattr(
         'diffusion.models.families.sdxl.builder.UNET',
         dict(PUBLISHED_UNET, **small, layers_per_block=1),
@@ -181,6 +186,7 @@ def test_every_trained_parameter_gets_a_gradient(make):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('field', ['sizes', 'pooled'])
 def test_prediction_depends_on_sizes_and_pooled_text(make, field):
     model = make(train_text_encoder=False)
@@ -197,8 +203,15 @@ def test_prediction_depends_on_sizes_and_pooled_text(make, field):
     assert ((first - second).abs() > 1e-6).any(dim=0).all()
 
 
-@pytest.mark.parametrize('mode', ['empty', 'zeros'])
-@pytest.mark.parametrize('stored', [False, True])
+@pytest.mark.parametrize(
+    ('stored', 'mode'),
+    [
+        (False, 'empty'),
+        pytest.param(False, 'zeros', marks=pytest.mark.slow),
+        pytest.param(True, 'empty', marks=pytest.mark.slow),
+        (True, 'zeros'),
+    ],
+)
 def test_dropped_captions_replace_embeddings_and_pooled_text_together(make, mode, stored):
     model = make(caption_dropout=1.0, caption_dropout_mode=mode, train_text_encoder=False)
     batch = batch_of(model)

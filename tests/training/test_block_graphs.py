@@ -57,9 +57,9 @@ def graphs(request, device, monkeypatch) -> Callable[[nn.Module], BlockGraphs]:
     return lambda denoiser: BlockGraphs(denoiser, blocks_of(denoiser))
 
 
-@pytest.fixture(params=['unet', 'mmdit', 'prx'])
+@pytest.fixture
 def make(request, make_model, small_vae) -> Callable[[], LatentDiffusion]:
-    """Function that builds a tiny model of each kind, with random weights also where they begin as zeros."""
+    """Function that builds a tiny model of a kind, with random weights also where they begin as zeros."""
 
     def build() -> LatentDiffusion:
         torch.manual_seed(0)
@@ -100,7 +100,18 @@ def assert_equal(found: list[Tensor], expected: list[Tensor], device: str, *, ha
     torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize('half', [False, True], ids=['float32', 'bfloat16'])
+@pytest.mark.parametrize(
+    ('make', 'half'),
+    [
+        pytest.param('unet', False, id='unet-float32', marks=pytest.mark.slow),
+        pytest.param('unet', True, id='unet-bfloat16', marks=pytest.mark.slow),
+        pytest.param('mmdit', False, id='mmdit-float32'),
+        pytest.param('mmdit', True, id='mmdit-bfloat16', marks=pytest.mark.slow),
+        pytest.param('prx', False, id='prx-float32', marks=pytest.mark.slow),
+        pytest.param('prx', True, id='prx-bfloat16'),
+    ],
+    indirect=['make'],
+)
 def test_training_is_the_same_with_graphs(make, graphs, device, half):
     expected = train(make().to(device), device, half=half)
     model = make().to(device)
@@ -292,7 +303,7 @@ def test_output_without_gradients_is_refused(graphs, device):
 @pytest.mark.cpu_seconds(12)
 def test_trainer_trains_and_evaluates_with_graphs(write_recipe, graphs, device, monkeypatch):
     """Through Composer's trainer, with averages, microbatches and a save: the same losses as without graphs."""
-    settings: dict[str, Any] = {'max_duration': '6ba', 'save_interval': '4ba', 'progress_bar': False}
+    settings: dict[str, Any] = {'max_duration': '4ba', 'save_interval': '2ba', 'progress_bar': False}
     settings |= {'device': 'cpu'} if device == 'cpu' else {'device': 'gpu', 'precision': 'amp_bf16'}
     losses, counts = [], []
     for on in (False, True):
@@ -311,13 +322,13 @@ def test_trainer_trains_and_evaluates_with_graphs(write_recipe, graphs, device, 
         found: list[float] = []
         state: Any = trainer.state
         state.callbacks.append(
-            At(Event.AFTER_LOSS, 5, lambda found=found, state=state: found.append(state.loss.item()))
+            At(Event.AFTER_LOSS, 3, lambda found=found, state=state: found.append(state.loss.item()))
         )
         trainer.fit()
         trainer.close()
         losses.append(found)
     if device == 'cpu':
-        assert counts[0].replays == 2 * 6 - 1
+        assert counts[0].replays == 2 * 4 - 1
     assert losses[1] == pytest.approx(losses[0], rel=1e-5 if device == 'cpu' else 1e-2) and len(losses[0]) == 2
 
 

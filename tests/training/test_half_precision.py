@@ -104,7 +104,7 @@ COMPILED_MMDIT = {'parallelism': SHARDED, 'model': MMDIT, 'optimizer': MUON, 'sp
 @pytest.mark.parametrize(
     ('count', 'sections'),
     [
-        pytest.param(1, {}, id='unet, ddp'),
+        pytest.param(1, {}, id='unet, ddp', marks=pytest.mark.slow),
         pytest.param(1, COMPILED_MMDIT, id='mmdit, fsdp2, muon, compiled', marks=pytest.mark.slow),
         pytest.param(2, UNET_SHARDED, id='unet, fsdp2', marks=pytest.mark.slow),
     ],

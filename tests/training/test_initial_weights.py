@@ -113,7 +113,7 @@ def denoiser_of(model) -> dict[str, torch.Tensor]:
     return {f'denoiser.{name}': each for name, each in model.denoiser.state_dict().items()}
 
 
-@pytest.mark.parametrize('place', ['', 'unet'])
+@pytest.mark.parametrize('place', ['', pytest.param('unet', marks=pytest.mark.slow)])
 def test_run_starts_from_a_folder_of_diffusers(published, recipe_from, caplog, place):
     model, folder = published
     with caplog.at_level(logging.INFO):
@@ -141,6 +141,7 @@ def test_half_precision_weights_are_read(published, recipe_from, tmp_path, varia
     assert_equal(started(recipe_from(tmp_path / 'shards')), expected)
 
 
+@pytest.mark.slow
 def test_trained_run_exports_and_starts_another_run(published, recipe_from, tmp_path):
     """From a folder of diffusers over a batch of training and our export to the next run."""
     _, folder = published
@@ -158,7 +159,7 @@ def test_trained_run_exports_and_starts_another_run(published, recipe_from, tmp_
     resumed.close()
 
 
-@pytest.mark.parametrize(('which', 'shift'), [('training', 0), ('ema', 1)])
+@pytest.mark.parametrize(('which', 'shift'), [pytest.param('training', 0, marks=pytest.mark.slow), ('ema', 1)])
 def test_run_starts_from_a_file_in_the_original_layout(published, recipe_from, single_file, which, shift):
     weights = started(recipe_from({'from': str(single_file), 'weights': which}))
     assert_equal(weights, {name: each + shift for name, each in denoiser_of(published[0]).items()})
@@ -283,7 +284,7 @@ def hub(published, tmp_path, monkeypatch):
         yield server
 
 
-@pytest.mark.parametrize('name', ['hf://someone/model', 'someone/model'])
+@pytest.mark.parametrize('name', ['hf://someone/model', pytest.param('someone/model', marks=pytest.mark.slow)])
 def test_run_starts_from_a_pinned_repository(hub, published, recipe_from, name):
     recipe = recipe_from({'from': name, 'revision': COMMIT}, train_text_encoder=True)
     assert_equal(started(recipe), published[0].state_dict())

@@ -69,23 +69,31 @@ def adamw_step(watch: Watch, name: str, *, lr: float, betas, eps: float, weight_
 
 
 @pytest.fixture(scope='module')
-def trained(tmp_path_factory, tiny_recipe):
-    """Recipes of two runs stopped at batch 4: `whole` (DDP, with averages) and `sharded` (FSDP2, without)."""
-    root = tmp_path_factory.mktemp('resume')
-    for name, ema, parallelism in (('whole', AVERAGING, {}), ('sharded', LATER, SHARDED)):
-        content = tiny_recipe(root / 'runs', name=name, algorithms={'ema': ema}, parallelism=parallelism)
-        content['model']['objective'] = {'prediction_type': 'v_prediction'}
-        content['scheduler'] = {'name': 'linear_with_warmup', 't_warmup': '6ba'}
-        path = root / f'{name}.yaml'
-        path.write_text(yaml.safe_dump(content))
-        with pytest.MonkeyPatch.context() as patch:
-            for variable, value in alone_variables().items():
-                patch.setenv(variable, value)
-            trainer = build_trainer(load(path))
-            trainer.fit(duration='4ba')
-            trainer.close()
-            leave()
-        assert is_sharded(root / 'runs' / name / 'ba4') == (name == 'sharded')
+def whole_run(tmp_path_factory, tiny_recipe) -> Path:
+    """Folder with a run stopped at batch 4, and its recipe `whole.yaml`: DDP, with averages."""
+    return train_to_batch_4(tmp_path_factory.mktemp('whole'), tiny_recipe, 'whole', AVERAGING, {})
+
+
+@pytest.fixture(scope='module')
+def sharded_run(tmp_path_factory, tiny_recipe) -> Path:
+    """Folder with a run stopped at batch 4, and its recipe `sharded.yaml`: FSDP2, without averages."""
+    return train_to_batch_4(tmp_path_factory.mktemp('sharded'), tiny_recipe, 'sharded', LATER, SHARDED)
+
+
+def train_to_batch_4(root: Path, tiny_recipe, name: str, ema: dict, parallelism: dict) -> Path:
+    content = tiny_recipe(root / 'runs', name=name, algorithms={'ema': ema}, parallelism=parallelism)
+    content['model']['objective'] = {'prediction_type': 'v_prediction'}
+    content['scheduler'] = {'name': 'linear_with_warmup', 't_warmup': '6ba'}
+    path = root / f'{name}.yaml'
+    path.write_text(yaml.safe_dump(content))
+    with pytest.MonkeyPatch.context() as patch:
+        for variable, value in alone_variables().items():
+            patch.setenv(variable, value)
+        trainer = build_trainer(load(path))
+        trainer.fit(duration='4ba')
+        trainer.close()
+        leave()
+    assert is_sharded(root / 'runs' / name / 'ba4') == (name == 'sharded')
     return root
 
 
@@ -103,9 +111,10 @@ def leave() -> None:
 
 
 @pytest.fixture
-def run(trained, alone, request, tmp_path):
+def run(whole_run, alone, request, tmp_path):
     """Recipe, with the folder, of a copy of one of the runs."""
     name = getattr(request, 'param', 'whole')
+    trained = whole_run if name == 'whole' else request.getfixturevalue('sharded_run')
     shutil.copytree(trained / 'runs' / name, tmp_path / 'runs' / name, symlinks=True)
     content = yaml.safe_load((trained / f'{name}.yaml').read_text()) | {'runs_dir': str(tmp_path / 'runs')}
     path = tmp_path / f'{name}.yaml'
@@ -197,7 +206,7 @@ def resume(path: Path, *overrides: str):
     return trainer
 
 
-@pytest.mark.parametrize('run', ['whole', 'sharded'], indirect=True)
+@pytest.mark.parametrize('run', ['whole', pytest.param('sharded', marks=pytest.mark.slow)], indirect=True)
 def test_changes_of_other_settings_are_applied_logged_and_kept_as_history(run, caplog, monkeypatch, tmp_path):
     caplog.set_level(logging.INFO, logger='diffusion')
     monkeypatch.chdir(tmp_path)
@@ -265,6 +274,7 @@ def test_change_is_applied_although_a_killed_attempt_has_recorded_it(run, caplog
     assert len(read_history((folder / 'recipe.yaml').read_text())) == 3, 'the run was moved too'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('run', ['sharded'], indirect=True)
 def test_averaging_cannot_start_in_the_past(run):
     path, _ = run
@@ -292,8 +302,9 @@ def test_run_is_compared_with_the_recipe_in_its_checkpoint_first(run, caplog):
     assert 'no recipe.yaml beside the checkpoint, so its model, optimizer and other settings cannot' in caplog.text
 
 
-def test_every_rank_refuses_with_the_same_message(trained, ranks):
-    job = ranks.start(2, trained / 'whole.yaml', 'model.objective.prediction_type=epsilon')
+@pytest.mark.slow
+def test_every_rank_refuses_with_the_same_message(whole_run, ranks):
+    job = ranks.start(2, whole_run / 'whole.yaml', 'model.objective.prediction_type=epsilon')
     assert job.wait() == [78, 78], job.output()
     for output in job.outputs():
         assert 'model.objective.prediction_type: v_prediction in the checkpoint, epsilon now (the training' in output

@@ -90,8 +90,8 @@ ROWS = (
     '330200000',
 )
 """Number of the level of each factor, for every run."""
-DEFAULT_ROWS = ('101110000', '231301111')
-"""Rows without `slow`: one process and sharded ranks, SIGTERM and kill -9, and both levels of every factor of two."""
+DEFAULT_ROW = '231301111'
+"""Row without `slow`: a kill -9 of two ranks, which other tests without `slow` do with one process only."""
 
 
 def levels_of(row: str) -> dict[str, str]:
@@ -206,7 +206,7 @@ def interrupt(runs: Runs, count: int, path: Path, levels: dict[str, str], enviro
 
 @pytest.mark.cpu_seconds(40)
 @pytest.mark.parametrize(
-    'row', [pytest.param(row, marks=() if row in DEFAULT_ROWS else pytest.mark.slow) for row in ROWS]
+    'row', [pytest.param(row, marks=() if row == DEFAULT_ROW else pytest.mark.slow) for row in ROWS]
 )
 def test_interrupted_and_resumed_run_equals_uninterrupted(runs, store: Store, monkeypatch, row):
     levels = levels_of(row)

@@ -25,7 +25,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     'fsdp2 checkpointed activations': {'strategy': 'fsdp2', 'activation_checkpointing': True},
 }
 CASES = [
-    pytest.param('cpu', 'fsdp2', marks=pytest.mark.cpu_form),
+    pytest.param('cpu', 'fsdp2', marks=[pytest.mark.cpu_form, pytest.mark.slow]),
     *(pytest.param('cuda', name, marks=pytest.mark.gpu) for name in STRATEGIES),
 ]
 """Strategies by device; on a CPU, test_parallelism.py has them all."""

@@ -393,7 +393,7 @@ def test_page_has_the_figures_beside_the_published_ones(runner):
 
 
 @needs_browser
-@pytest.mark.parametrize(('scheme', 'width'), [('light', 1280), ('dark', 390)])
+@pytest.mark.parametrize(('scheme', 'width'), [('light', 1280), pytest.param('dark', 390, marks=pytest.mark.slow)])
 def test_page_is_readable_in_a_browser(runner, tmp_path, scheme, width):
     page = import_module('gpu_check_page').gpu_check_page(gpu_results(runner), gpu_conditions(), date='today')
     (tmp_path / 'page.html').write_text(page, encoding='utf-8')

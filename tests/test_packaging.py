@@ -262,7 +262,7 @@ def build_image(root: Path, **arguments: str) -> subprocess.CompletedProcess[str
     ('stack', 'files'),
     [
         ('current', '--constraint constraints-current.txt --override overrides-current.txt'),
-        ('resolvable', '--constraint constraints-resolvable.txt'),
+        pytest.param('resolvable', '--constraint constraints-resolvable.txt', marks=pytest.mark.slow),
     ],
 )
 def test_image_installs_the_packages_of_each_set_and_this_package(stack: str, files: str, tmp_path: Path):

@@ -16,7 +16,7 @@ from ranks import free_port
 from diffusion.data import shared_state
 
 CLONE_NEWNS, CLONE_NEWUTS = 0x20000, 0x4000000
-NODES, EPOCHS = 4, 3
+NODES, EPOCHS = 4, 2
 
 
 def can_isolate() -> bool:

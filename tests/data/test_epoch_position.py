@@ -35,7 +35,7 @@ def whole(tmp_path_factory, tiny_recipe):
 @pytest.mark.cpu_seconds(12)
 def test_run_extended_by_an_epoch_trains_on_the_next_one(write_recipe, tmp_path, whole):
     path = write_recipe()
-    for duration in ('1ep', '2ep', '3ep'):
+    for duration in ('1ep', '3ep'):
         train(load(path, [f'trainer.max_duration={duration}', 'trainer.save_interval=1ep'])).close()
     assert read_losses(tmp_path / 'runs' / 'run') == whole
 

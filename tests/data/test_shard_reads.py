@@ -28,7 +28,7 @@ def train(url: str, folder: Path, **settings: Any) -> list[dict[int, int]]:
 @pytest.mark.cpu_seconds(20)
 @pytest.mark.skipif(not can_isolate(), reason='only root can give each node its mounts')
 @pytest.mark.usefixtures('many_datasets')
-def test_a_shard_leaves_the_store_once_for_four_nodes_and_three_epochs(store: Store, tmp_path: Path) -> None:
+def test_a_shard_leaves_the_store_once_for_four_nodes_and_two_epochs(store: Store, tmp_path: Path) -> None:
     """Each node reads the same shards in every epoch, so that caches of a part of the dataset keep all of it.
 
     Shards are cut between canonical nodes: the one at a cut is read by the nodes on both sides.

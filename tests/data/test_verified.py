@@ -109,7 +109,7 @@ def test_shard_that_changes_in_store_during_training_raises(store, bucket, tmp_p
             pass
 
 
-@pytest.mark.parametrize('first', [None, ConnectionResetError, EOFError])
+@pytest.mark.parametrize('first', [None, ConnectionResetError, pytest.param(EOFError, marks=pytest.mark.slow)])
 def test_dead_worker_is_named_whatever_pytorch_raises_first(store, bucket, tmp_path, monkeypatch, first):
     """PyTorch may raise for the broken connection (`first`) before it detects that the worker died."""
     loader = loader_over(bucket, tmp_path / 'local', workers=2, predownload=6, shuffle=False)

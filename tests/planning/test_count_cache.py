@@ -14,7 +14,7 @@ from diffusion.planning.model_costs import PRECISIONS, ModelCosts
 
 TINY = {'block_out_channels': [32, 64], 'text_layers': 1}
 SHIPPED_FILES = sorted(SHIPPED.glob('*.json'))
-LARGE = ('mmdit', 'perceptual_losses', 'prx', 'sd2', 'sdxl')
+LARGE = ('mmdit', 'perceptual_losses', 'prx', 'sd2', 'sdxl', 'tiny_mmdit')
 """Models that take seconds to count."""
 
 

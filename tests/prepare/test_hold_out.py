@@ -34,7 +34,7 @@ def held_out(out: Path) -> Path:
     aspects=st.sampled_from(['none', 'sdxl']),
     duplicates=st.sampled_from(['none', 'exact', 'near']),
 )
-@hypothesis_settings(max_examples=8, deadline=None)
+@hypothesis_settings(max_examples=4, deadline=None)
 def test_training_set_and_held_out_images_are_disjoint_and_together_all_accepted_images(
     count: int, first: int, sizes: list[int], aspects: str, duplicates: str
 ) -> None:

@@ -195,7 +195,7 @@ def test_search_of_200_000_hashes_takes_seconds() -> None:
     assert found[100_000:110_000].tolist() == list(range(10_000)) and np.sum(found >= 0) == 10_000
 
 
-@pytest.mark.parametrize('kind', ['equal', 'one band', 'all near'])
+@pytest.mark.parametrize('kind', ['equal', pytest.param('one band', marks=pytest.mark.slow), 'all near'])
 def test_search_of_100_000_similar_hashes_is_bounded_in_time_and_memory(kind: str) -> None:
     rng = np.random.default_rng(0)
     count = 100_000

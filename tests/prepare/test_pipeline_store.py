@@ -136,6 +136,7 @@ def test_machines_without_a_common_folder_prepare_one_dataset_through_the_store(
     assert_prepared(store, expected)
 
 
+@pytest.mark.slow
 def test_machines_without_a_common_folder_add_a_delivery_through_the_store(tmp_path: Path, store: Store) -> None:
     store.bucket('mds')
     run(tmp_path, 's3://mds/out')
@@ -192,6 +193,7 @@ def test_damaged_part_in_the_store_is_converted_again(
     assert_prepared(store, expected)
 
 
+@pytest.mark.slow
 def test_share_of_a_finished_preparation_is_not_converted_again(tmp_path: Path, store: Store) -> None:
     store.bucket('mds')
     assert share_of(tmp_path / 'one', 0, 2) is None
@@ -202,6 +204,7 @@ def test_share_of_a_finished_preparation_is_not_converted_again(tmp_path: Path, 
     assert not any(name.startswith('parts/') for name in store.objects('mds'))
 
 
+@pytest.mark.slow
 def test_work_folder_is_used_again_without_a_store(tmp_path: Path, store: Store) -> None:
     store.bucket('mds')
     run(tmp_path, 's3://mds/one', parts='s3://mds/parts')

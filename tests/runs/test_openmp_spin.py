@@ -41,6 +41,7 @@ def write(folder: Path, name: str, code: str) -> str:
     return str(folder / name)
 
 
+@pytest.mark.slow
 @pytest.mark.cpu_seconds(10)
 def test_run_and_its_loader_worker_spin_shortly_and_say_so(tmp_path):
     code = """

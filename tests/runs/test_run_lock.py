@@ -316,7 +316,7 @@ def test_store_that_does_not_recognize_its_etags_is_an_error(bucket_run, monkeyp
         hold_run_lock(bucket_run, {}).__enter__()
 
 
-@pytest.mark.parametrize('before', ['absent', 'released', 'dead'])
+@pytest.mark.parametrize('before', ['absent', pytest.param('released', marks=pytest.mark.slow), 'dead'])
 def test_only_one_of_many_jobs_takes_a_lock_object(bucket_run, monkeypatch, tmp_path, before):
     """Four processes have found the lock free at the same time, and each then writes it."""
     monkeypatch.setattr(run_lock, 'BUCKET_REFRESH_SECONDS', 1000.0)  # so that no refresh ends a second owner

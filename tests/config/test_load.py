@@ -75,7 +75,7 @@ names = st.text('abcdefghij_', min_size=1, max_size=8)
     streams=st.dictionaries(names, st.sampled_from([64, 256, 512]), min_size=1, max_size=4),
     prompts=st.lists(st.text(characters, max_size=20), max_size=3),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_random_recipe_round_trips_through_yaml(tmp_path_factory, batch, lr, streams, prompts):
     folder = tmp_path_factory.mktemp('recipes')
     content = VALID | {

@@ -33,7 +33,7 @@ def shapes_of(report: PrepareReport) -> list[tuple[int, int, int]]:
     first=st.integers(0, 1000),
     store=st.sampled_from(['resized', 'original']),
 )
-@hypothesis_settings(max_examples=8, deadline=None)
+@hypothesis_settings(max_examples=4, deadline=None)
 def test_accepted_image_is_in_exactly_the_resolutions_that_it_fills(
     sizes: set[int], aspects: Any, first: int, store: str
 ) -> None:

@@ -436,7 +436,7 @@ def test_card_without_license_is_noted(hub: HubServer, tmp_path: Path) -> None:
     assert report is not None and report.license == 'CC0' and not any('license' in note for note in report.notes)
 
 
-@pytest.mark.parametrize('layout', ['parquet', 'images'])
+@pytest.mark.parametrize('layout', ['parquet', pytest.param('images', marks=pytest.mark.slow)])
 def test_commit_that_changes_no_data_needs_no_new_preparation(hub: HubServer, tmp_path: Path, layout: str) -> None:
     name = add(hub, (parquet_dataset() if layout == 'parquet' else image_dataset()) | {'README.md': b'# One\n'})
     out, files = tmp_path / 'out', hub.datasets[name].files

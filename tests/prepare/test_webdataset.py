@@ -322,7 +322,7 @@ def test_members_equal_those_of_tarfile(
     assert [(member.name, member.content) for member in members(path)] == expected == found
 
 
-@settings(max_examples=300, deadline=2000)
+@settings(max_examples=120, deadline=2000)
 @given(data=st.data())
 def test_damaged_tar_raises_only_damaged_tar_and_in_time(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -134,7 +134,6 @@ def test_two_copies_in_a_batch_never_share_noise_or_timestep(recipe):
         assert len(words) == BATCH
 
 
-@pytest.mark.slow
 @pytest.mark.cpu_seconds(12)
 def test_run_with_copies_is_the_same_after_a_resume(recipe, tmp_path):
     words = ['trainer.max_duration=2ep', 'trainer.save_interval=1ba']

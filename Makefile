@@ -128,7 +128,7 @@ $(RUN)/report.html: | $(RUN)/evaluation.json $(RUN)/export/model_index.json
 	@$(OFFLINE) $(BIN)/diffusion report $(RUN)
 
 .PHONY: test
-test: $(VENV)/installed ## run all tests except slow ones, on CPU, without network: 15 minutes on two cores
+test: $(VENV)/installed ## run all tests except slow ones, on CPU, without network: 15 to 20 minutes on two cores
 	@echo 'running the tests on CPU, except slow ones (make test-all runs them too)'
 	@$(PYTEST) -m 'not slow' $(PYTEST_ARGS)
 

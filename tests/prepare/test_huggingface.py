@@ -217,14 +217,19 @@ def test_gated_dataset_needs_a_token(hub: HubServer, monkeypatch: pytest.MonkeyP
     assert captions(gated) == expected('train')
 
 
+@pytest.fixture(scope='module')
+def new_fork_server() -> None:
+    """Stop the fork server of earlier tests, whose CPU time then counts for no test."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures('new_fork_server')  # huggingface_hub reads HF_HUB_OFFLINE once, when it is imported
 def test_token_reaches_the_workers_and_is_written_nowhere(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, out = add(hub, parquet_dataset(), private=True), tmp_path / 'out'
     monkeypatch.setenv('READER_TOKEN', TOKEN)
     monkeypatch.setenv('HF_HUB_OFFLINE', '0')
-    # huggingface_hub reads the variable once, and the fork server of an earlier test may have imported it.
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
     words = ['prepare', 'huggingface', name, '--out', str(out), '--sizes', '32', '--workers', '1']
     assert command.main([*words, '--token-variable', 'READER_TOKEN']) == 0
     assert not [path for path in out.rglob('*') if path.is_file() and TOKEN.encode() in path.read_bytes()]

@@ -98,7 +98,7 @@ def test_sources_without_a_pipeline_are_refused_with_the_way_out(tmp_path, capsy
     sd3 = pipeline(tmp_path / 'sd3', 'StableDiffusion3Pipeline', FLOW)
     assert f'--lora: {lora}/pytorch_lora_weights.safetensors does not exist' in problem(sd3, '--lora', str(lora))
     (lora / 'pytorch_lora_weights.safetensors').touch()
-    assert f'give the exported base model, and --lora {lora}; or the run' in problem(lora)
+    assert f'use the exported base model with --lora {lora}, or the folder of the run' in problem(lora)
     prx = pipeline(tmp_path / 'prx', 'PRXPipeline', FLOW)
     assert '--lora: diffusers loads none into a PRXPipeline; export the run' in problem(prx, '--lora', str(lora))
     (pickled := tmp_path / 'lora.bin').touch()

@@ -28,7 +28,7 @@ from cpu_limit import FORKSERVER, CpuLimit
 from shards import write_image_shards
 
 if TYPE_CHECKING:
-    from forkserver import Server
+    from forkserver import Client
     from object_store import Store
     from ranks import Ranks
 
@@ -59,6 +59,7 @@ LONGEST = (
     'test_benchmarks.py',
 )
 """Test files that start first: a worker runs whole files, and a long one started last would run alone at the end."""
+SHARED_SERVER = pytest.StashKey[Any]()
 LONG_COLLECTION_SECONDS = 0.1
 RANK_VARIABLES = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK', 'MASTER_ADDR', 'MASTER_PORT')
 
@@ -72,6 +73,17 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line('markers', 'cpu_seconds(limit): a default test that may take more CPU time than others')
     if 'OTHER_PYTHON' not in os.environ:  # the limit is for the versions that `make test` installs
         config.pluginmanager.register(CpuLimit())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Start the fork server, once, and give a worker of xdist its socket."""
+    from forkserver import Server
+
+    if SHARED_SERVER not in node.config.stash:
+        server = node.config.stash[SHARED_SERVER] = Server()
+        node.config.add_cleanup(server.close)
+    node.workerinput['forkserver'] = node.config.stash[SHARED_SERVER].path
 
 
 @pytest.hookimpl(wrapper=True)
@@ -264,18 +276,21 @@ def tiny_recipe(pictures: dict[int, Path], small_vae: Path) -> Callable[..., dic
 
 
 @pytest.fixture(scope='session')
-def forkserver(request: pytest.FixtureRequest) -> Iterator['Server']:
-    """Server that starts Python processes with PyTorch already imported."""
-    from forkserver import Server
+def forkserver(request: pytest.FixtureRequest) -> Iterator['Client']:
+    """Server that starts Python processes with PyTorch already imported; all workers of xdist share one."""
+    from forkserver import Client, Server
 
-    with contextlib.closing(Server()) as server:
-        request.config.stash[FORKSERVER] = server.pid
-        yield server
+    with contextlib.ExitStack() as stack:
+        shared = getattr(request.config, 'workerinput', {}).get('forkserver')
+        client = Client(shared) if shared else stack.enter_context(contextlib.closing(Server()))
+        client.wait_for_server()
+        request.config.stash[FORKSERVER] = client
+        yield client
         del request.config.stash[FORKSERVER]
 
 
 @pytest.fixture(scope='session')
-def ranks(forkserver: 'Server', tmp_path_factory: pytest.TempPathFactory) -> 'Ranks':
+def ranks(forkserver: 'Client', tmp_path_factory: pytest.TempPathFactory) -> 'Ranks':
     """Starter of recipes on several ranks."""
     from ranks import Ranks
 

@@ -5,12 +5,11 @@ forks of the fork server. Fixtures that tests share and tests that import a libr
 promises that need more time than that, such as of several ranks, say how much: `@pytest.mark.cpu_seconds(20)`.
 """
 
-import os
 import resource
 import sys
 import time
 from collections.abc import Generator
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,8 +20,8 @@ LOOP_SECONDS = 0.2
 """CPU time of `loop` on an idle core of the machine that the limit is for: slower or busy ones get more time."""
 MANY_MODULES = 100
 """Number of new modules from which on a test has imported a library, whose time belongs to no test."""
-FORKSERVER = pytest.StashKey[int]()
-"""PID of the fork server, in the stash of pytest's configuration."""
+FORKSERVER = pytest.StashKey[Any]()
+"""Client of the fork server, in the stash of pytest's configuration."""
 
 
 class CpuLimit:
@@ -76,15 +75,8 @@ class CpuLimit:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds = time.process_time() + used.ru_utime + used.ru_stime - self._shared
         if server := config.stash.get(FORKSERVER, None):
-            seconds += seconds_of_children(server)
+            seconds += server.seconds
         return seconds
-
-
-def seconds_of_children(pid: int) -> float:
-    """Return the CPU seconds of the ended children of a process."""
-    fields = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()
-    user, system = fields[13:15]  # cutime and cstime of proc(5)
-    return (int(user) + int(system)) / os.sysconf('SC_CLK_TCK')
 
 
 def slowness() -> float:

@@ -7,6 +7,7 @@ receives, and if it or the forked process dies, so does the other.
 """
 
 import atexit
+import collections
 import contextlib
 import gc
 import importlib
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import types
 from collections.abc import Mapping, Sequence
@@ -33,6 +35,10 @@ import diffusion
 
 ROOT = Path(__file__).resolve().parents[1]  # resolved, because jobs run this file through a link of another name
 SOCKET = 'FORKSERVER'
+OWNER = 'PYTEST_XDIST_WORKER'
+"""Variable that names the process whose tests started a process; empty without xdist."""
+OWNER_BYTES = 8
+START_SECONDS = 300
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 
 
@@ -67,6 +73,7 @@ class Process:
         """Exit status once the process has ended, negative for a signal; None before."""
         self.connection = socket.socket(socket.AF_UNIX)
         self.connection.connect(path)
+        self.connection.sendall(environ.get(OWNER, '').encode().ljust(OWNER_BYTES))
         socket.send_fds(self.connection, [len(text).to_bytes(4, 'big')], outputs)
         self.connection.sendall(text)
         self.pid = self._number()
@@ -92,30 +99,25 @@ class Process:
         return int(text)
 
 
-class Server:
-    """Server process that forks; create one per test session.
+class Client:
+    """Starter of processes through a server, which may be the server of another process."""
 
-    Args:
-        environment: Variables added to those of this process, for libraries that must be loaded with the server.
-    """
+    def __init__(self, path: str) -> None:
+        self.path = path
+        """The server's socket."""
 
-    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        self._folder = tempfile.TemporaryDirectory()
-        self.path = str(Path(self._folder.name, 'socket'))
-        environ = (
-            os.environ
-            | {
-                'OMP_NUM_THREADS': '1',
-                'CUDA_VISIBLE_DEVICES': '',
-                'PYTHONPATH': f'{ROOT}:{ROOT / "tests"}:{os.environ.get("PYTHONPATH", "")}'.rstrip(':'),
-            }
-            | dict(environment or {})
-        )
-        command = [sys.executable, __file__, '--serve', self.path]
-        self._process = subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self.pid = self._process.pid
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == b'ready\n'
+    def wait_for_server(self) -> None:
+        """Wait until the server has imported what it imports."""
+        end = time.monotonic() + START_SECONDS
+        while not Path(self.path).exists():
+            assert time.monotonic() < end, 'the fork server does not start'
+            time.sleep(0.1)
+
+    @property
+    def seconds(self) -> float:
+        """CPU time of the ended processes that this process's tests started."""
+        record = seconds_file(self.path, os.environ.get(OWNER, ''))
+        return float(record.read_text()) if record.exists() else 0.0
 
     def start(
         self,
@@ -157,6 +159,29 @@ class Server:
         assert status == 0, f'{status}\n{output.read_text()}'
         return output.read_text()
 
+
+class Server(Client):
+    """Server process that forks; create one per test session.
+
+    Args:
+        environment: Variables added to those of this process, for libraries that must be loaded with the server.
+    """
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        super().__init__(str(Path(self._folder.name, 'socket')))
+        environ = (
+            os.environ
+            | {
+                'OMP_NUM_THREADS': '1',
+                'CUDA_VISIBLE_DEVICES': '',
+                'PYTHONPATH': f'{ROOT}:{ROOT / "tests"}:{os.environ.get("PYTHONPATH", "")}'.rstrip(':'),
+            }
+            | dict(environment or {})
+        )
+        command = [sys.executable, __file__, '--serve', self.path]
+        self._process = subprocess.Popen(command, env=environ, stdin=subprocess.PIPE)
+
     def close(self) -> None:
         try:
             self._process.communicate(timeout=20)  # closes its stdin, at which the server exits
@@ -181,10 +206,11 @@ def serve(path: str) -> None:
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(path)
+    listener.bind(f'{path}.starting')
     listener.listen(64)
-    running: dict[int, socket.socket] = {}
-    print('ready', flush=True)
+    os.rename(f'{path}.starting', path)  # it exists from now on, and accepts connections
+    running: dict[int, tuple[socket.socket, str]] = {}
+    seconds: collections.Counter[str] = collections.Counter()
     while True:
         ready, _, _ = select.select([listener, woken, 0], [], [])
         if 0 in ready:
@@ -195,25 +221,36 @@ def serve(path: str) -> None:
         if woken in ready:
             os.read(woken, 4096)
         while running:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+            pid, status, used = os.wait4(-1, os.WNOHANG)
             if not pid:
                 break
-            with running.pop(pid) as client, contextlib.suppress(OSError):
+            client, owner = running.pop(pid)
+            seconds[owner] += used.ru_utime + used.ru_stime
+            record = seconds_file(path, owner)
+            record.with_suffix('.new').write_text(str(seconds[owner]))
+            record.with_suffix('.new').rename(record)
+            with client, contextlib.suppress(OSError):
                 client.sendall(f'{os.waitstatus_to_exitcode(status)}\n'.encode())
         if listener in ready:
             connection, _ = listener.accept()
+            owner = connection.recv(OWNER_BYTES, socket.MSG_WAITALL).decode().strip()
             pid = os.fork()
             if pid == 0:
-                for each in (listener, *running.values()):
+                for each in (listener, *(client for client, _ in running.values())):
                     each.close()
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 os.close(woken)
                 os.close(wake)
                 obey(connection)
-            running[pid] = connection
+            running[pid] = connection, owner
             with contextlib.suppress(OSError):
                 connection.sendall(f'{pid}\n'.encode())
+
+
+def seconds_file(path: str, owner: str) -> Path:
+    """Return the file in which the server at a socket writes the CPU time of an owner's ended processes."""
+    return Path(f'{path}-{owner}.seconds')
 
 
 def prepare_forks() -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from forkserver import ROOT, Process, Server
+from forkserver import ROOT, Client, Process
 
 
 class Job:
@@ -75,7 +75,7 @@ class Job:
 class Ranks:
     """Starter of runs, with their logs in a folder; create one per test session."""
 
-    def __init__(self, server: Server, folder: Path) -> None:
+    def __init__(self, server: Client, folder: Path) -> None:
         self._server, self._folder = server, folder
         self._count = 0
 

@@ -68,6 +68,7 @@ def clock(tmp_path: Path) -> FakeClock:
 @pytest.fixture
 def server(clock: FakeClock) -> Iterator[Server]:
     with contextlib.closing(Server(clock.environment)) as found:
+        found.wait_for_server()
         yield found
 
 

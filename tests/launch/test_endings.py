@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from endings import CHECKPOINT, HANGS, RETRIED, SINGLE, STOP, Case, Ending, table
-from forkserver import ROOT, Server
+from forkserver import ROOT, Client
 from hub_server import serve
 from ranks import assert_same_weights, free_port
 from test_local import Launched
@@ -26,7 +26,7 @@ BATCHES = 44
 class Jobs:
     """Starter of jobs in a folder, from one recipe."""
 
-    def __init__(self, folder: Path, server: Server, tiny_recipe) -> None:
+    def __init__(self, folder: Path, server: Client, tiny_recipe) -> None:
         self.folder, self.server, self.tiny_recipe = folder, server, tiny_recipe
 
     def recipe(self, work: Path) -> dict:
@@ -78,7 +78,7 @@ class Jobs:
 
 
 @pytest.fixture(scope='module')
-def jobs(tmp_path_factory, tiny_recipe, forkserver: Server) -> Jobs:
+def jobs(tmp_path_factory, tiny_recipe, forkserver: Client) -> Jobs:
     return Jobs(tmp_path_factory.mktemp('endings'), forkserver, tiny_recipe)
 
 

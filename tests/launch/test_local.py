@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 from endings import FORWARD
-from forkserver import SOCKET, Server
+from forkserver import SOCKET, Client
 from ranks import assert_same_weights, batches_done, free_port, two_free_ports
 
 from diffusion.errors import UserError
@@ -34,7 +34,7 @@ LAUNCH = [sys.executable, '-c', 'import sys; from diffusion.cli import main; sys
 class Launched:
     """A running job: `diffusion launch`, or a node entry point, as a process."""
 
-    def __init__(self, command: Sequence[str], server: Server, recipe: Path, run: Path, **variables: str) -> None:
+    def __init__(self, command: Sequence[str], server: Client, recipe: Path, run: Path, **variables: str) -> None:
         self.stopped = 0
         self.recipe, self.run, self.log = recipe, run, recipe.with_suffix('.log')
         environ = os.environ | {SOCKET: server.path, 'PYTHONPATH': str(ROOT)} | variables
@@ -158,7 +158,7 @@ def write_job(tmp_path: Path, tiny_recipe) -> Callable[..., tuple[Path, Path, Pa
 
 
 @pytest.fixture
-def launch(write_job, forkserver: Server) -> Callable[..., Launched]:
+def launch(write_job, forkserver: Client) -> Callable[..., Launched]:
     """Write and launch such a job."""
 
     def start(name: str, **settings) -> Launched:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import slurm_cluster
 import yaml
-from forkserver import SOCKET, Server
+from forkserver import SOCKET, Client
 from ranks import assert_same_weights, batches_done
 
 from diffusion.cli import main
@@ -97,7 +97,7 @@ class Job:
 
 
 @pytest.fixture(scope='module')
-def cluster(forkserver: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm_cluster.Cluster]:
+def cluster(forkserver: Client, tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm_cluster.Cluster]:
     """Cluster of three nodes, with this process on its login node."""
     why_not = slurm_cluster.why_not()
     if why_not:

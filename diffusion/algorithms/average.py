@@ -1,4 +1,4 @@
-"""Running average of the trained weights, sharded over the devices in the same way as the weights."""
+"""Running average of the trained weights, sharded across devices like the weights themselves."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -14,7 +14,7 @@ from diffusion.compatibility.private_names import _foreach_lerp_
 from diffusion.errors import UserError
 
 FSDP1 = 'FSDP1 is not supported; use FSDP2 (FSDP2Config), whose reshard_after_forward=False is SHARD_GRAD_OP'
-"""Message for a Trainer that shards its model by FSDP1, in a program of the user's own."""
+"""Error message for a user's own program whose Trainer uses FSDP1."""
 _WRAPPERS = ('_checkpoint_wrapped_module.', '_orig_mod.')
 """Prefixes that activation checkpointing and torch.compile insert into parameter names."""
 
@@ -49,7 +49,7 @@ class WeightAverage:
     @torch.no_grad()
     def update(self, model: nn.Module, keep: float) -> None:
         """Update the average in place with the model's weights: average = keep * average + (1 - keep) * weights."""
-        # FSDP2's shards are tensors of their own and stay valid, so there is no need to make it gather again.
+        # FSDP2's shards are separate tensors that stay valid, so the weights need not be gathered again.
         averages, weights = self.pairs(model)
         _foreach_lerp_(averages, weights, 1 - keep)
 
@@ -66,7 +66,7 @@ class WeightAverage:
     def pairs(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
         """Return this device's shards of the average and of the model's weights, as two lists in the same order.
 
-        Call it without gradients, since the caller may change the weights in place.
+        Call it under no_grad, since the caller may change the weights in place.
         """
         self.place(model)
         return list(self.tensors.values()), [local_shard(weight) for weight in self._parameters.values()]
@@ -77,8 +77,8 @@ class WeightAverage:
         """Return the full (unsharded) average by parameter name. Collective: every rank must call it.
 
         Args:
-            keep: False to take part in the collectives but return an empty dict, which saves memory on ranks that do
-                not write.
+            keep: False to take part in the collectives but return an empty dict. This saves memory on ranks that do not
+                write.
         """
         self.place(model)
         gathered = {}
@@ -97,14 +97,14 @@ class WeightAverage:
     def restore(self, saved: Mapping[str, Tensor]) -> None:
         """Load a saved average, given as full tensors or as shards allocated by `blank`.
 
-        The next method that takes the model as argument shards the tensors and moves them to the model's device.
+        The next method that receives the model shards the tensors and moves them to the model's device.
         """
-        # `Algorithm.load_state_dict` is not given the model, so placement waits for a call that is.
+        # `Algorithm.load_state_dict` does not receive the model, so placement waits for a method that does.
         self._saved = saved
         self.tensors = {}
 
     def place(self, model: nn.Module) -> None:
-        """Shard the tensors loaded by `restore` like the model's weights, on the same device; else do nothing.
+        """Shard the tensors loaded by `restore`, if any, like the model's weights and move them to its device.
 
         Raises:
             UserError: The restored tensors have other names or shapes than the model's trained weights.
@@ -120,7 +120,7 @@ class WeightAverage:
 
 @runtime_checkable
 class Averager(Protocol):
-    """Interface of algorithms with weight averages in the checkpoint state, each as large as the model.
+    """Interface of algorithms that keep weight averages in the checkpoint state, each as large as the model.
 
     Attributes:
         averages: Weight averages by label, such as `ema`; empty before averaging starts.
@@ -147,12 +147,12 @@ def averages_state(algorithm: Averager, model: nn.Module) -> dict[str, Any]:
 
 
 def empty_average(model: nn.Module) -> dict[str, Tensor]:
-    """Return uninitialized tensors by parameter name, sharded like the weights, to read a sharded checkpoint into."""
+    """Return uninitialized tensors by parameter name, sharded like the weights, as buffers for loading a checkpoint."""
     return {name: torch.empty_like(weight.detach()) for name, weight in trained_parameters(model).items()}
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return a model's trained parameters, by name without the prefixes that FSDP, DDP and torch.compile add."""
+    """Return a model's trained parameters by name, without the name prefixes that FSDP, DDP and torch.compile add."""
     return {_bare_name(name): weight for name, weight in unwrapped(model).named_parameters() if weight.requires_grad}
 
 
@@ -168,12 +168,12 @@ def _bare_name(name: str) -> str:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Return this device's shard of a DTensor; return a plain tensor unchanged."""
+    """Return this device's shard of a DTensor; a plain tensor is returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _with_sharding_of(weight: Tensor, average: Tensor) -> Tensor:
-    """Return this device's shard of an average as a DTensor sharded like its weight; unchanged for a plain weight."""
+    """Wrap an average's local shard as a DTensor sharded like its weight; no-op if the weight is a plain tensor."""
     if not isinstance(weight, DTensor):
         return average
     # Shards may be uneven, so pass the global shape; run_check=False avoids a collective per tensor.
@@ -183,12 +183,12 @@ def _with_sharding_of(weight: Tensor, average: Tensor) -> Tensor:
 
 
 def _shard_like(saved: Tensor, weight: Tensor) -> Tensor:
-    """Return this device's shard of a tensor from a checkpoint, with the device, sharding and strides of the weight."""
+    """Return this device's shard of a tensor from a checkpoint, with the weight's device, sharding and strides."""
     if isinstance(saved, DTensor):
         return saved.to_local()
     if isinstance(weight, DTensor):
         return distribute_tensor(saved.to(weight.device), weight.device_mesh, weight.placements).to_local()
-    # empty_like keeps the weight's strides, such as channels_last, which a checkpoint does not.
+    # empty_like keeps the weight's strides (for example channels_last); the checkpoint's strides may differ.
     return torch.empty_like(weight.detach()).copy_(saved)
 
 
@@ -204,7 +204,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def _check_same(saved: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise UserError unless a saved average has the names and the shapes of the model's parameters."""
+    """Raise UserError unless a saved average has the same names and shapes as the model's parameters."""
     different: Sequence[str] = sorted(set(saved) ^ set(parameters))
     if not different:
         different = [name for name, weight in parameters.items() if saved[name].shape != weight.shape]

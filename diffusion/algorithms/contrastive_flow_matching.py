@@ -18,20 +18,20 @@ from diffusion.models.randomness import Draws, Purpose
 
 
 class ContrastiveFlowMatching(Algorithm):
-    """Contrastive term of a flow's loss; its negatives are the velocities of other samples of the global batch.
+    """Contrastive term of a flow-matching loss; the negatives are velocities of other samples in the global batch.
 
-    With v the velocity predicted for sample i, v_i = eps_i - x_i its target and j another sample (Stoica et al. 2025):
+    With v the velocity predicted for sample i, v_i = eps_i - x_i its target, and v_j the target of another sample j
+    (Stoica et al. 2025):
 
         loss_i = ||v - v_i||^2 - weight * ||v - v_j||^2
 
-    The samples of the global batch are put into a random cycle: j is the sample after i. The cycle depends on the
-    samples' ids, epoch and batch, but not on the number of devices, so a device's batch must be one microbatch. If an
-    epoch repeats samples, j is the next sample in the cycle with another id than i.
+    The samples of the global batch are arranged in a random cycle, and j is the sample after i. The cycle depends on
+    the samples' ids, epoch and batch, but not on the number of devices, so a device's batch must be one microbatch. If
+    an epoch repeats samples, j is the next sample in the cycle whose id differs from that of i.
 
     The minimum of the loss is v = (E[v_i | x_t] - weight * E[v_j]) / (1 - weight). Where the mean velocity E[v_j] is
-    near 0, predictions are larger by 1 / (1 - weight); the authors undo that when they sample with guidance (their
-    section 5.4), which `generate` does not. The training loss that is logged includes the term; the validation losses
-    do not.
+    near 0, predictions are scaled up by 1 / (1 - weight). The authors undo this when they sample with guidance (their
+    section 5.4); `generate` does not. The logged training loss includes the term; validation losses do not.
 
     Cost: an all-gather of the targets per step, as large as the latents of the global batch (0.25 MiB per sample of 16
     channels at 512 px), and one more squared error.
@@ -64,9 +64,9 @@ class ContrastiveFlowMatching(Algorithm):
 
 
 def contrastive_error(outputs: Denoised, negatives: Tensor, exists: Tensor) -> Tensor:
-    """Return the mean squared difference of the predictions and the targets of other samples [B, C, H, W], weighted.
+    """Return the weighted mean squared error between predictions and the targets of other samples [B, C, H, W].
 
-    Samples without a negative count 0; `exists` is False for them, bool [B].
+    Samples without a negative contribute 0: `exists`, bool [B], is False for them.
     """
     return (outputs.weight * squared_error(outputs._replace(target=negatives)) * exists).mean()
 
@@ -74,10 +74,10 @@ def contrastive_error(outputs: Denoised, negatives: Tensor, exists: Tensor) -> T
 def negatives_of(targets: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
     """Return the target of another sample of the global batch for each of a device's samples; a collective.
 
-    The second tensor, bool [B], is False if all samples of the global batch are copies of one.
+    The second tensor, bool [B], is False if all samples in the global batch are copies of the same sample.
 
     Args:
-        targets: Targets of the device's samples, [B, C, H, W], of one shape on all devices.
+        targets: Targets of the device's samples, [B, C, H, W], with the same shape on all devices.
 
     Raises:
         UserError: The global batch is a single sample.
@@ -93,7 +93,7 @@ def negatives_of(targets: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
 
 
 def successors(sample_id: Tensor, words: Tensor) -> Tensor:
-    """Return the index of the next sample with another id for each sample, in a random cycle of all of them, int64 [G].
+    """Return, for each sample, the index of the next sample with another id in a random cycle, int64 [G].
 
     Args:
         sample_id: Ids of the samples, int64 [G]; the cycle does not depend on their order.
@@ -102,8 +102,8 @@ def successors(sample_id: Tensor, words: Tensor) -> Tensor:
     # Sort samples by random words. Equal words are rare and are sorted by sample id.
     by_id = sample_id.argsort(stable=True)
     cycle = by_id[words[by_id].argsort(stable=True)]
-    # The next sample with another id follows the last copy in a row: the first position p, from the sample's own on,
-    # with ids[p] != ids[p + 1]. The cycle is laid out twice, since that position may be beyond its end.
+    # The negative of a sample follows the last copy of the sample in a row: the first position p, starting at the
+    # sample, with ids[p] != ids[p + 1]. The cycle is laid out twice because that position may be past its end.
     ids, size = sample_id[cycle], len(cycle)
     position = torch.arange(2 * size, device=ids.device)
     last_copy = torch.where((ids != ids.roll(-1)).repeat(2), position, 2 * size - 1)
@@ -112,7 +112,7 @@ def successors(sample_id: Tensor, words: Tensor) -> Tensor:
 
 
 def _checked(model: object) -> LatentDiffusion:
-    """Return the model if it is a LatentDiffusion that predicts the velocity of a flow; raise UserError otherwise."""
+    """Return the model if it is a LatentDiffusion trained with flow matching; raise UserError otherwise."""
     if not isinstance(model, LatentDiffusion):
         raise UserError(f'contrastive_flow_matching: a {type(model).__name__} has no denoiser; remove the algorithm')
     if (problem := contrastive_problem(vars(model.objective))) is not None:

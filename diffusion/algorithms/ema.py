@@ -35,14 +35,14 @@ class EMA(Algorithm):
     * Nothing is allocated or saved before `ema_start`.
     * The model slot of a checkpoint always holds the training weights; the average is stored separately, by parameter
       name.
-    * Only trained parameters are averaged, not buffers. Evaluation and image logging use the average, by swapping it
-      with the weights in place.
+    * Only trained parameters are averaged, not buffers. For evaluation and image logging, the average is swapped with
+      the weights in place.
     * Under FSDP each device stores the average of its own shard.
 
     Args:
         ema_start: Time at which averaging starts, as a Composer time string: `800000ba`, `10ep`, `0.9dur`.
         smoothing: s above, the fraction of the average that an update keeps; 0.9999 in the Stable Diffusion recipe.
-        half_life: Time for the share of old weights in the average to halve, in the unit of update_interval; replaces
+        half_life: Time after which the contribution of old weights has halved, in the unit of update_interval; replaces
             smoothing.
         update_interval: Time between updates, in batches (`1ba`) or epochs.
     """
@@ -129,7 +129,7 @@ class EMA(Algorithm):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Swap the averaged weights into the model inside of the context; a no-op before `ema_start` or if nested."""
+        """Swap the averaged weights into the model inside the context; a no-op before `ema_start` or if nested."""
         if not self.started or self._exchanged:
             yield
             return
@@ -154,7 +154,7 @@ class EMA(Algorithm):
         self.updates = state.get('updates', 0)
 
     def restore(self, averages: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Load the weight averages of a sharded checkpoint, a mapping by label."""
+        """Load the weight averages of a sharded checkpoint, given by label."""
         self.average.restore(averages['ema'])
 
     def _start_reached(self, state: State) -> bool:
@@ -164,9 +164,9 @@ class EMA(Algorithm):
         return state.timestamp.get(self.ema_start.unit) >= self.ema_start
 
     def _check_start(self, state: State) -> None:
-        """Raise UserError if `ema_start` does not fit the checkpoint of a resumed run.
+        """Raise UserError if `ema_start` conflicts with the checkpoint of a resumed run.
 
-        It does not fit if averaging had started at another time, or if `ema_start` has passed and the checkpoint has no
+        It conflicts if averaging had started at another time, or if `ema_start` has passed but the checkpoint has no
         averages.
         """
         batch, start = state.timestamp.batch.value, self.ema_start.to_timestring()
@@ -208,14 +208,14 @@ class EMA(Algorithm):
         self._exchanged = not self._exchanged
 
     def _root(self) -> nn.Module:
-        """Return the model of the last event, with the wrappers of FSDP or DDP."""
+        """Return the model as of the last event, including its FSDP or DDP wrapper."""
         assert self._model is not None, 'the algorithm has no model before Event.INIT'
         return self._model
 
 
 @contextmanager
 def averaged_weights(state: State) -> Iterator[bool]:
-    """Swap the run's averaged weights into the model inside of the context; yield False if there is no average yet."""
+    """Swap the run's averaged weights into the model inside the context; yield False if there is no average yet."""
     ema = next((algorithm for algorithm in state.algorithms if isinstance(algorithm, EMA)), None)
     if ema is None:
         yield False

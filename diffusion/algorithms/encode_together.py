@@ -12,11 +12,11 @@ from diffusion.models.latent_diffusion import LatentDiffusion
 
 
 class EncodeTogether(Algorithm):
-    """Algorithm that encodes a device's batch before it is split into microbatches; `speed.encode_batch_size`.
+    """Encode a device's batch before it is split into microbatches (the setting `speed.encode_batch_size`).
 
     The frozen VAE and text encoders then run a few large kernels instead of many small ones per microbatch, which
-    saves time of the host; their activations are freed before the first microbatch is trained. A batch of one
-    microbatch is not changed. Random numbers belong to samples, so results differ only by the rounding of kernels.
+    reduces host overhead. Their activations are freed before the first microbatch is trained. Batches of a single
+    microbatch are left unchanged. Random numbers belong to samples, so results differ only by rounding in the kernels.
 
     Args:
         batch_size: Number of samples that are encoded at a time.
@@ -29,12 +29,12 @@ class EncodeTogether(Algorithm):
         self._given: dict[str, Tensor] | None = None
 
     def match(self, event: Event, state: State) -> bool:
-        # Composer splits the batch after BATCH_START, also when it tries smaller microbatches.
+        # Composer splits the batch after BATCH_START, and again when it tries smaller microbatches.
         return event in (Event.BATCH_START, Event.BATCH_END)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event is Event.BATCH_END:
-            # Callbacks such as SpeedMonitor ask the model for the FLOPs of the batch.
+            # Restore the original batch: callbacks such as SpeedMonitor ask the model for its FLOPs.
             if self._given is not None:
                 state.batch, self._given = self._given, None
             return

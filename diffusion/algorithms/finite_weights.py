@@ -17,7 +17,7 @@ from diffusion.compatibility.private_names import _foreach_norm, private_attribu
 from diffusion.errors import UserError
 
 MAX_NAMES_SHOWN = 3
-"""Number of parameter names in an error message."""
+"""Maximum number of parameter names in an error message."""
 NOT_SAVED = (
     'they are not saved, and earlier checkpoints are kept; resume from one with a smaller optimizer.lr or clipped '
     'gradients (algorithms.gradient_clipping); callbacks.loss_guard finds the batch'
@@ -35,14 +35,14 @@ class NonFiniteWeights(UserError):
 def check_weights(state: State, where: str, remedy: str) -> None:
     """Check that all trained weights and their averages are finite on every rank; a collective.
 
-    It reads each weight once and waits for the device, which takes milliseconds per save.
+    Reads each weight once and synchronizes with the device, which takes milliseconds per save.
 
     Args:
         where: Start of the error message, such as `batch 7`.
         remedy: End of the error message.
 
     Raises:
-        NonFiniteWeights: A weight is NaN or infinite; on every rank.
+        NonFiniteWeights: A weight is NaN or infinite. Raised on every rank.
     """
     bad = state.device.tensor_to_device(count_non_finite(tensor for _, tensor in _weights(state)).float())
     dist.all_reduce(bad, reduce_operation='SUM')
@@ -56,20 +56,21 @@ def check_weights(state: State, where: str, remedy: str) -> None:
 
 
 def check_before_saves(saver: CheckpointSaver) -> None:
-    """Let one of Composer's savers check that the weights are finite before each save."""
-    # Composer saves at several events. All of them call this private method; no public one is called for each save.
+    """Make a Composer checkpoint saver check that the weights are finite before each save."""
+    # Composer saves at several events, and all of them call this private method. No public method is called for every
+    # save.
     save = private_attribute(saver, '_save_checkpoint')
     set_private_attribute(saver, '_save_checkpoint', partial(_save_if_finite, save))
 
 
 @torch.no_grad()
 def count_non_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Return how many of the tensors have a NaN or an infinity, int64 [], on their device, without waiting for it."""
-    # Skip empty shards of FSDP, which have no largest element.
+    """Count the tensors that contain NaN or infinity, int64 [], on their device and without synchronization."""
+    # Skip empty FSDP shards: they have no largest element.
     filled = [tensor for tensor in tensors if tensor.numel()]
     if not filled:
         return torch.zeros((), dtype=torch.int64)
-    # The largest magnitude, unlike the L2 norm, cannot overflow, and NaN is the largest of all.
+    # Use the largest magnitude: unlike the L2 norm it cannot overflow, and it is NaN if any element is NaN.
     return (~torch.stack([each.float() for each in _foreach_norm(filled, math.inf)]).isfinite()).sum()
 
 

@@ -1,4 +1,4 @@
-"""Norms of a batch's gradients, computed once for all users: the loss guard, its metric, and clipping."""
+"""Norms of a batch's gradients, computed once for the loss guard, its metric, and clipping."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -15,37 +15,38 @@ from diffusion.compatibility.private_names import _foreach_norm
 
 
 class Gradients(NamedTuple):
-    """Summary of this rank's gradients, on their device; N gradients."""
+    """Summary of this rank's N gradients, on their device."""
 
     finite: Tensor
-    """True if all of them are finite, bool []."""
+    """True if all gradients are finite, bool []."""
     squared_norm: Tensor
-    """This rank's part of the squared L2 norm of the gradients of all ranks, float64 []."""
+    """This rank's contribution to the squared L2 norm of all gradients over all ranks, float64 []."""
     local: list[Tensor]
-    """N gradients, or this rank's shards of them if they are DTensors."""
+    """N gradients; for DTensors, this rank's shards."""
     norms: Tensor
     """L2 norm of each tensor in `local`, float32 [N]."""
     is_sharded: bool
-    """True if `norms` are those of shards, so that the norm of all gradients depends on other ranks too."""
+    """True if `norms` are norms of shards, so that the total norm also depends on other ranks."""
 
 
 @runtime_checkable
 class GradientSource(Protocol):
-    """Interface of a callback that has a summary of the gradients of the batch when algorithms clip them."""
+    """Interface of a callback that already has a gradient summary of the batch when algorithms clip gradients."""
 
     def gradients_of_batch(self, state: State) -> tuple[Gradients, Tensor] | None:
-        """Return the summary, and the squared norm over all ranks, float64 []; None if there is none; a collective."""
+        """Return the summary and the squared norm over all ranks, float64 [], or None; a collective."""
 
 
 @torch.no_grad()
 def summarize_gradients(gradients: Iterable[Tensor | None]) -> Gradients:
-    """Return a summary of this rank's gradients, or shards of them: finite or not, norms, and part of the total norm.
+    """Summarize this rank's gradients or gradient shards: finiteness, norms, and contribution to the total norm.
 
     Args:
-        gradients: Gradients of the trained parameters: plain tensors, which all ranks have, or DTensors.
+        gradients: Gradients of the trained parameters: plain tensors, which are the same on all ranks, or DTensors.
     """
     # Composer runs this in the optimizer's closure, which enables gradients: without no_grad, to_local would record
-    # autograd for every gradient. That took 8 times as long with 686 DTensors on 2 gloo ranks.
+    # Composer runs this in the optimizer's closure, where gradients are enabled. Without no_grad, to_local would record
+    # an autograd node for every gradient, which took 8 times as long with 686 DTensors on 2 gloo ranks.
     given = [gradient for gradient in gradients if gradient is not None]
     has_shards = any(isinstance(gradient, DTensor) for gradient in given)
     local = [local_shard(gradient) for gradient in given] if has_shards else given
@@ -53,7 +54,8 @@ def summarize_gradients(gradients: Iterable[Tensor | None]) -> Gradients:
         nothing = torch.zeros((), dtype=torch.float64)
         return Gradients(torch.tensor(True), nothing, [], torch.zeros(0), is_sharded=False)
     # Norms take one fused kernel on GPUs, which only reads. They are computed in float32 at least, since squares of
-    # finite gradients overflow in half precision.
+    # On GPUs one fused, read-only kernel computes the norms. Use at least float32, since squares of finite gradients
+    # overflow in half precision.
     wide = torch.promote_types(local[0].dtype, torch.float32)
     norms = torch.stack(_foreach_norm(local, 2, dtype=wide))
     squares = norms.double().square()
@@ -66,8 +68,9 @@ def summarize_gradients(gradients: Iterable[Tensor | None]) -> Gradients:
 
 
 def _copies_of_each(gradients: Sequence[Tensor]) -> list[int]:
-    """Return the number of ranks that hold the same values of each gradient, or of this rank's shard of it."""
-    # Most DTensors are sharded in the same way, and finding the count takes 5 microseconds.
+    """Return how many ranks hold the same values of each gradient (or of this rank's shard of it)."""
+    # Cache the count by sharding: most DTensors are sharded in the same way, and computing the count takes 5
+    # microseconds.
     known: dict[tuple[int, Any], int] = {}
     counts = []
     for gradient in gradients:

@@ -1,8 +1,7 @@
-"""Normalization layers of the denoiser in autocast's dtype instead of float32.
+"""Normalization layers of the denoiser that compute in autocast's dtype instead of float32.
 
-CUDA's autocast runs group_norm and layer_norm in float32, which doubles the memory traffic of layers that are limited
-by memory bandwidth. These algorithms run both in autocast's own dtype; the kernels accumulate statistics in float32
-anyway.
+CUDA's autocast runs group_norm and layer_norm in float32, which doubles the memory traffic of these bandwidth-bound
+layers. These algorithms run both in autocast's dtype; the kernels accumulate statistics in float32 anyway.
 """
 
 import logging
@@ -42,7 +41,7 @@ class LowPrecisionLayerNormLayer(nn.LayerNorm):
 
 
 class _LowPrecisionNorm(Algorithm):
-    """Base class of algorithms that replace the denoiser's layers of class `plain` by class `fast` before training."""
+    """Base class of algorithms that convert the denoiser's layers of class `plain` to class `fast` before training."""
 
     on_resume = STATELESS
     plain: type[nn.Module]
@@ -78,7 +77,7 @@ class DenoiserLowPrecisionLayerNorm(_LowPrecisionNorm):
 def replace_norms(
     module: nn.Module, plain: type[nn.Module], fast: type[nn.Module], *, keep: Collection[nn.Module] = ()
 ) -> int:
-    """Convert layers of exactly class `plain`, except layers in `keep`, to class `fast` in place; return the count."""
+    """Convert layers of exactly class `plain`, except those in `keep`, to class `fast` in place; return the count."""
     layers = [layer for layer in module.modules() if type(layer) is plain and layer not in keep]
     # Changing the class keeps the layer object, so the optimizer's parameters, hooks and state dict names stay valid.
     for layer in layers:
@@ -87,8 +86,8 @@ def replace_norms(
 
 
 def _dtype(input: Tensor) -> torch.dtype:
-    """Return autocast's dtype on the device of the input, or the input's dtype if autocast is off."""
-    # is_autocast_enabled() without a device type asks about CUDA alone and is False under autocast('cpu').
+    """Return autocast's dtype on the input's device, or the input's dtype if autocast is off."""
+    # Without a device type, is_autocast_enabled() only checks CUDA and returns False under autocast('cpu').
     device_type = input.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else input.dtype
 

@@ -1,4 +1,4 @@
-"""Post-hoc EMA: power-function averages with snapshots, to reconstruct averages of other widths after training."""
+"""Post-hoc EMA: power-function averages with snapshots, from which averages of other widths can be reconstructed."""
 
 import json
 import logging
@@ -26,7 +26,8 @@ from diffusion.storage.atomic import atomic_file
 log = logging.getLogger(__name__)
 
 # Write a snapshot at the end of the batch or epoch, before the checkpoint. A run killed between its last checkpoint and
-# a later snapshot would count as finished, and never write the snapshot.
+# Write a snapshot at the end of the batch or epoch, before the checkpoint. Otherwise a run killed after its last
+# checkpoint but before a later snapshot would count as finished and never write that snapshot.
 _SNAPSHOT_EVENTS = (Event.BATCH_END, Event.EPOCH_END, Event.FIT_END)
 """Events at which a snapshot may be due. FIT_END is for runs that stop early."""
 SNAPSHOTS = applied_on_resume('the snapshots after the resume')
@@ -41,29 +42,30 @@ _NEGLIGIBLE = 1e-8
 class PostHocEMA(Algorithm):
     """Power-function averages of the trained weights over time, saved as snapshots (Karras et al. 2024, section 3).
 
-    `diffusion export --ema-width 0.13` reconstructs the average of any width at any batch from the snapshots, so that
-    the averaging length can be chosen from results after training.
+    `diffusion export --ema-width 0.13` reconstructs the average of any width at any batch from the snapshots, so the
+    averaging length can be chosen after training.
 
-    Averaging starts with the first batch; the share of the first weights in the average tends to 0 as training
-    continues. Each width costs one copy of the trained weights (3.5 GB for the 866 M parameters of SD2; under FSDP each
-    device stores its shard) and one pass over the weights per batch. A snapshot is one file per width, which
-    safetensors reads as an ordinary state dict: `folder/post_hoc_ema/width0.05-ba10000.safetensors`. Gathering a
-    snapshot needs memory for one full average on rank 0.
+    Averaging starts with the first batch; the contribution of the initial weights tends to 0 as training continues.
+    Each width costs one copy of the trained weights (3.5 GB for the 866 M parameters of SD2; under FSDP each device
+    stores its shard) and one pass over the weights per batch. Each snapshot is a safetensors file per width with an
+    ordinary state dict: `folder/post_hoc_ema/width0.05-ba10000.safetensors`. Gathering a snapshot needs memory for one
+    full average on rank 0.
 
-    A resumed run repeats the batches after its checkpoint and overwrites their snapshots with identical ones. If the
-    seed, the data or a setting was changed, the snapshots after the checkpoint belong to the old trajectory: a
-    reconstruction at an earlier batch ignores them, but one at the end of the run needs them overwritten or removed.
+    A resumed run repeats the batches after its checkpoint and overwrites their snapshots with identical files. If the
+    seed, the data or a setting was changed, snapshots after the checkpoint belong to the old trajectory. Reconstruction
+    at an earlier batch ignores them; reconstruction at the end of the run requires that they are overwritten or
+    removed.
 
     Args:
         widths: Standard deviations of the averages as fractions of the training so far, sigma_rel; the defaults are the
             paper's.
-        every: Interval between snapshots, as a Composer time string; one more is saved at the end of training. The
-            number of snapshots determines the accuracy of reconstructed averages, measured as the relative L2 error of
-            the weights that they give to the training steps. With 55 snapshots (550,000 batches at the default) it is
-            below 1.8% for widths from 0.02 to 0.25; with 25 snapshots, below 4.7% for widths from 0.03 to 0.25. 55
-            snapshots of SD2 take 190 GB.
-        dtype: Data type of the snapshots. Widths below the smallest saved one are differences of snapshots with large
-            coefficients (4 for a width of 0.04 and 35 for 0.02, with 55 snapshots), which amplify the rounding.
+        every: Interval between snapshots, as a Composer time string; one more is saved at the end of training. More
+            snapshots make reconstructed averages more accurate. The relative L2 error of the averaging profile is below
+            1.8% for widths from 0.02 to 0.25 with 55 snapshots (550,000 batches at the default), and below 4.7% for
+            widths from 0.03 to 0.25 with 25 snapshots. 55 snapshots of SD2 take 190 GB.
+        dtype: Data type of the snapshots. Widths below the smallest saved width are reconstructed as differences of
+            snapshots with large coefficients (4 for width 0.04 and 35 for width 0.02, with 55 snapshots), which amplify
+            rounding errors.
         folder: The run's folder.
     """
 
@@ -114,7 +116,7 @@ class PostHocEMA(Algorithm):
             )
         if event == Event.BATCH_END:
             self._update(state.model, step=batch)
-        # The last batch may be due at all three events: write its snapshot once.
+        # The last batch may be due at all three events; write its snapshot only once.
         if event in _SNAPSHOT_EVENTS and batch != self._last_snapshot and self.is_due(state, event):
             self._last_snapshot = batch
             self._write(state.model, batch)
@@ -132,7 +134,7 @@ class PostHocEMA(Algorithm):
             self.restore(state['averages'])
 
     def restore(self, averages: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Load the weight averages of a checkpoint, a mapping by label.
+        """Load the weight averages of a checkpoint, given by label.
 
         Raises:
             UserError: The checkpoint lacks the average of one of the widths.
@@ -167,7 +169,7 @@ class PostHocEMA(Algorithm):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """File with one average of a run's weights at one batch."""
+    """File with one weight average of a run at one batch."""
 
     path: Path
     batch: int
@@ -176,18 +178,18 @@ class Snapshot:
 
     @property
     def profile(self) -> Profile:
-        """Profile of this saved average: the weight of each training step in it."""
+        """Profile of this average: how much it weights each training step."""
         return Profile(self.batch, self.gamma)
 
 
 @dataclass(frozen=True)
 class ReconstructedAverage:
-    """Average of a run's weights that was reconstructed from snapshots.
+    """Average of a run's weights, reconstructed from snapshots.
 
     Attributes:
         tensors: Averaged weights by parameter name, float32.
         width: Requested width.
-        batch: Last batch of the run in the average.
+        batch: Last batch included in the average.
         profile_error: Relative error |p - sum x_i p_i| / |p| between the requested profile p and the mixture of the
             snapshots' profiles p_i.
     """
@@ -207,9 +209,10 @@ def write_snapshot(run: Path, tensors: Mapping[str, Tensor], *, batch: int, widt
     """Write a weight average, as full tensors, to a snapshot file atomically, and return the file's path."""
     path = run / SNAPSHOT_FOLDER / f'{label_of(width)}-ba{batch}.safetensors'
     header = {'version': _VERSION, 'batch': batch, 'width': width, 'gamma': gamma_of_width(width)}
-    # safetensors rejects tensors that are not contiguous, such as those in channels_last.
+    # safetensors rejects non-contiguous tensors, such as tensors in channels_last.
     stored = {name: tensor.to('cpu', dtype).contiguous() for name, tensor in tensors.items()}
-    # Use one metadata key: safetensors writes several in varying order, and a resumed run must write equal files.
+    # Use a single metadata key: safetensors writes several keys in varying order, and a resumed run must write
+    # identical files.
     with atomic_file(path) as unfinished:
         save_file(stored, unfinished, metadata={_KEY: json.dumps(header)})
     return path
@@ -221,7 +224,7 @@ def label_of(width: float) -> str:
 
 
 def find_snapshots(run: Path) -> list[Snapshot]:
-    """Return the snapshots of a run's weight averages, sorted by batch and width; only file headers are read.
+    """Return the snapshots of a run's weight averages, sorted by batch and width; reads only file headers.
 
     Raises:
         UserError: There are no snapshots, or a file is damaged.
@@ -241,7 +244,7 @@ def reconstruct_average(run: Path, width: float, *, at: int | None = None) -> Re
 
     Args:
         width: Standard deviation of the average's coefficients over the training steps, as a fraction of the training
-            so far, in (0, 0.2887]; 0.2887 is the plain mean of all steps.
+            so far, in (0, 0.2887]; 0.2887 weights all steps equally.
         at: Last batch to average over; the batch of the last snapshot by default. The coefficients have a relative L2
             error of about 20% at a batch between two snapshots.
 
@@ -258,7 +261,9 @@ def reconstruct_average(run: Path, width: float, *, at: int | None = None) -> Re
         )
     # Ignore snapshots beyond the first one from this batch on. They have little information about it, and may be from
     # an abandoned trajectory: a run that resumed from an earlier checkpoint with another learning rate and has not
-    # overwritten them yet.
+    # Ignore snapshots after the first one at or after this batch. They contain little information about it and may come
+    # from an abandoned trajectory: the run may have resumed from an earlier checkpoint with another learning rate
+    # without having overwritten them yet.
     until = min(snapshot.batch for snapshot in snapshots if snapshot.batch >= batch)
     used = [snapshot for snapshot in snapshots if snapshot.batch <= until]
     shares, error = mixture([snapshot.profile for snapshot in used], Profile(batch, gamma))
@@ -269,10 +274,11 @@ def reconstruct_average(run: Path, width: float, *, at: int | None = None) -> Re
 
 
 def _advice(snapshots: Sequence[Snapshot], batch: int) -> str:
-    """Return advice for an inaccurate reconstruction: the batches or widths that the snapshots can reconstruct."""
+    """Return advice after an inaccurate reconstruction: which batches or widths the snapshots can reconstruct."""
     batches = sorted({snapshot.batch for snapshot in snapshots})
     if batch < batches[-1]:
-        # A profile drops from its maximum to 0 at its own batch; no mixture of other batches' profiles has that edge.
+        # A profile drops from its maximum to 0 at its own batch; a mixture of profiles of other batches has no such
+        # edge.
         return f'the nearest snapshots are at {" and ".join(f"batch {each}" for each in batches[-2:])}'
     profiles = [snapshot.profile for snapshot in snapshots]
     candidates = np.geomspace(0.005, WIDEST, 100)
@@ -312,7 +318,7 @@ def _header(path: Path) -> Snapshot:
 
 @contextmanager
 def _open_snapshot(path: Path) -> Iterator[Any]:
-    """Open a snapshot file for reading inside of the context; raise UserError if the file is damaged."""
+    """Open a snapshot file for reading inside the context; raise UserError if the file is damaged."""
     try:
         with safe_open(path, framework='pt') as file:
             yield file

@@ -1,4 +1,4 @@
-"""Power-function averages: exponents and widths, and the best mixture of saved profiles for any other profile.
+"""Power-function averages: exponents, widths, and the mixture of saved profiles closest to any target profile.
 
 Karras, Aittala, Lehtinen, Hellsten, Aila and Laine 2024, "Analyzing and Improving the Training Dynamics of Diffusion
 Models" (arXiv 2312.02696), section 3 and appendix C. The average at training step t weights the parameters of step tau
@@ -25,7 +25,7 @@ class Profile:
     """Profile of a power-function average: the weight that the average gives to each training step so far.
 
     Attributes:
-        step: t, the step at which the profile ends; steps count from 1.
+        step: t, the step at which the profile ends, counted from 1.
         gamma: Exponent of the power function.
     """
 
@@ -36,7 +36,7 @@ class Profile:
 def gamma_of_width(width: float) -> float:
     """Return the exponent gamma of the power-function average with a given width.
 
-    The exponent is the only non-negative root of the cubic (gamma + 2)^2 (gamma + 3) width^2 = gamma + 1.
+    It is the only non-negative root of the cubic (gamma + 2)^2 (gamma + 3) width^2 = gamma + 1.
 
     Raises:
         UserError: No exponent of at least 0 has that width.
@@ -49,7 +49,7 @@ def gamma_of_width(width: float) -> float:
 
 
 def beta(step: int, gamma: float) -> float:
-    """Return the fraction of a power-function average that its update after a training step keeps; 0 at the first.
+    """Return the fraction of a power-function average that its update after a step keeps; 0 for the first step.
 
     Karras et al. 2024, eq. 2.
     """
@@ -59,10 +59,10 @@ def beta(step: int, gamma: float) -> float:
 def inner_products(some: Sequence[Profile], others: Sequence[Profile]) -> NDArray[np.float64]:
     """Return the integrals of the pairwise products of profiles, [len(some), len(others)] (appendix C).
 
-    For a profile a that ends first and b that ends last, the integral is
+    If profile a ends before profile b, the integral is
     (gamma_a + 1) (gamma_b + 1) / (gamma_a + gamma_b + 1) (t_a / t_b)^gamma_b / t_b.
     """
-    # The ratio of steps keeps the powers in [0, 1]; t^gamma alone overflows for the steps of a long run.
+    # Use the ratio of steps, whose powers are in [0, 1]; t^gamma alone overflows at the step counts of a long run.
     step_a, gamma_a = _columns(some)
     step_b, gamma_b = (row.T for row in _columns(others))
     last = np.maximum(step_a, step_b)
@@ -72,7 +72,7 @@ def inner_products(some: Sequence[Profile], others: Sequence[Profile]) -> NDArra
 
 
 def mixture(kept: Sequence[Profile], target: Profile) -> tuple[NDArray[np.float64], float]:
-    """Return the coefficients of the weighted sum of saved profiles that is closest to a target profile.
+    """Return the coefficients of the mixture of saved profiles that is closest to a target profile.
 
     A profile is the weight that a power-function average gives to each training step. The coefficients x sum to 1 and
     minimize |target - sum x_i kept_i|^2 (Karras et al. 2024, appendix C).
@@ -82,17 +82,21 @@ def mixture(kept: Sequence[Profile], target: Profile) -> tuple[NDArray[np.float6
     """
     # The paper's A x = b leaves the sum of x free. With 6 snapshots of widths 0.05 and 0.10 it is 1.003 for a width of
     # 0.07, which scales all parameters; only networks with the paper's normalized weights are invariant to that. The
-    # constraint costs little: the error is 2.12% instead of 2.11%.
+    # The paper's A x = b does not constrain the sum of x. With 6 snapshots of widths 0.05 and 0.10 it is 1.003 for a
+    # width of 0.07, which rescales all parameters; only networks with the paper's weight normalization are invariant to
+    # that. The constraint costs little: the error becomes 2.12% instead of 2.11%.
     norms = np.sqrt(np.diag(inner_products(kept, kept)))
     target_norm = float(np.sqrt(inner_products([target], [target]).item()))
     # Normalize the profiles, so that early and late snapshots have the same scale: the condition number of 55
-    # snapshots is then 1e5.
+    # Normalize the profiles so that early and late snapshots have the same scale. The condition number of 55 snapshots
+    # is then 1e5.
     cosines = inner_products(kept, kept) / np.outer(norms, norms)
     towards = inner_products(kept, [target])[:, 0] / (norms * target_norm)
     sizes = target_norm / norms  # x = sizes * y
     # The last unknown is the Lagrange multiplier of the constraint sizes @ y = 1.
     system = np.block([[cosines, sizes[:, None]], [sizes[None, :], np.zeros((1, 1))]])
-    # Two snapshots of the same profile make the system singular: solve would fail, lstsq splits the weight over them.
+    # Two snapshots with the same profile make the system singular: solve would fail, while lstsq splits the weight
+    # between them.
     y = np.linalg.lstsq(system, np.append(towards, 1.0), rcond=None)[0][:-1]
     error = 1 - 2 * towards @ y + y @ cosines @ y
     return sizes * y, float(np.sqrt(max(error, 0.0)))

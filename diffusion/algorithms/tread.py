@@ -1,4 +1,4 @@
-"""TREAD: in training, random image tokens skip most blocks of a transformer (Krause et al. 2025, arXiv 2501.04765)."""
+"""TREAD: during training, random image tokens skip most transformer blocks (Krause et al. 2025, arXiv 2501.04765)."""
 
 import logging
 
@@ -15,27 +15,27 @@ log = logging.getLogger(__name__)
 
 
 class TREAD(Algorithm):
-    """Token routing: in each training step a random part of the image tokens skips the blocks start, ..., end - 1.
+    """Token routing: in each training step a random subset of the image tokens skips blocks start, ..., end - 1.
 
     With x the N image tokens before block `start`, and m_i = 0 for the tokens drawn to skip the blocks, else 1:
 
         y_i = blocks({x_j: m_j = 1})_i   if m_i = 1
         y_i = x_i                        if m_i = 0
 
-    and block `end` gets y (Krause et al. 2025). The loss is that of all tokens. Evaluation and sampling use all tokens
-    in all blocks. Each sample's own random numbers choose its tokens, so the choice does not depend on the number of
-    devices.
+    Block `end` receives y (Krause et al. 2025). The loss covers all tokens. Evaluation and sampling run all tokens
+    through all blocks. Each sample's own random numbers choose its tokens, so the choice does not depend on the number
+    of devices.
 
     Cost: the linear layers of a skipped block take 1 - `fraction` of their time, and attention takes less than that;
     the page "Cheaper training" has measurements.
 
-    The defaults are those of PRX (Photoroom 2026, algorithm/tread.py): half of the tokens skip the blocks 2 to 12 of
-    16, block 12 included.
+    The defaults are those of PRX (Photoroom 2026, algorithm/tread.py): half of the tokens skip blocks 2 to 12
+    (inclusive) of 16.
 
     Args:
-        start: Index of the first block that is skipped, from 0.
-        end: Index of the first block that has all tokens again; by default no token skips the last 3 blocks.
-        fraction: Fraction of the image tokens that skip the blocks, in (0, 1).
+        start: Index (from 0) of the first block that is skipped.
+        end: Index of the first block that processes all tokens again; by default no token skips the last 3 blocks.
+        fraction: Fraction of the image tokens that skip blocks, in (0, 1).
     """
 
     on_resume = applied_on_resume(
@@ -79,4 +79,4 @@ class TREAD(Algorithm):
             raise UserError(f'tread.{key}: {problem}')
         self._model = model
         self._router = model.route_tokens(Route(self.start, end, self.fraction))
-        log.info('tread: %g of the image tokens skip the blocks %d to %d', self.fraction, self.start, end - 1)
+        log.info('tread: %g%% of the image tokens skip blocks %d to %d', 100 * self.fraction, self.start, end - 1)

@@ -1,1 +1,1 @@
-"""Composer callbacks; the `__init__` arguments of a callback are its YAML keys."""
+"""Composer callbacks; the `__init__` arguments of each callback are its YAML keys."""

@@ -1,4 +1,4 @@
-"""Compiled code kept in the run's folder, so that a restart of the run does not compile its blocks again."""
+"""Compiled code stored in the run's folder, so that restarts do not compile the blocks again."""
 
 import logging
 import os
@@ -22,27 +22,28 @@ class CompileCache(Callback):
     """Callback that saves what torch.compile has compiled, and loads it when a run starts again.
 
     The first node writes `folder/RELEASE-PYTHON-DEVICE-gpuN.bin` for each of its devices N, after a batch in which
-    nothing was compiled; each process reads the file of its device. A file of another release or GPU is not read. A
-    file that cannot be used costs a warning and a compilation.
+    nothing was compiled. Each process reads the file for its device. Files of other releases or GPU models are not
+    read. If a file cannot be used, a warning is logged and the blocks are compiled.
 
     Args:
         folder: Folder on a file system that all nodes share, such as the run's.
     """
 
     # The files contain pickled objects. They are as trustworthy as the run's folder: only files that belong to this
-    # user are read. Each device has its own file, since compiled code depends on the device's index.
+    # The files contain pickled objects and are as trustworthy as the run's folder: only files owned by this user are
+    # read. Each device has its own file because compiled code depends on the device's index.
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / file_name()
         self._saved = self._seen = 0
 
     def init(self, state: State, logger: Logger) -> None:
-        # The first batch compiles, so load the files before it.
+        # Load the files before the first batch, which compiles.
         load(self.path)
         self._saved = self._seen = compiled_graphs()
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        # Another image shape may be compiled in the next batch, so wait for one that compiled nothing.
+        # The next batch may compile code for another image shape, so wait for a batch that compiled nothing.
         before, self._seen = self._seen, compiled_graphs()
         if self._seen == before and self._seen != self._saved:
             self._save()
@@ -52,7 +53,7 @@ class CompileCache(Callback):
             self._save()
 
     def _save(self) -> None:
-        """Save the compiled code of this process, if it is on the first node and has compiled what was not saved."""
+        """Save this process's compiled code if it is on the first node and has compiled something new."""
         self._saved = self._seen = compiled_graphs()
         if dist.get_node_rank() or not counters['inductor']['fxgraph_cache_miss']:
             return
@@ -62,14 +63,14 @@ class CompileCache(Callback):
         try:
             write_atomically(self.path, artifacts[0])
         except OSError as error:
-            # It only saves time: a full disk must not end the run.
+            # The cache only saves time: a full disk must not end the run.
             log.warning('compiled code is not saved, so that a restart compiles again: %s', error)
             return
         log.info('%s: compiled code saved, %.1f MB', self.path, len(artifacts[0]) / 1e6)
 
 
 def load(path: Path) -> None:
-    """Load the compiled code in a file, if it exists and belongs to this user; failures are logged."""
+    """Load the compiled code in a file if it exists and this user owns it; failures are only logged."""
     try:
         with os.fdopen(open_own_file(path, os.O_RDONLY), 'rb') as file:
             if os.fstat(file.fileno()).st_uid != os.getuid():
@@ -91,7 +92,7 @@ def compiled_graphs() -> int:
 
 
 def file_name() -> str:
-    """Return the file name for the compiled code of this process: release, version of Python, device and its index."""
+    """Return the file name for this process's compiled code: release, Python version, GPU model, device index."""
     on_gpu = torch.cuda.is_available()
     device = torch.cuda.get_device_name() if on_gpu else platform.machine()
     parts = (torch.__version__, f'python{platform.python_version()}', device, f'gpu{dist.get_local_rank()}')

@@ -1,4 +1,4 @@
-"""Callback that sends the results of evaluations that ran elsewhere to the loggers of the training."""
+"""Callback that logs the results of evaluations that ran elsewhere to the training run's loggers."""
 
 import json
 import logging
@@ -18,25 +18,25 @@ from diffusion.storage.places import files_of_run
 log = logging.getLogger(__name__)
 
 INTERVAL_SECONDS = 30.0
-"""Time between two looks for new results."""
+"""Interval between checks for new results."""
 LOGGED = f'{EVALUATIONS}/logged.json'
-"""File that remembers which results were logged."""
+"""File that lists the results that have been logged."""
 RESULTS = re.compile(r'ba\d+\.json')
 
 
 class EvaluationResults(Callback):
     """Callback that logs new results of a run's `evaluations` as `evaluation/fid` and so on.
 
-    Loggers accept no steps of the past, so they are logged at the current batch, together with `evaluation/batch`, the
-    batch of the evaluated checkpoint, which serves as the axis of a plot. `evaluations/logged.json` remembers them, so
-    that a run that resumes does not log them again. A thread reads the files, since storage can hang.
+    Loggers do not accept past steps, so results are logged at the current batch, together with `evaluation/batch`, the
+    batch of the evaluated checkpoint, as the x axis for plots. `evaluations/logged.json` lists the logged results, so
+    that a resumed run does not log them again. A background thread reads the files, since storage can hang.
 
     Args:
-        run_url: URL of a run in an object store, where evaluations elsewhere write their results; None for other runs.
+        run_url: URL of a run in an object store, where external evaluations write their results; None for other runs.
     """
 
     def __init__(self, run_dir: Path, run_url: str | None = None) -> None:
-        # Evaluations of this job write to the folder, and their results appear at the URL later.
+        # Evaluations of this job write to the folder; their results appear at the URL later.
         self.places = [files_of_run(run_dir), *([files_of_run(run_url)] if run_url else [])]
         self._logged: dict[str, float] | None = None
         self._found: list[dict[str, Any]] = []
@@ -50,14 +50,14 @@ class EvaluationResults(Callback):
             self._thread.start()
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        # Log one checkpoint per batch: loggers keep one value of a metric per step.
+        # Log only one checkpoint per batch: loggers keep a single value per metric and step.
         self._log(logger, 1)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         self.log_now(logger)
 
     def log_now(self, logger: Logger) -> None:
-        """Read the files in this thread, and log what is new."""
+        """Read the files in the calling thread and log what is new."""
         if self._thread is not None:
             self._try_to_look()
             self._log(logger, None)
@@ -66,7 +66,7 @@ class EvaluationResults(Callback):
         self._done.set()
 
     def _log(self, logger: Logger, count: int | None) -> None:
-        """Log the results of a number of checkpoints, the oldest first; None for all."""
+        """Log the results of up to `count` checkpoints, oldest first; None logs all."""
         with self._lock:
             found = self._found[:count]
             del self._found[:count]
@@ -82,11 +82,11 @@ class EvaluationResults(Callback):
         try:
             with self._looking:
                 self._look_once()
-        except OSError as error:  # the training goes on
+        except OSError as error:  # training continues
             log.warning('%s: cannot be read (%s); the results are logged later', EVALUATIONS, error)
 
     def _look_once(self) -> None:
-        """Read the files of results that are new or have changed, oldest checkpoint first."""
+        """Read new or changed result files, oldest checkpoint first."""
         home = self.places[-1]
         if self._logged is None:
             self._logged = parse_results(home.read(LOGGED), home.locate(LOGGED)) or {}

@@ -20,26 +20,26 @@ from diffusion.loggers import status_line
 log = logging.getLogger(__name__)
 
 SIDE = 256
-"""Side in pixels of a square image on the sheet."""
+"""Side length in pixels of each image on the sheet."""
 
 
 class ImageGrid(Callback):
-    """Callback that samples the same prompts from the same noise at intervals, with averaged weights if there are any.
+    """Callback that samples the same prompts from the same noise at intervals, with averaged weights if available.
 
     The image sheet is saved as `folder/images/ba000500.png` and sent to every logger that supports images, as
     `images/samples`.
 
     Args:
         prompts: Texts to generate images for, one image each.
-        every: Interval, a Composer time string; images are sampled at the end of training too.
+        every: Interval as a Composer time string; images are also sampled at the end of training.
         negative_prompt: Negative prompt for classifier-free guidance.
         guidance_scale: Scale of classifier-free guidance; 1 turns it off.
         guidance_rescale: Rescaling of the guided prediction (Lin et al. 2024), in [0, 1]; 0 turns it off.
         num_inference_steps: Number of sampling steps.
         noise_scheduler: Name of the sampler, one of `diffusion.config.sampling_checks.SCHEDULERS`.
-        size: Height and width in pixels; the model's default if None.
+        size: Height and width in pixels; None uses the model's default.
         seed: Seed of the first prompt; each additional prompt adds 1.
-        batch_size: Number of images sampled per batch.
+        batch_size: Number of images to sample per batch.
         columns: Number of images per row of the sheet.
         folder: The run's folder.
     """
@@ -94,7 +94,7 @@ class ImageGrid(Callback):
         model = unwrapped(state.model)
         images = []
         status_line.show(f'batch {batch}, sampling {len(self.prompts)} images')
-        # Every rank samples: under FSDP the forward passes are collectives, since each rank has a shard of the weights.
+        # Every rank samples: each rank has only a shard of the weights under FSDP, so forward passes are collectives.
         with averaged_weights(state) as averaged, get_precision_context(state.precision):
             for start in range(0, len(self.prompts), self.batch_size):
                 prompts = self.prompts[start : start + self.batch_size]

@@ -1,4 +1,4 @@
-"""Callback that runs a recipe's evaluators within the training, at intervals."""
+"""Callback that runs a recipe's evaluators during training, at intervals."""
 
 import json
 import logging
@@ -30,21 +30,21 @@ from diffusion.models.frozen_parts import evaluating
 log = logging.getLogger(__name__)
 
 Evaluator = Callable[[EvaluatedCheckpoint], EvaluationResult]
-"""Instance of a component of kind `evaluator`; a collective."""
+"""An instance of a component of kind `evaluator`; calling it is a collective."""
 
 
 class InRunEvaluation(Callback):
-    """Callback that evaluates the weights of the training at intervals, averaged ones if there are any.
+    """Callback that evaluates the current weights at intervals, or their average if available.
 
-    The results are those of `diffusion evaluate` on a checkpoint of the same batch, in the same files. All GPUs stop
-    training during an evaluation; the log and the metric `evaluation/seconds` have its duration. `diffusion watch`
+    Results and result files are the same as those of `diffusion evaluate` on a checkpoint of the same batch. No GPU
+    trains during an evaluation; the log and the metric `evaluation/seconds` report its duration. `diffusion watch`
     evaluates on other GPUs instead. `EvaluationResults` sends the metrics to the loggers.
 
-    An evaluation that fails is logged as an error, and the training continues. So is an evaluation that a stop signal
-    ends, since the signal's notice may be too short for it.
+    A failed evaluation is logged as an error, and training continues. A stop signal aborts an evaluation in the same
+    way, since the notice period may be too short to complete it.
 
     Args:
-        every: Interval, a Composer time string; the end of training is evaluated too.
+        every: Interval as a Composer time string; weights are also evaluated at the end of training.
         sharded: As in `EvaluatedCheckpoint`, and so is `raise_together`.
     """
 
@@ -98,7 +98,7 @@ class InRunEvaluation(Callback):
             for key, evaluator in self.evaluators.items():
                 try:
                     result = evaluator(checkpoint)
-                except (UserError, ExternalError, OSError) as error:  # the same kind on all ranks
+                except (UserError, ExternalError, OSError) as error:  # all ranks raise the same kind of error
                     log.error('evaluators.%s: %s; training continues without its results for %s', key, error, name)
                     continue
                 metrics |= result.metrics

@@ -1,4 +1,4 @@
-"""Stop or skip optimizer updates with a NaN, infinite or exploding loss or gradients, and report the samples' IDs.
+"""Stop or skip optimizer updates whose loss or gradients are NaN, infinite or exploding, and report the sample IDs.
 
 Also logs the norm of the gradients, which the check computes anyway.
 """
@@ -34,10 +34,10 @@ from diffusion.storage.local_files import append_text
 log = logging.getLogger(__name__)
 
 MAX_IDS_SHOWN = 16
-"""Number of sample IDs in an error message; the file lists all of them."""
+"""Maximum number of sample IDs in an error message; the file lists all of them."""
 
 GRADIENT_NORM = 'grad_norm/total'
-"""Metric: L2 norm of the gradients of all trained parameters, over all ranks, before clipping."""
+"""Metric: L2 norm of all gradients over all trained parameters and ranks, before clipping."""
 
 REMEDY = 'Inspect these samples; lower optimizer.lr, or clip gradients (algorithms.gradient_clipping)'
 OR_SKIP = '; or skip such batches (callbacks.loss_guard.action: skip)'
@@ -52,18 +52,18 @@ class BadLoss(UserError):
 
 
 class Microbatch(NamedTuple):
-    """Losses and sample IDs of a microbatch, on its device, kept until the whole batch is checked; B samples."""
+    """Losses and sample IDs of a microbatch of B samples, kept on its device until the whole batch is checked."""
 
     loss: Tensor
     """Mean loss, float32 []."""
     sample_losses: Tensor
-    """Loss of each sample, float32 [B]."""
+    """Loss per sample, float32 [B]."""
     sample_ids: Tensor | None
     """Sample IDs, int64 [B], or None if the batch has none."""
 
 
 class Samples(NamedTuple):
-    """Losses and sample IDs of a rank's batch, on the CPU, to be gathered over all ranks."""
+    """Losses and sample IDs of a rank's batch, on the CPU, ready to be gathered over all ranks."""
 
     losses: list[float]
     ids: list[int]
@@ -75,23 +75,22 @@ class LossGuard(Callback):
     """Callback that stops or skips an update whose loss or gradients are not finite, or whose loss explodes.
 
     All ranks decide together, before the optimizer's step. `stop` saves a checkpoint of the state before the batch, so
-    that the batch is repeated after a restart, and raises `BadLoss` with the samples' IDs. `skip` drops the gradients,
-    so that neither the weights nor the optimizer's moments change, and continues with the next batch. Both append a
-    line to `folder/bad_batches.jsonl`.
+    that a restart repeats the batch, and raises `BadLoss` with the sample IDs. `skip` drops the gradients, so that
+    neither the weights nor the optimizer's moments change, and continues with the next batch. Both append a line to
+    `folder/bad_batches.jsonl`.
 
     Logs `grad_norm/total` for every batch whose gradients are finite: the L2 norm of the gradients over all parameters
     and ranks, before clipping.
 
-    The reported samples are those with a bad loss of their own if the model sets `sample_losses` [B], as
-    LatentDiffusion does. With precision amp_fp16 infinite gradients are not bad, since they are normal there: its loss
-    scaler handles them.
+    If the model sets `sample_losses` [B], as LatentDiffusion does, the reported samples are those whose own loss is
+    bad. With precision amp_fp16, infinite gradients are ignored: they are normal, and the loss scaler handles them.
 
     Args:
         action: `stop` or `skip`.
         max_skips: Maximum number of updates skipped within `window` batches before the run stops.
         explosion: A loss larger than this multiple of the median of the last `window` losses is bad; None turns this
             check off.
-        window: Number of batches; explosions are not checked before half of them are known.
+        window: Number of batches in the window; explosions are checked once half of it is filled.
         check_gradients: If True, check gradients too, and log their norm.
         folder: The run's folder.
     """
@@ -123,9 +122,9 @@ class LossGuard(Callback):
         self.on_bad_batch: Callable[[str], None] = lambda text: None
         """Called on rank 0 with a description of each bad batch, before it is skipped or the run stops."""
         self.history: list[float] = []
-        """Losses of the last `window` batches whose updates were made."""
+        """Losses of the last `window` batches that were not skipped."""
         self.skipped: list[int] = []
-        """Numbers of the batches whose updates were skipped."""
+        """Numbers of the batches that were skipped."""
         self._microbatches: list[Microbatch] = []
         self._gradients: Gradients | None = None
         self._figures: Tensor | None = None
@@ -150,7 +149,8 @@ class LossGuard(Callback):
         self._hooked = True
 
     def before_train_batch(self, state: State, logger: Logger) -> None:
-        # Composer repeats a batch when automatic microbatching finds a smaller size: drop the first try's microbatches.
+        # Composer repeats a batch when automatic microbatching reduces the microbatch size. Drop the microbatches of
+        # the first try.
         self._microbatches = []
         self._gradients = self._figures = self._pending = None
         self._samples_left = samples_in(state.batch)
@@ -161,7 +161,8 @@ class LossGuard(Callback):
 
     def after_backward(self, state: State, logger: Logger) -> None:
         # The gradients are complete at AFTER_BACKWARD of the last microbatch: averaged over the ranks, and not yet
-        # clipped: Composer runs algorithms at AFTER_TRAIN_BATCH, before callbacks. state.batch is the microbatch.
+        # Gradients are complete at AFTER_BACKWARD of the last microbatch: averaged over ranks but not yet clipped,
+        # because Composer runs algorithms at AFTER_TRAIN_BATCH before callbacks. Here state.batch is the microbatch.
         self._samples_left -= samples_in(state.batch)
         if self.check_gradients and self._samples_left <= 0:
             self._gradients = summarize_gradients(gradients_of(state))
@@ -169,7 +170,7 @@ class LossGuard(Callback):
     def gradients_of_batch(self, state: State) -> tuple[Gradients, Tensor] | None:
         """Return the summary of this batch's gradients and their squared norm over all ranks; a collective.
 
-        Gradient clipping calls it, so that norms are computed and reduced once per batch.
+        Gradient clipping calls this too, so that norms are computed and reduced only once per batch.
         """
         if self._gradients is None:
             return None
@@ -178,7 +179,10 @@ class LossGuard(Callback):
     def after_train_batch(self, state: State, logger: Logger) -> None:
         # The optimizer has not stepped yet at AFTER_TRAIN_BATCH. Reading the figures here would make the host wait for
         # the GPU, just before Composer waits for the loss at the end of its closure. So they are copied now, and read
-        # after Composer has waited and before the update (`_decide_after_closure`). fp16 has no closure.
+        # The optimizer has not stepped yet at AFTER_TRAIN_BATCH. Reading the values here would make the host wait for
+        # the GPU, just before Composer waits for the loss at the end of its closure. Instead, start the copy now and
+        # read the values after Composer has waited but before the update (`_decide_after_closure`). With fp16 there is
+        # no closure.
         self._pending = HostCopy(self._reduced_figures(state))
         if not self._has_closure:
             self._decide(state, logger)
@@ -186,9 +190,10 @@ class LossGuard(Callback):
     def _decide_after_closure(
         self, state: State, logger: Logger, optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
-        """Let an optimizer's closure end with the check of the batch; a hook before its step."""
+        """Wrap an optimizer's closure so that it ends with the check of the batch; a pre-step hook."""
         # Composer runs the whole batch in a closure, inside of optimizer.step(), so the step cannot be prevented:
-        # `_act` drops the gradients instead.
+        # Composer runs the whole batch in a closure inside optimizer.step(), so the step cannot be prevented. `_act`
+        # drops the gradients instead.
         closure = kwargs.get('closure')
         self._has_closure = closure is not None
         if closure is None:
@@ -202,7 +207,7 @@ class LossGuard(Callback):
         return args, kwargs | {'closure': checked}
 
     def _decide(self, state: State, logger: Logger) -> None:
-        """Read the figures of the batch, log the norm of its gradients, and act if it is bad."""
+        """Read the values of the batch, log the gradient norm, and act if the batch is bad."""
         if self._pending is None:
             return
         total, count, bad, squares = self._pending.read()
@@ -219,19 +224,20 @@ class LossGuard(Callback):
             self.history = [*self.history, loss][-self.window :]
             return
         # Gather the losses of single samples and copy them to the CPU only now, when a batch is bad on some rank. All
-        # ranks get here together, since the loss and the flag were reduced over all of them.
+        # Gather per-sample losses and copy them to the CPU only now that a batch is bad on some rank. All ranks get
+        # here together, since the loss and the flag were reduced over all ranks.
         ranks = dist.all_gather_object(samples_of(self._microbatches, self._finite(state)))
         self._act(state, logger, loss, reason, suspects(ranks, limit))
 
     def _reduced_figures(self, state: State) -> Tensor:
-        """Return the figures of the batch over all ranks, as `reduce_over_ranks` does; a collective, once per batch."""
+        """Reduce the values of the batch over all ranks with `reduce_over_ranks`; a collective, once per batch."""
         if self._figures is None:
             squared_norm = None if self._gradients is None else self._gradients.squared_norm
             self._figures = reduce_over_ranks(self._microbatches, self._finite(state), squared_norm)
         return self._figures
 
     def _finite(self, state: State) -> Tensor | None:
-        """Return whether this rank's gradients are finite, bool []; None if that is not checked."""
+        """Return bool [], True if this rank's gradients are finite, or None if gradients are not checked."""
         scaled = state.precision == Precision.AMP_FP16
         return None if self._gradients is None or scaled else self._gradients.finite
 
@@ -249,9 +255,9 @@ class LossGuard(Callback):
         skip = self.action == 'skip' and recent < self.max_skips
         if self.action == 'skip' and not skip:
             reason += f', after {recent} skipped updates in the last {self.window} batches'
-        # An optimizer step without gradients changes neither weights nor moments. The gradients must be gone before a
-        # save too: torch's get_optimizer_state_dict initializes the state of an optimizer that has none only if no
-        # parameter has a gradient; otherwise the checkpoint would lack it.
+        # An optimizer step without gradients changes neither weights nor moments. Gradients must also be gone before a
+        # save: if an optimizer has no state yet, torch's get_optimizer_state_dict initializes it only if no parameter
+        # has a gradient; otherwise the checkpoint would lack it.
         for optimizer in state.optimizers:
             optimizer.zero_grad(set_to_none=True)
         if dist.get_global_rank() == 0:
@@ -268,8 +274,8 @@ class LossGuard(Callback):
             action = 'update skipped' if skip else 'the run stops'
             self.on_bad_batch(f'batch {batch}: {reason}; {action}; {describe_samples(ids, self.path)}')
         if not skip:
-            # If the run stops at its first batch, the checkpoint that it resumed from has the same state already. It
-            # must not be overwritten: it may be the only good one.
+            # If the run stops at its first batch, the checkpoint it resumed from already has this state. Do not
+            # overwrite it: it may be the only good one.
             started_here = batch == self._first_batch
             saved = None if started_here else save_now(state, logger)
             checkpoint = describe_checkpoint(saved, started_here=started_here)
@@ -285,11 +291,11 @@ def record_microbatch(loss: Any, batch: Any, sample_losses: Tensor | None) -> Mi
 
     Args:
         loss: Composer's `state.loss`: a tensor, a sequence of tensors, or a mapping.
-        sample_losses: Loss of each sample, [B], or None if the model has none; the mean is used for every sample then.
+        sample_losses: Loss of each sample, [B], or None to use the mean for every sample.
     """
     if isinstance(loss, Mapping):
         loss = loss['total'] if 'total' in loss else tuple(loss.values())
-    # Make new tensors, since Composer scales the loss in place before the backward pass.
+    # Create new tensors, since Composer scales the loss in place before the backward pass.
     total = torch.stack([part.detach().float().mean() for part in ensure_tuple(loss)]).sum()
     ids = batch.get(batch_keys.SAMPLE_ID) if isinstance(batch, Mapping) else None
     if sample_losses is None or (ids is not None and len(sample_losses) != len(ids)):
@@ -308,7 +314,7 @@ def append_bad_batch(
     history: Sequence[float] = (),
     action: Literal['skip', 'stop'] = 'stop',
 ) -> None:
-    """Append a line about a bad batch to `bad_batches.jsonl`."""
+    """Append a line that describes a bad batch to `bad_batches.jsonl`."""
     line = {
         'batch': batch,
         'epoch': epoch,
@@ -326,11 +332,11 @@ def append_bad_batch(
 def reduce_over_ranks(
     microbatches: Sequence[Microbatch], finite: Tensor | None, squared_norm: Tensor | None = None
 ) -> Tensor:
-    """Return figures of the batch over all ranks, on the device; a collective.
+    """Reduce the values of the batch over all ranks, on the device; a collective.
 
     Args:
         finite: True if this rank's gradients are finite, bool []; None if they are not checked.
-        squared_norm: This rank's part of the squared norm of the gradients, []; None if it is not known.
+        squared_norm: This rank's contribution to the squared gradient norm, []; None if unknown.
 
     Returns:
         Sum of the losses of all samples, number of samples, number of ranks with gradients that are not finite, and
@@ -340,14 +346,14 @@ def reduce_over_ranks(
     count = torch.full_like(total, sum(len(each.sample_losses) for each in microbatches))
     bad = torch.zeros_like(total) if finite is None else (~finite).to(total)
     squares = torch.zeros_like(total) if squared_norm is None else squared_norm.to(total)
-    # One tensor needs only one collective and one copy to the host per batch.
+    # A single tensor needs only one collective and one copy to the host per batch.
     figures = torch.stack([total, count, bad, squares])
     dist.all_reduce(figures, reduce_operation='SUM')
     return figures
 
 
 def explosion_limit(history: Sequence[float], explosion: float | None, window: int) -> float:
-    """Return the loss above which a batch is bad, a multiple of the recent median; infinite if not checked (yet)."""
+    """Return the loss above which a batch is bad: a multiple of the recent median, or infinity for no limit."""
     if explosion is None or len(history) < window // 2:
         return math.inf
     middle = median(history)
@@ -368,7 +374,7 @@ def find_problem(loss: float, gradients_finite: bool, limit: float, history: Seq
 
 
 def samples_of(microbatches: Sequence[Microbatch], finite: Tensor | None) -> Samples:
-    """Return the losses and IDs of this rank's samples on the CPU, to be gathered over all ranks."""
+    """Return the losses and IDs of this rank's samples on the CPU, ready to be gathered over all ranks."""
     losses = torch.cat([each.sample_losses for each in microbatches]).tolist()
     ids = [int(i) for each in microbatches if each.sample_ids is not None for i in each.sample_ids.tolist()]
     total = torch.stack([each.loss for each in microbatches]).sum()
@@ -377,10 +383,11 @@ def samples_of(microbatches: Sequence[Microbatch], finite: Tensor | None) -> Sam
 
 
 def suspects(ranks: Sequence[Samples], limit: float) -> list[int]:
-    """Return the IDs of the suspicious samples of a bad batch, the largest loss first; empty if samples have no IDs.
+    """Return the IDs of suspicious samples in a bad batch, largest loss first; empty if samples have no IDs.
 
     Suspicious samples are those whose own loss is not finite or above the limit; if there are none, all samples of the
-    ranks whose loss or gradients are not finite. (Under DDP these are all ranks, since gradients are averaged.)
+    ranks whose loss or gradients are not finite are suspicious. (Under DDP gradients are averaged, so these are all
+    ranks.)
     """
     pairs = [pair for rank in ranks if rank.ids for pair in zip(rank.losses, rank.ids, strict=True)]
     found = [(loss, i) for loss, i in pairs if not math.isfinite(loss)]
@@ -389,7 +396,7 @@ def suspects(ranks: Sequence[Samples], limit: float) -> list[int]:
 
 
 def describe_samples(ids: Sequence[int], path: Path) -> str:
-    """Return the first sample IDs as text, with the file that lists the others, for an error message."""
+    """Format the first sample IDs and the file that lists the others, for an error message."""
     if not ids:
         return f'samples unknown, the batch has no {batch_keys.SAMPLE_ID}'
     more = f' and {len(ids) - MAX_IDS_SHOWN} more, in {path}' if len(ids) > MAX_IDS_SHOWN else ''
@@ -397,7 +404,7 @@ def describe_samples(ids: Sequence[int], path: Path) -> str:
 
 
 def describe_checkpoint(saved: str | None, *, started_here: bool) -> str:
-    """Return a phrase for the error message that names the checkpoint from which a stopped run can resume."""
+    """Describe for an error message the checkpoint from which a stopped run can resume."""
     if started_here:
         return 'no update was made since this run started'
     return f'the weights before this batch are in {saved}' if saved else 'nothing is saved: there is no save_folder'

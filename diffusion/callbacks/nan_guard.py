@@ -1,4 +1,4 @@
-"""Stop a run whose loss is NaN or infinite before its weights are saved; every run without `loss_guard` has it."""
+"""Stop a run whose loss is NaN or infinite before its weights are saved; used by every run without `loss_guard`."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -29,23 +29,23 @@ FULL_GUARD = '; callbacks.loss_guard stops before such an update, or skips it'
 
 
 class LastMicrobatch(NamedTuple):
-    """References to the values of a microbatch, which are read only if the loss of the batch is bad."""
+    """References to a microbatch's values, which are read only if the loss of the batch is bad."""
 
     loss: Any
-    """Composer's `state.loss`: a tensor, or a collection of tensors."""
+    """Composer's `state.loss`: a tensor or a collection of tensors."""
     batch: dict[str, Tensor]
-    """The sample IDs, int64 [B], under their key; empty if the batch has none."""
+    """The sample IDs, int64 [B], under their batch key; empty if the batch has no IDs."""
     sample_losses: Tensor | None
-    """Loss of each sample, float32 [B]."""
+    """Loss per sample, float32 [B]."""
 
 
 class NaNGuard(Callback):
     """Callback that stops all ranks with `BadLoss` after a batch whose loss is NaN or infinite.
 
-    It reads the mean loss over all ranks that Composer has fetched from the device for its log, so it costs neither a
-    synchronization nor a collective, and all ranks decide the same. The update of the bad batch has been made by then:
-    nothing is saved, and a save of earlier weights that is in the background is finished. `LossGuard` instead prevents
-    the update, checks gradients too, and can skip batches.
+    It reads the mean loss over all ranks that Composer has already fetched for its log, so it needs no synchronization
+    or collective, and all ranks reach the same decision. The bad batch has already updated the weights by then, so they
+    are not saved; a background save of earlier weights is completed. `LossGuard` prevents the update instead, checks
+    gradients too, and can skip batches.
 
     A line is appended to `folder/bad_batches.jsonl`.
 
@@ -65,7 +65,7 @@ class NaNGuard(Callback):
         self._microbatches = []
 
     def after_loss(self, state: State, logger: Logger) -> None:
-        # Keep only references: a kernel for each microbatch would be the largest cost of this callback.
+        # Keep only references: launching a kernel per microbatch would be the largest cost of this callback.
         batch = state.batch if isinstance(state.batch, Mapping) else {}
         ids = {key: batch[key] for key in (batch_keys.SAMPLE_ID,) if key in batch}
         loss = tree_map(Tensor.detach, state.loss)
@@ -91,7 +91,7 @@ class NaNGuard(Callback):
 
 
 def _newest_checkpoint(state: State, logger: Logger) -> str:
-    """Finish a save in the background, and return a phrase that names the newest checkpoint; a collective."""
+    """Finish a background save, and return a phrase that names the newest checkpoint; a collective."""
     savers = [each for each in state.callbacks if isinstance(each, CheckpointSaver) and not each.weights_only]
     if not savers:
         return 'nothing is saved: there is no save_folder'

@@ -1,4 +1,4 @@
-"""Callback that logs the health of the run's GPUs, and optionally leaves a machine whose GPU has a fault."""
+"""Callback that logs the health of the run's GPUs, and can leave a machine that has a faulty GPU."""
 
 import logging
 import math
@@ -35,14 +35,15 @@ WORST: dict[str, Callable[..., tuple[float, int]]] = {
     'gpu_xid_errors': max,
 }
 """Metrics by name, with the function that selects the worst value. Utilization, used memory and clock are fractions of
-the maximum, temperature is in degrees Celsius, throttled is 1 if heat or power slows the GPU down, the rest are counts.
+the maximum, temperature is in degrees Celsius, throttled is 1 if heat or power limits slow the GPU down; the rest are
+counts.
 """
 FAULTS = {
     'gpu_ecc_errors': 'uncorrected memory errors',
     'gpu_remapped_rows': 'remapped memory rows',
     'gpu_xid_errors': 'critical errors (Xids)',
 }
-"""Metrics that never increase on a healthy GPU, with their descriptions."""
+"""Metrics that never increase on a healthy GPU, with descriptions."""
 HARDWARE_XIDS = {
     48: 'double-bit memory error',
     62: 'halt of the internal microcontroller',
@@ -55,21 +56,21 @@ HARDWARE_XIDS = {
     120: 'error of the GPU system processor',
     140: 'unrecovered memory error',
 }
-"""Xids that NVIDIA's catalog attributes to the hardware; others, such as 13 and 31, may be errors of a program."""
+"""Xids that NVIDIA's catalog attributes to hardware; others, such as 13 and 31, may be caused by a program."""
 SLOW_SHARE = 0.7
-"""A GPU whose clock is below this fraction of the median clock of all GPUs is far slower than the others."""
+"""A GPU counts as slow if its clock is below this fraction of the median clock of all GPUs."""
 SLOW_SECONDS = 300.0
-"""Seconds that a GPU must be that slow before it counts as a fault."""
+"""Seconds that a GPU must stay below the speed threshold before it counts as faulty."""
 _FAULT = 'fault'
-"""Column of a rank's row of metrics: 1 if its GPU has a fault, else 0."""
+"""Column in a rank's row of metrics: 1 if its GPU has a fault, else 0."""
 
 
 class NodeHealth(Callback):
-    """Callback that logs, per GPU metric, the worst value over all ranks (`health/NAME`) and its rank.
+    """Callback that logs the worst value of each GPU metric over all ranks (`health/NAME`) and its rank.
 
     The rank is logged as `health/NAME_rank`. A warning is logged when a metric in FAULTS increases. With action
-    `leave`, a fault makes all ranks save a checkpoint and end the run: the node with the fault exits with status 76, so
-    that the scheduler restarts the run on other machines. Faults are uncorrected memory errors, a failed or pending row
+    `leave`, a fault makes all ranks save a checkpoint and end the run. The faulty node exits with status 76, so that
+    the scheduler restarts the run on other machines. Faults are uncorrected memory errors, a failed or pending row
     remapping, an Xid in HARDWARE_XIDS, and a clock below SLOW_SHARE of the median of all GPUs for SLOW_SECONDS.
 
     Args:
@@ -78,7 +79,7 @@ class NodeHealth(Callback):
         action: What to do about a fault: `log` only, or `leave` the machine.
     """
 
-    # NVML is queried in a thread, since some of its queries take 0.1 s; `batch_end` only reads the latest values.
+    # NVML is queried in a thread, since some queries take 0.1 s; `batch_end` only reads the latest values.
 
     def __init__(self, every: int = 100, seconds: float = 5.0, action: Literal['log', 'leave'] = 'log') -> None:
         if every < 1 or seconds <= 0:
@@ -111,11 +112,12 @@ class NodeHealth(Callback):
         if figures:
             logger.log_metrics(figures)
         self._check_clock([row['gpu_clock'] for row in rows])
-        # All ranks see the same rows, so that they leave together.
+        # All ranks see the same rows, so they leave together.
         self._leaving = self.action == 'leave' and any(row[_FAULT] > 0 for row in rows)
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         # This event comes after the batch's evaluation, if any, and before Composer's CheckpointSaver, as in
+        # This event comes after the batch's evaluation, if any, and before Composer's CheckpointSaver runs, as in
         # Preemption.
         if self._leaving and not is_last_batch(state):
             self._leave(state, logger)
@@ -127,7 +129,7 @@ class NodeHealth(Callback):
             self._thread = None
 
     def _leave(self, state: State, logger: Logger) -> None:
-        """Save a checkpoint and end the run on all ranks: HardwareFault where the GPU has a fault, else Preempted."""
+        """Save a checkpoint, then raise HardwareFault on ranks with a faulty GPU and Preempted on the others."""
         machine = machine_name(os.environ)
         own = f'{machine}: rank {dist.get_global_rank()}: {self._fault}' if self._fault else ''
         found = '; '.join(each for each in dist.all_gather_object(own) if each)
@@ -153,14 +155,14 @@ class NodeHealth(Callback):
             )
 
     def _record_fault(self, text: str) -> None:
-        """Log a fault of this rank's GPU, and keep the first one; all ranks act on it at the next comparison."""
+        """Log a fault of this rank's GPU and keep the first one; all ranks act on it when they next compare metrics."""
         log.warning('%s rank %d: %s', machine_name(os.environ), dist.get_global_rank(), text)
         self._fault = self._fault or text
 
     def _poll(self, nvml: Any, uuid: str) -> None:
         """Query the metrics of this rank's GPU until training ends; runs in a thread."""
         try:
-            gpu = nvml.nvmlDeviceGetHandleByUUID(uuid)  # CUDA_VISIBLE_DEVICES renumbers the indices
+            gpu = nvml.nvmlDeviceGetHandleByUUID(uuid)  # use the UUID: CUDA_VISIBLE_DEVICES renumbers the indices
             xids = Xids(nvml, gpu)
             while not self._done.is_set():
                 self._update(query_metrics(nvml, gpu) | xids.wait(self.seconds, self._done))
@@ -177,7 +179,7 @@ class NodeHealth(Callback):
         for name in FAULTS:
             if name in before and name in figures and figures[name] > before[name]:
                 text = f'{FAULTS[name]} rose from {before[name]:.0f} to {figures[name]:.0f}'
-                # Remapped rows are repaired memory, and an Xid may be the fault of a program, so both are only logged.
+                # Only log these: remapped rows are repaired memory, and an Xid may be a program's fault.
                 if name == 'gpu_ecc_errors':
                     self._record_fault(text)
                 else:
@@ -185,7 +187,7 @@ class NodeHealth(Callback):
 
 
 def current_gpu() -> tuple[Any, str] | None:
-    """Return NVML and the UUID of this rank's GPU, or None if there is no GPU or no NVML."""
+    """Return NVML and the UUID of this rank's GPU, or None without a GPU or NVML."""
     if not torch.cuda.is_available():
         return None
     nvml = load_nvml()
@@ -215,7 +217,7 @@ class Xids:
     def __init__(self, nvml: Any, gpu: Any) -> None:
         self._nvml, self._events, self._count = nvml, None, 0
         self.fault = ''
-        """Description of the last Xid that NVIDIA attributes to the hardware; empty if there was none."""
+        """Description of the last Xid that NVIDIA attributes to hardware; empty if there was none."""
         try:
             self._events = nvml.nvmlEventSetCreate()
             nvml.nvmlDeviceRegisterEvents(gpu, nvml.nvmlEventTypeXidCriticalError, self._events)
@@ -223,11 +225,11 @@ class Xids:
             self._events = None
 
     def wait(self, seconds: float, done: threading.Event) -> dict[str, float]:
-        """Check for an error, else wait up to `seconds` or until `done`; return the count as a metric, if supported."""
+        """Wait up to `seconds`, or until `done` or an error; return the error count as a metric, if supported."""
         if self._events is None:
             done.wait(seconds)
             return {}
-        # Poll with a timeout of 0: a wait inside NVML could not be interrupted by `done` when training ends.
+        # Poll with a timeout of 0: `done` could not interrupt a wait inside NVML when training ends.
         try:
             event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
             self._count += 1
@@ -241,7 +243,7 @@ class Xids:
 
 
 def query_metrics(nvml: Any, gpu: Any) -> dict[str, float]:
-    """Return the current health metrics of a GPU by name, such as its temperature, except unsupported ones."""
+    """Return a GPU's current health metrics by name, such as its temperature; unsupported metrics are omitted."""
 
     def throttled() -> bool:
         slowed = nvml.nvmlClocksThrottleReasonHwSlowdown | nvml.nvmlClocksThrottleReasonSwThermalSlowdown
@@ -278,8 +280,8 @@ def query_metrics(nvml: Any, gpu: Any) -> dict[str, float]:
 
 
 def rows_of_all_ranks(own: Mapping[str, float], state: State) -> list[dict[str, float]]:
-    """Return the metrics of each rank, NaN where missing; a collective, which every rank must call."""
-    # The row has a number for every metric, since the ranks' GPUs may support different ones.
+    """Return the metrics of each rank, NaN where missing; a collective."""
+    # Each row has a number for every metric, since the ranks' GPUs may support different metrics.
     names = [*WORST, _FAULT]
     row = torch.tensor([own.get(name, math.nan) for name in names], dtype=torch.float64)
     return [

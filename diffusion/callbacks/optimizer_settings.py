@@ -1,4 +1,4 @@
-"""Apply the recipe's optimizer settings and learning rate schedule to a run that resumes with other values.
+"""Apply the recipe's optimizer settings and learning rate schedule to a run that resumes with different ones.
 
 Loading a checkpoint also restores the settings of its optimizer and scheduler. Without this callback a run would
 silently keep the former weight decay, betas, epsilon and base learning rate.
@@ -19,23 +19,23 @@ log = logging.getLogger(__name__)
 
 MUON_SETTINGS = ('momentum', 'nesterov', 'newton_schulz_steps', 'newton_schulz_dtype')
 SETTINGS = ('betas', 'eps', 'weight_decay', *MUON_SETTINGS)
-"""Settings of a parameter group besides the learning rate, of all optimizers that have them."""
+"""Names of all optimizers' parameter group settings, except the learning rate."""
 MAX_CALM_FACTOR = 2.0
-"""A learning rate that changes by more than this factor from one batch to the next is logged as a warning."""
+"""A larger change of the learning rate between two consecutive batches is logged as a warning."""
 
 
 class OptimizerSettings(Callback):
-    """Callback that records the settings an optimizer was built with, and applies those that change on resume.
+    """Callback that records the settings an optimizer was built with, and applies changed settings on resume.
 
-    If the schedule or the length of the run changes, the log says the learning rate of the last batch before the resume
-    and of the first batch after it.
+    If the schedule or the length of the run changes, the log reports the learning rates of the last batch before the
+    resume and the first batch after it.
 
     Settings that training itself changes, such as the learning rate under a schedule, are replaced only if the recipe
     has changed; otherwise a resumed run equals an uninterrupted one bit for bit.
 
     Args:
         optimizer: The optimizer, before the Trainer adds a scheduler to it.
-        schedule: Plain values that determine the learning rate schedule, to recognize a change.
+        schedule: Plain values that determine the learning rate schedule, compared to detect changes.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, schedule: Mapping[str, Any]) -> None:
@@ -46,7 +46,7 @@ class OptimizerSettings(Callback):
 
     def batch_start(self, state: State, logger: Logger) -> None:
         rate = state.optimizers[0].param_groups[0]['lr']
-        # Reading a rate on the GPU would make the host wait.
+        # Reading a rate from the GPU would make the host wait.
         known = not (isinstance(rate, Tensor) and rate.is_cuda)
         length = state.dataloader_len
         self._last = {
@@ -64,7 +64,7 @@ class OptimizerSettings(Callback):
         if not state.timestamp.batch.value:
             return
         groups = state.optimizers[0].param_groups
-        # Without a record (trainer.load_ignore_keys), compare the values of the loaded optimizer.
+        # Without a record (trainer.load_ignore_keys), compare with the settings of the loaded optimizer.
         saved = self._saved.get('groups') or [_settings(group) for group in groups]
         for group, before, now in zip(groups, saved, self.groups, strict=True):
             group.update({key: now[key] for key in SETTINGS if key in now and before.get(key) != now[key]})
@@ -75,11 +75,11 @@ class OptimizerSettings(Callback):
             self._log_rates(state.timestamp.batch.value, saved_rate, float(groups[0]['lr']))
 
     def _log_rates(self, batch: int, saved: float, now: float) -> None:
-        """Log the learning rate before and after a resume that changes it, as a warning if it jumps.
+        """Log a change of the learning rate on resume, as a warning if it jumps.
 
         Args:
             batch: Number of the first batch after the resume.
-            saved: Rate of this batch by the checkpoint, as if nothing had changed.
+            saved: Learning rate of this batch according to the checkpoint, as if nothing had changed.
         """
         if dist.get_global_rank() != 0 or math.isclose(saved, now, rel_tol=1e-9):
             return
@@ -94,9 +94,9 @@ def describe_rates(batch: int, *, last: float | None, saved: float, now: float) 
 
     Args:
         batch: Number of the first batch after the resume.
-        last: Rate of the batch before; None if it was on a GPU and so not recorded.
-        saved: Rate of the first batch as if nothing had changed.
-        now: Rate of the first batch.
+        last: Learning rate of the batch before; None if it was on a GPU and therefore not recorded.
+        saved: Learning rate that the first batch would have had without changes.
+        now: Learning rate of the first batch.
     """
     before = saved if last is None else last
     factor = f' ({now / before:.4g} times)' if before else ''
@@ -106,7 +106,7 @@ def describe_rates(batch: int, *, last: float | None, saved: float, now: float) 
 
 
 def set_learning_rates(state: State, base: list[float]) -> None:
-    """Set the base learning rates of the parameter groups, and the rates of the next batch by the schedule."""
+    """Set the base learning rates of the parameter groups, and the scheduled rates for the next batch."""
     groups = state.optimizers[0].param_groups
     for group, rate in zip(groups, base, strict=True):
         _set_rate(group, rate)
@@ -119,10 +119,11 @@ def set_learning_rates(state: State, base: list[float]) -> None:
 
 
 def factors_of(scheduler: Any, state: State) -> list[float]:
-    """Return the factor of each group's base learning rate in the next batch, for a scheduler that Composer built."""
+    """Return the schedule's factor on each group's base learning rate in the next batch, for a Composer scheduler."""
     # Composer steps a scheduler before it counts the batch that has just ended, which gives batch n + 1 the rate of
     # time n. Evaluate the schedule one batch earlier here too; the next batch then gets the rate it would have had
-    # without the restart.
+    # Composer steps a scheduler before it counts the batch that has just ended, so batch n + 1 gets the rate for time
+    # n. Evaluate the schedule one batch earlier here too; the next batch then has the same rate as without the restart.
     now = state.timestamp
     state.timestamp = one_batch_earlier(now)
     try:
@@ -132,7 +133,7 @@ def factors_of(scheduler: Any, state: State) -> list[float]:
 
 
 def one_batch_earlier(now: Timestamp) -> Timestamp:
-    """Return a timestamp with one batch, and its samples, less."""
+    """Return a timestamp that is one batch, and the samples in it, earlier."""
     batch, sample = now.batch.value, now.sample.value
     return now.copy(batch=batch - 1, sample=sample * (batch - 1) // batch)
 

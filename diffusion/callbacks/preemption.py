@@ -1,6 +1,6 @@
 """Graceful stop: on SIGTERM, SIGUSR1, SIGHUP or Ctrl-C save a checkpoint and raise `Preempted` (exit status 75).
 
-Also the immediate save that it and other callbacks make before a run stops.
+Also contains the immediate save that this and other callbacks make before a run stops.
 """
 
 import logging
@@ -37,23 +37,24 @@ log = logging.getLogger(__name__)
 
 
 class Preemption(Callback):
-    """Callback that stops a run on a signal to any rank: finish the batch, save a checkpoint and raise `Preempted`.
+    """Callback that stops a run when any rank receives a signal: finish the batch, save, and raise `Preempted`.
 
     The signals are SIGTERM, SIGUSR1, SIGHUP (the terminal was closed) and SIGINT (Ctrl-C). SIGHUP and SIGINT stay
-    ignored if the process was started to ignore them, as by nohup. All ranks raise together. The signal may arrive
-    during a batch, an evaluation or a save. If training ends with this batch, training ends as usual. A second Ctrl-C
-    ends the process at once with status 130 and a message that names the lost batches.
+    ignored if the process was started with them ignored, for example by nohup. All ranks raise together. The signal may
+    arrive during a batch, an evaluation or a save. If this is the last batch, training ends normally. A second Ctrl-C
+    ends the process immediately with status 130 and a message that says which batches are lost.
     """
 
     # The signals only set a flag during training, and a process that has received one ignores all further ones.
     # Otherwise a second signal, or a launcher that signals the remaining ranks once the first has exited, would kill a
-    # save or an upload.
+    # During training, signals only set a flag, and a process that has received one ignores all further ones. Otherwise
+    # a second signal would kill a save or an upload: launchers signal the remaining ranks once one has exited.
 
     def __init__(self) -> None:
         self.signal = 0
-        """The signal that this process has received, or 0."""
+        """The signal that this process has received, or 0 if none."""
         self.on_interrupt: Callable[[str], None] = lambda loss: None
-        """Function that is called before a second Ctrl-C ends the process, with the batches that are lost."""
+        """Called with a description of the lost batches before a second Ctrl-C ends the process."""
         self._signaled_at = 0.0
         self._process = os.getpid()
         self._previous_handlers: dict[int, Any] = {}
@@ -74,33 +75,37 @@ class Preemption(Callback):
             self._thread.start()
         for number in handled_signals():
             previous = signal.signal(number, self._handle_signal)
-            # The previous handler is this one if fit() is called a second time.
+            # If fit() is called a second time, the previous handler is this one.
             if previous != self._handle_signal:
                 self._previous_handlers[number] = previous
 
     def batch_start(self, state: State, logger: Logger) -> None:
         # Do this at every batch, since PyTorch installs its SIGCHLD handler only when the first loader starts its
-        # workers.
+        # Do this in every batch: PyTorch installs its SIGCHLD handler only when the first loader starts its workers.
         handler = signal.getsignal(signal.SIGCHLD)
         if self._previous_handlers and callable(handler) and handler != self._handle_child_exit:
             self._previous_handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, self._handle_child_exit)
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         # Ask the other ranks here, and read the answer at the end of the batch: Composer waits for the device in
-        # between, so that this wait costs nothing. A signal that comes later is found at the end of the next batch.
+        # Exchange signals between ranks here, and read the result at the end of the batch: Composer waits for the
+        # device in between, so this exchange costs no extra wait. A signal that arrives later is found at the end of
+        # the next batch.
         self._answer = highest_signal(self.signal, state.device) if dist.get_world_size() > 1 else None
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        self._answer = None  # an evaluation takes long, so ask again after it
+        self._answer = None  # the evaluation may have taken long, so ask again
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         # This event comes after the batch's evaluation, if any, and this callback before Composer's CheckpointSaver,
-        # which is the last one.
+        # This event comes after the batch's evaluation, if any. This callback runs before Composer's CheckpointSaver,
+        # which is the last callback.
         self._stop_if_signaled(state, logger)
 
     def epoch_checkpoint(self, state: State, logger: Logger) -> None:
         # Stop here too, before the next batch: the evaluation at the end of an epoch can be long, and so can the wait
-        # for the next epoch's first batch.
+        # Also stop here, before the next batch: the evaluation at the end of an epoch and the wait for the next epoch's
+        # first batch can both be long.
         self._stop_if_signaled(state, logger)
 
     def post_close(self) -> None:
@@ -108,7 +113,8 @@ class Preemption(Callback):
             self._thread.stop()
             self._thread = None
         # Uploads have finished before post_close. A process that continues must be stoppable again, so the handlers are
-        # restored; one that was signaled is exiting and keeps ignoring signals.
+        # Uploads have finished before post_close. If the process continues, it must react to signals again, so restore
+        # the handlers. If it was signaled, it is exiting and keeps ignoring signals.
         if self.signal or threading.current_thread() is not threading.main_thread():
             return
         for number, previous in self._previous_handlers.items():
@@ -128,6 +134,8 @@ class Preemption(Callback):
             for each in (number for number in STOP_SIGNALS if number != signal.SIGINT):
                 # SIGINT keeps its handler: a second Ctrl-C must still end an upload that hangs. The others get SIG_IGN,
                 # because Python removes its own handlers some time before the process exits, while ignored signals stay
+                # SIGINT keeps its handler: a second Ctrl-C must still end a hanging upload. The others get SIG_IGN,
+                # because Python removes its own handlers some time before the process exits, while ignored signals stay
                 # ignored.
                 signal.signal(each, signal.SIG_IGN)
         outcome = (
@@ -138,22 +146,25 @@ class Preemption(Callback):
         raise Preempted(f'stopped at batch {state.timestamp.batch.value} on {signal.Signals(number).name}; {outcome}')
 
     def _notice_left(self) -> float | None:
-        """Return the seconds until this process is killed after the signal that it has received; None if unknown."""
+        """Return the seconds left until this process is killed after its signal; None if unknown."""
         notice = worker_notice_seconds(os.environ)
         return None if notice is None or not self.signal else notice - (time.monotonic() - self._signaled_at)
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
-        """Record the signal until the batch ends; in a forked child process, call the previous handler."""
+        """Record the signal for the end of the batch; in a forked child process, call the previous handler."""
         if os.getpid() == self._process:
             # The previous handler is not called: it is Composer's, which exits immediately. (MLFlowLogger's SIGTERM
-            # handler belongs to its monitor, which is a separate process.)
+            # Do not call the previous handler: it is Composer's, which exits immediately. (MLFlowLogger's SIGTERM
+            # handler runs in its monitor, a separate process.)
             if not self.signal:
                 self._signaled_at = time.monotonic()
             self.signal = number
             return
         # A child process that was forked during training, such as a loader worker, inherits this handler but has no
         # batch to finish: do what it would have done without it. Ctrl-C and a closed terminal signal all processes of
-        # the terminal, and this process still needs its children then.
+        # A child process forked during training, such as a loader worker, inherits this handler but has no batch to
+        # finish, so it does what it would have done without the handler. Ctrl-C and closing the terminal signal all
+        # processes of the terminal, but this process still needs its children then.
         if number in (signal.SIGINT, signal.SIGHUP):
             return
         previous = self._previous_handlers[number]
@@ -161,7 +172,7 @@ class Preemption(Callback):
             previous(number, frame)
 
     def _act_on_interrupt(self, number: int) -> None:
-        """Announce the save on the first Ctrl-C, and end this process on the second; runs in a thread of its own."""
+        """Announce the save on the first Ctrl-C, and end this process on the second; runs in a separate thread."""
         if number != signal.SIGINT or self._state is None:
             return
         repeated = self._interrupts.is_repeated()
@@ -179,7 +190,7 @@ class Preemption(Callback):
             )
 
     def _saved_batch(self, state: State) -> int | None:
-        """Return the number of batches of the newest checkpoint to resume from; None if there is none."""
+        """Return the batch number of the newest checkpoint to resume from, or None if there is no checkpoint."""
         savers = [each for each in state.callbacks if isinstance(each, CheckpointSaver) and not each.weights_only]
         # The checkpoint that the run resumed from counts too.
         batches = [each.last_checkpoint_batch.value for each in savers if each.last_checkpoint_batch is not None]
@@ -192,14 +203,16 @@ class Preemption(Callback):
         except RuntimeError as error:
             # A scheduler may signal the whole process group, which kills the loader's workers. PyTorch's SIGCHLD
             # handler would then raise in the middle of the batch, which does not need the workers any more. (If one is
+            # A scheduler may signal the whole process group, which kills the loader's workers. PyTorch's SIGCHLD
+            # handler would then raise in the middle of a batch that no longer needs the workers. (If a worker is
             # needed, the loader detects that it is gone.)
             if 'killed by signal: Terminated' not in str(error):
                 raise
 
 
 def highest_signal(number: int, device: Device) -> HostCopy:
-    """Return the highest signal number over all ranks, [1], 0 if there is none; a collective."""
-    # The tensor is on the ranks' device, since Composer's process group for GPUs (NCCL) supports no other.
+    """Return the highest signal number over all ranks, [1], or 0 if no rank was signaled; a collective."""
+    # Put the tensor on the ranks' device: Composer's NCCL process group for GPUs supports no other.
     numbers = device.tensor_to_device(torch.tensor([number]))
     dist.all_reduce(numbers, reduce_operation='MAX')
     return HostCopy(numbers)
@@ -207,7 +220,7 @@ def highest_signal(number: int, device: Device) -> HostCopy:
 
 @runtime_checkable
 class SavesInTime(Protocol):
-    """A saver that may have a save in the background, and chooses what to finish in the time that is left."""
+    """A saver that may have a save in the background, and decides what to complete in the remaining time."""
 
     def save_in_time(self, state: State, logger: Logger, notice_seconds: float | None) -> None: ...
 
@@ -215,16 +228,16 @@ class SavesInTime(Protocol):
 
 
 def save_now(state: State, logger: Logger, *, notice_seconds: float | None = None) -> str | None:
-    """Save a checkpoint immediately, unless this batch already has one; a collective, which every rank must call.
+    """Save a checkpoint immediately, unless this batch already has one; a collective.
 
     Args:
-        notice_seconds: Seconds until this process is killed; None if it is not, or not known on this rank.
+        notice_seconds: Seconds until this process is killed; None if it will not be killed, or if unknown on this rank.
 
     Returns:
-        The path or remote name of the newest checkpoint: that of this batch, or an earlier one if the time suffices
-        only to finish a save in the background. None if the run does not save resumable checkpoints.
+        The path or remote name of the newest checkpoint: that of this batch, or an earlier one if there is only time to
+        complete a background save. None if the run does not save resumable checkpoints.
     """
-    # A saver of weights only does not count: a run cannot resume from its files.
+    # A saver that only saves weights does not count: a run cannot resume from its files.
     savers = [callback for callback in state.callbacks if isinstance(callback, CheckpointSaver)]
     saver = next((saver for saver in savers if not saver.weights_only), None)
     if saver is None:
@@ -236,7 +249,7 @@ def save_now(state: State, logger: Logger, *, notice_seconds: float | None = Non
         else:
             private_attribute(saver, '_save_checkpoint')(state, logger)
     if saver.remote_uploader is not None and saver.remote_file_name is not None:
-        # The local path would be useless: it is in a temporary folder.
+        # The local path would be useless: it points into a temporary folder.
         return saver.remote_file_name.format(state)
-    # Composer's saver has the paths only on the ranks that write; the others format the file name.
+    # Composer's saver knows the paths only on ranks that write; the others format the file name.
     return str(saver.saved_checkpoints[-1]) if saver.saved_checkpoints else saver.filename.format(state)

@@ -1,4 +1,4 @@
-"""Callback that reduces gradients once per batch under FSDP2 when a batch is split into microbatches."""
+"""Callback that makes FSDP2 reduce gradients once per batch, even if the batch is split into microbatches."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,28 +11,30 @@ from torch.distributed.fsdp import FSDPModule
 
 
 class ReduceOnce(Callback):
-    """Callback that lets FSDP2 reduce gradients, and free gathered weights, only at the last microbatch of a batch."""
+    """Make FSDP2 reduce gradients, and free gathered weights, only after the last microbatch of a batch."""
 
     # FSDP2's default is to reduce gradients after every microbatch. Composer's `ddp_sync_strategy`, which makes DDP
-    # reduce once per batch, has no effect on FSDP2.
+    # By default FSDP2 reduces gradients after every microbatch. Composer's `ddp_sync_strategy`, which makes DDP reduce
+    # once per batch, has no effect on FSDP2.
 
     def __init__(self) -> None:
         self._left = 0
         self._modules: list[FSDPModule] = []
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        # Find them once: walking through the modules of a U-Net takes the host milliseconds.
+        # Find the modules once: walking through a U-Net's modules takes milliseconds of host time.
         self._modules = list(fsdp_modules(state.model))
 
     def before_train_batch(self, state: State, logger: Logger) -> None:
-        # Count the samples here, while state.batch is the whole batch: during the forward passes it is a microbatch.
+        # Count samples here, where state.batch is still the whole batch; during forward passes it is a microbatch.
         self._left = number_of_microbatches(state)
 
     def before_forward(self, state: State, logger: Logger) -> None:
         self._left -= 1
         last = self._left == 0
         # Set the flags of every module, since FSDP2 reads them per module in the backward pass. `recurse=False` because
-        # the loop visits all modules already.
+        # Set the flags of every module, since FSDP2 reads them per module in the backward pass. `recurse=False` because
+        # the loop already visits all modules.
         for module in self._modules:
             module.set_requires_gradient_sync(last, recurse=False)
             module.set_reshard_after_backward(last, recurse=False)
@@ -46,7 +48,7 @@ def number_of_microbatches(state: State) -> int:
 
 
 def samples_in(batch: Any) -> int:
-    """Return the number of samples of a batch, which is a mapping or a sequence of tensors."""
+    """Return the number of samples in a batch, given as a mapping or a sequence of tensors."""
     return len(next(iter(batch.values() if isinstance(batch, Mapping) else ensure_tuple(batch))))
 
 

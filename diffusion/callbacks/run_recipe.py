@@ -1,4 +1,4 @@
-"""Callbacks for a run's recipe: on resume, verify that seed and data are those of the start; log each change."""
+"""Callbacks for a run's recipe: verify on resume that seed and data are unchanged, and log all changes."""
 
 import logging
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from diffusion.storage.shard_writer import differences
 log = logging.getLogger(__name__)
 
 DATA = 'data'
-"""Key of the part of an identity that may change if `allow_data_change` is set."""
+"""Key of the part of the identity that may change if `allow_data_change` is set."""
 
 
 class SameRun(Callback):
@@ -28,7 +28,7 @@ class SameRun(Callback):
     samples (`BucketedDataset.load_state_dict`).
 
     Args:
-        identity: The values to compare, with those of the data under the key `data` (`diffusion.data.streams`).
+        identity: The values to compare; data settings are under the key `data` (`diffusion.data.streams`).
         allow_data_change: Log a warning about changed data instead of raising an error.
     """
 
@@ -41,7 +41,7 @@ class SameRun(Callback):
         return self.identity
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Compare the identity (seed and data settings) in a checkpoint with this run's, on resume.
+        """On resume, compare the identity (seed and data settings) in a checkpoint with this run's.
 
         Raises:
             UserError: The identities differ; a difference in data is allowed if `allow_data_change` is set.
@@ -67,7 +67,7 @@ class SameRun(Callback):
             log.warning('the run resumes with other data than it was started with%s', _listed(data))
 
     def after_load(self, state: State, logger: Logger) -> None:
-        # Composer does not call load_state_dict for a callback without a state in the checkpoint.
+        # Composer does not call load_state_dict for a callback that has no state in the checkpoint.
         if state.timestamp.batch.value and not self._compared:
             self._warn_unknown()
 
@@ -81,12 +81,12 @@ def _listed(lines: list[str]) -> str:
 
 
 MAX_LOGGED_CHARACTERS = 200
-"""Longest text of a change in the log; the history has the whole text."""
+"""Maximum length of a change in the log; the history has the whole text."""
 
 
 @dataclass(frozen=True)
 class ResumedRecipe:
-    """Recipe of a run that resumes, compared with the one that its checkpoint was trained with."""
+    """Changes between a resumed run's recipe and the recipe its checkpoint was trained with."""
 
     changes: tuple[Change, ...] = ()
     """The values that have changed; all of them are applied."""
@@ -95,10 +95,10 @@ class ResumedRecipe:
 
 
 class RecipeKeeper(Callback):
-    """Callback that writes the resolved recipe beside the checkpoints; export and other tasks need only this folder.
+    """Callback that writes the resolved recipe next to the checkpoints, for export and other tasks.
 
-    The file is written when training starts, after the recipe was accepted. If a run resumes with other settings, each
-    change is logged and added to the history at the end of the file, as a comment: `# changed at batch 1200
+    The file is written when training starts, once the recipe has been accepted. If a run resumes with other settings,
+    each change is logged and added to the history at the end of the file, as a comment: `# changed at batch 1200
     (2026-11-22T10:00:00+00:00): optimizer.weight_decay 0.01 -> 0.5`.
 
     Args:
@@ -115,7 +115,7 @@ class RecipeKeeper(Callback):
         if dist.get_global_rank() != 0:
             return
         resumed = self.resumed or ResumedRecipe()
-        if self._history is None:  # once, although `fit` may be called several times
+        if self._history is None:  # only once, even if `fit` is called several times
             self._history = [*resumed.history, *history_lines(resumed.changes, state.timestamp.batch.value)]
             if resumed.changes:
                 applied = [f'{_shortened(str(change))} (applied)' for change in resumed.changes]

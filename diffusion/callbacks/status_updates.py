@@ -1,4 +1,4 @@
-"""Callbacks that keep status files up to date: those of `diffusion status`, and the heartbeat that reveals hangs."""
+"""Callbacks that keep status files up to date, for `diffusion status`, and heartbeats that reveal hangs."""
 
 import time
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from diffusion.runs.attempts import Attempt
 from diffusion.runs.heartbeats import SAVING, TRAINING, write_rank_heartbeat
 
 RECORD_SECONDS = 30.0
-"""Interval at which the progress of an attempt is recorded, for the case that this process is killed."""
+"""Interval at which the progress of an attempt is recorded, in case this process is killed."""
 _DOING = {
     Event.BEFORE_DATALOADER: node_status.TRAINING,
     Event.BATCH_CHECKPOINT: node_status.SAVING,
@@ -24,20 +24,20 @@ _DOING = {
 
 
 class RunStatus(Callback):
-    """Callback that writes batch, speed and the time of the last batch of this node to the run's files.
+    """Callback that records this node's batch number, speed and time of the last batch in the run's files.
 
     Args:
         run: The run's folder or URL.
     """
 
-    # The training thread only sets attributes; a thread writes them, since file systems can hang.
+    # The training thread only sets attributes; a background thread writes them, since file systems can hang.
 
     def __init__(self, run: Path | str) -> None:
         self.run = run
         self.attempt: Attempt | None = None
-        """Record of this attempt, on rank 0 of a run without node entry point."""
+        """Record of this attempt, on rank 0 of a run without a node entry point."""
         self.on_record: Callable[[], None] = lambda: None
-        """Function that is called after the progress of the attempt was recorded, in the thread of the writer."""
+        """Called in the writer thread after the progress of the attempt was recorded."""
         self._timer = BatchTimer()
         self._writer: node_status.StatusWriter | None = None
         self._epoch = time.time() - time.monotonic()
@@ -80,7 +80,7 @@ class RunStatus(Callback):
             self._writer = None
 
     def _record_progress(self) -> None:
-        """Record the progress of this attempt at intervals; runs in the thread of the writer."""
+        """Record the progress of this attempt at intervals; runs in the writer thread."""
         now = time.monotonic()
         attempt = self.attempt
         if attempt is None or attempt.first is None or attempt.status is not None:
@@ -92,7 +92,7 @@ class RunStatus(Callback):
 
 
 _BEFORE_SLOW_WORK = {Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT, Event.EVAL_START, Event.FIT_END}
-"""Events before work that can take much longer than a batch: saves, evaluations and uploads."""
+"""Events before work that can take much longer than a batch: saves, evaluations or uploads."""
 
 
 class Heartbeat(Callback):
@@ -109,7 +109,7 @@ class Heartbeat(Callback):
             self.beat(state)
 
     def beat(self, state: State, doing: str = SAVING) -> None:
-        """Update the heartbeat file; other callbacks call this within work that takes much longer than a batch."""
+        """Update the heartbeat file; other callbacks call this during work that takes much longer than a batch."""
         batch = state.timestamp.batch.value
         self._first = self._first or (batch, time.monotonic())
         write_rank_heartbeat(batch, doing, *self._first)

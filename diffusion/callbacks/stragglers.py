@@ -18,13 +18,13 @@ EVERY = 100
 
 
 class WaitingLoader(Protocol):
-    """Data loader that counts the time that this rank has waited for data."""
+    """Data loader that measures the time that this rank waits for data."""
 
     wait_seconds: float
 
 
 class HostTimer:
-    """Sum of the host's time between start and stop."""
+    """Accumulated host time between start and stop."""
 
     def __init__(self) -> None:
         self._begin: float | None = None
@@ -39,13 +39,13 @@ class HostTimer:
             self._begin = None
 
     def take(self) -> float:
-        """Return the seconds so far, and begin again from zero."""
+        """Return the accumulated seconds and reset them to zero."""
         found, self._seconds = self._seconds, 0.0
         return found
 
 
 class CudaTimer:
-    """Sum of a GPU's time between start and stop, by events, so that the host does not wait for the GPU."""
+    """Accumulated GPU time between start and stop, measured with CUDA events so that the host need not wait."""
 
     def __init__(self) -> None:
         self._begin: Any = None
@@ -63,7 +63,7 @@ class CudaTimer:
             self._begin = None
 
     def take(self) -> float:
-        """Return the seconds so far, and begin again from zero; waits for the last event."""
+        """Return the accumulated seconds and reset them to zero; waits for the last event."""
         pairs, self._pairs = self._pairs, []
         if pairs:
             pairs[-1][1].synchronize()
@@ -73,14 +73,16 @@ class CudaTimer:
 class Stragglers(Callback):
     """Callback that logs the slowest rank (`straggler/slowest_rank`) and its factor (`straggler/slowest_factor`).
 
-    The factor compares the time per batch that a rank spends without waiting for other ranks: loading its data, and the
+    The factor compares how much time per batch each rank spends without waiting for other ranks: loading data, and the
     forward pass up to its first collective. Under DDP that is the whole forward pass. Under FSDP, ranks wait for each
-    other in every sharded module, so that only the part before the first of them counts, such as the VAE. With FSDP and
-    precomputed latents only the data loading remains; `node_health` then shows slow GPUs by their clock.
+    other in every sharded module, so only the part before the first sharded module counts, such as the VAE. With FSDP
+    and precomputed latents only data loading remains; `node_health` then reveals slow GPUs by their clock speed.
     """
 
     # The duration of a whole batch is the same on all ranks, since each waits for the slowest in the gradients'
     # all-reduce. The first batch does not count. The cost is one small collective per EVERY batches, without a device
+    # The duration of a whole batch is the same on all ranks, since each waits for the slowest rank in the gradient
+    # all-reduce. The first batch does not count. The cost is one small collective per EVERY batches, without device
     # synchronization beyond Composer's own.
 
     def __init__(self, loader: WaitingLoader) -> None:
@@ -95,7 +97,7 @@ class Stragglers(Callback):
         timer = self._timer = CudaTimer() if state.device.name == 'gpu' else HostTimer()
         for module in fsdp_modules(state.model):
             assert isinstance(module, nn.Module)
-            # This hook must be the first: FSDP's own gathers weights, and so waits for other ranks.
+            # This hook must run first: FSDP's own hook gathers weights and therefore waits for other ranks.
             module.register_forward_pre_hook(lambda *_: timer.stop(), prepend=True)
 
     def before_forward(self, state: State, logger: Logger) -> None:
@@ -110,7 +112,7 @@ class Stragglers(Callback):
         if self._timer is None:
             return
         if self._first:
-            # Compilation and the start of the loader's workers take the ranks very different times.
+            # Compilation and the start of loader workers take very different times on different ranks.
             self._first = False
             self._timer.take()
             self._waited = self._loader.wait_seconds
@@ -125,8 +127,8 @@ class Stragglers(Callback):
 
 
 def slowest(seconds: Sequence[float]) -> tuple[int, float]:
-    """Return the rank with the longest time, and that time over the median of all ranks."""
+    """Return the slowest rank, and its time divided by the median time of all ranks."""
     rank = max(range(len(seconds)), key=lambda each: seconds[each])
-    # Take the lower median, which is the faster one of two ranks.
+    # Use the lower median: of two ranks it is the faster one.
     middle = statistics.median_low(seconds)
     return rank, seconds[rank] / middle if middle > 0 else 1.0

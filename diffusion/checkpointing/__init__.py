@@ -1,1 +1,1 @@
-"""Saving and loading of checkpoints, and reading of a run's weights and recipe."""
+"""Saving and loading of checkpoints, and access to a run's weights and recipe."""

@@ -1,4 +1,4 @@
-"""Writing a checkpoint in a thread while training continues, and choosing what to save when a run must stop."""
+"""Write a checkpoint in a thread while training continues, and choose what to save when a run must stop."""
 
 import logging
 import threading
@@ -15,53 +15,53 @@ from diffusion.checkpointing.snapshot import cores_per_rank, lower_priority
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
-"""Least time between two collectives that ask if a save has been written."""
+"""Minimum time between two collectives that check whether a save has been written."""
 ABANDON_SECONDS = 2.0
-"""Longest wait for the thread of an abandoned save, which ends at its next write to a file."""
+"""Maximum wait for the thread of an abandoned save, which stops at its next write to a file."""
 
 CORES_PER_RANK = 4
-"""A save pauses between its writes if there are fewer cores per rank, since it takes them from training."""
+"""Saves pause between writes if a rank has fewer CPU cores than this, since they take CPU time from training."""
 PAUSE = 4.0
-"""Seconds that such a save pauses per second of CPU time of its thread."""
+"""Seconds that such a save pauses per second of its thread's CPU time."""
 
 Choice = Literal['both', 'replace', 'finish']
 
 
 class BackgroundSave:
-    """A save whose files a thread writes; its methods are collectives unless they say otherwise.
+    """A save whose files are written by a background thread. Its methods are collectives unless noted.
 
     Args:
-        save: The save, which has a snapshot.
-        batch: Composer's number of the batch that it saves.
-        stall_seconds: Time that it has blocked training so far.
-        pause: Seconds to pause per second of CPU time of the thread, until `wait` or `choose` is called.
+        save: The save; it must have a snapshot.
+        batch: Composer's batch number at the save.
+        stall_seconds: Time for which the save has blocked training so far.
+        pause: Seconds to pause per second of the thread's CPU time, until `wait` or `choose` is called.
     """
 
     def __init__(self, save: SaveInProgress, batch: Time, *, stall_seconds: float, pause: float = 0.0) -> None:
         self.save, self.batch, self.stall_seconds = save, batch, stall_seconds
         self.after_making_room = False
-        """True if the previous save found a full disk, and room was made for this one."""
+        """True if the previous save failed on a full disk and old checkpoints were removed for this one."""
         save.progress.pace(pause)
         self._began = time.monotonic()
         self._polled_at = float('-inf')
         self._written = threading.Event()
-        # A daemon thread lets this process end while the file system does not respond.
+        # A daemon thread lets the process exit even if the file system hangs.
         self._thread = threading.Thread(target=self._write, name=f'save {save.name}', daemon=True)
         self._thread.start()
 
     def start_copy(self) -> None:
-        """Start to copy the snapshot, while the next batch is loaded and computed; not a collective."""
+        """Start copying the snapshot while the next batch is loaded and computed; not a collective."""
         self.save.start_copy()
 
     def end_copy(self) -> None:
-        """Wait for the copies of the snapshot, since the optimizer changes the weights next; not a collective."""
+        """Wait until the snapshot is copied, since the optimizer changes the weights next; not a collective."""
         began = time.monotonic()
         self.save.end_copy()
         self.stall_seconds += time.monotonic() - began
 
     def poll(self, state: State) -> bool:
-        """Return True if the save is written, as `is_written` does, but ask at most once per second; a collective."""
-        # Composer's clock has the time of rank 0 on every rank.
+        """Return `is_written`, checked at most once per second, else False; a collective."""
+        # All ranks have the same time, since Composer's clock takes it from rank 0.
         now = state.timestamp.total_wct.total_seconds()
         if now - self._polled_at < POLL_SECONDS:
             return False
@@ -69,20 +69,20 @@ class BackgroundSave:
         return self.is_written()
 
     def is_written(self) -> bool:
-        """Return True if all ranks have written their files, or failed to; a collective."""
+        """Return True if all ranks have either written their files or failed; a collective."""
         return all(dist.all_gather_object(self._written.is_set()))
 
     def wait(self) -> None:
-        """Wait until all ranks have written their files, or failed to; a collective."""
+        """Wait until all ranks have either written their files or failed; a collective."""
         self._hurry()
         wait_for_all_ranks(self._written)
 
     def elapsed_seconds(self) -> float:
-        """Return the seconds since the start of this rank's thread, without its pauses; not a collective."""
+        """Return the seconds since this rank's thread started, excluding its pauses; not a collective."""
         return time.monotonic() - self._began - self.save.progress.paused_seconds
 
     def remaining_seconds(self, expected_seconds: float | None) -> float:
-        """Return the expected seconds until all ranks have written their files; a collective.
+        """Estimate the seconds until all ranks have written their files; a collective.
 
         Args:
             expected_seconds: Duration of the previous save; None if there was none.
@@ -90,23 +90,24 @@ class BackgroundSave:
         own = 0.0
         if not self._written.is_set():
             elapsed, progress = self.elapsed_seconds(), self.save.progress
-            # The bytes underestimate the rest: the last flush to the disk can take most of the time.
+            # Bytes underestimate the remaining time: the final flush to disk can take most of it.
             fraction = min(1.0, progress.written_bytes / max(1, progress.total_bytes))
             by_bytes = elapsed * (1 - fraction) / max(fraction, 0.01)
             own = max(by_bytes, (expected_seconds or 0.0) - elapsed, 0.1 * elapsed)
         return max(dist.all_gather_object(own))
 
     def choose(self, notice_seconds: float | None, expected_seconds: float | None) -> Choice:
-        """Return what to save before the run stops, by `choose_when_stopping`; a collective.
+        """Decide with `choose_when_stopping` what to save before the run stops; a collective.
 
         Args:
-            notice_seconds: Seconds until this process is killed; None if it is not, or not known on this rank.
+            notice_seconds: Seconds until this process is killed; None if it will not be killed, or if unknown on this
+                rank.
             expected_seconds: Duration of the previous save; None if there was none.
         """
         self._hurry()
         notice = min((each for each in dist.all_gather_object(notice_seconds) if each is not None), default=None)
         remaining = self.remaining_seconds(expected_seconds)
-        # Assume that a new save takes as long as the previous one, or, if there was none, as the running one in total.
+        # Assume that a new save takes as long as the previous save, or else as long as the current one in total.
         synchronous = max(dist.all_gather_object(expected_seconds or self.elapsed_seconds() + remaining))
         choice = choose_when_stopping(remaining=remaining, synchronous=synchronous, notice=notice)
         if choice != 'both' and dist.get_global_rank() == 0:
@@ -116,20 +117,20 @@ class BackgroundSave:
         return choice
 
     def abandon(self) -> None:
-        """Stop the threads of all ranks and remove their files; a collective."""
+        """Stop the threads on all ranks and remove their files; a collective."""
         self.save.abandon()
         if not self._written.wait(ABANDON_SECONDS):
             log.warning('%s: the thread of this save does not end; its file system may not respond', self.save.name)
-        dist.barrier()  # no rank writes into the folder that rank 0 removes
+        dist.barrier()  # now no rank writes into the folder that rank 0 removes
         self.save.discard()
 
     def _hurry(self) -> None:
-        """Write without pauses and copy at once, since training waits."""
+        """Stop pausing and copy immediately, since training waits."""
         self.save.progress.hurry()
         self.save.start_copy()
 
     def _write(self) -> None:
-        """Write the files with a low priority, so that training has the processor first; runs in the thread."""
+        """Write the files at low priority, so that training gets the CPU first; runs in the thread."""
         try:
             lower_priority()
             self.save.write()
@@ -138,20 +139,20 @@ class BackgroundSave:
 
 
 def pause_for_training() -> float:
-    """Return the seconds that a save on this machine pauses per second of CPU time of its thread."""
+    """Return the seconds that a save on this machine should pause per second of its thread's CPU time."""
     return PAUSE if cores_per_rank() < CORES_PER_RANK else 0.0
 
 
 def choose_when_stopping(*, remaining: float, synchronous: float, notice: float | None) -> Choice:
-    """Return which saves fit between a stop signal and the end of the process.
+    """Choose which saves to complete between a stop signal and the end of the process.
 
-    `both` finishes the running save and saves the present batch; `replace` abandons the running save for one of the
-    present batch; `finish` only finishes the running one, because a new one would not be complete in time.
+    `both` completes the running save and then saves the current batch. `replace` abandons the running save and saves
+    the current batch. `finish` only completes the running save, because a new save would take too long.
 
     Args:
         remaining: Expected seconds until the running save is complete.
-        synchronous: Expected seconds of a save of the present batch.
-        notice: Seconds until the process is killed; None if it is not.
+        synchronous: Expected duration of saving the current batch, in seconds.
+        notice: Seconds until the process is killed; None if it will not be killed.
     """
     if notice is None or remaining + synchronous <= notice:
         return 'both'

@@ -25,11 +25,11 @@ from diffusion.storage.retry import status_of
 log = logging.getLogger(__name__)
 
 DAMAGED_RECEIPT = 'receipt.damaged.json'
-"""New name of a damaged checkpoint's receipt; the other objects stay until that batch is saved again."""
+"""New name for the receipt of a damaged checkpoint; its other objects stay until that batch is saved again."""
 FILES_AT_ONCE = 8
 REQUESTS_AT_ONCE = 16
 DOWNLOADS = 2
-"""Number of downloads of an object whose content does not match the receipt, before it counts as damaged."""
+"""Number of times an object is downloaded before a mismatch with the receipt counts as damage."""
 
 
 def published_batches(url: str) -> list[int]:
@@ -38,8 +38,9 @@ def published_batches(url: str) -> list[int]:
 
 
 def object_names(url: str) -> dict[int, set[str]]:
-    """Return the names of the objects of each checkpoint of a run, complete or not, by batch."""
-    # List the checkpoints in parallel: one listing of all objects would be read page by page, a thousand at a time.
+    """Return the object names of each checkpoint of a run, complete or not, by batch."""
+    # List each checkpoint separately and in parallel: a listing of all objects would be fetched one page of 1000 at a
+    # time.
     batches = [batch_number(Path(key)) for key in object_store.list_folder(url)[0]]
     found = [batch for batch in batches if batch is not None]
     with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
@@ -48,7 +49,7 @@ def object_names(url: str) -> dict[int, set[str]]:
 
 
 def read_checked_receipt(url: str, run_id: str = '') -> bytes:
-    """Check that a store has all objects of a checkpoint in the right sizes, and return the checkpoint's receipt.
+    """Check that a store has all objects of a checkpoint with the right sizes, and return the checkpoint's receipt.
 
     Raises:
         DamagedCheckpoint: The receipt is damaged, or an object is missing or has another size.
@@ -72,7 +73,7 @@ def read_checked_receipt(url: str, run_id: str = '') -> bytes:
 
 
 def delete_checkpoint(url: str) -> None:
-    """Delete a checkpoint in a store: its receipt first, so that a partial checkpoint never looks whole."""
+    """Delete a checkpoint in a store: its receipt first, so that a partial checkpoint never looks complete."""
     place = StorePlace(url)
     names = place.sizes().keys()
     place.delete(names & {RECEIPT})
@@ -80,10 +81,10 @@ def delete_checkpoint(url: str) -> None:
 
 
 def download_missing_files(url: str, folder: Path, files: Mapping[str, FileRecord]) -> None:
-    """Download files of a checkpoint into a local folder and verify them; files that are intact there are kept.
+    """Download a checkpoint's files into a local folder and verify them; intact local files are kept.
 
     Args:
-        files: Expected size and hash of the files by name.
+        files: Expected size and hash of each file by name.
 
     Raises:
         DamagedCheckpoint: An object is missing or damaged.
@@ -97,7 +98,7 @@ def download_missing_files(url: str, folder: Path, files: Mapping[str, FileRecor
         finally:
             pool.shutdown(cancel_futures=True)
     downloaded = [size for size in found if size is not None]
-    # Only rank 0 shows this: the other ranks log from WARNING.
+    # Only rank 0 shows this: other ranks only log warnings and errors.
     log.info(
         '%s: %d files from the local disk, %d (%.3g GB) downloaded in %.1f s',
         *(url, len(found) - len(downloaded), len(downloaded), sum(downloaded) / 1e9, time.monotonic() - begin),
@@ -105,7 +106,7 @@ def download_missing_files(url: str, folder: Path, files: Mapping[str, FileRecor
 
 
 def _download_missing(url: str, path: Path, expected: FileRecord) -> int | None:
-    """Make a file available at a local path; return the bytes that were downloaded, or None if it was intact."""
+    """Ensure that a local file is present and intact; return the downloaded bytes, or None if it was intact already."""
     # Lock the path, since several ranks of a node may want the same file.
     with hold_path_lock(path, lambda: None):
         if path.is_file() and path.stat().st_size == expected.bytes and hash_file(path) == expected:

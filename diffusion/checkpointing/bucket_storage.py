@@ -1,12 +1,12 @@
-"""Checkpoints of a run in an object store, with the receipts, checks and fallback of checkpoints in a folder.
+"""Checkpoints of a run in an object store, with the same receipts, checks and fallback as checkpoints in a folder.
 
-Below the run's URL are run.json, ba100/, ba200/, ..., and `latest`, an object with the name of the newest checkpoint.
-Each rank writes its files into the working folder of its node and uploads them. Rank 0 uploads receipt.json last, on
-the condition that there is none: a checkpoint exists if its receipt does.
+The run's URL contains run.json, ba100/, ba200/, ..., and `latest`, an object that names the newest checkpoint. Each
+rank writes its files into its node's working folder and uploads them. Rank 0 uploads receipt.json last, with a
+conditional write that fails if one exists. A checkpoint exists if its receipt does.
 
-No node needs a folder that it shares with others. Each keeps the files that its ranks wrote for the newest checkpoint
-in its working folder: a run that resumes on the same nodes reads them there, after it has compared their hashes with
-the receipt, and downloads only what is missing.
+Nodes need no shared folder. Each node's working folder keeps the files that its ranks wrote for the newest checkpoint.
+A run that resumes on the same nodes compares the hashes of these files with the receipt, and downloads only what is
+missing.
 """
 
 import errno
@@ -59,11 +59,11 @@ log = logging.getLogger(__name__)
 
 
 class BucketStorage:
-    """Storage of a run's checkpoints in an object store; the methods are those of `RunStorage`.
+    """Storage of a run's checkpoints in an object store; see `RunStorage` for the methods.
 
     Args:
         url: URL of the run, such as s3://bucket/runs/phase1.
-        folder: Working folder of this node; by default that of `working_folder`.
+        folder: Working folder of this node; `working_folder` provides the default.
     """
 
     def __init__(self, url: str, folder: Path | None = None) -> None:
@@ -74,16 +74,16 @@ class BucketStorage:
         self.before_publish: Callable[[], object] = lambda: None
         """Called on rank 0 before a checkpoint is published, to upload files that must not be older than it."""
         self._node_ranks = [dist.get_global_rank()]
-        """Ranks of this node, which share the working folder, in order. The first one creates and cleans it."""
+        """Ranks of this node, ascending. They share the working folder; the first one creates and cleans it."""
         self._published: set[int] | None = None
-        """Batches of the checkpoints in the store, on rank 0; None before they are listed."""
+        """Batches of the checkpoints in the store, on rank 0; None until they are listed."""
         self._saved: dict[int, float | None] = {}
-        """Save times of these checkpoints in seconds since 1970, None if unknown, as far as they have been read."""
+        """Save times of these checkpoints that have been read so far, in seconds since 1970; None if unknown."""
         self._maybe_published: set[int] = set()
-        """Batches whose receipt may have been written although the store answered with an error."""
+        """Batches whose receipt may have been written even though the store returned an error."""
 
     def open(self) -> str:
-        # Group the ranks by folder instead of by Composer's nodes: those of a local job may share a folder, or not.
+        # Group ranks by folder instead of by Composer's nodes, since the nodes of a local job may share a folder.
         here = f'{os.uname().nodename} {self.folder.absolute()}'
         folders = dist.all_gather_object(here)
         self._node_ranks = [rank for rank, folder in enumerate(folders) if folder == here]
@@ -118,7 +118,7 @@ class BucketStorage:
                 checkpoint_store.remove_unfinished_saves(self.folder)
             if dist.get_global_rank() == 0:
                 self._remove_orphans()
-                # Abort unfinished uploads too: their parts are billed, but not listed as objects.
+                # Also abort unfinished uploads: their parts are billed but not listed as objects.
                 object_store.abort_uploads(f'{self.place}/', older_than_seconds=0.0)
 
     def name_of(self, batch: int) -> str:
@@ -135,14 +135,14 @@ class BucketStorage:
                 remove(work)
                 work.mkdir()
             if dist.get_global_rank() == 0 and batch in self._batches() | self._maybe_published:
-                # Delete the receipt first: the checkpoint is not whole until all of its objects have been overwritten.
+                # Delete the receipt first: the checkpoint is incomplete until all of its objects have been overwritten.
                 self._store.delete([f'{checkpoint_name(batch)}/{RECEIPT}'])
                 self._batches().discard(batch)
                 self._maybe_published.discard(batch)
 
     def upload(self, work: Path, files: Mapping[str, FileRecord], batch: int, check: Callable[[], None]) -> None:
         def write(name: str, policy: RetryPolicy) -> None:
-            # `check` raises if the save has been abandoned, `policy.wait` if another upload has failed.
+            # `check` raises if the save has been abandoned; `policy.wait` raises if another upload has failed.
             def wait() -> None:
                 check()
                 policy.wait()
@@ -175,13 +175,13 @@ class BucketStorage:
             self._saved[batch] = retention.time_of_receipt(about)
             try:
                 self._store.write(LATEST, checkpoint_name(batch))
-            except (OSError, UserError) as error:  # the checkpoint is complete, and is found without `latest`
+            except (OSError, UserError) as error:  # the checkpoint is complete and can be found without `latest`
                 log.warning('%s: is saved, but %s still names an older checkpoint (%s)', url, LATEST, error)
 
     def finish(self, work: Path, batch: int) -> None:
         if not self._owns_folder():
             return
-        # Keep the files of the newest checkpoint for a restart on this node.
+        # Keep the newest checkpoint's files for a restart on this node.
         try:
             replace_folder(work, self.folder / checkpoint_name(batch), create_folder=False)
             checkpoint_store.remove_others(self.folder / checkpoint_name(batch))
@@ -189,7 +189,7 @@ class BucketStorage:
             log.warning('%s: the local copy of %s is not kept (%s)', self.folder, checkpoint_name(batch), error)
 
     def discard(self, work: Path) -> None:
-        # The objects that were uploaded have no receipt; the next save of this batch, or the next start, removes them.
+        # The uploaded objects have no receipt; the next save of this batch or the next start removes them.
         if self._owns_folder():
             shutil.rmtree(work, ignore_errors=True)
 
@@ -203,7 +203,7 @@ class BucketStorage:
                 self._batches().discard(batch)
 
     def _infos(self, rules: KeepConfig) -> list[CheckpointInfo]:
-        """Return what the retention rules need to know about each checkpoint in the store."""
+        """Return the facts about each checkpoint in the store that the retention rules need."""
         # Keep the checkpoints that `diffusion watch` is evaluating.
         held = EvaluationClaims(self.place, lease_seconds=0.0).held()
         pinned = {int(pin[1]) for name in self._store.list().files if (pin := PIN.fullmatch(name))}
@@ -215,14 +215,14 @@ class BucketStorage:
         return [CheckpointInfo(batch, self._saved.get(batch), batch in claimed) for batch in batches]
 
     def make_room(self, rules: KeepConfig | None, batch: int) -> bool:
-        # The full disk is that of the working folder, which has only copies of checkpoints in the store.
+        # If the disk is full, it is the working folder's disk, which only has copies of checkpoints in the store.
         copies = checkpoint_store.list_checkpoints(self.folder) if self._owns_folder() else []
         for path in copies:
             remove(path)
         return bool(copies)
 
     def fetch(self, checkpoint: Path, names: Collection[str]) -> None:
-        """Download files of the checkpoint that this run resumes from and that this node does not have yet.
+        """Download files of the checkpoint that this run resumes from, unless this node already has them.
 
         Raises:
             DamagedCheckpoint: An object is damaged.
@@ -238,14 +238,14 @@ class BucketStorage:
         return self._node_ranks[0] == dist.get_global_rank()
 
     def _batches(self) -> set[int]:
-        """Return the batches of the checkpoints in the store, which are listed only once; only rank 0 adds new ones."""
+        """Return the batches of the checkpoints in the store. Lists them only once: only rank 0 adds new ones."""
         if self._published is None:
             with _as_storage_fault():
                 self._published = set(published_batches(self.place))
         return self._published
 
     def _restore(self, batch: int) -> Path:
-        """Download a checkpoint to the nodes that need its files, verify it and return the local folder; a collective.
+        """Download and verify a checkpoint on the nodes that need its files, and return the local folder; a collective.
 
         Raises:
             DamagedCheckpoint: The checkpoint is damaged; on every rank.
@@ -274,7 +274,7 @@ class BucketStorage:
         return checkpoint
 
     def _set_aside(self, damaged: Collection[int], newest: int) -> None:
-        """Rename the receipts of damaged checkpoints, and let `latest` name the newest intact one."""
+        """Rename the receipts of damaged checkpoints, and point `latest` to the newest intact checkpoint."""
         if (self._store.read(LATEST) or b'').decode() != checkpoint_name(newest):
             self._store.write(LATEST, checkpoint_name(newest))
         for batch in damaged:
@@ -287,19 +287,19 @@ class BucketStorage:
             log.warning('%s: damaged, its receipt is renamed to %s', self.name_of(batch), DAMAGED_RECEIPT)
 
     def _remove_orphans(self) -> None:
-        """Delete the objects of saves that were never completed; no other process may be saving to this run."""
+        """Delete the objects of incomplete saves; no other process may be saving to this run."""
         for batch, names in object_names(self.place).items():
             if not names & {RECEIPT, DAMAGED_RECEIPT}:
                 delete_checkpoint(self.name_of(batch))
 
 
 def files_of_rank(receipt: Mapping[str, Any], node_ranks: Sequence[int]) -> dict[str, FileRecord]:
-    """Return the files of a checkpoint that this rank downloads to its node and verifies.
+    """Return the checkpoint files that this rank downloads to its node and verifies.
 
-    The ranks of a node together download what loading needs, and all ranks together verify the whole checkpoint. A node
-    needs the shards of its ranks, and those of rank 0, which has the tensors that are not sharded. If the number of
-    ranks has changed, each shard is only verified here, by one rank: the shards that a rank reads are known when the
-    model is built (`sharded_state.read_tensors`).
+    The ranks of a node divide the downloads needed for loading among themselves, and all ranks together verify the
+    whole checkpoint. A node needs the shards of its own ranks and those of rank 0, which include the unsharded tensors.
+    If the number of ranks has changed, each shard is only verified here, by one rank. Which shards a rank reads is
+    known once the model is built (`sharded_state.read_tensors`).
 
     Args:
         node_ranks: Ranks of this node, in order.
@@ -322,7 +322,7 @@ def files_of_rank(receipt: Mapping[str, Any], node_ranks: Sequence[int]) -> dict
 
 
 def _saved_time(url: str) -> float | None:
-    """Return the time when the checkpoint at a URL was saved, in seconds since 1970; None if it is unknown."""
+    """Return when the checkpoint at a URL was saved, in seconds since 1970; None if unknown."""
     text = StorePlace(url).read(RECEIPT)
     try:
         return None if text is None else retention.time_of_receipt(parse_receipt(text, url))
@@ -332,14 +332,15 @@ def _saved_time(url: str) -> float | None:
 
 @contextmanager
 def _as_storage_fault() -> Iterator[None]:
-    """Raise an OSError instead of the UserError of a request that the store refuses or that has no credentials.
+    """Raise OSError instead of UserError if the store refuses a request or there are no credentials.
 
     The store accepted such requests when the run was opened: expired credentials are not a mistake in the recipe.
     """
     try:
         yield
     except UserError as error:
-        # `RetryPolicy.run` raises it from the client's error; a UserError without a cause is this library's own.
+        # `RetryPolicy.run` chains such an error to the client's error; a UserError without a cause is raised by this
+        # library.
         if isinstance(error, DamagedCheckpoint) or error.__cause__ is None:
             raise
         raise OSError(errno.EACCES, str(error)) from error

@@ -1,8 +1,8 @@
 """Lookup of a run's checkpoints by path or URL, and claims that keep the run from removing them while they are read.
 
-A claim is a file in the run's folder, `.claim-ba500-TOKEN.json`. It holds its owner and is rewritten every minute. It
-counts while its owner's process exists or, on other machines, while it is rewritten. A file `ba500.pinned`, whatever
-its content, keeps a checkpoint until the file is removed.
+A claim is a file in the run's folder, `.claim-ba500-TOKEN.json`. It names its owner and is rewritten every minute. A
+claim is valid while its owner's process exists or, on other machines, while it keeps being rewritten. A file
+`ba500.pinned`, with any content, keeps a checkpoint until the file is removed.
 
 This module does not import torch, so that a wrong path is reported within a second.
 """
@@ -43,26 +43,26 @@ from diffusion.storage.places import LocalPlace, is_url
 log = logging.getLogger(__name__)
 
 KEPT_SECONDS = 7 * 24 * 3600.0
-"""A downloaded checkpoint that is not used for this long is removed when another one of its run is downloaded."""
+"""A downloaded checkpoint that has been unused for this long is removed when another one of its run is downloaded."""
 RENEWAL_SECONDS = 60.0
-"""Time after which a claim is rewritten."""
+"""Interval at which a claim is rewritten."""
 LEASE_SECONDS = 600.0
-"""A claim of a process on another machine expires if it is not rewritten for this long. That allows for clocks that
-differ by minutes on file systems that take times from their clients."""
+"""A claim from another machine expires if it is not rewritten for this long. The margin allows for clocks that differ
+by minutes, on file systems that take times from their clients."""
 TRIES = 5
-"""Number of searches for a run's newest checkpoint while the run removes checkpoints."""
+"""Number of attempts to find a run's newest checkpoint while the run removes checkpoints."""
 PAUSE_SECONDS = 0.5
-"""Time that a run needs to put back a checkpoint that it was about to remove."""
+"""Time that a run needs to restore a checkpoint that it was about to remove."""
 _CLAIM = re.compile(r'\.claim-ba(\d+)-\w+\.json')
 PIN = re.compile(r'ba(\d+)\.pinned')
 
 
 def find_checkpoint(place: str | Path) -> Path:
-    """Return the path of the checkpoint at `place`: a folder of this library, or a file of Composer's own saver.
+    """Return the path of the checkpoint at `place`: a checkpoint folder, or a file of Composer's own saver.
 
     Args:
-        place: Path or URL of a checkpoint, or of a run or its `latest` to use the newest checkpoint, which is the one
-            that the run would resume from. A checkpoint in an object store is downloaded.
+        place: Path or URL of a checkpoint. For a run or its `latest`, the newest checkpoint is used, from which the run
+            would resume. A checkpoint in an object store is downloaded.
 
     Raises:
         UserError: There is no such checkpoint; the message lists the existing ones.
@@ -73,7 +73,7 @@ def find_checkpoint(place: str | Path) -> Path:
     run = path.parent if path.name == LATEST and path.is_symlink() else path
     if run.is_dir() and batch_number(run) is None and (newest := list_checkpoints(run)[:1]):
         link = run / LATEST
-        # A kill between two steps of a save, or a copy of the run, can leave a link that dangles or names an older one.
+        # If a save is killed between two steps, or if a run is copied, the link may dangle or name an older checkpoint.
         if link.is_symlink() and os.readlink(link) != newest[0].name:
             log.warning('%s points to %s, but the newest is %s, which is used', link, os.readlink(link), newest[0])
         return newest[0]
@@ -87,19 +87,19 @@ def find_checkpoint(place: str | Path) -> Path:
 
 
 def run_of_checkpoint(checkpoint: Path) -> Path:
-    """Return the folder of the run that a checkpoint belongs to: the folder above, or the one above that.
+    """Return the folder of the run that a checkpoint belongs to: its parent folder or grandparent folder.
 
-    The latter is for files of Composer's own saver in a folder of their own.
+    The grandparent is for files of Composer's own saver in a separate folder.
     """
     folder = checkpoint.resolve().parent
     return next((parent for parent in (folder, folder.parent) if (parent / RECIPE).is_file()), folder)
 
 
 def recipe_of_checkpoint(checkpoint: Path) -> Path:
-    """Return the path of the resolved recipe that a checkpoint was trained with: its own, or that of its run.
+    """Return the path of the resolved recipe that a checkpoint was trained with, from the checkpoint or from its run.
 
     Raises:
-        UserError: There is no recipe in the checkpoint, in the folder above it or in the folder above that.
+        UserError: There is no recipe in the checkpoint, its parent folder or its grandparent folder.
     """
     for recipe in (checkpoint / RECIPE, run_of_checkpoint(checkpoint) / RECIPE):
         if recipe.is_file():
@@ -109,14 +109,14 @@ def recipe_of_checkpoint(checkpoint: Path) -> Path:
 
 
 def download_checkpoint(url: str, folders: Collection[str] = ()) -> Path:
-    """Return a local copy of the checkpoint at a URL, verified, with the small files of its run in the folder above.
+    """Return a verified local copy of the checkpoint at a URL, with its run's small files in the parent folder.
 
-    A copy from an earlier call is used again. If the run removes its newest checkpoint during the download, the
-    checkpoint that is then the newest is downloaded.
+    A copy from an earlier call is reused. If the run removes its newest checkpoint during the download, the download is
+    repeated with the checkpoint that is newest then.
 
     Args:
-        url: URL of a checkpoint, or of a run or its `latest` to use the newest checkpoint.
-        folders: Folders of the run to download too, such as snapshots.
+        url: URL of a checkpoint; for a run or its `latest`, the newest checkpoint is used.
+        folders: Additional folders of the run to download, such as snapshots.
 
     Raises:
         UserError: There is no such checkpoint, or it is damaged.
@@ -137,9 +137,9 @@ def _removed(place: str | Path) -> UserError:
 
 
 def _download(run: str, batch: int, folders: Collection[str]) -> Path:
-    """Return a local copy of a checkpoint of the run at a URL, verified."""
+    """Return a verified local copy of a checkpoint of the run at a URL."""
     name = checkpoint_name(batch)
-    # Training removes old checkpoints from its working folder, so downloads have a folder of their own.
+    # Downloads have their own folder, since training removes old checkpoints from its working folder.
     local = working_folder(run, 'downloads')
     checkpoint = local / name
     with hold_path_lock(checkpoint, lambda: None):
@@ -154,7 +154,7 @@ def _download(run: str, batch: int, folders: Collection[str]) -> Path:
 
 
 def _checkpoint_of(url: str) -> tuple[str, int]:
-    """Return the URL of the run and the batch of the checkpoint at a URL."""
+    """Split the URL of a checkpoint into its run's URL and its batch."""
     parent, _, name = url.rpartition('/')
     batch = batch_number(Path(name))
     run = parent if batch is not None or name == LATEST else url
@@ -168,7 +168,7 @@ def _checkpoint_of(url: str) -> tuple[str, int]:
 
 
 def _remove_unused(local: Path, used: Path) -> None:
-    """Remove downloaded checkpoints that have not been used for a while, and note the use of this one."""
+    """Remove downloaded checkpoints that have not been used for a while, and record that this one was used."""
     os.utime(used)
     for path in list_checkpoints(local):
         if time.time() - path.stat().st_mtime > KEPT_SECONDS:
@@ -177,13 +177,13 @@ def _remove_unused(local: Path, used: Path) -> None:
 
 @contextlib.contextmanager
 def claimed_checkpoint(place: str | Path, purpose: str) -> Iterator[Path]:
-    """Find a checkpoint as `find_checkpoint` does, and keep its run from removing it inside the block.
+    """Find a checkpoint as `find_checkpoint` does, and keep its run from removing it during the `with` block.
 
-    A checkpoint that is not in the folder of a run is not claimed, since nothing removes it.
+    A checkpoint outside a run's folder is not claimed, since nothing removes it.
 
     Args:
-        place: Path of a checkpoint, or of a run's folder for its newest checkpoint.
-        purpose: The reason, such as `export`, for people who read the claim.
+        place: Path of a checkpoint, or of a run's folder to use its newest checkpoint.
+        purpose: Reason for the claim, such as `export`, for people who read it.
 
     Raises:
         UserError: There is no such checkpoint.
@@ -198,18 +198,18 @@ def claimed_checkpoint(place: str | Path, purpose: str) -> Iterator[Path]:
 
 
 def still_exists(checkpoint: Path) -> bool:
-    """Return True if a checkpoint that has just been claimed exists; False if its run has removed it."""
+    """Return True if a checkpoint that was just claimed still exists, or False if its run has removed it."""
     if not checkpoint.exists():
-        # A run that sees a claim only after it has renamed the checkpoint puts it back (`retention`).
+        # A run that sees a claim only after it has renamed the checkpoint renames it back (`retention`).
         time.sleep(PAUSE_SECONDS)
     return checkpoint.exists()
 
 
 @contextlib.contextmanager
 def holding_claim(checkpoint: Path, purpose: str) -> Iterator[None]:
-    """Keep a run from removing its checkpoint inside the block; do nothing for one that is not in the folder of a run.
+    """Keep a run from removing its checkpoint during the `with` block; no-op if it is not in a run's folder.
 
-    The checkpoint may have been removed just before, so look whether it exists after the block has begun.
+    The checkpoint may have been removed just before, so check inside the block that it exists.
     """
     if batch_number(checkpoint) is None or not (checkpoint.parent / RUN_FILE).is_file():
         yield
@@ -219,7 +219,7 @@ def holding_claim(checkpoint: Path, purpose: str) -> Iterator[None]:
     content = (json.dumps({'owner': asdict(owner), 'purpose': purpose}) + '\n').encode()
     try:
         _write(path, content, create=True)
-    except OSError as error:  # another user's run, for example
+    except OSError as error:  # for example if the run belongs to another user
         log.warning('%s: cannot be claimed (%s); its run may remove it while it is read', checkpoint, error)
         yield
         return
@@ -230,20 +230,20 @@ def holding_claim(checkpoint: Path, purpose: str) -> Iterator[None]:
         yield
     finally:
         done.set()
-        with suppress(OSError):  # the claim expires by itself
+        with suppress(OSError):  # the claim expires anyway
             path.unlink(missing_ok=True)
 
 
 def _renew(path: Path, content: bytes, done: threading.Event) -> None:
-    """Rewrite a claim every minute until `done`."""
+    """Rewrite a claim every minute until `done` is set."""
     while not done.wait(RENEWAL_SECONDS):
         with suppress(OSError):
             _write(path, content, create=False)
 
 
 def _write(path: Path, content: bytes, *, create: bool) -> None:
-    """Write a claim; without `create`, the file must exist, so that a claim that was released does not come back."""
-    # Write in place: a temporary file beside it would look like one that an unfinished save has left.
+    """Write a claim. Unless `create` is True the file must exist, so that a released claim is not restored."""
+    # Write in place: a temporary file next to it would look like a leftover of an unfinished save.
     descriptor = open_own_file(path, os.O_WRONLY | (os.O_CREAT if create else 0))
     try:
         os.pwrite(descriptor, content, 0)
@@ -253,14 +253,14 @@ def _write(path: Path, content: bytes, *, create: bool) -> None:
 
 
 def claimed_batches(folder: Path) -> set[int]:
-    """Return the batches of a run's checkpoints that are claimed or pinned; remove claims that no longer count.
+    """Return the batches of a run's checkpoints that are claimed or pinned, and remove claims that are no longer valid.
 
     Raises:
         OSError: The folder cannot be read.
     """
     found = set()
     with os.scandir(folder) as entries:
-        # Other users may write to the folder: a link, a pipe or a folder with such a name is not a claim.
+        # Other users may write to the folder: a link, pipe or folder with such a name is not a claim.
         names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
     for name in names:
         if pinned := PIN.fullmatch(name):
@@ -269,13 +269,13 @@ def claimed_batches(folder: Path) -> set[int]:
             if _counts(folder / name):
                 found.add(int(claim[1]))
             else:
-                with suppress(OSError):  # another user's claim
+                with suppress(OSError):  # the claim belongs to another user
                     (folder / name).unlink()
     return found
 
 
 def _counts(claim: Path) -> bool:
-    """Return True if the owner of a claim exists, or if that is unknown and the claim was rewritten recently."""
+    """Return True if a claim's owner exists, or if that is unknown and the claim was rewritten recently."""
     owner = None
     with suppress(OSError, UserError):
         content = LocalPlace(claim.parent, is_run=True).read_version(claim.name)
@@ -283,8 +283,8 @@ def _counts(claim: Path) -> bool:
     is_alive = None if owner is None else owner.is_alive()
     if is_alive is not None:
         return is_alive
-    # Both times come from the file server's clock, if it sets them, so that the machines' clocks do not matter. The
-    # folder's time is that of the last save; an earlier one would only keep a claim for longer.
+    # On file servers that set times themselves, both times come from the server's clock, so the machines' clocks do not
+    # matter. The folder's time is that of the last save; an older one would only keep a claim for longer.
     with suppress(FileNotFoundError):
         return claim.parent.stat().st_mtime - claim.stat().st_mtime < LEASE_SECONDS
     return False

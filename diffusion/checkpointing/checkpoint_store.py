@@ -1,9 +1,9 @@
 """Atomic, verified checkpoints on disk.
 
-A run's folder holds ba100/, ba200/, ... and `latest`, a symbolic link to the newest. A checkpoint is written under a
-temporary name and flushed to the disk, together with a receipt that records the size and hash of each file. Then it is
-renamed, and last `latest` is updated. A checkpoint under its final name was therefore complete when it was written; if
-it does not match its receipt, it was damaged later.
+A run's folder contains ba100/, ba200/, ... and `latest`, a symbolic link to the newest checkpoint. A checkpoint is
+written under a temporary name and flushed to disk, together with a receipt that records the size and hash of each file.
+Then it is renamed, and finally `latest` is updated. A checkpoint with its final name was therefore complete when it was
+written; if it does not match its receipt, it was damaged later.
 """
 
 import errno
@@ -29,61 +29,61 @@ from diffusion.storage.atomic import UNFINISHED, remove, replace_folder, sync_fo
 log = logging.getLogger(__name__)
 
 SHORTEST_WORK_SECONDS = 0.01
-"""Shortest CPU time of a paced save between two pauses."""
+"""Minimum CPU time that a paced save uses between two pauses."""
 STATE = 'state.pt'
-"""File with everything but sharded tensors, in Composer's format."""
+"""File with everything except sharded tensors, in Composer's format."""
 RECEIPT = 'receipt.json'
 LATEST = 'latest'
 FORMAT = 1
-"""Version of the checkpoint format; checkpoints of another version are refused."""
+"""Version of the checkpoint format; checkpoints with other versions are rejected."""
 INDEX = '.metadata'
 """Index file of the sharded tensors, in which torch.distributed.checkpoint records the file of each shard."""
 RECIPE = 'recipe.yaml'
 """Name of the resolved recipe's file in the run's folder and in each checkpoint."""
 RETRY_PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 60.0, 60.0)
-"""Pauses before each retry of a failed read, four minutes in all: a file server that restarts takes minutes."""
+"""Pauses before each retry of a failed read, four minutes in total: a file server can take minutes to restart."""
 _CHUNK = 8 * 2**20
 _PIECE = 2**20
 _READS_AHEAD = 4
-"""Chunks of a file that are read at the same time: one read at a time would not saturate a network file system."""
+"""Number of chunks of a file that are read concurrently: a single read would not saturate a network file system."""
 Result = TypeVar('Result')
 
 
 class SaveAbandoned(Exception):
-    """Error in the thread of a save that has been abandoned."""
+    """Raised in the thread of a save that has been abandoned."""
 
 
 class WriteProgress:
-    """Number of bytes that a save has written on this rank, its pauses, and a flag that ends it at its next write.
+    """Counts the bytes that a save has written on this rank, paces it, and can stop it at its next write.
 
     Args:
-        total_bytes: Bytes that the save writes on this rank.
+        total_bytes: Number of bytes that the save will write on this rank.
     """
 
     def __init__(self, total_bytes: int = 0) -> None:
         self.total_bytes = total_bytes
         self.written_bytes = 0
         self.paused_seconds = 0.0
-        """Time that the save has paused."""
+        """Total time for which the save has paused."""
         self._abandoned = threading.Event()
         self._hurries = threading.Event()
         self._pause = 0.0
         self._resumed_at: float | None = None
 
     def pace(self, pause: float) -> None:
-        """Pause between writes from now on, until `hurry`, so that a thread takes less of the processor from training.
+        """From now until `hurry`, pause between writes so that the thread takes less CPU time from training.
 
         Args:
-            pause: Seconds to pause per second of CPU time of the writing thread.
+            pause: Seconds to pause per second of the writing thread's CPU time.
         """
         self._pause, self._resumed_at = pause, None
 
     def hurry(self) -> None:
-        """Pause no more, because the save is waited for; callable from any thread."""
+        """Stop pausing, because training waits for the save; callable from any thread."""
         self._hurries.set()
 
     def add(self, count: int) -> None:
-        """Count bytes that are to be written, after a pause if the save is paced.
+        """Count bytes that are about to be written, after a pause if the save is paced.
 
         Raises:
             SaveAbandoned: The save has been abandoned.
@@ -99,13 +99,14 @@ class WriteProgress:
             raise SaveAbandoned
 
     def abandon(self) -> None:
-        """End the save at its next write; callable from any thread."""
+        """Stop the save at its next write; callable from any thread."""
         self._abandoned.set()
         self.hurry()
 
     def _wait(self) -> None:
-        """Pause in proportion to the CPU time of this thread since the last pause, unless that was too short."""
-        # Elapsed time does not count: waiting for the disk, and pauses while pickling, take nothing from training.
+        """Pause in proportion to this thread's CPU time since the last pause, unless that was too short."""
+        # Use CPU time instead of elapsed time: waiting for the disk, and pauses while pickling, take nothing from
+        # training.
         if self._resumed_at is None:
             self._resumed_at = time.thread_time()
         worked = time.thread_time() - self._resumed_at
@@ -129,13 +130,13 @@ class FileRecord:
 
 
 class HashingWriter:
-    """A binary file that hashes the data written to it.
+    """A binary file that computes the hash of the data written to it.
 
     Args:
-        progress: Counts the bytes, and stops an abandoned save at its next write; None for neither.
+        progress: Counts the bytes and stops an abandoned save at its next write; None does neither.
     """
 
-    # The data is hashed while it is written: reading a large checkpoint back would double its I/O.
+    # Hash the data while writing it: reading a large checkpoint back would double its I/O.
     def __init__(self, file: IO[bytes], progress: WriteProgress | None = None) -> None:
         self._file = file
         self._progress = progress
@@ -143,8 +144,8 @@ class HashingWriter:
         self._bytes = 0
 
     def write(self, data: bytes | memoryview) -> int:
-        # Pieces stay in a core's cache between the hash and the copy to the operating system. That makes two passes
-        # over memory instead of three, so that the writing thread takes less memory bandwidth from training.
+        # Small pieces stay in the core's cache between hashing and the copy to the operating system. This takes two
+        # passes over memory instead of three, so that the writing thread takes less memory bandwidth from training.
         view = memoryview(data).cast('B')
         for start in range(0, len(view), _PIECE):
             piece = view[start : start + _PIECE]
@@ -156,7 +157,7 @@ class HashingWriter:
         return len(view)
 
     def flush(self) -> None:
-        """Do nothing: torch calls this after each tensor, and the caller flushes the file once at the end."""
+        """Do nothing: torch calls this after each tensor, but the caller flushes the file once at the end."""
 
     def tell(self) -> int:
         return self._bytes
@@ -167,7 +168,7 @@ class HashingWriter:
 
 
 def hash_file(path: Path) -> FileRecord:
-    """Return the size and hash of a file on disk, by reading the whole file."""
+    """Read a whole file from disk and return its size and hash."""
     digest, size = xxhash.xxh3_128(), 0
     with path.open('rb') as file:
         for chunk in _chunks(file.fileno()):
@@ -177,10 +178,10 @@ def hash_file(path: Path) -> FileRecord:
 
 
 def _chunks(descriptor: int) -> Iterator[memoryview]:
-    """Yield a file's content in chunks, each valid until the next; threads read ahead while the caller uses one."""
+    """Yield a file's content in chunks, each valid until the next one; threads read ahead in the meantime."""
     size = os.fstat(descriptor).st_size
     starts = range(0, size, _CHUNK)
-    # Buffers are reused: new ones of this size would cost more time than hashing.
+    # Reuse buffers: allocating new ones of this size would take longer than hashing.
     buffers = [memoryview(bytearray(min(size, _CHUNK))) for _ in starts[: _READS_AHEAD + 1]]
     if len(starts) < 2:
         yield from (_read_chunk(descriptor, start, buffers[0]) for start in starts)
@@ -189,7 +190,7 @@ def _chunks(descriptor: int) -> Iterator[memoryview]:
         pending: deque[Future[memoryview]] = deque()
         for number, start in enumerate(starts):
             if number >= len(buffers):
-                # Wait until the caller is done with the oldest chunk, whose buffer this chunk reuses.
+                # Wait until the caller is done with the oldest chunk: its buffer is reused for this one.
                 yield pending.popleft().result()
             pending.append(readers.submit(_read_chunk, descriptor, start, buffers[number % len(buffers)]))
         while pending:
@@ -197,9 +198,9 @@ def _chunks(descriptor: int) -> Iterator[memoryview]:
 
 
 def _read_chunk(descriptor: int, start: int, buffer: memoryview) -> memoryview:
-    """Read the chunk of a file from a position into a buffer; return the part of the buffer that was filled."""
+    """Read a chunk of a file into a buffer, from a given position; return the part of the buffer that was filled."""
     filled = 0
-    # A read may return less than it was asked for, and does on some network file systems.
+    # A read may return fewer bytes than requested; some network file systems do this.
     while count := os.preadv(descriptor, [buffer[filled:]], start + filled):
         filled += count
         if filled == len(buffer):
@@ -208,19 +209,19 @@ def _read_chunk(descriptor: int, start: int, buffer: memoryview) -> memoryview:
 
 
 def checkpoint_name(batch: int) -> str:
-    """Return the folder name of the checkpoint after this number of batches, such as `ba500`."""
+    """Return the folder name of the checkpoint after a number of batches, such as `ba500`."""
     return f'ba{batch}'
 
 
 def batch_number(path: Path) -> int | None:
-    """Return the batch number in a checkpoint's name, or None if it is not the name of a checkpoint."""
+    """Return the batch number in a checkpoint's name, or None if the name is not a checkpoint's."""
     found = re.fullmatch(r'ba(\d+)', path.name)
     return int(found[1]) if found else None
 
 
 def unfinished_path(folder: Path, batch: int) -> Path:
-    """Return the temporary path for writing a checkpoint before it is renamed; it is the same on every rank."""
-    # `new_unfinished` would differ between ranks, but under FSDP2 all ranks write into this folder.
+    """Return the temporary path, equal on every rank, under which a checkpoint is written before it is renamed."""
+    # `new_unfinished` would return a different path on each rank, but under FSDP2 all ranks write into this folder.
     return folder / f'.{checkpoint_name(batch)}.unfinished'
 
 
@@ -230,7 +231,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
     Raises:
         OSError: The folder exists but cannot be listed.
     """
-    # Path.glob would hide errors: the run would look as if it had no checkpoints and start from scratch.
+    # Do not use Path.glob, which hides errors: the run would seem to have no checkpoints and start from scratch.
     found: dict[int, Path] = {}
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
         for entry in entries:
@@ -244,35 +245,36 @@ def publish(work: Path, final: Path, files: Mapping[str, FileRecord], about: Map
     """Complete a checkpoint: write its receipt, rename its folder to the final path, and point `latest` to it.
 
     Args:
-        work: The temporary folder; its files must be flushed already.
-        final: The final path; an existing checkpoint is replaced.
+        work: The temporary folder, whose files must already be flushed.
+        final: The final path; an existing checkpoint there is replaced.
         files: Size and hash of each file, by name.
         about: Additional fields of the receipt, such as the batch.
     """
     with (work / RECEIPT).open('w', encoding='utf-8') as file:
         file.write(receipt_text(files, about))
         flush(file)
-    # Do not create the run's folder: if it is missing, its file system is not mounted, which a new one would hide.
+    # Do not create the run's folder: if it is missing, its file system is not mounted, and a new folder would hide
+    # that.
     replace_folder(work, final, create_folder=False)
     link_latest(final)
 
 
 def receipt_text(files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> str:
-    """Return the content of a receipt.json; arguments as for `publish`."""
+    """Return the content of a receipt.json; see `publish` for the arguments."""
     records = {name: asdict(record) for name, record in sorted(files.items())}
     return json.dumps({'format': FORMAT, **about, 'files': records}, indent=2)
 
 
 def link_latest(checkpoint: Path) -> None:
-    """Point the symbolic link `latest` in the run's folder to a checkpoint; an error is logged."""
-    # A new link is renamed over the old one, so that `latest` exists at every moment.
+    """Point the symbolic link `latest` in the run's folder to a checkpoint; errors are logged."""
+    # Rename a new link over the old one, so that `latest` always exists.
     link = checkpoint.with_name(f'.{LATEST}.unfinished')
     try:
         link.unlink(missing_ok=True)
         link.symlink_to(checkpoint.name)
         os.replace(link, checkpoint.with_name(LATEST))
         sync_folder(checkpoint.parent)
-    except OSError as error:  # not all file systems have links, and checkpoints are found without this one
+    except OSError as error:  # some file systems have no links, and checkpoints can be found without this one
         log.warning('%s: the link %s does not point to it (%s)', checkpoint, LATEST, error)
 
 
@@ -281,17 +283,17 @@ def read_receipt(checkpoint: Path) -> dict[str, Any]:
 
     Raises:
         DamagedCheckpoint: The receipt is missing, cannot be parsed, lacks a required file, lists a path outside the
-            folder, or has another batch than the folder's name.
+            folder, or has a different batch than the folder's name.
         UserError: The checkpoint has another format.
         OSError: The receipt cannot be read, or the checkpoint's folder has vanished.
     """
     path = checkpoint / RECEIPT
     try:
-        # Read bytes: text that is not UTF-8 is damage, which `parse_receipt` reports.
+        # Read bytes: `parse_receipt` reports non-UTF-8 content as damage.
         text = path.read_bytes()
     except FileNotFoundError as error:
         if not checkpoint.is_dir():
-            raise  # its file system is no longer mounted, which is not damage
+            raise  # if its file system is no longer mounted, that is not damage
         raise DamagedCheckpoint(f'{checkpoint}: {RECEIPT} is missing') from error
     return parse_receipt(text, str(checkpoint), sharded=(checkpoint / INDEX).exists())
 
@@ -300,11 +302,11 @@ def parse_receipt(text: bytes, checkpoint: str, *, sharded: bool = False) -> dic
     """Return the content of a receipt.json.
 
     Args:
-        checkpoint: Path or URL of the checkpoint, whose last part is its name.
+        checkpoint: Path or URL of the checkpoint; its last part is the checkpoint's name.
         sharded: True if the checkpoint has an index of sharded tensors.
 
     Raises:
-        DamagedCheckpoint: As for `read_receipt`.
+        DamagedCheckpoint: As in `read_receipt`.
         UserError: The checkpoint has another format.
     """
     path = f'{checkpoint}/{RECEIPT}'
@@ -335,8 +337,8 @@ def parse_receipt(text: bytes, checkpoint: str, *, sharded: bool = False) -> dic
 
 
 def all_damaged(place: str, damages: Sequence[str]) -> UserError:
-    """Return the error of a run whose checkpoints are all damaged."""
-    # Never start from scratch instead: the run would overwrite checkpoints that may be repairable.
+    """Return the error to raise if all checkpoints of a run are damaged."""
+    # Never start from scratch: the run would overwrite checkpoints that may be repairable.
     return UserError(
         f'{place}: all {len(damages)} checkpoints are damaged: {"; ".join(damages[:3])}; '
         'restore one from a backup, or change the name of the run to start over'
@@ -344,7 +346,7 @@ def all_damaged(place: str, damages: Sequence[str]) -> UserError:
 
 
 def run_id_of(checkpoint: Path) -> str | None:
-    """Return the id of the run that saved a checkpoint; None if its receipt is damaged or names none."""
+    """Return the id of the run that saved a checkpoint, or None if the receipt is damaged or has no id."""
     try:
         found = read_with_retries(lambda: read_receipt(checkpoint)).get('run')
     except DamagedCheckpoint:
@@ -354,7 +356,7 @@ def run_id_of(checkpoint: Path) -> str | None:
 
 def read_with_retries(read: Callable[[], Result]) -> Result:
     """Return the result of `read`, calling it again after an I/O error, with the pauses of RETRY_PAUSES_SECONDS."""
-    # ESTALE, EIO and ETIMEDOUT of a network file system are often transient, and falling back to an older checkpoint
+    # On a network file system ESTALE, EIO and ETIMEDOUT are often transient, and falling back to an older checkpoint
     # would cost a large run hours.
     for pause in RETRY_PAUSES_SECONDS:
         try:
@@ -369,9 +371,9 @@ def read_with_retries(read: Callable[[], Result]) -> Result:
 
 
 def set_aside(newest: Path) -> None:
-    """Rename the checkpoints newer than `newest`, which are damaged, and point `latest` to `newest`."""
-    # Update the link first: it must not dangle if the process is killed in between. The checkpoints are renamed instead
-    # of removed, since they may be repairable, and the run will write new ones under their names.
+    """Rename the damaged checkpoints that are newer than `newest`, and point `latest` to `newest`."""
+    # Update the link first, so that it does not dangle if the process is killed in between. Checkpoints are renamed
+    # instead of removed because they may be repairable and the run will write new ones under their names.
     link = newest.with_name(LATEST)
     if not link.is_symlink() or os.readlink(link) != newest.name:
         link_latest(newest)
@@ -384,20 +386,20 @@ def set_aside(newest: Path) -> None:
 
 
 def remove_unfinished_saves(folder: Path) -> None:
-    """Remove incomplete checkpoints that a killed process left while it wrote, replaced or removed them."""
+    """Remove incomplete checkpoints left behind by a process killed while writing, replacing or removing them."""
     for pattern in ('.ba*.unfinished*', f'ba*{UNFINISHED}*'):
         for path in [*folder.glob(pattern)]:
             remove(path)
 
 
 def remove_others(checkpoint: Path) -> None:
-    """Remove all other checkpoints next to a checkpoint, which itself need not exist yet."""
+    """Remove all other checkpoints next to a checkpoint, which need not exist yet itself."""
     for path in list_checkpoints(checkpoint.parent):
         if path.name != checkpoint.name:
             remove(path)
 
 
 def flush(file: IO[Any]) -> None:
-    """Flush an open file to the operating system and from there to the disk."""
+    """Flush an open file to the operating system, and from there to disk."""
     file.flush()
     os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Verification of checkpoints, and reading of their weights without executing pickled code."""
+"""Verify checkpoints, and read their weights without executing pickled code."""
 
 import logging
 import os
@@ -31,17 +31,17 @@ from diffusion.errors import UserError
 log = logging.getLogger(__name__)
 
 TRAINING_ONLY = ('feature_projector.',)
-"""Prefixes of the names of tensors that a model without representation alignment does not have."""
+"""Name prefixes of tensors that only exist in models trained with representation alignment."""
 Weights = Literal['ema', 'training']
 FILES_AT_ONCE = 8
-"""Number of files of a checkpoint that are read at the same time."""
+"""Number of checkpoint files that are read concurrently."""
 
 
 class NoAverages(UserError):
     """Error for a checkpoint without averaged weights.
 
     Attributes:
-        reason: The checkpoint, and why it has none.
+        reason: Names the checkpoint and says why it has no averages.
     """
 
     def __init__(self, reason: str) -> None:
@@ -50,19 +50,19 @@ class NoAverages(UserError):
 
 
 def verify_checkpoint(checkpoint: Path) -> None:
-    """Check every file of a checkpoint against its receipt; reads all data, several files at a time.
+    """Check every file of a checkpoint against its receipt. Reads all data, several files concurrently.
 
     Raises:
-        DamagedCheckpoint: A file is damaged; the message has its path and the difference.
-        OSError: A file cannot be read after several tries, which does not mean that it is damaged.
+        DamagedCheckpoint: A file is damaged; the message names its path and the difference.
+        OSError: A file cannot be read after several tries, which does not imply damage.
     """
     receipt = read_with_retries(lambda: read_receipt(checkpoint))
 
     def check(name: str) -> None:
         read_with_retries(lambda: _check_file(checkpoint / name, receipt['files'][name]))
 
-    # xxhash and reads release the interpreter's lock. The first failure ends the check: files that no thread has begun
-    # are not read.
+    # xxhash and file reads release the GIL. The first failure ends the check: files that no thread has started to read
+    # are skipped.
     with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
         try:
             for _ in pool.map(check, receipt['files']):
@@ -80,7 +80,8 @@ def verify_checkpoint(checkpoint: Path) -> None:
 def _check_file(path: Path, expected: FileRecord) -> None:
     """Raise DamagedCheckpoint if a file is missing, or has another size or hash than expected."""
     try:
-        # Ask the open file for its size: a network file system asks its server at an open, but stat() may be cached.
+        # Ask the open file for its size: opening a file makes a network file system ask its server, while stat() may be
+        # cached.
         with path.open('rb') as file:
             size = os.fstat(file.fileno()).st_size
         if size != expected.bytes:
@@ -89,28 +90,28 @@ def _check_file(path: Path, expected: FileRecord) -> None:
             raise DamagedCheckpoint(f'{path}: the content has changed since it was written (xxh3_128 differs)')
     except FileNotFoundError as error:
         if not path.parent.is_dir():
-            raise  # the whole folder has vanished, which is a fault of the file system
+            raise  # the whole folder has vanished, which is a file system fault
         raise DamagedCheckpoint(f'{path}: the file does not exist') from error
 
 
 def read_content(path: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint's pickle with tensors on the CPU, without executing pickled code.
+    """Return the content of a checkpoint's pickle, with tensors on the CPU, without executing pickled code.
 
     Args:
-        path: A folder of this library, whose sharded tensors are not in the pickle, or a file of Composer's own saver.
+        path: A checkpoint folder, whose sharded tensors are not in the pickle, or a file of Composer's own saver.
 
     Raises:
-        UserError: The file is damaged, or contains objects of classes that are not on the list of safe ones.
+        UserError: The file is damaged, or contains objects of classes that are not on the safe list.
         OSError: The file cannot be read after several tries.
     """
     return read_with_retries(lambda: _read_file(path / STATE if path.is_dir() else path))
 
 
 def _read_file(file: Path) -> dict[str, Any]:
-    """Return the content of a file of torch.save, without executing pickled code."""
+    """Return the content of a file written by torch.save, without executing pickled code."""
     _check_archive(file)
     try:
-        # mmap avoids copying a large file into memory for the few tensors that a caller may need.
+        # With mmap, a caller that needs only a few tensors does not copy a large file into memory.
         with torch.serialization.safe_globals(_safe_globals()):
             content = torch.load(file, map_location='cpu', weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
@@ -122,9 +123,9 @@ def _read_file(file: Path) -> dict[str, Any]:
             'imports'
         ) from error
     except RuntimeError as error:
-        # torch has no error class for a damaged zip archive; the name of its reader is in the message.
+        # torch has no error class for a damaged zip archive, but the message contains the name of its reader.
         if 'PytorchStreamReader' not in str(error):
-            # The message for a file that cannot be opened or mapped ends with the errno: "... (116)".
+            # If a file cannot be opened or mapped, the message ends with the errno: "... (116)".
             if (number := re.search(r'\((\d+)\)$', str(error).strip().splitlines()[0])) is None:
                 raise
             raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
@@ -136,11 +137,11 @@ def _read_file(file: Path) -> dict[str, Any]:
 
 
 def _check_archive(file: Path) -> None:
-    """Raise UserError if a file is not a complete, uncompressed zip archive, as torch.save writes it."""
-    # torch.load raises errors of many types for a truncated archive, which cannot be distinguished from bugs.
+    """Raise UserError unless a file is a complete, uncompressed zip archive, as written by torch.save."""
+    # For a truncated archive, torch.load raises many types of errors that cannot be told apart from bugs.
     with file.open('rb') as opened:
         start, size = opened.read(4), opened.seek(0, os.SEEK_END)
-        opened.seek(max(0, size - 22))  # size of zip's end-of-central-directory record
+        opened.seek(max(0, size - 22))  # size of a zip file's end-of-central-directory record
         end = opened.read(4)
     if start != b'PK\x03\x04':
         raise UserError(f'{file}: not a checkpoint (it is not a zip archive of torch.save); use another one')
@@ -153,7 +154,7 @@ def _check_archive(file: Path) -> None:
             compressed = [each.filename for each in archive.infolist() if each.compress_type != zipfile.ZIP_STORED]
     except zipfile.BadZipFile as error:
         raise UserError(f'{file}: not readable ({error}); it may be truncated, use an earlier checkpoint') from error
-    # torch would decompress an entry of any size into memory before it looks at it.
+    # torch would decompress an entry of any size into memory before looking at it.
     if compressed:
         raise UserError(f'{file}: {compressed[0]} is compressed, which torch.save never does; use another checkpoint')
 
@@ -162,10 +163,10 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     """Verify a checkpoint and return its `state`, including the model's weights.
 
     Raises:
-        UserError: The checkpoint is damaged, has no model, or may not be read.
+        UserError: The checkpoint is damaged, has no model, or access is denied.
     """
     try:
-        # A file of Composer's own saver has no receipt.
+        # Files of Composer's own saver have no receipt.
         if path.is_dir():
             verify_checkpoint(path)
         state = read_content(path)['state']
@@ -179,7 +180,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def is_sharded(path: Path) -> bool:
-    """Return True if each rank has saved its own shards of a checkpoint's tensors, False if rank 0 saved them whole."""
+    """Return True if each rank saved its own shards of a checkpoint's tensors, False if rank 0 saved full tensors."""
     return (path / sharded_state.INDEX).is_file()
 
 
@@ -191,7 +192,7 @@ def weights_of(path: Path, which: Weights | None = None) -> tuple[dict[str, Tens
             weights.
 
     Raises:
-        UserError: The checkpoint is damaged, or has no averaged weights; the message has the start of averaging.
+        UserError: The checkpoint is damaged, or has no averaged weights; the message says when averaging starts.
     """
     state = read_checkpoint(path)
     model = dict(state['model'])
@@ -203,7 +204,7 @@ def weights_of(path: Path, which: Weights | None = None) -> tuple[dict[str, Tens
         start = ema.get('ema_start')
         why = f'its EMA would have started at {start}' if start else 'its run had no EMA'
         raise NoAverages(f'{path}: it has no averaged weights ({why})')
-    # The averages include trained parameters only; the rest, such as buffers, comes from the training weights.
+    # Averages only include trained parameters; the rest, such as buffers, comes from the training weights.
     averages = (
         ema['averages']['ema'] if ema.get('averages') else sharded_state.read_all_tensors(path, 'averages.EMA.ema.')
     )
@@ -211,7 +212,7 @@ def weights_of(path: Path, which: Weights | None = None) -> tuple[dict[str, Tens
 
 
 def has_averages(state: Mapping[str, Any]) -> bool:
-    """Return True if a checkpoint's state has weights that `algorithms.ema` has averaged."""
+    """Return True if a checkpoint's state contains weights averaged by `algorithms.ema`."""
     ema = dict(state.get('algorithms', [])).get('EMA', {})
     return bool(ema.get('averages') or ema.get('sharded_averages'))
 
@@ -223,13 +224,13 @@ def check_architecture(
     *,
     way_out: str = 'use the model settings that it was saved with',
 ) -> None:
-    """Check that the names and shapes of a model's tensors equal those of a checkpoint.
+    """Check that a model's tensors have the same names and shapes as those of a checkpoint.
 
     Args:
         own: Shapes of the model's tensors by name.
         stored: Shapes of the checkpoint's tensors by name.
         where: The checkpoint, for messages.
-        way_out: End of the message.
+        way_out: End of the error message: what to do.
 
     Raises:
         UserError: The architectures differ; the message lists the first differences.
@@ -246,7 +247,8 @@ def check_architecture(
 def load_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> None:
     """Copy weights into a model whose tensors must have exactly these names and shapes.
 
-    Only the tensors of `TRAINING_ONLY` may be missing on either side: they are left out, or keep their values.
+    Only the tensors of `TRAINING_ONLY` may be missing on either side: extra ones are ignored, missing ones keep their
+    values.
 
     Raises:
         UserError: The names or shapes differ.
@@ -259,10 +261,10 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> No
 
 
 def with_own_training_parts(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-    """Return weights for a model: drop the tensors of `TRAINING_ONLY` that it lacks, and keep its own for missing ones.
+    """Adapt weights to a model: drop tensors of `TRAINING_ONLY` that it lacks, and use its own values for missing ones.
 
     Args:
-        weights: Weights of another model by name.
+        weights: Weights of another model, by name.
         own: The model's tensors by name.
         where: The source of the weights, for the log.
     """
@@ -274,8 +276,8 @@ def with_own_training_parts(weights: Mapping[str, Tensor], own: Mapping[str, Ten
 
 
 def _safe_globals() -> list[Any]:
-    """Return the classes that checkpoints may contain besides tensors: versions, times and NumPy's random states."""
-    # Take the function from an array, since its module has different names in NumPy 1 and 2.
+    """Return the classes allowed in checkpoints besides tensors: versions, times and NumPy's random states."""
+    # Take the function from an array, since NumPy 1 and 2 have it in modules of different names.
     reconstruct = np.zeros(1).__reduce__()[0]
     dtypes = [type(np.dtype(name)) for name in ('bool', 'uint32', 'int64', 'float32', 'float64')]
     return [TorchVersion, timedelta, np.ndarray, np.dtype, reconstruct, *dtypes]

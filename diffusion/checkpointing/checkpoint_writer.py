@@ -1,4 +1,4 @@
-"""Saving of one checkpoint by all ranks, step by step: collect the state, write the files, publish the checkpoint."""
+"""Save one checkpoint from all ranks, step by step: collect the state, write the files, publish the checkpoint."""
 
 import datetime
 import errno
@@ -29,22 +29,22 @@ from diffusion.storage.direct_file import open_for_writing
 from diffusion.storage.retry import DISK_FULL_ERRORS
 
 PICKLED_AT_ONCE = 2
-"""Objects, most of them tensors, that a save in the background pickles between two pauses."""
+"""Number of objects, mostly tensors, that a background save pickles between two pauses."""
 PICKLING_PAUSE_SECONDS = 0.001
 
 
 class SaveFailed(OSError):
     """Error for a checkpoint that could not be written because of a storage fault; raised on every rank.
 
-    Training may continue to the next save. `errno` is that of the fault.
+    Training may continue until the next save. `errno` is the fault's.
     """
 
     def __str__(self) -> str:
-        return self.strerror or super().__str__()  # without the errno's number, since the message says it in words
+        return self.strerror or super().__str__()  # omit the errno, since the message describes it in words
 
 
 def describe_fault(fault: OSError, folder: Path, *, needed_bytes: int) -> str:
-    """Return a storage fault in words, such as `no space left on runs/a: 13.85 GiB needed, 2.10 GiB free`.
+    """Describe a storage fault in words, such as `no space left on runs/a: 13.85 GiB needed, 2.10 GiB free`.
 
     Args:
         needed_bytes: Size of the checkpoint.
@@ -55,13 +55,13 @@ def describe_fault(fault: OSError, folder: Path, *, needed_bytes: int) -> str:
     what = 'the disk quota is used up on' if fault.errno == errno.EDQUOT else 'no space left on'
     try:
         free = f', {_gib(shutil.disk_usage(folder).free)} free'
-    except OSError:  # the file system no longer answers
+    except OSError:  # the file system no longer responds
         free = ''
     return f'{what} {folder}: {_gib(needed_bytes)} needed{free}'
 
 
 def way_out(number: int | None) -> str:
-    """Return the user's next step after a save that failed with this errno."""
+    """Return what the user should do after a save failed with this errno."""
     if number in DISK_FULL_ERRORS:
         return 'free some space and start the same command again'
     return 'check the storage of the run and start the same command again'
@@ -72,12 +72,12 @@ def _gib(size: float) -> str:
 
 
 class Collected(NamedTuple):
-    """The part of a checkpoint that one rank writes.
+    """The part of a checkpoint that a single rank writes.
 
     Args:
-        content: The content of state.pt; empty on other ranks than 0.
-        sharded: The write of the sharded tensors, if they are written by all ranks.
-        sharded_bytes: Bytes of the sharded tensors on all ranks together.
+        content: The content of state.pt; empty on ranks other than 0.
+        sharded: The write of the sharded tensors, if each rank writes its shards.
+        sharded_bytes: Total size of the sharded tensors over all ranks.
     """
 
     content: Mapping[str, Any]
@@ -91,10 +91,10 @@ class Collected(NamedTuple):
 
 
 def collect(state: State, folder: Path, progress: WriteProgress | None = None, *, sharded_tensors: bool) -> Collected:
-    """Return what this rank writes of a checkpoint of this state; a collective.
+    """Collect what this rank writes to a checkpoint of this state; a collective.
 
     Args:
-        folder: Folder of the checkpoint's files, into which nothing is written yet.
+        folder: Folder for the checkpoint's files; nothing is written yet.
         sharded_tensors: True if each rank writes its shards, False if rank 0 writes all tensors.
     """
     content, tensors = gather_state(state, sharded_tensors=sharded_tensors)
@@ -104,24 +104,25 @@ def collect(state: State, folder: Path, progress: WriteProgress | None = None, *
 
 
 class SaveInProgress:
-    """A save of a checkpoint of a trainer's state, in three steps.
+    """Save of a checkpoint of a trainer's state, in three steps.
 
-    The constructor, a collective, collects the state. `write` writes this rank's files; with a snapshot a thread may
-    run it while training continues. `publish`, a collective, makes the checkpoint exist once all ranks have written.
-    Until then no checkpoint appears under the final name; if a step fails, the files written so far are removed.
+    The constructor, a collective, collects the state. `write` writes this rank's files; if there is a snapshot, it can
+    run in a thread while training continues. `publish`, a collective, completes the checkpoint once all ranks have
+    written. Until then there is no checkpoint with the final name; if a step fails, the files written so far are
+    removed.
 
     Most of a snapshot is copied during the next batch, before the optimizer changes the weights: training must call
     `start_copy` when the batch starts and `end_copy` before the optimizer's step. `write` waits for the copies.
 
     Args:
-        storage: The run's storage or a tier, already open.
+        storage: The opened storage of the run, or a tier.
         sharded_tensors: True if each rank writes its shards of the tensors, False if rank 0 writes all of them.
         recipe_text: The resolved recipe, stored as recipe.yaml; empty for none.
-        buffers: Memory for a snapshot of the state; None takes no snapshot.
+        buffers: Memory for a snapshot of the state; with None no snapshot is taken.
 
     Raises:
-        SaveFailed: A rank met a storage fault; on every rank.
-        NonFiniteWeights: Weights are NaN or infinite; on every rank, before anything is written.
+        SaveFailed: A rank hit a storage fault. Raised on every rank.
+        NonFiniteWeights: Weights are NaN or infinite. Raised on every rank, before anything is written.
     """
 
     def __init__(
@@ -137,13 +138,13 @@ class SaveInProgress:
         self.name = storage.name_of(self.batch)
         self.progress = WriteProgress()
         self.write_seconds = 0.0
-        """Duration of `write` on this rank, without its pauses."""
+        """Duration of `write` on this rank, excluding its pauses."""
         self.total_seconds = 0.0
-        """Time from the start of the save to the publication."""
+        """Time from the start of the save to its publication."""
         self.published = False
         self._began = time.monotonic()
         self.has_snapshot = False
-        """True if `write` does not need the trainer's state any more."""
+        """True if `write` no longer needs the trainer's state."""
         self._storage, self._work = storage, storage.work_folder(self.batch)
         self._recipe_text = recipe_text
         self._needed_bytes = 0
@@ -159,7 +160,7 @@ class SaveInProgress:
             self._collect(state, sharded_tensors=sharded_tensors, buffers=buffers)
 
     def write(self) -> None:
-        """Write this rank's files and store them; not a collective. `publish` raises an error of this method."""
+        """Write this rank's files and store them; not a collective. Errors are raised later, by `publish`."""
         rank = dist.get_global_rank()
         try:
             if self._copies is not None:
@@ -180,10 +181,10 @@ class SaveInProgress:
                 if self._recipe_text:
                     path = self._work / checkpoint_store.RECIPE
                     self._records[checkpoint_store.RECIPE] = _write_text(self._recipe_text, path)
-            self.progress.check()  # an abandoned save is not uploaded
+            self.progress.check()  # do not upload an abandoned save
         except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
             self._error = error
-        # A rank that failed calls this too, without files: its peers in a tier wait for an exchange with it.
+        # A rank that failed also calls this, without files: its peers in a tier wait for the exchange.
         try:
             self._storage.upload(self._work, {} if self._error else self._records, self.batch, self.progress.check)
         except Exception as error:
@@ -191,10 +192,10 @@ class SaveInProgress:
         self.write_seconds = time.monotonic() - began - self.progress.paused_seconds
 
     def publish(self) -> str:
-        """Publish the checkpoint after `write` has ended on all ranks, and return its path or URL; a collective.
+        """Publish the checkpoint after `write` has ended on all ranks; return its path or URL. A collective.
 
         Raises:
-            SaveFailed: A rank met a storage fault, in `write` or here; on every rank.
+            SaveFailed: A rank hit a storage fault in `write` or here. Raised on every rank.
         """
         # All ranks continue or all raise after each step: a rank that raised alone would leave the others waiting in
         # the next collective until its timeout.
@@ -213,12 +214,12 @@ class SaveInProgress:
         return self.name
 
     def start_copy(self) -> None:
-        """Start the copies of tensors that only the optimizer's step changes, unless they have been started."""
+        """Start copying tensors that only the optimizer's step changes, unless copying has started already."""
         if self._copies is not None:
             self._copies.start()
 
     def end_copy(self) -> None:
-        """Wait for the copies that have been started, before the optimizer's step."""
+        """Before the optimizer's step, wait for copies that have been started."""
         if self._copies is not None and not self._copies.wait_before_change():
             self._error = SaveFailed(
                 errno.EAGAIN,
@@ -227,7 +228,7 @@ class SaveInProgress:
             )
 
     def abandon(self) -> None:
-        """End `write` at its next write to a file, from another thread; `discard` must follow."""
+        """From another thread, stop `write` at its next write to a file; `discard` must follow."""
         self.progress.abandon()
         if self._copies is not None:
             self._copies.give_up()
@@ -238,8 +239,8 @@ class SaveInProgress:
 
     def _collect(self, state: State, *, sharded_tensors: bool, buffers: SnapshotBuffers | None) -> None:
         """Collect the state to write, or a snapshot of it; a collective."""
-        # The collectives in this call may raise on one rank only. That must not count as a failed save: this rank
-        # would continue training while the others wait for it.
+        # The collectives in this call may fail on a single rank. That must not count as a failed save: this rank would
+        # continue training while the others wait for it.
         collected = collect(state, self._work, self.progress, sharded_tensors=sharded_tensors)
         self._about = _about(state, sharded_tensors=sharded_tensors) | {'run': self._storage.run_id}
         self._content, self._sharded = collected.content, collected.sharded
@@ -267,7 +268,7 @@ class SaveInProgress:
 
     @contextmanager
     def _discard_on_error(self) -> Iterator[None]:
-        """Remove the files of this save if the block raises: they are useless, and a full disk needs the space."""
+        """Remove this save's files if the block raises: they are useless, and a full disk needs the space."""
         try:
             yield
         except (Exception, CheckpointException):  # CheckpointException is a BaseException
@@ -280,7 +281,7 @@ class SaveInProgress:
 
 @contextmanager
 def _as_save_failed(name: str, folder: Path, needed_bytes: int = 0) -> Iterator[None]:
-    """Raise SaveFailed for an error that a storage fault caused; the block must raise on all ranks or on none."""
+    """Raise SaveFailed for errors caused by a storage fault; the block must raise on all ranks or on none."""
     try:
         yield
     except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
@@ -292,16 +293,16 @@ def _as_save_failed(name: str, folder: Path, needed_bytes: int = 0) -> Iterator[
 
 
 def _yielding_pickle(reductions: dict[int, Any]) -> Any:
-    """Return a stand-in for the module `pickle` with a pickler that pauses, so that the training thread can run.
+    """Return a substitute for the `pickle` module whose pickler pauses, so that the training thread can run.
 
     Args:
         reductions: `SnapshotBuffers.reductions`, which it completes.
     """
 
     class Pickler(pickle.Pickler):
-        # pickle calls this for each object except numbers, text and containers. A tensor takes 70 us, or half of that
-        # if its reduction is known, and the training thread waits for the interpreter meanwhile. Pickling 3,430 tensors
-        # without pauses makes a step of 1.3 s longer by 0.15 s; pauses spread that over several steps.
+        # pickle calls this for each object except numbers, text and containers. A tensor takes 70 us (half of that if
+        # its reduction is known), during which the training thread waits for the GIL. Pickling 3,430 tensors without
+        # pauses lengthens a step of 1.3 s by 0.15 s; pauses spread this over several steps.
         def reducer_override(self, value: object) -> Any:
             self._count: int = getattr(self, '_count', 0) + 1
             if self._count % PICKLED_AT_ONCE == 0:
@@ -312,7 +313,7 @@ def _yielding_pickle(reductions: dict[int, Any]) -> Any:
                 reductions[key] = value.__reduce_ex__(torch.serialization.DEFAULT_PROTOCOL)
             return reductions[key]
 
-    return type('pickle', (), {'Pickler': Pickler})  # torch asks for its name
+    return type('pickle', (), {'Pickler': Pickler})  # torch reads the module's name
 
 
 def _write_state(
@@ -321,7 +322,7 @@ def _write_state(
     """Write the content of state.pt to a file, and return its size and hash.
 
     Args:
-        reductions: `SnapshotBuffers.reductions` for a snapshot, while another thread trains; otherwise None.
+        reductions: `SnapshotBuffers.reductions` if a snapshot is written while another thread trains; otherwise None.
     """
     with open_for_writing(path) as file:
         writer = checkpoint_store.HashingWriter(file, progress)

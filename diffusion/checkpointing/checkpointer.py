@@ -31,10 +31,10 @@ from diffusion.runs import run_lock
 log = logging.getLogger(__name__)
 
 LAST_SAVE_PAUSES_SECONDS = (2.0, 8.0, 20.0, 30.0)
-"""Pauses between the tries of a required save: the save at the end of the run, one before the run stops, and the last
-one allowed after others have failed."""
+"""Pauses between the tries of a required save: the save at the end of the run, a save before the run stops, or the last
+save that may be tried after others have failed."""
 SLOW_SECONDS = 1.0
-"""A save that waits longer than this for the one before logs that the save interval is too short."""
+"""If a save waits longer than this for the previous one, the log says that the save interval is too short."""
 
 Outcome = Literal['saved', 'failed', 'made room']
 
@@ -52,23 +52,22 @@ def _check_resume(resume: object) -> None:
 class Checkpointer(CheckpointSaver):
     """Callback that saves checkpoints atomically (`checkpoint_store`) and resumes from one.
 
-    A storage fault of any rank, such as a full disk, fails the save on all ranks: the unfinished checkpoint is removed,
-    the metric `checkpoint/failed_saves` counts it, and training continues to the next save. The run ends if a save
-    fails that it cannot do without, after retries for a minute: the third in a row, the save at the end of training, or
-    one that was requested because the run stops. Composer uses this callback instead of creating its own
-    CheckpointSaver.
+    If any rank has a storage fault, such as a full disk, the save fails on all ranks: the unfinished checkpoint is
+    removed, the metric `checkpoint/failed_saves` is incremented, and training continues until the next save. Some saves
+    are required: the third after two failures in a row, the save at the end of training, and a save before the run
+    stops. These are retried for a minute, and the run ends if they still fail. Composer uses this callback instead of
+    creating its own CheckpointSaver.
 
     An `asynchronous` save hardly blocks training. Weights, optimizer state and averages are copied to host memory
-    during the forward and backward pass of the next batch, which do not change them. A thread writes the copy, and at a
+    during the next batch's forward and backward pass, which does not change them. A thread writes the copy, and at a
     later batch all ranks agree that it is complete and publish it. Only one save runs at a time; the next waits for it.
-    The last save of training, saves before the run stops, and saves without enough memory for a copy block training
-    until they are complete.
+    Training is blocked during the last save, saves before the run stops, and saves without enough memory for a copy.
 
     Args:
         storage: The run's folder, on a file system that all nodes share, or its URL in an object store, or an open
             `RunStorage`.
-        save_interval: A Composer time string, a time such as `10m`, or `auto`, which chooses the time from the
-            duration of saves and the failures of the run. The end of training is always saved.
+        save_interval: A Composer time string, a time such as `10m`, or `auto`, which chooses the interval from the
+            duration of saves and the run's failures. The end of training is always saved.
         keep: Checkpoints to keep (`retention`); None keeps all.
         sharded: If True, each rank writes its shards of model, optimizer and weight averages, which requires FSDP2;
             otherwise rank 0 writes them unsharded. Both formats can be read by any number of ranks with any strategy.
@@ -86,8 +85,8 @@ class Checkpointer(CheckpointSaver):
     """
 
     # This is a subclass of Composer's CheckpointSaver, since the Trainer looks for one by type and asks it when to
-    # save. Its saving is replaced: Composer 0.32.1 writes to the final name, without a flush, so that a process killed
-    # during a save leaves a truncated file.
+    # save. The saving itself is replaced: Composer 0.32.1 writes directly to the final name without flushing, so a
+    # process killed during a save leaves a truncated file.
 
     def __init__(
         self,
@@ -115,7 +114,7 @@ class Checkpointer(CheckpointSaver):
             save_interval=self._timed or save_interval,
             overwrite=True,
         )
-        self.tmp_dir_for_symlink.cleanup()  # used for uploads only, which this class does not do
+        self.tmp_dir_for_symlink.cleanup()  # only used for uploads, which this class does not do
         self.keep = keep
         self.sharded = sharded
         self.resume = None if resume == 'auto' else resume
@@ -134,12 +133,12 @@ class Checkpointer(CheckpointSaver):
 
     @property
     def is_saving(self) -> bool:
-        """True from the snapshot of a save to its publication at a later batch."""
+        """True from the snapshot of a save until the checkpoint is published at a later batch."""
         return self._running is not None
 
     @property
     def snapshot_bytes(self) -> int:
-        """Size of this rank's memory for snapshots."""
+        """Size in bytes of this rank's memory for snapshots."""
         return 0 if self._buffers is None else self._buffers.nbytes
 
     def init(self, state: State, logger: Logger) -> None:
@@ -162,7 +161,7 @@ class Checkpointer(CheckpointSaver):
     def before_load(self, state: State, logger: Logger) -> None:
         if self.resume is None:
             return
-        # A tier has brought all files to the node; its checkpoint is temporary, so it is not listed as saved.
+        # A tier has brought all files to the node. Its checkpoint is temporary, so do not list it as saved.
         from_storage = self.resume.parent == self.storage.folder
         fetch = self.storage.fetch if from_storage else present
         self._random_state = load_checkpoint(state, logger, self.resume, fetch)
@@ -172,9 +171,10 @@ class Checkpointer(CheckpointSaver):
         log.info('resumed from %s', self.resume)
 
     # Noise and timesteps come from counter-based generators keyed by sample ID; torch's generator is for layers that
-    # draw from it, such as dropout. Composer 0.32.1 restores its state only for a Trainer's own load_path. Loaders draw
-    # from the generator when they start. The state of a checkpoint within an epoch is therefore restored at the first
-    # batch, after the loader's start; that of the end of an epoch before the next epoch's loader starts.
+    # draw from it, such as dropout. Composer 0.32.1 restores its state only if the Trainer's own load_path is set.
+    # Loaders draw from the generator when they start. For a checkpoint within an epoch, the state is therefore restored
+    # at the first batch, after the loader has started; for one from the end of an epoch, before the next epoch's loader
+    # starts.
     def epoch_start(self, state: State, logger: Logger) -> None:
         self._restore_random_state()
 
@@ -183,11 +183,11 @@ class Checkpointer(CheckpointSaver):
         self._start_copies()
 
     def epoch_end(self, state: State, logger: Logger) -> None:
-        # This restores a checkpoint that was saved after the epoch's last batch: no batch has started since.
+        # This restores the state of a checkpoint saved after the epoch's last batch, since no batch has started since.
         self._restore_random_state()
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
-        self._start_copies()  # the loader may need long for the batch
+        self._start_copies()  # loading the batch may take long
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         # Composer runs this event after the backward pass and before the optimizer's step.
@@ -195,7 +195,7 @@ class Checkpointer(CheckpointSaver):
             self._running.end_copy()
         self._tiers.end_copy()
 
-    # Composer's saver stores its list of saved checkpoints; here the run's folder is listed instead.
+    # Composer's saver stores its list of saved checkpoints; this class lists the run's folder instead.
     def state_dict(self) -> dict[str, Any]:
         return {}
 
@@ -204,8 +204,9 @@ class Checkpointer(CheckpointSaver):
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         self._save_at_interval(state, logger, Event.BATCH_CHECKPOINT)
-        # Allocate after the first batch, which creates the optimizer's state, instead of at the first save: the kernel
-        # needs longer to provide new memory than a snapshot takes to fill it, and a lack of memory is logged at once.
+        # Allocate after the first batch, which creates the optimizer's state, instead of at the first save. The kernel
+        # takes longer to provide new memory than a snapshot takes to fill it, and insufficient memory is reported
+        # early.
         if self._buffers is not None and not self._has_memory and not is_last_batch(state):
             self._has_memory = True
             if self._running is None:
@@ -220,15 +221,15 @@ class Checkpointer(CheckpointSaver):
         self._save_at_interval(state, logger, Event.ITERATION_CHECKPOINT)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        # A custom save interval may leave out the end of training.
+        # A custom save interval may not include the end of training.
         if self._running is not None and self._finish_running(logger) != 'saved':
             self._save_checkpoint(state, logger)
         super().fit_end(state, logger)
         self._tiers.clear()
 
     def close(self, state: State, logger: Logger) -> None:
-        # A save still runs here only after an error of training: the ranks cannot agree any more, so nothing is
-        # published. The thread ends at its next write, and the next start removes its files.
+        # A save is still running here only after a training error. The ranks can no longer agree, so nothing is
+        # published. The thread stops at its next write, and the next start removes its files.
         if self._running is not None:
             log.warning('%s: not saved, since the run has ended while it was being written', self._running.save.name)
             self._running.save.abandon()
@@ -239,13 +240,14 @@ class Checkpointer(CheckpointSaver):
     def save_in_time(self, state: State, logger: Logger, notice_seconds: float | None) -> None:
         """Save a checkpoint before the run stops; a collective. `save_now` calls this.
 
-        A running save is finished first, abandoned, or finished instead, as `choose_when_stopping` decides.
+        `choose_when_stopping` decides if a running save is abandoned, or completed before or instead of the new one.
 
         Args:
-            notice_seconds: Seconds until this process is killed; None if it is not, or not known on this rank.
+            notice_seconds: Seconds until this process is killed; None if it will not be killed, or if unknown on this
+                rank.
 
         Raises:
-            SaveFailed: Every try failed; on every rank.
+            SaveFailed: Every try failed. Raised on every rank.
         """
         self._tiers.abandon()
         running = self._running
@@ -260,13 +262,13 @@ class Checkpointer(CheckpointSaver):
         self._tiers.clear()
 
     def _restore_random_state(self) -> None:
-        """Restore the random state of the checkpoint, once, if it was saved by the same number of ranks."""
+        """Restore the checkpoint's random state, once, if it was saved by the same number of ranks."""
         states, self._random_state = self._random_state, None
         if states is not None and len(states) == dist.get_world_size():
             reproducibility.load_rng_state(states)
 
     def finish_save(self, logger: Logger) -> None:
-        """Wait for a save in the background and publish it, before the run stops without another save; a collective."""
+        """Complete and publish a background save before the run stops without another save; a collective."""
         if self._running is not None:
             self._finish_running(logger)
 
@@ -276,14 +278,14 @@ class Checkpointer(CheckpointSaver):
         self._tiers.start_copy()
 
     def _save_at_interval(self, state: State, logger: Logger, event: Event) -> None:
-        """Save a checkpoint if one is due. After a failed save training continues, unless this save is required."""
+        """Save a checkpoint if one is due. Training continues after a failed save, unless the save is required."""
         made_room = False
         if self._running is not None and self._running.poll(state):
             made_room = self._finish_running(logger) == 'made room'
         due = self.save_interval(state, event) and self.last_checkpoint_batch != state.timestamp.batch
         if self._running is not None and self._running.batch == state.timestamp.batch:
             due = False
-        # A save that failed on a full disk is repeated at once if room has been made for it.
+        # Repeat a save that failed on a full disk immediately if room has been made for it.
         if not due and not made_room:
             return
         self._tiers.make_way(logger)
@@ -304,7 +306,8 @@ class Checkpointer(CheckpointSaver):
         Composer and `save_now` call this too.
 
         Raises:
-            SaveFailed: Every try failed; on every rank. The message has the newest checkpoint and the way out.
+            SaveFailed: Every try failed. Raised on every rank; the message names the newest checkpoint and how to fix
+                it.
         """
         if self._running is not None:
             self._finish_running(logger)
@@ -328,11 +331,12 @@ class Checkpointer(CheckpointSaver):
         """Save a checkpoint and remove old ones, or start a save in the background; a collective.
 
         Args:
-            in_background: True only starts the save, if saves are asynchronous.
-            made_room: True if room has been made on a full disk for this save, so that it is not made again.
+            in_background: If saves are asynchronous, only start the save.
+            made_room: True if old checkpoints were already removed from a full disk for this save; this is not
+                repeated.
 
         Raises:
-            SaveFailed: A rank met a storage fault; on every rank.
+            SaveFailed: A rank hit a storage fault. Raised on every rank.
         """
         began = time.monotonic()
         try:
@@ -350,22 +354,22 @@ class Checkpointer(CheckpointSaver):
         self._running.after_making_room = made_room
 
     def _write(self, state: State, *, in_background: bool) -> SaveInProgress:
-        """Save a checkpoint, or only take a snapshot for a save in the background; a collective."""
+        """Save a checkpoint, or only take the snapshot for a background save; a collective."""
         buffers = self._buffers if in_background else None
         save = SaveInProgress(
             state, self.storage, sharded_tensors=self.sharded, recipe_text=self.recipe_text, buffers=buffers
         )
         if not save.has_snapshot:
             if in_background:
-                self._buffers = None  # there is not enough memory
+                self._buffers = None  # not enough memory
             run_on_each_rank(save.write, save.name)
             save.publish()
         return save
 
     def _allocate(self, state: State) -> None:
-        """Allocate the memory for snapshots before the first one, if there is enough; a collective."""
+        """Allocate the memory for snapshots before the first snapshot, if there is enough; a collective."""
         assert self._buffers is not None
-        # Keep the tensors alive until the places exist: a tensor is identified by its address.
+        # Keep the tensors alive until the snapshot's tensors exist: tensors are identified by address.
         collected = collect(state, self.storage.work_folder(state.timestamp.batch.value), sharded_tensors=self.sharded)
         tensors = StateTensors(collected.written)
         if reserve_on_all_ranks(self._buffers, tensors):
@@ -375,7 +379,7 @@ class Checkpointer(CheckpointSaver):
             self._buffers = None
 
     def _wait_for_running(self, logger: Logger) -> Outcome:
-        """Finish the save in the background before the next one that is due, and log once if that takes long."""
+        """Complete the background save before the next one, and log once if that takes long."""
         running, began = self._running, time.monotonic()
         assert running is not None
         outcome = self._finish_running(logger)
@@ -390,10 +394,11 @@ class Checkpointer(CheckpointSaver):
         return outcome
 
     def _finish_running(self, logger: Logger) -> Outcome:
-        """Wait for the save in the background and publish it; a collective.
+        """Complete and publish the background save; a collective.
 
         Returns:
-            `saved`; `failed`, which is counted and reported; or `made room` on a full disk, for another save now.
+            `saved`; `failed`, which is counted and reported; or `made room` if old checkpoints were removed from a full
+            disk, so that the save can be repeated now.
         """
         running, self._running = self._running, None
         assert running is not None
@@ -413,11 +418,11 @@ class Checkpointer(CheckpointSaver):
         """Record a published checkpoint, and remove old ones; a collective.
 
         Args:
-            batch: Composer's number of the batch of the save.
-            began: Value of time.monotonic() at the start of the save, moved by the time that did not block training.
+            batch: Composer's batch number at the save.
+            began: Value of time.monotonic() at the start of the save, plus any time that did not block training.
         """
         self._write_seconds = save.write_seconds
-        # Set this only after the save: `save_now` saves a batch again unless it has this number.
+        # Set this only after the save: `save_now` saves a batch again unless this has its number.
         self.last_checkpoint_batch = batch
         self.saved_checkpoints.append(save.name)
         self.failed_saves.succeeded()

@@ -1,4 +1,4 @@
-"""Agreement of all ranks: every rank raises the error of any rank, and all ranks wait for the long work of one."""
+"""Agreement between ranks: all ranks raise any rank's error, and all ranks wait for the long work of one rank."""
 
 import errno
 import logging
@@ -20,16 +20,16 @@ from diffusion.exit_codes import CONFIG_ERROR
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
-"""Interval of the collectives in which ranks wait for the work of others."""
+"""Interval of the collectives with which ranks wait for other ranks' work."""
 Result = TypeVar('Result')
 Kind = Literal['other', 'external', 'user', 'damage', 'storage']
 SEVERITY: tuple[Kind, ...] = ('other', 'external', 'user', 'damage', 'storage')
-"""Kinds of errors, the most severe first."""
+"""Kinds of errors, most severe first."""
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """Error of one rank as the other ranks see it; text instead of the error, which may not be picklable."""
+    """Error of a rank as other ranks see it: text instead of the exception, which may not be picklable."""
 
     kind: Kind
     message: str
@@ -41,12 +41,12 @@ class _Failure:
 def raise_on_all_ranks(where: str, *, logs: bool = True) -> Iterator[None]:
     """Raise on every rank if any rank raises inside the block; a collective, which every rank must enter.
 
-    A rank that failed raises its own error; the others raise an error with the first failed rank and its error: a
-    UserError, DamagedCheckpoint or ExternalError if it is one, an OSError for a storage fault, else a RankFailed. All
-    ranks raise errors of the same kind, the most severe one: a bug, then the failure of another program, the user's
-    mistake, damage, and a storage fault.
+    A rank that failed raises its own error. The other ranks raise an error that names the first failed rank and its
+    error: a UserError, DamagedCheckpoint or ExternalError like the original, an OSError for a storage fault, else a
+    RankFailed. All ranks raise the most severe kind of error that occurred. From most to least severe: a bug, a failure
+    of another program, the user's mistake, damage, a storage fault.
 
-    The block must not contain a collective that a failing rank would leave the others waiting in.
+    The block must not contain a collective in which the other ranks would wait for a failed rank.
 
     Args:
         where: Start of the error messages.
@@ -60,12 +60,12 @@ def raise_on_all_ranks(where: str, *, logs: bool = True) -> Iterator[None]:
     report = None if error is None else _failure(error)
     try:
         reports = dist.all_gather_object(report)
-    except Exception as lost:  # its context is the error of the block, which is not its cause
+    except Exception as lost:  # not caused by the block's error, although Python sets that as its context
         raise RankFailed(f'{where}: the ranks could not exchange their errors ({lost})') from lost
     failed = [(rank, each) for rank, each in enumerate(reports) if each is not None]
     if not failed:
         return
-    # All ranks raise the same kind: a caller that catches one kind and goes on must do so on every rank.
+    # All ranks raise the same kind: a caller that catches a kind and continues must do so on every rank.
     rank, worst = min(failed, key=lambda each: SEVERITY.index(each[1].kind))
     if error is not None:
         assert report is not None
@@ -78,7 +78,7 @@ def raise_on_all_ranks(where: str, *, logs: bool = True) -> Iterator[None]:
 
 
 def _failure(error: BaseException) -> _Failure:
-    """Return the description of an error for the other ranks."""
+    """Describe an error for the other ranks."""
     fault = storage_fault(error)
     kind: Kind = 'storage' if fault is not None else 'other'
     if isinstance(error, DamagedCheckpoint):
@@ -95,7 +95,7 @@ def _failure(error: BaseException) -> _Failure:
 
 
 def _as_error(failure: _Failure, where: str, rank: int) -> Exception:
-    """Return the error that a rank raises for the failure of another rank."""
+    """Return the exception to raise on a rank for another rank's failure."""
     if failure.kind == 'user':
         return UserError(failure.message)
     if failure.kind == 'damage':
@@ -117,13 +117,13 @@ def gather_on_rank_zero(value: Result) -> list[Result] | None:
 
 
 def wait_for_all_ranks(done: threading.Event) -> None:
-    """Wait until an event is set on every rank, which may take longer than the timeout of collectives; a collective."""
+    """Wait until an event is set on every rank; the wait may exceed the timeout of collectives. A collective."""
     while not all(dist.all_gather_object(done.wait(POLL_SECONDS))):
         pass
 
 
 def run_on_rank_zero(work: Callable[[], Result], where: str, *, logs: bool = True) -> Result | None:
-    """Run a function on rank 0 alone, which may take longer than the timeout of collectives; a collective.
+    """Run a function on rank 0 only; it may take longer than the timeout of collectives. A collective.
 
     Args:
         work: The function; it must not contain collectives.
@@ -139,14 +139,14 @@ def run_on_rank_zero(work: Callable[[], Result], where: str, *, logs: bool = Tru
 
 
 def from_rank_zero(work: Callable[[], Result], where: str, *, logs: bool = True) -> Result:
-    """Run a function on rank 0 alone as `run_on_rank_zero` does, and return its result on every rank."""
+    """Run a function on rank 0 only, as `run_on_rank_zero` does, and return its result on every rank."""
     results: list[Any] = [run_on_rank_zero(work, where, logs=logs)]
     dist.broadcast_object_list(results, src=0)
     return results[0]
 
 
 def run_on_each_rank(work: Callable[[], Result], where: str, *, logs: bool = True) -> Result:
-    """Run a function on every rank, which may take longer than the timeout of collectives; a collective.
+    """Run a function on every rank; it may take longer than the timeout of collectives. A collective.
 
     Args:
         work: The function; it must not contain collectives of the default group.
@@ -161,7 +161,7 @@ def run_on_each_rank(work: Callable[[], Result], where: str, *, logs: bool = Tru
     """
     done: Future[Result] | None = None
     if dist.get_world_size() > 1:
-        # A single collective would reach its timeout, so the ranks meet every second while threads work.
+        # A single collective would time out, so the ranks synchronize every second while their threads work.
         done, ended = _in_thread(work), threading.Event()
         done.add_done_callback(lambda _: ended.set())
         wait_for_all_ranks(ended)
@@ -173,7 +173,7 @@ def run_on_each_rank(work: Callable[[], Result], where: str, *, logs: bool = Tru
 
 def _in_thread(work: Callable[[], Result]) -> Future[Result]:
     future: Future[Result] = Future()
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # each thread has its own
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # the current device is per thread
 
     def run() -> None:
         try:
@@ -183,20 +183,20 @@ def _in_thread(work: Callable[[], Result]) -> Future[Result]:
         except BaseException as error:  # raised again by future.result()
             future.set_exception(error)
 
-    # A daemon thread, unlike those of ThreadPoolExecutor, lets this process end while the file system does not respond.
+    # Unlike the threads of ThreadPoolExecutor, a daemon thread lets the process exit even if the file system hangs.
     threading.Thread(target=run, name='work that may take long', daemon=True).start()
     return future
 
 
 def storage_fault(error: BaseException) -> OSError | None:
-    """Return the OSError that caused an error, the error itself included; None if no storage fault caused it."""
-    # torch.save and torch.distributed.checkpoint raise errors of their own, which have the OSError as a cause or as the
-    # context. A UserError may have an OSError as its cause too, but was raised as the user's mistake on purpose. A
-    # RankFailed reports the error of another rank.
+    """Return the OSError behind an error (possibly the error itself), or None if no storage fault caused it."""
+    # torch.save and torch.distributed.checkpoint raise their own errors, with the OSError as cause or context. A
+    # UserError may also have an OSError as its cause, but was raised as the user's mistake on purpose. A RankFailed
+    # reports another rank's error.
     if isinstance(error, UserError | DataError | ExternalError | RankFailed):
         return None
     if isinstance(error, CheckpointException):
-        # The same failures are raised on every rank, so that all ranks make the same decision.
+        # Every rank has the same failures, so all ranks make the same decision.
         faults = [storage_fault(each) for each, _ in error.failures.values()]
         return faults[0] if faults and None not in faults else None
     if isinstance(error, OSError):

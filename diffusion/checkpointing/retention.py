@@ -1,7 +1,7 @@
-"""Choice of the checkpoints that a run keeps by `checkpointing.keep`, and removal of the others.
+"""Choose the checkpoints that a run keeps by `checkpointing.keep`, and remove the others.
 
-Hours and days follow from the `saved` times of the receipts, in UTC, not from the present time: a clock that jumps
-removes nothing, and a run that was paused keeps the hours and days before the pause.
+Hours and days are counted by the `saved` times in the receipts, in UTC, not by the current time. Therefore a clock jump
+removes nothing, and a paused run keeps the hours and days before the pause.
 """
 
 import datetime
@@ -30,27 +30,27 @@ HOUR_SECONDS, DAY_SECONDS = 3600, 86400
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """Facts about a checkpoint that decide if it is kept."""
+    """Facts about a checkpoint that determine whether it is kept."""
 
     batch: int
     saved: float | None = None
-    """Time of the save in seconds since 1970; None if it is unknown. The rules for hours and days then skip it."""
+    """Time of the save in seconds since 1970, or None if unknown; then the rules for hours and days skip it."""
     claimed: bool = False
-    """True if another process reads it, or if it is pinned."""
+    """True if another process reads it or it is pinned."""
 
 
 def kept(checkpoints: Iterable[CheckpointInfo], rules: KeepConfig) -> set[int]:
     """Return the batches of the checkpoints that the rules keep or that are claimed; the newest is always kept.
 
-    Pruning after each save leaves the same checkpoints as pruning once after the last one: a rule never keeps a
-    checkpoint that it did not keep before.
+    Pruning after each save leaves the same checkpoints as pruning once after the last save, because a rule never starts
+    to keep a checkpoint that it did not keep before.
     """
     newest_first = sorted(checkpoints, key=lambda each: each.batch, reverse=True)
     found = {each.batch for each in newest_first if each.claimed}
     found |= {each.batch for each in newest_first[: max(1, rules.last)]}
     timed = [(each.batch, each.saved) for each in newest_first if each.saved is not None]
     for seconds, count in ((HOUR_SECONDS, rules.hourly), (DAY_SECONDS, rules.daily)):
-        # Group in the order of batches: another period begins where the clock was set back or forward.
+        # Group in batch order: if the clock was set back or forward, a new period begins there.
         periods = groupby(timed, key=lambda each, seconds=seconds: math.floor(each[1] / seconds))
         found |= {next(period)[0] for _, period in islice(periods, count)}
     if every := rules.every_batches:
@@ -66,16 +66,16 @@ def select_removable(checkpoints: Iterable[CheckpointInfo], rules: KeepConfig) -
 
 
 def prune(folder: Path, rules: KeepConfig) -> list[Path]:
-    """Remove the checkpoints of a run that the rules do not keep; return the paths of removed checkpoints.
+    """Remove the checkpoints of a run that the rules do not keep, and return the removed paths.
 
     Raises:
-        OSError: The folder or a receipt cannot be read; the checkpoints that were not removed before stay.
+        OSError: The folder or a receipt cannot be read; checkpoints not removed by then stay.
     """
     return _remove(folder, select_removable(read_infos(folder, rules), rules))
 
 
 def make_room(folder: Path, rules: KeepConfig, batch: int) -> list[Path]:
-    """Remove the checkpoints that the rules would not keep after a save of `batch`, except for the newest one.
+    """Remove the checkpoints that the rules would no longer keep after a save of `batch`, except the newest one.
 
     Raises:
         OSError: As in `prune`.
@@ -102,7 +102,7 @@ def read_infos(folder: Path, rules: KeepConfig) -> list[CheckpointInfo]:
 
 
 def _saved(checkpoint: Path) -> float | None:
-    """Return the time when a checkpoint was saved, by its receipt; None if the receipt is damaged or has no time."""
+    """Return when a checkpoint was saved according to its receipt; None if the receipt is damaged or has no time."""
     try:
         return time_of_receipt(read_receipt(checkpoint))
     except DamagedCheckpoint:
@@ -110,7 +110,7 @@ def _saved(checkpoint: Path) -> float | None:
 
 
 def time_of_receipt(receipt: Mapping[str, Any]) -> float | None:
-    """Return the time when a checkpoint was saved, in seconds since 1970, by its receipt; None if it has no time."""
+    """Return when a checkpoint was saved according to its receipt, in seconds since 1970; None if it has no time."""
     try:
         saved = datetime.datetime.fromisoformat(receipt['saved'])
     except (KeyError, TypeError, ValueError):
@@ -119,7 +119,7 @@ def time_of_receipt(receipt: Mapping[str, Any]) -> float | None:
 
 
 def _remove(folder: Path, batches: Iterable[int]) -> list[Path]:
-    """Remove checkpoints of a run, except for those that have just been claimed; return the paths of removed ones."""
+    """Remove checkpoints of a run, except those that have just been claimed; return the removed paths."""
     removed = []
     for batch in batches:
         path = folder / checkpoint_name(batch)
@@ -128,12 +128,12 @@ def _remove(folder: Path, batches: Iterable[int]) -> list[Path]:
             path.rename(aside)
         except FileNotFoundError:  # another process has removed it
             continue
-        # A process that claimed it before the rename is seen here; one that claims it later does not find it.
+        # A claim made before the rename is seen here; a process that claims the checkpoint later does not find it.
         if batch in claimed_batches(folder):
             aside.rename(path)
             continue
         sync_folder(folder)
-        # NFS keeps a file that a process has open (.nfsXXXX), which makes rmtree fail; the next start removes the rest.
+        # On NFS, a file that a process has open (.nfsXXXX) makes rmtree fail; the next start removes the rest.
         shutil.rmtree(aside, ignore_errors=True)
         removed.append(path)
     return removed

@@ -28,7 +28,7 @@ STATE_FILE = '.mirror.json'
 NOT_MIRRORED = frozenset({LATEST, RUN_FILE, ATTEMPTS, LOCK, STATE_FILE})
 """Files that other modules upload immediately."""
 PUSH_SECONDS = 60.0
-"""Interval at which changed files are uploaded: `diffusion status` and a report of a running run can be this old."""
+"""Interval between uploads of changed files. `diffusion status` and reports of a running run can lag by this much."""
 MIRROR_RETRY = RetryPolicy(tries=2, timeout_seconds=30.0)
 
 
@@ -41,10 +41,10 @@ class Copied(NamedTuple):
 
 
 class RunMirror:
-    """The small files of a run in a working folder and in an object store.
+    """The small files of a run, in a working folder and in an object store.
 
     Args:
-        exclude: Names of files at the top of the run that are not copied.
+        exclude: Names of top-level files of the run that are not copied.
     """
 
     def __init__(self, folder: Path, url: str, *, exclude: Collection[str] = NOT_MIRRORED) -> None:
@@ -53,9 +53,9 @@ class RunMirror:
         self._lock = threading.Lock()
 
     def pull(self, folders: Collection[str] = ()) -> None:
-        """Download the files at the top of the run that another node has written since this one last copied them.
+        """Download the run's top-level files that another node has written since this node last copied them.
 
-        A file that has changed here only is kept, since a process may have been killed before it was uploaded.
+        A file that has only changed here is kept: a process may have been killed before uploading it.
 
         Args:
             folders: Names of folders whose files are downloaded too.
@@ -89,7 +89,7 @@ class RunMirror:
         """Upload the files that have changed.
 
         Args:
-            since: Time in seconds since 1970; files that were last modified before are not uploaded.
+            since: Time in seconds since 1970; files last modified before it are not uploaded.
 
         Raises:
             UserError: The store refuses the request.
@@ -101,15 +101,15 @@ class RunMirror:
                 name = path.relative_to(self.folder).as_posix()
                 before = self._copied.get(name)
                 try:
-                    # Stamp the file before the upload: if it grows meanwhile, it is uploaded again.
+                    # Take the stamp before the upload: if the file grows in the meantime, it is uploaded again.
                     stamp = self._stamp(path, '' if before is None else before.tag)
                     if stamp == before or stamp.modified_ns < since * 1e9:
                         continue
-                    # Pass the bytes instead of the path: a log may grow while it is uploaded.
+                    # Pass bytes instead of the path: a log may grow during the upload.
                     stored = object_store.write(f'{self.url}/{name}', path.read_bytes(), retry=retry)
                 except FileNotFoundError:
                     continue  # the file has just been removed
-                except GaveUp as error:  # the store does not answer, and would not for the other files
+                except GaveUp as error:  # the store does not respond, and would not for other files
                     errors.append(error)
                     break
                 except OSError as error:
@@ -121,7 +121,7 @@ class RunMirror:
             raise errors[0]
 
     def _files(self) -> Iterator[Path]:
-        """Yield the files of the working folder that are copied."""
+        """Yield the files in the working folder that should be copied."""
         for folder, folders, names in os.walk(self.folder):
             folders[:] = [
                 name
@@ -138,7 +138,7 @@ class RunMirror:
         return Copied(status.st_size, status.st_mtime_ns, tag)
 
     def _read_state(self) -> dict[str, Copied]:
-        """Return the state of the files that the last process on this node copied; empty if it is unknown."""
+        """Return the state of the files that the previous process on this node copied; empty if unknown."""
         try:
             content = json.loads((self.folder / STATE_FILE).read_text(encoding='utf-8'))
             return {name: Copied(int(size), int(at), str(tag)) for name, (size, at, tag) in content.items()}
@@ -152,13 +152,13 @@ class RunMirror:
 
 @contextmanager
 def mirrored(folder: Path, url: str | None) -> Iterator[RunMirror | None]:
-    """Copy a run's small files from the store before the block, and to the store during and after it.
+    """Copy a run's small files from the store before the `with` block, and to the store during and after it.
 
-    A store that does not answer during training is logged: the next copy tries again.
+    If the store does not respond during training, this is logged and retried at the next copy.
 
     Args:
         folder: The working folder; created if it does not exist.
-        url: URL of the run; None copies nothing.
+        url: URL of the run; with None nothing is copied.
 
     Yields:
         The files; None if nothing is copied.
@@ -189,7 +189,7 @@ def mirrored(folder: Path, url: str | None) -> Iterator[RunMirror | None]:
 
 
 def try_to_push(mirror: RunMirror, retry: RetryPolicy = object_store.DEFAULT, *, since: float = 0.0) -> None:
-    """Upload the files that have changed, as `RunMirror.push` does; log an error of the store."""
+    """Upload the files that have changed, as `RunMirror.push` does; errors of the store are logged."""
     try:
         mirror.push(retry, since=since)
     except (OSError, UserError) as error:

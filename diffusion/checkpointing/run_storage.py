@@ -39,10 +39,10 @@ log = logging.getLogger(__name__)
 
 
 class SaveTarget(Protocol):
-    """Destination of a checkpoint: the storage of a run, or a tier of its nodes.
+    """Destination of a checkpoint: a run's storage, or a tier on its nodes.
 
     A save calls `begin` on all ranks, writes its files into the temporary folder, and calls `upload` on each rank with
-    the files that it wrote. Then rank 0 calls `publish`, which makes the checkpoint exist, and all ranks `finish`.
+    the files that it wrote. Then rank 0 calls `publish`, which makes the checkpoint exist, and all ranks call `finish`.
 
     Attributes:
         place: The folder or URL, for messages.
@@ -59,37 +59,37 @@ class SaveTarget(Protocol):
         ...
 
     def work_folder(self, batch: int) -> Path:
-        """Return the path of the temporary folder of a save; the same on all ranks that share a folder."""
+        """Return the path of a save's temporary folder; it is the same on all ranks that share a folder."""
         ...
 
     def begin(self, batch: int, *, every_rank: bool) -> None:
-        """Create the temporary folder of a save; a collective.
+        """Create a save's temporary folder; a collective.
 
         Args:
             every_rank: True if all ranks write into it, False if only rank 0 does.
 
         Raises:
-            OSError: A storage fault; on every rank.
+            OSError: A storage fault. Raised on every rank.
         """
 
     def upload(self, work: Path, files: Mapping[str, FileRecord], batch: int, check: Callable[[], None]) -> None:
-        """Store files that this rank has written into a temporary folder; not a collective, may run in a thread.
+        """Store files that this rank has written to a temporary folder; not a collective, can run in a thread.
 
-        Every rank calls it, without files if it has none or could not write them.
+        Every rank calls it; a rank that has no files or could not write them passes none.
 
         Args:
-            files: Size and hash of the files by name.
-            check: Called while the files are stored; raises an exception if the save has been abandoned.
+            files: Size and hash of each file by name.
+            check: Called repeatedly during the upload; raises an exception if the save has been abandoned.
 
         Raises:
             OSError: A storage fault.
         """
 
     def publish(self, work: Path, batch: int, files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> None:
-        """Make a checkpoint exist, after all ranks have stored their files; on rank 0, not a collective.
+        """Make a checkpoint exist once all ranks have stored their files; called on rank 0, not a collective.
 
         Args:
-            files: Size and hash of the files of all ranks by name.
+            files: Size and hash of each file of all ranks by name.
             about: Additional fields of the receipt.
         """
 
@@ -97,7 +97,7 @@ class SaveTarget(Protocol):
         """Complete the save on every rank after `publish` has succeeded on rank 0; a collective.
 
         Raises:
-            OSError: The checkpoint does not exist after all; on every rank.
+            OSError: The checkpoint does not exist after all. Raised on every rank.
         """
 
     def discard(self, work: Path) -> None:
@@ -117,37 +117,37 @@ class RunStorage(SaveTarget, Protocol):
         ...
 
     def resume_point(self) -> Path | None:
-        """Return the newest undamaged checkpoint as a local folder; None if the run has none; a collective.
+        """Return the newest undamaged checkpoint as a local folder, or None if there is none; a collective.
 
-        Newer checkpoints, which are damaged, are set aside.
+        Newer, damaged checkpoints are set aside.
 
         Raises:
-            UserError: All of the run's checkpoints are damaged, or the newest is of another run.
-            OSError: A checkpoint cannot be read for minutes, which is not damage: nothing is set aside.
+            UserError: All checkpoints of the run are damaged, or the newest belongs to another run.
+            OSError: A checkpoint cannot be read for minutes. This does not count as damage, so nothing is set aside.
         """
 
     def remove_unfinished(self) -> None:
-        """Remove incomplete saves that killed processes left; a collective."""
+        """Remove incomplete saves left behind by killed processes; a collective."""
 
     def fetch(self, checkpoint: Path, names: Collection[str]) -> None:
-        """Make files of the checkpoint that `resume_point` returned available in it; not a collective."""
+        """Ensure that files of the checkpoint from `resume_point` are present in its folder; not a collective."""
 
     def list_batches(self) -> list[int]:
-        """Return the batch numbers of the checkpoints, newest first; called on rank 0 only."""
+        """Return the batch numbers of the checkpoints, newest first; only call it on rank 0."""
         ...
 
     def prune(self, rules: KeepConfig) -> None:
-        """Remove the checkpoints that the rules do not keep; on rank 0.
+        """Remove the checkpoints that the rules do not keep; only call it on rank 0.
 
         Raises:
-            OSError: A storage fault; what could not be removed stays.
+            OSError: A storage fault; checkpoints that could not be removed stay.
         """
 
     def make_room(self, rules: KeepConfig | None, batch: int) -> bool:
-        """Free space on a full disk before a save is tried again; on every rank, not a collective.
+        """Free space on a full disk before a save is retried; called on every rank, not a collective.
 
         Args:
-            rules: Which checkpoints the run keeps; None keeps all.
+            rules: Rules for checkpoints to keep; None keeps all.
 
         Returns:
             True if this rank has removed something.
@@ -156,10 +156,10 @@ class RunStorage(SaveTarget, Protocol):
 
 
 class FolderStorage:
-    """Storage of a run's checkpoints in a folder that all nodes share.
+    """Storage of a run's checkpoints in a folder shared by all nodes.
 
     Args:
-        run_id: The run's id if the folder has been opened already.
+        run_id: The run's id, if the folder is already open.
     """
 
     def __init__(self, folder: Path, run_id: str = '') -> None:
@@ -170,8 +170,8 @@ class FolderStorage:
         return self.run_id
 
     def resume_point(self) -> Path | None:
-        # Search on rank 0 alone: it reads and hashes the whole checkpoint, and two ranks must never resume from
-        # different ones. The other ranks wait however long reading takes.
+        # Search only on rank 0: it reads and hashes the whole checkpoint, and ranks must never resume from different
+        # checkpoints. The other ranks wait as long as it takes.
         def find() -> Path | None:
             found = newest_intact(self.folder, self.run_id)
             if found is not None:
@@ -204,7 +204,7 @@ class FolderStorage:
         pass  # all ranks write into the shared folder
 
     def publish(self, work: Path, batch: int, files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> None:
-        # If the folder is not shared, rank 0 does not see the files of other nodes.
+        # If the folder is not shared, rank 0 does not see other nodes' files.
         missing = sorted(name for name in files if not (work / name).is_file())
         if missing:
             raise FileNotFoundError(f'{work}: files of other ranks are missing: {", ".join(missing[:3])}')
@@ -215,7 +215,7 @@ class FolderStorage:
         pass
 
     def discard(self, work: Path) -> None:
-        # Let one rank remove the folder: a slower rank could remove that of the next try.
+        # Only one rank removes the folder: a slower rank could remove the folder of the next try.
         if dist.get_global_rank() == 0:
             shutil.rmtree(work, ignore_errors=True)
 
@@ -230,14 +230,14 @@ class FolderStorage:
         retention.prune(self.folder, rules)
 
     def make_room(self, rules: KeepConfig | None, batch: int) -> bool:
-        # The newest checkpoint stays in any case.
+        # The newest checkpoint always stays.
         if dist.get_global_rank() != 0 or rules is None:
             return False
         return bool(retention.make_room(self.folder, rules, batch))
 
 
 def run_storage(place: str | Path) -> RunStorage:
-    """Return the storage of a run's checkpoints by its path or URL, not opened yet."""
+    """Return the (unopened) storage of a run's checkpoints at a path or URL."""
     if is_url(place):
         return BucketStorage(str(place))
     return FolderStorage(Path(place))
@@ -246,11 +246,11 @@ def run_storage(place: str | Path) -> RunStorage:
 def open_run_folder(folder: Path) -> str:
     """Create or open a run's folder, verify that all ranks share it, and return the run's id; a collective.
 
-    The first start writes run.json, and so does a start that finds none beside the checkpoints of a run.
+    The first start writes run.json; so does a start that finds checkpoints without run.json.
 
     Raises:
         UserError: A new run's folder is not shared by all ranks.
-        ExternalError: A rank does not see the folder of a run that has begun: its file system is not mounted there.
+        ExternalError: A rank does not see the folder of a run that has begun: the file system is not mounted there.
         OSError: The folder cannot be read or written.
     """
     begun = False
@@ -258,32 +258,32 @@ def open_run_folder(folder: Path) -> str:
         begun = read_with_retries(lambda: (folder / RUN_FILE).exists() or bool(list_checkpoints(folder)))
         if dist.get_global_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
-    # A run has begun if any rank sees it: the machine without the mount may be that of rank 0.
+    # A run has begun if any rank sees its folder: rank 0's machine may be the one without the mount.
     check_shared(folder, 'runs_dir', begun=any(dist.all_gather_object(begun)))
     return from_rank_zero(lambda: read_with_retries(lambda: read_run_id(folder)) or _first_id(folder), str(folder))
 
 
 def _first_id(folder: Path) -> str:
-    """Write the run.json of a folder that has none, with the id of the run's newest checkpoint that names one."""
+    """Write the missing run.json of a folder, with the id from the run's newest checkpoint that has one."""
     named = (run_id_of(checkpoint) for checkpoint in list_checkpoints(folder))
     return create_run_id(folder, next((run_id for run_id in named if run_id), ''))
 
 
 def check_shared(folder: Path, where: str, *, begun: bool = False) -> None:
-    """Check that a folder is shared by all ranks: each reads a new file of rank 0. A collective.
+    """Check that all ranks share a folder: each rank reads a new file written by rank 0. A collective.
 
     Args:
         folder: The folder; rank 0 creates it if it does not exist.
         where: Recipe key that sets the folder, for messages.
-        begun: True for the folder of a run that has begun, which was shared by all ranks then.
+        begun: True if the run has begun, in which case all ranks shared the folder then.
 
     Raises:
-        UserError: A rank does not see the file, and the run has not begun: the path is the user's mistake.
-        ExternalError: A rank does not see the file of a run that has begun: the machine has lost its mount.
+        UserError: A rank does not see the file and the run has not begun, so the path is the user's mistake.
+        ExternalError: A rank does not see the file of a run that has begun, so its machine has lost the mount.
     """
     if dist.get_world_size() == 1:
         return
-    # Use a new name and content each time: a network file system may cache contents and names, even absent ones.
+    # Use a new name and new content each time: network file systems may cache contents, names, and even missing names.
     first = [f'.shared-{uuid4().hex}', environment.machine_name(os.environ)]
     dist.broadcast_object_list(first, src=0)
     probe, content = folder / first[0], first[0]
@@ -302,7 +302,7 @@ def check_shared(folder: Path, where: str, *, begun: bool = False) -> None:
 
 
 def not_shared(where: str, machine: str, reason: str, *, begun: bool) -> UserError | ExternalError:
-    """Return the error of a rank that cannot read a file which rank 0, on `machine`, wrote into a folder."""
+    """Return the error for a rank that cannot read a file written into a folder by rank 0, which runs on `machine`."""
     here = f'rank {dist.get_global_rank()} ({environment.machine_name(os.environ)})'
     message = f'{where} is not the same folder on rank 0 ({machine}) and {here}: {reason}'
     if begun:
@@ -314,16 +314,16 @@ def newest_intact(folder: Path, run_id: str = '') -> Path | None:
     """Return a run's newest undamaged checkpoint, or None if it has no checkpoints.
 
     Args:
-        run_id: The run's id; empty accepts the checkpoints of any run.
+        run_id: The run's id; if empty, checkpoints of any run are accepted.
 
     Raises:
-        UserError: All of the run's checkpoints are damaged, or the newest is a checkpoint of another run.
+        UserError: All of the run's checkpoints are damaged, or the newest belongs to another run.
         OSError: A checkpoint cannot be read after several tries, or `folder` is no longer the run's folder.
     """
     damages = []
     for checkpoint in read_with_retries(lambda: checkpoint_store.list_checkpoints(folder)):
-        # Only damage is skipped. An OSError ends the run with status 1: after a transient error of the file system, a
-        # restart resumes from this checkpoint instead of repeating hours of work from an older one.
+        # Only damage is skipped. An OSError ends the run with status 1: if it was transient, a restart resumes from
+        # this checkpoint instead of repeating hours of work from an older one.
         try:
             found = read_with_retries(lambda checkpoint=checkpoint: read_receipt(checkpoint)).get('run')
             if run_id and found and found != run_id:
@@ -339,6 +339,6 @@ def newest_intact(folder: Path, run_id: str = '') -> Path | None:
         return checkpoint
     if damages:
         if run_id:
-            check_run_id(folder, run_id)  # raises if the file system has vanished, which is not damage
+            check_run_id(folder, run_id)  # raises if the file system has vanished: that is not damage
         raise checkpoint_store.all_damaged(str(folder), damages)
     return None

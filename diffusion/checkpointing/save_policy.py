@@ -1,4 +1,4 @@
-"""Policy of saves: when a save is due, and how the run continues after one that fails."""
+"""Save policy: when a save is due, and how the run continues after a failed save."""
 
 import logging
 from collections.abc import Callable
@@ -21,19 +21,19 @@ from diffusion.storage.retry import DISK_FULL_ERRORS
 log = logging.getLogger(__name__)
 
 FIRST_STALL_SECONDS = 30.0
-"""Assumed duration of a save before the first one has been measured."""
+"""Assumed duration of a save until the first one has been measured."""
 FAILURES = frozenset({'crash', 'killed', 'hang', 'hardware', 'lost'})
-"""Causes of attempts that lose the work since the last checkpoint; a preempted attempt saves first."""
+"""Causes of an attempt's end that lose the work since the last checkpoint; a preempted attempt saves first."""
 SAVES_PER_INTERVAL = 2
-"""Least ratio of the interval to the duration of a save, writing in the background included."""
+"""Minimum ratio of the save interval to the duration of a save, including background writing."""
 LOGGED_CHANGE = 0.1
-"""Relative change of the interval that is logged."""
+"""Minimum relative change of the interval that is logged."""
 MAX_FAILED_SAVES = 3
-"""Number of saves in a row that may fail; the last of them ends the run."""
+"""Number of consecutive saves that may fail; the last of them ends the run."""
 
 
 def check_interval(interval: object) -> None:
-    """Raise UserError unless a value is a save interval: one of Composer's, a time such as `10m`, or `auto`."""
+    """Raise UserError unless a value is a save interval: a Composer interval, a time such as `10m`, or `auto`."""
     if isinstance(interval, Time) or callable(interval) or is_time(interval):
         return
     way_out = 'use batches, such as 500ba, epochs, such as 1ep, a time, such as 10m, or auto'
@@ -44,24 +44,24 @@ def check_interval(interval: object) -> None:
         value = Time.from_input(interval, TimeUnit.EPOCH).value
     except ValueError as error:
         raise UserError(problem) from error
-    if value <= 0:  # Composer reads '' as 0 seconds, and never saves
+    if value <= 0:  # Composer parses '' as 0 seconds and then never saves
         raise UserError(problem)
 
 
 def timed_interval(interval: object, run: Path | str) -> 'TimedInterval | None':
-    """Return the save interval of a time such as `10m` or of `auto`; None for Composer's durations. A collective.
+    """Return the interval object for a time such as `10m` or for `auto`; None for Composer's durations. A collective.
 
     Args:
         run: The run's folder or URL.
     """
-    if isinstance(interval, str) and interval == AUTO:  # a Time cannot be compared with 'auto'
+    if isinstance(interval, str) and interval == AUTO:  # comparing a Time with 'auto' would raise
         return AutoInterval(run)
     seconds = seconds_of(interval)
     return None if seconds is None else TimedInterval(seconds)
 
 
 class TimedInterval:
-    """Save interval in seconds of training, the same on all ranks: a `save_interval` of Composer's CheckpointSaver.
+    """Save interval in seconds of training, the same on all ranks; a `save_interval` for Composer's CheckpointSaver.
 
     Args:
         seconds: Time between the starts of two saves.
@@ -75,7 +75,7 @@ class TimedInterval:
         """Return True if a checkpoint is due at this event."""
         if event not in (Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT):
             return False
-        # Composer's clock has the time of rank 0 on every rank.
+        # All ranks have the same time, since Composer's clock takes it from rank 0.
         now = state.timestamp.total_wct.total_seconds()
         if self._since is None:
             self._since = now - state.timestamp.batch_wct.total_seconds()
@@ -85,14 +85,14 @@ class TimedInterval:
         return True
 
     def saved(self, stall_seconds: float, save_seconds: float) -> None:
-        """Record a save: the time for which it blocked training, and its duration; a collective."""
+        """Record how long a save blocked training, and its total duration; a collective."""
 
 
 class AutoInterval(TimedInterval):
-    """Save interval that loses the least time, within bounds: `trainer.save_interval: auto`.
+    """Save interval that minimizes lost time, within bounds: `trainer.save_interval: auto`.
 
-    It follows from the duration of the latest saves and from the expected time between failures, which depends on the
-    number of devices and on the attempts that the run's attempts.jsonl records.
+    It is chosen from the duration of the latest saves and the expected time between failures. The latter depends on the
+    number of devices and on the attempts recorded in the run's attempts.jsonl.
 
     Args:
         run: The run's folder or URL.
@@ -105,13 +105,13 @@ class AutoInterval(TimedInterval):
         self._duration: float | None = None
 
     def __call__(self, state: State, event: Event) -> bool:
-        # The constructor cannot choose, since it may run before the ranks can communicate.
+        # The constructor cannot choose yet: it may run before the ranks can communicate.
         if not self.seconds:
             self._choose()
         return super().__call__(state, event)
 
     def saved(self, stall_seconds: float, save_seconds: float) -> None:
-        # The average follows a file system that becomes slower, but not a single slow save.
+        # The average adapts to a file system that becomes slower, but not to a single slow save.
         self._stall = stall_seconds if self._stall is None else (self._stall + stall_seconds) / 2
         self._duration = save_seconds if self._duration is None else (self._duration + save_seconds) / 2
         self._choose()
@@ -121,7 +121,7 @@ class AutoInterval(TimedInterval):
         chosen = [0.0]
         if dist.get_global_rank() == 0:
             stall, mtbf_hours = self._stall or FIRST_STALL_SECONDS, self._mtbf_hours()
-            # A save that is written in the background blocks little, but the next one waits for its end.
+            # A background save blocks training only briefly, but the next save waits until it is complete.
             shortest = SAVES_PER_INTERVAL * (self._duration or 0.0)
             chosen = [max(chosen_interval(stall=stall, mtbf=3600 * mtbf_hours), shortest)]
             if abs(chosen[0] - self.seconds) > LOGGED_CHANGE * self.seconds:
@@ -138,18 +138,18 @@ class AutoInterval(TimedInterval):
         attempts: list[Attempt] = []
         try:
             attempts = read_attempts(self._run, QUICK)
-        except OSError as error:  # the next save asks again
+        except OSError as error:  # the next save tries again
             log.warning('%s: the failures of this run cannot be read (%s)', self._run, error)
-        except UserError:  # another program trains, which records no attempts
+        except UserError:  # training was started by another program, which records no attempts
             pass
-        # The last record is that of this attempt, which has not ended.
+        # The last record is the current attempt, which has not ended.
         failures = sum(each.cause in FAILURES for each in attempts[:-1])
         hours = sum(max(0.0, each.end - each.begin) for each in attempts) / 3600
         return observed_mtbf_hours(prior_hours=prior, failures=failures, hours=hours)
 
 
 class FailedSaves:
-    """Counts the failed saves of a process, the same on all ranks, and reports them on rank 0.
+    """Counts the failed saves of a process, equally on all ranks, and reports them on rank 0.
 
     Args:
         on_failure: Called on rank 0 with the message of each failed save.
@@ -162,11 +162,11 @@ class FailedSaves:
 
     @property
     def next_is_last(self) -> bool:
-        """True if the run ends unless the next save succeeds."""
+        """True if the run ends when the next save fails."""
         return self._in_a_row + 1 >= MAX_FAILED_SAVES
 
     def succeeded(self) -> None:
-        """Reset the count of failed saves in a row."""
+        """Reset the count of consecutive failed saves."""
         self._in_a_row = 0
 
     def continue_after(self, error: SaveFailed, logger: Logger) -> None:
@@ -199,15 +199,15 @@ class FailedSaves:
 
 
 def make_room_after(error: SaveFailed, storage: RunStorage, keep: KeepConfig | None, batch: int) -> bool:
-    """Remove checkpoints that the run would not keep after a save, if the save failed on a full disk; a collective.
+    """If a save failed on a full disk, remove checkpoints that the run would not keep after it; a collective.
 
     Args:
-        keep: Checkpoints that the run keeps; None keeps all.
+        keep: Rules for checkpoints to keep; None keeps all.
 
     Returns:
-        True if something was removed on any rank, so that another try may succeed.
+        True if something was removed on any rank, so that a retry may succeed.
     """
-    # The ranks may have met different faults, but only together can they make room and try again.
+    # The ranks may have hit different faults, but they must make room and retry together.
     if not any(dist.all_gather_object(error.errno in DISK_FULL_ERRORS)):
         return False
     removed = False

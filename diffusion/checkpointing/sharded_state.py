@@ -1,7 +1,7 @@
-"""Writing and reading of the sharded tensors of a checkpoint: each rank writes its shards and reads those it needs.
+"""Write and read the sharded tensors of a checkpoint: each rank writes its shards and reads those it needs.
 
-A wrapper of torch.distributed.checkpoint for tensors only; everything else of a checkpoint is in its state.pt. Shards
-are indexed by their offsets in the full tensor, so they can be read by any number of ranks with any strategy.
+A wrapper of torch.distributed.checkpoint, for tensors only; the rest of a checkpoint is in its state.pt. Shards are
+indexed by their offsets in the full tensor, so they can be read by any number of ranks with any strategy.
 """
 
 import collections
@@ -46,11 +46,11 @@ from diffusion.storage.direct_file import open_for_writing
 log = logging.getLogger(__name__)
 
 Fetch = Callable[[Path, Collection[str]], None]
-"""Function that makes files of a checkpoint available in its folder, given the folder and the files' names."""
+"""Function that ensures that files of a checkpoint are present, given the checkpoint's folder and the files' names."""
 
 
 def present(folder: Path, names: Collection[str]) -> None:
-    """Do nothing: all files of a checkpoint in a shared folder are there."""
+    """Do nothing: in a shared folder, all files of a checkpoint are present."""
 
 
 def read_tensors(tensors: dict[str, Tensor], folder: Path, fetch: Fetch = present) -> None:
@@ -58,12 +58,12 @@ def read_tensors(tensors: dict[str, Tensor], folder: Path, fetch: Fetch = presen
 
     Args:
         tensors: Tensors to load into, by name.
-        fetch: Called with the files that this rank reads, before any rank reads.
+        fetch: Called with the files that this rank will read, before any rank reads.
 
     Raises:
-        UserError: A tensor is missing in the checkpoint or has another shape, or a shard wants to run code.
-        OSError: The index cannot be read, or a file cannot be fetched; on every rank.
-        CheckpointException: A rank cannot read its shards, after several tries of all ranks; on every rank.
+        UserError: A tensor is missing in the checkpoint or has another shape, or a shard contains pickled code.
+        OSError: The index cannot be read, or a file cannot be fetched. Raised on every rank.
+        CheckpointException: A rank cannot read its shards, even after all ranks have retried. Raised on every rank.
     """
     with raise_on_all_ranks(f'{folder}: not loaded'):
         stored = shapes(folder)
@@ -79,7 +79,7 @@ def read_tensors(tensors: dict[str, Tensor], folder: Path, fetch: Fetch = presen
             return
         except CheckpointException as error:
             _raise_for_pickled_code(error, folder)
-            # All ranks raise the same failures, so that all of them try again, or none does.
+            # Every rank raises the same failures, so either all ranks retry or none does.
             if pause is None or storage_fault(error) is None:
                 raise
             log.warning('%s: %s; retrying in %g s', folder, storage_fault(error), pause)
@@ -87,7 +87,7 @@ def read_tensors(tensors: dict[str, Tensor], folder: Path, fetch: Fetch = presen
 
 
 def read_all_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
-    """Return the full tensors whose names have a prefix, on the CPU, by name without the prefix; not a collective."""
+    """Return the full tensors whose names start with a prefix, on the CPU, by name without it; not a collective."""
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in _entries(folder).items()
@@ -110,7 +110,7 @@ def read_all_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
 
 
 def _raise_for_pickled_code(error: CheckpointException, folder: Path) -> None:
-    """Raise UserError if a shard was refused because its pickle wants to run code."""
+    """Raise UserError if a shard was rejected because its pickle contains code."""
     for failure, _ in error.failures.values():
         if (code := code_to_run(failure)) is not None:
             raise UserError(f'{folder}: a shard {code}, so it is not loaded; use another checkpoint') from error
@@ -122,12 +122,12 @@ def shapes(folder: Path) -> dict[str, torch.Size]:
 
 
 def data_files(folder: Path) -> set[str]:
-    """Return the names of the files with the shards of a sharded checkpoint, as its index names them."""
+    """Return the names of the shard files of a sharded checkpoint, as listed in its index."""
     return {Path(info.relative_path).as_posix() for info in _Reader(folder).read_metadata().storage_data.values()}
 
 
 def _files_to_read(tensors: dict[str, Tensor], folder: Path) -> set[str]:
-    """Return the names of the files with the shards that this rank loads into these tensors."""
+    """Return the names of the files that contain the shards this rank loads into these tensors."""
     index = read_with_retries(_Reader(folder).read_metadata)
     planner = DefaultLoadPlanner()
     planner.set_up_planner(tensors, index, is_coordinator=False)
@@ -141,9 +141,9 @@ def _entries(folder: Path) -> dict[str, metadata.TensorStorageMetadata]:
 
 
 class _Reader(filesystem.FileSystemReader):
-    """Reader of sharded checkpoints that loads the index file without executing pickled code."""
+    """Reader for sharded checkpoints that loads the index file without executing pickled code."""
 
-    # torch's FileSystemReader.read_metadata calls pickle.load, which would run code of a checkpoint from elsewhere. The
+    # torch's FileSystemReader.read_metadata calls pickle.load, which would run code from an untrusted checkpoint. The
     # lines after the load repeat those of torch 2.7.
     def read_metadata(self) -> metadata.Metadata:
         path = Path(self.path) / INDEX
@@ -165,10 +165,10 @@ class _Reader(filesystem.FileSystemReader):
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Unpickler that loads only the classes that the index of a sharded checkpoint may contain."""
+    """Unpickler that only loads classes that the index of a sharded checkpoint may contain."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
-        """Return the class or function with this name if an index may contain it; raise UnpicklingError otherwise."""
+        """Return the class or function with this name if it is allowed in an index; raise UnpicklingError otherwise."""
         allowed = {
             'torch.distributed.checkpoint.metadata': metadata,
             'torch.distributed.checkpoint.filesystem': filesystem,
@@ -186,7 +186,7 @@ class _IndexUnpickler(pickle.Unpickler):
         found = getattr(allowed.get(module_name), global_name, None)
         if module_name == 'torch' and isinstance(getattr(torch, global_name, None), torch.dtype):
             return getattr(torch, global_name)
-        # Allow only classes that these modules define: modules that they import, such as os, must not be reachable.
+        # Only allow classes defined in these modules: modules that they import, such as os, must not be reachable.
         if isinstance(found, type) and found.__module__ == module_name:
             return found
         raise pickle.UnpicklingError(f'unsupported global {module_name}.{global_name}')
@@ -202,7 +202,7 @@ def _layout(name: str) -> torch.layout:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress inside the block torch's warnings about a single process and about its own deprecated storage."""
+    """Inside the block, suppress torch's warnings about a single process and its own deprecated storage classes."""
     with warnings.catch_warnings():
         warnings.filterwarnings('ignore', message='torch.distributed is disabled')
         warnings.filterwarnings('ignore', message='TypedStorage is deprecated')
@@ -210,20 +210,20 @@ def quiet() -> Iterator[None]:
 
 
 class ShardedWrite:
-    """Write of the sharded tensors of one checkpoint in three steps; a thread can run the second one.
+    """Writes the sharded tensors of one checkpoint in three steps, the second of which can run in a thread.
 
-    The constructor, a collective, plans which rank writes which shard. `write` writes this rank's shards. With the
-    results of all ranks, rank 0 writes the index (`write_index`).
+    The constructor, a collective, plans which rank writes which shard. `write` writes this rank's shards. `write_index`
+    writes the index on rank 0, from the results of all ranks.
 
     Args:
         tensors: Tensors and DTensors by name; the same names on every rank.
 
     Raises:
-        CheckpointException: A rank cannot plan its write; on every rank.
+        CheckpointException: A rank cannot plan its write. Raised on every rank.
     """
 
-    # torch.distributed.checkpoint.save() runs these steps in one collective. The calls here follow torch 2.7's
-    # _save_state_dict.
+    # torch.distributed.checkpoint.save() runs these steps within one collective call. The calls here follow
+    # _save_state_dict in torch 2.7.
     def __init__(self, tensors: Mapping[str, Tensor], folder: Path, progress: WriteProgress | None = None) -> None:
         self._writer = _Writer(folder, progress)
         self._planner = _Planner()
@@ -242,29 +242,29 @@ class ShardedWrite:
         plan: SavePlan = ranks.reduce_scatter('plan', plan_locally, plan_globally)
         self._plan = self._planner.finish_plan(plan)
         self.shards = local_shards({name: tensors[name] for name in {item.index.fqn for item in self._plan.items}})
-        """The shards of DTensors and the plain tensors that this rank writes, by name; a snapshot may replace them."""
+        """The DTensor shards and plain tensors that this rank writes, by name; a snapshot may replace them."""
 
     def write(self) -> list[WriteResult]:
-        """Write the tensors of `shards` to this rank's file, and return what the index needs; not a collective.
+        """Write the tensors in `shards` to this rank's file, and return the index data; not a collective.
 
         Raises:
             OSError: A storage fault.
         """
         self._planner.shards = self.shards
         if all(each.device.type == 'cpu' for each in self.shards.values()):
-            # Copying ahead would make the thread wait for the GPU's stream, on which training runs.
+            # Copying ahead would make the thread wait for the CUDA stream on which training runs.
             self._writer.per_thread_copy_ahead = 0
         with quiet():
             return self._writer.write_data(self._plan, self._planner).value()
 
     def write_index(self, results: Sequence[list[WriteResult]]) -> None:
-        """Write the index file, on rank 0, from the results of all ranks."""
+        """Write the index file from the results of all ranks; called on rank 0."""
         assert self._metadata is not None, 'only rank 0 writes the index'
         self._writer.finish(self._metadata, list(results))
 
     @property
     def records(self) -> dict[str, FileRecord]:
-        """Size and hash of the files that this rank has written so far, by name."""
+        """Size and hash of each file that this rank has written so far, by name."""
         return self._writer.files.records
 
 
@@ -275,31 +275,31 @@ def local_shards(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class _Planner(DefaultSavePlanner):
-    """Planner of a sharded checkpoint that plans with DTensors and writes the shards that `shards` holds."""
+    """Planner for a sharded checkpoint that plans with DTensors but writes the tensors in `shards`."""
 
     def __init__(self) -> None:
-        # Tensors that all ranks hold are written by the lowest rank only.
+        # Tensors that all ranks hold are only written by the lowest rank.
         super().__init__(dedup_save_to_lowest_rank=True)
         self.shards: Mapping[str, Tensor] = {}
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        self.state_dict = {}  # planning is done; do not write these, since training changes them
+        self.state_dict = {}  # planning is done; drop the DTensors, which training changes
         return super().finish_plan(new_plan)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        # A rank has one shard of a DTensor at most, so the name is enough.
+        # A rank has at most one shard of a DTensor, so the name is sufficient.
         return self.shards[index.fqn]
 
 
 class _Stream(HashingWriter):
-    """File of a sharded checkpoint that stays open when torch closes it, to be flushed to the disk."""
+    """File of a sharded checkpoint that stays open when torch closes it, so that it can be flushed to disk."""
 
     def close(self) -> None:
         """Do nothing: `create_stream` closes the file."""
 
 
 class _HashingFiles(filesystem.FileSystem):
-    """Files of a sharded checkpoint, which are hashed while they are written."""
+    """Files of a sharded checkpoint that are hashed while they are written."""
 
     def __init__(self, progress: WriteProgress | None) -> None:
         self._progress = progress
@@ -314,7 +314,7 @@ class _HashingFiles(filesystem.FileSystem):
         with open_for_writing(Path(path)) as file:
             stream = _Stream(file, self._progress)
             yield stream
-            # Flush here, since torch syncs the index to the disk before it flushes Python's buffer.
+            # Flush here, since torch syncs the index to disk before it flushes Python's buffer.
             flush(file)
         self.records[Path(path).name] = stream.record()
 
@@ -324,13 +324,13 @@ class _HashingFiles(filesystem.FileSystem):
 
 
 class _Writer(filesystem.FileSystemWriter):
-    """Writer of sharded checkpoints that raises the OSError of a storage fault instead of torch's own error."""
+    """Writer for sharded checkpoints that raises a storage fault's OSError instead of torch's own error."""
 
     def __init__(self, folder: Path, progress: WriteProgress | None) -> None:
         super().__init__(folder, sync_files=False)
         self.fs = self.files = _HashingFiles(progress)
 
-    # torch.save hides an OSError in the context of a RuntimeError.
+    # torch.save raises a RuntimeError whose context is the OSError.
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
             return super().write_data(plan, planner)

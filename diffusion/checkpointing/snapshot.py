@@ -1,7 +1,7 @@
 """Snapshots of a trainer's state in host memory, so that training continues while the state is written.
 
-The memory is allocated once and reused by every snapshot. It grows when there are more tensors, as when averaging of
-weights starts.
+The memory is allocated once and reused by every snapshot. It grows when there are more tensors, for example once weight
+averaging starts.
 """
 
 import copy
@@ -31,26 +31,27 @@ log = logging.getLogger(__name__)
 
 _PIECE_BYTES = 2**22
 ALIGNMENT = 64
-"""Each tensor of a snapshot starts at a multiple of this number of bytes."""
+"""Alignment in bytes of each tensor in a snapshot."""
 MAX_THREADS = 4
-"""Largest number of threads that copy tensors of the CPU; two or three saturate the memory."""
+"""Maximum number of threads that copy CPU tensors; two or three saturate the memory bandwidth."""
 NICENESS = 10
-"""Priority of threads that work while training continues, from 0 (that of training) to 19 (the lowest)."""
+"""Nice value of threads that work while training continues, from 0 (same as training) to 19 (lowest priority)."""
 _TOUCHED_BYTES = 2**26
 State = TypeVar('State')
 Key = tuple[object, ...]
 SPARE_FRACTION = 0.1
-"""Fraction of a node's available memory that snapshots leave free."""
+"""Fraction of a node's available memory that snapshots must leave free."""
 
 
 class TensorCopies:
-    """Copies of tensors into others of the same shapes on the CPU, which run from `start` until `wait` returns.
+    """Copies of tensors into CPU tensors of the same shapes, made between `start` and the return of `wait`.
 
-    They have the values at the time of `start`, if nothing changes the tensors before `wait_before_change` returns.
+    The copies have the values at the time of `start`, provided that nothing changes the tensors before
+    `wait_before_change` returns.
 
     Args:
-        pairs: Pairs of a copy to fill and its tensor.
-        threads: Number of threads that copy tensors of the CPU.
+        pairs: Pairs of a destination and a source tensor.
+        threads: Number of threads that copy CPU tensors.
     """
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], threads: int) -> None:
@@ -63,16 +64,16 @@ class TensorCopies:
         self._versions = 0
 
     def start(self) -> None:
-        """Start the copies, unless they have been started or given up."""
+        """Start the copies, unless they have already been started or were given up."""
         if self._started.is_set():
             return
         self._versions = self._sum_of_versions()
         on_gpu, rest, pieces = self._divided()
         for device in {source.device for _, source in on_gpu}:
-            # Copy in a separate stream, which starts after the work that is queued now.
+            # Copy on a separate stream, which starts after the work that is queued now.
             stream = self._streams[device] = torch.cuda.Stream(device)
             stream.wait_stream(torch.cuda.current_stream(device))
-        # memmove is 1.4 times as fast as torch's copy, and releases the GIL too.
+        # memmove is 1.4 times as fast as torch's copy and also releases the GIL.
         work = [partial(_move, pieces[number :: self._threads]) for number in range(min(self._threads, len(pieces)))]
         if on_gpu or rest:
             work.append(partial(self._copy, [*on_gpu, *rest]))
@@ -83,10 +84,10 @@ class TensorCopies:
         self._started.set()
 
     def wait_before_change(self) -> bool:
-        """Wait until the tensors may be changed, and return False if they have been changed too early.
+        """Wait until the tensors may be changed. Return False if they were changed too early.
 
-        A GPU's stream of training waits for its copies; this thread does not. It returns at once if the copies have not
-        been started, and in later calls.
+        On GPUs, the training stream waits for the copies and this thread does not. The method returns immediately if
+        the copies have not been started, and in later calls.
         """
         if not self._started.is_set() or not self._pairs:
             return True
@@ -98,7 +99,7 @@ class TensorCopies:
         return unchanged
 
     def wait(self) -> None:
-        """Wait until `start` has been called and all copies are made; callable from any thread.
+        """Wait until `start` has been called and all copies are complete; callable from any thread.
 
         Raises:
             Exception: A copy has failed.
@@ -111,7 +112,7 @@ class TensorCopies:
             raise self._error
 
     def give_up(self) -> None:
-        """Cancel the copies if they have not been started, otherwise wait until they are made."""
+        """Cancel the copies if they have not been started; otherwise wait until they are complete."""
         if not self._started.is_set():
             self._pairs = []
             self._started.set()
@@ -124,14 +125,14 @@ class TensorCopies:
             thread.join()
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """Run a thread's work, and keep its error for `wait`."""
+        """Run a thread's work, and store its error for `wait`."""
         try:
             work()
         except BaseException as error:
             self._error = error
 
     def _divided(self) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]], list[tuple[int, int, int]]]:
-        """Return pairs on a GPU, pairs that torch must copy, and pieces of memory: target and source address, size."""
+        """Return GPU pairs, pairs for torch to copy, and memory pieces: destination address, source address, size."""
         on_gpu, rest, pieces = [], [], []
         for target, source in self._pairs:
             if source.is_cuda:
@@ -139,7 +140,7 @@ class TensorCopies:
             elif source.device.type != 'cpu' or source.stride() != target.stride():
                 rest.append((target, source))
             else:
-                # Both have the same dense layout, so their bytes are copied, in pieces that threads can share.
+                # Both have the same dense layout, so copy their bytes, in pieces that can be divided among threads.
                 starts = range(0, source.nbytes, _PIECE_BYTES)
                 to, origin, size = target.data_ptr(), source.data_ptr(), source.nbytes
                 pieces += [(to + start, origin + start, min(_PIECE_BYTES, size - start)) for start in starts]
@@ -147,28 +148,28 @@ class TensorCopies:
 
     @torch.no_grad()
     def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copy tensors by torch: those of a GPU are queued in its stream."""
+        """Copy tensors with torch; copies of GPU tensors are queued on their stream."""
         for target, source in pairs:
             with torch.cuda.stream(self._streams.get(source.device)):
                 target.copy_(source, non_blocking=True)
 
     def _sum_of_versions(self) -> int:
-        """Return a number that each change of a tensor in place increases."""
-        # Tensors of inference mode do not count their changes.
+        """Return a number that increases with every in-place change of a tensor."""
+        # Inference tensors do not count their changes.
         counted = [source for _, source in self._pairs if not source.is_inference()]
         if counted:
-            private_attribute(counted[0], '_version')  # raises if this PyTorch has none; too slow for each tensor
+            private_attribute(counted[0], '_version')  # raises if this PyTorch has no such counter
         return sum(map(attrgetter('_version'), counted))
 
 
 def _move(pieces: Sequence[tuple[int, int, int]]) -> None:
-    """Copy pieces of memory, given as target address, source address and size in bytes."""
+    """Copy memory pieces, given as destination address, source address and size in bytes."""
     for target, source, size in pieces:
         ctypes.memmove(target, source, size)
 
 
 class StateTensors:
-    """The distinct tensors of a state, found in one pass: for thousands of them a pass takes 20 ms.
+    """The distinct tensors of a state, found in a single pass, which takes 20 ms for thousands of tensors.
 
     Args:
         state: Nested containers, which must stay alive as long as this object.
@@ -176,39 +177,39 @@ class StateTensors:
 
     def __init__(self, state: object) -> None:
         self.views: dict[Key, Tensor] = {}
-        """The tensors, detached, by `_key`, which distinguishes them."""
+        """The detached tensors by the `_key` that identifies them."""
         self.keys: dict[int, Key] = {}
-        """The key in `views` of each tensor object, by its `id`."""
+        """Key in `views` of each tensor object, by the object's `id`."""
         for tensor in _tensors(state):
             key = self.keys[id(tensor)] = _key(tensor)
             self.views[key] = tensor.detach()
         sizes = [view.nbytes for view in self.views.values()]
         self.content_bytes = sum(sizes)
-        """Bytes of the tensors."""
+        """Total size of the tensors in bytes."""
         self.nbytes = sum(map(_aligned, sizes))
-        """Bytes of memory that a snapshot of them needs."""
+        """Size in bytes of the memory that a snapshot of the tensors needs."""
 
     @property
     def on_gpu(self) -> bool:
-        """True if some are on a GPU."""
+        """True if any tensor is on a GPU."""
         return any(view.is_cuda for view in self.views.values())
 
 
 class SnapshotBuffers:
     """Host memory for one snapshot at a time of this rank's state.
 
-    The memory is pinned if the state is on a GPU, which then copies into it at the speed of its bus.
+    If the state is on a GPU, the memory is pinned, so that the GPU copies into it at full bus speed.
     """
 
-    # All tensors share one block: torch's allocator of pinned memory would round the size of each up to a power of two.
-    # A block that grows is freed before the larger one is allocated.
+    # All tensors share one block: torch's pinned-memory allocator would round the size of each tensor up to a power of
+    # two. When the block must grow, it is freed before the larger one is allocated.
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
         self._gpu: int | None = None
         self._pinned = 0
         self._places: dict[tuple[object, ...], Tensor] = {}
         self.reductions: dict[int, Any] = {}
-        """Result of `__reduce_ex__` of each tensor of a snapshot, by the tensor's `id`; None if it is not known yet."""
+        """Result of `__reduce_ex__` for each tensor of a snapshot, by the tensor's `id`; None if not known yet."""
         self._preparing: threading.Thread | None = None
         self._needed_now = threading.Event()
 
@@ -218,32 +219,33 @@ class SnapshotBuffers:
         return 0 if self._memory is None else len(self._memory)
 
     def reserve(self, need: int, *, pinned: bool = False) -> bool:
-        """Allocate this number of bytes, the `nbytes` of a `StateTensors`; return False if the kernel refuses it.
+        """Allocate `need` bytes (`StateTensors.nbytes`); return False if the kernel refuses.
 
-        The previous snapshot must not be in use if the memory has to grow. `prepare` or the first copy pins the memory.
+        If the memory has to grow, the previous snapshot must no longer be in use. `prepare` or the first copy pins the
+        memory.
         """
         if need <= self.nbytes:
             return True
         self.release()
         try:
             memory = mmap.mmap(-1, need, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, ValueError) as error:  # not a storage fault, although it is an OSError
+        except (OSError, ValueError) as error:  # although it is an OSError, it is not a storage fault
             log.warning('%.2f GiB of memory for snapshots cannot be allocated (%s)', need / 2**30, error)
             return False
         if sys.platform == 'linux':
-            # Loader workers, which are forked, must not keep copies of the pages that the next snapshot changes; and
-            # the first snapshot must not take a page fault for each 4 KiB.
+            # Forked loader workers must not keep copies of pages that the next snapshot changes, and the first snapshot
+            # must not take a page fault for every 4 KiB.
             for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):
-                with suppress(OSError):  # a kernel without huge pages
+                with suppress(OSError):  # the kernel does not support huge pages
                     memory.madvise(advice)
         self._memory = memory
         self._gpu = torch.cuda.current_device() if pinned else None
         return True
 
     def prepare(self) -> None:
-        """Let a thread fill all of the memory once, and pin it, so that the first snapshot does not wait for that."""
-        # The kernel clears new pages at 0.4 to 3 GB/s, a tenth of the speed of a copy, and pinning memory that has no
-        # pages yet would do so too, at the priority of training.
+        """Touch all of the memory in a thread, and pin it, so that the first snapshot does not wait for that."""
+        # The kernel clears new pages at 0.4 to 3 GB/s, a tenth of the speed of a copy. Pinning memory that has no pages
+        # yet would also clear them, at training's priority.
         memory = self._memory
         if memory is None or self._pinned:
             return
@@ -263,20 +265,20 @@ class SnapshotBuffers:
         self._preparing.start()
 
     def copy(self, state: State) -> State:
-        """Return a copy of a state of nested containers, whose tensors are in this memory, on the CPU.
+        """Return a CPU copy of a state of nested containers, whose tensors are in this memory.
 
-        Tensors with the same content (tied weights) share a copy. Everything else is copied too, so that nothing that
-        training changes later reaches the snapshot. `reserve` must have returned True for this state's size.
+        Tied weights share a copy. Everything else is copied too, so that later changes by training do not reach the
+        snapshot. `reserve` must have returned True for this state's size.
         """
         return self.copy_but(state, StateTensors(state), ())[0]
 
     def copy_but(self, state: State, tensors: StateTensors, later: Collection[int]) -> tuple[State, TensorCopies]:
-        """Return a copy like `copy`, and the copies of some of its tensors, which are to be made later.
+        """Return a copy like `copy`, and the pending copies of some of its tensors, which must be made later.
 
         Args:
-            later: Addresses of the tensors that are to be copied later.
+            later: Addresses of the tensors to copy later.
         """
-        self._end_preparation()  # the copies touch the rest of the memory
+        self._end_preparation()  # the copies touch the rest of the memory anyway
         if self._gpu is not None and not self._pinned:
             self._pin()
         copies = self.place(tensors.views)
@@ -284,10 +286,10 @@ class SnapshotBuffers:
         then: list[tuple[Tensor, Tensor]] = []
         for key, view in tensors.views.items():
             (then if key[0] in later else now).append((copies[key], view))
-        # Training waits for these, so its cores are free.
+        # Training waits for these copies, so its cores are free.
         running = TensorCopies(now, copying_threads())
         running.start()
-        # deepcopy takes the tensors in this memory from its memo; `running` and `rest` fill them.
+        # deepcopy takes the tensors in this memory from its memo; `running` and `rest` fill them with values.
         memo: dict[int, Any] = {number: copies[key] for number, key in tensors.keys.items()}
         copied = copy.deepcopy(state, memo)
         running.wait()
@@ -297,7 +299,7 @@ class SnapshotBuffers:
         return copied, rest
 
     def release(self) -> None:
-        """Free the memory, as soon as no tensor of a snapshot uses it any more."""
+        """Free the memory as soon as no tensor of a snapshot uses it."""
         self._end_preparation()
         if self._pinned:
             runtime: Any = torch.cuda.cudart()
@@ -306,9 +308,10 @@ class SnapshotBuffers:
         self._places, self.reductions = {}, {}
 
     def place(self, views: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
-        """Return a tensor in the memory for each view; the first snapshot after it finds them."""
-        # Keep the tensors for the next snapshot: thousands of new small objects in the heap, where the gradients are
-        # freed and allocated in each step, would cost the step after a snapshot a quarter of its time in page faults.
+        """Create a tensor in the memory for each view; the first snapshot after this reuses them."""
+        # Keep the tensors for the next snapshot. Otherwise thousands of new small objects would end up in the heap,
+        # where each step frees and allocates gradients; page faults then lengthen the step after a snapshot by a
+        # quarter.
         kept, self._places = self._places, {}
         copies: dict[Key, Tensor] = {}
         offset = 0
@@ -323,28 +326,28 @@ class SnapshotBuffers:
         return copies
 
     def _new_place(self, view: Tensor, offset: int) -> Tensor:
-        """Return an uninitialized tensor like `view` in the memory, from an offset."""
-        # Keep the memory format of the tensor, such as channels_last, so that it is saved in it.
+        """Return an uninitialized tensor like `view`, at an offset in the memory."""
+        # Keep the tensor's memory format, such as channels_last, so that it is also saved in this format.
         strides = torch.empty_like(view, device='meta').stride()
         if not view.nbytes:
             return torch.empty_strided(view.shape, strides, dtype=view.dtype)
         assert self._memory is not None and offset + view.nbytes <= self.nbytes
-        # Each tensor needs its own storage: torch.save writes the whole storage of a tensor.
+        # Each tensor needs its own storage: torch.save writes a tensor's entire storage.
         block = torch.frombuffer(self._memory, dtype=torch.uint8, count=view.nbytes, offset=offset)
         return torch.empty(0, dtype=view.dtype).set_(block.untyped_storage(), 0, view.shape, strides)
 
     def _end_preparation(self) -> None:
-        """End the thread of `prepare` at its next step."""
+        """Stop the thread of `prepare` at its next step."""
         if self._preparing is not None:
             self._needed_now.set()
             self._preparing.join()
             self._preparing = None
 
     def _pin(self) -> None:
-        """Pin the memory for copies by the GPU; without it copies are slower, but correct."""
+        """Pin the memory for copies by the GPU; without pinning, copies are slower but still correct."""
         assert self._memory is not None and self._gpu is not None
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        # A new thread uses the first GPU by default, which may be another rank's.
+        # A new thread uses the first GPU by default, which may belong to another rank.
         with torch.cuda.device(self._gpu):
             runtime: Any = torch.cuda.cudart()
             result = int(runtime.cudaHostRegister(address, self.nbytes, 0))
@@ -356,19 +359,19 @@ class SnapshotBuffers:
 
 
 def copying_threads() -> int:
-    """Return the number of threads that copy tensors of the CPU: this rank's share of the cores, up to MAX_THREADS."""
+    """Return the number of threads that copy CPU tensors: this rank's share of the cores, up to MAX_THREADS."""
     return max(1, min(MAX_THREADS, cores_per_rank()))
 
 
 def cores_per_rank() -> int:
-    """Return this rank's share of the cores that its process may use, rounded down."""
+    """Return this rank's share of the CPU cores available to its process, rounded down."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == 'linux' else os.cpu_count() or 1
     return cores // dist.get_local_world_size()
 
 
 def lower_priority() -> None:
-    """Give this thread a low priority, so that training has the processor first; on Linux only."""
-    if sys.platform == 'linux':  # elsewhere the priority is that of the whole process
+    """Give this thread a low priority, so that training gets the CPU first; on Linux only."""
+    if sys.platform == 'linux':  # elsewhere this would change the priority of the whole process
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
@@ -384,7 +387,7 @@ def _tensors(state: object) -> Iterator[Tensor]:
 
 
 def _key(tensor: Tensor) -> Key:
-    """Return a value that is equal for tensors with the same place in memory, shape and type."""
+    """Return a key that is equal for tensors with the same memory address, shape and dtype."""
     place = tensor.data_ptr() if tensor.nbytes else id(tensor)
     return (place, tensor.device, tensor.dtype, tensor.shape, tensor.stride())
 
@@ -411,7 +414,7 @@ def reserve_on_all_ranks(buffers: SnapshotBuffers, tensors: StateTensors) -> boo
 
 
 def has_room_on_all_nodes(needed_bytes: int) -> bool:
-    """Return True if every node has memory for what its ranks need, and keeps some free; a collective."""
+    """Return True if every node has enough memory for its ranks and some to spare; a collective."""
     machine = environment.machine_name(os.environ)
     figures = dist.all_gather_object((machine, needed_bytes, available_memory()))
     needs = {name: sum(each for place, each, _ in figures if place == name) for name, _, _ in figures}

@@ -1,4 +1,4 @@
-"""State of a Trainer in a checkpoint: collect it from a Trainer, and load it into one."""
+"""State of a Trainer in a checkpoint: collect it from a Trainer, or load it into one."""
 
 import functools
 import warnings
@@ -29,23 +29,23 @@ from diffusion.compatibility.torch_versions import distribute_tied_weights
 from diffusion.data.epoch_position import keep_data_position
 from diffusion.errors import UserError
 
-# Composer looks up its commit hash for each state dict, and searches all files of its own installation for it. That
-# takes 50 ms, and longer on a network file system, while training waits.
+# For each state dict Composer looks up its commit hash, and searches all files of its own installation for it. This
+# takes 50 ms, longer on a network file system, while training waits. Cache it.
 collect_env.get_composer_commit_hash = functools.cache(collect_env.get_composer_commit_hash)
 
 keep_data_position()
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _PACKAGES = ('diffusion', 'composer')
-"""Packages whose algorithms change weights and averages only after the backward pass, or in evaluations."""
+"""Packages whose algorithms only change weights and averages after the backward pass or during evaluation."""
 _TENSOR_ATTRIBUTES = ('model', 'optimizers')
-"""Attributes of Composer's state with the tensors that training changes."""
+"""Attributes of Composer's state that contain tensors changed by training."""
 
 
 def gather_state(state: State, *, sharded_tensors: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the content of state.pt, and the tensors that all ranks save by writing their shards, by name."""
-    # FSDP2 may leave gathered weights in the model after a forward pass without a backward pass (evaluation, image
-    # sampling). These are not the parameters that the optimizer holds.
+    """Return the content of state.pt, and the tensors of which each rank saves its shards, by name."""
+    # After a forward pass without a backward pass (evaluation, image sampling), FSDP2 may leave gathered weights in the
+    # model. These are not the parameters that the optimizer holds.
     reshard(state.model)
     random_state = reproducibility.get_rng_state()
     if not sharded_tensors:
@@ -59,7 +59,7 @@ def gather_state(state: State, *, sharded_tensors: bool) -> tuple[dict[str, Any]
         for label, average in algorithm.averages.items():
             shards = average.shards(state.model)
             tensors |= {f'averages.{name}.{label}.{key}': shard for key, shard in shards.items()}
-    # The averages are stored sharded too, but state_dict() has no argument that leaves them out.
+    # The averages are saved as shards too, but state_dict() has no argument to omit them.
     try:
         for algorithm in averagers.values():
             algorithm.gathers = False
@@ -72,11 +72,11 @@ def gather_state(state: State, *, sharded_tensors: bool) -> tuple[dict[str, Any]
 
 
 def _whole_state(state: State) -> dict[str, Any]:
-    """Return Composer's state dict, with the tensors of all ranks."""
+    """Return Composer's state dict with full (unsharded) tensors."""
     if state.fsdp_enabled:
         return state.state_dict()
-    # Composer asks PyTorch for the model's and then for the optimizer's tensors, and each time PyTorch looks up all
-    # names of the model's parameters, which takes 30 ms for Stable Diffusion 2's U-Net. Here it looks them up once.
+    # Composer asks PyTorch for the model's tensors and then for the optimizer's. Each time, PyTorch looks up the names
+    # of all parameters, which takes 30 ms for Stable Diffusion 2's U-Net. This looks them up only once.
     model, optimizer = get_state_dict(state.model, state.optimizers[0])
     rest = _rest_of_state(state)
     found = {'model': model, 'optimizers': {type(state.optimizers[0]).__qualname__: optimizer}, **rest}
@@ -85,7 +85,7 @@ def _whole_state(state: State) -> dict[str, Any]:
 
 
 def _rest_of_state(state: State) -> dict[str, Any]:
-    """Return Composer's state dict without model and optimizer."""
+    """Return Composer's state dict without the model and optimizer."""
     attributes = state.serialized_attributes
     try:
         state.serialized_attributes = [name for name in attributes if name not in _TENSOR_ATTRIBUTES]
@@ -95,10 +95,11 @@ def _rest_of_state(state: State) -> dict[str, Any]:
 
 
 def changed_by_updates(state: State) -> set[int]:
-    """Return the addresses of the tensors that nothing changes before the optimizer's step of the next batch.
+    """Return the addresses of tensors that nothing changes before the optimizer's step in the next batch.
 
     These are the weights, the optimizer's state and the weight averages. The set is empty after the last batch of an
-    epoch, since its end may update averages, and if an algorithm of another package may change weights at any time.
+    epoch, since the epoch's end may update averages. It is also empty if there are algorithms from other packages,
+    which may change weights at any time.
     """
     within_epoch = 0 < state.timestamp.batch_in_epoch.value < (state.dataloader_len or 0)
     if not within_epoch or not all(type(each).__module__.partition('.')[0] in _PACKAGES for each in state.algorithms):
@@ -115,16 +116,17 @@ def changed_by_updates(state: State) -> set[int]:
 def load_checkpoint(
     state: State, logger: Logger, checkpoint: Path, fetch: Fetch = sharded_state.present
 ) -> list[dict[str, Any]] | None:
-    """Load a checkpoint into a trainer's state, before DDP wraps the model and after FSDP does; every rank calls this.
+    """Load a checkpoint into a trainer's state, after FSDP but before DDP wraps the model; every rank must call it.
 
     Args:
-        fetch: Function that makes files of a sharded checkpoint available in its folder, given the folder and names.
+        fetch: Function that ensures that files of a sharded checkpoint are present, given the checkpoint's folder and
+            the files' names.
 
     Returns:
-        The states of torch's random generators, one per rank of the run that saved them; None if there are none.
+        The states of torch's random generators, one per rank of the run that saved the checkpoint; None if it has none.
 
     Raises:
-        UserError: The checkpoint has another architecture or optimizer, or belongs to a run that this one must not
+        UserError: The checkpoint has another architecture or optimizer, or belongs to a run that this run must not
             resume.
     """
     content: dict[str, Any] = {}
@@ -144,15 +146,15 @@ def load_checkpoint(
         _load_shards(state, content['optimizer_settings'], checkpoint, fetch)
     else:
         check_architecture(expected, {name: tensor.shape for name, tensor in saved['model'].items()}, str(checkpoint))
-    # Composer's load_state_dict replaces the run's name with the checkpoint's.
+    # Restore the run's name, since Composer's load_state_dict replaces it with the checkpoint's.
     run_name = state.run_name
-    # The state of a disabled gradient scaler, of a run on a CPU, is empty, and an enabled one would refuse it.
+    # Runs on a CPU save the empty state of a disabled gradient scaler, which an enabled scaler would reject.
     if not all(dict(saved.get('scaler', {})).values()):
         del saved['scaler']
     if not sharded:
         distribute_tied_weights(state.model, saved['model'])
     with warnings.catch_warnings():
-        # A callback or scheduler that the recipe has added has no state yet; RecipeKeeper logs that it was added.
+        # A callback or scheduler added to the recipe has no saved state; RecipeKeeper logs that it was added.
         warnings.filterwarnings('ignore', message='.* is not in the state_dict. Its state will not be restored')
         state.load_state_dict(saved, logger, strict=True)
     state.run_name = run_name
@@ -164,7 +166,7 @@ def load_checkpoint(
 
 
 def _check_optimizer(state: State, content: Mapping[str, Any], checkpoint: Path) -> None:
-    """Raise UserError if a checkpoint was saved with another optimizer class than the recipe's."""
+    """Raise UserError if a checkpoint was saved with a different optimizer class than the recipe's."""
     stored = content.get('optimizer_settings') or content['state'].get('optimizers') or {}
     kind = type(state.optimizers[0]).__qualname__
     if kind not in stored:
@@ -176,14 +178,14 @@ def _check_optimizer(state: State, content: Mapping[str, Any], checkpoint: Path)
 
 def _load_shards(state: State, settings: Mapping[str, Mapping[str, Any]], checkpoint: Path, fetch: Fetch) -> None:
     model = _model_tensors(state)
-    # get_optimizer_state_dict initializes the state of a new optimizer, so the tensors to read into exist.
+    # get_optimizer_state_dict initializes the state of a new optimizer, so there are tensors to load into.
     optimizer = get_optimizer_state_dict(state.model, state.optimizers[0], options=_FLAT)
     moments = {name: value for name, value in optimizer.items() if isinstance(value, Tensor)}
     wanted = {f'model.{name}': tensor for name, tensor in model.items()}
     wanted |= {f'optimizer.{name}': tensor for name, tensor in moments.items()}
     sharded_state.read_tensors(wanted, checkpoint, fetch)
     set_model_state_dict(state.model, {name: wanted[f'model.{name}'] for name in model})
-    # A setting that the checkpoint lacks, such as initial_lr if the run had no scheduler, keeps its present value.
+    # A setting that the checkpoint lacks, such as initial_lr if the run had no scheduler, keeps its current value.
     restored = optimizer | {name: wanted[f'optimizer.{name}'] for name in moments}
     restored |= settings[type(state.optimizers[0]).__qualname__]
     set_optimizer_state_dict(state.model, state.optimizers[0], restored, options=_FLAT)
@@ -211,5 +213,5 @@ def _model_tensors(state: State) -> dict[str, Any]:
 
 
 def _averagers(state: State) -> dict[str, Averager]:
-    """Return the algorithms that average weights, by class name, which is their key in Composer's state."""
+    """Return the algorithms that average weights, keyed by class name as in Composer's state."""
     return {type(each).__qualname__: each for each in state.algorithms if isinstance(each, Averager)}

@@ -1,1 +1,1 @@
-"""Recent checkpoints in the memory or on the disks of the nodes: an option of asynchronous saves."""
+"""Recent checkpoints in memory or on local disks of the nodes: an option for asynchronous saves."""

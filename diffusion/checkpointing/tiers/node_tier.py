@@ -1,8 +1,8 @@
-"""Recent checkpoints on the nodes themselves, in memory or on a local disk, which outlive the processes of a run.
+"""Recent checkpoints on the nodes themselves, in memory or on a local disk, which outlive a run's processes.
 
-Each node has a folder, such as /dev/shm/diffusion-1000/<run>, with ba120/: the files that its ranks have written, with
-`replicate` copies of the files of another node, and the receipt of the whole checkpoint. No node needs all files. A
-checkpoint can be loaded if all nodes together have all files, intact (`tier_restore`).
+Each node has a folder, such as /dev/shm/diffusion-1000/<run>, with ba120/. It contains the files written by the node's
+ranks and the receipt of the whole checkpoint; with `replicate` also copies of another node's files. No node needs all
+files. A checkpoint can be loaded if all nodes together have all files intact (`tier_restore`).
 """
 
 import errno
@@ -33,22 +33,23 @@ log = logging.getLogger(__name__)
 DOMAIN_VARIABLE = 'DIFFUSION_FAILURE_DOMAIN'
 """Environment variable that names this node's failure domain, such as its rack."""
 EXCHANGE_FAILED = errno.EPROTO
-"""Error number of a failed exchange with a peer, after which the group may hold messages that nobody received."""
+"""Error number for a failed exchange with a peer, after which messages that nobody received may remain in the group."""
 LOCK = 'in_use.lock'
 MEMORY_FOLDER = '/dev/shm'
-"""Folder of Linux that is in memory."""
+"""Folder that Linux keeps in memory."""
 STALE_SECONDS = 3600.0
-"""Time after which the checkpoints of a run that no longer runs here are removed by another run on this node."""
+"""Time after which a run on this node removes the checkpoints of a run that no longer runs here."""
 
 
 class NodeTier:
-    """Recent checkpoints of a run in a folder of each node; a `SaveTarget` for `SaveInProgress`.
+    """Recent checkpoints of a run, in a folder on each node; a `SaveTarget` for `SaveInProgress`.
 
     Args:
         name: Name for messages: `memory` or `disk`.
-        folder: The run's folder on this node; not on a file system that nodes share.
+        folder: The run's folder on this node; it must not be on a file system shared by nodes.
         replicate: True keeps a copy of each file on another node.
-        recipe_text: The resolved recipe; a checkpoint of another recipe brings all of its files to each node.
+        recipe_text: The resolved recipe. When resuming from a checkpoint with another recipe, each node gets all of its
+            files.
     """
 
     def __init__(self, name: str, folder: Path, run_id: str, *, replicate: bool = False, recipe_text: str = '') -> None:
@@ -56,8 +57,8 @@ class NodeTier:
         self.place = f'{name} tier'
         self.recipe_text = recipe_text
         self.base: int | None = None
-        """Batch of the newest checkpoint in the run's storage, set before each save on rank 0. The receipt records it:
-        if that checkpoint is deleted, this one is not used any more."""
+        """Batch of the newest checkpoint in the run's storage, set on rank 0 before each save and recorded in the
+        receipt: if that checkpoint is deleted, this one is no longer used."""
         self.nodes: list[list[int]] = []
         """The ranks of each node, after `open`."""
         self.group = None
@@ -68,31 +69,31 @@ class NodeTier:
 
     @property
     def node_ranks(self) -> list[int]:
-        """The ranks of this node, in order; the first one creates the folder and cleans it."""
+        """The ranks of this node, in ascending order; the first one creates and cleans the folder."""
         return next(ranks for ranks in self.nodes if dist.get_global_rank() in ranks)
 
     @property
     def owns_folder(self) -> bool:
-        """True on one rank of each node, which creates the folder and cleans it."""
+        """True on one rank of each node, which creates and cleans the folder."""
         return self.node_ranks[0] == dist.get_global_rank()
 
     def kept_bytes(self, written: Sequence[int]) -> int:
-        """Return the bytes that this node keeps because of this rank: its files, and its peer's.
+        """Return the bytes that this node keeps because of this rank: its own files and its peer's.
 
         Args:
-            written: Bytes that each rank writes, in the order of the ranks.
+            written: Number of bytes that each rank writes, in rank order.
         """
         return written[dist.get_global_rank()] + (0 if self._peers is None else written[self._peers.source])
 
     def open(self, *, begun: bool) -> None:
-        """Create the folder on each node, and choose the peers of replication; a collective.
+        """Create the folder on each node, and choose the peers for replication; a collective.
 
         Args:
-            begun: True if the run has checkpoints: a folder that is missing is then the fault of a node.
+            begun: True if the run has checkpoints; a missing folder is then a node's fault.
 
         Raises:
-            UserError: The folder cannot be created, or belongs to another user; on every rank.
-            OSError: A node's disk is broken; on every rank.
+            UserError: The folder cannot be created, or belongs to another user. Raised on every rank.
+            OSError: A node's disk is broken. Raised on every rank.
         """
         domain = os.environ.get(DOMAIN_VARIABLE) or _slurm_block(os.environ.get('SLURM_TOPOLOGY_ADDR', ''))
         here = f'{os.uname().nodename} {self.folder.absolute()}'
@@ -127,15 +128,15 @@ class NodeTier:
         with raise_on_all_ranks(self.name_of(batch), logs=False):
             if self.owns_folder:
                 remove(work)
-                work.mkdir()  # without its parents: the mount of the disk may have vanished
+                work.mkdir()  # do not create parents: the disk's mount may have vanished
 
     def upload(self, work: Path, files: Mapping[str, FileRecord], batch: int, check: Callable[[], None]) -> None:
-        # Rank 0 alone stores the index, which `finish` brings to all nodes.
+        # Only rank 0 stores the index; `finish` brings it to all nodes.
         if self._peers is None or INDEX in files:
             return
         try:
             exchange_files(work, files, self._peers, self.group, check)
-        except (RuntimeError, ValueError) as error:  # from gloo, or from an unexpected message
+        except (RuntimeError, ValueError) as error:  # raised by gloo, or for an unexpected message
             raise OSError(EXCHANGE_FAILED, f'the exchange of files with another node failed: {error}') from error
 
     def publish(self, work: Path, batch: int, files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> None:
@@ -178,7 +179,7 @@ class NodeTier:
             shutil.rmtree(work, ignore_errors=True)
 
     def clear(self) -> None:
-        """Remove all checkpoints of the run from this node, whose memory or disk they take; not a collective."""
+        """Remove all of the run's checkpoints from this node to free memory or disk space; not a collective."""
         if self.owns_folder:
             try:
                 remove(self.folder)
@@ -186,7 +187,7 @@ class NodeTier:
                 log.warning('%s: not removed (%s)', self.folder, error)
 
     def close(self) -> None:
-        """Let another run on this node remove the checkpoints later."""
+        """Allow another run on this node to remove the checkpoints later."""
         if self._lock is not None:
             with suppress(OSError):
                 os.utime(self.folder)
@@ -195,13 +196,13 @@ class NodeTier:
 
 
 def open_tiers(config: TiersConfig, run_id: str, recipe_text: str, *, begun: bool) -> list[tuple[NodeTier, str]]:
-    """Open the tiers of a recipe; return them, fastest first, with their save intervals; a collective.
+    """Open a recipe's tiers; return them, fastest first, with their save intervals; a collective.
 
     Args:
-        begun: True if the run has checkpoints: a folder that is missing is then the fault of a node, not a mistake.
+        begun: True if the run has checkpoints; a missing folder is then a node's fault, not a mistake.
 
     Raises:
-        UserError: The folder of a tier does not exist on a node, or is not the user's alone.
+        UserError: A tier's folder does not exist on a node, belongs to another user, or is writable by others.
     """
     opened: list[tuple[NodeTier, str]] = []
     for name, tier in (('memory', config.memory), ('disk', config.disk)):
@@ -211,7 +212,7 @@ def open_tiers(config: TiersConfig, run_id: str, recipe_text: str, *, begun: boo
         found = NodeTier(name, root / run_id, run_id, replicate=tier.replicate, recipe_text=recipe_text)
         try:
             found.open(begun=begun)
-        except OSError as error:  # a broken disk, on all ranks
+        except OSError as error:  # the disk is broken; raised on all ranks
             if dist.get_global_rank() == 0:
                 log.warning('%s: not used in this run (%s)', found.place, error)
             continue
@@ -220,24 +221,24 @@ def open_tiers(config: TiersConfig, run_id: str, recipe_text: str, *, begun: boo
 
 
 def recipe_hash(tier: NodeTier) -> str:
-    """Return the hash of a tier's recipe, which its checkpoints record."""
+    """Return the hash of a tier's recipe, which is recorded in its checkpoints."""
     return hashlib.sha256(tier.recipe_text.encode()).hexdigest()
 
 
 def _slurm_block(address: str) -> str:
-    """Return the part of Slurm's address of a node, such as `core.rack2.node7`, that it shares with its neighbors."""
+    """Return the prefix of a node's Slurm address (such as `core.rack2.node7`) that it shares with its neighbors."""
     return address.rpartition('.')[0]
 
 
 def _take_folder(folder: Path, *, begun: bool) -> IO[str]:
-    """Create a run's folder and lock it while this process lives.
+    """Create a run's folder and hold a lock on it while this process lives.
 
     Raises:
         UserError: It cannot be created, or belongs to another user: its files would be unpickled.
         OSError: The disk is broken.
     """
     try:
-        # Do not create its parents: the mount of the disk may be missing.
+        # Do not create parents: the disk's mount may be missing.
         folder.parent.mkdir(mode=0o700, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         for each in (folder.parent, folder):
@@ -248,7 +249,7 @@ def _take_folder(folder: Path, *, begun: bool) -> IO[str]:
                 )
         lock = (folder / LOCK).open('w', encoding='utf-8')
     except OSError as error:
-        # EROFS is a fault, not a mistake: Linux makes a disk with errors read-only.
+        # EROFS is a fault, not a mistake: Linux remounts a disk with errors as read-only.
         if begun or error.errno == errno.EROFS or not is_wrong_path(error):
             raise
         where = error.filename if error.errno != errno.ENOENT else folder.parent.parent
@@ -256,13 +257,13 @@ def _take_folder(folder: Path, *, begun: bool) -> IO[str]:
             f'{where}: {error.strerror}; create it on each node, or choose another folder for this tier '
             '(checkpointing.tiers)'
         ) from error
-    with suppress(OSError):  # a file system without locks
+    with suppress(OSError):  # the file system does not support locks
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return lock
 
 
 def _remove_stale(root: Path, own: Path) -> None:
-    """Remove checkpoints of other runs that ended a while ago; they take up memory of this node."""
+    """Remove checkpoints of other runs that ended a while ago, since they take up memory of this node."""
     for folder in sorted(root.iterdir()):
         if folder == own or not (folder / LOCK).exists():
             continue

@@ -1,7 +1,7 @@
-"""Exchange of checkpoint files between nodes over gloo, separate from the communication of training.
+"""Exchange of checkpoint files between nodes over gloo, separate from training's communication.
 
-A file is sent in chunks; the first byte of each tells if the sender could read it. A rank that fails still exchanges
-all chunks, marked as bad, since its peer would wait for them.
+Files are sent in chunks whose first byte says whether the sender could read the data. A rank that fails still sends all
+chunks, marked as bad, since its peer would wait for them.
 """
 
 import json
@@ -23,30 +23,31 @@ from diffusion.storage.direct_file import open_for_writing
 
 CHUNK_BYTES = 16 * 2**20
 TIMEOUT = timedelta(minutes=10)
-"""Longest wait for a message of a peer, which may still be writing its own files. The timeout of a recipe's collectives
-replaces it once the Trainer has been built."""
+"""Maximum wait for a message from a peer, which may still be writing its own files. Once the Trainer has been built,
+the recipe's timeout for collectives replaces it."""
 _GOOD, _BAD = 1, 0
 
 
 @dataclass(frozen=True)
 class Peers:
-    """The rank to which this rank sends copies of its files, and the one whose files it receives."""
+    """The rank that stores copies of this rank's files, and the rank whose files this rank stores."""
 
     to: int
-    """Global rank that keeps copies of this rank's files."""
+    """Global rank that stores copies of this rank's files."""
     source: int
-    """Global rank whose files this rank keeps copies of."""
+    """Global rank whose files this rank stores copies of."""
 
 
 def choose_peers(nodes: Sequence[Sequence[int]], domains: Sequence[str], rank: int) -> Peers | None:
-    """Return the peers of a rank: the ranks at its position on two other nodes, in other failure domains if possible.
+    """Return a rank's peers: the ranks at its position on two other nodes, in other failure domains if possible.
 
-    The nodes form a ring in the order of their domains, and each sends its files as many nodes ahead as the largest
-    domain has nodes, which is outside of its own. If one domain has more than half of the nodes, some pairs share it.
+    The nodes form a ring, sorted by domain. Each node sends its files n nodes ahead, where n is the size of the largest
+    domain, so the target is in another domain. If one domain has more than half of the nodes, some pairs are in the
+    same domain.
 
     Args:
         nodes: The ranks of each node, in order.
-        domains: The failure domain of each node, such as its rack; equal texts if none is known.
+        domains: The failure domain of each node, such as its rack; equal strings if unknown.
 
     Returns:
         The peers; None if there is only one node, or the nodes have different numbers of ranks.
@@ -55,7 +56,7 @@ def choose_peers(nodes: Sequence[Sequence[int]], domains: Sequence[str], rank: i
         return None
     ring = sorted(range(len(nodes)), key=lambda node: (domains[node], node))
     sizes = [list(domains).count(domain) for domain in set(domains)]
-    # One domain alone says nothing about failures: the neighbor is as good as any node.
+    # A single domain says nothing about failures: the next node is as good as any.
     shift = 1 if len(sizes) == 1 else min(max(sizes), len(nodes) // 2)
     own = next(place for place, node in enumerate(ring) if rank in nodes[node])
     position = nodes[ring[own]].index(rank)
@@ -64,7 +65,7 @@ def choose_peers(nodes: Sequence[Sequence[int]], domains: Sequence[str], rank: i
 
 
 def new_group() -> ProcessGroup | None:
-    """Create a group of all ranks for the exchange of files; a collective. None if there is only one rank."""
+    """Create a group of all ranks for exchanging files, or return None if there is only one rank; a collective."""
     if dist.get_world_size() == 1:
         return None
     return cast(ProcessGroup, torch.distributed.new_group(backend='gloo', timeout=TIMEOUT))
@@ -73,17 +74,17 @@ def new_group() -> ProcessGroup | None:
 def exchange_files(
     folder: Path, files: Mapping[str, FileRecord], peers: Peers, group: ProcessGroup | None, check: Callable[[], None]
 ) -> None:
-    """Send files of a folder to a peer, and write those of another peer into the same folder; may run in a thread.
+    """Send files in a folder to a peer, and receive another peer's files into the same folder; can run in a thread.
 
-    Both peers must call this too. A rank passes no files if it has none to send or its save has failed.
+    Both peers must call this too. A rank that has nothing to send, or whose save has failed, passes no files.
 
     Args:
-        files: Size and hash of this rank's files by name.
+        files: Size and hash of each of this rank's files by name.
         group: A group of all ranks that no other thread uses.
-        check: Called before each chunk; an exception that it raises ends the exchange once all chunks have passed.
+        check: Called before each chunk; if it raises an exception, the exchange still completes before raising it.
 
     Raises:
-        OSError: A file cannot be read or written, or a file arrived with another content.
+        OSError: A file cannot be read or written, or was received with different content.
         RuntimeError: A peer cannot be reached.
     """
     outgoing = _Outgoing(folder, files, check)
@@ -110,7 +111,7 @@ def send_file(path: Path, record: FileRecord, to: int, group: ProcessGroup | Non
     """Send a file to a rank, which must call `receive_file`.
 
     Raises:
-        OSError: The file cannot be read; the receiver gets an error too.
+        OSError: The file cannot be read; the receiver raises an error too.
     """
     files = {path.name: record}
     with closing(_Outgoing(path.parent, files, lambda: None)) as outgoing:
@@ -124,7 +125,7 @@ def receive_file(path: Path, expected: FileRecord, source: int, group: ProcessGr
     """Receive a file from a rank, verify it and write it to a path.
 
     Raises:
-        OSError: The sender could not read it, it cannot be written, or its content is not as expected.
+        OSError: The sender could not read the file, it cannot be written, or its content is not as expected.
     """
     unfinished = f'.{path.name}.unfinished'
     with closing(_Incoming(path.parent, {unfinished: expected})) as incoming:
@@ -141,7 +142,7 @@ def receive_file(path: Path, expected: FileRecord, source: int, group: ProcessGr
 def _exchange_offers(
     offered: Mapping[str, FileRecord], peers: Peers, group: ProcessGroup | None
 ) -> dict[str, FileRecord]:
-    """Send the names, sizes and hashes of this rank's files to its peer; return those of the other peer's files."""
+    """Send this rank's file names, sizes and hashes to one peer, and return those received from the other."""
     text = json.dumps({name: asdict(record) for name, record in offered.items()}).encode()
     sending = _send(torch.tensor([len(text)]), peers.to, group)
     length = torch.zeros(1, dtype=torch.int64)
@@ -156,12 +157,12 @@ def _exchange_offers(
 
 def _send(tensor: Tensor, to: int, group: ProcessGroup | None) -> Work:
     sending = torch.distributed.isend(tensor, to, group=group)
-    assert sending is not None  # it is None only on ranks outside of the group, which has all ranks
+    assert sending is not None  # None only on ranks outside the group, but the group has all ranks
     return sending
 
 
 def _chunk_sizes(files: Mapping[str, FileRecord]) -> list[int]:
-    """Return the sizes of the chunks in which files are sent, one file after another; an empty file has no chunk."""
+    """Return the sizes of the chunks in which files are sent, file by file; an empty file has no chunks."""
     sizes = [each.bytes for each in files.values()]
     return [min(CHUNK_BYTES, size - start) for size in sizes for start in range(0, size, CHUNK_BYTES)]
 
@@ -171,7 +172,7 @@ def _tensor(data: bytes | bytearray) -> Tensor:
 
 
 class _Files:
-    """Files of a folder, one of which is open, and the bytes that it still lacks; `error` keeps the first error."""
+    """Files in a folder, one of them open, and how many of its bytes are missing; `error` keeps the first error."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -185,7 +186,7 @@ class _Files:
 
 
 class _Outgoing(_Files):
-    """Files that are read in chunks, which are bad after an error."""
+    """Files to send, read in chunks that are marked as bad after an error."""
 
     def __init__(self, folder: Path, files: Mapping[str, FileRecord], check: Callable[[], None]) -> None:
         super().__init__(folder)
@@ -217,7 +218,7 @@ class _Outgoing(_Files):
 
 
 class _Incoming(_Files):
-    """Files that are written as their chunks arrive; after an error nothing is written."""
+    """Files to receive, written as their chunks arrive; after an error nothing more is written."""
 
     def __init__(self, folder: Path, files: Mapping[str, FileRecord]) -> None:
         super().__init__(folder)
@@ -226,7 +227,7 @@ class _Incoming(_Files):
         self._keep_error(self._open_next)
 
     def write(self, chunk: Tensor) -> None:
-        """Write a chunk that has arrived."""
+        """Write a received chunk."""
         self._keep_error(lambda: self._write(chunk))
 
     def _keep_error(self, work: Callable[[], None]) -> None:
@@ -248,7 +249,7 @@ class _Incoming(_Files):
             self._open_next()
 
     def _open_next(self) -> None:
-        """Create the next file, and complete it at once if it is empty."""
+        """Create the next file, and complete it immediately if it is empty."""
         while self._left and not self._remaining:
             name, record = self._left[0]
             self._file = open_for_writing(self._folder / name)
@@ -257,7 +258,7 @@ class _Incoming(_Files):
                 self._complete()
 
     def _complete(self) -> None:
-        """Flush and close a file, and compare its hash."""
+        """Flush and close the current file, and verify its hash."""
         assert self._writer is not None and self._file is not None
         name, expected = self._left.pop(0)
         flush(self._file)

@@ -1,4 +1,4 @@
-"""Choice of the newest checkpoint that the nodes still have in a tier, and exchange of its files between nodes."""
+"""Find the newest checkpoint that the nodes still have in a tier, and exchange its files between nodes."""
 
 import logging
 import os
@@ -31,11 +31,11 @@ from diffusion.checkpointing.tiers.peers import receive_file, send_file
 log = logging.getLogger(__name__)
 
 SHARD = re.compile(r'__(\d+)_')
-"""Start of the name of a file of shards, with the rank that wrote it."""
+"""Start of a shard file's name, which contains the rank that wrote it."""
 
 
 class _Candidate(NamedTuple):
-    """A checkpoint in a tier; `save` distinguishes saves of the same batch."""
+    """A checkpoint in a tier; `save` tells apart several saves of the same batch."""
 
     batch: int
     save: str
@@ -50,18 +50,18 @@ class _Transfer(NamedTuple):
 
 
 def find_resume_point(storage: RunStorage, tiers: Sequence[NodeTier]) -> Path | None:
-    """Return the newest undamaged checkpoint of a run as a local folder, from the fastest place; a collective.
+    """Return the newest undamaged checkpoint of a run, from a tier or its storage, as a local folder; a collective.
 
     Args:
-        storage: The run's storage, which is open.
-        tiers: Tiers of the nodes, fastest first, which are open.
+        storage: The run's storage, already open.
+        tiers: Tiers of the nodes, already open, fastest first.
 
     Returns:
-        The checkpoint of a tier if it is at least as new as those in the storage, else that of the storage; None if
-        there is none.
+        The newest checkpoint in a tier if it is at least as new as those in the storage, else the newest in the
+        storage; None if there is none.
 
     Raises:
-        UserError: All checkpoints in the storage are damaged, or the newest is of another run.
+        UserError: All checkpoints in the storage are damaged, or the newest belongs to another run.
         OSError: The storage cannot be read for minutes.
     """
     if not tiers:
@@ -73,7 +73,7 @@ def find_resume_point(storage: RunStorage, tiers: Sequence[NodeTier]) -> Path | 
     resume = storage.resume_point()
     number = None if resume is None else batch_number(resume)
     if number is not None and number < max(stored, default=0):
-        # The newest ones in the storage are damaged.
+        # The newest checkpoints in the storage are damaged, so an older one in a tier may be better.
         found = newest_in_tiers(tiers, stored, at_least=number + 1)
     return resume if found is None else found
 
@@ -82,7 +82,7 @@ def stored_batches(storage: RunStorage) -> list[int]:
     """Return the batches of the checkpoints in a run's storage, newest first; a collective.
 
     Raises:
-        OSError: The storage cannot be read for minutes; on every rank.
+        OSError: The storage cannot be read for minutes. Raised on every rank.
     """
     return from_rank_zero(lambda: read_with_retries(storage.list_batches), storage.place)
 
@@ -92,12 +92,12 @@ def newest_in_tiers(tiers: Sequence[NodeTier], stored: Collection[int], *, at_le
 
     Args:
         tiers: Tiers of the nodes, fastest first.
-        stored: Batches of the checkpoints in the run's storage. A checkpoint of a tier whose `base` is not among them
-            is not used: the user has deleted the base to go back.
+        stored: Batches of the checkpoints in the run's storage. A tier's checkpoint is only used if its `base` is among
+            them: otherwise the user has deleted the base to go back.
         at_least: Smallest batch to consider.
     """
     candidates = [(each, tier) for tier in tiers for each in _candidates(tier, stored, at_least)]
-    # Try the newest first; sorting keeps the order of equal batches, so that the fastest tier comes first.
+    # Try the newest first. Sorting is stable, so for equal batches the fastest tier comes first.
     for candidate, tier in sorted(candidates, key=lambda each: -each[0].batch):
         found = _restore(candidate, tier)
         if found is not None:
@@ -106,7 +106,7 @@ def newest_in_tiers(tiers: Sequence[NodeTier], stored: Collection[int], *, at_le
 
 
 def _candidates(tier: NodeTier, stored: Collection[int], at_least: int) -> list[_Candidate]:
-    """Return the checkpoints of this run that any node has a receipt of, newest first; a collective."""
+    """Return the checkpoints of this run for which any node has a receipt, newest first; a collective."""
     own: set[_Candidate] = set()
     if tier.owns_folder:
         try:
@@ -125,7 +125,7 @@ def _candidates(tier: NodeTier, stored: Collection[int], at_least: int) -> list[
 
 
 def _own_receipt(tier: NodeTier, checkpoint: Path) -> dict[str, Any] | None:
-    """Return the receipt of a checkpoint of this run on this node; None if there is none or it is damaged."""
+    """Return this node's receipt of a checkpoint of this run; None if there is none or it is damaged."""
     try:
         receipt = parse_receipt((checkpoint / RECEIPT).read_bytes(), str(checkpoint))
     except (DamagedCheckpoint, OSError) as error:
@@ -136,10 +136,11 @@ def _own_receipt(tier: NodeTier, checkpoint: Path) -> dict[str, Any] | None:
 
 
 def _restore(candidate: _Candidate, tier: NodeTier) -> Path | None:
-    """Verify a checkpoint of a tier on all nodes, and bring each node the files that it needs; a collective.
+    """Verify a tier's checkpoint on all nodes, and give each node the files it needs; a collective.
 
     Returns:
-        The checkpoint's folder on this node; None if files are missing on all nodes, or a node has no room for them.
+        The checkpoint's folder on this node, or None if some files are on no node, or if a node has no room for its
+        files.
     """
     began = time.monotonic()
     checkpoint = tier.folder / checkpoint_name(candidate.batch)
@@ -153,7 +154,7 @@ def _restore(candidate: _Candidate, tier: NodeTier) -> Path | None:
             log.warning('%s: not used, no receipt can be read%s', name, f' ({damages[0]})' if damages else '')
         return None
     receipt = parse_receipt(text, str(checkpoint))
-    # These are the intact files of each node, by its first rank.
+    # Map the first rank of each node to the node's intact files.
     held = {node[0]: {file for rank in node for file in reports[rank][1]} for node in tier.nodes}
     missing = sorted(set(receipt['files']).difference(*held.values()))
     if missing:
@@ -185,7 +186,7 @@ def _restore(candidate: _Candidate, tier: NodeTier) -> Path | None:
 
 
 def _verify_own_files(candidate: _Candidate, tier: NodeTier, checkpoint: Path) -> tuple[bytes, list[str], list[str]]:
-    """Return the receipt of this node, the intact files among this rank's part of its files, and the damages."""
+    """Return this node's receipt, the intact files among those this rank verifies, and descriptions of damage."""
     intact: list[str] = []
     damages: list[str] = []
     try:
@@ -206,7 +207,7 @@ def _verify_own_files(candidate: _Candidate, tier: NodeTier, checkpoint: Path) -
                 intact.append(name)
             else:
                 damages.append(f'{path}: does not match its receipt')
-        except FileNotFoundError:  # another node has it
+        except FileNotFoundError:  # another node has the file
             pass
         except OSError as error:
             damages.append(f'{path}: {error.strerror}')
@@ -214,27 +215,27 @@ def _verify_own_files(candidate: _Candidate, tier: NodeTier, checkpoint: Path) -
 
 
 def _needed_files(receipt: dict[str, Any], tier: NodeTier) -> set[str]:
-    """Return the files that this rank's node must have, so that all of its ranks can load the checkpoint."""
+    """Return the files that this rank's node needs so that all of its ranks can load the checkpoint."""
     world_size = dist.get_world_size()
     same_layout = receipt.get('world_size') == world_size and receipt.get('recipe') == recipe_hash(tier)
-    # Some ranks have written no shards if parallelism.replicas is set: they read those of others.
+    # If parallelism.replicas is set, some ranks have written no shards and read those of other ranks.
     writers = {int(found[1]) for name in receipt['files'] if (found := SHARD.match(name))}
     if receipt.get('kind') == 'sharded' and same_layout and writers == set(range(world_size)):
         return set(files_of_rank(receipt, tier.node_ranks))
-    # A node gets all files, since the shards that a rank reads are known only when the model has been built.
+    # Give the node all files: which shards a rank reads is only known once the model has been built.
     return set(receipt['files'])
 
 
 def plan_transfers(
     nodes: Sequence[Sequence[int]], needs: Sequence[Collection[str]], held: dict[int, set[str]]
 ) -> list[_Transfer]:
-    """Return the transfers that bring each node the files that it lacks, in the order that all ranks follow.
+    """Return the transfers that give each node its missing files, in an order that is equal on all ranks.
 
-    The first rank of each node sends and receives. Files that several nodes have are sent by each of them in turn.
+    The first rank of each node sends and receives. If several nodes have a file, they take turns sending it.
 
     Args:
         needs: The files that each rank needs on its node.
-        held: The intact files of each node, by its first rank.
+        held: The intact files of each node, keyed by the node's first rank.
     """
     transfers: list[_Transfer] = []
     for node in nodes:
@@ -252,7 +253,7 @@ def _exchange(
     files: dict[str, FileRecord],
     transfers: Sequence[_Transfer],
 ) -> str:
-    """Send and receive the files of this rank; return the first error in words, or an empty text."""
+    """Send and receive this rank's files; return a description of the first error, or an empty string."""
     rank = dist.get_global_rank()
     error = ''
 
@@ -260,7 +261,7 @@ def _exchange(
         nonlocal error
         try:
             work()
-        except (OSError, RuntimeError) as caught:  # a RuntimeError of gloo: the other node does not answer
+        except (OSError, RuntimeError) as caught:  # a RuntimeError comes from gloo if the other node does not respond
             error = error or f'{checkpoint}: {caught}'
 
     def prepare() -> None:

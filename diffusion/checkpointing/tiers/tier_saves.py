@@ -1,4 +1,4 @@
-"""Saves into the tiers of the nodes, between the saves into the run's storage."""
+"""Saves to the nodes' tiers, between saves to the run's storage."""
 
 import logging
 import time
@@ -20,7 +20,7 @@ from diffusion.data.epoch_position import is_last_batch
 log = logging.getLogger(__name__)
 
 MAX_FAILED_SAVES = 3
-"""Number of saves in a row into a tier that may fail; after them the run continues without this tier."""
+"""Number of consecutive failed saves to a tier after which the run continues without it."""
 
 
 class _Schedule:
@@ -32,14 +32,14 @@ class _Schedule:
         self.is_due: Callable[[State, Event], bool] = self.timed or create_interval_scheduler(interval)
         self.failed_in_a_row = 0
         self.pending = False
-        """True if a save is due that has to wait for another one."""
+        """True if a save is due but has to wait for another save."""
 
 
 class TierSaves:
-    """Saves into the tiers of the nodes; all methods are collectives unless they say otherwise.
+    """Saves to the nodes' tiers. All methods are collectives unless noted.
 
-    Only one save runs at a time, and none during a save into the run's storage. A save that fails is reported and
-    changes nothing else: the run does not depend on its tiers.
+    Only one save runs at a time, and none during a save to the run's storage. A failed save is only reported, since the
+    run does not depend on its tiers.
 
     Args:
         tiers: The tiers, fastest first, with the save interval of each.
@@ -53,14 +53,14 @@ class TierSaves:
         self._sharded, self._recipe_text = sharded, recipe_text
         self._running: tuple[_Schedule, BackgroundSave] | None = None
         self._gives_up = False
-        """True if the running save is to be removed once its threads have ended."""
+        """True if the running save must be removed once its threads have ended."""
 
     def after_batch(self, state: State, logger: Logger, buffers: SnapshotBuffers | None, *, can_save: bool) -> None:
-        """Publish a save that has been written, and start one that is due.
+        """Publish a completed save, and start a save that is due.
 
         Args:
-            buffers: Memory for a snapshot; None blocks training until the save is complete.
-            can_save: False if the memory for snapshots is in use, or this batch is saved already.
+            buffers: Memory for a snapshot; with None, training is blocked until the save is complete.
+            can_save: False if the memory for snapshots is in use or this batch is already saved.
         """
         for each in self._schedules:
             each.pending = (each.is_due(state, Event.BATCH_CHECKPOINT) or each.pending) and not is_last_batch(state)
@@ -73,20 +73,20 @@ class TierSaves:
         self._save(due, state, logger, buffers)
 
     def start_copy(self) -> None:
-        """Start to copy the snapshot of the running save; not a collective."""
+        """Start copying the snapshot of the running save; not a collective."""
         if self._running is not None:
             self._running[1].start_copy()
 
     def end_copy(self) -> None:
-        """Wait for the copies of the snapshot, since the optimizer changes the weights next; not a collective."""
+        """Wait until the snapshot is copied, since the optimizer changes the weights next; not a collective."""
         if self._running is not None:
             self._running[1].end_copy()
 
     def make_way(self, logger: Logger) -> None:
-        """Publish the save that is being written if it is complete, else give it up.
+        """Publish the running save if it is complete, otherwise give it up.
 
-        A save into the run's storage needs its memory, and training should not wait. The thread may go on for a while
-        with the exchange of files; until then no other save into a tier starts.
+        A save to the run's storage needs its memory, and training should not wait. The thread may continue to exchange
+        files for a while; no other save to a tier starts until then.
         """
         if self._running is None or self._gives_up:
             return
@@ -100,7 +100,7 @@ class TierSaves:
             log.info('%s: given up, since a save into the storage of the run is due', running.save.name)
 
     def abandon(self) -> None:
-        """Give up the save that is being written, if there is one."""
+        """Give up the running save, if any."""
         if self._running is not None:
             (_, running), self._running = self._running, None
             running.abandon()
@@ -117,7 +117,7 @@ class TierSaves:
             tier.close()
 
     def clear(self) -> None:
-        """Remove the checkpoints in all tiers, which the run does not need any more."""
+        """Remove the checkpoints in all tiers, which the run no longer needs."""
         self.abandon()
         if tiers := self._all_tiers():
             dist.barrier()
@@ -125,7 +125,7 @@ class TierSaves:
                 tier.clear()
 
     def close(self) -> None:
-        """End after an error of training, when the ranks cannot agree any more; not a collective."""
+        """Stop after a training error, when the ranks can no longer agree; not a collective."""
         if self._running is not None:
             self._running[1].save.abandon()
             self._running = None
@@ -136,7 +136,7 @@ class TierSaves:
         return [*(each.tier for each in self._schedules), *self._dropped]
 
     def _finish(self, logger: Logger) -> None:
-        """Publish the save that has been written, or remove it if it was given up."""
+        """Publish the completed save, or remove it if it was given up."""
         assert self._running is not None
         (schedule, running), self._running = self._running, None
         if self._gives_up:
@@ -146,7 +146,7 @@ class TierSaves:
         self._publish(schedule, running.save, logger, time.monotonic() - running.stall_seconds)
 
     def _save(self, schedule: _Schedule, state: State, logger: Logger, buffers: SnapshotBuffers | None) -> None:
-        """Start a save into a tier, or save at once if there is no memory for a snapshot."""
+        """Start a save to a tier, or save synchronously if there is no memory for a snapshot."""
         began = time.monotonic()
         try:
             tier = schedule.tier
@@ -169,7 +169,7 @@ class TierSaves:
         self._publish(schedule, save, logger, began)
 
     def _publish(self, schedule: _Schedule, save: SaveInProgress, logger: Logger, began: float) -> None:
-        """Publish a save that has been written on all ranks, or report its failure."""
+        """Publish a save that all ranks have written, or report its failure."""
         try:
             save.publish()
         except SaveFailed as error:
@@ -185,19 +185,19 @@ class TierSaves:
         )
 
     def _failed(self, schedule: _Schedule, error: SaveFailed, logger: Logger) -> None:
-        """Report a failed save, and drop the tier after several."""
+        """Report a failed save, and drop the tier after several failures."""
         schedule.failed_in_a_row += 1
         logger.log_metrics({f'checkpoint/{schedule.tier.name}_failed_saves': schedule.failed_in_a_row})
         if dist.get_global_rank() == 0:
             log.warning('%s; training continues', error)
-        # The ranks may have met different faults, but must make the same decision.
+        # The ranks may have hit different faults but must make the same decision.
         if any(dist.all_gather_object(error.errno == EXCHANGE_FAILED)):
             self._drop(schedule, 'the exchange of files between nodes has failed')
         elif schedule.failed_in_a_row == MAX_FAILED_SAVES:
             self._drop(schedule, f'{MAX_FAILED_SAVES} saves in a row have failed')
 
     def _drop(self, schedule: _Schedule, reason: str) -> None:
-        """Continue without a tier, whose last checkpoint stays until the run's storage has a newer one."""
+        """Continue without a tier; its last checkpoint stays until the run's storage has a newer one."""
         if dist.get_global_rank() == 0:
             log.warning('%s: not used any more in this run, %s', schedule.tier.place, reason)
         self._schedules.remove(schedule)

@@ -6,11 +6,13 @@ import re
 from diffusion.errors import UserError
 
 DIFFUSERS_BOUNDS = '>=0.39,<0.43'
-"""Bounds for U-Net, VAE, noise schedulers and pipelines, since configs change in minor releases.
+"""Bounds on the version of diffusers for U-Net, VAE, noise schedulers and pipelines, whose configs change in minor
+releases.
 
-They are checked when this package is imported, and are not in pyproject.toml: if the metadata had bounds, pip before
-26.3 would choose the version of diffusers before that of transformers, which mosaicml-streaming bounds; pip 23.2.1 had
-not found versions that fit after ten minutes. Move them there when mosaicml-streaming allows transformers 5.
+They are checked when this package is imported instead of in pyproject.toml. With bounds in the metadata, pip before
+26.3 would choose the version of diffusers before that of transformers, which mosaicml-streaming bounds; pip 23.2.1
+found no compatible versions within ten minutes. Move the bounds to pyproject.toml when mosaicml-streaming allows
+transformers 5.
 """
 
 
@@ -18,7 +20,7 @@ def check_diffusers() -> None:
     """Check the installed version of diffusers.
 
     Raises:
-        UserError: It is outside the bounds.
+        UserError: The version is outside the bounds.
     """
     version = importlib.metadata.version('diffusers')
     oldest, too_new = ((int(major), int(minor)) for major, minor in re.findall(r'(\d+)\.(\d+)', DIFFUSERS_BOUNDS))

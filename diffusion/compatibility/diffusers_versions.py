@@ -1,4 +1,4 @@
-"""Differences between diffusers 0.39, the newest for transformers 4, and later versions."""
+"""Differences between diffusers 0.39, the last version that supports transformers 4, and later versions."""
 
 import warnings
 from collections.abc import Iterator
@@ -11,10 +11,10 @@ from torch import Tensor
 
 @contextmanager
 def without_own_deprecations() -> Iterator[None]:
-    """Hide deprecation warnings that diffusers causes by itself, which a user cannot avoid, inside of the context.
+    """Inside the context, hide deprecation warnings that diffusers itself causes and a user cannot avoid.
 
     diffusers 0.42 always passes `local_dir_use_symlinks`, which huggingface-hub 2 ignores with a warning, and its
-    PRXPipeline inherits from a class that announces its own removal. Remove this function when diffusers does neither.
+    PRXPipeline inherits from a class that announces its own removal. Remove this function once neither is the case.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings('ignore', message='The `local_dir_use_symlinks` argument is deprecated')
@@ -23,10 +23,10 @@ def without_own_deprecations() -> Iterator[None]:
 
 
 def keep_prx_masks_small() -> None:
-    """Make PRX's attention mask padding with a bool tensor [B, 1, 1, L], which attention broadcasts itself.
+    """Make PRX's attention mask padding with a bool tensor [B, 1, 1, L], which attention broadcasts by itself.
 
     diffusers 0.39 expands it to [B, heads, image tokens, L], and backends copy that: 1.1 GiB in each block for 32
-    images of 1,024 tokens. diffusers 0.42 does not. Remove this function with the support of diffusers 0.39.
+    images of 1,024 tokens. diffusers 0.42 does not. Remove this function when support for diffusers 0.39 is dropped.
     """
     module: Any = transformer_prx
     dispatch = module.dispatch_attention_fn

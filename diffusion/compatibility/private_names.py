@@ -1,15 +1,15 @@
 """All private names of torch, Composer, Streaming and TorchMetrics that this package uses, and the versions checked.
 
-A private name may vanish or change with any release of its package, so each is here with its reason:
+A private name may vanish or change with any release of its package, so each is listed here with its reason:
 
 - `IMPORTED` are classes, functions and modules. Import them from this module, which imports the package on first use:
   `from diffusion.compatibility.private_names import TorchDispatchMode`.
 - `ATTRIBUTES` are private attributes of objects of those packages. Read and set them with `private_attribute` and
   `set_private_attribute`.
-- `INHERITED` are private attributes that subclasses of this package use or override by `self`.
+- `INHERITED` are private attributes that this package's subclasses use or override through `self`.
 
-Names that are missing in the installed version are a `UserError` that says which versions have them. A test fails if a
-private name is used that is not listed here.
+A name that is missing in the installed version raises a `UserError` that says which versions have it. A test fails if
+an unlisted private name is used.
 """
 
 import importlib
@@ -25,7 +25,7 @@ CHECKED_VERSIONS = {
     'mosaicml-streaming': ('0.13.0',),
     'torchmetrics': ('1.7.4', '1.9.0'),
 }
-"""Versions of each distribution that the tests ran with."""
+"""Versions of each distribution that the tests were run with."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,11 @@ class PrivateName:
     """A private name of another package.
 
     Args:
-        distribution: Name of the package in a package index, a key of `CHECKED_VERSIONS`.
-        where: Module of the name, followed by the class of an attribute: `torch.utils.data.dataloader:_SomeClass`.
+        distribution: Name of the package in the package index, a key of `CHECKED_VERSIONS`.
+        where: Module that contains the name, for attributes followed by the class:
+            `torch.utils.data.dataloader:_SomeClass`.
         name: The name itself, dotted for a member of a private module.
-        reason: Use of the name, and why no public name serves.
+        reason: What the name is used for, and why no public name works.
     """
 
     distribution: str
@@ -56,7 +57,7 @@ class PrivateName:
             for part in filter(None, (*owner.split('.'), *self.name.split('.'))):
                 found = getattr(found, part)
         except (ModuleNotFoundError, AttributeError) as error:
-            # A package that is not installed, or lacks a dependency, raises an ordinary ImportError.
+            # If the package is not installed or lacks a dependency, an ordinary ImportError is raised.
             inside = '.' in str(error.name) and f'{module}.'.startswith(f'{error.name}.')
             if isinstance(error, ModuleNotFoundError) and not inside:
                 raise
@@ -64,7 +65,7 @@ class PrivateName:
         return found
 
     def missing(self) -> UserError:
-        """Return the error that the installed version does not have this name."""
+        """Return the error to raise if the installed version does not have this name."""
         try:
             version = importlib.metadata.version(self.distribution)
         except importlib.metadata.PackageNotFoundError:
@@ -150,7 +151,7 @@ ATTRIBUTES = {
         ('mosaicml-streaming', 'streaming.base.shared.prefix', '_check_and_find_retrying', 'lets ranks agree on names'),
     )
 }
-"""Attributes by the name of their class or module and their own name."""
+"""Attributes, keyed by the name of their class or module and their own name."""
 
 INHERITED = {
     each.name: each
@@ -171,7 +172,7 @@ INHERITED = {
         ('mosaicml-streaming', 'streaming:StreamingDataset', '_unique_rank_world', 'one process per machine'),
     )
 }
-"""Attributes that subclasses use by `self`; those that a constructor sets exist only in an instance."""
+"""Attributes that subclasses use through `self`; those set by a constructor exist only on instances."""
 
 
 def private_attribute(owner: Any, name: str) -> Any:
@@ -199,7 +200,7 @@ def set_private_attribute(owner: Any, name: str, value: Any) -> None:
 
 
 def _entry(owner: Any, name: str) -> PrivateName:
-    """Return the table's row for an attribute; prefer the row of the owner's classes if several have the name."""
+    """Return the table row of an attribute; if several have the name, prefer the row for the owner's classes."""
     kinds = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
     places = {kind.__name__ for kind in kinds} | {str(getattr(owner, '__name__', '')).rpartition('.')[2]}
     rows = [entry for (place, listed), entry in ATTRIBUTES.items() if listed == name]
@@ -210,5 +211,5 @@ def _entry(owner: Any, name: str) -> PrivateName:
 def __getattr__(name: str) -> Any:
     if name not in IMPORTED:
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-    # Keep it as a global, so that the next use is an ordinary look-up.
+    # Store it as a global, so that the next use is an ordinary lookup.
     return globals().setdefault(name, IMPORTED[name].load())

@@ -1,4 +1,4 @@
-"""What depends on the version of PyTorch: functions, its refusal of pickled code, GPUs that it has no kernels for."""
+"""Differences between PyTorch versions: functions, errors for pickled code, and GPUs without kernels."""
 
 import functools
 import pickle
@@ -21,16 +21,16 @@ from diffusion.planning.gpus import missing_kernels_message
 def set_group_timeout(timeout: timedelta, group: ProcessGroup) -> None:
     """Set the timeout of a group's collectives.
 
-    PyTorch 2.7 has only a private function for it. Remove this function with the support of PyTorch 2.7.
+    PyTorch 2.7 only has a private function for this. Remove this function when support for PyTorch 2.7 is dropped.
     """
     set_timeout = getattr(torch.distributed, 'set_timeout', None) or private_names._set_pg_timeout
     set_timeout(timeout, group)
 
 
 def average_by_summing(module: FSDPModule, ranks: int) -> None:
-    """Make FSDP2 sum the gradients of a module over ranks, and divide the sum.
+    """Make FSDP2 sum a module's gradients over ranks and then divide the sum.
 
-    PyTorch 2.9 has a setting for it. Remove this function with the support of PyTorch 2.7.
+    PyTorch 2.9 has a setting for this. Remove this function when support for PyTorch 2.7 is dropped.
     """
     request_sum: Any = getattr(module, 'set_force_sum_reduction_for_comms', None)
     if request_sum is not None:
@@ -40,17 +40,17 @@ def average_by_summing(module: FSDPModule, ranks: int) -> None:
 
 
 def _divide_sum(gradients: Tensor, ranks: int) -> None:
-    """Turn a sum over ranks into an average, in place: a hook of FSDP2 after it reduced gradients."""
-    if gradients.dtype in (torch.float32, torch.bfloat16):  # for float16, FSDP2 requests a sum and divides it itself
+    """Turn a sum over ranks into an average, in place; an FSDP2 hook that runs after gradients are reduced."""
+    if gradients.dtype in (torch.float32, torch.bfloat16):  # for float16, FSDP2 itself requests a sum and divides it
         gradients.div_(ranks)
 
 
 def distribute_tied_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Replace the second names of FSDP2's tied weights, such as T5's embedding, by DTensors, in place; a collective.
+    """Replace plain tensors under the second names of FSDP2's tied weights by DTensors, in place; a collective.
 
-    PyTorch 2.7's set_model_state_dict distributes a tensor only under the first name of its parameter, and then copies
-    the plain tensor of the second name into a DTensor, which fails. Remove this function with the support of PyTorch
-    2.7.
+    An example is T5's embedding. PyTorch 2.7's set_model_state_dict only distributes a parameter's tensor under its
+    first name. It then copies the plain tensor under the second name into a DTensor, which fails. Remove this function
+    when support for PyTorch 2.7 is dropped.
     """
     seen: set[int] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -64,17 +64,17 @@ def distribute_tied_weights(model: nn.Module, weights: dict[str, Tensor]) -> Non
 def ignore_views_of_fsdp2() -> None:
     """Hide a warning that changing PRX's prediction in place would give wrong gradients; nothing changes it.
 
-    PyTorch 2.14 warns in each run with FSDP2. Remove this function when diffusers' PRX does not return a view.
+    PyTorch 2.14 warns in each run with FSDP2. Remove this function when diffusers' PRX no longer returns a view.
     """
     warnings.filterwarnings('ignore', message='FSDP2-wrapped module .* returned a view tensor')
 
 
 REFUSED = re.compile(r'(?:unsupported global|unsupported global: global|unsupported class) ([\w.]+)', re.IGNORECASE)
-"""Messages of torch's restricted unpickler about a function or class that it does not call."""
+"""Messages of torch's restricted unpickler about a function or class that it refuses to call."""
 
 
 def code_to_run(error: BaseException) -> str | None:
-    """Return a description of the code that a pickle wants to run, or None if the error has another reason.
+    """Describe the code in a pickle that was refused, or return None if the error has another reason.
 
     Args:
         error: Error of `torch.load` with `weights_only=True`, or of another unpickler with the same messages.
@@ -87,9 +87,9 @@ def kernels_problem(index: int) -> str | None:
     """Return a message if the installed torch has no kernels for a visible GPU, else None.
 
     Args:
-        index: Index of the GPU among the visible ones. An index out of range is left to torch.cuda.set_device.
+        index: Index of the GPU among the visible GPUs. torch.cuda.set_device reports an index out of range.
     """
-    # Skip ROCm, whose architectures (gfx942) have other rules.
+    # Skip ROCm, whose architectures (gfx942) follow other rules.
     if hip is not None or not index < torch.cuda.device_count():
         return None
     name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)

@@ -17,12 +17,12 @@ from transformers import (
 )
 
 GENERAL_TOKENIZERS = ('PreTrainedTokenizerFast', 'TokenizersBackend')
-"""Names that version 4 and version 5 write into files for their class of tokenizers of any kind."""
+"""Class names that transformers 4 and 5, respectively, write to files for a generic fast tokenizer."""
 IS_VERSION_5 = int(transformers.__version__.partition('.')[0]) >= 5
 
 
 class _WithTextModel(CLIPTextModel):
-    """CLIP's text model with its parts in a module `text_model`, as in transformers 4."""
+    """CLIP's text model with its parts in a submodule `text_model`, as in transformers 4."""
 
     def __init__(self, encoder: CLIPTextModel) -> None:
         CLIPPreTrainedModel.__init__(self, encoder.config)
@@ -39,16 +39,16 @@ class _WithTextModel(CLIPTextModel):
         return self.text_model(*arguments, **keywords)
 
 
-# diffusers and transformers write the names of the class and its package into the files of a pipeline.
+# diffusers and transformers write the names of the class and its package into a pipeline's files.
 _WithTextModel.__name__, _WithTextModel.__module__ = CLIPTextModel.__name__, CLIPTextModel.__module__
 
 
 def with_text_model(encoder: nn.Module) -> nn.Module:
-    """Return a CLIPTextModel with the tensor names of published files, `text_model.embeddings...`.
+    """Return a CLIPTextModel whose tensors have the names used in published files, `text_model.embeddings...`.
 
-    transformers 5.6 removed the module `text_model`, and so the first part of the names, from CLIPTextModel but not
-    from CLIPTextModelWithProjection. Checkpoints have the names of version 4, so that both versions resume them.
-    Other modules are returned unchanged. Remove this function with the support of transformers 4.
+    transformers 5.6 removed the submodule `text_model`, and with it this prefix of the names, from CLIPTextModel but
+    not from CLIPTextModelWithProjection. Checkpoints use the names of version 4, so that both versions can resume them.
+    Other modules are returned unchanged. Remove this function when support for transformers 4 is dropped.
     """
     if isinstance(encoder, CLIPTextModel) and not hasattr(encoder, 'text_model'):
         return _WithTextModel(encoder)
@@ -56,19 +56,19 @@ def with_text_model(encoder: nn.Module) -> nn.Module:
 
 
 def fast_tokenizer(name: str) -> type[PreTrainedTokenizerFast]:
-    """Return the class of a model's tokenizers that the package tokenizers implements, such as T5TokenizerFast.
+    """Return the class of a model's fast tokenizers (from the package tokenizers), such as T5TokenizerFast.
 
-    transformers 5 has only such classes, and names them T5Tokenizer; T5TokenizerFast is a second name that type
-    checkers do not know. Remove this function with the support of transformers 4.
+    transformers 5 only has fast tokenizers and names the class T5Tokenizer; T5TokenizerFast is an alias that type
+    checkers do not know. Remove this function when support for transformers 4 is dropped.
     """
     return getattr(transformers, f'{name}TokenizerFast')
 
 
 def byte_pairs(tokenizer: CLIPTokenizer) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Return the vocabulary of CLIP's tokenizer, and its merges in order of application.
+    """Return the vocabulary of CLIP's tokenizer, and its merges in the order in which they are applied.
 
-    The tokenizer of transformers 4 is written in Python; that of version 5 is one of the package tokenizers. Remove the
-    branch for the former with the support of transformers 4.
+    The tokenizer of transformers 4 is written in Python; that of version 5 comes from the package tokenizers. Remove
+    the branch for the former when support for transformers 4 is dropped.
     """
     parts: Any = tokenizer
     if hasattr(parts, 'bpe_ranks'):
@@ -80,8 +80,8 @@ def byte_pairs(tokenizer: CLIPTokenizer) -> tuple[dict[str, int], list[tuple[str
 def word_model(tokenizer: CLIPTokenizer) -> BPE:
     """Return the model that splits a word into CLIP's tokens.
 
-    The tokenizer of transformers 5 has it, which saves the 0.2 s of building another one. Remove the branch for
-    transformers 4 with its support.
+    The tokenizer of transformers 5 has such a model, which saves the 0.2 s for building one. Remove the branch for
+    transformers 4 when support for it is dropped.
     """
     parts: Any = tokenizer
     if hasattr(parts, 'bpe_ranks'):
@@ -92,7 +92,7 @@ def word_model(tokenizer: CLIPTokenizer) -> BPE:
 def clip_features(output: Any) -> Tensor:
     """Return the features [B, D] in a result of CLIP's get_image_features or get_text_features.
 
-    transformers 5 wraps them in another object. Remove this function with the support of transformers 4.
+    transformers 5 wraps them in another object. Remove this function when support for transformers 4 is dropped.
     """
     return output if isinstance(output, Tensor) else output.pooler_output
 
@@ -100,19 +100,19 @@ def clip_features(output: Any) -> Tensor:
 def mask_without_values(input_ids: Tensor) -> Tensor | None:
     """Return an attention mask for token ids [B, L] on the meta device, to count the cost of a text encoder.
 
-    transformers 5 reads the values of a mask of tokens, even of the one that it makes by default, but not those of a
-    mask of pairs of tokens, bool [B, 1, L, L]. CLIP of transformers 4 does not accept the latter. Remove this function
-    with the support of transformers 4.
+    transformers 5 reads the values of a token mask [B, L], even of its own default mask, which the meta device does not
+    allow. It does not read the values of a mask of token pairs, bool [B, 1, L, L], but CLIP in transformers 4 does not
+    accept such a mask. Remove this function when support for transformers 4 is dropped.
     """
     batch, length = input_ids.shape
     return torch.ones(batch, 1, length, length, dtype=torch.bool, device='meta') if IS_VERSION_5 else None
 
 
 def make_readable_by_version_4(folder: Path, pipeline: Any) -> None:
-    """Change the tokenizers' files in a saved pipeline's folder, so that both versions load it.
+    """Change the tokenizer files of a saved pipeline so that both versions can load them.
 
-    transformers 5 writes names of classes that version 4 does not have or that need other files, and CLIP's vocabulary
-    in a file that version 4 does not read. Remove this function with the support of transformers 4.
+    transformers 5 writes class names that version 4 does not have or that need other files there, and it writes CLIP's
+    vocabulary to a file that version 4 does not read. Remove this function when support for transformers 4 is dropped.
     """
     if not IS_VERSION_5:
         return
@@ -127,7 +127,7 @@ def make_readable_by_version_4(folder: Path, pipeline: Any) -> None:
         content[name] = ['transformers', kind]
         file = folder / name / 'tokenizer_config.json'
         settings = json.loads(file.read_bytes()) | {'tokenizer_class': kind}
-        if not settings.get('extra_special_tokens'):  # version 5 writes a list, and version 4 reads a dictionary
+        if not settings.get('extra_special_tokens'):  # version 5 writes a list, but version 4 expects a dictionary
             settings.pop('extra_special_tokens', None)
         _write_json(file, settings)
         if is_clip:

@@ -1,4 +1,4 @@
-"""Logger that appends a run's metrics to a file of JSON lines, and draws its loss curve."""
+"""Logger that appends a run's metrics to a JSON lines file and draws its loss curve."""
 
 import json
 import logging
@@ -39,8 +39,8 @@ class MetricsFile(LoggerDestination):
         return self.folder / 'metrics.jsonl'
 
     def init(self, state: State, logger: Logger) -> None:
-        # Create the folder only here: if it is missing later, its file system is no longer mounted, and it must not be
-        # created again.
+        # Only create the folder here: if it is missing later, its file system is no longer mounted, and the folder must
+        # not be created again.
         if dist.get_global_rank() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -51,8 +51,8 @@ class MetricsFile(LoggerDestination):
         if not numbers:
             return
         if self._file is None:
-            # The file is line-buffered: a killed run resumes after its last checkpoint and does not repeat the batches
-            # before it, so their metrics must be in the file.
+            # The file is line-buffered because a killed run resumes after its last checkpoint without repeating earlier
+            # batches, so their metrics must already be in the file.
             self._file = open(self.path, 'a', encoding='utf-8', buffering=1, opener=opener)  # noqa: SIM115
         self._file.write(json.dumps({'step': step} | numbers) + '\n')
 
@@ -67,7 +67,7 @@ class MetricsFile(LoggerDestination):
 
 
 def read_metrics(path: Path) -> dict[str, dict[int, float]]:
-    """Read a metrics file: return name -> batch -> value; for a repeated batch, the later line counts."""
+    """Read a metrics file as a mapping: name -> batch -> value. For a repeated batch, the last line counts."""
     series: dict[str, dict[int, float]] = {}
     for values in json_objects(path.read_bytes().splitlines()):
         step = values.pop('step', None)
@@ -91,7 +91,7 @@ def draw_loss_curve(metrics: Path, out: Path) -> None:
     if not train:
         return
     steps, losses = zip(*train, strict=True)
-    figure = Figure(figsize=(8, 4.5))  # with fixed margins: a computed layout would draw everything twice
+    figure = Figure(figsize=(8, 4.5))  # use fixed margins: a computed layout would draw everything twice
     FigureCanvasAgg(figure)
     axes = figure.add_axes((0.09, 0.12, 0.88, 0.79))
     axes.plot(steps, losses, linewidth=0.5, alpha=0.35, color='tab:blue')
@@ -108,8 +108,8 @@ def draw_loss_curve(metrics: Path, out: Path) -> None:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Return the average of the values around each value, with exponential weights over about 1/50 of the curve."""
-    # Average to both sides, since an average of earlier values alone lies above a falling curve.
+    """Return an exponentially weighted average around each value, over about 1/50 of the curve."""
+    # Average in both directions: an average of earlier values alone would lie above a falling curve.
     keep = math.exp(-100 / max(100, len(values)))
     before, after = _decayed_sums(values, keep), reversed(_decayed_sums(values[::-1], keep))
     return [
@@ -119,7 +119,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def _decayed_sums(values: Sequence[float], keep: float) -> list[tuple[float, float]]:
-    """Return, for each value, the sum of the values up to it with weights 1, keep, keep**2, ..., and of the weights."""
+    """Return for each value the weighted sum of values up to it (weights 1, keep, keep**2, ...), and of the weights."""
     total, weight, sums = 0.0, 0.0, []
     for value in values:
         total, weight = keep * total + value, keep * weight + 1
@@ -128,5 +128,5 @@ def _decayed_sums(values: Sequence[float], keep: float) -> list[tuple[float, flo
 
 
 def is_number(value: Any) -> bool:
-    """Return True if a metric is a number or a tensor with one element."""
+    """Return True if a metric is a number or a one-element tensor."""
     return isinstance(value, int | float) or (hasattr(value, 'numel') and value.numel() == 1)

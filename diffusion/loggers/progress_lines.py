@@ -1,4 +1,4 @@
-"""Loggers that show the progress of a run: in the status line of a terminal, or as lines at intervals in a file."""
+"""Loggers that show a run's progress: in a terminal's status line, or as lines at intervals in a log file."""
 
 import logging
 import math
@@ -13,17 +13,18 @@ from diffusion.loggers import status_line
 from diffusion.loggers.metrics_file import TRAIN_LOSS
 
 HORIZON_SECONDS = 60.0
-"""Time constant of the average: a batch this long ago has 1/e of the weight of the last one."""
+"""Time constant of the average: a batch this long ago has 1/e times the weight of the latest batch."""
 MIN_KEEP = 0.9
-"""Lower bound of the weight that older batches keep per batch, so that the average has about ten batches or more."""
+"""Lower bound on the factor by which the weight of older batches decays per batch, so that the average covers at least
+about ten batches."""
 
 
 class BatchTimer:
-    """Exponential average of the durations of training batches, without the slow work between batches.
+    """Exponential average of training batch durations, excluding slow work between batches.
 
-    A batch begins with the wait for its data and ends when its loss is known. The time until the next batch begins
-    counts up to the duration of the batch before it: callbacks that run after every batch count, whereas evaluations,
-    image grids and saves, which take much longer than a batch, do not. The first batch does not count either, since
+    A batch begins with the wait for its data and ends when its loss is known. The time between batches counts only up
+    to the duration of the preceding batch. This includes callbacks that run after every batch, but excludes
+    evaluations, image grids and saves, which take much longer than a batch. The first batch is excluded too, since
     compilation and the start of the data loader make it slow.
     """
 
@@ -31,17 +32,17 @@ class BatchTimer:
         self._begin: float | None = None
         self._end: float | None = None
         self._gap = 0.0
-        # Decayed sums. Their ratio is the average without the bias of a start value.
+        # Decayed sums, whose ratio is the average without the bias of an initial value.
         self._seconds = 0.0
         self._batches = 0.0
 
     def begin(self, now: float) -> None:
-        """Note the time in seconds when the wait for a batch begins."""
+        """Record the time, in seconds, at which the wait for a batch begins."""
         self._begin = now
         self._gap = now - self._end if self._end is not None else 0.0
 
     def end(self, now: float) -> None:
-        """Note the time in seconds when the loss of the batch is known."""
+        """Record the time, in seconds, at which the batch's loss is known."""
         first, self._end = self._end is None, now
         if first or self._begin is None:
             return
@@ -63,8 +64,7 @@ log = logging.getLogger(__name__)
 class ConsoleLines(LoggerDestination):
     """Log a line with batch, loss, speed and remaining time, and a line per evaluation with its metrics.
 
-    Speed and remaining time are those of training alone: the evaluations, image grids and saves to come are not
-    included (see `BatchTimer`).
+    Speed and remaining time only cover training, not future evaluations, image grids and saves (see `BatchTimer`).
 
     Args:
         every_seconds: Minimum time between two lines.
@@ -78,7 +78,7 @@ class ConsoleLines(LoggerDestination):
         self._reported_batch = 0
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        # The Trainer logs the loss right after it has waited for the device: the batch is computed. At BATCH_END,
+        # The Trainer logs the loss right after it has waited for the device, when the batch is computed. At BATCH_END,
         # other callbacks would already have run.
         if TRAIN_LOSS in metrics:
             self._loss = float(metrics[TRAIN_LOSS])
@@ -99,7 +99,7 @@ class ConsoleLines(LoggerDestination):
             self._report(state)
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        # A Trainer without max_duration does not train: the program itself shows the metrics.
+        # A Trainer without max_duration does not train; the program itself shows the metrics.
         if dist.get_global_rank() == 0 and state.dataloader_label is not None and state.max_duration is not None:
             metrics = state.eval_metrics.get(state.dataloader_label, {})
             figures = ', '.join(f'{name}={float(metric.compute()):.4f}' for name, metric in metrics.items())
@@ -111,7 +111,7 @@ class ConsoleLines(LoggerDestination):
             log.info('%s', self._progress(state))
 
     def _progress(self, state: State) -> str:
-        """Return batch, loss, speed and remaining time, as far as they are known."""
+        """Return batch, loss, speed and remaining time, if known, as text."""
         batch, total = state.timestamp.batch.value, total_batches(state)
         parts = [f'batch {batch}' if total is None else f'batch {batch} of {total}', f'loss {self._loss:.4f}']
         seconds = self._timer.seconds_per_batch
@@ -123,9 +123,9 @@ class ConsoleLines(LoggerDestination):
 
 
 def total_batches(state: State) -> int | None:
-    """Return the number of batches of a whole training; None if its duration is not given in batches or epochs.
+    """Return the total number of batches of training; None if its duration is not given in batches or epochs.
 
-    Call it while the training data are loaded, since an epoch is one of the loader in use.
+    Call it during training: the length of an epoch is that of the current data loader.
     """
     end = state.max_duration
     if end is not None and end.unit == TimeUnit.BATCH:
@@ -148,11 +148,11 @@ REFRESH_SECONDS = 0.2
 class ProgressLine(ConsoleLines):
     """Show batch, loss, speed and remaining time in the status line; log a line at the end and per evaluation.
 
-    The terminal must have a status line, see `diffusion.loggers.status_line.install`.
+    Requires a status line; see `diffusion.loggers.status_line.install`.
     """
 
-    # Composer's progress bar is not used: it shares rows with log messages, counts evaluations as training time, and
-    # prints hyperparameters of Composer first.
+    # Composer's progress bar is not used: it shares lines with log messages, counts evaluations as training time, and
+    # first prints Composer's hyperparameters.
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ def has_terminal(progress_bar: bool) -> bool:
 
 
 def with_bar(text: str, batch: int, total: int | None) -> str:
-    """Return a progress text after a bar with 1/8 of the terminal's columns, or the text alone if it does not fit."""
+    """Return a progress text preceded by a bar of 1/8 of the terminal's width, or the text alone if it does not fit."""
     if total is None:
         return text
     width = status_line.columns() // 8

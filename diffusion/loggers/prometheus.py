@@ -1,4 +1,4 @@
-"""Loggers that export the latest metrics to Prometheus' textfile collector or to log scrapers."""
+"""Loggers that export the latest metrics to Prometheus's textfile collector or to log scrapers."""
 
 import json
 import logging
@@ -33,7 +33,7 @@ class _LatestMetrics(LoggerDestination):
         self._last_export = -math.inf
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        # Keep tensors until the export: float() would wait for the GPU at every batch.
+        # Keep tensors until the export: float() would wait for the GPU in every batch.
         if dist.get_global_rank() == 0:
             self._latest |= {name: value for name, value in metrics.items() if is_number(value)}
 
@@ -55,7 +55,7 @@ class _LatestMetrics(LoggerDestination):
             self.export(self._run, batch | {name: float(value) for name, value in self._latest.items()})
 
     def export(self, run: str, metrics: dict[str, float]) -> None:
-        """Export the latest metrics of a run, with `batch` as the first; subclasses implement this."""
+        """Export a run's latest metrics, the first of which is `batch`; subclasses implement this."""
         raise NotImplementedError
 
 
@@ -63,8 +63,7 @@ class PrometheusFile(_LatestMetrics):
     """Write a file of gauges such as `diffusion_loss_train_total{run="phase1"} 0.12`, replaced atomically.
 
     Args:
-        path: Path of the file, which must end in .prom, in the folder of node_exporter's
-            --collector.textfile.directory.
+        path: Path of the file, which must end in .prom and be in node_exporter's --collector.textfile.directory.
         every_seconds: Minimum time between two writes.
     """
 
@@ -75,10 +74,10 @@ class PrometheusFile(_LatestMetrics):
         self.path = Path(path)
 
     def export(self, run: str, metrics: dict[str, float]) -> None:
-        # Replace the file atomically, since the collector may read it at any moment.
+        # Replace the file atomically, since the collector may read it at any time.
         try:
             write_atomically(self.path, exposition(run, metrics))
-        except OSError as error:  # lost metrics must not end the training
+        except OSError as error:  # losing metrics must not end training
             log.warning('prometheus_file: %s cannot be written (%s)', self.path, error)
 
 
@@ -97,7 +96,7 @@ class JSONLines(_LatestMetrics):
 
 
 def exposition(run: str, metrics: dict[str, float]) -> str:
-    """Return metrics as gauges in Prometheus' text format, version 0.0.4.
+    """Return metrics as gauges in Prometheus's text format, version 0.0.4.
 
     If two names become equal after replacing the characters that Prometheus does not allow, the later one is kept.
     """
@@ -110,7 +109,7 @@ def exposition(run: str, metrics: dict[str, float]) -> str:
 
 
 def _format_value(value: float) -> str:
-    """Return a number in Prometheus' text format, with the words NaN, +Inf and -Inf for special values."""
+    """Return a number in Prometheus's text format: NaN, +Inf and -Inf for special values."""
     if math.isnan(value):
         return 'NaN'
     return repr(value) if math.isfinite(value) else f'{value:+}'.replace('inf', 'Inf')

@@ -1,8 +1,8 @@
-"""Status line in the last row of a terminal, which stays below everything else that this process writes.
+"""Status line in the last row of a terminal, below everything else that this process writes.
 
-`install` replaces sys.stdout and sys.stderr: each write erases the status line, and draws it again once the written
-text has ended with a line break. Messages and the status line therefore never share a row, no matter which library
-writes them. If stderr is not a terminal, nothing is replaced and nothing is shown.
+`install` replaces sys.stdout and sys.stderr: each write erases the status line, and redraws it once the written text
+ends with a line break. Messages and the status line therefore never share a row, no matter which library writes them.
+If stderr is not a terminal, nothing is replaced and nothing is shown.
 """
 
 import atexit
@@ -16,9 +16,9 @@ from typing import Any, TextIO, cast
 from diffusion.errors import printable
 
 _ERASE = '\r\x1b[K'
-"""Control characters that move to the start of the row and erase it."""
+"""Control characters that move the cursor to the start of the row and erase the row."""
 _INDENT = ' ' * 9
-"""Indent of a message's further lines, the width of its time stamp."""
+"""Indent of a message's continuation lines: the width of its time stamp."""
 
 
 class StatusLine:
@@ -30,8 +30,8 @@ class StatusLine:
         self._row_in_use = False
 
     def columns(self) -> int:
-        """Return the number of columns that a text may have: one less than the terminal's, so that it never wraps."""
-        # Ask each time, since people resize windows. A pseudo-terminal without a size reports 0.
+        """Return the maximum number of columns of the text: one less than the terminal's, so that it never wraps."""
+        # Query the size each time, since people resize windows. A pseudo-terminal without a size reports 0.
         try:
             reported = os.get_terminal_size(self._terminal.fileno()).columns
         except OSError:
@@ -43,18 +43,18 @@ class StatusLine:
         self._text = text
         if self._row_in_use:
             return
-        # A run that was disowned goes on when its terminal is gone.
+        # A disowned run continues after its terminal is gone.
         with contextlib.suppress(OSError):
             self._terminal.write(_ERASE + self._clipped())
             self._terminal.flush()
 
     def above(self, text: str) -> str:
-        """Return what to write instead of a text, so that the text appears above the status line."""
-        # The caller writes the result at once, so that no other thread can write between the erasure and the text.
+        """Return what to write instead of a text so that it appears above the status line."""
+        # The caller writes the result in a single call, so no other thread can write between erasing and the text.
         if not text:
             return text
         erase = '' if self._row_in_use else _ERASE
-        # Progress bars of other libraries end with a carriage return after they have erased themselves.
+        # Progress bars of other libraries erase themselves and then end with a carriage return.
         self._row_in_use = not text.endswith(('\n', '\r'))
         return erase + text + ('' if self._row_in_use else self._clipped())
 
@@ -63,7 +63,7 @@ class StatusLine:
 
 
 class _Above:
-    """Terminal stream that writes above the status line; everything else is that of the stream itself."""
+    """Terminal stream that writes above the status line; otherwise it behaves like the original stream."""
 
     def __init__(self, stream: TextIO, line: StatusLine) -> None:
         self._stream = stream
@@ -81,14 +81,14 @@ class _Above:
 
 
 class PrintableFormatter(logging.Formatter):
-    """Formatter that escapes control characters, which names of files and captions may contain."""
+    """Formatter that escapes control characters, which file names and captions may contain."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return printable(super().formatMessage(record))
 
 
 class WrappingFormatter(PrintableFormatter):
-    """Formatter that breaks messages between words at the terminal's width, with all lines but the first indented."""
+    """Formatter that wraps messages at the terminal's width and indents all lines except the first."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         width = columns()

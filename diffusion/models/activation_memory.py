@@ -23,10 +23,10 @@ from diffusion.compatibility.private_names import (
 from diffusion.models.flops import empty_copy
 
 Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
-"""Positional and keyword arguments of a forward pass."""
+"""Positional and keyword arguments for a forward pass."""
 BATCHES = 2, 4
-"""Batch sizes of the two counted passes; their difference gives the bytes per sample. A batch size of 1 would not count
-copies of some transposed tensors, which are contiguous then."""
+"""Batch sizes of the two counted passes; their difference gives the bytes per sample. With a batch size of 1, some
+transposed tensors are contiguous, so their copies would not be counted."""
 FLOAT32_ON_CUDA = frozenset(
     ['group_norm', 'layer_norm', 'softmax', 'log_softmax', 'pow', '__pow__', 'rsqrt', 'exp', 'log', 'softplus']
 )
@@ -36,7 +36,7 @@ _WITH_FLOPS = {*flop_registry, private_attribute(torch.ops.aten, '_scaled_dot_pr
 
 @dataclass(frozen=True)
 class Activations:
-    """Activation memory of a module: bytes that its forward pass keeps for the backward pass.
+    """Activation memory of a module: the bytes that its forward pass keeps for the backward pass.
 
     Fields `kept...` are activations, in bytes per sample. Fields `copies...` are autocast's 16-bit copies of weights,
     in bytes that do not depend on the batch size.
@@ -53,12 +53,12 @@ class Activations:
     copies_between: int
     """Bytes of weight copies kept outside of the blocks under activation checkpointing."""
     copies_inside: int
-    """Maximum over the blocks of the bytes of weight copies kept while activation checkpointing recomputes one."""
+    """Bytes of weight copies kept while activation checkpointing recomputes a block, maximum over the blocks."""
     largest: int
     """Bytes per sample of the largest intermediate tensor."""
 
     def __add__(self, other: 'Activations') -> 'Activations':
-        """Add the activation memory of two modules that run in one pass; memory inside of blocks is the maximum."""
+        """Combine the activation memory of two modules that run in one pass; inside blocks, take the maximum."""
         transient = ('kept_inside', 'copies_inside', 'largest')
         first, second = vars(self), vars(other)
         return Activations(
@@ -70,8 +70,8 @@ def count_activations(module: nn.Module, inputs: Callable[[int], Inputs], precis
     """Return the activation memory of a module, counted in forward passes of a copy whose tensors hold no data.
 
     Args:
-        module: Module to measure. The submodules that its `fsdp_wrap_fn` selects are its blocks, which the recipe's
-            `speed.compile` compiles.
+        module: Module to measure. Its blocks are the submodules selected by its `fsdp_wrap_fn`; these are also what the
+            recipe's `speed.compile` compiles.
         inputs: Function from a batch size to the positional and keyword arguments of the forward pass.
         precision: One of
             float32: no autocast;
@@ -82,16 +82,16 @@ def count_activations(module: nn.Module, inputs: Callable[[int], Inputs], precis
     """
     flags = set(precision.split('+'))
     # Use fake CPU tensors: the meta device lacks fused attention, and its replacement keeps all L x L attention weights
-    # (70 MiB per sample where a GPU keeps 8).
+    # (70 MiB per sample, where a GPU keeps 8 MiB).
     with FakeTensorMode(allow_non_fake_inputs=True):
         copied = empty_copy(module, 'cpu').train()
         small, large = (_record(copied, *inputs(batch), flags) for batch in BATCHES)
-    # Activations grow with the batch, and autocast's copies of weights do not: a line through two passes separates
+    # Activations grow with the batch size, but autocast's weight copies do not, so a line through two passes separates
     # them. A single pass would count the copies, up to 1.7 GB for SD2, as activations of its samples.
     span = BATCHES[1] - BATCHES[0]
 
     def line(few: int, many: int) -> tuple[int, int]:
-        """Return bytes per sample and bytes independent of the batch, from the bytes of a small and a large batch."""
+        """Return bytes per sample and bytes independent of batch size, from the bytes of a small and a large batch."""
         slope = (many - few) // span
         return slope, few - BATCHES[0] * slope
 
@@ -117,17 +117,17 @@ class _Recording:
     weights: set[int]
     """Addresses of parameters and buffers, which are not activations."""
     outside: dict[int, int] = field(default_factory=dict)
-    """Storages kept outside of checkpointed blocks."""
+    """Storages kept outside checkpointed blocks."""
     inside: list[dict[int, int]] = field(default_factory=list)
-    """Storages kept inside each block if it is not checkpointed."""
+    """Storages kept inside each block when it is not checkpointed."""
     inputs: dict[int, int] = field(default_factory=dict)
     """Inputs of checkpointed blocks, kept for recomputing them."""
     outputs: list[int] = field(default_factory=list)
     """Bytes of the largest output of each operation, in order of execution."""
     flops_seen: int = 0
-    """Number of operations so far that torch counts FLOPs for."""
+    """Number of operations so far for which torch counts FLOPs."""
     fused_depth: int = 0
-    """Number of compiled blocks that the pass is currently inside."""
+    """Number of nested compiled blocks that the pass is currently inside."""
     recomputable: set[int] = field(default_factory=set)
     """Addresses of storages that a compiled block can recompute in the backward pass."""
     _alive: list[Any] = field(default_factory=list)
@@ -136,7 +136,8 @@ class _Recording:
     @property
     def total(self) -> int:
         """Total bytes that the recorded forward pass keeps for the backward pass without activation checkpointing."""
-        # A union by address: a tensor that several functions save, such as the input of q, k and v, is one storage.
+        # Take a union by address: if several functions save a tensor, such as the input of q, k and v, it is one
+        # storage.
         everything = dict(self.outside)
         for block in self.inside:
             everything |= block
@@ -144,20 +145,20 @@ class _Recording:
 
     @property
     def between(self) -> int:
-        """Bytes kept outside of the model's blocks under activation checkpointing, including the blocks' inputs."""
+        """Bytes kept outside the model's blocks under activation checkpointing, including the blocks' inputs."""
         return sum((self.outside | self.inputs).values())
 
     @property
     def blocks(self) -> list[int]:
         """Additional bytes that each block keeps while activation checkpointing recomputes it."""
-        # The inputs stay allocated while the block is recomputed, and `between` counts them already.
+        # The inputs stay allocated while the block is recomputed, but `between` already counts them.
         known = self.outside | self.inputs
         return [sum(count for key, count in block.items() if key not in known) for block in self.inside]
 
     def key(self, tensor: Tensor) -> int:
         """Return the address of a tensor's storage, which identifies the storage in this record."""
         storage = tensor.untyped_storage()
-        # Keep the storage alive: its address would be reused after it is freed, and two storages would count as one.
+        # Keep the storage alive: otherwise its address could be reused, and two storages would count as one.
         self._alive.append(storage)
         return private_attribute(storage, '_cdata')
 
@@ -171,8 +172,8 @@ class _Recording:
 
         Replaces torch.utils.checkpoint.checkpoint while a forward pass is recorded.
         """
-        # The real function would save the inputs alone in the forward pass. Running the block once without
-        # checkpointing shows what it keeps while it is recomputed.
+        # The real function would only save the inputs in the forward pass. Running the block once without checkpointing
+        # shows what it keeps while it is recomputed.
         for tensor in tree_leaves(args):
             if isinstance(tensor, Tensor):
                 self._add(tensor, self.inputs)
@@ -189,10 +190,10 @@ class _Recording:
 
 
 class _Operations(TorchDispatchMode):
-    """Dispatch mode that records the bytes of every operation's largest output tensor.
+    """Dispatch mode that records the size in bytes of every operation's largest output tensor.
 
-    It also counts the operations for which torch counts FLOPs, such as matmuls and convolutions; the others are cheap
-    enough that a compiled block recomputes their results.
+    It also counts the operations for which torch counts FLOPs, such as matmuls and convolutions; a compiled block
+    recomputes the results of the other operations, which are cheap.
     """
 
     def __init__(self, recording: _Recording) -> None:
@@ -203,23 +204,23 @@ class _Operations(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.recording.flops_seen += func.overloadpacket in _WITH_FLOPS
         sizes = [leaf.untyped_storage().nbytes() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        # Operations without tensor outputs ask for properties, such as a tensor's device. Caches answer some of them in
-        # the second pass, and the outputs of both passes are compared one by one.
+        # Operations without tensor outputs query properties, such as a tensor's device. Some of them are cached and do
+        # not occur in the second pass, but the outputs of both passes are compared one by one.
         if sizes:
             self.recording.outputs.append(max(sizes))
         return out
 
 
 class _AsOnGPU(TorchFunctionMode):
-    """Function mode that makes a forward pass on the CPU keep the same tensors for the backward pass as on a GPU.
+    """Function mode for a forward pass on the CPU that keeps the same tensors for the backward pass as on a GPU.
 
     It imitates CUDA's autocast and compiled blocks.
     """
 
     # torch.compile's partitioner keeps the inputs and results of operations that it does not fuse (convolutions, matrix
     # products, attention), and recomputes the fused ones. Running the partitioner takes minutes for a U-Net. The rule
-    # in `_fused` costs nothing and is within 3% of it: a fused function whose input is kept (or recomputable) has a
-    # recomputable result, and a recomputable tensor is kept only for a function with FLOPs.
+    # in `_fused` costs nothing and is within 3% of it: the result of a fused function is recomputable if its input is
+    # kept or recomputable, and a recomputable tensor is only kept if a function with FLOPs needs it.
 
     def __init__(self, recording: _Recording, *, float32_norms: bool) -> None:
         super().__init__()
@@ -240,22 +241,22 @@ class _AsOnGPU(TorchFunctionMode):
             saved.append(tensor)
             return tensor
 
-        # Pass tensors on to `recording.keep` below: autograd calls only the innermost hooks, which are the ones here.
+        # Pass tensors on to `recording.keep` below: autograd only calls the innermost hooks, which are these.
         before = recording.flops_seen
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             out = func(*args, **kwargs)
         # A kernel with FLOPs reads its saved inputs from memory, so they are kept even if they could be recomputed. A
-        # fused function's inputs are recomputed together with it.
+        # fused function's inputs are recomputed together with the function.
         has_flops = recording.flops_seen > before
         for tensor in saved:
             if has_flops or recording.key(tensor) not in recording.recomputable:
                 recording.keep(tensor)
         inputs = {recording.key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        # A result can be recomputed only from an input that exists in the backward pass. A function that saves none of
-        # its inputs, such as an addition, does not guarantee that.
+        # A result can only be recomputed from an input that exists in the backward pass. A function that saves none of
+        # its inputs, such as an addition, does not guarantee this.
         if not has_flops and inputs & {recording.key(tensor) for tensor in saved} - recording.weights:
             results = {recording.key(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)}
-            # A view shares its input's storage: it is kept if and only if its input is.
+            # A view shares its input's storage, so it is kept exactly if its input is.
             recording.recomputable |= results - inputs
         return out
 
@@ -268,21 +269,21 @@ def _to_float32(value: Any) -> Any:
 
 def _record(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], flags: set[str]) -> _Recording:
     """Run a forward pass of a module, and return a record of the tensors that autograd keeps for the backward pass."""
-    # Exclude the weights, which autograd saves too. Autocast's copies of weights are new storages and are counted.
+    # Exclude the weights, which autograd also saves. Autocast's weight copies are new storages and are counted.
     recording = _Recording(
         {private_attribute(tensor.untyped_storage(), '_cdata') for tensor in (*module.parameters(), *module.buffers())}
     )
     with contextlib.ExitStack() as stack:
         if enable := getattr(module, 'enable_gradient_checkpointing', None):
-            # One pass gives both figures, with and without checkpointing, since `checkpoint` records what blocks keep
-            # apart from the rest.
+            # A single pass gives the values with and without checkpointing, since `checkpoint` separately records what
+            # blocks keep.
             enable()
-            # diffusers looks the function up at each call, so that patching it here is enough.
+            # diffusers looks up the function at each call, so patching it here is sufficient.
             stack.enter_context(mock.patch.object(torch.utils.checkpoint, 'checkpoint', recording.checkpoint))
         if 'compile' in flags:
             stack.enter_context(_compiled_blocks(module, recording))
-        # bfloat16 also represents float16, of the same size. Unlike CUDA's, the CPU's autocast leaves norms in the
-        # precision of their input; _AsOnGPU corrects that.
+        # bfloat16 also stands for float16, which has the same size. Unlike CUDA's autocast, the CPU's leaves norms in
+        # the precision of their input; _AsOnGPU corrects this.
         stack.enter_context(torch.autocast('cpu', torch.bfloat16, enabled='half' in flags))
         if flags != {'float32'}:
             stack.enter_context(_AsOnGPU(recording, float32_norms=flags == {'half'}))
@@ -294,7 +295,7 @@ def _record(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
 
 @contextlib.contextmanager
 def _compiled_blocks(module: nn.Module, recording: _Recording) -> Iterator[None]:
-    """Context in which `recording.fused_depth` counts the compiled blocks that a forward pass is inside."""
+    """Context in which `recording.fused_depth` counts the compiled blocks that the forward pass is inside."""
 
     def enter(*_: Any) -> None:
         recording.fused_depth += 1
@@ -313,6 +314,6 @@ def _compiled_blocks(module: nn.Module, recording: _Recording) -> Iterator[None]
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """Return a module's blocks, selected by its `fsdp_wrap_fn`: FSDP and torch.compile treat each block as one unit."""
+    """Return a module's blocks, selected by its `fsdp_wrap_fn`; FSDP and torch.compile treat each block as a unit."""
     is_selected: Any = getattr(module, 'fsdp_wrap_fn', None)
     return [] if is_selected is None else [part for part in module.modules() if is_selected(part)]

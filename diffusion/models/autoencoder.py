@@ -18,11 +18,11 @@ from diffusion.models import batch_keys
 from diffusion.models.vae import decode_latents, posterior_of
 
 _STATISTICS_MOMENTUM = 0.01
-"""Weight of a batch in the running latent statistics."""
+"""Weight of each batch in the running latent statistics."""
 
 
 class ReconstructedImages(NamedTuple):
-    """Original and reconstructed images in [-1, 1], [B, 3, 8H, 8W], and the posterior's KL from N(0, 1), [B]."""
+    """Original and reconstructed images in [-1, 1], [B, 3, 8H, 8W], and KL(posterior || N(0, 1)), [B]."""
 
     pixels: Tensor
     reconstructed: Tensor
@@ -30,9 +30,9 @@ class ReconstructedImages(NamedTuple):
 
 
 class Autoencoder(ComposerModel):
-    """AutoencoderKL trained with squared error, a small L1 term for edges and a small KL term for smooth latents.
+    """AutoencoderKL trained with squared error, a small L1 term for edges, and a small KL term for smooth latents.
 
-    There is no adversarial and no perceptual loss: the model is meant for images of flat color.
+    There is no adversarial or perceptual loss: the model is meant for flat-color images.
 
     Training tracks a running mean and variance of the latents per channel. `finished()` writes them to the VAE's
     configuration, so that a diffusion model sees latents of mean 0 and standard deviation 1.
@@ -81,7 +81,7 @@ class Autoencoder(ComposerModel):
 
     def finished(self) -> AutoencoderKL:
         """Return the trained autoencoder, with the mean and standard deviation of its latents in its configuration."""
-        # `latent_statistics` divides by the scaling factor, which must be 1 next to latents_std.
+        # `latent_statistics` divides by the scaling factor, which must be 1 if latents_std is set.
         mean, std = self.latent_mean, self.latent_variance.sqrt()
         self.vae.register_to_config(
             latents_mean=[round(value, 5) for value in mean.tolist()],
@@ -91,18 +91,18 @@ class Autoencoder(ComposerModel):
         return self.vae
 
     def _update_statistics(self, latents: Tensor) -> None:
-        """Update the running mean and variance of the latents per channel with those of a batch."""
+        """Update the running mean and variance of the latents per channel from a batch."""
         self.latent_mean.lerp_(latents.mean(dim=(0, 2, 3)), _STATISTICS_MOMENTUM)
         self.latent_variance.lerp_(latents.var(dim=(0, 2, 3)), _STATISTICS_MOMENTUM)
 
 
 def psnr_db(images: Tensor, references: Tensor) -> Tensor:
-    """Return the peak signal-to-noise ratio of each image to its reference in decibels, [B].
+    """Return the peak signal-to-noise ratio of each image relative to its reference, in decibels, [B].
 
     Pixels are clipped to [-1, 1].
     """
     error = (images.clamp(-1, 1) - references.clamp(-1, 1)) / 2
-    # The clamp limits the ratio of equal images to 100 dB.
+    # The clamp limits the result for identical images to 100 dB.
     return -10 * error.square().flatten(1).mean(dim=1).clamp(min=1e-10).log10()
 
 

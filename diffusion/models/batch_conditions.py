@@ -1,4 +1,4 @@
-"""Conditions that a batch contains: precomputed text embeddings, their padding mask, and image sizes.
+"""Conditioning inputs that a batch contains: precomputed text embeddings, their padding mask, and image sizes.
 
 Shapes: B batch, C latent channels, H W latent size, L text tokens.
 """
@@ -17,7 +17,7 @@ def stored_text(batch: Mapping[str, Tensor], *, takes_pooled: bool) -> TextOutpu
     """Return the precomputed output of the text encoders in a batch, or None if the batch has none.
 
     Raises:
-        UserError: The denoiser takes pooled text, and the batch has only embeddings per token.
+        UserError: The denoiser needs pooled text, but the batch only has embeddings per token.
     """
     if batch_keys.TEXT_EMBEDS not in batch:
         return None
@@ -31,10 +31,10 @@ def stored_text(batch: Mapping[str, Tensor], *, takes_pooled: bool) -> TextOutpu
 
 
 def stored_mask(batch: Mapping[str, Tensor], *, mask_padding: bool) -> Tensor | None:
-    """Return the padding mask, bool [B, L], of text embeddings that are stored without padding, or None.
+    """Return the padding mask, bool [B, L], if text embeddings are stored without padding, else None.
 
     Raises:
-        UserError: The text is stored without padding, and the model attends to padding.
+        UserError: The text is stored without padding, but the model attends to padding.
     """
     mask = batch.get(batch_keys.TEXT_MASK)
     if mask is not None and not mask_padding:
@@ -60,7 +60,7 @@ def image_sizes(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def sizes_of_uncropped(latents: Tensor, *, cell: int) -> Tensor:
-    """Return the sizes, int64 [B, 6], for images that count as not resized or cropped, as in diffusers' pipeline.
+    """Return sizes, int64 [B, 6], that describe images as neither resized nor cropped, as diffusers' pipeline does.
 
     Args:
         latents: Latents of the images to generate, [B, C, H, W].

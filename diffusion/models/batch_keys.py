@@ -13,34 +13,34 @@ IMAGE = 'image'
 """Images, uint8 [B, 3, H, W], with H and W in pixels."""
 
 LATENT_MOMENTS = 'latent_moments'
-"""Output of the VAE's encoder before any scaling: the mean, or mean and log-variance, [B, C or 2C, H, W]."""
+"""Output of the VAE's encoder before any scaling, [B, C or 2C, H, W]: the mean, or the mean and log-variance."""
 
 INPUT_IDS = 'input_ids'
 """Token ids of the caption, int64 [B, E, L], for E text encoders with L tokens each."""
 
 TEXT_EMBEDS = 'text_embeds'
-"""Output of the frozen text encoders, [B, L, D]. The batch has the token ids too: the padding mask needs them."""
+"""Output of the frozen text encoders, [B, L, D]. The batch also has token ids, for the padding mask."""
 
 TEXT_MASK = 'text_mask'
 """True for tokens, False for padding, bool [B, L]; present if TEXT_EMBEDS are stored without padding."""
 
 TEXT_POOLED = 'text_pooled'
-"""Pooled output of the frozen text encoders, [B, P]; stored with TEXT_EMBEDS for models that take it."""
+"""Pooled output of the frozen text encoders, [B, P]; stored together with TEXT_EMBEDS for models that use it."""
 
 IMAGE_FEATURES = 'image_features'
 """Patch features of a frozen image encoder for representation alignment, [B, N, F], for N cells and width F."""
 
 IMAGE_SIZES = 'image_sizes'
-"""Sizes of the image in pixels, int64 [B, 6], for models that take them; see `Condition.sizes`."""
+"""Sizes of the image in pixels, int64 [B, 6], for models that use them; see `Condition.sizes`."""
 
 SAMPLE_ID = 'sample_id'
-"""Index of the sample in its dataset, int64 [B]; the key of its random numbers."""
+"""Index of the sample in its dataset, int64 [B]; its random numbers are derived from it."""
 
 EPOCH = 'epoch'
 """Epoch that the sample belongs to, int64 [B]."""
 
 OCCURRENCE = 'occurrence'
-"""Number of earlier copies of the sample in its epoch, int64 [B]: 0 unless the epoch repeats samples."""
+"""Number of earlier copies of the sample in its epoch, int64 [B]; 0 unless samples are repeated."""
 
 BATCH_INDEX = 'batch_index'
 """Index of the global batch within the epoch, int64 [B]."""
@@ -49,14 +49,14 @@ TIMESTEP_QUANTILE = 'timestep_quantile'
 """Quantile of the sample's timestep in the noise schedule, float64 [B] in [0, 1); stratified over the global batch."""
 
 IS_COUNTED = 'is_counted'
-"""False for a sample that another rank has served already, bool [B]; only in batches of an evaluation."""
+"""False for a sample that another rank has already served, bool [B]; only present in evaluation batches."""
 
 REPLACED = 'replaced'
-"""Note about the bad sample that this one replaces, or ''; a string, used only between a worker and the loader."""
+"""Note about the bad sample that this sample replaces, or ''; a string, only passed between a worker and the loader."""
 
 
 def check_batch(batch: 'Mapping[str, Tensor]') -> None:
-    """Check the keys of a batch and the shape of its images; reads no values, so that it does not wait for a GPU.
+    """Check the keys of a batch and the shape of its images; does not read values, which would wait for the GPU.
 
     Raises:
         UserError: The batch is not a dict with token ids, or its images are not [B, 3, H, W].
@@ -81,7 +81,7 @@ def check_images(images: 'Tensor') -> None:
 
 
 def device_of(batch: 'Mapping[str, Tensor]') -> 'torch.device':
-    """Return the device of a batch's token ids, which every batch has; the batch is checked first.
+    """Check a batch and return the device of its token ids, which every batch has.
 
     Raises:
         UserError: The batch lacks token ids, or its images have another shape.
@@ -91,6 +91,6 @@ def device_of(batch: 'Mapping[str, Tensor]') -> 'torch.device':
 
 
 def weights_of(batch: 'Mapping[str, Tensor]', values: 'Tensor') -> 'Tensor':
-    """Return weights for a mean over samples' values, both [..., B]: 0 for samples that do not count, else 1."""
+    """Return weights for averaging values [..., B] over samples: 0 for samples that do not count, else 1."""
     counted = batch.get(IS_COUNTED)
     return values.new_ones(()).expand_as(values) if counted is None else counted.to(values).expand_as(values)

@@ -1,4 +1,4 @@
-"""Matrices in a model's blocks: the weights that Muon orthogonalizes."""
+"""The matrices in a model's blocks: the weights that Muon orthogonalizes."""
 
 import math
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from diffusion.models.families.adapter import find_adapter
 
 MATRIX_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-"""Layers that multiply by a matrix [out, in, ...]. Embeddings look up rows instead, and norms have vectors."""
+"""Layers that multiply by a matrix [out, in, ...]. Embeddings look up rows instead, and norms only have vectors."""
 
 
 def is_matrix(shape: Sequence[int], *, convolutions: bool = True) -> bool:
-    """Return True for the shape of a weight that Muon can update: a matrix with more than one row and column."""
+    """Return True if a weight of this shape is one that Muon can update: a matrix with several rows and columns."""
     dimensions = len(shape) == 2 or (convolutions and len(shape) > 2)
     return dimensions and shape[0] > 1 and math.prod(shape[1:]) > 1
 
@@ -24,7 +24,7 @@ def trained_matrices(block: nn.Module, *, convolutions: bool = True) -> list[Ten
 
 
 def fused_projections(model: nn.Module) -> dict[int, int]:
-    """Return the number of matrices in each weight of a fused projection of a model, by the weight's `id`."""
+    """Return how many matrices each fused projection weight of a model consists of, by the weight's `id`."""
     found = ((module, find_adapter(module)) for module in model.modules())
     return {
         id(layer.weight): parts

@@ -47,7 +47,7 @@ from diffusion.models.vae import downsampling, encoder_blocks, latent_channels
 
 
 class AuxiliaryCounter(ABC):
-    """Counter of the costs of a loss's networks, with the interface of `cost_counting.ModelCounter`."""
+    """Counter of the costs of a loss's auxiliary networks, with the interface of `ModelCounter`."""
 
     @abstractmethod
     def facts(self) -> dict[str, int | bool]:
@@ -55,19 +55,19 @@ class AuxiliaryCounter(ABC):
 
     @abstractmethod
     def flops(self, shape: Shape) -> dict[str, int]:
-        """Return FLOPs of a training step for one image of a shape, by part."""
+        """Return the FLOPs of a training step for one image of a shape, by part."""
 
     @abstractmethod
     def activations(self, shape: Shape, precision: str) -> Activations:
-        """Return the memory that the networks keep for the backward pass; `precision` is as for the model."""
+        """Return the memory that the networks keep for the backward pass; `precision` is the same as for the model."""
 
     def largest_encoder_tensor(self, shape: Shape) -> int:
-        """Return 0: these networks do not encode the model's input."""
+        """Return 0, since these networks do not encode the model's input."""
         return 0
 
 
 class AlignmentCounter(AuxiliaryCounter):
-    """Counter of representation alignment: a frozen image encoder, and an MLP that is trained.
+    """Counter for representation alignment: a frozen image encoder and a trained MLP.
 
     Args:
         encoder: Sizes of the image encoder, as in its config.json; `model_type` is one of `ENCODERS`.
@@ -92,7 +92,7 @@ class AlignmentCounter(AuxiliaryCounter):
         }
 
     def flops(self, shape: Shape) -> dict[str, int]:
-        """Return the FLOPs of one pass of the `encoder`, and of training the MLP, `projector`, on all tokens."""
+        """Return the FLOPs of one pass of the frozen `encoder`, and of training the MLP (`projector`) on all tokens."""
         grid = self._grid(shape)
         projector = feature_projector_flops(self.projector, grid[0] * grid[1])
         return {'encoder': feature_encoder_flops(self.encoder, grid), 'projector': projector}
@@ -111,11 +111,11 @@ class AlignmentCounter(AuxiliaryCounter):
 
 
 class PerceptualCounter(AuxiliaryCounter):
-    """Counter of the networks of perceptual losses.
+    """Counter for the networks of perceptual losses.
 
     Args:
-        lpips: The `network` and the `scale` of LPIPS; None if it is off.
-        features: The sizes of the `encoder` and the `side` of its images in pixels; None if patch features are off.
+        lpips: The `network` and `scale` of LPIPS; None if it is off.
+        features: The sizes of the `encoder`, and the `side` of its images in pixels; None if patch features are off.
     """
 
     def __init__(self, *, lpips: Mapping[str, Any] | None, features: Mapping[str, Any] | None) -> None:
@@ -135,7 +135,7 @@ class PerceptualCounter(AuxiliaryCounter):
         return {'frozen_parameters': _size(self.loss.parameters()), 'trained_parameters': 0}
 
     def flops(self, shape: Shape) -> dict[str, int]:
-        """Return `all`, the FLOPs of all passes of the networks."""
+        """Return the FLOPs of all passes of the networks as `all`."""
         return {'all': perceptual_flops(self.loss, height=shape.height, width=shape.width)}
 
     def activations(self, shape: Shape, precision: str) -> Activations:
@@ -150,7 +150,7 @@ COUNTERS: dict[str, type[AuxiliaryCounter]] = {
     'representation_alignment': AlignmentCounter,
     'perceptual_losses': PerceptualCounter,
 }
-"""Counters by the model's keyword whose networks they count, apart from the model."""
+"""Counters of auxiliary networks, by the model keyword that adds these networks."""
 
 
 def _feature_encoder(config: Mapping[str, Any]) -> FeatureEncoder:
@@ -169,16 +169,16 @@ def build_empty(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
 class ModelCounter:
     """Counter of a model's parameters, FLOPs and activation memory.
 
-    It counts a LatentDiffusion part by part, and other models in a forward pass on images.
+    A LatentDiffusion is counted part by part; other models are counted in a forward pass on images.
 
     Args:
         model: Composer model on the meta device. Models with `denoiser`, `vae` and `text` are treated as a
             LatentDiffusion.
-        lora: Settings of a LoRA that is trained instead of the denoiser's weights, or None. Its own FLOPs, about a
-            hundredth of the denoiser's, are not counted, as in `LatentDiffusion.flops_per_batch`.
+        lora: Settings of a LoRA that is trained instead of the denoiser's weights, or None. The LoRA's own FLOPs, about
+            1% of the denoiser's, are not counted, as in `LatentDiffusion.flops_per_batch`.
 
     Raises:
-        UserError: A LoRA does not fit the model.
+        UserError: The LoRA does not fit the model.
     """
 
     def __init__(self, model: nn.Module, lora: LoraConfig | None = None) -> None:
@@ -203,7 +203,8 @@ class ModelCounter:
 
     def facts(self) -> dict[str, int | bool]:
         """Return the model's parameter counts, latent and text sizes, and FLOPs per caption, which all images share."""
-        # A LatentDiffusion's parameters include a trained text encoder but no frozen parts: use ids to count each once.
+        # A LatentDiffusion's parameters include a trained text encoder but no frozen parts. Use ids to count each only
+        # once.
         parts = [part for part in (self.model, self.vae, self.text) if part is not None]
         parameters = {id(each): each for part in parts for each in part.parameters()}.values()
         denoiser = list(self.denoiser.parameters()) if self.denoiser is not None else []
@@ -232,7 +233,7 @@ class ModelCounter:
         }
 
     def flops(self, shape: Shape, route: Route | None = None) -> dict[str, int]:
-        """Return the forward FLOPs for one image of a shape, as two counts by name.
+        """Return the forward FLOPs for one image of a shape, by part.
 
         Args:
             route: Blocks of a transformer that some tokens skip in training, or None.
@@ -254,7 +255,7 @@ class ModelCounter:
 
     def activations(self, shape: Shape, precision: str) -> Activations:
         """Return the activation memory of training on images of a shape; `precision` is as for `count_activations`."""
-        # Settings of `speed` (compile, low_precision_norms) apply to the denoiser alone.
+        # Settings of `speed` (compile, low_precision_norms) only apply to the denoiser.
         plain = precision.partition('+')[0]
         if self.denoiser is None:
             return count_activations(self.model, lambda batch: ((self._image_batch(batch, shape),), {}), plain)
@@ -269,7 +270,7 @@ class ModelCounter:
         return total
 
     def largest_encoder_tensor(self, shape: Shape) -> int:
-        """Return the number of elements per image of the largest tensor in a frozen VAE's encoder."""
+        """Return the number of elements per image in the largest tensor of a frozen VAE's encoder."""
         if self.denoiser is None or not encoder_blocks(self.vae):
             return 0
         vae = self.vae
@@ -280,7 +281,7 @@ class ModelCounter:
         return count_activations(vae.encoder, pixels, 'float32').largest // vae.dtype.itemsize
 
     def _denoiser_count(self, route: Route | None) -> FlopCount:
-        """Return the counter of the denoiser's FLOPs, with all tokens in all blocks or with a route."""
+        """Return the FLOP counter of the denoiser, with all tokens in all blocks or with a route."""
         if route is None:
             return self._denoiser_flops
         assert self.denoiser is not None and route.end <= len(self._token_blocks()), 'checked by TREAD'
@@ -290,7 +291,7 @@ class ModelCounter:
         return self._routed_flops[route]
 
     def _token_blocks(self) -> list[nn.Module]:
-        """Return the denoiser's blocks of image tokens, which tokens can skip; empty if it has none."""
+        """Return the denoiser's image-token blocks, which tokens can skip; empty if it has none."""
         blocks = None if self.denoiser is None else adapter_of(self.denoiser).token_blocks
         return [] if blocks is None or self.denoiser is None else blocks.of(self.denoiser)
 
@@ -304,7 +305,7 @@ class ModelCounter:
         return text_encoder_flops(self.text, length=self.text.token_length)
 
     def _tokens(self, count: int, *, device: str = 'cpu') -> Tensor:
-        """Return the token ids of `count` empty captions, as input for counting."""
+        """Return the token ids of `count` empty captions, as input for the counting."""
         return torch.zeros(count, len(self.text.encoders), self.text.token_length, dtype=torch.int64, device=device)
 
     def _image_batch(self, count: int, shape: Shape, *, device: str = 'cpu') -> dict[str, Tensor]:
@@ -314,7 +315,7 @@ class ModelCounter:
 
 
 class _TrainedFlops(FlopCounterMode):
-    """FLOP counter of a model's trained parts: ignores operations under no_grad, in which frozen parts run."""
+    """FLOP counter for a model's trained parts: ignores operations under no_grad, which frozen parts use."""
 
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
         # FlopCounterMode has no public way to filter operations.
@@ -322,13 +323,13 @@ class _TrainedFlops(FlopCounterMode):
 
 
 def _part(model: nn.Module, name: str) -> Any:
-    """Return the model's module of this name, or None if it has none."""
+    """Return the model's module with this name, or None if there is none."""
     part = getattr(model, name, None)
     return part if isinstance(part, nn.Module) else None
 
 
 def _newton_schulz_flops(denoiser: nn.Module) -> dict[str, int]:
-    """Return the FLOPs of one Newton-Schulz step on all matrices of the blocks, by the settings of `Muon`."""
+    """Return the FLOPs of one Newton-Schulz step on all matrices of the blocks, as orthogonalized by `Muon`."""
     fused = fused_projections(denoiser)
     counts = {}
     for layers in ('linears', 'all'):
@@ -348,7 +349,7 @@ def _newton_schulz_flops(denoiser: nn.Module) -> dict[str, int]:
 
 
 def _size(parameters: Iterable[Tensor]) -> int:
-    """Return the total number of elements of some parameters."""
+    """Return the total number of elements of tensors."""
     return sum(parameter.numel() for parameter in parameters)
 
 
@@ -356,13 +357,12 @@ def _size(parameters: Iterable[Tensor]) -> int:
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameter counts, FLOPs and activation memory of a model, as the planner's request lists them.
+    """Return the parameter counts, FLOPs and activation memory of a model, as listed in the planner's request.
 
     Args:
-        request: `imports` and the model's `name` and `kwargs` as in a recipe, or a name of
-            `auxiliary_counting.COUNTERS`; `lora`, the settings of a LoRA, if there is one; `flops`, a list of image
-            shapes ('640x384'), some with a route of tokens ('640x384 tread=2:13:0.5'); and `activations`, a list of
-            pairs of shape and precision.
+        request: `imports` and the model's `name` and `kwargs` as in a recipe, or a key of `COUNTERS`; `lora`, the
+            settings of a LoRA, if there is one; `flops`, a list of image shapes ('640x384'), some with a route of
+            tokens ('640x384 tread=2:13:0.5'); and `activations`, a list of pairs of shape and precision.
 
     Returns:
         `facts`, `flops` by shape, and `activations` by 'SHAPE PRECISION'.
@@ -385,7 +385,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _counter(request: Mapping[str, Any]) -> ModelCounter | AuxiliaryCounter:
-    """Return the counter of the model, or of the loss's networks, that a request names."""
+    """Return the counter for the model, or for a loss's networks, named in a request."""
     if request['name'] in COUNTERS:
         return COUNTERS[request['name']](**request['kwargs'])
     for module in request['imports']:
@@ -397,7 +397,7 @@ def _counter(request: Mapping[str, Any]) -> ModelCounter | AuxiliaryCounter:
 
 
 def _flops(counter: ModelCounter | AuxiliaryCounter, name: str) -> dict[str, int]:
-    """Return the FLOPs of a shape, such as '640x384', or of a shape and a route, such as '640x384 tread=2:13:0.5'."""
+    """Return the FLOPs of a shape such as '640x384', or of a shape with a route such as '640x384 tread=2:13:0.5'."""
     shape, _, route = name.partition(' tread=')
     if not route:
         return counter.flops(parse_shape(shape))
@@ -407,9 +407,9 @@ def _flops(counter: ModelCounter | AuxiliaryCounter, name: str) -> dict[str, int
 
 
 def main() -> int:
-    """Read a request from stdin, print the model's costs as JSON, or {"mistake": message} for a UserError; return 0."""
+    """Read a request from stdin, print the costs as JSON, or {"mistake": message} for a UserError; return 0."""
     request = json.load(sys.stdin)
-    with contextlib.redirect_stdout(sys.stderr):  # keep the output of libraries out of the JSON
+    with contextlib.redirect_stdout(sys.stderr):  # keep other libraries' output out of the JSON
         try:
             result = answer(request)
         except UserError as error:

@@ -1,4 +1,4 @@
-"""Weights of a denoiser from a folder that diffusers' `save_pretrained` wrote, and how weights are made to fit a model.
+"""Denoiser weights from a folder written by diffusers' `save_pretrained`, and how weights are fitted to a model.
 
 The folder is local or on the Hugging Face Hub.
 """
@@ -26,20 +26,20 @@ from diffusion.models.hub_errors import check_config
 
 WEIGHT_FILE = 'diffusion_pytorch_model.safetensors'
 NO_EFFECT = {'sample_size', 'upcast_attention', 'in_channels', 'out_channels', 'dropout'}
-"""Settings of a denoiser that do not change what its weights compute; numbers of channels show in the shapes."""
+"""Settings of a denoiser that do not change what its weights compute; channel counts show in the shapes."""
 U_NET_NAMES = {768: 'Stable Diffusion 1.x', 1024: 'Stable Diffusion 2.x', 2048: 'Stable Diffusion XL'}
-"""Published U-Nets by the width of the text embeddings that their cross-attention takes."""
+"""Published U-Nets by the width of the text embeddings used in their cross-attention."""
 CHANNELS = (('denoiser.conv_in.weight', 1), ('denoiser.conv_out.weight', 0), ('denoiser.conv_out.bias', 0))
-"""Tensors of a U-Net whose shapes depend on the number of latent channels, each with the dimension of the channels."""
+"""U-Net tensors whose shapes depend on the number of latent channels, each with its channel dimension."""
 Found = TypeVar('Found')
 log = logging.getLogger(__name__)
 
 
 def denoiser_folder(denoiser: ModelMixin, folder: Path) -> Path:
-    """Return the denoiser's folder in a folder that `save_pretrained` wrote for a pipeline or for the denoiser.
+    """Return the denoiser's folder within a folder that `save_pretrained` wrote for a pipeline or a denoiser.
 
     Raises:
-        UserError: There is none.
+        UserError: There is no denoiser.
     """
     for name in (subfolder_of(denoiser), *DENOISERS, ''):
         if (folder / name / 'config.json').is_file():
@@ -50,11 +50,11 @@ def denoiser_folder(denoiser: ModelMixin, folder: Path) -> Path:
 
 
 def fetched_denoiser_folder(denoiser: ModelMixin, repository: str, revision: str) -> Path:
-    """Return the folder in the Hub's cache that has the denoiser of a repository, downloading it if necessary.
+    """Return the Hub cache folder that contains a repository's denoiser, downloading it if necessary.
 
     Raises:
-        UserError: The Hub refuses, or the repository has no denoiser of this class.
-        ExternalError: The Hub did not answer for minutes.
+        UserError: The Hub denies access, or the repository has no denoiser of this class.
+        ExternalError: The Hub did not respond for minutes.
     """
     fetch = partial(hub_files.fetch, type(denoiser), repository, revision=revision, weights=True)
     subfolder, _ = _at_subfolder_or_top(fetch, subfolder_of(denoiser))
@@ -62,14 +62,14 @@ def fetched_denoiser_folder(denoiser: ModelMixin, repository: str, revision: str
 
 
 def check_hub_denoiser(denoiser: ModelMixin, repository: str, revision: str) -> int:
-    """Check that the denoiser of a repository fits and could be downloaded; download its configuration only.
+    """Check that a repository's denoiser fits and can be downloaded; only its configuration is downloaded.
 
     Returns:
-        Bytes of weights that are not in the cache.
+        Size in bytes of the weights that are not in the cache.
 
     Raises:
-        UserError: The Hub refuses, the repository has no denoiser of this class, or its architecture differs.
-        ExternalError: The Hub did not answer.
+        UserError: The Hub denies access, the repository has no denoiser of this class, or its architecture differs.
+        ExternalError: The Hub did not respond.
     """
     check = partial(hub_files.check_weights, type(denoiser), repository, revision=revision)
     subfolder, size = _at_subfolder_or_top(check, subfolder_of(denoiser))
@@ -80,7 +80,7 @@ def check_hub_denoiser(denoiser: ModelMixin, repository: str, revision: str) -> 
 
 
 def check_local_denoiser(denoiser: ModelMixin, folder: Path) -> None:
-    """Check that the denoiser in a folder of diffusers fits and has its weight files; only read its configuration.
+    """Check that the denoiser in a diffusers folder fits and has its weight files; only reads its configuration.
 
     Raises:
         UserError: There is no denoiser, its architecture differs, or a weight file is missing.
@@ -93,7 +93,7 @@ def check_local_denoiser(denoiser: ModelMixin, folder: Path) -> None:
 def _at_subfolder_or_top(request: Callable[..., Found], subfolder: str) -> tuple[str, Found]:
     """Return the subfolder for which a request to the Hub succeeds, and its result.
 
-    A repository of the denoiser alone has its files at the top.
+    A repository that only has a denoiser has its files at the top level.
     """
     try:
         return subfolder, request(subfolder=subfolder)
@@ -105,19 +105,19 @@ def _at_subfolder_or_top(request: Callable[..., Found], subfolder: str) -> tuple
 
 
 def subfolder_of(denoiser: ModelMixin) -> str:
-    """Return the subfolder of a pipeline that holds a denoiser of this class: `unet` or `transformer`."""
+    """Return the subfolder of a pipeline that contains a denoiser of this class: `unet` or `transformer`."""
     return 'unet' if isinstance(denoiser, UNet2DConditionModel) else 'transformer'
 
 
 def read_diffusers(denoiser: ModelMixin, folder: Path) -> dict[str, Tensor]:
-    """Return the weights in a folder of diffusers by name.
+    """Return the weights in a diffusers folder by name.
 
     Args:
-        denoiser: The denoiser that will take the weights.
-        folder: The folder of a denoiser, with config.json and safetensors.
+        denoiser: The denoiser into which the weights will be loaded.
+        folder: A denoiser's folder, with config.json and safetensors files.
 
     Raises:
-        UserError: The class or architecture differs, or the folder has no weights in the format safetensors.
+        UserError: The class or architecture differs, or the folder has no safetensors files.
     """
     check_settings(denoiser, folder / 'config.json')
     weights: dict[str, Tensor] = {}
@@ -128,7 +128,7 @@ def read_diffusers(denoiser: ModelMixin, folder: Path) -> dict[str, Tensor]:
 
 
 def check_settings(denoiser: ModelMixin, place: Path) -> None:
-    """Check that a saved configuration, the file `place`, has the class and architecture of a denoiser.
+    """Check that a saved configuration, the file `place`, has a denoiser's class and architecture.
 
     Raises:
         UserError: The class or the architecture differs.
@@ -146,9 +146,9 @@ def check_settings(denoiser: ModelMixin, place: Path) -> None:
 
 
 def different_settings(denoiser: ModelMixin, config: Mapping[str, Any]) -> list[str]:
-    """Return descriptions of the settings in which a saved configuration differs from a denoiser's.
+    """Describe the settings in which a saved configuration differs from a denoiser's.
 
-    Shapes of weights do not show all differences, such as that in the number of attention heads.
+    Weight shapes do not reveal all differences, such as the number of attention heads.
     """
     defaults = {name: each.default for name, each in inspect.signature(type(denoiser).__init__).parameters.items()}
     own: Mapping[str, Any] = denoiser.config
@@ -168,10 +168,10 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder of diffusers, one or several shards.
+    """Return the safetensors files in a diffusers folder: a single file or several shards.
 
     Raises:
-        UserError: There is none, or a shard is missing.
+        UserError: There is no such file, or a shard is missing.
     """
     index = folder / f'{WEIGHT_FILE}.index.json'
     if index.is_file():
@@ -195,7 +195,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 @contextmanager
 def open_safetensors(file: Path) -> Iterator[Any]:
-    """Context with an open safetensors file, whose tensors are read one at a time.
+    """Context manager that opens a safetensors file, whose tensors can be read one at a time.
 
     Raises:
         UserError: The file does not exist or is damaged.
@@ -210,8 +210,8 @@ def open_safetensors(file: Path) -> Iterator[Any]:
 def resized(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     """Return a model's weights with zeros for additional latent channels, and descriptions of what was added.
 
-    With zeros, the first prediction is that of the source: the additional input channels have no effect, and the
-    additional output channels are zero.
+    With zeros, the first prediction equals that of the source weights: the additional input channels have no effect,
+    and the additional output channels are zero.
 
     Args:
         weights: Weights of the source by name.
@@ -232,7 +232,7 @@ def resized(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[d
 
 
 def fitting_hint(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
-    """Return a hint if a source is a LoRA or has another width of the text embeddings than a model, else ''."""
+    """Return a hint if the source is a LoRA or has a different text embedding width than the model, else ''."""
     if any('.lora_A.' in name for name in weights):
         return '; it is the checkpoint of a LoRA: start from the folder that diffusion export --merge writes'
     theirs, ours = _text_width(weights), _text_width(own)
@@ -245,14 +245,14 @@ def fitting_hint(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> st
 
 
 def way_out(denoiser: ModelMixin) -> str:
-    """Return advice for the message about weights that do not fit a denoiser."""
+    """Return advice for an error message about weights that do not fit a denoiser."""
     width = denoiser.config.get('cross_attention_dim')
     family = U_NET_NAMES.get(width) if isinstance(width, int) else None
     return f'use weights of {family}, or other model settings' if family else 'use other model settings'
 
 
 def _text_width(weights: Mapping[str, Tensor]) -> int | None:
-    """Return the width of the text embeddings that a U-Net takes, or None if it has no cross-attention."""
+    """Return the text embedding width of a U-Net, or None if it has no cross-attention."""
     return next((each.shape[1] for name, each in weights.items() if name.endswith('attn2.to_k.weight')), None)
 
 

@@ -1,4 +1,4 @@
-"""FLOPs of forward passes, counted by FlopCounterMode on the meta device; a multiply-add counts as 2 FLOPs."""
+"""FLOPs of forward passes, counted with FlopCounterMode on the meta device; a multiply-add counts as 2 FLOPs."""
 
 import contextlib
 import copy
@@ -23,19 +23,19 @@ class FlopCount:
     """Callable that returns the FLOPs of a denoiser's forward pass on one sample.
 
     Args:
-        denoiser: The denoiser, of which this makes a copy without data.
-        family: The denoiser's family; by default the one that owns it.
+        denoiser: The denoiser, which is copied without its data.
+        family: The denoiser's family; detected by default.
     """
 
     def __init__(self, denoiser: nn.Module, family: DenoiserAdapter | None = None) -> None:
         self._family = family or adapter_of(denoiser)
-        # Copy now, before training compiles or shards the denoiser or adds hooks: a later copy would include them.
+        # Copy now, before training compiles or shards the denoiser or adds hooks, which a later copy would include.
         self._denoiser = empty_copy(denoiser, 'meta')
         self._counted: dict[tuple[int, int, int], int] = {}
         self._router: TokenRouter | None = None
 
     def route(self, route: Route) -> None:
-        """Count only the kept tokens in the blocks of a route; the family must have token blocks."""
+        """Count only kept tokens in the blocks of a route; the family must have token blocks."""
         assert self._family.token_blocks is not None
         self._router = TokenRouter(self._denoiser, self._family.token_blocks, route)
         self._counted.clear()
@@ -54,7 +54,7 @@ class FlopCount:
 
 
 class TrainingFlops:
-    """Counter of the FLOPs of training a LatentDiffusion on one sample, cached by the sample's sizes.
+    """Counter of the FLOPs of training a LatentDiffusion on one sample, cached by the sample's shape.
 
     Args:
         denoiser: The denoiser, before it is compiled or sharded.
@@ -64,17 +64,17 @@ class TrainingFlops:
 
     def __init__(self, denoiser: nn.Module, text: TextConditioner, *, trains_text: bool) -> None:
         self._denoiser = FlopCount(denoiser)
-        # A trained text encoder is sharded later too, and FSDP2 refuses to copy a sharded module.
+        # A trained text encoder will be sharded too, and FSDP2 does not allow copying a sharded module.
         self._text: Any = empty_copy(text, 'meta', shared=text.tokenizers) if trains_text else text
         self._counted: dict[tuple[int | bool, ...], int] = {}
 
     def route(self, route: Route) -> None:
-        """Count only the kept tokens in the blocks of a route; the family must have token blocks."""
+        """Count only kept tokens in the blocks of a route; the family must have token blocks."""
         self._denoiser.route(route)
         self._counted.clear()
 
     def of_sample(self, model: Any, *shape: Any) -> int:
-        """Return the FLOPs of training on one sample; `shape` is as the arguments of `_count` after the model."""
+        """Return the FLOPs of training on one sample; `shape` contains the arguments of `_count` after the model."""
         # Shapes repeat (aspect-ratio buckets), and counting one takes a forward pass on the meta device.
         if shape not in self._counted:
             self._counted[shape] = self._count(model, *shape)
@@ -91,7 +91,8 @@ class TrainingFlops:
         encodes_features: bool,
     ) -> int:
         """Return the FLOPs of training on one sample of a given latent size and number of token ids."""
-        # The backward pass computes gradients of activations and of weights, except where the weights are frozen.
+        # The backward pass takes two passes, for gradients of activations and of weights, but only one if the weights
+        # are frozen.
         passes = 2 if model.denoiser_is_frozen else 3
         total = passes * self._denoiser(height, width, model.text.embeddings_per_caption(token_length))
         if encodes_images:
@@ -108,7 +109,7 @@ class TrainingFlops:
             if encodes_features:
                 total += feature_encoder_flops(model.image_encoder, grid)
         if (perceptual := model.perceptual_loss) is not None:
-            # Perceptual losses require a model on pixels, whose latents have the size of the image.
+            # Perceptual losses require a model on pixels, whose latents have the same size as the image.
             total += perceptual_flops(perceptual, height=height, width=width)
         return total
 
@@ -128,22 +129,22 @@ def text_encoder_flops(text: TextConditioner, *, length: int) -> int:
 
 
 def feature_encoder_flops(encoder: nn.Module, grid: tuple[int, int]) -> int:
-    """Return the FLOPs of a FeatureEncoder for one image and a grid of height x width cells."""
-    # The size of the image does not matter: the encoder resizes it.
+    """Return the FLOPs of a FeatureEncoder for one image, with a grid of height x width cells."""
+    # The image size does not matter: the encoder resizes images.
     images = torch.zeros(1, 3, 8, 8, dtype=torch.uint8, device='meta')
     return forward_flops(empty_copy(encoder, 'meta'), images, grid)
 
 
 def feature_projector_flops(projector: nn.Module, tokens: int) -> int:
-    """Return the FLOPs of training a FeatureProjector, which may be sharded, on a number of tokens: three passes."""
+    """Return the FLOPs (three passes) of training a FeatureProjector, which may be sharded, on a number of tokens."""
     weights = sum(each.numel() for each in projector.parameters() if each.ndim == 2)
     return 3 * 2 * weights * tokens
 
 
 def perceptual_flops(loss: nn.Module, *, height: int, width: int) -> int:
-    """Return the FLOPs of a PerceptualLoss in a training step for one image of height x width pixels.
+    """Return the FLOPs of a PerceptualLoss in a training step, for one image of height x width pixels.
 
-    These are its forward passes on the prediction and on the image, and its backward pass to the prediction.
+    These are the forward passes on the prediction and on the image, and the backward pass to the prediction.
     """
     images = torch.zeros(1, 3, height, width, device='meta')
     with torch.enable_grad(), FlopCounterMode(display=False) as counter:
@@ -152,11 +153,11 @@ def perceptual_flops(loss: nn.Module, *, height: int, width: int) -> int:
 
 
 def forward_flops(function: Callable[..., Any], *args: Any, gradients: bool = False, **kwargs: Any) -> int:
-    """Return the FLOPs of calling a module or method; it and its arguments must be on the meta device.
+    """Return the FLOPs of calling a module or method, which must be on the meta device like its arguments.
 
     `gradients` enables gradients for the call, as in training, but the backward pass is not counted.
     """
-    # Gemma's rotary embedding turns autocast off on the device of its input, and the meta device has no autocast.
+    # Gemma's rotary embedding turns off autocast on its input's device, but the meta device has no autocast.
     autocast = mock.patch.object(torch, 'autocast', _autocast_except_on_meta)
     with torch.set_grad_enabled(gradients), autocast, FlopCounterMode(display=False) as counter:
         function(*args, **kwargs)
@@ -171,9 +172,9 @@ def empty_copy(module: nn.Module, device: str, *, shared: Iterable[object] = ())
     """Return a copy of a module on another device, with uninitialized parameters and buffers.
 
     Args:
-        shared: Objects that the copy shares with the module, such as tokenizers, which take a second to copy.
+        shared: Objects that the copy shares with the module, such as tokenizers, whose copy would take a second.
     """
-    # deepcopy looks up copies of objects in its memo: put empty tensors there, so that it never copies data.
+    # deepcopy looks up existing copies in its memo. Put empty tensors there, so that it never copies data.
     memo: dict[int, Any] = {id(each): each for each in shared}
     for parameter in module.parameters():
         empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
@@ -182,6 +183,6 @@ def empty_copy(module: nn.Module, device: str, *, shared: Iterable[object] = ())
         memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
     copied = copy.deepcopy(module, memo)
     for part in copied.modules():
-        # A compiled `forward` is set on the instance and bound to the original module.
+        # A compiled `forward` is set on the instance and bound to the original module, so drop it from the copy.
         vars(part).pop('forward', None)
     return copied

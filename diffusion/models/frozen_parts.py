@@ -1,4 +1,4 @@
-"""Frozen parts of a model: their precision, and the conversion of their outputs for training."""
+"""Frozen parts of a model: their precision, and conversion of their outputs for training."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from diffusion.errors import UserError
 
 
 def encoder_precision(name: str) -> torch.dtype:
-    """Return the torch dtype of frozen encoders by name; `auto` is float16 if there is a GPU, else float32."""
+    """Return the torch dtype of frozen encoders by name; `auto` is float16 with a GPU and float32 without."""
     if name == 'auto':
         return torch.float16 if torch.cuda.is_available() else torch.float32
     dtypes = {'float32': torch.float32, 'float16': torch.float16, 'bfloat16': torch.bfloat16}
@@ -20,14 +20,14 @@ def encoder_precision(name: str) -> torch.dtype:
 
 
 def freeze(part: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Convert a module to a dtype in place for inference only: no gradients, evaluation mode; return it."""
-    # Call nn.Module's `to`: the override in diffusers warns about modules that this VAE does not have.
+    """Convert a module to a dtype in place, for inference only (no gradients, evaluation mode), and return it."""
+    # Call nn.Module's `to`: diffusers' override warns about modules that this VAE does not have.
     return nn.Module.to(part.requires_grad_(False).eval(), dtype)
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Context in which a model is in evaluation mode; its mode is restored afterwards."""
+    """Context in which a model is in evaluation mode; its previous mode is restored afterwards."""
     training = model.training
     model.eval()
     try:
@@ -37,12 +37,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """Convert half precision to float32; keep float64, which tests of summation order use."""
+    """Convert half precision to float32; keep float64, which tests of the summation order use."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def for_autograd(tensor: Tensor) -> Tensor:
-    """Convert an encoder's output to at least float32, and to a tensor that autograd may save."""
-    # Autograd refuses to save tensors made in inference mode; a clone made outside of it is an ordinary tensor.
+    """Convert an encoder's output to at least float32 and to a tensor that autograd can save."""
+    # Autograd refuses to save tensors created in inference mode; a clone made outside it is an ordinary tensor.
     converted = at_least_float32(tensor)
     return converted.clone() if converted.is_inference() else converted

@@ -1,4 +1,4 @@
-"""Copy of a small tensor from the device to the host, which is made while the host goes on and read later."""
+"""Asynchronous copy of a small tensor from the device to the host."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 class HostCopy:
-    """Values of a tensor on their way from the device to the host.
+    """Values of a tensor that are being copied from the device to the host.
 
-    `tensor.tolist()` makes the host wait until the GPU has finished all of its work, and the GPU is idle until the host
-    has found new work for it. A copy that is read after something else has waited costs nothing.
+    `tensor.tolist()` makes the host wait until the GPU has finished all of its work; then the GPU is idle until the
+    host launches more. An asynchronous copy costs nothing if it is read after something else has waited.
 
     Args:
-        tensor: A tensor of the device; it must not be changed until the copy is read, unless by later kernels.
+        tensor: A tensor on the device. It must not be changed until the copy is read, except by later kernels.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -28,11 +28,11 @@ class HostCopy:
 
     @property
     def has_arrived(self) -> bool:
-        """True if `read` does not wait."""
+        """True if `read` would return without waiting."""
         return self._event is None or self._event.query()
 
     def read(self) -> Any:
-        """Return the values as numbers or nested lists, after the copy has arrived."""
+        """Wait for the copy, and return the values as numbers or nested lists."""
         if self._event is not None:
             self._event.synchronize()
         return self._values.tolist()

@@ -1,4 +1,4 @@
-"""Classification of errors from loading the files of pretrained models: mistakes of the user, or faults of the disk."""
+"""Classify errors when loading files of pretrained models as user mistakes or disk faults."""
 
 import errno
 import json
@@ -15,27 +15,27 @@ TO_FIX = (
     'use a local folder written by save_pretrained instead, with the subfolders vae/, text_encoder/ and tokenizer/ '
     '(model.pretrained=/path/to/folder)'
 )
-"""Advice for messages on loading pretrained models without the Hub."""
+"""Advice in error messages on how to load pretrained models without the Hub."""
 TOKENIZER_FILE = 'tokenizer.json'
 
 
 def way_out(subfolder: str) -> str:
-    """Return advice on loading a model or tokenizer without the Hub; an empty subfolder is the top of a repository."""
+    """Return advice on loading a model or tokenizer without the Hub; an empty `subfolder` is the top level."""
     return TO_FIX if subfolder else 'use a local folder written by save_pretrained instead'
 
 
 def loading_error(
     error: Exception, part: type, source: str, *, subfolder: str, revision: str | None
 ) -> UserError | OSError | None:
-    """Return a clearer error to raise in place of the one that `part.from_pretrained` raised.
+    """Return a clearer error to raise instead of one raised by `part.from_pretrained`.
 
     Returns:
         A UserError if a file does not exist, is not accessible, or is damaged. An OSError if the disk cannot be read.
         None for a bug: the caller should raise the original error.
     """
     # `from_pretrained` raises OSError, ValueError or TypeError both for missing files and for an unreadable disk. The
-    # chain of causes has the reason, unless a tokenizer lacks files: then transformers raises a TypeError that does not
-    # mention them. So look for missing files first.
+    # reason is in the chain of causes, except if a tokenizer lacks files: then transformers raises a TypeError that
+    # does not mention them. Therefore look for missing files first.
     reason = _find_missing_file(part, source, subfolder) or error
     is_mistake = _is_mistake(reason)
     if not is_mistake and not isinstance(reason, OSError):
@@ -53,10 +53,10 @@ def loading_error(
 
 
 def check_config(path: Path) -> None:
-    """Check that the configuration file of a local model, if there is one, contains a JSON object.
+    """Check that a local model's configuration file, if it exists, contains a JSON object.
 
     Raises:
-        UserError: The file contains something else, for which diffusers and transformers have no clear error.
+        UserError: The file contains something else, for which the errors of diffusers and transformers are unclear.
     """
     if not path.is_file():
         return
@@ -69,19 +69,19 @@ def check_config(path: Path) -> None:
 
 
 def missing_tokenizer_file(part: type, source: str, subfolder: str) -> FileNotFoundError | None:
-    """Return an error for the first file that a tokenizer needs and its local folder lacks; None for other classes."""
+    """Return an error for the first tokenizer file missing in a local folder; None if `part` is not a tokenizer."""
     if not issubclass(part, PreTrainedTokenizerBase) or not Path(source).is_dir():
         return None
     folder = Path(source, subfolder)
     names = list(part.vocab_files_names.values())
-    # A tokenizer of the package tokenizers needs only tokenizer.json.
+    # A fast tokenizer (from the package tokenizers) only needs tokenizer.json.
     if TOKENIZER_FILE in names and (folder / TOKENIZER_FILE).is_file():
         return None
     return _missing_file(folder / name for name in names if name != TOKENIZER_FILE)
 
 
 def _find_missing_file(part: type, source: str, subfolder: str) -> FileNotFoundError | None:
-    """Return an error for the first file that a model or tokenizer needs and its local folder lacks, or None."""
+    """Return an error for the first required file of a model or tokenizer missing in its local folder, or None."""
     if issubclass(part, PreTrainedTokenizerBase):
         return missing_tokenizer_file(part, source, subfolder)
     return _missing_file([Path(source, subfolder, 'config.json')]) if Path(source).is_dir() else None
@@ -93,16 +93,16 @@ def _missing_file(paths: Iterable[Path]) -> FileNotFoundError | None:
 
 
 def _is_mistake(error: BaseException) -> bool:
-    """Return True if the user must correct a loading error, because a retry would fail in the same way."""
+    """Return True if the user must fix a loading error, because a retry would fail in the same way."""
     numbered = [link for link in _chain(error) if isinstance(link, OSError) and link.errno is not None]
     if numbered:
         return all(is_wrong_path(link) for link in numbered)
-    # diffusers and transformers raise an OSError without errno if a folder lacks a file.
+    # If a folder lacks a file, diffusers and transformers raise an OSError without errno.
     return isinstance(error, OSError | SafetensorError | json.JSONDecodeError)
 
 
 def _summary(error: BaseException) -> str:
-    """Return the message of an error in one line of at most 250 characters."""
+    """Return an error's message as a single line of at most 250 characters."""
     return textwrap.shorten(str(error) or type(error).__name__, 250, placeholder=' ...')
 
 

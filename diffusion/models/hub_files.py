@@ -1,4 +1,4 @@
-"""Fetch pretrained models from the Hugging Face Hub into its cache, by one process per node, under one retry policy.
+"""Fetch pretrained models from the Hugging Face Hub into its cache: one process per node, with one retry policy.
 
 huggingface_hub, transformers and diffusers each ask the Hub about every file and retry on their own. Here one request
 lists the files of a repository, the missing ones are downloaded, and everything is then loaded from the cache.
@@ -42,13 +42,13 @@ HUB_LOGGER = 'huggingface_hub'
 """Logger that announces the Hub's own retries; `RetryPolicy` logs ours."""
 
 POLICY = RetryPolicy(tries=10, timeout_seconds=30.0)
-"""Ten tries of a request take about three minutes, with pauses of 2, 8, 30, 30, ... seconds less jitter."""
+"""Retry policy: ten tries take about three minutes, with pauses of 2, 8, 30, 30, ... seconds minus jitter."""
 WEIGHTS = re.compile(r'(diffusion_pytorch_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?')
 """Names of weight files, without variants such as `model.fp16.safetensors`."""
 STEMS = ('model', 'diffusion_pytorch_model')
-"""Names of weight files without endings, in transformers and in diffusers."""
+"""Base names of weight files in transformers and in diffusers."""
 VARIANTS = (None, 'fp16', 'bf16')
-"""Variants of weights that a local folder may have, in order of preference."""
+"""Weight variants that a local folder may have, in order of preference."""
 NO_WEIGHTS = 'has no weights in the format safetensors'
 TOKENIZER_FILES = ('.json', '.txt', '.model')
 COMMIT = re.compile(r'[0-9a-f]{40}')
@@ -56,14 +56,14 @@ Answer = TypeVar('Answer')
 
 
 def cache_folder() -> str:
-    """Return the Hub's cache. Pass it to every `from_pretrained`, since transformers may prefer another one."""
+    """Return the Hub's cache folder. Pass it to every `from_pretrained`: transformers may default to another one."""
     return constants.HF_HUB_CACHE
 
 
 def fetch(part: type, repository: str, *, subfolder: str, revision: str | None, weights: bool) -> str | None:
-    """Make sure that the cache has the files of a model or tokenizer; return the revision to load from the cache.
+    """Ensure that the cache has the files of a model or tokenizer; return the revision to load from the cache.
 
-    If all files of a commit are in the cache, nothing is requested.
+    No request is made if all files of the commit are in the cache.
 
     Args:
         part: Class to be loaded.
@@ -73,9 +73,9 @@ def fetch(part: type, repository: str, *, subfolder: str, revision: str | None, 
         weights: True to fetch a model's weights too; False to fetch only its configuration.
 
     Raises:
-        UserError: The Hub refuses: no such repository, revision or file, or no access. Or offline mode is on, and the
-            files are not in the cache.
-        ExternalError: The Hub did not answer for minutes.
+        UserError: There is no such repository, revision or file on the Hub, or no access to it. Or offline mode is on,
+            and the files are not in the cache.
+        ExternalError: The Hub did not respond for minutes.
     """
     cached = partial(_is_cached, part, repository, subfolder, revision or constants.DEFAULT_REVISION, weights)
     what = _description(part, repository, subfolder, revision)
@@ -91,7 +91,7 @@ def fetch(part: type, repository: str, *, subfolder: str, revision: str | None, 
     with _clear_errors(what, repository, revision, way_out(subfolder)):
         if is_commit and _valid(repository) and cached():
             return revision
-        # One process per node downloads; the others wait here, and then find the files in the cache.
+        # Only one process per node downloads; the others wait here and then find the files in the cache.
         name = repository.replace('/', '--')
         try:
             with (
@@ -109,7 +109,7 @@ def fetch(part: type, repository: str, *, subfolder: str, revision: str | None, 
 
 
 def check_weights(part: type, repository: str, *, subfolder: str, revision: str | None) -> int:
-    """Check that `fetch` would find a model's weights and be allowed to download them; download its configuration only.
+    """Check that `fetch` could download a model's weights; only the model's configuration is downloaded.
 
     Args:
         part: Class of the model.
@@ -118,28 +118,28 @@ def check_weights(part: type, repository: str, *, subfolder: str, revision: str 
         revision: Commit, branch or tag; None is the main branch.
 
     Returns:
-        Bytes of weights that are not in the cache.
+        Size in bytes of the weights that are not in the cache.
 
     Raises:
-        UserError: As in `fetch`, or the repository lacks weights in the format safetensors, or some of their shards.
-        ExternalError: The Hub did not answer.
+        UserError: As in `fetch`, or the repository lacks safetensors weights or some of their shards.
+        ExternalError: The Hub did not respond.
     """
     revision = fetch(part, repository, subfolder=subfolder, revision=revision, weights=False)
     if _is_cached(part, repository, subfolder, revision or constants.DEFAULT_REVISION, weights=True):
         return 0
     if constants.HF_HUB_OFFLINE:
-        fetch(part, repository, subfolder=subfolder, revision=revision, weights=True)  # raises the error of this mode
+        fetch(part, repository, subfolder=subfolder, revision=revision, weights=True)  # raises the offline mode's error
     what = _description(part, repository, subfolder, revision)
     with _clear_errors(what, repository, revision, way_out(subfolder)), errors_only(HUB_LOGGER):
         commit, names = _files(repository, subfolder, revision)
         files = _weight_files(repository, subfolder, commit, names)
-        # Listing needs no access to a gated repository, but a file's metadata does.
+        # Listing files needs no access to a gated repository, but reading a file's metadata does.
         return sum(_size(repository, _inside(subfolder, name), commit) for name in files)
 
 
 @contextlib.contextmanager
 def retrying(policy: RetryPolicy) -> Iterator[None]:
-    """Context in which requests are retried under another policy."""
+    """Context in which requests use another retry policy."""
     global POLICY
     before, POLICY = POLICY, policy
     try:
@@ -149,7 +149,7 @@ def retrying(policy: RetryPolicy) -> Iterator[None]:
 
 
 def cached_file(repository: str, name: str, *, revision: str | None) -> Path:
-    """Return the path of a repository's file in the cache, which `fetch` must have put there."""
+    """Return the path of a repository's file in the cache, where `fetch` must have put it."""
     found = try_to_load_from_cache(repository, name, revision=revision, cache_dir=constants.HF_HUB_CACHE)
     assert isinstance(found, str), f'{repository}/{name} is not in the cache'
     return Path(found)
@@ -159,7 +159,8 @@ def _download(part: type, repository: str, subfolder: str, revision: str | None,
     """Download the missing files of a model or tokenizer to the cache; return their commit."""
     commit, names = _files(repository, subfolder, revision)
     needed = [name for name in names if _is_needed(part, name, weights)]
-    # Download the files that `_is_cached` looks for last: if they exist, even a killed process had fetched the rest.
+    # Download the files that `_is_cached` checks for last: if they exist, the rest was fetched even if a process was
+    # killed.
     for name in sorted(needed, key=lambda name: (_decides(part, name), name)):
         _download_file(repository, _inside(subfolder, name), commit)
     if not _is_cached(part, repository, subfolder, commit, weights):
@@ -168,7 +169,7 @@ def _download(part: type, repository: str, subfolder: str, revision: str | None,
 
 
 def _lack(part: type, subfolder: str, names: Collection[str]) -> str:
-    """Return a message about the file that a model or tokenizer needs and that is not among the subfolder's names."""
+    """Describe the missing file that a model or tokenizer needs, given the subfolder's file names."""
     if not issubclass(part, nn.Module):
         return f'has no {_inside(subfolder, "vocabulary")}'
     if 'config.json' not in names:
@@ -179,7 +180,7 @@ def _lack(part: type, subfolder: str, names: Collection[str]) -> str:
 
 
 def _files(repository: str, subfolder: str, revision: str | None) -> tuple[str, list[str]]:
-    """Return the commit of a revision, and the names of the files in a subfolder of the repository at this commit."""
+    """Return the commit of a revision, and the names of the files in a subfolder at that commit."""
     api = HfApi(endpoint=constants.ENDPOINT)
     listing = partial(api.model_info, repository, revision=revision, timeout=POLICY.timeout_seconds)
     info = _ask(listing, _url(repository, revision))
@@ -191,16 +192,16 @@ def _files(repository: str, subfolder: str, revision: str | None) -> tuple[str, 
 
 
 def _download_file(repository: str, path: str, commit: str) -> Path:
-    """Download a file of a repository to the cache, and return its path there."""
+    """Download a file from a repository to the cache, and return its path there."""
     request = partial(hf_hub_download, repository, path, revision=commit, endpoint=constants.ENDPOINT)
     return Path(_ask(partial(request, cache_dir=constants.HF_HUB_CACHE), f'{_url(repository, commit)}/{path}'))
 
 
 def _weight_files(repository: str, subfolder: str, commit: str, names: Collection[str]) -> list[str]:
-    """Return the names of a subfolder's files with the weights, one file or several shards.
+    """Return the names of the weight files in a subfolder: a single file or several shards.
 
     Raises:
-        UserError: There are none, or some shards of the index are missing.
+        UserError: There are no weights, or some shards listed in the index are missing.
     """
     where = f'{_url(repository, commit)}/{subfolder}'.rstrip('/')
     for stem in STEMS:
@@ -216,7 +217,7 @@ def _weight_files(repository: str, subfolder: str, commit: str, names: Collectio
 
 
 def _size(repository: str, path: str, commit: str) -> int:
-    """Return the bytes of a file of a repository, if this process may download it."""
+    """Return the size in bytes of a file in a repository, if this process may download it."""
     url = hf_hub_url(repository, path, revision=commit, endpoint=constants.ENDPOINT)
     request = partial(get_hf_file_metadata, url, timeout=POLICY.timeout_seconds, endpoint=constants.ENDPOINT)
     return _ask(request, f'{_url(repository, commit)}/{path}').size or 0
@@ -224,7 +225,7 @@ def _size(repository: str, path: str, commit: str) -> int:
 
 @contextlib.contextmanager
 def _clear_errors(what: str, repository: str, revision: str | None, instead: str) -> Iterator[None]:
-    """Context that replaces errors of the Hub and of its cache by those that `fetch` documents.
+    """Context that replaces errors from the Hub and its cache with those documented for `fetch`.
 
     Args:
         what: Description of the model or tokenizer.
@@ -247,16 +248,16 @@ def _clear_errors(what: str, repository: str, revision: str | None, instead: str
 
 
 def _ask(request: Callable[[], Answer], url: str) -> Answer:
-    """Return the Hub's answer to a request, which is retried while the Hub does not answer."""
+    """Return the Hub's answer to a request, retrying as long as the Hub does not respond."""
 
     def attempt() -> Answer:
         try:
             return request()
         except LocalEntryNotFoundError as error:
-            # Every failed request of a file that is not cached raises this, as if the file did not exist.
+            # This is raised for every failed request for an uncached file, as if the file did not exist.
             raise error.__cause__ or ConnectionError(str(error)) from None
         except RuntimeError as error:
-            # hf_xet, which transfers large files, raises no other class. A full disk must not be retried.
+            # hf_xet, which transfers large files, raises no specific class for a full disk, which must not be retried.
             if 'os error 28' in str(error):
                 raise OSError(28, 'No space left on device', constants.HF_HUB_CACHE) from error
             raise ConnectionError(str(error)) from error
@@ -265,15 +266,15 @@ def _ask(request: Callable[[], Answer], url: str) -> Answer:
 
 
 def has_weights(folder: Path) -> bool:
-    """Return True if a model's local folder has its weights: one safetensors file, or all shards of an index."""
+    """Return True if a model's local folder has weights: one safetensors file, or all shards of an index."""
     return weight_files(folder) is not None
 
 
 def weight_files(folder: Path) -> tuple[str | None, list[Path]] | None:
-    """Return the variant and the safetensors files of a model's local folder, one file or all shards of an index.
+    """Return the variant and the safetensors files in a model's local folder: one file, or all shards of an index.
 
-    Files without a variant (None) are preferred, but a folder may have only half precision, `model.fp16.safetensors`.
-    The result is None if there are no weights or a shard is missing.
+    Files without a variant (None) are preferred, but a folder may only have half precision, `model.fp16.safetensors`.
+    Returns None if there are no weights or a shard is missing.
     """
     for variant in VARIANTS:
         infix = '' if variant is None else f'.{variant}'
@@ -291,7 +292,7 @@ def weight_files(folder: Path) -> tuple[str | None, list[Path]] | None:
 
 
 def _is_cached(part: type, repository: str, subfolder: str, revision: str, weights: bool) -> bool:
-    """Return True if the cache has all files that loading a model or tokenizer needs."""
+    """Return True if the cache has all files needed to load a model or tokenizer."""
 
     def path(name: str) -> Path | None:
         name = _inside(subfolder, name)
@@ -311,26 +312,26 @@ def _is_cached(part: type, repository: str, subfolder: str, revision: str, weigh
 
 
 def _shards(index: Path) -> set[str]:
-    """Return the names of the files that an index of sharded weights lists."""
+    """Return the names of the files listed in an index of sharded weights."""
     return set(json.loads(index.read_text(encoding='utf-8'))['weight_map'].values())
 
 
 def _is_needed(part: type, name: str, weights: bool) -> bool:
-    """Return True if a file of a subfolder is needed to load a model or tokenizer."""
+    """Return True if a file in a subfolder is needed to load a model or tokenizer."""
     if issubclass(part, PreTrainedTokenizerBase):
         return name.endswith(TOKENIZER_FILES)
     return name == 'config.json' or (weights and WEIGHTS.fullmatch(name) is not None)
 
 
 def _decides(part: type, name: str) -> int:
-    """Return the order of download: 0, or more for files that `_is_cached` looks for; an index follows its shards."""
+    """Return a sort key for download order: larger for files that `_is_cached` checks, largest for an index."""
     if issubclass(part, PreTrainedTokenizerBase):
         return int(name in ('tokenizer.json', *part.vocab_files_names.values()))
     return 1 + name.endswith('.index.json') if WEIGHTS.fullmatch(name) else 0
 
 
 def _inside(subfolder: str, name: str) -> str:
-    """Return the path in a repository of a file in a subfolder, which is empty for the top folder."""
+    """Return the path within a repository of a file in a subfolder; an empty subfolder is the top level."""
     return f'{subfolder}/{name}' if subfolder else name
 
 
@@ -346,12 +347,12 @@ def _description(part: type, repository: str, subfolder: str, revision: str | No
 
 
 def _valid(repository: str) -> bool:
-    """Return True for the name of a repository; False for anything else, such as the path of a missing folder."""
+    """Return True if this is a valid repository name; False for anything else, such as the path of a missing folder."""
     return re.fullmatch(r'[\w.-]+(/[\w.-]+)?', repository) is not None
 
 
 def _refusal(error: UserError, repository: str, revision: str | None) -> str:
-    """Return the reason why the Hub refused a request, in terms of the recipe."""
+    """Explain why the Hub refused a request, in terms of the recipe."""
     cause = error.__cause__
     page = f'{constants.ENDPOINT}/{repository}'
     if isinstance(cause, HFValidationError):
@@ -369,14 +370,14 @@ def _refusal(error: UserError, repository: str, revision: str | None) -> str:
 
 
 def _shortened(error: GaveUp) -> str:
-    """Return the message of an exhausted retry without the long explanations of huggingface_hub."""
+    """Return the message of an exhausted retry without huggingface_hub's long explanations."""
     text = ' '.join(str(error).split())
     return text if len(text) <= 250 else f'{text[:246]} ...'
 
 
 @contextlib.contextmanager
 def errors_only(name: str) -> Iterator[None]:
-    """Context in which a logger logs only errors, to suppress redundant warnings."""
+    """Context in which a logger only logs errors, to suppress redundant warnings."""
     logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""LatentDiffusion: a ComposerModel of VAE, text encoders, denoiser and noise schedule.
+"""LatentDiffusion: a ComposerModel with VAE, text encoders, denoiser and noise schedule.
 
 Shapes: B batch, C latent channels, H W latent size, E text encoders, L text tokens, D text width.
 """
@@ -68,14 +68,14 @@ NUM_VALIDATION_TIMESTEPS = 8
 STEP_WORDS = (Purpose.TIMESTEP, Purpose.CAPTION_DROPOUT)
 """Purposes for which a training step draws one random number per sample."""
 FIRST_BATCH = 'captions of the first batch'
-"""Subject of the warning that captions of the first training batch fill the text encoder."""
+"""Subject of the warning that captions in the first training batch are longer than the text encoder allows."""
 CAPTION_DROPOUT_MODES = ('empty', 'zeros')
 
 
 class Denoised(NamedTuple):
     """Denoiser's prediction and training target, [B, C, H, W], and the loss weight of each sample, [B].
 
-    In training, `alignment` and `perceptual` are these losses of each sample, [B], if the model uses them.
+    In training, `alignment` and `perceptual` are these losses per sample, [B], if the model uses them.
     """
 
     prediction: Tensor
@@ -104,37 +104,38 @@ class LatentDiffusion(ComposerModel):
     ignore them. They still move with the model between devices.
 
     Args:
-        denoiser: Network of diffusers that predicts from noisy latents, timestep and text, of one of
-            the families; see `diffusion.config.families`.
-        vae: Autoencoder with its latent statistics (scaling_factor, or means and standard deviations per channel), or
+        denoiser: diffusers network that predicts from noisy latents, timestep and text; it must belong to one of the
+            families in `diffusion.config.families`.
+        vae: Autoencoder with its latent statistics (scaling_factor, or mean and standard deviation per channel), or
             PixelSpace.
         text: Text encoders and their tokenizers.
-        mask_padding: Hide the padding after the end of the caption from the denoiser.
+        mask_padding: Mask the padding after the end of the caption in the denoiser.
         train_text_encoder: Train the text encoders together with the denoiser.
-        latent_size: Side of the latents of images that are generated without a size, in cells; None is the side that
-            the denoiser was built for.
-        mup_base: The denoiser at the width for which the learning rate was found; may be on the meta device. muP scales
-            initial weights and learning rates from there to the width of `denoiser`. None turns muP off.
-        feature_encoder: Frozen image encoder for the alignment and for perceptual losses; None loads the one that their
-            settings name.
+        latent_size: Side in cells of the latents for images generated without a given size; None uses the side that the
+            denoiser was built for.
+        mup_base: The denoiser at the width for which the learning rate was tuned; can be on the meta device. muP scales
+            initial weights and learning rates from this width to that of `denoiser`. None turns muP off.
+        feature_encoder: Frozen image encoder for alignment and perceptual losses; None loads the encoder named in their
+            settings.
         training: The keywords that all models share; see `training_keywords.py`.
     """
 
     alpha_bars: Tensor
-    """Signal variance of each timestep, float32 [T]; a flow does not use it."""
+    """Signal variance at each timestep, float32 [T]; not used for flow matching."""
     latent_mean: Tensor
     latent_std: Tensor
     empty_ids: Tensor
     sample_losses: Tensor | None
-    """Losses per sample of the last call of `loss`, float32 [B]; `LossGuard` finds bad samples by them. Never saved."""
+    """Losses per sample from the last call of `loss`, float32 [B]; `LossGuard` uses them to find bad samples. Never
+    saved."""
     denoiser_is_frozen: bool
-    """True if only a LoRA of the denoiser is trained; its own FLOPs, about a hundredth, are not counted."""
+    """True if only a LoRA of the denoiser is trained; its own FLOPs, about 1%, are not counted."""
     learning_rate_factors: dict[str, float]
-    """muP's factors of the learning rate for this width, by parameter name; other parameters have the factor 1."""
+    """muP's learning rate factors for this width, by parameter name; the factor of other parameters is 1."""
     random_bits: Callable[..., RandomBits]
-    """Function that draws the random numbers of a training step; `speed.compile` replaces it by a compiled version."""
+    """Function that draws a training step's random numbers; `speed.compile` replaces it with a compiled version."""
     router: TokenRouter | None
-    """Hooks with which image tokens skip blocks in training; None without `route_tokens`."""
+    """Hooks that let image tokens skip blocks in training; None unless `route_tokens` was called."""
     encoders_in_inference_mode: bool
     """True to run frozen encoders in torch's inference mode, False to run them under no_grad."""
 
@@ -163,7 +164,7 @@ class LatentDiffusion(ComposerModel):
         if self.caption_dropout_mode not in CAPTION_DROPOUT_MODES:
             raise UserError(f'caption_dropout_mode: {self.caption_dropout_mode!r}; use empty or zeros')
         self.denoiser = denoiser
-        # Composer calls this function to choose the submodules that FSDP wraps.
+        # Composer calls this function to select the submodules that FSDP wraps.
         denoiser.fsdp_wrap_fn = self.adapter.is_block  # type: ignore[assignment]
         self.objective = training['objective'] or Objective()
         if mask_padding and not self.adapter.takes_text_mask:
@@ -186,8 +187,9 @@ class LatentDiffusion(ComposerModel):
         self._placed_on: torch.device | None = None
         self._flops = TrainingFlops(denoiser, text, trains_text=train_text_encoder)
 
-        # A plain dict hides the frozen parts from nn.Module: FSDP would shard them, but `vae.encode` bypasses the hooks
-        # that gather the shards ("got mixed torch.Tensor and DTensor"), and checkpoints would include them.
+        # A plain dict hides the frozen parts from nn.Module. Otherwise FSDP would shard them, although `vae.encode`
+        # bypasses the hooks that gather the shards ("got mixed torch.Tensor and DTensor"), and checkpoints would
+        # include them.
         dtype = encoder_precision(training['encoder_dtype'])
         self._frozen: dict[str, nn.Module] = {'vae': freeze(vae, dtype)}
         if train_text_encoder:
@@ -196,7 +198,7 @@ class LatentDiffusion(ComposerModel):
             self._frozen['text'] = freeze(text, dtype)
         self.representation_alignment = training['representation_alignment']
         if self.representation_alignment is not None:
-            # Make the projection a child, so that the optimizer, checkpoints and FSDP treat it like the denoiser.
+            # Make the projector a submodule, so that the optimizer, checkpoints and FSDP treat it like the denoiser.
             encoder, self.feature_projector, self._capture = build_alignment(
                 self.representation_alignment,
                 denoiser,
@@ -207,14 +209,14 @@ class LatentDiffusion(ComposerModel):
             self._frozen['image_encoder'] = freeze(encoder, dtype)
         if (perceptual_losses := training['perceptual_losses']) is not None:
             check_perceptual(vae, self.objective)
-            # Keep these networks in float32, since gradients pass through them.
+            # Keep these networks in float32, since gradients flow through them.
             self._frozen['perceptual_loss'] = freeze(
                 load_perceptual_loss(perceptual_losses, feature_encoder), torch.float32
             )
 
         self.learning_rate_factors = {} if mup_base is None else self._scale_for_width(mup_base)
 
-        # The buffers are not persistent: they follow from the settings, and a checkpoint must not replace them.
+        # The buffers are not persistent: they are derived from the settings, and a checkpoint must not replace them.
         mean, std = latent_statistics(vae)
         empty_ids = tokenize(text.tokenizers, [''])[0]
         self.register_buffer('alpha_bars', self.objective.alpha_bars().float(), persistent=False)
@@ -223,10 +225,10 @@ class LatentDiffusion(ComposerModel):
         self.register_buffer('empty_ids', empty_ids, persistent=False)
 
     def _scale_for_width(self, base: ModelMixin) -> dict[str, float]:
-        """Scale the initial weights by muP, and return the factors of the learning rates by name of parameter."""
+        """Scale the initial weights by muP, and return the learning rate factors by parameter name."""
         factors = scale_for_width(self.denoiser, base, prefix='denoiser.')
         if self.representation_alignment is not None:
-            # The projection's first layer reads the denoiser's tokens, so it is an output layer by muP's rules.
+            # The projector's first layer reads the denoiser's tokens, so muP's rules treat it as an output layer.
             width, first = self.adapter.sizes(base).token_width, self.feature_projector[0]
             assert width is not None and isinstance(first, nn.Linear)
             narrow = nn.Linear(width, first.out_features, device='meta')
@@ -245,7 +247,7 @@ class LatentDiffusion(ComposerModel):
 
     @property
     def latent_grid(self) -> LatentGrid:
-        """Sizes of images and latents that the denoiser can generate."""
+        """Image and latent sizes that the denoiser can generate."""
         return LatentGrid(
             latent_channels(self.vae), downsampling(self.vae), self.denoiser_sizes.patch, self.latent_size
         )
@@ -256,17 +258,17 @@ class LatentDiffusion(ComposerModel):
         return self.alpha_bars.device
 
     def _apply(self, fn: Any, recurse: bool = True) -> 'LatentDiffusion':
-        # nn.Module.to, half, cuda and others all call _apply, which does not see the frozen parts.
+        # nn.Module.to, half, cuda and others all call _apply, which would miss the frozen parts.
         for part in self._frozen.values():
             part._apply(fn)
         self._placed_on = None
         return super()._apply(fn, recurse)
 
     def place(self, device: torch.device) -> None:
-        """Move the frozen parts and the model's own buffers to a device, if they are not there yet.
+        """Move the frozen parts and the model's own buffers to a device, unless they are already there.
 
-        FSDP moves only the modules that it shards, which are children of this one. `forward` calls this method with the
-        device of its batch.
+        FSDP only moves the modules that it shards, which are submodules of this one. `forward` calls this method with
+        the device of its batch.
         """
         if self._placed_on == device:
             return
@@ -277,7 +279,7 @@ class LatentDiffusion(ComposerModel):
 
     def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> 'LatentDiffusion':
         """Move the model to a device with uninitialized trained parameters; frozen parts keep their weights."""
-        # Composer empties the models of ranks other than 0 and fills them from rank 0's state dict, which does not
+        # Composer empties the models on ranks other than 0 and fills them from rank 0's state dict, which does not
         # contain the frozen parts.
         frozen, self._frozen = self._frozen, {}
         try:
@@ -294,7 +296,7 @@ class LatentDiffusion(ComposerModel):
     def forward(self, batch: Mapping[str, Tensor]) -> Denoised:
         """Add noise to a batch at random timesteps and return the denoiser's predictions."""
         self.place(batch_keys.device_of(batch))
-        # Draw all numbers of the step in one call: on a GPU, the cost of small draws is the number of kernels.
+        # Draw all random numbers of the step in one call: on a GPU, the cost of small draws is the number of kernels.
         draws = self.draws_of(batch).precompute_draws(STEP_WORDS, self._normals_of_a_step(batch), self.random_bits)
         latents = self.latents_of(batch, draws)
         self._check_scale(latents)
@@ -334,7 +336,7 @@ class LatentDiffusion(ComposerModel):
     def loss(self, outputs: Denoised, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the loss in float32: the weighted mean squared error, plus alignment and perceptual losses if used.
 
-        The losses of the samples are kept in `sample_losses`.
+        The per-sample losses are stored in `sample_losses`.
         """
         losses = outputs.weight * squared_error(outputs)
         if outputs.alignment is not None and self.representation_alignment is not None:
@@ -345,7 +347,7 @@ class LatentDiffusion(ComposerModel):
         return losses.mean()
 
     def draws_of(self, batch: Mapping[str, Tensor]) -> Draws:
-        """Return the source of random numbers for a batch, keyed by its samples' ids, epochs, copies and batches."""
+        """Return a source of random numbers for a batch, keyed by its samples' ids, epochs, copies and batches."""
         sample_id = batch.get(batch_keys.SAMPLE_ID)
         if sample_id is None:
             sample_id = torch.randint(2**32, (len(batch[batch_keys.INPUT_IDS]),), device=self.device)
@@ -355,10 +357,11 @@ class LatentDiffusion(ComposerModel):
         return Draws(self.seed, sample_id, epoch_word(epoch, occurrence), batch_index)
 
     def route_tokens(self, route: Route) -> TokenRouter:
-        """Let image tokens skip blocks of the denoiser in training; call before the denoiser is wrapped by FSDP.
+        """Let image tokens skip denoiser blocks in training; call this before FSDP wraps the denoiser.
 
         Returns:
-            The router, whose `begin` and `finish` surround the forward and backward pass of each batch.
+            The router, whose `begin` and `finish` must be called before and after each batch's forward and backward
+            pass.
         """
         assert self.adapter.token_blocks is not None, 'the family has no token blocks'
         self.router = TokenRouter(self.denoiser, self.adapter.token_blocks, route)
@@ -366,12 +369,12 @@ class LatentDiffusion(ComposerModel):
         return self.router
 
     def latents_of(self, batch: Mapping[str, Tensor], draws: Draws | None = None) -> Tensor:
-        """Return normalized latents [B, C, H, W] of a batch, from its images or its precomputed latent moments.
+        """Return the normalized latents [B, C, H, W] of a batch, from its images or precomputed latent moments.
 
         Args:
             batch: Batch with images or latent moments.
             draws: Random numbers for sampling the VAE's posterior, if the model's `posterior` is 'sample'. If None, the
-                latents are the posterior's means.
+                latents are the posterior means.
         """
         if batch_keys.LATENT_MOMENTS in batch:
             moments = batch[batch_keys.LATENT_MOMENTS].float()
@@ -381,19 +384,19 @@ class LatentDiffusion(ComposerModel):
             raise UserError(
                 f'batch: has {sorted(batch)}, but needs either {batch_keys.IMAGE} or {batch_keys.LATENT_MOMENTS}'
             )
-        # Stored moments may be means alone; log_variance then has no channels.
+        # Stored moments may only contain means, in which case log_variance has no channels.
         channels = latent_channels(self.vae)
         mean, log_variance = moments[:, :channels], moments[:, channels:]
         if draws is not None and self.posterior == 'sample' and log_variance.shape[1]:
             noise = draws.normal(Purpose.POSTERIOR, mean.shape[1:])
-            # This is the clamp of diffusers' DiagonalGaussianDistribution.
+            # Clamp like diffusers' DiagonalGaussianDistribution.
             mean = mean + (0.5 * log_variance.clamp(-30.0, 20.0)).exp() * noise
         return (mean - self.latent_mean) / self.latent_std
 
     def encode(self, images: Tensor) -> Tensor:
-        """Encode images with the frozen VAE: return its posterior's mean and log-variance, float32 [B, 2C, H, W].
+        """Encode images with the frozen VAE; return the mean and log-variance of its posterior, float32 [B, 2C, H, W].
 
-        An autoencoder without variance returns its latents, [B, C, H, W].
+        For an autoencoder without variance, return its latents, [B, C, H, W].
 
         Args:
             images: uint8 [B, 3, 8H, 8W].
@@ -408,11 +411,11 @@ class LatentDiffusion(ComposerModel):
         return for_autograd(moments)
 
     def encode_batch(self, batch: Mapping[str, Tensor], batch_size: int) -> dict[str, Tensor]:
-        """Return a batch with the outputs of the frozen encoders, on the model's device, instead of its images.
+        """Return a batch that contains the frozen encoders' outputs, on the model's device, instead of images.
 
         Args:
             batch: Batch on any device. Encoder outputs that it already contains are kept.
-            batch_size: Number of samples that are encoded at a time.
+            batch_size: Number of samples to encode at a time.
         """
         batch_keys.check_batch(batch)
         encoded, device = dict(batch), self.device
@@ -436,25 +439,25 @@ class LatentDiffusion(ComposerModel):
 
     @property
     def token_side(self) -> int:
-        """Side in pixels of the square of the image that a token of the denoiser covers."""
+        """Side in pixels of the image square that each denoiser token covers."""
         return self.denoiser_sizes.patch * downsampling(self.vae)
 
     @property
     def image_encoder(self) -> FeatureEncoder | None:
-        """The frozen image encoder of representation alignment; None if that is off or its features are stored."""
+        """The frozen image encoder for representation alignment; None if that is off or its features are stored."""
         return self._frozen.get('image_encoder')  # type: ignore[return-value]
 
     @property
     def perceptual_loss(self) -> nn.Module | None:
-        """The networks of the perceptual losses; None if these are off."""
+        """The networks for perceptual losses; None if these are off."""
         return self._frozen.get('perceptual_loss')
 
     def use_stored_features(self) -> None:
-        """Release the image encoder, since all training batches have its features."""
+        """Release the image encoder, because all training batches contain its features."""
         self._frozen.pop('image_encoder', None)
 
     def image_features(self, images: Tensor) -> Tensor:
-        """Return the image encoder's feature of each token's place in the image, float32 [B, N, F].
+        """Return the image encoder's features at each token's position in the image, float32 [B, N, F].
 
         Args:
             images: uint8 [B, 3, 8H, 8W].
@@ -467,7 +470,7 @@ class LatentDiffusion(ComposerModel):
         return for_autograd(features)
 
     def flops_per_batch(self, batch: Mapping[str, Tensor]) -> int:
-        """Return the FLOPs of training on one device's batch; Composer's SpeedMonitor calls this method.
+        """Return the FLOPs of training on a device's batch; Composer's SpeedMonitor calls this method.
 
         The count is three forward passes of the trained parts (forward and backward), one of each frozen encoder that
         the batch needs, and the passes of the networks of perceptual losses. The optimizer's FLOPs are not counted.
@@ -482,8 +485,8 @@ class LatentDiffusion(ComposerModel):
     @torch.no_grad()
     def eval_forward(self, batch: Mapping[str, Tensor], outputs: Any = None) -> Tensor:
         """Return the validation losses of a batch: squared errors at 8 timesteps with fixed noise, float32 [8, B]."""
-        # Fixed noise makes the losses of two checkpoints comparable. This loss correlates with sample quality; the
-        # training loss does not, because it depends mostly on the timesteps drawn (Esser et al. 2024, section 5.2).
+        # Fixed noise makes the losses of two checkpoints comparable. This loss correlates with sample quality. The
+        # training loss does not, because it mostly depends on the drawn timesteps (Esser et al. 2024, section 5.2).
         self.place(batch_keys.device_of(batch))
         latents = self.latents_of(batch)
         condition = self._condition_of(batch)
@@ -497,7 +500,7 @@ class LatentDiffusion(ComposerModel):
         return torch.stack(errors)
 
     def validation_timesteps(self) -> list[int]:
-        """Return the 8 timesteps of the validation losses, midpoints of equal parts of the noise schedule."""
+        """Return the 8 timesteps for validation losses: the midpoints of equal parts of the noise schedule."""
         steps = self.objective.num_train_timesteps
         return [int((i + 0.5) * steps / NUM_VALIDATION_TIMESTEPS) for i in range(NUM_VALIDATION_TIMESTEPS)]
 
@@ -532,23 +535,23 @@ class LatentDiffusion(ComposerModel):
 
         Args:
             prompts: B captions.
-            negative_prompt: Prompt that guidance moves away from.
-            seeds: One seed per image, in [0, 2**32); 0, 1, 2, ... by default. An image depends on no other seed.
+            negative_prompt: Prompt that guidance steers away from.
+            seeds: One seed per image, in [0, 2**32); 0, 1, 2, ... by default. Each image only depends on its own seed.
             size: Height and width in pixels, multiples of the VAE's downsampling; the denoiser's own size by default.
-            num_inference_steps: Steps of the noise scheduler, from 1 to the training steps of the noise schedule.
+            num_inference_steps: Steps of the noise scheduler, from 1 to the number of training timesteps.
             guidance_scale: 0 or more; 1 or less turns guidance off.
             guidance_rescale: Strength in [0, 1] of rescaling the guided prediction to the standard deviation of the
                 conditional one (Lin et al. 2024); 0 turns rescaling off.
             noise_scheduler: A name from `diffusion.config.sampling_checks.SCHEDULERS`, or a scheduler class of
                 diffusers.
-            latents: Initial noise, standard normal [B, C, H, W], instead of the noise drawn from the seeds; it sets the
-                size of the images.
+            latents: Initial noise, standard normal [B, C, H, W], used instead of noise drawn from the seeds; its shape
+                determines the image size.
 
         Returns:
             Images, float32 [B, 3, height, width] in [0, 1].
 
         Raises:
-            UserError: An argument is not in its range.
+            UserError: An argument is out of range.
         """
         prompts = as_captions(prompts)
         seeds = list(range(len(prompts))) if seeds is None else list(seeds)
@@ -560,15 +563,15 @@ class LatentDiffusion(ComposerModel):
             grid.check_noise(latents, size, len(prompts))
             latents = latents.to(self.device)
         else:
-            # Use the seeds as sample ids, so that an image's noise does not depend on the other images.
+            # Use the seeds as sample ids, so that an image's noise does not depend on other images.
             shape = grid.shape(size)
             latents = draws_for(seeds, seed=0, device=self.device).normal(Purpose.SAMPLING, shape)
         scheduler = inference_scheduler(noise_scheduler, self.objective)
-        with evaluating(self):  # a text encoder in training mode may have dropout
+        with evaluating(self):  # a text encoder in training mode may apply dropout
             sizes = sizes_of_uncropped(latents, cell=grid.cell) if self.adapter.takes_sizes else None
             condition = self._condition(self._tokens(prompts), sizes=sizes)
             if guidance_scale > 1:
-                # Both predictions come from one pass of twice the batch.
+                # Compute both predictions in one pass with twice the batch.
                 unconditional = self._unconditional(negative_prompt, len(prompts), sizes=condition.sizes)
                 condition = unconditional.followed_by(condition)
 
@@ -592,7 +595,7 @@ class LatentDiffusion(ComposerModel):
     # -- internals --
 
     def _normals_of_a_step(self, batch: Mapping[str, Tensor]) -> dict[Purpose, int]:
-        """Return, for each purpose, how many normal random numbers a training step draws per sample."""
+        """Return how many normal random numbers a training step draws per sample, by purpose."""
         channels = latent_channels(self.vae)
         if batch_keys.LATENT_MOMENTS not in batch and batch_keys.IMAGE not in batch:
             return {}
@@ -606,7 +609,7 @@ class LatentDiffusion(ComposerModel):
         return counts
 
     def _latent_size_of(self, batch: Mapping[str, Tensor]) -> tuple[int, int]:
-        """Return height and width of the latents of a batch."""
+        """Return the height and width of a batch's latents."""
         if batch_keys.LATENT_MOMENTS in batch:
             return tuple(batch[batch_keys.LATENT_MOMENTS].shape[2:])  # type: ignore[return-value]
         height, width = batch[batch_keys.IMAGE].shape[2:]
@@ -614,9 +617,9 @@ class LatentDiffusion(ComposerModel):
         return height // cell, width // cell
 
     def _check_scale(self, latents: Tensor) -> None:
-        """Log a warning if the latents of the first batch do not have a standard deviation of about 1."""
-        # Latents that are scaled twice, or not at all, train without an error but generate no usable images. Only the
-        # first batch is checked: reading the value waits for the GPU. Pixels need no scaling.
+        """Log a warning if the first batch's latents do not have a standard deviation of about 1."""
+        # Latents that are scaled twice, or not at all, train without an error but produce unusable images. Only check
+        # the first batch, since reading the value waits for the GPU. Pixels need no scaling.
         if self._scale_checked or isinstance(self.vae, PixelSpace):
             return
         self._scale_checked = True
@@ -629,10 +632,10 @@ class LatentDiffusion(ComposerModel):
             )
 
     def _check_captions(self, input_ids: Tensor, what: str) -> None:
-        """Log a warning if captions fill all tokens of the text encoder, once for training and once for prompts.
+        """Log a warning if captions fill all tokens of the text encoder; once for training and once for prompts.
 
         Args:
-            input_ids: Token ids, [B, E, L]. In training, only the first batch is read, since that waits for the GPU.
+            input_ids: Token ids, [B, E, L]. In training, only the first batch is read, since reading waits for the GPU.
             what: `FIRST_BATCH` or `prompts`, for the message.
         """
         if what in self._captions_checked or input_ids.shape[1:] != self.empty_ids.shape:
@@ -650,7 +653,7 @@ class LatentDiffusion(ComposerModel):
             )
 
     def _condition_of(self, batch: Mapping[str, Tensor], draws: Draws | None = None) -> Condition:
-        """Return the denoiser's condition for a batch; with `draws`, drop random captions for guidance."""
+        """Return the denoiser's conditioning inputs for a batch; with `draws`, drop random captions for guidance."""
         input_ids, keep = batch[batch_keys.INPUT_IDS], None
         text = stored_text(batch, takes_pooled=self.denoiser_sizes.pooled_width is not None)
         mask = stored_mask(batch, mask_padding=self.mask_padding)
@@ -659,7 +662,7 @@ class LatentDiffusion(ComposerModel):
             keep = draws.uniform(Purpose.CAPTION_DROPOUT) >= self.caption_dropout
         if keep is not None and self.caption_dropout_mode == 'empty':
             self._check_token_ids(input_ids)
-            # Replace the token ids, not only the embeddings: the padding mask is computed from the ids.
+            # Replace the token ids too, not only the embeddings: the padding mask is computed from the ids.
             input_ids = torch.where(keep[:, None, None], input_ids, self.empty_ids)
             if text is not None:
                 text = text.where(keep, self._empty_caption_text())
@@ -669,7 +672,7 @@ class LatentDiffusion(ComposerModel):
         return self._condition(input_ids, keep, text, mask=mask, sizes=sizes)
 
     def _check_token_ids(self, input_ids: Tensor) -> None:
-        """Raise UserError unless token ids have the shape of those of the empty caption, which may replace them."""
+        """Raise UserError unless token ids have the same shape as the empty caption's, which may replace them."""
         if input_ids.shape[1:] != self.empty_ids.shape:
             encoders, tokens = self.empty_ids.shape
             raise UserError(
@@ -687,10 +690,11 @@ class LatentDiffusion(ComposerModel):
         mask: Tensor | None = None,
         sizes: Tensor | None = None,
     ) -> Condition:
-        """Return the condition for token ids [B, E, L], with zeros as text for captions whose `keep` [B] is False.
+        """Return the conditioning inputs for token ids [B, E, L]; text is zeros for captions whose `keep` [B] is False.
 
-        Its mask is None without `mask_padding`. `text` is the precomputed output of the text encoders, `mask` its
-        padding mask if it differs from that of the token ids, and `sizes` are the image sizes [B, 6] or None.
+        The condition's mask is None without `mask_padding`. `text` is the precomputed output of the text encoders.
+        `mask` is its padding mask, if it differs from that of the token ids. `sizes` are the image sizes [B, 6] or
+        None.
         """
         text = self.embed(input_ids) if text is None else text.map(at_least_float32)
         if keep is not None:
@@ -700,7 +704,7 @@ class LatentDiffusion(ComposerModel):
         return Condition(text.embeds, mask, text.pooled, sizes)
 
     def embed(self, input_ids: Tensor) -> TextOutput:
-        """Return the text embeddings of token ids [B, E, L]; frozen encoders return float32."""
+        """Return text embeddings for token ids [B, E, L]; frozen encoders return float32."""
         if self.train_text_encoder:
             return self.text(input_ids)
         with self._encoding(input_ids.device):
@@ -708,7 +712,7 @@ class LatentDiffusion(ComposerModel):
         return text.map(for_autograd)
 
     def _alignment_losses(self, batch: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
-        """Return the alignment's loss of each sample, float32 [B], for image tokens [B, K or N, D] after its block."""
+        """Return the alignment loss per sample, float32 [B], from the aligned block's image tokens [B, K or N, D]."""
         if batch_keys.IMAGE_FEATURES in batch:
             features = batch[batch_keys.IMAGE_FEATURES]
         elif batch_keys.IMAGE in batch:
@@ -719,13 +723,13 @@ class LatentDiffusion(ComposerModel):
                 'model.representation_alignment needs one; use a dataset of images, precompute the latents again with '
                 'this model, or set model.representation_alignment: null'
             )
-        # A block of the router's route sees only the tokens that are kept.
+        # Blocks on the router's route only see the tokens that are kept.
         routed = self.router is not None and tokens.shape[1] < features.shape[1]
         kept = self.router.kept if routed and self.router is not None else None
         return alignment_losses(self.feature_projector(tokens), features, kept)
 
     def _predicted_latents(self, outputs: Denoised, latents: Tensor, timesteps: Tensor) -> Tensor:
-        """Return the clean latents [B, C, H, W] that follow from predictions of a flow's velocity or of x."""
+        """Return the clean latents [B, C, H, W] implied by predictions of x or of a flow's velocity."""
         if self.objective.prediction_type == 'sample':
             return at_least_float32(outputs.prediction)
         # x_t = x + t v and x' = x_t - t v', so x' = x + t (v - v').
@@ -734,8 +738,8 @@ class LatentDiffusion(ComposerModel):
 
     @contextmanager
     def _encoding(self, device: torch.device) -> Iterator[None]:
-        """Context for running frozen encoders: no gradients, no autocast, timed by profilers as the stage `encode`."""
-        # Turn autocast off: it would run a float32 VAE in half precision.
+        """Context for running frozen encoders: no gradients, no autocast, and profiled as the stage `encode`."""
+        # Turn off autocast, which would run a float32 VAE in half precision.
         frozen = torch.inference_mode() if self.encoders_in_inference_mode else torch.no_grad()
         with stage('encode'), frozen, torch.autocast(device.type, enabled=False):
             yield
@@ -747,9 +751,9 @@ class LatentDiffusion(ComposerModel):
         return self._empty_text
 
     def _unconditional(self, negative_prompt: str, count: int, *, sizes: Tensor | None) -> Condition:
-        """Return the condition for the unconditional prediction of guidance on images of sizes [B, 6] or None.
+        """Return the condition for guidance's unconditional prediction, for images with sizes [B, 6] or None.
 
-        An empty negative prompt is embedded like a dropped caption of training.
+        An empty negative prompt is embedded like a dropped caption in training.
         """
         dropped = self.caption_dropout_mode == 'zeros' and not negative_prompt
         keep = torch.zeros(count, dtype=torch.bool, device=self.device) if dropped else None
@@ -763,13 +767,13 @@ class LatentDiffusion(ComposerModel):
         return self.adapter.predict(self.denoiser, noisy, timesteps, condition)
 
     def _tokens(self, captions: Sequence[str]) -> Tensor:
-        """Return the token ids of captions on the model's device, int64 [B, E, L]."""
+        """Tokenize captions; return token ids on the model's device, int64 [B, E, L]."""
         ids = tokenize(self.text.tokenizers, captions)
         self._check_captions(ids, 'prompts')
         return ids.to(self.device)
 
 
 def squared_error(outputs: Denoised) -> Tensor:
-    """Return the mean squared error of the prediction for each sample, float32 [B] (float64 for a float64 model)."""
+    """Return the mean squared error of the prediction per sample, float32 [B] (float64 for a float64 model)."""
     difference = at_least_float32(outputs.prediction) - at_least_float32(outputs.target)
     return difference.square().flatten(1).mean(dim=1)

@@ -1,8 +1,8 @@
-"""LoRA: training of low-rank updates of a denoiser's layers instead of its weights (Hu et al. 2021, arXiv:2106.09685).
+"""LoRA: train low-rank updates of a denoiser's layers instead of its weights (Hu et al. 2021, arXiv:2106.09685).
 
-A layer with weight W computes W x + (alpha / rank) B A x. A has `rank` rows and starts at random, B has `rank` columns
-and starts at zero, so that the first prediction is that of W. The package peft replaces the layers; only A and B are
-trained.
+A layer with weight W computes W x + (alpha / rank) B A x. A has `rank` rows and is initialized randomly. B has `rank`
+columns and is initialized to zero, so that the initial prediction equals that of W. The package peft replaces the
+layers; only A and B are trained.
 """
 
 import re
@@ -23,7 +23,7 @@ from diffusion.errors import UserError
 from diffusion.models.families.adapter import find_adapter
 
 NAME = 'default'
-"""Name in peft of a denoiser's LoRA, of which there is only one."""
+"""peft's name for a denoiser's only LoRA."""
 UPDATED = (nn.Linear, nn.Conv2d)
 """Layers that a LoRA can update."""
 
@@ -33,7 +33,7 @@ def add_lora(denoiser: ModelMixin, settings: LoraConfig, *, seed: int) -> None:
 
     Args:
         settings: Rank, alpha and target layers.
-        seed: Seed of the initial values of A, which depend on nothing else.
+        seed: Seed for the initial values of A, which depend on nothing else.
 
     Raises:
         UserError: A target matches no layer.
@@ -48,12 +48,12 @@ def add_lora(denoiser: ModelMixin, settings: LoraConfig, *, seed: int) -> None:
 
 
 def check_targets(denoiser: nn.Module, targets: Sequence[str]) -> None:
-    """Check that each target is the end of the name of at least one linear or convolutional layer.
+    """Check that each target is a suffix of the name of at least one linear or convolutional layer.
 
     Raises:
-        UserError: A target matches no layer; the message lists names that match one.
+        UserError: A target matches no layer; the message lists suffixes that match a layer.
     """
-    # peft ignores a target without layers as long as another one has some.
+    # peft ignores a target that matches no layer as long as another target matches some.
     layers = [name for name, layer in denoiser.named_modules() if isinstance(layer, UPDATED)]
     unknown = [target for target in targets if not any(f'.{name}'.endswith(f'.{target}') for name in layers)]
     if unknown:
@@ -62,7 +62,7 @@ def check_targets(denoiser: nn.Module, targets: Sequence[str]) -> None:
 
 
 def lora_weights(denoiser: nn.Module, settings: LoraConfig) -> dict[str, Tensor]:
-    """Return the weights of a denoiser's LoRA by name, scaled so that they fit alpha = rank.
+    """Return the weights of a denoiser's LoRA by name, rescaled to alpha = rank.
 
     Programs that read LoRA files without their metadata, such as earlier versions of diffusers, assume alpha = rank.
     """
@@ -74,15 +74,15 @@ def lora_weights(denoiser: nn.Module, settings: LoraConfig) -> dict[str, Tensor]
 def save_lora(
     denoiser: nn.Module, settings: LoraConfig, file: Path, dtype: torch.dtype, *, single_file: bool = False
 ) -> None:
-    """Write a denoiser's LoRA to a safetensors file that pipelines of diffusers load.
+    """Write a denoiser's LoRA to a safetensors file that diffusers pipelines can load.
 
     Args:
-        dtype: Precision of the weights.
-        single_file: Use names that ComfyUI reads too. For a U-Net, these are the names of kohya's scripts instead of
+        dtype: Data type of the stored weights.
+        single_file: Use names that ComfyUI also reads. For a U-Net, these are the names of kohya's scripts instead of
             diffusers'; for Stable Diffusion 3's transformer, both are the same.
 
     Raises:
-        UserError: The pipeline of this denoiser does not load a LoRA.
+        UserError: This denoiser's pipeline cannot load a LoRA.
     """
     adapter = find_adapter(denoiser)
     writer = None if adapter is None else adapter.lora_writer
@@ -101,10 +101,11 @@ def save_lora(
 
 
 def comfyui_weights(unet: nn.Module, settings: LoraConfig, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the weights of a U-Net's LoRA by the names that ComfyUI looks up, which kohya's scripts introduced.
+    """Return the weights of a U-Net's LoRA with the names that ComfyUI expects, which kohya's scripts introduced.
 
-    Layer `mid_block.attentions.0.proj_in` has A in `lora_unet_mid_block_attentions_0_proj_in.lora_down.weight`, B in
-    `....lora_up.weight`, and the scalar `....alpha`. ComfyUI and diffusers add (alpha / rank) B A.
+    For example, layer `mid_block.attentions.0.proj_in` has A in
+    `lora_unet_mid_block_attentions_0_proj_in.lora_down.weight`, B in `....lora_up.weight`, and the scalar `....alpha`.
+    ComfyUI and diffusers add (alpha / rank) B A.
     """
     found = {}
     for name, each in get_peft_model_state_dict(unet, adapter_name=NAME).items():
@@ -117,6 +118,6 @@ def comfyui_weights(unet: nn.Module, settings: LoraConfig, dtype: torch.dtype) -
 
 
 def merge_lora(denoiser: ModelMixin) -> None:
-    """Add a denoiser's LoRA to the weights of its layers in place, and remove it: W + (alpha / rank) B A."""
+    """Merge a denoiser's LoRA into the weights of its layers in place, W + (alpha / rank) B A, and remove it."""
     denoiser.fuse_lora()
     denoiser.unload_lora()

@@ -18,7 +18,7 @@ from diffusion.models import batch_keys
 from diffusion.models.randomness import Draws, Purpose
 
 MIN_TIME = 0.05
-"""Lower bound of t for converting an error in x to one in velocity, which divides by t (Li and He 2025)."""
+"""Lower bound of t when an error in x is converted to one in velocity by dividing by t (Li and He 2025)."""
 
 
 @dataclass(frozen=True)
@@ -38,31 +38,31 @@ class Objective:
     beta_end: float = 0.012
     """Last beta; the cosine schedule has none."""
     num_train_timesteps: int = 1000
-    """T, steps of the noise schedule; for a flow, the denoiser's timestep at pure noise."""
+    """T, the number of steps of the noise schedule; with flow matching, the denoiser's timestep for pure noise."""
     zero_terminal_snr: bool = False
-    """Rescale so that the last step is pure noise (Lin et al. 2024); needs v_prediction or sample, without
-    min_snr_gamma."""
+    """Rescale the schedule so that the last step is pure noise (Lin et al. 2024). Requires v_prediction or sample, and
+    no min_snr_gamma."""
     min_snr_gamma: float | None = None
-    """Weight the loss by min(SNR, gamma) in terms of x (Hang et al. 2023); 5 is their value. The step without signal of
-    zero_terminal_snr would get the weight 0, so the two exclude each other."""
+    """Weight the loss in x by min(SNR, gamma) (Hang et al. 2023, who use 5). It cannot be combined with
+    zero_terminal_snr, because the step without signal would get the weight 0."""
     offset_noise: float = 0.0
-    """Standard deviation of a constant per channel added to the noise; 0.1 is common."""
+    """Standard deviation of an additional noise that is constant in each channel; 0.1 is common."""
     noise_scale: float = 1.0
-    """Standard deviation of a flow's noise; 2 where x are pixels, as in the published run of PRX on pixels."""
+    """Standard deviation of a flow's noise; 2 for pixels, as in PRX's published pixel run."""
     snr_shift: float = 1.0
     """Divide the SNR by shift**2, where shift is the image side over the base resolution's side (Hoogeboom et al. 2023,
     eq. 5). For a flow that is the shift of timesteps of Esser et al. 2024, eq. 23, who use 3 at 1024 px."""
     timesteps: Literal['uniform', 'stratified', 'logit_normal'] = 'uniform'
-    """uniform: drawn independently for each sample; stratified: one in each of N equal parts of the schedule for the N
-    samples of a global batch, so that losses vary less between batches (the low-discrepancy sampler of Kingma et al.
-    2021); logit_normal, for a flow: mostly from the middle (Esser et al. 2024, eq. 19)."""
+    """uniform: drawn independently for each sample; stratified: for a global batch of N samples, one in each of N equal
+    parts of the schedule, so that losses vary less between batches (the low-discrepancy sampler of Kingma et al. 2021);
+    logit_normal, for a flow: mostly from the middle (Esser et al. 2024, eq. 19)."""
     logit_mean: float = 0.0
-    """Mean of logit(t) of logit_normal timesteps; larger is noisier."""
+    """Mean of logit(t) for logit_normal timesteps; larger means more noise."""
     logit_std: float = 1.0
-    """Standard deviation of logit(t) of logit_normal timesteps."""
+    """Standard deviation of logit(t) for logit_normal timesteps."""
     uniform_fraction: float = 0.0
-    """Fraction of logit_normal timesteps that are drawn uniformly instead, so that both ends are trained too.
-    `snr_shift` does not apply to them, as in the training code of PRX."""
+    """Fraction of logit_normal timesteps that are drawn uniformly instead, so that both ends of the schedule are
+    trained too. `snr_shift` does not apply to them, as in PRX's training code."""
 
     def __post_init__(self) -> None:
         defaults = {each.name: each.default for each in fields(Objective) if each.default is not MISSING}
@@ -75,24 +75,25 @@ class Objective:
         return self.path == 'flow'
 
     def time_of(self, quantiles: Tensor) -> Tensor:
-        """Return the times t of a flow for uniform random numbers in [0, 1), float64 [B], one time per number."""
+        """Return a flow's times t for uniform random numbers in [0, 1), float64 [B], one time per number."""
         if self.timesteps != 'logit_normal':
             return self._shifted(quantiles)
-        # Quantiles below the uniform fraction give uniform times; stretch the others to [0, 1) for the logit-normal.
+        # Quantiles below the uniform fraction give uniform times; the others are stretched to [0, 1) for the
+        # logit-normal.
         share = self.uniform_fraction
         rest = ((quantiles - share) / (1 - share)) if share < 1 else torch.zeros_like(quantiles)
-        # Keep away from 0 and 1, whose normal quantiles are infinite.
+        # Stay away from 0 and 1, whose normal quantiles are infinite.
         normal = torch.special.ndtri(rest.clamp(2.0**-33, 1 - 2.0**-33))
         times = self._shifted(torch.sigmoid(self.logit_mean + self.logit_std * normal))
-        # The uniform part is not shifted, as in PRX: with a shift of 3 it would draw t < 0.05 a third as often.
+        # The uniform part is not shifted, as in PRX: with a shift of 3, t < 0.05 would be drawn a third as often.
         return torch.where(quantiles < share, quantiles / share, times) if share else times
 
     def _shifted(self, times: Tensor) -> Tensor:
-        """Return times of a flow shifted by `snr_shift` (Esser et al. 2024, eq. 23)."""
+        """Return a flow's times shifted by `snr_shift` (Esser et al. 2024, eq. 23)."""
         return self.snr_shift * times / (1 + (self.snr_shift - 1) * times)
 
     def betas(self) -> Tensor:
-        """Return the noise variance that each step of the schedule adds, float64 [T], after shift and rescaling."""
+        """Return the noise variance added by each step of the schedule, float64 [T], after shift and rescaling."""
         alpha_bars = self.alpha_bars()
         previous = torch.cat([alpha_bars.new_ones(1), alpha_bars[:-1]])
         return 1 - alpha_bars / previous
@@ -105,10 +106,10 @@ class Objective:
         return rescale_to_zero_terminal_snr(alpha_bars) if self.zero_terminal_snr else alpha_bars
 
     def scheduler_config(self) -> dict[str, Any]:
-        """Return keywords for diffusers' scheduler classes that reproduce the noise schedule of training."""
+        """Return keyword arguments with which diffusers' schedulers reproduce the noise schedule of training."""
         if self.is_flow:
             prediction = 'sample' if self.prediction_type == 'sample' else 'flow_prediction'
-            # A StableDiffusionPipeline warns about another steps_offset, which has no effect on a flow.
+            # A StableDiffusionPipeline warns about any other steps_offset, which has no effect on a flow.
             flow = {'shift': self.snr_shift, 'use_flow_sigmas': True, 'flow_shift': self.snr_shift, 'steps_offset': 1}
             return flow | {'num_train_timesteps': self.num_train_timesteps, 'prediction_type': prediction}
         config: dict[str, Any] = {
@@ -120,7 +121,7 @@ class Objective:
             'skip_prk_steps': True,
         }
         if self.zero_terminal_snr:
-            # Sampling must start at the step without signal, or its training is wasted (Lin et al. 2024).
+            # Sampling must start at the step without signal, otherwise training that step is wasted (Lin et al. 2024).
             config |= {'timestep_spacing': 'trailing', 'rescale_betas_zero_snr': True}
         if self.snr_shift != 1:
             unrescaled = Objective(**{**vars(self), 'zero_terminal_snr': False})
@@ -129,8 +130,8 @@ class Objective:
         return config | {'beta_schedule': schedule, 'beta_start': self.beta_start, 'beta_end': self.beta_end}
 
     def _plain_betas(self) -> Tensor:
-        """Return the noise variances of the steps before SNR shift and zero-terminal-SNR rescaling, float64 [T]."""
-        # Compute on the CPU even under torch.device('meta'), which is set while models are built for counting.
+        """Return the noise variances of the steps, float64 [T], before SNR shift and zero-terminal-SNR rescaling."""
+        # Compute on the CPU even under torch.device('meta'), which is set while models are built only to be counted.
         steps = self.num_train_timesteps
         if self.beta_schedule == 'linear':
             return torch.linspace(self.beta_start, self.beta_end, steps, dtype=torch.float64, device='cpu')
@@ -186,10 +187,11 @@ def target(objective: Objective, latents: Tensor, noise: Tensor, *, alpha_bar: T
 
 
 def loss_weight(objective: Objective, *, alpha_bar: Tensor) -> Tensor:
-    """Return the weight of each sample's squared error in the loss of diffusion, [B]; ones without min-SNR.
+    """Return the weight of each sample's squared error in the diffusion loss, [B]; all 1 without min-SNR.
 
     Min-SNR (Hang et al. 2023) clips the weight of an error in x to min(SNR, gamma). The weight is converted to the
-    space of the prediction: an error in x is 1/sqrt(SNR) of one in epsilon and 1/sqrt(SNR + 1) of one in v.
+    space of the prediction: an error in x equals the error in epsilon divided by sqrt(SNR), or the error in v divided
+    by sqrt(SNR + 1).
     """
     if objective.min_snr_gamma is None:
         return torch.ones_like(alpha_bar)
@@ -203,10 +205,10 @@ def loss_weight(objective: Objective, *, alpha_bar: Tensor) -> Tensor:
 
 
 def flow_loss_weight(objective: Objective, *, time: Tensor) -> Tensor:
-    """Return the weight of each sample's squared error in the loss of a flow, [B].
+    """Return the weight of each sample's squared error in a flow's loss, [B].
 
-    The loss is on the velocity. An error d in a predicted x becomes an error d / t in the velocity (x_t - x) / t; this
-    t has the lower bound MIN_TIME.
+    The loss is on the velocity. An error d in a predicted x becomes an error d / t in the velocity (x_t - x) / t, where
+    t is at least MIN_TIME.
     """
     return time.clamp(min=MIN_TIME) ** -2 if objective.prediction_type == 'sample' else torch.ones_like(time)
 
@@ -214,13 +216,13 @@ def flow_loss_weight(objective: Objective, *, time: Tensor) -> Tensor:
 def flow_velocity(
     objective: Objective, prediction: Tensor, noisy: Tensor, *, time: Tensor, min_time: float = 0.0
 ) -> Tensor:
-    """Return the velocity of a flow for the denoiser's prediction, which is that velocity or the clean latents.
+    """Convert the denoiser's prediction, a flow's velocity or clean latents, to the velocity.
 
     Args:
         prediction: The denoiser's prediction.
         noisy: The denoiser's input.
-        time: Time t, []; above 0 unless there is a `min_time`.
-        min_time: Lower bound of the t by which the difference between noisy and clean latents is divided.
+        time: Time t, []; above 0 unless `min_time` is set.
+        min_time: Lower bound of the t that divides the difference between noisy and clean latents.
     """
     if objective.prediction_type != 'sample':
         return prediction
@@ -228,7 +230,7 @@ def flow_velocity(
 
 
 def _per_sample(values: Tensor, like: Tensor) -> Tensor:
-    """Reshape values [B] so that they broadcast with a tensor [B, ...], and convert them to the tensor's dtype."""
+    """Reshape values [B] to broadcast with a tensor [B, ...], and convert them to its dtype."""
     return values.view(-1, *[1] * (like.ndim - 1)).to(like.dtype)
 
 
@@ -236,10 +238,10 @@ def training_timesteps(objective: Objective, draws: Draws, quantiles: Tensor | N
     """Return a random timestep for each sample of a batch, [B]: int64 for diffusion, float32 for a flow.
 
     Args:
-        quantiles: Quantiles of the timesteps in [0, 1), float64 [B], which the loader gives for stratified timesteps.
+        quantiles: Quantiles of the timesteps in [0, 1), float64 [B], provided by the loader for stratified timesteps.
 
     Raises:
-        UserError: The timesteps are stratified, and there are no quantiles.
+        UserError: The timesteps are stratified, but there are no quantiles.
     """
     steps = objective.num_train_timesteps
     if objective.timesteps != 'stratified':
@@ -253,5 +255,5 @@ def training_timesteps(objective: Objective, draws: Draws, quantiles: Tensor | N
         )
     if objective.is_flow:
         return (objective.time_of(quantiles.double()) * steps).float()
-    # A quantile just below 1, such as 1 - 2**-52, times 1000 is rounded to 1000.
+    # A quantile just below 1, such as 1 - 2**-52, multiplied by 1000 is rounded to 1000.
     return (quantiles * steps).long().clamp(max=steps - 1)

@@ -1,6 +1,6 @@
-"""Parts of a pipeline in the layout of Stable Diffusion's original code (CompVis, Stability AI): names and tensors.
+"""Convert parts of a pipeline to the layout of Stable Diffusion's original code (CompVis, Stability AI).
 
-ComfyUI and other programs read this layout, and training starts from files in it.
+ComfyUI and other programs read this layout, and training can start from files in it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -97,11 +97,11 @@ MMDIT_QKV = {
     'context_block.attn.qkv': ('attn.add_q_proj', 'attn.add_k_proj', 'attn.add_v_proj'),
     'x_block.attn2.qkv': ('attn2.to_q', 'attn2.to_k', 'attn2.to_v'),
 }
-"""The projections to queries, keys and values, which the original code has as one layer."""
+"""The query, key and value projections, which are a single layer in the original code."""
 
 
 def unet_tensors(unet: UNet2DConditionModel) -> Tensors:
-    """Return the tensors of a U-Net by their original names, `model.diffusion_model.*`.
+    """Return a U-Net's tensors by their original names, `model.diffusion_model.*`.
 
     Raises:
         UserError: The layout cannot represent the U-Net.
@@ -120,7 +120,7 @@ def unet_tensors(unet: UNet2DConditionModel) -> Tensors:
             _, layer, leaf = rest.split('.')
             rest = f'.{UNET_RESNET[layer]}.{leaf}'
         names[name] = f'{UNET_PREFIX}{stems[stem]}{rest}'
-    # Convert the names back with diffusers' reader, which takes names instead of tensors here. It finds blocks by their
+    # Convert the names back with diffusers' reader, which gets names instead of tensors here. It finds blocks by their
     # numbers, so the comparison detects a U-Net that the original code cannot build.
     read = convert_ldm_unet_checkpoint({each: each for each in names.values()}, unet.config)
     if read != names:
@@ -129,10 +129,10 @@ def unet_tensors(unet: UNet2DConditionModel) -> Tensors:
 
 
 def _unet_blocks(unet: UNet2DConditionModel) -> Iterator[tuple[str, str]]:
-    """Yield the name of each residual block, transformer and resampling layer of a U-Net, and its original name.
+    """Yield the name and the original name of each residual block, transformer and resampling layer of a U-Net.
 
-    The original code numbers the input blocks consecutively: the first convolution, then for each level its layers and
-    its downsampling. The upsampling of a level is part of its last output block.
+    The original code numbers the input blocks consecutively: the first convolution, then each level's layers and
+    downsampling. A level's upsampling is part of its last output block.
     """
     number = 1
     for level, block in enumerate(unet.down_blocks):
@@ -157,7 +157,7 @@ def _unet_blocks(unet: UNet2DConditionModel) -> Iterator[tuple[str, str]]:
 
 
 def vae_tensors(vae: AutoencoderKL) -> Tensors:
-    """Return the tensors of an AutoencoderKL by their original names, without the prefix `first_stage_model.`."""
+    """Return an AutoencoderKL's tensors by their original names, without the prefix `first_stage_model.`."""
     last = len(vae.config['block_out_channels']) - 1
     found = {}
     for name, tensor in vae.state_dict().items():
@@ -166,7 +166,7 @@ def vae_tensors(vae: AutoencoderKL) -> Tensors:
             place = 'attn_1' if parts[2] == 'attentions' else f'block_{int(parts[3]) + 1}'
             parts[1:4] = ['mid', place]
         elif parts[1] in ('down_blocks', 'up_blocks'):
-            # The original code numbers the levels of the decoder from the image.
+            # The original code numbers the decoder's levels starting from the image.
             level = parts[2] if parts[1] == 'down_blocks' else str(last - int(parts[2]))
             if parts[3] == 'resnets':
                 parts[1:4] = [parts[1].removesuffix('_blocks'), level, 'block']
@@ -175,18 +175,18 @@ def vae_tensors(vae: AutoencoderKL) -> Tensors:
         original = '.'.join(parts)
         for layer, renamed in VAE_LAYERS.items():
             original = original.replace(f'.{layer}.', f'.{renamed}.')
-        # In the original code, the attention consists of 1x1 convolutions.
+        # In the original code, attention consists of 1x1 convolutions.
         is_attention = '.attn_1.' in original and tensor.ndim == 2
         found[original] = tensor[:, :, None, None] if is_attention else tensor
     return found
 
 
 def open_clip_tensors(encoder: nn.Module, *, layers: int | None = None) -> Tensors:
-    """Return the tensors of a CLIP text encoder of transformers as OpenCLIP names and arranges them.
+    """Return the tensors of a transformers CLIP text encoder in OpenCLIP's names and layout.
 
     Args:
         encoder: A CLIPTextModel or CLIPTextModelWithProjection.
-        layers: Number of layers to write; None writes the encoder's. Additional ones are copies of the last layer, for
+        layers: Number of layers to write; None writes the encoder's. Additional layers are copies of the last one, for
             programs that build more layers than they use.
     """
     state = with_text_model(encoder).state_dict()
@@ -228,7 +228,7 @@ def mmdit_tensors(transformer: SD3Transformer2DModel) -> Tensors:
 
 
 def _by_stem(state: Mapping[str, Tensor], layers: Mapping[str, str], block: Mapping[str, str]) -> dict[str, str]:
-    """Return the original name of each tensor of a transformer, given those of its layers and of a block's layers."""
+    """Return a transformer's original tensor names, given the original names of its layers and of a block's layers."""
     names = {}
     for name in state:
         if name.startswith('transformer_blocks.'):
@@ -242,14 +242,14 @@ def _by_stem(state: Mapping[str, Tensor], layers: Mapping[str, str], block: Mapp
 
 
 def _stems(name: str) -> Iterator[str]:
-    """Yield a tensor's name and the names of the modules that contain it, the innermost first."""
+    """Yield a tensor's name and the names of the modules that contain it, innermost first."""
     while name:
         yield name
         name = name.rpartition('.')[0]
 
 
 def _no_layout(what: str, unet: UNet2DConditionModel) -> UserError:
-    """Return the error for a U-Net that the original code cannot build."""
+    """Return the error to raise for a U-Net that the original code cannot build."""
     return UserError(
         f'export: the layout of the original code has no place for {what} of this {type(unet).__name__}; export a '
         'folder instead (--out FOLDER)'
@@ -257,18 +257,18 @@ def _no_layout(what: str, unet: UNet2DConditionModel) -> UserError:
 
 
 def read_original(denoiser: ModelMixin, file: Path, which: Literal['training', 'ema']) -> dict[str, Tensor]:
-    """Return the weights of a denoiser in a file of Stable Diffusion's original code, by their names in diffusers.
+    """Return a denoiser's weights from a file in the original layout, by their diffusers names.
 
-    Files in this layout have no configuration: settings that do not show in the shapes, such as the number of attention
+    Files in this layout have no configuration: settings that the shapes do not reveal, such as the number of attention
     heads, cannot be compared.
 
     Args:
-        denoiser: The U-Net or SD3Transformer2DModel that will take the weights.
+        denoiser: The U-Net or SD3Transformer2DModel into which the weights will be loaded.
         file: A safetensors file with tensors `model.diffusion_model.*`, of Stable Diffusion 1.x, 2.x, XL or 3.
         which: The training weights, or the averaged weights, `model_ema.*`.
 
     Raises:
-        UserError: The file is damaged, has no denoiser or no averaged weights, or has another architecture.
+        UserError: The file is damaged, has no denoiser or no averaged weights, or has a different architecture.
     """
     if isinstance(denoiser, SD3Transformer2DModel):
         return _read_mmdit(denoiser, file, which)
@@ -284,12 +284,12 @@ def read_original(denoiser: ModelMixin, file: Path, which: Literal['training', '
 def renamed(
     denoiser: UNet2DConditionModel, stored: list[str], file: Path, which: Literal['training', 'ema']
 ) -> dict[str, str]:
-    """Return the name in a file for each name of a U-Net's tensors in diffusers.
+    """Return a U-Net's tensor names in a file, by their diffusers names.
 
     Args:
-        stored: All names in the file.
+        stored: All tensor names in the file.
         file: The file, for messages.
-        which: The weights to take; see `read_original`.
+        which: Which weights to take; see `read_original`.
     """
     inside = [name for name in stored if name.startswith(UNET_PREFIX)]
     if not inside:
@@ -302,17 +302,17 @@ def renamed(
     if which == 'ema' and not {*average.values()} <= {*stored}:
         raise UserError(f'{file}: it has no averaged weights ({AVERAGE_PREFIX}*); use weights: training')
     try:
-        # With the names as values, diffusers' conversion returns the map between both layouts.
+        # When the values are names, diffusers' conversion returns the mapping between both layouts.
         found = convert_ldm_unet_checkpoint({name: name for name in inside}, denoiser.config)
     except KeyError as error:
         raise UserError(f'{file}: lacks {UNET_PREFIX}{error.args[0]}; {way_out(denoiser)}') from error
-    # The conversion drops tensors that it does not know; with them, the U-Net would compute something else.
+    # The conversion drops tensors that it does not know; if there are any, the U-Net would compute something else.
     _check_unused({*inside} - {*found.values()}, file, denoiser)
     return {name: average[each] for name, each in found.items()} if which == 'ema' else found
 
 
 def _read_mmdit(denoiser: SD3Transformer2DModel, file: Path, which: Literal['training', 'ema']) -> dict[str, Tensor]:
-    """Return the weights of Stable Diffusion 3's transformer in a file, by their names in diffusers."""
+    """Return the weights of Stable Diffusion 3's transformer from a file, by their diffusers names."""
     with open_safetensors(file) as opened:
         stored = {name: opened.get_tensor(name) for name in opened.keys() if name.startswith(UNET_PREFIX)}  # noqa: SIM118
     if not any('.joint_blocks.' in name for name in stored):
@@ -328,7 +328,7 @@ def _read_mmdit(denoiser: SD3Transformer2DModel, file: Path, which: Literal['tra
 
 
 def _check_unused(unused: set[str], file: Path, denoiser: ModelMixin) -> None:
-    """Raise UserError if a file has tensors of the denoiser that diffusers' conversion does not know."""
+    """Raise UserError if a file has denoiser tensors that diffusers' conversion does not know."""
     if unused:
         raise UserError(
             f'{file}: the architecture differs from the recipe: {len(unused)} unknown tensors '

@@ -1,7 +1,7 @@
-"""Perceptual losses of a model on pixels: distances between features of the predicted and of the clean image.
+"""Perceptual losses for models on pixels: distances between features of the predicted and the clean image.
 
-LPIPS (Zhang et al. 2018, arXiv 1801.03924) and the distance of a vision transformer's patch features. Shapes: B batch,
-images [B, 3, H, W] in [-1, 1].
+They are LPIPS (Zhang et al. 2018, arXiv 1801.03924) and the distance between a vision transformer's patch features.
+Shapes: B batch, images [B, 3, H, W] in [-1, 1].
 """
 
 import pickle
@@ -28,14 +28,14 @@ from diffusion.models.vae import PixelSpace, Vae
 
 @dataclass(frozen=True)
 class PerceptualLosses:
-    """Settings of perceptual losses of a model on pixels (`vae: pixels`), at every noise level.
+    """Settings of the perceptual losses for a model on pixels (`vae: pixels`), which apply at every noise level.
 
-    With x the clean image and x' the predicted one, both scaled down:
+    With x the clean image and x' the predicted image, both scaled down:
 
         loss += lpips_weight * LPIPS(x', x) + features_weight * mean over patches of (1 - cos(f(x'), f(x)))
 
-    Evaluation does not use them. The weights of PRX's published run are 0.1 and 0.01. Cost: three passes of each
-    network per image, and the memory of one with its activations.
+    Evaluation does not use them. PRX's published run used the weights 0.1 and 0.01. Cost: three passes of each network
+    per image, and the activation memory of one pass.
     """
 
     lpips_weight: Annotated[float, LOSS] = 0.1
@@ -43,18 +43,19 @@ class PerceptualLosses:
     lpips_network: str = 'vgg'
     """Network of LPIPS: vgg, alex or squeeze."""
     lpips_backbone: str | None = None
-    """File of that network's ImageNet weights in torchvision's layout, .pth or .safetensors, such as
+    """File with that network's ImageNet weights in torchvision's layout, .pth or .safetensors, such as
     vgg16-397923af.pth."""
     lpips_scale: float = 0.5
-    """Side of the images for LPIPS, as a fraction of their own; the default is PRX's."""
+    """Side of the images for LPIPS, as a fraction of the original side; the default is PRX's."""
     features_weight: Annotated[float, LOSS] = 0.01
-    """Weight of the distance of patch features; 0 turns it off."""
+    """Weight of the patch feature distance; 0 turns it off."""
     encoder: str | None = None
-    """Image encoder: a folder or a repository on the Hub of a DINOv2 or DINOv3 ViT, such as facebook/dinov2-base."""
+    """Image encoder: a folder, or a repository on the Hub, with a DINOv2 or DINOv3 ViT, such as
+    facebook/dinov2-base."""
     revision: str | None = None
     """Commit of the repository `encoder`."""
     features_side: int = 224
-    """Side in pixels of the images for the encoder, which is rounded down to whole patches; the default is PRX's."""
+    """Side in pixels of the images for the encoder, rounded down to whole patches; the default is PRX's."""
 
     def __post_init__(self) -> None:
         for key, problem in perceptual_problems(asdict(self)).items():
@@ -62,11 +63,11 @@ class PerceptualLosses:
 
 
 class PerceptualLoss(nn.Module):
-    """Frozen networks that compute the weighted perceptual loss of each image.
+    """Frozen networks that compute the weighted perceptual loss per image.
 
     Args:
         lpips: LPIPS, a function of two images; None if its weight is 0.
-        features: Image encoder of the patch features; None if their weight is 0.
+        features: Image encoder for the patch features; None if their weight is 0.
     """
 
     def __init__(self, settings: PerceptualLosses, lpips: nn.Module | None, features: FeatureEncoder | None) -> None:
@@ -76,7 +77,7 @@ class PerceptualLoss(nn.Module):
         self.features = features
 
     def forward(self, predicted: Tensor, images: Tensor) -> Tensor:
-        """Return the weighted loss of each predicted image to its original, both [B, 3, H, W] in [-1, 1], as [B]."""
+        """Return the weighted loss [B] of predicted images relative to the originals, both [B, 3, H, W] in [-1, 1]."""
         losses = predicted.new_zeros(len(predicted))
         if self.lpips is not None:
             size = [max(1, round(self.settings.lpips_scale * side)) for side in images.shape[2:]]
@@ -93,10 +94,10 @@ class PerceptualLoss(nn.Module):
 
 
 def load_perceptual_loss(settings: PerceptualLosses, encoder: FeatureEncoder | None = None) -> PerceptualLoss:
-    """Return the perceptual loss with the weights of its networks.
+    """Load the networks of the perceptual loss with their weights.
 
     Args:
-        encoder: Image encoder of the patch features; None loads the one that the settings name.
+        encoder: Image encoder for the patch features; None loads the encoder named in the settings.
 
     Raises:
         UserError: A network's weights cannot be read.
@@ -111,17 +112,17 @@ def load_perceptual_loss(settings: PerceptualLosses, encoder: FeatureEncoder | N
 
 
 def lpips_network(settings: PerceptualLosses) -> nn.Module:
-    """Return LPIPS with the published linear layers, which torchmetrics ships, and the weights of a local file.
+    """Return LPIPS with the published linear layers, which torchmetrics ships, and backbone weights from a local file.
 
     Raises:
-        UserError: The file cannot be read, or it is not of this network.
+        UserError: The file cannot be read, or it belongs to another network.
     """
-    # Use the private class: torchmetrics' public classes download the network's weights when they are built.
+    # Use the private class: torchmetrics' public classes download the network's weights in their constructor.
     network = _LPIPS(net=settings.lpips_network, pnet_rand=True)  # type: ignore[arg-type]
     path = Path(str(settings.lpips_backbone))
     where = f'perceptual_losses.lpips_backbone: {path}'
     try:
-        # weights_only refuses pickles that would run code.
+        # weights_only rejects pickles that would run code.
         found = load_file(path) if path.suffix == '.safetensors' else torch.load(path, 'cpu', weights_only=True)
     except FileNotFoundError as error:
         raise UserError(f'{where} does not exist; download the weights of torchvision, or correct the path') from error
@@ -130,7 +131,8 @@ def lpips_network(settings: PerceptualLosses) -> nn.Module:
             raise UserError(f'{where} {code}, so it is not loaded; download the weights of torchvision') from error
         first = str(error).partition('\n')[0].partition('. ')[0]
         raise UserError(f'{where} cannot be read as weights ({first}); download them again') from error
-    # torchvision's layers keep their numbers: slice3.10.weight and slices.3.10.weight are features.10.weight.
+    # Map to torchvision's names, which have the same layer numbers: slice3.10.weight and slices.3.10.weight are
+    # features.10.weight.
     names = {name: re.sub(r'^slices?\.?\d+', 'features', name) for name in network.net.state_dict()}
     missing = [source for source in names.values() if source not in found]
     if missing:
@@ -143,7 +145,7 @@ def lpips_network(settings: PerceptualLosses) -> nn.Module:
 
 
 def check_perceptual(vae: Vae, objective: Objective) -> None:
-    """Raise UserError unless the model is on pixels and its predictions give the clean image, for perceptual losses."""
+    """Raise UserError unless the model is on pixels and its predictions imply a clean image, for perceptual losses."""
     if not isinstance(vae, PixelSpace):
         raise UserError('perceptual_losses: need a model on pixels, but this one is on latents; use vae: pixels')
     if (problem := clean_image_problem(vars(objective))) is not None:

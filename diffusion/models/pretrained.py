@@ -1,6 +1,6 @@
-"""Loading of pretrained models and tokenizers of diffusers and transformers, from a folder or the Hugging Face Hub.
+"""Load pretrained models and tokenizers of diffusers and transformers, from a folder or the Hugging Face Hub.
 
-Builders of models take their frozen parts from here.
+Model builders load their frozen parts through this module.
 """
 
 import copy
@@ -43,16 +43,16 @@ AUTOENCODERS: dict[str, type[AutoencoderKL] | type[AutoencoderDC]] = {
     'AutoencoderKL': AutoencoderKL,
     'AutoencoderDC': AutoencoderDC,
 }
-"""Supported classes of autoencoders by name."""
+"""Supported autoencoder classes by name."""
 
 _without_weights = False
 _checked: list[str] | None = None
-"""Descriptions of the weights that `load_pretrained` has checked; None if it does not check them."""
+"""Descriptions of the weights that `load_pretrained` has checked; None if it is not checking them."""
 
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Context in which `load_pretrained` builds modules from configurations only, on torch's default device."""
+    """Context in which `load_pretrained` builds modules only from configurations, on torch's default device."""
     global _without_weights
     before, _without_weights = _without_weights, True
     try:
@@ -63,9 +63,9 @@ def without_weights() -> Iterator[None]:
 
 @contextmanager
 def checking_weights() -> Iterator[list[str]]:
-    """Context like `without_weights` in which `load_pretrained` also checks that the weights could be loaded.
+    """Like `without_weights`, but in this context `load_pretrained` also checks that the weights could be loaded.
 
-    Weights on the Hub are not downloaded, and those in a folder are not read.
+    Weights on the Hub are not downloaded, and weights in a folder are not read.
 
     Yields:
         List to which a description of each part's weights is added, such as `vae: 335 MB to download`.
@@ -80,7 +80,7 @@ def checking_weights() -> Iterator[list[str]]:
 
 
 def check_revision(source: str, revision: str | None) -> None:
-    """Raise UserError if a source of frozen parts is a repository on the Hub without a revision."""
+    """Raise UserError if the source of frozen parts is a Hub repository without a revision."""
     problem = revision_problem(source, revision)
     if problem is not None:
         raise UserError(f'model.revision: {problem}')
@@ -99,14 +99,14 @@ def load_pretrained(
     Args:
         part: Class to load.
         source: Local folder in diffusers' layout, or repository on the Hub.
-        subfolder: `vae`, `text_encoder` or `tokenizer`; empty if the folder is the part itself.
+        subfolder: `vae`, `text_encoder` or `tokenizer`; empty if the folder itself is the part.
         revision: Commit of the repository; ignored for a local folder.
-        read_config: Function from the content of config.json to the configuration, for a model of transformers whose
-            class does not read its own; by default the class reads it.
+        read_config: Function that converts the content of config.json to a configuration, for transformers models whose
+            class cannot read it; by default the class reads it.
 
     Raises:
         UserError: The files do not exist, are not accessible, or are damaged.
-        ExternalError: The Hub did not answer for minutes.
+        ExternalError: The Hub did not respond for minutes.
         OSError: The disk cannot be read.
     """
     if _checked is not None and issubclass(part, nn.Module):
@@ -120,13 +120,13 @@ def load_pretrained(
         revision = hub_files.fetch(part, source, subfolder=subfolder, revision=revision, weights=weights)
         options = {'revision': revision, 'local_files_only': True, 'cache_dir': hub_files.cache_folder()}
     if weights:
-        options['use_safetensors'] = True  # unpickling a downloaded file could run any code
+        options['use_safetensors'] = True  # unpickling a downloaded file could run arbitrary code
         options['output_loading_info'] = True
         options |= _variant(Path(source, subfolder))
     if weights and issubclass(part, PreTrainedModel):
-        options['dtype'] = torch.float32  # transformers 5 would use the type in the file
+        options['dtype'] = torch.float32  # transformers 5 would use the dtype in the file
     if weights and issubclass(part, ModelMixin):
-        options['low_cpu_mem_usage'] = False  # otherwise diffusers logs a long request to install accelerate
+        options['low_cpu_mem_usage'] = False  # otherwise diffusers logs a long hint to install accelerate
     loader: Any = part
     try:
         if _without_weights and issubclass(part, ModelMixin):
@@ -139,7 +139,7 @@ def load_pretrained(
             options['config'] = config_class(**content) if read_config is None else read_config(content)
             if _without_weights:
                 return loader(options['config'])
-        # transformers 5 would return an empty tokenizer if the files are missing.
+        # If the files are missing, transformers 5 would return an empty tokenizer.
         if (missing := missing_tokenizer_file(part, source, subfolder)) is not None:
             raise missing
         with without_own_deprecations():
@@ -152,7 +152,7 @@ def load_pretrained(
     if not weights:
         return loaded
     model, info = loaded
-    # from_pretrained only warns about missing tensors, and continues with random numbers instead.
+    # from_pretrained only warns about missing tensors and continues with random values.
     if info['missing_keys']:
         name = min(info['missing_keys'])
         raise UserError(
@@ -163,7 +163,7 @@ def load_pretrained(
 
 
 def _variant(folder: Path) -> dict[str, str]:
-    """Return the argument of `from_pretrained` for a local folder with weights in half precision only; else {}."""
+    """Return the `from_pretrained` argument for a local folder that only has half-precision weights; else {}."""
     found = hub_files.weight_files(folder)
     if found is None or found[0] is None:
         return {}
@@ -172,7 +172,7 @@ def _variant(folder: Path) -> dict[str, str]:
 
 
 def _check_weights(part: type[nn.Module], source: str, subfolder: str, revision: str | None) -> str:
-    """Check that the weights of a model could be loaded; return a description for `checking_weights`."""
+    """Check that a model's weights could be loaded; return a description for `checking_weights`."""
     name = subfolder or part.__name__
     if not Path(source).is_dir():
         size = hub_files.check_weights(part, source, subfolder=subfolder, revision=revision)
@@ -185,17 +185,17 @@ def _check_weights(part: type[nn.Module], source: str, subfolder: str, revision:
 
 
 def read_config(part: type[nn.Module], source: str, *, subfolder: str, revision: str | None = None) -> dict[str, Any]:
-    """Return the content of config.json of a model, from a folder or the Hub; {} if a folder has none.
+    """Return the content of a model's config.json, from a folder or the Hub; {} if a folder has no such file.
 
     Args:
         part: Class of the model, for messages.
         source: Local folder in diffusers' layout, or repository on the Hub.
-        subfolder: Subfolder of the model; empty if the folder is the model itself.
+        subfolder: Subfolder of the model; empty if the folder itself is the model.
         revision: Commit of the repository; ignored for a local folder.
 
     Raises:
         UserError: The file is not accessible, or is not a JSON object.
-        ExternalError: The Hub did not answer for minutes.
+        ExternalError: The Hub did not respond for minutes.
     """
     path = Path(source, subfolder, 'config.json')
     if not Path(source).is_dir():
@@ -206,17 +206,17 @@ def read_config(part: type[nn.Module], source: str, *, subfolder: str, revision:
 
 
 def clip_tokenizer(*, max_length: int = 77, pad_token: str = '!') -> CLIPTokenizer:
-    """Build CLIP's tokenizer from the vocabulary in the open_clip package, without a download.
+    """Build CLIP's tokenizer from the vocabulary in the open_clip package, without downloads.
 
-    Token ids equal those of `openai/clip-vit-large-patch14`. Stable Diffusion 2 pads with `!`, id 0.
+    Token ids are the same as in `openai/clip-vit-large-patch14`. Stable Diffusion 2 pads with `!`, id 0.
     """
-    # Cache it: reading the vocabulary takes 0.2 s, and the model and the dataset of a run each need the tokenizer.
+    # Cache it: reading the vocabulary takes 0.2 s, and a run's model and dataset each need the tokenizer.
     return copy.copy(_clip_tokenizer(max_length, pad_token))
 
 
 @functools.cache
 def _clip_tokenizer(max_length: int, pad_token: str) -> CLIPTokenizer:
-    # CLIPTokenizer reads its vocabulary from files only.
+    # CLIPTokenizer can only read its vocabulary from files.
     with tempfile.TemporaryDirectory() as folder:
         vocabulary, rules = Path(folder, 'vocab.json'), Path(folder, 'merges.txt')
         for path, text in zip((vocabulary, rules), vocabulary_files(), strict=True):
@@ -227,10 +227,10 @@ def _clip_tokenizer(max_length: int, pad_token: str) -> CLIPTokenizer:
 def tokenizes_with(tokenizers: Callable[..., list[PreTrainedTokenizerBase]]) -> Callable[[Builder], Builder]:
     """Return a decorator for model builders that sets `builder.tokenizers`.
 
-    The attribute is the function that builds the model's tokenizers, without the model, from the same keywords.
+    This attribute is a function that builds only the model's tokenizers, from the same keywords.
     """
 
-    # The loader's workers tokenize captions: they need the tokenizers but must not build the model.
+    # The loader's workers tokenize captions, so they need the tokenizers but must not build the model.
     def decorate(builder: Builder) -> Builder:
         builder.tokenizers = tokenizers  # type: ignore[attr-defined]
         return builder
@@ -239,16 +239,16 @@ def tokenizes_with(tokenizers: Callable[..., list[PreTrainedTokenizerBase]]) -> 
 
 
 def check_sources(**sources: str | None) -> None:
-    """Check the folders and repositories that a builder loads its parts from, before it loads the first one.
+    """Check the folders and repositories from which a builder loads its parts, before it loads the first one.
 
     Args:
-        sources: Values by the builder's keyword; None if it loads nothing.
+        sources: Sources by the builder's keyword; None if it loads nothing.
 
     Raises:
         UserError: A path is not a folder.
     """
     for name, source in sources.items():
-        # A repository on the Hub is `org/name`, or `name` for some old ones.
+        # A Hub repository is `org/name`, or just `name` for some old ones.
         if source is None or not (source.startswith(('/', '.', '~')) or source.count('/') > 1):
             continue
         if not Path(source).is_dir():
@@ -262,8 +262,8 @@ def load_vae(source: str, *, revision: str | None = None) -> Vae:
     """Load an autoencoder.
 
     Args:
-        source: Folder or repository of the autoencoder, or of a model with it in the subfolder `vae`; `_class_name` in
-            its config.json is its class. `pixels` gives PixelSpace, for training on pixels.
+        source: Folder or repository of the autoencoder, or of a model that has it in the subfolder `vae`; `_class_name`
+            in its config.json determines the class. `pixels` returns PixelSpace, for training on pixels.
         revision: Commit of the repository.
 
     Raises:
@@ -282,9 +282,9 @@ def load_vae(source: str, *, revision: str | None = None) -> Vae:
 
 
 def build_vae(vae: str | None, pretrained: str | None, revision: str | None, *, default: Mapping[str, Any]) -> Vae:
-    """Return the autoencoder that a builder's keywords name: `vae`, else that of `pretrained`.
+    """Return the autoencoder given by a builder's keywords: `vae`, or else that of `pretrained`.
 
-    If both are None, it is an AutoencoderKL of the configuration `default` with random weights.
+    If both are None, it is an AutoencoderKL with the configuration `default` and random weights.
     """
     if vae is not None:
         return load_vae(vae)
@@ -294,7 +294,7 @@ def build_vae(vae: str | None, pretrained: str | None, revision: str | None, *, 
 
 
 def _vae_config(source: str, revision: str | None) -> tuple[str, dict[str, Any]]:
-    """Return the subfolder of a source that holds its autoencoder, and the content of the config.json in it."""
+    """Return the subfolder of a source that contains its autoencoder, and the content of its config.json."""
     if Path(source).is_dir():
         subfolder = '' if (Path(source) / 'config.json').is_file() else 'vae'
         return subfolder, read_config(AutoencoderKL, source, subfolder=subfolder)
@@ -313,7 +313,7 @@ def latent_side(resolution: int, vae: Vae) -> int:
     Raises:
         UserError: The VAE's downsampling factor does not divide the resolution.
     """
-    # The annotation ensures multiples of 8, the cell of the default VAEs, but this VAE may downsample by more.
+    # The annotation ensures multiples of 8, the cell size of the default VAEs, but this VAE may downsample by more.
     cell = downsampling(vae)
     if resolution % cell:
         raise UserError(f'resolution: {resolution} px is not a multiple of {cell} px, the size of a latent cell')
@@ -326,7 +326,7 @@ def tiny_tokenizers(*, max_length: int = 16) -> list[PreTrainedTokenizerBase]:
 
 
 def tiny_clip_config(*, width: int, layers: int, max_length: int, **more: Any) -> CLIPTextConfig:
-    """Return the configuration of a small CLIP text encoder for `clip_tokenizer`, with attention heads of width 32."""
+    """Return the configuration for a small CLIP text encoder with `clip_tokenizer` and attention heads of width 32."""
     return CLIPTextConfig(
         hidden_size=width,
         intermediate_size=4 * width,
@@ -344,10 +344,10 @@ def tiny_text(*, width: int, layers: int, max_length: int, mask_padding: bool = 
     """Return a small CLIP text encoder with random weights, and the tokenizer of the model `tiny`.
 
     Args:
-        width: D, a multiple of 32, the width of its attention heads.
+        width: D, a multiple of 32, which is the width of the attention heads.
         layers: Number of layers.
         max_length: L, tokens per caption.
-        mask_padding: Hide the padding of captions from the encoder.
+        mask_padding: Mask the padding of captions in the encoder.
     """
     config = tiny_clip_config(width=width, layers=layers, max_length=max_length)
     return TextConditioner([CLIPTextModel(config)], tiny_tokenizers(max_length=max_length), mask_padding=mask_padding)

@@ -1,9 +1,9 @@
 """Keyed randomness: random numbers that depend only on (seed, purpose, sample, epoch, batch).
 
-The numbers of a stateful generator depend on earlier calls, and so on the number of devices and on interruptions. A
-counter-based generator has no state: any number can be drawn anywhere, in any order. This is Philox 4x32-10 (Salmon,
-Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011), in integer arithmetic that gives the same
-bits on every device.
+The numbers from a stateful generator depend on earlier calls, and therefore on the number of devices and on
+interruptions. A counter-based generator has no state: any number can be drawn anywhere, in any order. This is Philox
+4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011), in integer arithmetic that
+gives the same bits on every device.
 """
 
 import math
@@ -19,14 +19,14 @@ from torch import Tensor
 from diffusion.errors import UserError
 
 _MASK = 0xFFFFFFFF
-# These are the constants of Philox 4x32-10 in the paper.
+# The constants of Philox 4x32-10 from the paper.
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
 
 class Purpose(IntEnum):
-    """Use of a random number; two purposes never share numbers. Never renumber: that would change every run."""
+    """Use of a random number; two purposes never share numbers. Never renumber them: that would change every run."""
 
     NOISE = 1
     TIMESTEP = 2
@@ -48,15 +48,15 @@ Words = TypeVar('Words', int, Tensor)
 
 
 def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]) -> tuple[Words, Words, Words, Words]:
-    """Return four random 32-bit words for a counter and a key: ten rounds of Philox 4x32.
+    """Return four random 32-bit words for a counter and a key, using ten rounds of Philox 4x32.
 
     Words are Python integers, or int64 tensors that broadcast.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
-        # The signed 64-bit product wraps around, which keeps its bits correct; the mask removes the sign bits that the
-        # shift copies.
+        # The signed 64-bit product wraps around, which keeps its bits correct; the mask removes the copied sign bits
+        # after the shift.
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (
             ((product1 >> 32) & _MASK) ^ c1 ^ k0,
@@ -69,20 +69,20 @@ def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words])
 
 
 def philox_rows(even: Tensor, odd: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the random words of `philox` for many counters, each with its own key, in a fifth of the GPU kernels.
+    """Return `philox` words for many counters, each with its own key, with a fifth of the GPU kernels.
 
     Args:
         even: Words 0 and 2 of the counters, int64 [2, B, N].
         odd: Words 1 and 3 of the counters, int64 [2, B, N].
-        keys: Both key words of every round, int64 [rounds, 2, 1, N].
+        keys: Both key words for each round, int64 [rounds, 2, 1, N].
 
     Returns:
-        Words 0 and 2, and words 1 and 3, of the four random 32-bit words of each counter, int64 [2, B, N] each.
+        Two tensors, int64 [2, B, N] each: words 0 and 2, and words 1 and 3, of the four random words per counter.
     """
     multipliers = _multipliers(even.device)
     for key in keys:
         # The product wraps around as in `philox`. Low words stay unmasked: the mask after the next xor removes the bits
-        # above their 32.
+        # above bit 31.
         product = even.mul(multipliers).flip(0)
         even, odd = ((product >> 32) ^ odd ^ key) & _MASK, product
     return even, odd & _MASK

@@ -1,1 +1,1 @@
-"""Families of models, one folder each: declaration, denoiser's adapter, and builders of the model and its miniature."""
+"""Model families, one folder each: declaration, denoiser adapter, and builders for the model and its miniature."""

@@ -17,12 +17,12 @@ from diffusion.models.text_conditioner import TextConditioner
 from diffusion.models.vae import Vae, latent_channels
 
 SIZES = 6
-"""Numbers per image in `Condition.sizes`."""
+"""Number of values per image in `Condition.sizes`."""
 
 
 @dataclass(frozen=True)
 class Condition:
-    """Inputs that a denoiser gets besides the noisy latents and the timestep."""
+    """Inputs of a denoiser besides the noisy latents and the timestep."""
 
     embeds: Tensor
     """Text embeddings, [B, L, D]."""
@@ -32,14 +32,14 @@ class Condition:
     """One embedding per caption, [B, P]; None for families without it."""
     sizes: Tensor | None = None
     """Original height and width, top and left of the crop, and target height and width in pixels, int64 [B, 6]
-    (Podell et al. 2023, section 2.2); None for families without it. They are not floats, since FSDP would cast them to
+    (Podell et al. 2023, section 2.2); None for families without it. They are integers because FSDP would cast floats to
     the dtype of the parameters, and bfloat16 rounds sizes above 256."""
 
     def __len__(self) -> int:
         return len(self.embeds)
 
     def followed_by(self, other: 'Condition') -> 'Condition':
-        """Return a condition whose batch is this one's followed by the other's, as guidance needs it."""
+        """Concatenate two conditions along the batch, this one first, as guidance needs it."""
 
         def joined(first: Any, second: Any) -> Any:
             return None if first is None or second is None else torch.cat([first, second])
@@ -52,7 +52,7 @@ class Condition:
 
 @dataclass(frozen=True)
 class DenoiserSizes:
-    """Sizes that a denoiser's configuration fixes, to which the other parts of the model must fit."""
+    """Sizes fixed by a denoiser's configuration, which the other parts of the model must match."""
 
     in_channels: int
     """Channels of the noisy latents."""
@@ -61,13 +61,13 @@ class DenoiserSizes:
     text_width: int
     """D, width of the text embeddings."""
     pooled_width: int | None = None
-    """P, width of the pooled text; None if the denoiser takes none."""
+    """P, width of the pooled text; None if the denoiser does not use it."""
     patch: int = 1
-    """Side of a patch in latent cells; height and width of the latents are multiples of it."""
+    """Side of a patch in latent cells; the latents' height and width must be multiples of it."""
     token_width: int | None = None
-    """Width of an image token of a transformer; None for other denoisers."""
+    """Width of a transformer's image tokens; None for other denoisers."""
     sample_size: int | None = None
-    """Side of the latents that the denoiser was built for, in cells; None if it was built for no particular side."""
+    """Side in cells of the latents that the denoiser was built for; None if it was built for no particular size."""
 
 
 def check_parts(denoiser: DenoiserSizes, vae: Vae, text: TextConditioner) -> None:
@@ -92,81 +92,81 @@ def check_parts(denoiser: DenoiserSizes, vae: Vae, text: TextConditioner) -> Non
 
 @dataclass(frozen=True)
 class TokenBlocks:
-    """Blocks of a transformer that process the image tokens in turn, and the tokens' place in arguments and outputs."""
+    """Blocks of a transformer that process the image tokens in turn, and the tokens' position in inputs and outputs."""
 
     attribute: str
     """Name of the denoiser's list of blocks."""
     argument: str = 'hidden_states'
-    """Argument of a block with the image tokens, [B, N, width], for N image tokens in row-major order."""
+    """Name of the block argument with the image tokens, [B, N, width], for N image tokens in row-major order."""
     per_token: Mapping[str, int] = field(default_factory=dict)
-    """Other arguments of a block that have one entry per image token, such as RoPE's angles: name and dimension."""
+    """Other block arguments that have one entry per image token, such as RoPE angles: name and token dimension."""
     output: int | None = None
-    """Position of the image tokens in a block's output; None if the output is the image tokens alone."""
+    """Position of the image tokens in a block's output; None if the output is only the image tokens."""
 
     def of(self, denoiser: nn.Module) -> list[nn.Module]:
-        """Return the blocks of a denoiser, in their order."""
+        """Return a denoiser's blocks in order."""
         return list(getattr(denoiser, self.attribute))
 
     def tokens(self, output: Any) -> Tensor:
-        """Return the image tokens in a block's output."""
+        """Return the image tokens from a block's output."""
         return output if self.output is None else output[self.output]
 
     def replaced(self, output: Any, tokens: Tensor) -> Any:
-        """Return a block's output with other image tokens."""
+        """Return a block's output with its image tokens replaced."""
         if self.output is None:
             return tokens
         return *output[: self.output], tokens, *output[self.output + 1 :]
 
 
 class DenoiserAdapter(ABC):
-    """Adapter of one family's denoisers. It has no state, so that one object serves all denoisers of the family."""
+    """Adapter for one family's denoisers. It is stateless, so a single object serves all denoisers of the family."""
 
     block_classes: ClassVar[tuple[type[nn.Module], ...]]
-    """Classes of its blocks, the units of FSDP, compilation and activation checkpointing."""
+    """Classes of the denoiser's blocks: the units of FSDP, compilation and activation checkpointing."""
     timesteps_up_to_one: ClassVar[bool] = False
-    """True if the denoiser takes timesteps in [0, 1]; False if it takes the steps of the noise schedule, 0 to T."""
+    """True if the denoiser's timesteps are in [0, 1]; False if they are steps of the noise schedule, 0 to T."""
     takes_text_mask: ClassVar[bool]
-    """True if the denoiser can ignore the padding of captions; False if padding is part of its input."""
+    """True if the denoiser can mask the padding of captions; False if padding is part of its input."""
     takes_sizes: ClassVar[bool] = False
-    """True if the denoiser is conditioned on the sizes of the image, `Condition.sizes`."""
+    """True if the denoiser is conditioned on image sizes, `Condition.sizes`."""
     fused_projections: ClassVar[Mapping[str, int]] = {}
-    """Linear layers of a block whose weight holds the rows of several matrices, such as those of queries, keys and
-    values: the end of the layer's name, and the number of matrices. Muon orthogonalizes each matrix by itself."""
+    """Linear layers in a block whose weight stacks the rows of several matrices, such as queries, keys and values: the
+    suffix of the layer's name, and the number of matrices. Muon orthogonalizes each matrix separately."""
     token_blocks: ClassVar[TokenBlocks | None] = None
-    """Blocks of image tokens; None if the denoiser is not a transformer, or if its tokens cannot skip blocks."""
+    """Blocks that process image tokens; None if the denoiser is not a transformer or its tokens cannot skip blocks."""
 
     lora_writer: ClassVar[tuple[Any, str] | None] = None
-    """diffusers' mixin that writes a LoRA of the denoiser, and its keyword for the weights; None if there is none."""
+    """diffusers' mixin that writes a LoRA for the denoiser, and its keyword for the weights; None if there is none."""
 
     def owns(self, denoiser: Any) -> bool:
-        """Return True if a denoiser of the class belongs to this family, for a class that several families have."""
+        """Return True if a denoiser belongs to this family, for a denoiser class that several families share."""
         return True
 
     def is_block(self, module: nn.Module) -> bool:
-        """Return True if a part of the denoiser is one of its blocks."""
+        """Return True if a module of the denoiser is one of its blocks."""
         return isinstance(module, self.block_classes)
 
     @abstractmethod
     def sizes(self, denoiser: Any) -> DenoiserSizes:
-        """Return the sizes in a denoiser's configuration."""
+        """Return the sizes fixed by a denoiser's configuration."""
 
     @abstractmethod
     def keywords(self, timesteps: Tensor, condition: Condition) -> dict[str, Any]:
-        """Return the keyword arguments of the denoiser's forward pass; the noisy latents are its first argument."""
+        """Return the keyword arguments for the denoiser's forward pass; its first argument is the noisy latents."""
 
     @abstractmethod
     def pipeline(self, model: Any) -> Any:
-        """Return the pipeline of diffusers that generates the same images as a LatentDiffusion.
+        """Return the diffusers pipeline that generates the same images as a LatentDiffusion.
 
         Raises:
             UserError: The pipeline cannot represent the model.
         """
 
     def single_file(self, model: Any) -> Any:
-        """Return the model's pipeline as a `models.single_file.SingleFile`, which programs such as ComfyUI read.
+        """Return the model as a `models.single_file.SingleFile`, which programs such as ComfyUI read.
 
         Raises:
-            UserError: There is no such layout for this family, or it cannot represent the model.
+            UserError: This family has no such file layout, or the layout cannot represent the model.
         """
         raise UserError(
             f'--out: no program reads a {type(model.denoiser).__name__} from a single file; give a folder, which '
@@ -174,7 +174,7 @@ class DenoiserAdapter(ABC):
         )
 
     def noise_shape(self, pipeline: Any) -> tuple[int, int, int]:
-        """Return the shape [C, H, W] of an exported pipeline's noise for the size of images of its training."""
+        """Return the shape [C, H, W] of the noise for an exported pipeline, at the image size used in training."""
         denoiser = pipeline.unet if hasattr(pipeline, 'unet') else pipeline.transformer
         return denoiser.config['in_channels'], denoiser.config['sample_size'], denoiser.config['sample_size']
 
@@ -185,17 +185,18 @@ class DenoiserAdapter(ABC):
             negative: Negative prompt; empty for none.
             guidance: Guidance scale; 1 or less turns guidance off.
         """
-        # None for an empty prompt: Stable Diffusion XL then uses zeros, if dropped captions were zeros in training.
+        # Pass None for an empty prompt: Stable Diffusion XL then uses zeros, if dropped captions were zeros in
+        # training.
         return {'guidance_scale': guidance, 'negative_prompt': negative or None}
 
     def draw(
         self, pipeline: Any, prompts: list[str], *, noise: Tensor, generators: list[torch.Generator], **arguments: Any
     ) -> Tensor:
-        """Return an exported pipeline's images of prompts, float32 [B, 3, height, width] in [0, 1].
+        """Generate images for prompts with an exported pipeline; return float32 [B, 3, height, width] in [0, 1].
 
         Args:
             noise: Initial noise, standard normal [B, C, H, W].
-            generators: One per image, for schedulers that draw noise in every step.
+            generators: One generator per image, for schedulers that draw noise in every step.
         """
         arguments |= {'latents': noise, 'generator': generators, 'output_type': 'pt', 'return_dict': False}
         images = pipeline(prompts, **arguments)[0]
@@ -203,7 +204,7 @@ class DenoiserAdapter(ABC):
         return images.float()
 
     def check_exportable(self, model: Any, pipeline: str) -> None:
-        """Raise UserError if a pipeline cannot sample the model, because it starts from standard normal noise."""
+        """Raise UserError if a pipeline, which starts from standard normal noise, cannot sample the model."""
         scale = model.objective.noise_scale
         if scale != 1:
             raise UserError(
@@ -218,7 +219,7 @@ class DenoiserAdapter(ABC):
     def example_inputs(
         self, denoiser: nn.Module, batch: int, height: int, width: int, text_length: int, *, device: str = 'cpu'
     ) -> tuple[tuple[Tensor], dict[str, Any]]:
-        """Return inputs without data for counting a denoiser's costs: positional and keyword arguments.
+        """Return dummy inputs for counting a denoiser's costs: positional and keyword arguments.
 
         Args:
             batch: B.
@@ -239,8 +240,8 @@ class DenoiserAdapter(ABC):
 
 
 def find_adapter(module: nn.Module) -> DenoiserAdapter | None:
-    """Return the adapter for a module that is the denoiser of a family, else None."""
-    # FSDP2 and peft derive classes from the denoiser's, so compare the names of all base classes.
+    """Return the adapter for a module if it is the denoiser of a family, else None."""
+    # FSDP2 and peft derive classes from the denoiser's class, so compare the names of all base classes.
     classes = {each.__name__ for each in type(module).__mro__}
     for family in families.families():
         if family.denoiser_class in classes and (adapter := family.load_adapter()).owns(module):
@@ -252,7 +253,7 @@ def adapter_of(denoiser: nn.Module) -> DenoiserAdapter:
     """Return the adapter of a denoiser's family.
 
     Raises:
-        UserError: No family has such denoisers.
+        UserError: The denoiser does not belong to any family.
     """
     if (adapter := find_adapter(denoiser)) is not None:
         return adapter

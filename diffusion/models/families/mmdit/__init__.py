@@ -1,4 +1,4 @@
-"""MMDiT: a transformer in which image and text tokens attend to each other, Stable Diffusion 3 (Esser et al. 2024)."""
+"""MMDiT: a transformer with joint attention over image and text tokens, Stable Diffusion 3 (Esser et al. 2024)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,7 +29,7 @@ FAMILY = Family(
             'license_link': 'https://huggingface.co/stabilityai/stable-diffusion-3.5-medium/blob/main/LICENSE.md',
         }
     },
-    # Its width is 64 times the depth.
+    # The width is 64 times the depth.
     miniature=Miniature(
         'tiny_mmdit', {'depth': 3, 'dual_attention_blocks': 1, 'pos_embed_max_size': 16, 't5_length': 24}
     ),

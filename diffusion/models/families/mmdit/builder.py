@@ -1,4 +1,4 @@
-"""Builders of MMDiT (Esser et al. 2024): Stable Diffusion 3's transformer, and a miniature of it.
+"""Builders for MMDiT (Esser et al. 2024): Stable Diffusion 3's transformer, and a miniature of it.
 
 Stable Diffusion 3.5 medium is published as `PRETRAINED`. Accept the Stability AI Community License on the Hub to
 download its files.
@@ -52,7 +52,7 @@ TRANSFORMER: dict[str, Any] = {
     'patch_size': 2,
     'attention_head_dim': HEAD_WIDTH,
 }
-"""Settings that all sizes share. `sample_size` is the scale of the position embeddings at every resolution."""
+"""Settings shared by all sizes. `sample_size` is the scale of the position embeddings at every resolution."""
 
 CLIP_L: dict[str, Any] = {
     'vocab_size': 49408,
@@ -99,16 +99,17 @@ VAE: dict[str, Any] = STABLE_DIFFUSION_VAE | {
     'use_post_quant_conv': False,
 }
 SPECIAL = ('<pad>', '</s>', '<unk>')
-"""T5's special tokens, with T5's ids 0, 1 and 2."""
+"""T5's special tokens, whose ids in T5 are 0, 1 and 2."""
 CLIP_LENGTH = 77
 END = '<|endoftext|>'
-"""Token that the first CLIP tokenizer pads with; the second pads with `!`."""
+"""Padding token of the first CLIP tokenizer; the second pads with `!`."""
 
 
 def sd3_objective(resolution: int) -> Objective:
-    """Return Stable Diffusion 3's objective: a flow with logit-normal timesteps and shift 3 at 1024 px.
+    """Return Stable Diffusion 3's objective: flow matching with logit-normal timesteps, and a shift of 3 at 1024 px.
 
-    At other resolutions the shift is in proportion to the side (Esser et al. 2024, eq. 23), but at least 1 (no shift).
+    At other resolutions the shift is proportional to the image side (Esser et al. 2024, eq. 23), but at least 1 (no
+    shift).
     """
     shift = max(1.0, 3 * resolution / 1024)
     return Objective(path='flow', prediction_type='velocity', timesteps='logit_normal', snr_shift=shift)
@@ -121,9 +122,9 @@ def mmdit_tokenizers(
     t5: bool = True,
     t5_length: int = T5_LENGTH,
 ) -> list[PreTrainedTokenizerBase]:
-    """Return Stable Diffusion 3's tokenizers: two of CLIP, and T5's unless `t5` is False.
+    """Return Stable Diffusion 3's tokenizers: two for CLIP, and one for T5 unless `t5` is False.
 
-    If `pretrained` is None, CLIP's are built from open_clip's vocabulary, and T5's has one token per byte.
+    If `pretrained` is None, CLIP's tokenizers are built from open_clip's vocabulary, and T5's has one token per byte.
     """
     if pretrained is None:
         clips = [clip_tokenizer(max_length=CLIP_LENGTH, pad_token=token) for token in (END, '!')]
@@ -145,9 +146,9 @@ def mmdit_tokenizers(
 
 
 def byte_tokenizer(*, max_length: int) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per byte of UTF-8, ids 3 to 258, for a T5 encoder with random weights.
+    """Return a tokenizer with one token per UTF-8 byte, ids 3 to 258, for a T5 encoder with random weights.
 
-    T5's own vocabulary must be downloaded. Captions end with `</s>` and are padded with `<pad>`, as with T5's.
+    It avoids the download of T5's own vocabulary. Captions end with `</s>` and are padded with `<pad>`, as in T5.
     """
     pieces = [(token, 0.0) for token in SPECIAL] + [(f'<0x{byte:02X}>', -1.0) for byte in range(256)]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=2, byte_fallback=True))
@@ -159,7 +160,7 @@ def byte_tokenizer(*, max_length: int) -> PreTrainedTokenizerFast:
 
 
 def _t5_tokenizer_class(source: str) -> type[PreTrainedTokenizerBase]:
-    """Return the class of a pipeline's third tokenizer: T5's, or the byte tokenizer's if a local folder has it."""
+    """Return the class of a pipeline's third tokenizer: T5's, or the byte tokenizer's if a local folder has that."""
     file = Path(source, 'tokenizer_3', 'tokenizer_config.json')
     name = json.loads(file.read_bytes()).get('tokenizer_class') if file.is_file() else None
     return PreTrainedTokenizerFast if name in GENERAL_TOKENIZERS else fast_tokenizer('T5')
@@ -184,27 +185,27 @@ def mmdit(
     pos_embed_max_size: Annotated[int, AtLeast(1)] = 384,
     **training: Unpack[TransformerKeywords],
 ) -> LatentDiffusion:
-    """Build Stable Diffusion 3's MMDiT from scratch with pretrained VAE, two CLIP text encoders and T5.
+    """Build Stable Diffusion 3's MMDiT from scratch, with pretrained VAE, two CLIP text encoders, and T5.
 
-    The defaults are the transformer of Stable Diffusion 3.5 medium (2,243,171,520 parameters); that of Stable Diffusion
-    3 medium (2,028,328,000) has `dual_attention_blocks: 0`, `qk_norm: false` and `pos_embed_max_size: 192`.
+    The defaults give the transformer of Stable Diffusion 3.5 medium (2,243,171,520 parameters). For Stable Diffusion 3
+    medium (2,028,328,000 parameters), use `dual_attention_blocks: 0`, `qk_norm: false` and `pos_embed_max_size: 192`.
 
     Args:
         resolution: Side of the images in pixels, a multiple of 16; sets the default size of generated images, and the
             shift of the default objective.
         pretrained: Source of VAE, text encoders and tokenizers: a repository on the Hub or a local folder in diffusers'
             layout. None builds them with random weights, for tests and for counting parameters and FLOPs.
-        revision: Commit of the repository `pretrained`, which a repository needs.
+        revision: Commit of `pretrained`; required if that is a repository.
         vae: Source of the VAE if it is not `pretrained`: a folder of an AutoencoderKL or AutoencoderDC, a repository
             with a `vae` subfolder, or `pixels` to train on pixels.
-        t5: Use T5 XXL, which has 4.8 B parameters. False uses zeros instead of its tokens, as diffusers does.
-        t5_length: Number of T5's tokens, to which captions are padded and truncated; 77 of CLIP come before them.
-        depth: Number of blocks and of attention heads; the width is 64 times as much.
-        dual_attention_blocks: Number of blocks, from the first, with a second attention among the image tokens.
-        qk_norm: Normalize queries and keys by RMSNorm, against instability in 16 bits.
-        pos_embed_max_size: Largest side of an image in patches of 16 px, the size of the table of position embeddings.
-        objective: Training objective; by default a flow with logit-normal timesteps and a shift of 3 at 1024 px, in
-            proportion to the resolution.
+        t5: Use T5 XXL, which has 4.8 B parameters. False uses zeros in place of its tokens, as diffusers does.
+        t5_length: Number of T5 tokens, to which captions are padded and truncated; 77 CLIP tokens come before them.
+        depth: Number of blocks and of attention heads; the width is 64 times this number.
+        dual_attention_blocks: Number of leading blocks that have a second attention layer for the image tokens only.
+        qk_norm: Normalize queries and keys with RMSNorm, which prevents instability in 16 bits.
+        pos_embed_max_size: Maximum image side in patches of 16 px; the size of the position embedding table.
+        objective: Training objective; by default flow matching with logit-normal timesteps and a shift of 3 at 1024 px,
+            proportional to the resolution.
         training: The keywords that all models share; see `training_keywords.py`.
     """
     check_sources(pretrained=pretrained, vae=vae)
@@ -241,7 +242,7 @@ def mmdit(
 def tiny_mmdit_tokenizers(
     *, max_length: int = 16, t5: bool = True, t5_length: int = 24
 ) -> list[PreTrainedTokenizerBase]:
-    """Return the tokenizers of the model `tiny_mmdit`: two with CLIP's vocabulary, and one with a token per byte."""
+    """Return the tokenizers of `tiny_mmdit`: two with CLIP's vocabulary, and one with a token per byte."""
     clips = [clip_tokenizer(max_length=max_length, pad_token=token) for token in (END, '!')]
     return [*clips, *([byte_tokenizer(max_length=t5_length)] if t5 else [])]
 
@@ -269,19 +270,19 @@ def tiny_mmdit(
 
     Args:
         resolution: Side of the images in pixels, a multiple of 16.
-        vae: Folder of an AutoencoderKL or AutoencoderDC, or `pixels` to train on pixels; the packaged one for 64 px
-            OpenMoji images by default.
-        depth: Number of blocks and of attention heads; the width is 64 times as much.
-        dual_attention_blocks: Number of blocks, from the first, with a second attention among the image tokens.
-        qk_norm: Normalize queries and keys by RMSNorm.
+        vae: Folder of an AutoencoderKL or AutoencoderDC, or `pixels` to train on pixels; by default the packaged VAE
+            for 64 px OpenMoji images.
+        depth: Number of blocks and of attention heads; the width is 64 times this number.
+        dual_attention_blocks: Number of leading blocks that have a second attention layer for the image tokens only.
+        qk_norm: Normalize queries and keys with RMSNorm.
         patch_size: Side of a token in latent cells.
-        pos_embed_max_size: Largest side of an image in patches, the size of the table of position embeddings.
-        text_width: Width of each CLIP text encoder, a multiple of 32; T5's is 4 times as much.
+        pos_embed_max_size: Maximum image side in patches; the size of the position embedding table.
+        text_width: Width of each CLIP text encoder, a multiple of 32; T5 is 4 times as wide.
         text_layers: Number of layers of each text encoder.
-        max_length: Number of CLIP's tokens, to which captions are padded and truncated, start and end included.
-        t5: Use T5; False uses zeros instead of its tokens.
-        t5_length: Number of T5's tokens, one per byte of the caption.
-        objective: Training objective; by default a flow with logit-normal timesteps.
+        max_length: Number of CLIP tokens, including start and end, to which captions are padded and truncated.
+        t5: Use T5; False uses zeros in place of its tokens.
+        t5_length: Number of T5 tokens, one per byte of the caption.
+        objective: Training objective; by default flow matching with logit-normal timesteps.
         training: The keywords that all models share; see `training_keywords.py`.
     """
     check_sources(vae=vae)
@@ -296,7 +297,7 @@ def tiny_mmdit(
         num_layers=text_layers,
         num_heads=width // 32,
         feed_forward_proj='gated-gelu',
-        dropout_rate=0.0,  # dropout's random numbers would not be keyed
+        dropout_rate=0.0,  # dropout's random numbers would not be keyed by sample
     )
     text = Sd3TextConditioner(
         [CLIPTextModelWithProjection(config) for _ in range(2)],
@@ -329,10 +330,10 @@ def tiny_mmdit(
 def transformer(
     channels: int, text: Sd3TextConditioner, *, depth: int, dual_attention_blocks: int, qk_norm: bool, **sizes: Any
 ) -> SD3Transformer2DModel:
-    """Return an MMDiT for latents of C channels and the outputs of these text encoders.
+    """Build an MMDiT for latents with C channels and the outputs of these text encoders.
 
     Raises:
-        UserError: More blocks have a second attention than there are blocks.
+        UserError: `dual_attention_blocks` is larger than `depth`.
     """
     if dual_attention_blocks > depth:
         raise UserError(
@@ -353,7 +354,7 @@ def transformer(
 
 
 def _clip(pretrained: str | None, revision: str | None, *, first: bool) -> CLIPTextModelWithProjection:
-    """Return the first or second CLIP text encoder, pretrained, or with random weights if `pretrained` is None."""
+    """Return the first or second CLIP text encoder; its weights are random if `pretrained` is None."""
     if pretrained is None:
         return CLIPTextModelWithProjection(CLIPTextConfig(**(CLIP_L if first else CLIP_BIG_G)))
     name = 'text_encoder' if first else 'text_encoder_2'
@@ -361,7 +362,7 @@ def _clip(pretrained: str | None, revision: str | None, *, first: bool) -> CLIPT
 
 
 def _t5(pretrained: str | None, revision: str | None) -> T5EncoderModel:
-    """Return T5's encoder, pretrained, or with random weights if `pretrained` is None."""
+    """Return T5's encoder; its weights are random if `pretrained` is None."""
     if pretrained is None:
         return T5EncoderModel(T5Config(**T5_XXL))
     return load_pretrained(T5EncoderModel, pretrained, subfolder='text_encoder_3', revision=revision)

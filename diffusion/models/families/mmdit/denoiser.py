@@ -1,4 +1,4 @@
-"""MMDiT: a transformer in which image and text tokens attend to each other, Stable Diffusion 3 (Esser et al. 2024)."""
+"""MMDiT: a transformer with joint attention over image and text tokens, Stable Diffusion 3 (Esser et al. 2024)."""
 
 import copy
 import logging
@@ -18,9 +18,9 @@ from diffusion.models.vae import autoencoder_kl_of, with_folded_statistics
 log = logging.getLogger(__name__)
 
 T5_LENGTH = 't5_length'
-"""Key in the first tokenizer's configuration of an export without T5: the number of zeros in place of T5's tokens."""
+"""Key in the first tokenizer's configuration for an export without T5: the number of zeros in place of T5 tokens."""
 PIPELINE_TEXT_LENGTH = 256
-"""Default number of T5's tokens in a StableDiffusion3Pipeline."""
+"""Default number of T5 tokens in a StableDiffusion3Pipeline."""
 
 
 class MMDiT(DenoiserAdapter):
@@ -71,14 +71,14 @@ class MMDiT(DenoiserAdapter):
         return settings
 
     def pipeline(self, model: Any) -> Any:
-        # Import here: training does not need pipelines, which take seconds to import.
+        # Import here: training does not need pipelines, and importing them takes seconds.
         from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
 
         name = StableDiffusion3Pipeline.__name__
         self.check_exportable(model, name)
         text = model.text
         if not isinstance(text, Sd3TextConditioner):
-            raise UserError(f'export: the text encoders are no Sd3TextConditioner, which a {name} needs')
+            raise UserError(f'export: the text encoders are not an Sd3TextConditioner, which a {name} needs')
         if model.caption_dropout_mode == 'zeros':
             log.warning('export: trained with zeros for dropped captions; a %s uses the empty caption instead', name)
         if text.t5 is None:
@@ -89,14 +89,14 @@ class MMDiT(DenoiserAdapter):
             )
         if text.t5_length != PIPELINE_TEXT_LENGTH:
             log.info('export: call the pipeline with max_sequence_length=%d', text.t5_length)
-        # FlowMatchEulerDiscreteScheduler takes velocities only.
+        # FlowMatchEulerDiscreteScheduler only supports velocities.
         takes_velocity = model.objective.is_flow and model.objective.prediction_type == 'velocity'
         scheduler = 'euler' if takes_velocity else 'dpm++' if model.objective.is_flow else 'ddim'
         vae = with_folded_statistics(autoencoder_kl_of(model.vae, name), pipeline_shifts=True)
-        # The pipeline adds the shift factor to the latents even if it is None, AutoencoderKL's default.
+        # The pipeline adds the shift factor to the latents even if it is None, which is AutoencoderKL's default.
         vae.register_to_config(shift_factor=vae.config.get('shift_factor') or 0.0)
-        # The pipeline draws images of `sample_size` by default. In training it only sets the scale of the position
-        # embeddings, which are stored with the weights.
+        # By default the pipeline generates images of size `sample_size`. In training this value only sets the scale of
+        # the position embeddings, which are stored with the weights.
         transformer = copy.copy(model.denoiser)
         transformer.register_to_config(sample_size=model.latent_size)
         tokenizers = [*text.tokenizers, None][:3]

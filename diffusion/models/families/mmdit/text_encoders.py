@@ -1,4 +1,4 @@
-"""Text encoders of Stable Diffusion 3: two CLIP models, and T5, which may be missing (Esser et al. 2024, appendix B.3).
+"""Text encoders of Stable Diffusion 3: two CLIP models and an optional T5 (Esser et al. 2024, appendix B.3).
 
 Shapes: B batch, E text encoders, L text tokens, D text width, P width of the pooled text.
 """
@@ -16,20 +16,21 @@ from diffusion.models.text_conditioner import TextConditioner, TextOutput
 
 
 class Sd3TextConditioner(TextConditioner):
-    """Two CLIP text encoders and T5, whose outputs follow each other along the text's length.
+    """Two CLIP text encoders and T5, whose outputs are concatenated along the sequence.
 
-    The penultimate hidden states of both CLIP models are concatenated on their width and padded with zeros to T5's
-    width; T5's last hidden states follow as further tokens. The pooled text is the projections of both CLIP models.
+    The penultimate hidden states of the two CLIP models are concatenated along the width and padded with zeros to T5's
+    width; T5's last hidden states follow as additional tokens. The pooled text consists of the projections of both CLIP
+    models.
 
     Args:
         clips: The two CLIP models.
-        t5: T5's encoder; if None, its tokens are zeros, as in the pipeline of diffusers.
+        t5: T5's encoder; if None, zeros replace its tokens, as in the diffusers pipeline.
         tokenizers: One tokenizer per encoder. Those of the CLIP models have the same length; T5's may differ.
         width: D, which must be T5's width.
-        t5_length: Number of T5's tokens, even if `t5` is None.
+        t5_length: Number of T5 tokens, even if `t5` is None.
 
     Raises:
-        UserError: Widths or lengths do not fit together.
+        UserError: Widths or lengths do not match.
     """
 
     equal_lengths = False
@@ -70,7 +71,7 @@ class Sd3TextConditioner(TextConditioner):
 
     @property
     def width(self) -> int:
-        """Width D of the text embeddings, that of T5."""
+        """Width D of the text embeddings, which is T5's width."""
         return self._width
 
     @property
@@ -87,7 +88,7 @@ class Sd3TextConditioner(TextConditioner):
         return clip_length + (self.t5_length if self.t5 is None else min(token_length, self.t5_length))
 
     def forward(self, input_ids: Tensor) -> TextOutput:
-        """Return text embeddings [B, L, D] and pooled text [B, P] for token ids [B, E, length of the longest]."""
+        """Return text embeddings [B, L, D] and pooled text [B, P] for token ids [B, E, longest length]."""
         self._check_ids(input_ids)
         clip_ids = input_ids[:, :, : self.tokenizers[0].model_max_length]
         outputs: list[Any] = [
@@ -98,7 +99,7 @@ class Sd3TextConditioner(TextConditioner):
         if self.t5 is None:
             rest = embeds.new_zeros(len(embeds), self.t5_length, self.width)
         else:
-            # Pass no mask: Stable Diffusion 3 was trained on the embeddings of the padding too.
+            # Pass no mask: Stable Diffusion 3 was trained with the embeddings of padding tokens too.
             rest = self.t5(input_ids[:, 2, : self.t5_length]).last_hidden_state
         pooled = torch.cat([output.text_embeds for output in outputs], dim=-1)
         return TextOutput(torch.cat([embeds, rest], dim=1), pooled)

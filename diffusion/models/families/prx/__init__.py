@@ -1,4 +1,4 @@
-"""PRX: a transformer in which image tokens attend to themselves and to the text (Photoroom 2025)."""
+"""PRX: a transformer in which image tokens attend to themselves and to text tokens (Photoroom 2025)."""
 
 from diffusion.config.families import Family, Miniature, Pipeline
 
@@ -14,7 +14,7 @@ FAMILY = Family(
         'PRXPipeline': Pipeline(
             call=lambda _: {'skip_text_cleaning': True, 'use_resolution_binning': False}, loads_lora=False
         ),
-        # The pipeline converts predictions of the image to velocities itself, for the scheduler that it is saved with.
+        # The pipeline itself converts image predictions to velocities, for the scheduler it was saved with.
         'PRXPixelPipeline': Pipeline(
             call=lambda _: {'use_resolution_binning': False}, loads_lora=False, takes_other_schedulers=False
         ),
@@ -26,7 +26,7 @@ FAMILY = Family(
             'license_link': 'https://ai.google.dev/gemma/terms',
         }
     },
-    # 16 blocks as in the model, since recipes name blocks by their numbers.
+    # It has 16 blocks like the full model, since recipes refer to blocks by number.
     miniature=Miniature('tiny_prx', {'hidden_size': 32, 'num_heads': 2, 'depth': 16}),
     parameters={'latents': 1_170_691_648, 'pixels': 1_177_215_744},
     sides=(256, 512, 1024),

@@ -1,4 +1,4 @@
-"""Builders of PRX (Photoroom 2025, Apache-2.0): the published transformer, and a miniature of it."""
+"""Builders for PRX (Photoroom 2025, Apache-2.0): the published transformer, and a miniature of it."""
 
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -56,7 +56,7 @@ TRANSFORMER: dict[str, Any] = {
     'depth': 16,
     'axes_dim': [32, 32],
 }
-"""The published 1.2 B model in latents, 1,170,691,648 parameters."""
+"""The published 1.2 B latent model, 1,170,691,648 parameters."""
 
 VAE: dict[str, Any] = STABLE_DIFFUSION_VAE | {
     'sample_size': 1024,
@@ -68,7 +68,7 @@ VAE: dict[str, Any] = STABLE_DIFFUSION_VAE | {
 }
 """The autoencoder of FLUX.1, with 16 channels."""
 FLOW = Objective(path='flow', prediction_type='velocity', timesteps='logit_normal', uniform_fraction=0.1)
-"""PRX's objective in latents."""
+"""PRX's training objective for latents."""
 BaseWidth = Annotated[
     int | None,
     AtLeast(1),
@@ -83,7 +83,7 @@ def prx_tokenizers(
     revision: str | None = None,
     max_length: int = TEXT_LENGTH,
 ) -> list[PreTrainedTokenizerBase]:
-    """Return PRX's tokenizer in a list; if `pretrained` is None, CLIP's, built from open_clip's vocabulary."""
+    """Return PRX's tokenizer in a list; if `pretrained` is None, it is CLIP's, built from open_clip's vocabulary."""
     if pretrained is None:
         return [clip_tokenizer(max_length=max_length)]
     check_revision(pretrained, revision)
@@ -112,29 +112,30 @@ def prx(
     mup_base_width: BaseWidth = None,
     **training: Unpack[PixelTransformerKeywords],
 ) -> LatentDiffusion:
-    """Build PRX: a transformer from scratch (1,170,691,648 parameters) with pretrained VAE and text encoder.
+    """Build PRX: a transformer from scratch (1,170,691,648 parameters), with pretrained VAE and text encoder.
 
-    On pixels (`vae: pixels`, `patch_size: 32`, `bottleneck_size: 256`) it has 1,177,215,744 parameters.
+    For pixels (`vae: pixels`, `patch_size: 32`, `bottleneck_size: 256`) it has 1,177,215,744 parameters.
 
     Args:
-        resolution: Side of the images in pixels, a multiple of 16; sets only the default size of generated images.
-        pretrained: Source of VAE, text encoder (T5-Gemma's, or the language part of Qwen3-VL) and tokenizer: a
-            repository on the Hub or a local folder in diffusers' layout. None builds them with random weights, for
-            tests and for counting parameters and FLOPs.
-        revision: Commit of the repository `pretrained`, which a repository needs.
+        resolution: Side of the images in pixels, a multiple of 16; only sets the default size of generated images.
+        pretrained: Source of VAE, text encoder (T5-Gemma, or the language part of Qwen3-VL) and tokenizer: a repository
+            on the Hub or a local folder in diffusers' layout. None builds them with random weights, for tests and for
+            counting parameters and FLOPs.
+        revision: Commit of `pretrained`; required if that is a repository.
         vae: Source of the VAE if it is not `pretrained`: a folder of an AutoencoderKL or AutoencoderDC, a repository
             with a `vae` subfolder, or `pixels` to train on pixels.
         patch_size: Side of a token in latent cells; 32 for pixels.
-        bottleneck_size: Width of a layer before the first, for the large patches of pixels; null has none.
-        resolution_embeds: Condition the transformer on height and width of the latents, as PRX 7B does.
+        bottleneck_size: Width of an additional layer before the first one, for large pixel patches; null means no such
+            layer.
+        resolution_embeds: Condition the transformer on the latents' height and width, as PRX 7B does.
         hidden_size: Width of the transformer, a multiple of 4 times `num_heads`.
         num_heads: Number of attention heads; 64 channels per head is usual.
         depth: Number of blocks.
-        max_length: L, number of tokens to which captions are padded and truncated. Padding is hidden from the
-            transformer and from the text encoder.
-        mup_base_width: Width at which `optimizer.lr` was found; muP scales initial weights and learning rates of layers
-            from there to `hidden_size`. null trains all layers with the same learning rate.
-        objective: Training objective; by default a flow with logit-normal timesteps, as published.
+        max_length: L, number of tokens to which captions are padded and truncated. Padding is masked in the transformer
+            and in the text encoder.
+        mup_base_width: Width at which `optimizer.lr` was tuned; muP scales the layers' initial weights and learning
+            rates from this width to `hidden_size`. null means that all layers have the same learning rate.
+        objective: Training objective; by default flow matching with logit-normal timesteps, as published.
         training: The keywords that all models share; see `training_keywords.py`.
     """
     check_sources(pretrained=pretrained, vae=vae)
@@ -191,19 +192,20 @@ def tiny_prx(
 
     Args:
         resolution: Side of the images in pixels, a multiple of 16.
-        vae: Folder of an AutoencoderKL or AutoencoderDC, or `pixels` to train on pixels; the packaged one for 64 px
-            OpenMoji images by default.
+        vae: Folder of an AutoencoderKL or AutoencoderDC, or `pixels` to train on pixels; by default the packaged VAE
+            for 64 px OpenMoji images.
         hidden_size: Width of the transformer, a multiple of 4 times `num_heads`.
         num_heads: Number of attention heads.
         depth: Number of blocks.
         patch_size: Side of a token in latent cells.
-        bottleneck_size: Width of a layer before the first, for the large patches of pixels; null has none.
+        bottleneck_size: Width of an additional layer before the first one, for large pixel patches; null means no such
+            layer.
         text_width: D, width of the text encoder, a multiple of 32.
         text_layers: Number of layers of the text encoder.
-        max_length: L, number of tokens to which captions are padded and truncated, start and end included.
-        mup_base_width: Width at which `optimizer.lr` was found; muP scales initial weights and learning rates of layers
-            from there to `hidden_size`. null trains all layers with the same learning rate.
-        objective: Training objective; by default a flow with logit-normal timesteps.
+        max_length: L, number of tokens, including start and end, to which captions are padded and truncated.
+        mup_base_width: Width at which `optimizer.lr` was tuned; muP scales the layers' initial weights and learning
+            rates from this width to `hidden_size`. null means that all layers have the same learning rate.
+        objective: Training objective; by default flow matching with logit-normal timesteps.
         training: The keywords that all models share; see `training_keywords.py`.
     """
     check_sources(vae=vae)
@@ -232,10 +234,10 @@ def tiny_prx(
 
 
 def transformer(channels: int, text_width: int, *, hidden_size: int, num_heads: int, **sizes: Any) -> Any:
-    """Return a PRX transformer for latents of C channels and text embeddings of width D.
+    """Build a PRX transformer for latents with C channels and text embeddings of width D.
 
     Raises:
-        UserError: The width does not divide into heads of a multiple of 4 channels.
+        UserError: The width cannot be divided into heads whose channels are a multiple of 4.
     """
     per_head, rest = divmod(hidden_size, num_heads)
     if rest or per_head % 4:
@@ -244,16 +246,16 @@ def transformer(channels: int, text_width: int, *, hidden_size: int, num_heads: 
             f'the rotary embedding needs; use a multiple of {4 * num_heads}'
         )
     settings = TRANSFORMER | {'in_channels': channels, 'context_in_dim': text_width, **sizes}
-    # Half of a head's channels encode the row, the other half the column.
+    # Half of a head's channels encode the row, and the other half the column.
     settings |= {'hidden_size': hidden_size, 'num_heads': num_heads, 'axes_dim': [per_head // 2] * 2}
     return PRXTransformer2DModel(**settings)
 
 
 def at_width(denoiser: PRXTransformer2DModel, width: int) -> PRXTransformer2DModel:
-    """Return a transformer of another width with heads of the same size, on the meta device.
+    """Return a transformer with another width but the same head size, on the meta device.
 
     Raises:
-        UserError: The width does not divide into heads of that size.
+        UserError: The width is not a multiple of the head size.
     """
     config = denoiser.config
     problem = base_width_problem(width, config['hidden_size'], config['num_heads'])
@@ -274,7 +276,7 @@ def _text_encoder(pretrained: str | None, revision: str | None) -> PreTrainedMod
 
 
 def _text_classes(source: str, revision: str | None) -> tuple[type[Any], type[Any], Callable[[dict[str, Any]], Any]]:
-    """Return the classes of a folder's text encoder and tokenizer, and the function that reads its configuration.
+    """Return the classes of a source's text encoder and tokenizer, and the function that reads its configuration.
 
     Raises:
         UserError: The text encoder is neither T5-Gemma's nor Qwen3-VL's.
@@ -288,10 +290,10 @@ def _text_classes(source: str, revision: str | None) -> tuple[type[Any], type[An
 
 
 def _t5gemma_config(content: dict[str, Any]) -> Any:
-    """Return the configuration of a T5GemmaEncoder; published files also have that of the decoder."""
+    """Return the configuration of a T5GemmaEncoder; published files also contain the decoder's."""
     return T5GemmaConfig(encoder=content.get('encoder', content) or None).encoder
 
 
 def _qwen_config(content: dict[str, Any]) -> Qwen3VLTextConfig:
-    """Return the configuration of Qwen3-VL's language part; files may also have that of the vision part."""
+    """Return the configuration of Qwen3-VL's language part; files may also contain the vision part's."""
     return Qwen3VLTextConfig(**content.get('text_config', content))

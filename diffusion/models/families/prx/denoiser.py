@@ -1,4 +1,4 @@
-"""PRX: a transformer in which image tokens attend to themselves and to the text (Photoroom 2025)."""
+"""PRX: a transformer in which image tokens attend to themselves and to text tokens (Photoroom 2025)."""
 
 import copy
 import logging
@@ -22,9 +22,9 @@ keep_prx_masks_small()
 
 
 def _loadable_in_pipeline(encoder: Any) -> Any:
-    """Return a text encoder that a saved PRXPipeline loads again; that of T5-Gemma needs another configuration."""
-    # diffusers reads the file as a T5GemmaConfig and takes its `encoder`. The configuration of a T5GemmaEncoder is
-    # that encoder's alone, so diffusers would use its defaults, those of the 2B model.
+    """Return a text encoder that a saved PRXPipeline can load again; T5-Gemma's needs another configuration."""
+    # diffusers reads the file as a T5GemmaConfig and uses its `encoder` part. The configuration of a T5GemmaEncoder
+    # only has the content of that part, so diffusers would use its defaults, those of the 2B model.
     if encoder.config.model_type != 't5_gemma_module':
         return encoder
     from transformers.models.t5gemma.configuration_t5gemma import T5GemmaConfig
@@ -66,12 +66,12 @@ class PRX(DenoiserAdapter):
         }
 
     def noise_shape(self, pipeline: Any) -> tuple[int, int, int]:
-        side = pipeline.config.default_sample_size // pipeline.vae_scale_factor  # the configuration's is in pixels
+        side = pipeline.config.default_sample_size // pipeline.vae_scale_factor  # its sample_size is in pixels
         return pipeline.transformer.config['in_channels'], side, side
 
     def call_arguments(self, pipeline: Any, *, negative: str, guidance: float) -> dict[str, Any]:
-        # These pipelines refuse a scale below 1, and resize images to the sizes of the published models. Their text
-        # cleaning changes prompts (lower case, no punctuation), unlike training.
+        # These pipelines reject a scale below 1, and resize images to the sizes of the published models. Unlike
+        # training, their text cleaning changes prompts (lower case, no punctuation).
         settings = {'guidance_scale': max(guidance, 1.0), 'use_resolution_binning': False, 'negative_prompt': negative}
         return settings if _is_on_pixels(pipeline) else settings | {'skip_text_cleaning': True}
 
@@ -79,9 +79,9 @@ class PRX(DenoiserAdapter):
         self, pipeline: Any, prompts: list[str], *, noise: Tensor, generators: list[torch.Generator], **arguments: Any
     ) -> Tensor:
         if _is_on_pixels(pipeline):
-            # The pipeline scales the noise that it draws itself, but not `latents`.
+            # The pipeline scales noise that it draws itself, but not `latents`.
             noise = noise * pipeline.config.noise_scale
-        # Guidance fails in diffusers' pipelines of PRX for more than one prompt.
+        # Draw one image at a time: guidance in diffusers' PRX pipelines fails for more than one prompt.
         draw_one = super().draw
         images = torch.cat(
             [
@@ -89,7 +89,7 @@ class PRX(DenoiserAdapter):
                 for prompt, start, generator in zip(prompts, noise, generators, strict=True)
             ]
         )
-        # The pipeline on pixels returns values in [-1, 1].
+        # The pixel pipeline returns values in [-1, 1].
         return (images / 2 + 0.5).clamp(0, 1) if _is_on_pixels(pipeline) else images
 
     def pipeline(self, model: Any) -> Any:
@@ -116,19 +116,19 @@ def _is_on_pixels(pipeline: Any) -> bool:
 
 def _latent_pipeline(model: Any) -> Any:
     """Return the PRXPipeline of a model that was trained on latents."""
-    # Import here: training does not need pipelines, which take seconds to import.
+    # Import here: training does not need pipelines, and importing them takes seconds.
     from diffusers.pipelines.prx.pipeline_prx import PRXPipeline
 
     log.info(
         'export: call the pipeline with skip_text_cleaning=True, or it changes prompts (lower case, no punctuation), '
         'and with use_resolution_binning=False unless the side is 256, 512 or 1024 px'
     )
-    # FlowMatchEulerDiscreteScheduler takes velocities only.
+    # FlowMatchEulerDiscreteScheduler only supports velocities.
     takes_velocity = model.objective.is_flow and model.objective.prediction_type == 'velocity'
     name = 'euler' if takes_velocity else 'dpm++' if model.objective.is_flow else 'ddim'
     vae = with_folded_statistics(model.vae, pipeline_shifts=True)
-    # The pipeline adds the shift factor to the latents even if it is None, AutoencoderKL's default. AutoencoderDC has
-    # no shift factor, and would warn about one when it is loaded.
+    # The pipeline adds the shift factor to the latents even if it is None, which is AutoencoderKL's default.
+    # AutoencoderDC has no shift factor, and loading it with one would cause a warning.
     if isinstance(vae, AutoencoderKL):
         vae.register_to_config(shift_factor=vae.config.get('shift_factor') or 0.0)
     return PRXPipeline(
@@ -151,7 +151,7 @@ def _pixel_pipeline(model: Any) -> Any:
             f'{model.objective.path} and prediction_type {model.objective.prediction_type}; draw with task=generate'
         )
     log.info('export: call the pipeline with use_resolution_binning=False unless the side is 1024 px')
-    velocity = replace(model.objective, prediction_type='velocity')  # the pipeline converts predictions itself
+    velocity = replace(model.objective, prediction_type='velocity')  # the pipeline itself converts predictions
     return PRXPixelPipeline(
         transformer=model.denoiser,
         scheduler=inference_scheduler('euler', velocity),

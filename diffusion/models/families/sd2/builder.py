@@ -1,4 +1,4 @@
-"""Builders of Stable Diffusion 2 (Rombach et al. 2022): the published model, and a miniature of it.
+"""Builders for Stable Diffusion 2 (Rombach et al. 2022): the published model, and a miniature of it.
 
 Stable Diffusion 2 base was published as stabilityai/stable-diffusion-2-base and withdrawn by its authors in November
 2025. The community preserves it in the repository `PRETRAINED`.
@@ -47,7 +47,7 @@ UNET: dict[str, Any] = {
     'up_block_types': ['UpBlock2D', 'CrossAttnUpBlock2D', 'CrossAttnUpBlock2D', 'CrossAttnUpBlock2D'],
     'block_out_channels': [320, 640, 1280, 1280],
     'layers_per_block': 2,
-    'attention_head_dim': [5, 10, 20, 20],  # misnamed in diffusers: numbers of heads, each of width 64
+    'attention_head_dim': [5, 10, 20, 20],  # misnamed in diffusers: these are numbers of heads, each of width 64
     'cross_attention_dim': 1024,
     'use_linear_projection': True,
 }
@@ -56,7 +56,7 @@ TEXT_ENCODER: dict[str, Any] = {
     'vocab_size': 49408,
     'hidden_size': 1024,
     'intermediate_size': 4096,
-    'num_hidden_layers': 23,  # OpenCLIP ViT-H has 24; the last is not used
+    'num_hidden_layers': 23,  # OpenCLIP ViT-H has 24 layers; the last one is not used
     'num_attention_heads': 16,
     'max_position_embeddings': 77,
     'hidden_act': 'gelu',
@@ -89,10 +89,10 @@ def sd2(
     train_text_encoder: bool = False,
     **training: Unpack[TrainingKeywords],
 ) -> LatentDiffusion:
-    """Build Stable Diffusion 2: a U-Net from scratch (865,910,724 parameters) with pretrained VAE and text encoder.
+    """Build Stable Diffusion 2: a U-Net from scratch (865,910,724 parameters), with pretrained VAE and text encoder.
 
     Args:
-        resolution: Side of the images in pixels, a multiple of 8 and of the VAE's downsampling; sets only the default
+        resolution: Side of the images in pixels, a multiple of 8 and of the VAE's downsampling; only sets the default
             size of generated images.
         pretrained: Source of VAE, text encoder and tokenizer: a repository on the Hub or a local folder in diffusers'
             layout. None builds them with random weights, for tests and for counting parameters and FLOPs.
@@ -143,14 +143,14 @@ def tiny(
 
     Args:
         resolution: Side of the images in pixels, a multiple of 8 and of the VAE's downsampling.
-        vae: Folder of an AutoencoderKL or AutoencoderDC, or `pixels` to train on pixels; the packaged one for 64 px
-            OpenMoji images by default.
+        vae: Folder of an AutoencoderKL or AutoencoderDC, or `pixels` to train on pixels; by default the packaged VAE
+            for 64 px OpenMoji images.
         block_out_channels: Widths of the U-Net's levels, multiples of 32: GroupNorm has 32 groups, and attention heads
             have width 32.
         layers_per_block: Residual blocks per level.
         text_width: D, width of the text encoder, a multiple of 32.
         text_layers: Number of layers of the text encoder.
-        max_length: L, number of tokens to which captions are padded and truncated, start and end included.
+        max_length: L, number of tokens, including start and end, to which captions are padded and truncated.
         training: The keywords that all models share; see `training_keywords.py`.
     """
     check_sources(vae=vae)

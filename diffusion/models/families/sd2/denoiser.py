@@ -25,7 +25,7 @@ class CrossAttentionUNet(DenoiserAdapter):
     lora_writer = StableDiffusionLoraLoaderMixin, 'unet_lora_layers'
 
     def owns(self, denoiser: UNet2DConditionModel) -> bool:
-        return denoiser.config['addition_embed_type'] != 'text_time'  # that of Stable Diffusion XL
+        return denoiser.config['addition_embed_type'] != 'text_time'  # that is SDXL's
 
     def sizes(self, denoiser: UNet2DConditionModel) -> DenoiserSizes:
         config = denoiser.config
@@ -44,7 +44,7 @@ class CrossAttentionUNet(DenoiserAdapter):
         }
 
     def pipeline(self, model: Any) -> Any:
-        # Import here: training does not need pipelines, which take seconds to import.
+        # Import here: training does not need pipelines, and importing them takes seconds.
         from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
 
         self.check_exportable(model, 'StableDiffusionPipeline')
@@ -58,7 +58,7 @@ class CrossAttentionUNet(DenoiserAdapter):
             log.warning(
                 'export: trained with zeros for dropped captions; the diffusers pipeline uses the empty caption instead'
             )
-        # This pipeline does not support diffusers' schedulers that are only for flows.
+        # This pipeline does not support diffusers' schedulers for flow matching.
         scheduler = inference_scheduler('dpm++' if model.objective.is_flow else 'ddim', model.objective)
         return StableDiffusionPipeline(
             vae=with_folded_statistics(autoencoder_kl_of(model.vae, 'StableDiffusionPipeline')),  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Builders of Stable Diffusion XL (Podell et al. 2023): the published U-Net, and a miniature of it.
+"""Builders for Stable Diffusion XL (Podell et al. 2023): the published U-Net, and a miniature of it.
 
 Stable Diffusion XL base 1.0 is published as `PRETRAINED` under the CreativeML Open RAIL++-M license.
 """
@@ -50,12 +50,12 @@ UNET: dict[str, Any] = {
     'block_out_channels': [320, 640, 1280],
     'layers_per_block': 2,
     'transformer_layers_per_block': [1, 2, 10],
-    'attention_head_dim': [5, 10, 20],  # misnamed in diffusers: numbers of heads, each of width 64
+    'attention_head_dim': [5, 10, 20],  # misnamed in diffusers: these are numbers of heads, each of width 64
     'cross_attention_dim': 2048,
     'use_linear_projection': True,
     'addition_embed_type': 'text_time',
     'addition_time_embed_dim': 256,
-    'projection_class_embeddings_input_dim': 2816,  # 1280 of the pooled text, and 256 for each of six sizes
+    'projection_class_embeddings_input_dim': 2816,  # 1280 for the pooled text, and 256 for each of six sizes
 }
 """The published U-Net, 2,567,463,684 parameters."""
 
@@ -90,7 +90,7 @@ TEXT_ENCODER_2: dict[str, Any] = TEXT_ENCODER | {
 }
 """OpenCLIP ViT-bigG/14, with its projection."""
 TINY_SIZE_WIDTH = 32
-"""Width of the embedding of each of the image sizes in the model `tiny_sdxl`."""
+"""Width of the embedding of each image size in the model `tiny_sdxl`."""
 
 
 def sdxl_tokenizers(
@@ -119,16 +119,16 @@ def sdxl(
     vae_revision: Revision = None,
     **training: Unpack[TrainingKeywords],
 ) -> LatentDiffusion:
-    """Build Stable Diffusion XL: a U-Net from scratch (2,567,463,684 parameters) with pretrained VAE and text encoders.
+    """Build Stable Diffusion XL: a U-Net from scratch (2,567,463,684 parameters), pretrained VAE and text encoders.
 
     Args:
-        resolution: Side of the images in pixels, a multiple of 8 and of the VAE's downsampling; sets only the default
+        resolution: Side of the images in pixels, a multiple of 8 and of the VAE's downsampling; only sets the default
             size of generated images.
         pretrained: Source of VAE, text encoders and tokenizers: a repository on the Hub or a local folder in diffusers'
             layout. None builds them with random weights, for tests and for counting parameters and FLOPs.
         revision: Commit of the repository `pretrained`.
-        vae: Source of the VAE if it is not `pretrained`, whose VAE overflows in float16: a folder or repository of an
-            AutoencoderKL, such as madebyollin/sdxl-vae-fp16-fix, or one with a `vae` subfolder.
+        vae: Source of the VAE if it is not `pretrained`, whose VAE overflows in float16: a folder or repository with an
+            AutoencoderKL, such as madebyollin/sdxl-vae-fp16-fix, or with a `vae` subfolder.
         vae_revision: Commit of the repository `vae`.
         training: The keywords that all models share; see `training_keywords.py`.
     """
@@ -162,7 +162,7 @@ def sdxl(
 
 
 def tiny_sdxl_tokenizers(*, max_length: int = 16) -> list[PreTrainedTokenizerBase]:
-    """Return the two tokenizers of the model `tiny_sdxl`: CLIP's vocabulary, up to `max_length` tokens per caption."""
+    """Return the two tokenizers of `tiny_sdxl`, with CLIP's vocabulary and up to `max_length` tokens per caption."""
     return _clip_tokenizers(max_length)
 
 
@@ -184,13 +184,13 @@ def tiny_sdxl(
 
     Args:
         resolution: Side of the images in pixels, a multiple of 8 and of the VAE's downsampling.
-        vae: Folder of an AutoencoderKL; the packaged one for 64 px OpenMoji images by default.
+        vae: Folder of an AutoencoderKL; by default the packaged VAE for 64 px OpenMoji images.
         block_out_channels: Widths of the U-Net's levels, multiples of 32: GroupNorm has 32 groups, and attention heads
             have width 32. The first level has no attention.
         layers_per_block: Residual blocks per level.
         text_width: Width of each of the two text encoders and of the pooled text, a multiple of 32.
         text_layers: Number of layers of each text encoder.
-        max_length: L, number of tokens to which captions are padded and truncated, start and end included.
+        max_length: L, number of tokens, including start and end, to which captions are padded and truncated.
         training: The keywords that all models share; see `training_keywords.py`.
     """
     check_sources(vae=vae)
@@ -223,12 +223,12 @@ def tiny_sdxl(
 
 
 def _clip_tokenizers(max_length: int) -> list[PreTrainedTokenizerBase]:
-    """Return two tokenizers with CLIP's vocabulary: one that pads with the end-of-text token, one with `!`."""
+    """Return two tokenizers with CLIP's vocabulary: the first pads with the end-of-text token, the second with `!`."""
     return [clip_tokenizer(max_length=max_length, pad_token=token) for token in ('<|endoftext|>', '!')]
 
 
 def _text_encoders(pretrained: str | None, revision: str | None) -> list[CLIPTextModel | CLIPTextModelWithProjection]:
-    """Return CLIP ViT-L and OpenCLIP ViT-bigG, pretrained, or with random weights if `pretrained` is None."""
+    """Return CLIP ViT-L and OpenCLIP ViT-bigG; their weights are random if `pretrained` is None."""
     if pretrained is None:
         return [
             CLIPTextModel(CLIPTextConfig(**TEXT_ENCODER)),
@@ -241,8 +241,8 @@ def _text_encoders(pretrained: str | None, revision: str | None) -> list[CLIPTex
 
 
 def _check_precision(vae: Vae, source: str, encoder_dtype: str) -> None:
-    """Raise UserError if a VAE that overflows in float16, as its configuration states, is to run in float16."""
-    # Stable Diffusion XL's own VAE gives NaNs in float16; diffusers' pipelines convert it to float32.
+    """Raise UserError if a VAE that overflows in float16, according to its configuration, would run in float16."""
+    # Stable Diffusion XL's own VAE produces NaNs in float16; diffusers' pipelines convert it to float32.
     if vae.config.get('force_upcast', False) and encoder_precision(encoder_dtype) == torch.float16:
         raise UserError(
             f'model.vae: the configuration of {source} has force_upcast, since its activations overflow in float16; '

@@ -34,7 +34,7 @@ class SDXLUNet(DenoiserAdapter):
             in_channels=config['in_channels'],
             out_channels=config['out_channels'],
             text_width=config['cross_attention_dim'],
-            # The network embeds pooled text and each of the sizes, and concatenates them.
+            # The network embeds each of the sizes, and concatenates the embeddings with the pooled text.
             pooled_width=config['projection_class_embeddings_input_dim'] - SIZES * config['addition_time_embed_dim'],
             sample_size=config['sample_size'],
         )
@@ -47,13 +47,13 @@ class SDXLUNet(DenoiserAdapter):
         }
 
     def pipeline(self, model: Any) -> Any:
-        # Import here: training does not need pipelines, which take seconds to import.
+        # Import here: training does not need pipelines, and importing them takes seconds.
         from diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl import StableDiffusionXLPipeline
 
         self.check_exportable(model, 'StableDiffusionXLPipeline')
         if len(model.text.encoders) != 2:
             raise UserError(f'export: {len(model.text.encoders)} text encoders; a StableDiffusionXLPipeline has two')
-        # This pipeline does not support diffusers' schedulers that are only for flows.
+        # This pipeline does not support diffusers' schedulers for flow matching.
         scheduler = inference_scheduler('dpm++' if model.objective.is_flow else 'ddim', model.objective)
         pipeline = StableDiffusionXLPipeline(
             vae=with_folded_statistics(autoencoder_kl_of(model.vae, 'StableDiffusionXLPipeline')),
@@ -63,12 +63,12 @@ class SDXLUNet(DenoiserAdapter):
             tokenizer_2=model.text.tokenizers[1],
             unet=model.denoiser,
             scheduler=scheduler,
-            # An empty negative prompt is embedded as zeros, the pooled text too, or as the empty caption.
+            # This embeds an empty negative prompt (and its pooled text) as zeros instead of as the empty caption.
             force_zeros_for_empty_prompt=model.caption_dropout_mode == 'zeros',
             add_watermarker=False,
         )
-        # The constructor does not save this setting. The pipeline loaded from the folder would draw a watermark if the
-        # package invisible_watermark is installed.
+        # The constructor does not save this setting. Without it, a pipeline loaded from the folder would draw a
+        # watermark if the package invisible_watermark is installed.
         pipeline.register_to_config(add_watermarker=False)
         return pipeline
 

@@ -90,6 +90,7 @@ def test_prepare_is_compared_with_a_bare_loop(rows_of_process):
     assert float(table['diffusion prepare --fast-jpeg'][3]) > 0
 
 
+@pytest.mark.slow
 def test_ema_allocates_nothing_before_its_start_or_during_updates(rows):
     table = rows('ema', '1', '1')
 
@@ -346,6 +347,7 @@ def test_startup_benchmark_has_a_row_per_size(rows):
     assert 0.8 <= float(shared) < 20  # 8 bytes per sample temporarily, and little else
 
 
+@pytest.mark.slow
 def test_tread_benchmark_counts_fewer_flops(rows):
     table = rows('tread', '8', '64', '8', '1')
 
@@ -364,7 +366,13 @@ V_PREDICTION, FLOW = {'prediction_type': 'v_prediction'}, {'path': 'flow', 'pred
 
 
 @pytest.mark.parametrize(
-    'settings', [V_PREDICTION, FLOW, FLOW | {'noise_scale': 2.0}, FLOW | {'prediction_type': 'sample'}]
+    'settings',
+    [
+        V_PREDICTION,
+        pytest.param(FLOW, marks=pytest.mark.slow),
+        FLOW | {'noise_scale': 2.0},
+        pytest.param(FLOW | {'prediction_type': 'sample'}, marks=pytest.mark.slow),
+    ],
 )
 def test_losses_are_compared_by_the_error_of_x(module, settings):
     """An error d of x at a signal variance a is one of d / sqrt(1 - a) in v = sqrt(a) eps - sqrt(1 - a) x."""

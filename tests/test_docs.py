@@ -210,6 +210,7 @@ def test_clusters_page(checkout, quickstart):
     assert (checkout.folder / 'runs' / 'quickstart-local' / 'ba24').exists()
 
 
+@pytest.mark.slow
 def test_docker_page(checkout):
     checkout.read(ROOT / 'docker' / 'README.md')
     log = (checkout.folder / 'docker.log').read_text()
@@ -264,6 +265,7 @@ def test_install_page(tmp_path, forkserver):
 # -- what is shown --
 
 
+@pytest.mark.slow
 def test_the_mistakes_shown_are_those_that_check_prints():
     (shown,) = [block.text for block in blocks_of(ROOT / 'README.md') if block.language == 'console']
     line, expected = shown.removeprefix('$ ').split('\n', 1)
@@ -293,7 +295,7 @@ def test_every_file_that_is_named_exists(page):
     named = set(re.findall(r'`((?:yamls|diffusion|docs|benchmarks|docker)/[\w./-]+\.\w+)`', text))
     missing = [name for name in sorted(named) if not (ROOT / name).exists()]
     links = {link for link in re.findall(r'\]\(([^)#]+)(?:#[^)]*)?\)', text) if '://' not in link}
-    generated = {*reference_module().pages()}
+    generated = {*reference_pages()}
     missing += [
         link
         for link in sorted(links)
@@ -324,9 +326,15 @@ def reference_module() -> Any:
     return module
 
 
+@functools.cache
+def reference_pages() -> dict[str, str]:
+    """Return the generated pages by their path."""
+    return reference_module().pages()
+
+
 @pytest.fixture(scope='module')
 def reference() -> dict[str, str]:
-    return reference_module().pages()
+    return reference_pages()
 
 
 def rows(page: str, title: str) -> dict[str, str]:

@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -291,6 +291,17 @@ LATE_COMMAND: dict[str, tuple[Words, str]] = {
 }
 
 
+FAST_LATE_RUN = {
+    *('two streams in one folder', 'GPU on a machine without one', 'another seed on resume', 'run in use'),
+    *('images that the VAE cannot divide', 'all checkpoints damaged'),
+}
+
+
+def partly_slow(names: Iterable[str], fast: set[str]) -> list[Any]:
+    """Return names as parameters of a test, with the marker `slow` unless they are in a set."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 def assert_one_message(stderr: str, message: str) -> None:
     """Assert that stderr has optional log lines and then one error of up to three lines, or one line per mistake."""
     assert 'Traceback' not in stderr
@@ -380,7 +391,7 @@ def test_wrong_command_line_exits_with_2_and_one_message(early, mistake):
     assert_one_message(stderr, EARLY_COMMAND[mistake][1])
 
 
-@pytest.mark.parametrize('mistake', LATE_RUN)
+@pytest.mark.parametrize('mistake', partly_slow(LATE_RUN, FAST_LATE_RUN))
 def test_mistake_found_before_the_first_batch_exits_with_78(site, mistake):
     words, message = LATE_RUN[mistake]
     status, stderr = site.execute([ROOT / 'run.py', *words(site)])
@@ -388,13 +399,7 @@ def test_mistake_found_before_the_first_batch_exits_with_78(site, mistake):
     assert_one_message(stderr, message)
 
 
-@pytest.mark.parametrize(
-    'mistake',
-    [
-        pytest.param(each, marks=pytest.mark.slow) if each.startswith('plan for widths') else each
-        for each in LATE_COMMAND
-    ],
-)
+@pytest.mark.parametrize('mistake', partly_slow(LATE_COMMAND, {'no snapshots'}))
 def test_mistake_found_by_a_command_before_its_work_exits_with_2(site, mistake):
     words, message = LATE_COMMAND[mistake]
     status, stderr = site.execute([*DIFFUSION, *words(site)])
@@ -429,13 +434,14 @@ def closed_pipe() -> Iterator[int]:
     os.close(writer)
 
 
-@pytest.mark.parametrize('command', READ_BY_NOBODY)
+@pytest.mark.parametrize('command', partly_slow(READ_BY_NOBODY, {'check'}))
 def test_closed_pipe_ends_a_command_quietly_with_141(site, closed_pipe, command):
     status, stderr = site.execute([*DIFFUSION, *READ_BY_NOBODY[command](site)], stdout=closed_pipe)
     assert 'Traceback' not in stderr and 'Exception ignored' not in stderr, stderr
     assert status == 141, stderr
 
 
+@pytest.mark.slow
 def test_head_ends_check_quietly(site):
     # More than the 64 KiB that a pipe holds, so that `head` ends while the recipe is being printed.
     prompts = ', '.join(['a' * 1000] * 200)
@@ -494,7 +500,7 @@ BUGS = {
         ['diffusion', 'prepare', 'folder', '{run}', '--out', 'prepared', '--sizes', '32'],
     ),
 }
-SLOW_BUGS = {'shapes in models', 'AssertionError in callbacks', 'float() in export'}
+FAST_BUGS = {'KeyError in config', 'shapes in data', 'int() at resume', 'pipe of something else'}
 FAULTS = {
     'recipe': ('pathlib:Path.read_text', 'EIO', ['diffusion', 'check', '{recipe}']),
     'recipe of a run': ('diffusion.callbacks.run_recipe:write_atomically', 'EIO', TRAIN),
@@ -514,7 +520,7 @@ FAULTS = {
     ),
     'prepare': ('os:fsync', 'ENOSPC', ['diffusion', 'prepare', 'folder', '{images}', '--out', 'out', '--sizes', '32']),
 }
-SLOW_FAULTS = {'save on a full disk', 'recipe of a run'}
+FAST_FAULTS = {'recipe', 'list at resume', 'metrics', 'Hub'}
 DATA_FAULTS = {
     'index': ('diffusion.data.verified_stream:VerifiedStream._newest_index', 'EIO', TRAIN),
     'shard': ('diffusion.data.verified_stream:find_damage', 'EIO', TRAIN),
@@ -530,9 +536,7 @@ def run_with_fault(site: Site, target: str, statement: str, command: Sequence[st
     return site.execute([ROOT / 'tests' / 'injected.py', target, statement, *words])
 
 
-@pytest.mark.parametrize(
-    'bug', [pytest.param(each, marks=pytest.mark.slow) if each in SLOW_BUGS else each for each in BUGS]
-)
+@pytest.mark.parametrize('bug', partly_slow(BUGS, FAST_BUGS))
 def test_bug_exits_with_1_and_its_traceback(site, bug):
     status, stderr = run_with_fault(site, *BUGS[bug])
     assert status == 1, stderr
@@ -540,9 +544,7 @@ def test_bug_exits_with_1_and_its_traceback(site, bug):
     assert 'in injected\n' in stderr, 'the frame that raised'
 
 
-@pytest.mark.parametrize(
-    'fault', [pytest.param(each, marks=pytest.mark.slow) if each in SLOW_FAULTS else each for each in FAULTS]
-)
+@pytest.mark.parametrize('fault', partly_slow(FAULTS, FAST_FAULTS))
 def test_storage_fault_exits_with_1_and_its_traceback(site, fault):
     target, name, command = FAULTS[fault]
     status, stderr = run_with_fault(site, target, raising(name), command)
@@ -572,7 +574,7 @@ def test_user_error_caused_by_a_fault_that_may_pass_exits_with_1(name, expected)
     assert exit_status(mistake) == expected
 
 
-@pytest.mark.parametrize('fault', DATA_FAULTS)
+@pytest.mark.parametrize('fault', partly_slow(DATA_FAULTS, {'shard'}))
 def test_fault_while_reading_data_exits_with_1_and_names_the_stream(site, fault):
     target, name, command = DATA_FAULTS[fault]
     status, stderr = run_with_fault(site, target, raising(name), command)
@@ -580,6 +582,7 @@ def test_fault_while_reading_data_exits_with_1_and_names_the_stream(site, fault)
     assert re.search(r'(?m)^error: streams\.small: .*Input/output error', stderr), stderr
 
 
+@pytest.mark.slow
 def test_save_that_fails_on_one_rank_exits_all_ranks_with_1(site, ranks: Ranks):
     command = [ROOT / 'tests' / 'injected.py', 'diffusion.checkpointing.checkpoint_store:publish', raising('ESTALE')]
     job = ranks.start_program(2, *command, 'run.py', site.recipe, 'name=two')

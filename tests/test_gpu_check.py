@@ -61,6 +61,7 @@ def test_finished_slices_are_not_run_again(runner, redaction, tmp_path):
     assert count.read_text().count('ran') == 4, 'results of another version are not kept'
 
 
+@pytest.mark.slow
 def test_slices_that_fail_or_take_too_long_are_recorded_and_the_next_one_runs(runner, redaction, tmp_path):
     count = tmp_path / 'count'
     duration = f'{os.getpid()}.5'  # by which the process is found
@@ -96,6 +97,7 @@ def test_slices_that_fail_or_take_too_long_are_recorded_and_the_next_one_runs(ru
     assert count.read_text().count('ran') == 2
 
 
+@pytest.mark.slow
 def test_check_killed_in_a_slice_continues_with_that_slice(runner, redaction, tmp_path):
     count, child = tmp_path / 'count', tmp_path / 'child'
     slow = f'import os; pathlib.Path({str(child)!r}).write_text(str(os.getpid())); time.sleep(100)'
@@ -187,11 +189,12 @@ def test_whole_check_runs_on_a_cpu_and_makes_one_file(monkeypatch, tmp_path, cap
     assert capsys.readouterr().out.count('passed') == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('words', 'message'),
     [
         (['--only', 'steep'], '--only steep: no slice has such a name'),
-        pytest.param(['--device', 'cuda'], 'torch.cuda finds no GPU', marks=pytest.mark.slow),
+        (['--device', 'cuda'], 'torch.cuda finds no GPU'),
     ],
 )
 def test_mistakes_end_the_check_with_a_message(monkeypatch, tmp_path, capsys, words, message):
@@ -392,8 +395,9 @@ def test_page_has_the_figures_beside_the_published_ones(runner):
     assert '2 × NVIDIA H100 80GB HBM3' in page and 'not installed' in page
 
 
+@pytest.mark.slow
 @needs_browser
-@pytest.mark.parametrize(('scheme', 'width'), [('light', 1280), pytest.param('dark', 390, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(('scheme', 'width'), [('light', 1280), ('dark', 390)])
 def test_page_is_readable_in_a_browser(runner, tmp_path, scheme, width):
     page = import_module('gpu_check_page').gpu_check_page(gpu_results(runner), gpu_conditions(), date='today')
     (tmp_path / 'page.html').write_text(page, encoding='utf-8')

@@ -1,6 +1,7 @@
 """Layers of modules: a module imports only its own layer and lower ones, without cycles; its folder sets the layer."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,7 @@ def layer(module: str) -> int:
     return next(number for number, folders in enumerate(LAYERS) if module.partition('.')[0] in folders)
 
 
+@functools.cache
 def imports(module: str) -> set[str]:
     """Return the modules and packages that a module imports, also inside functions."""
     found = set()
@@ -114,6 +116,7 @@ def loaded_after(code: str) -> set[str]:
     return set(result.stderr.split())
 
 
+@pytest.mark.slow
 def test_layer_zero_runs_without_torch():
     modules = [f'diffusion.{name}' for name in MODULES if layer(name) == 0]
     assert not loaded_after('import ' + ', '.join(modules)) & FOREIGN.keys()

@@ -26,15 +26,13 @@ def results(run, batch: int, fid: float, finished: float) -> None:
     (run / 'evaluations' / f'ba{batch}.json').write_text(json.dumps(content))
 
 
-@pytest.mark.cpu_seconds(15)
 @pytest.mark.parametrize('how', ['while it trains', pytest.param('at the end', marks=pytest.mark.slow)])
 def test_results_are_logged_once_and_the_losses_stay(write_recipe, tmp_path, monkeypatch, how):
     monkeypatch.setattr(evaluation_results, 'INTERVAL_SECONDS', 0.02 if how == 'while it trains' else 600.0)
-    plain = write_recipe('plain')
-    train(load(plain)).close()
+    train(load(write_recipe('plain'), ['trainer.max_duration=4ba'])).close()
     path = write_recipe('watched')
     content = yaml.safe_load(path.read_text())
-    content['trainer']['max_duration'] = '4ba'
+    content['trainer'] |= {'max_duration': '2ba', 'save_interval': '2ba'}
     path.write_text(yaml.safe_dump(content))
     run = tmp_path / 'runs' / 'watched'
     run.mkdir(parents=True)
@@ -49,7 +47,7 @@ def test_results_are_logged_once_and_the_losses_stay(write_recipe, tmp_path, mon
     # A run that resumes logs what is new, and what was evaluated again.
     results(run, 2, 31.0, 3.0)
     results(run, 4, 20.0, 4.0)
-    train(load(path, ['trainer.max_duration=8ba'])).close()
+    train(load(path, ['trainer.max_duration=4ba'])).close()
     second = [{'evaluation/batch': 2, 'evaluation/fid': 31.0}, {'evaluation/batch': 4, 'evaluation/fid': 20.0}]
     assert logged(run) == first + second
     assert read_losses(run) == read_losses(tmp_path / 'runs' / 'plain')

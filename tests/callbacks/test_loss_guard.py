@@ -322,7 +322,7 @@ def test_action_skip_is_refused_with_amp_fp16():
         LossGuard(action='skip').init(state, logger=None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize('scenario', ['stop', 'skip-fsdp2'])  # under DDP and under FSDP2
+@pytest.mark.parametrize('scenario', [pytest.param('stop', marks=pytest.mark.slow), 'skip-fsdp2'])  # DDP and FSDP2
 def test_two_ranks_act_together_on_a_bad_sample_of_one(ranks, tmp_path, scenario):
     job = ranks.start_program(2, guarded_run.__file__, scenario, tmp_path)
     statuses, outputs = job.wait(), job.outputs()

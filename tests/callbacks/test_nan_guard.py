@@ -25,7 +25,7 @@ from diffusion.training.train import build_trainer, train
 
 BAD = 121
 """ID of a sample of batch 2."""
-BAD_BATCH = 6
+BAD_BATCH = 2
 
 
 @pytest.mark.parametrize('value', [math.nan, math.inf])
@@ -68,7 +68,7 @@ def test_composers_savers_save_no_bad_weights(tmp_path, event):
     assert sorted(path.name for path in tmp_path.glob('ba*.pt')) == (['ba1.pt', 'ba2.pt'] if unit == '1ba' else [])
 
 
-@pytest.mark.parametrize('scenario', ['nan_guard', 'nan_guard-fsdp2'])
+@pytest.mark.parametrize('scenario', ['nan_guard', pytest.param('nan_guard-fsdp2', marks=pytest.mark.slow)])
 def test_two_ranks_stop_together(ranks, tmp_path, scenario):
     job = ranks.start_program(2, guarded_run.__file__, scenario, tmp_path)
     assert job.wait() == [CONFIG_ERROR] * 2, job.output()
@@ -79,7 +79,7 @@ def test_two_ranks_stop_together(ranks, tmp_path, scenario):
 
 @pytest.fixture
 def broken_loss(monkeypatch) -> list[int]:
-    """Make the loss of one sample of batch 6 of a run NaN; the list gets the ID of the fourth sample of each batch."""
+    """Make the loss of one sample of batch 2 of a run NaN; the list gets the ID of the fourth sample of each batch."""
     loss, seen = LatentDiffusion.loss, []
 
     def broken(self, outputs, batch):
@@ -91,7 +91,7 @@ def broken_loss(monkeypatch) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize('asynchronous', [False, True])
+@pytest.mark.parametrize('asynchronous', [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_recipe_has_the_guard_and_keeps_its_last_good_checkpoint(
     write_recipe, tmp_path, broken_loss, capsys, asynchronous
 ):
@@ -112,7 +112,6 @@ def test_loss_guard_takes_its_place(write_recipe):
         trainer.close()
         return [type(each) for each in trainer.state.callbacks if isinstance(each, LossGuard | NaNGuard)]
 
-    assert guards() == [NaNGuard]
     assert guards(loss_guard=None) == [LossGuard]
     assert guards(nan_guard={'check_loss': False}) == [NaNGuard]
 
@@ -129,22 +128,25 @@ def poison(trainer, batch: int, spoil: Callable[[torch.Tensor], object]) -> None
 
 @pytest.mark.parametrize(
     ('parallelism', 'checkpointing'),
-    [({}, {'asynchronous': True}), ({'strategy': 'fsdp2', 'checkpoints': 'sharded'}, {})],
+    [
+        ({}, {'asynchronous': True}),
+        pytest.param({'strategy': 'fsdp2', 'checkpoints': 'sharded'}, {}, marks=pytest.mark.slow),
+    ],
 )
 def test_bad_weights_are_not_saved_whole_or_sharded(write_recipe, alone, tmp_path, parallelism, checkpointing):
     recipe = load(
         write_recipe(
             parallelism=parallelism, checkpointing=checkpointing, callbacks={'nan_guard': {'check_loss': False}}
         ),
-        ['trainer.save_interval=2ba'],
+        ['trainer.save_interval=1ba'],
     )
     trainer = build_trainer(recipe)
-    poison(trainer, 4, lambda weight: weight.flatten()[:1].fill_(torch.inf))
-    with pytest.raises(NonFiniteWeights, match='batch 4: weights are NaN or infinite, in .*; they are not saved'):
+    poison(trainer, 2, lambda weight: weight.flatten()[:1].fill_(torch.inf))
+    with pytest.raises(NonFiniteWeights, match='batch 2: weights are NaN or infinite, in .*; they are not saved'):
         trainer.fit()
     trainer.close()
     run = tmp_path / 'runs' / 'run'
-    assert sorted(path.name for path in run.glob('ba*')) == ['ba2']
+    assert sorted(path.name for path in run.glob('ba*')) == ['ba1']
     assert not [path for path in run.iterdir() if path.name.startswith('.ba')], 'no unfinished files'
 
 
@@ -183,13 +185,13 @@ def test_bad_weights_of_one_rank_stop_all_ranks(ranks, tmp_path):
 
 def test_run_does_not_resume_from_bad_weights(write_recipe, monkeypatch):
     path = write_recipe()
-    trainer = build_trainer(load(path, ['trainer.max_duration=2ba']))
-    poison(trainer, 2, lambda weight: weight.fill_(torch.nan))
+    trainer = build_trainer(load(path, ['trainer.max_duration=1ba']))
+    poison(trainer, 1, lambda weight: weight.fill_(torch.nan))
     with monkeypatch.context() as patch:
         patch.setattr('diffusion.checkpointing.checkpoint_writer.check_weights', lambda *arguments: None)
         trainer.fit()
     trainer.close()
-    with pytest.raises(NonFiniteWeights, match='/ba2: weights are NaN or infinite, in .*; to resume from an earlier'):
+    with pytest.raises(NonFiniteWeights, match='/ba1: weights are NaN or infinite, in .*; to resume from an earlier'):
         train(load(path))
 
 

@@ -90,7 +90,7 @@ def test_gpu_far_slower_than_the_others_for_minutes_counts_as_a_fault(monkeypatc
     assert health._fault == 'clock at 60% of its maximum for 5 min, the median GPU at 95%'
 
 
-@pytest.mark.parametrize('action', ['log', 'leave'])
+@pytest.mark.parametrize('action', [pytest.param('log', marks=pytest.mark.slow), 'leave'])
 def test_fault_saves_and_ends_with_bad_hardware_if_told_to_leave(write_recipe, tmp_path, monkeypatch, capfd, action):
     driver, queries = Driver(), []
     # From the second query on, the GPU has errors.
@@ -159,7 +159,8 @@ def test_invalid_settings_are_refused(settings, message):
 
 
 def test_run_without_gpus_logs_no_health(write_recipe):
-    recipe = load(write_recipe(callbacks={'node_health': {'every': 1}}, loggers={'metrics_file': {}}))
+    path = write_recipe(callbacks={'node_health': {'every': 1}}, loggers={'metrics_file': {}})
+    recipe = load(path, ['trainer.max_duration=1ba'])
     train(recipe)
     names = read_metrics(recipe.run_dir / 'metrics.jsonl')
     assert 'loss/train/total' in names and not [name for name in names if name.startswith('health/')]

@@ -134,6 +134,7 @@ def test_undecodable_image_error_names_shard_and_row(tmp_path):
         dataset[0]
 
 
+@pytest.mark.slow
 def test_workers_persist_across_epochs(write_recipe, pictures):
     before = set(multiprocessing.active_children())
     loader = build_loader(load(write_recipe(streams=two_buckets(pictures), loader={'num_workers': 1})))
@@ -175,8 +176,15 @@ def write_ramps(folder, sizes, *, metadata, image_format='PNG'):
     return folder
 
 
-@pytest.mark.parametrize('image_format', ['PNG', 'JPEG'])
-@pytest.mark.parametrize('crop', ['center', 'random'])
+@pytest.mark.parametrize(
+    ('crop', 'image_format'),
+    [
+        ('center', 'JPEG'),
+        ('random', 'PNG'),
+        pytest.param('center', 'PNG', marks=pytest.mark.slow),
+        pytest.param('random', 'JPEG', marks=pytest.mark.slow),
+    ],
+)
 def test_crop_coordinates_locate_the_pixels(tmp_path, tiny_recipe, many_datasets, crop, image_format):
     """The position of each crop, read from its colors, is the one that the sizes state, mirrored or not."""
     encoded = [(160, 96), (96, 200), (400, 200), (64, 64)] * 2

@@ -11,6 +11,9 @@ from diffusion.training.components import build_loader
 from diffusion.training.train import build_trainer, train
 
 
+SHORT = ['global_batch=4', 'streams.small.choose=12']
+
+
 class AtEvent(Callback):
     """Callback that calls a function with the trainer's state after a number of batches, at an event."""
 
@@ -24,29 +27,28 @@ class AtEvent(Callback):
 
 @pytest.fixture(scope='module')
 def whole(tmp_path_factory, tiny_recipe):
-    """Losses of an uninterrupted run of three epochs."""
+    """Losses of an uninterrupted run of two epochs of three batches."""
     root = tmp_path_factory.mktemp('whole')
     path = root / 'whole.yaml'
     path.write_text(yaml.safe_dump(tiny_recipe(root / 'runs', name='whole')))
-    train(load(path, ['trainer.max_duration=3ep', 'trainer.save_interval=3ep'])).close()
+    train(load(path, [*SHORT, 'trainer.max_duration=2ep', 'trainer.save_interval=2ep'])).close()
     return read_losses(root / 'runs' / 'whole')
 
 
-@pytest.mark.cpu_seconds(12)
 def test_run_extended_by_an_epoch_trains_on_the_next_one(write_recipe, tmp_path, whole):
     path = write_recipe()
-    for duration in ('1ep', '3ep'):
-        train(load(path, [f'trainer.max_duration={duration}', 'trainer.save_interval=1ep'])).close()
+    for duration in ('1ep', '2ep'):
+        train(load(path, [*SHORT, f'trainer.max_duration={duration}', 'trainer.save_interval=1ep'])).close()
     assert read_losses(tmp_path / 'runs' / 'run') == whole
 
 
 def test_second_fit_continues_within_the_epoch_and_with_a_new_loader(write_recipe, tmp_path, whole):
     path = write_recipe()
-    recipe = load(path, ['trainer.max_duration=3ep', 'trainer.save_interval=3ep'])
+    recipe = load(path, [*SHORT, 'trainer.max_duration=2ep', 'trainer.save_interval=2ep'])
     trainer = build_trainer(recipe)
-    trainer.fit(duration='3ba')
-    trainer.fit(duration='4ba')
-    trainer.fit(train_dataloader=build_loader(load(path, ['name=other'])), duration='8ba')
+    trainer.fit(duration='1ba')
+    trainer.fit(duration='1ba')
+    trainer.fit(train_dataloader=build_loader(load(path, [*SHORT, 'name=other'])), duration='4ba')
     trainer.close()
     assert read_losses(tmp_path / 'runs' / 'run') == whole
 

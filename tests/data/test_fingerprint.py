@@ -178,6 +178,7 @@ def test_trainer_compares_data_on_resume_and_accepts_allowed_change(write_recipe
     trainer.close()
 
 
+@pytest.mark.slow
 def test_checkpoint_without_fingerprint_warns(write_recipe, caplog):
     recipe = load(write_recipe())
     trainer_of(recipe, callbacks=False).fit()

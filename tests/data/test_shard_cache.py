@@ -49,6 +49,7 @@ def assert_correct(*loaders: BucketedLoader) -> None:
         assert served(loader) == expected()
 
 
+@pytest.mark.slow
 def test_second_job_downloads_nothing(store, bucket, tmp_path):
     assert Forked(lambda: assert_correct(cached_loader(bucket, tmp_path / 'cache'))).wait() == 0
     assert len(store.shard_reads()) == SHARDS
@@ -81,6 +82,7 @@ def test_streams_and_evaluation_share_cached_shards(store, bucket, tmp_path):
     assert len(shards_in(cache)) == SHARDS
 
 
+@pytest.mark.slow
 def test_jobs_on_old_and_new_version_do_not_interfere(store, bucket, tmp_path):
     old = iter(cached_loader(bucket, tmp_path / 'cache', predownload=60))
     found = [next(old)]
@@ -96,7 +98,14 @@ def test_jobs_on_old_and_new_version_do_not_interfere(store, bucket, tmp_path):
     assert dict(pairs) == expected()
 
 
-@pytest.mark.parametrize('limit', [None, 100 * SHARD, 11 * SHARD])
+@pytest.mark.parametrize(
+    'limit',
+    [
+        pytest.param(None, marks=pytest.mark.slow),
+        100 * SHARD,
+        pytest.param(11 * SHARD, marks=pytest.mark.slow),
+    ],
+)
 def test_of_a_dataset_that_grew_only_the_new_shards_are_downloaded(store, bucket, tmp_path, limit):
     cache = tmp_path / 'cache'
     assert_correct(cached_loader(bucket, cache, cache_limit=limit))
@@ -144,6 +153,7 @@ def test_job_continues_when_downloading_job_is_killed(store, bucket, tmp_path):
     assert not list(cache.rglob('.*'))
 
 
+@pytest.mark.slow
 def test_concurrent_jobs_stay_below_limit_and_serve_correct_samples(store, bucket, tmp_path):
     """Space for three of six shards; two jobs, one with workers, shuffle all six."""
     cache, limit = tmp_path / 'cache', 3 * SHARD
@@ -187,7 +197,7 @@ names = st.lists(st.integers(0, 40), min_size=1, max_size=12, unique=True)
 
 
 @given(names, st.integers(0, 3000), st.integers(0, 900), st.randoms())
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_eviction_is_least_recently_used_and_minimal(tmp_path_factory, used, limit, size, randomness):
     folder = tmp_path_factory.mktemp('room')
     paths = {use: folder / 'd-1' / VERSION / f'shard.{randomness.randrange(10**6)}.{use}.mds' for use in used}
@@ -218,7 +228,7 @@ changes = st.lists(
 
 
 @given(changes)
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_limit_holds_after_any_changes(tmp_path_factory, changes):
     """Downloads of two jobs, failed ones, evictions for a full disk, and a record that is half written or removed."""
     cache, limit = tmp_path_factory.mktemp('room'), 1000
@@ -251,16 +261,16 @@ def test_shards_of_a_job_without_limit_are_counted_later(tmp_path, monkeypatch):
 
 
 def test_files_are_not_listed_for_each_download(tmp_path, monkeypatch):
-    budget = CacheBudget({tmp_path: None}, 100_000, lambda: None)
+    budget = CacheBudget({tmp_path: None}, 25_000, lambda: None)
     folder = tmp_path / 'd' / VERSION
     scandir, listed = os.scandir, []
     monkeypatch.setattr(os, 'scandir', lambda path: listed.append(path) or scandir(path))
-    for number in range(1200):
+    for number in range(300):
         path = folder / f'shard.{number}.mds'
         scratch = budget.make_scratch_folder(path, 100)
         path.write_bytes(b'x' * 100)
         scratch.rmdir()
-    assert len(os.listdir(folder)) <= 1000
+    assert len(os.listdir(folder)) <= 250
     assert 2 <= listed.count(str(folder)) <= 30
 
 
@@ -323,19 +333,19 @@ def test_cleanup_keeps_scratch_of_live_process(tmp_path):
 
 
 def test_lock_is_exclusive(tmp_path):
-    """Four processes increment one counter in a file to 100, each reading and writing it under the lock."""
+    """Three processes increment one counter in a file to 60, each reading and writing it under the lock."""
     counter = tmp_path / 'counter'
     counter.write_text('0')
 
     def count() -> None:
-        for _ in range(25):
+        for _ in range(20):
             with locks.hold_path_lock(counter, lambda: None):
                 value = int(counter.read_text())
                 time.sleep(0.0005)
                 counter.write_text(str(value + 1))
 
-    assert [process.wait() for process in [Forked(count) for _ in range(4)]] == [0] * 4
-    assert counter.read_text() == '100'
+    assert [process.wait() for process in [Forked(count) for _ in range(3)]] == [0] * 3
+    assert counter.read_text() == '60'
     assert not list(tmp_path.glob('.*'))
 
 
@@ -361,7 +371,7 @@ def test_wait_is_limited_by_the_time_of_own_downloads():
     assert mine.patience_seconds(10**9) == 30
 
 
-@pytest.mark.parametrize('finishes', [True, False])
+@pytest.mark.parametrize('finishes', [pytest.param(True, marks=pytest.mark.slow), False])
 def test_one_process_downloads_while_others_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finishes: bool):
     """Three processes wait for one that finishes its download, or that never does: then one of the three downloads."""
     monkeypatch.setattr(shard_cache, 'PATIENCE_SECONDS', 30.0 if finishes else 0.5)

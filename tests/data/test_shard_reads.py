@@ -48,6 +48,7 @@ def test_a_shard_leaves_the_store_once_for_four_nodes_and_two_epochs(store: Stor
     assert sum(reads.values()) <= 1.05 * len(shards), f'{sum(reads.values())} reads of {len(shards)} shards'
 
 
+@pytest.mark.slow
 @pytest.mark.cpu_seconds(20)
 @pytest.mark.skipif(not can_isolate(), reason='only root can give each node its mounts')
 @pytest.mark.usefixtures('many_datasets')
@@ -64,25 +65,25 @@ def test_nodes_share_a_cache_on_a_file_system_of_the_cluster(store: Store, tmp_p
     assert sorted(shards_of(store.shard_reads()).items()) == [(path.name, 1) for path in shards]
 
 
-@pytest.mark.cpu_seconds(20)
 @pytest.mark.skipif(not can_isolate(), reason='only root can mount a small disk')
 @pytest.mark.usefixtures('many_datasets')
 def test_full_disk_evicts_shards_instead_of_ending_the_run(store: Store, tmp_path: Path) -> None:
     """Without cache_limit, on a disk that holds less than half of the dataset and is filled by others meanwhile."""
-    url = store.upload(write_samples(tmp_path / 'source', count=COUNT, size_limit=4 * SHARD))
+    count = COUNT // 4
+    url = store.upload(write_samples(tmp_path / 'source', count=count, size_limit=4 * SHARD))
     cache, log = tmp_path / 'cache', tmp_path / 'log'
     cache.mkdir()
 
     def run() -> None:
         isolate('node', tmp_path / 'tmp')
-        disk = ['mount', '-t', 'tmpfs', '-o', 'size=500k', 'tmpfs', str(cache)]
+        disk = ['mount', '-t', 'tmpfs', '-o', 'size=124k', 'tmpfs', str(cache)]
         subprocess.run(disk, check=True)
         logging.getLogger('diffusion').addHandler(logging.FileHandler(log))
-        loader = cached_loader(url, cache, shuffle_block_size=200, predownload=24)
+        loader = cached_loader(url, cache, shuffle_block_size=50, predownload=12)
         first = served(loader)
         (cache / 'of-another-program').write_bytes(bytes(shutil.disk_usage(cache).free))
         second = served(loader)
-        assert first == second == expected(count=COUNT)
+        assert first == second == expected(count=count)
         assert (cache / 'of-another-program').exists()
 
     assert Forked(run).wait() == 0

@@ -124,7 +124,7 @@ def extended(image, multiple):
     return Image.fromarray(np.pad(pixels, [(0, -side % multiple) for side in pixels.shape[:2]] + [(0, 0)], 'edge'))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @example((908, 900), Shape(32, 32), '4:2:0', (0.0, 0.998046875, 0.0))
 @given(
     st.tuples(st.integers(900, 1024), st.integers(900, 1200)),
@@ -144,7 +144,7 @@ def test_reduced_decoding_is_close_to_full_decoding(photograph, size, shape, sub
     assert psnr_db(decode_for_model(source, shape, crop), planes(expected)) > 42
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.integers(8, 3000), st.integers(8, 3000), st.sampled_from([*SHAPES, square(64)]), st.tuples(shares, shares))
 def test_rounding_moves_crop_edges_by_at_most_quarter_pixel(width, height, shape, at):
     box = crop_box(width, height, shape, Crop('random', 0.5, (0.5, *at)))
@@ -227,7 +227,7 @@ def test_valid_jpeg_with_too_many_pixels_is_rejected():
         decode_for_model(encoded(Image.new('L', (13_400, 13_400)), 'JPEG'), square(32))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(['PNG', 'JPEG', 'WEBP', 'GIF', 'BMP', 'TIFF']), st.data())
 @pytest.mark.filterwarnings('ignore')
 def test_damaged_bytes_decode_or_are_unreadable(format, data):
@@ -319,7 +319,7 @@ def test_partial_batch_and_new_shape_start_new_block():
     assert other.shape == (3, 3, 8, 2) and other[:, 0, 0, 0].tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize('workers', [0, 1])
+@pytest.mark.parametrize('workers', [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_batches_of_loader_are_never_overwritten(write_recipe, pictures, workers):
     """A consumer may keep batches, so later batches must not overwrite them."""
     streams = {f'px{side}': {'local': str(folder), 'resolution': side} for side, folder in pictures.items()}

@@ -43,7 +43,7 @@ def within(seconds: float) -> Iterator[None]:
     assert time.monotonic() - begin < seconds
 
 
-@pytest.mark.parametrize('fault', [500, 'cut', 'flip'])
+@pytest.mark.parametrize('fault', [pytest.param(500, marks=pytest.mark.slow), 'cut', 'flip'])
 def test_transient_download_error_is_retried(store, bucket, tmp_path, fault):
     store.fail('GET shard.00002', fault, times=2)
     assert served(loader_over(bucket, tmp_path / 'local')) == expected()
@@ -55,7 +55,7 @@ def test_transient_download_error_is_retried(store, bucket, tmp_path, fault):
     [
         (0, 404, r'there is no such bucket or object \(404\)'),
         (2, 403, r'the store refuses access \(403\): AccessDenied.* check the permissions.* AWS_ACCESS_KEY_ID'),
-        (2, 500, r'tried 2 times \(ClientError: .*InternalError'),
+        pytest.param(2, 500, r'tried 2 times \(ClientError: .*InternalError', marks=pytest.mark.slow),
         (0, 'cut', r'tried 2 times \(IncompleteReadError'),
         (0, 'flip', r'tried 2 times \(xxh64 [0-9a-f]{16}, expected [0-9a-f]{16}\)'),
     ],
@@ -71,7 +71,7 @@ def test_persistently_failing_shard_stops_epoch_with_its_name(store, bucket, tmp
     assert not (tmp_path / 'local' / 'shard.00003.mds').exists()
 
 
-@pytest.mark.parametrize('workers', [0, 2])
+@pytest.mark.parametrize('workers', [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_stalled_download_times_out(store, bucket, tmp_path, workers):
     store.fail('GET shard.00001', 60.0)
     loader = loader_over(bucket, tmp_path / 'local', workers=workers, download_timeout=0.5, download_retry=1)
@@ -93,7 +93,9 @@ def test_slow_download_continues_while_it_makes_progress(store, bucket, tmp_path
             served(loader)
 
 
-@pytest.mark.parametrize(('workers', 'change'), [(0, 'deleted'), (2, 'overwritten')])
+@pytest.mark.parametrize(
+    ('workers', 'change'), [(0, 'deleted'), pytest.param(2, 'overwritten', marks=pytest.mark.slow)]
+)
 def test_shard_that_changes_in_store_during_training_raises(store, bucket, tmp_path, workers, change):
     loader = loader_over(
         bucket, tmp_path / 'local', workers=workers, predownload=6, shuffle=False, num_canonical_nodes=1
@@ -109,7 +111,13 @@ def test_shard_that_changes_in_store_during_training_raises(store, bucket, tmp_p
             pass
 
 
-@pytest.mark.parametrize('first', [None, ConnectionResetError, pytest.param(EOFError, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('first',
+    [
+        None,
+        pytest.param(ConnectionResetError, marks=pytest.mark.slow),
+        pytest.param(EOFError, marks=pytest.mark.slow),
+    ],
+)
 def test_dead_worker_is_named_whatever_pytorch_raises_first(store, bucket, tmp_path, monkeypatch, first):
     """PyTorch may raise for the broken connection (`first`) before it detects that the worker died."""
     loader = loader_over(bucket, tmp_path / 'local', workers=2, predownload=6, shuffle=False)
@@ -132,6 +140,7 @@ def test_dead_worker_is_named_whatever_pytorch_raises_first(store, bucket, tmp_p
             pass
 
 
+@pytest.mark.slow
 def test_worker_killed_with_the_lock_of_the_others_does_not_hang_the_run(store, bucket, tmp_path, monkeypatch):
     """Workers look at an event between samples, whose lock is never released if one is killed meanwhile."""
     loader = loader_over(bucket, tmp_path / 'local', workers=2, predownload=6, shuffle=False)
@@ -184,7 +193,15 @@ def test_threads_that_end_early_raise(tmp_path, elastic):
             pass
 
 
-@pytest.mark.parametrize('harm', ['truncated', 'flipped', 'emptied', 'grown'])
+@pytest.mark.parametrize(
+    'harm',
+    [
+        pytest.param('truncated', marks=pytest.mark.slow),
+        'flipped',
+        pytest.param('emptied', marks=pytest.mark.slow),
+        'grown',
+    ],
+)
 def test_shard_damaged_after_earlier_run_is_downloaded_again(store, bucket, tmp_path, caplog, harm):
     local = tmp_path / 'local'
     served(loader_over(bucket, local))
@@ -221,7 +238,7 @@ def test_damaged_local_shard_raises_with_details(tmp_path):
     assert (local / 'shard.00002.mds').stat().st_size == size, 'local data must not be modified'
 
 
-@pytest.mark.parametrize(('workers', 'harm'), [(0, 'deleted'), (2, 'overwritten')])
+@pytest.mark.parametrize(('workers', 'harm'), [(0, 'deleted'), pytest.param(2, 'overwritten', marks=pytest.mark.slow)])
 def test_local_data_that_changes_during_training_raises(tmp_path, workers, harm):
     """The shards have been checked and read before they change."""
     local = write_samples(tmp_path / 'local')
@@ -255,7 +272,7 @@ def test_touched_shard_is_still_served(tmp_path):
         assert len(batch['number']) == 6
 
 
-@pytest.mark.parametrize('hashes', [['sha1'], ['xxh64'], ['md5', 'sha256']])
+@pytest.mark.parametrize('hashes', [pytest.param(['sha1'], marks=pytest.mark.slow), ['md5', 'sha256']])
 def test_any_supported_hash_is_checked(store, tmp_path, hashes):
     url = store.upload(write_samples(tmp_path / 'source', hashes=hashes))
     store.fail('GET shard.00001', 'flip')
@@ -276,7 +293,7 @@ def test_missing_required_hash_is_rejected_at_start(tmp_path):
         loader_over(None, write_samples(tmp_path / 'local'), validate_hash='xxh3_64')
 
 
-@pytest.mark.parametrize('keep_zip', [False, True])
+@pytest.mark.parametrize('keep_zip', [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compressed_shards_are_checked_before_and_after_unpacking(store, tmp_path, keep_zip):
     url = store.upload(write_samples(tmp_path / 'source', compression='zstd'))
     store.fail('GET shard.00001', 'flip', times=1)
@@ -300,7 +317,7 @@ def test_damaged_local_shard_is_unpacked_again(tmp_path):
         served(loader_over(None, local))
 
 
-@pytest.mark.parametrize('hashes', [['xxh64'], []])
+@pytest.mark.parametrize('hashes', [['xxh64'], pytest.param([], marks=pytest.mark.slow)])
 def test_rewritten_dataset_is_never_mixed_with_old_shards(store, tmp_path, caplog, hashes):
     url = store.upload(write_samples(tmp_path / 'source', hashes=hashes))
     local = tmp_path / 'local'

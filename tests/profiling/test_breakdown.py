@@ -1,9 +1,11 @@
 """Breakdown of step time: fractions sum to the step, and each stage measures what its name says."""
 
 import itertools
+import logging
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -20,12 +22,14 @@ from diffusion.models.flops import FlopCount, empty_copy, forward_flops
 from diffusion.profiling.breakdown import STAGES, WAITS, Breakdown, BreakdownReport, Recorder, Timeline, shares_of
 
 
-def samples(count: int, *, latents: bool = False) -> Any:
+SLEEP_SECONDS = 0.04
+
+
+def samples(count: int) -> Any:
     generator = torch.Generator().manual_seed(0)
     image = {batch_keys.IMAGE: torch.randint(0, 256, (3, 32, 32), dtype=torch.uint8, generator=generator)}
-    moments = {batch_keys.LATENT_MOMENTS: torch.randn(8, 4, 4, generator=generator)}
     return [
-        (moments if latents else image)
+        image
         | {
             batch_keys.INPUT_IDS: torch.full((1, 16), 320),
             batch_keys.SAMPLE_ID: torch.tensor(i),
@@ -43,10 +47,12 @@ class SlowData(list[Any]):
 
 
 class Slow(Callback):
-    """Callback that sleeps in one event of the Trainer."""
+    """Callback that sleeps in five events of the Trainer."""
 
-    def __init__(self, hook: str) -> None:
-        setattr(type(self), hook, lambda self, state, logger: time.sleep(0.04))
+    def batch_start(self, state: State, logger: Any) -> None:
+        time.sleep(SLEEP_SECONDS)
+
+    after_loss = after_train_batch = batch_end = eval_batch_end = batch_start
 
 
 class RecordedMetrics(LoggerDestination):
@@ -58,7 +64,7 @@ class RecordedMetrics(LoggerDestination):
 
 
 class Wall(Callback):
-    """Callback that measures steps independently, from the end of the first batch."""
+    """Callback that measures steps independently."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -67,12 +73,12 @@ class Wall(Callback):
         self.ends.append(time.perf_counter())
 
 
-@pytest.fixture
+@pytest.fixture(scope='module')
 def fit(make_model: Callable[..., Any]) -> Callable[..., Trainer]:
     def run(
-        *callbacks: Callback, batches: int = 6, data: Any = None, microbatch: int = 4, algorithms: Any = (), **more: Any
+        *callbacks: Callback, batches: int = 2, data: Any = None, microbatch: int = 4, algorithms: Any = (), **more: Any
     ) -> Trainer:
-        model = make_model(train_text_encoder=False)
+        model = make_model(train_text_encoder=False, layers_per_block=0)
         trainer = Trainer(
             model=model,
             train_dataloader=DataLoader(data or samples(8 * batches), batch_size=8),
@@ -92,75 +98,56 @@ def fit(make_model: Callable[..., Any]) -> Callable[..., Trainer]:
     return run
 
 
+@dataclass
+class Measured:
+    """A run of eight batches: one that is skipped, two windows of three, and an incomplete one."""
+
+    trainer: Trainer
+    report: BreakdownReport
+    """The report of the second window."""
+    step_seconds: float
+    """Seconds per step of the second window, measured independently."""
+    recorded: RecordedMetrics
+    lines: list[str]
+
+
+@pytest.fixture(scope='module')
+def measured(fit) -> Measured:
+    breakdown, wall, recorded = Breakdown(window=3, peak_tflops=0.001), Wall(), RecordedMetrics()
+    log, lines = logging.getLogger('diffusion.profiling.breakdown'), []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        trainer = fit(breakdown, wall, batches=8, loggers=[recorded], algorithms=[EMA()])
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+    return Measured(trainer, report_of(breakdown), (wall.ends[6] - wall.ends[3]) / 3, recorded, lines)
+
+
 def report_of(breakdown: Breakdown) -> BreakdownReport:
     assert breakdown.report is not None
     return breakdown.report
 
 
-def test_stages_sum_to_an_independently_measured_step(fit):
-    breakdown, wall = Breakdown(window=5), Wall()
-    fit(breakdown, wall)
-    report = report_of(breakdown)
-    measured = (wall.ends[-1] - wall.ends[0]) / 5
+def test_stages_sum_to_an_independently_measured_step(measured):
+    report = measured.report
     stages = sum(report.shares.values()) * report.step_seconds
-    assert stages == pytest.approx(measured, rel=0.05)
+    assert stages == pytest.approx(measured.step_seconds, rel=0.05)
     assert sum(report.shares.values()) == pytest.approx(1, abs=1e-9)
     assert set(report.shares) == set(STAGES)
-    assert report.batches == 5
-    assert report.samples == 40
-    assert report.samples_per_second == pytest.approx(8 / measured, rel=0.05)
+    assert report.batches == 3
+    assert report.samples == 24
+    assert report.samples_per_second == pytest.approx(8 / measured.step_seconds, rel=0.05)
     for stage in ('encode', 'forward', 'backward', 'optimizer'):
         assert report.shares[stage] > 0.01, stage
 
 
-@pytest.mark.parametrize(
-    ('hook', 'stage'),
-    [
-        ('batch_start', 'logging'),
-        ('after_loss', 'logging'),
-        ('after_train_batch', 'logging'),
-        ('batch_end', 'logging'),
-        ('eval_batch_end', 'evaluation'),
-    ],
-)
-def test_time_of_a_callback_is_counted(fit, hook, stage):
-    breakdown = Breakdown(window=3)
-    evaluation = {'eval_dataloader': DataLoader(samples(4), batch_size=4), 'eval_interval': '1ba'}
-    callback = type('Slow', (Slow,), {})  # a new class, since Slow sets the hook on its class
-    fit(breakdown, callback(hook), batches=4, **(evaluation if 'eval' in hook else {}))
-    report = report_of(breakdown)
-    total = report.batches * report.step_seconds / (1 - report.shares['evaluation'])
-    calls = 3 * (2 if hook == 'after_loss' else 1)  # two microbatches
-    assert report.shares[stage] * total >= calls * 0.04
-
-
-def test_waiting_for_data_is_counted(fit):
-    breakdown = Breakdown(window=3)
-    fit(breakdown, batches=4, data=SlowData(samples(32)))
-    report = report_of(breakdown)
-    assert report.shares['data_wait'] * report.step_seconds > 8 * 0.01
-
-
-def test_ema_updates_and_checkpoints_have_their_own_stages(fit, tmp_path, monkeypatch):
-    breakdown = Breakdown(window=3)
-    update = EMA.update
-
-    def slow_update(self: EMA) -> None:
-        time.sleep(0.04)
-        update(self)
-
-    monkeypatch.setattr(EMA, 'update', slow_update)
-    fit(breakdown, batches=4, algorithms=[EMA()], save_folder=str(tmp_path / 'saved'), save_interval='1ba')
-    report = report_of(breakdown)
-    assert report.shares['ema'] * report.step_seconds > 0.04
-    assert report.shares['checkpoint'] > 0
-
-
-def test_every_window_is_reported_as_metrics_and_log_line(fit, caplog):
-    breakdown, recorded = Breakdown(window=2, peak_tflops=0.001), RecordedMetrics()
-    with caplog.at_level('INFO', 'diffusion.profiling.breakdown'):
-        fit(breakdown, batches=6, loggers=[recorded])
-    reports = [metrics for metrics in recorded.metrics if 'time_share/backward' in metrics]
+def test_every_window_is_reported_as_metrics_and_log_line(measured):
+    reports = [metrics for metrics in measured.recorded.metrics if 'time_share/backward' in metrics]
     assert len(reports) == 2, 'the first batch is skipped, and the last window is incomplete'
     metrics = reports[-1]
     assert sum(metrics[f'time_share/{stage}'] for stage in STAGES) == pytest.approx(1)
@@ -168,33 +155,59 @@ def test_every_window_is_reported_as_metrics_and_log_line(fit, caplog):
     assert metrics['throughput/device/samples_per_sec'] == metrics['throughput/samples_per_sec']
     assert metrics['throughput/slowest_rank_step_seconds'] == metrics['throughput/step_seconds']
     assert metrics['throughput/device/mfu'] == pytest.approx(metrics['throughput/device/flops_per_sec'] / 1e9)
-    lines = [record.getMessage() for record in caplog.records if 'images/s' in record.getMessage()]
+    lines = [line for line in measured.lines if 'images/s' in line]
     assert len(lines) == 2
-    assert lines[0].startswith('batch 3: ')
+    assert lines[0].startswith('batch 4: ')
     assert 'MFU' in lines[0] and 'backward' in lines[0]
 
 
-def test_run_shorter_than_a_window_is_reported_at_its_end(fit):
-    breakdown = Breakdown(window=50)
-    fit(breakdown, batches=3)
-    assert report_of(breakdown).batches == 2
-
-
-def test_wrappers_and_listener_are_removed_after_fit(fit):
-    breakdown, recorded = Breakdown(window=2), RecordedMetrics()
-    trainer = fit(breakdown, batches=3, loggers=[recorded], algorithms=[EMA()])
-    assert 'log_metrics' not in vars(recorded)
-    assert not any('apply' in vars(algorithm) for algorithm in trainer.state.algorithms)
+def test_wrappers_and_listener_are_removed_after_fit(measured):
+    assert 'log_metrics' not in vars(measured.recorded)
+    assert measured.trainer.state.algorithms
+    assert not any('apply' in vars(algorithm) for algorithm in measured.trainer.state.algorithms)
     assert stage_hooks._listener is None
 
 
-def test_breakdown_does_not_change_losses(fit):
+def test_time_of_callbacks_data_averages_and_checkpoints_is_counted(fit, tmp_path, monkeypatch):
+    update = EMA.update
+
+    def slow_update(self: EMA) -> None:
+        time.sleep(SLEEP_SECONDS)
+        update(self)
+
+    monkeypatch.setattr(EMA, 'update', slow_update)
+    breakdown = Breakdown(window=2)
+    fit(
+        breakdown,
+        Slow(),
+        batches=3,
+        data=SlowData(samples(24)),
+        algorithms=[EMA()],
+        eval_dataloader=DataLoader(samples(4), batch_size=4),
+        eval_interval='1ba',
+        save_folder=str(tmp_path / 'saved'),
+        save_interval='1ba',
+    )
+    report = report_of(breakdown)
+    seconds_per_batch = report.step_seconds / (1 - report.shares['evaluation'])
+    seconds = {stage: share * seconds_per_batch for stage, share in report.shares.items()}
+    calls = 5  # batch_start, after_loss of two microbatches, after_train_batch and batch_end
+    assert seconds['logging'] >= calls * SLEEP_SECONDS
+    assert seconds['evaluation'] >= SLEEP_SECONDS
+    assert seconds['data_wait'] > 8 * 0.01
+    assert seconds['ema'] > SLEEP_SECONDS
+    assert report.shares['checkpoint'] > 0
+
+
+def test_losses_with_a_breakdown_of_a_run_shorter_than_a_window_are_those_without(fit):
     def losses(*callbacks: Callback) -> list[float]:
         recorded = RecordedMetrics()
-        fit(*callbacks, batches=3, loggers=[recorded])
+        fit(*callbacks, loggers=[recorded])
         return [m['loss/train/total'] for m in recorded.metrics if 'loss/train/total' in m]
 
-    assert losses() == losses(Breakdown(window=2))
+    breakdown = Breakdown(window=50)
+    assert losses() == losses(breakdown)
+    assert report_of(breakdown).batches == 1
 
 
 def test_window_of_zero_batches_is_an_error():
@@ -279,6 +292,7 @@ def test_line_includes_the_slowest_rank_only_if_it_is_slower():
     assert 'throughput/device/mfu' not in slow.metrics()
 
 
+@pytest.mark.slow
 def test_forward_flops_of_sd2():
     from diffusion.models.families.sd2 import builder as sd2_builder
 
@@ -288,10 +302,9 @@ def test_forward_flops_of_sd2():
         assert FlopCount(unet)(size, size, 77) / 1e9 == pytest.approx(gigaflops, rel=5e-3)
 
 
-@pytest.mark.parametrize('shape', [(4, 4), (8, 4)])
-def test_flops_of_a_batch_equal_torch_flop_counter(make_model, shape):
-    height, width = shape
-    model = make_model(train_text_encoder=False)
+def test_flops_of_a_batch_equal_torch_flop_counter(make_model):
+    height, width = 8, 4
+    model = make_model(train_text_encoder=False, layers_per_block=0)
     denoiser = FlopCount(model.denoiser)(height, width, 16)
     images = {
         batch_keys.IMAGE: torch.zeros(5, 3, 8 * height, 8 * width, dtype=torch.uint8),

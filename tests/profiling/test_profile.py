@@ -130,7 +130,7 @@ def test_kind_of_kernel_follows_from_its_name(name, kind):
 
 def test_profile_with_synthetic_data_writes_its_files_and_nothing_to_runs(tmp_path, tiny_recipe, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    content = tiny_recipe(tmp_path / 'runs', callbacks={'loss_guard': None}, global_batch=4)
+    content = tiny_recipe(tmp_path / 'runs', callbacks={'loss_guard': None}, global_batch=2)
     content['streams'] = {'small': {'remote': '???', 'local': 'nowhere', 'resolution': 32}}
     (tmp_path / 'recipe.yaml').write_text(yaml.safe_dump(content))
 

@@ -31,12 +31,13 @@ def test_our_code_never_waits_for_the_device_in_a_step(write_recipe, device):
     recipe = write_recipe(
         callbacks=dict.fromkeys(names),
         algorithms={'ema': None},
-        device_train_microbatch_size=4,
+        global_batch=4,
+        device_train_microbatch_size=2,
         speed={'compile': False},
         trainer=trainer,
     )
     built = build_trainer(load(recipe))
-    built.fit(duration='2ba')
+    built.fit(duration='1ba')
     with find_waits() as found:
         built.fit(duration='2ba')
     built.close()

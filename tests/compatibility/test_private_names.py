@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import functools
 import importlib
 import re
 import subprocess
@@ -22,34 +23,58 @@ PACKAGES = {'torch', 'torchvision', 'torchmetrics', 'composer', 'streaming', 'di
 STANDARD_LIBRARY = {'_replace', '_asdict', '_exit', '_actions', '_SubParsersAction', '_run_exitfuncs', '_shutdown'}
 OMEGACONF = {'_resolvers'}
 """Private name that `config` uses, which may not import the module of names because that imports torch."""
-PROGRAMS = {name: path for name, path in MODULES.items() if f'diffusion.{name}' != MODULE}
-TREES = {name: ast.parse(path.read_text(encoding='utf-8')) for name, path in PROGRAMS.items()}
-BENCHMARKS = {
-    path.name: ast.parse(path.read_text(encoding='utf-8')) for path in sorted((ROOT / 'benchmarks').glob('*.py'))
-}
+
+
+@functools.cache
+def nodes_of_package() -> dict[str, list[ast.AST]]:
+    """Return the syntax nodes of each module of the package but the list of names."""
+    paths = {name: path for name, path in MODULES.items() if f'diffusion.{name}' != MODULE}
+    return {name: nodes_of(path) for name, path in paths.items()}
+
+
+@functools.cache
+def nodes_of_all() -> dict[str, list[ast.AST]]:
+    """Return the syntax nodes of each module of the package and of the benchmarks."""
+    return nodes_of_package() | {path.name: nodes_of(path) for path in sorted((ROOT / 'benchmarks').glob('*.py'))}
+
+
+def nodes_of(path: Path) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(path.read_text(encoding='utf-8')))]
+
+
+def is_name(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def called_name(call: ast.Call) -> str:
+    """Return the name of a called function or method; empty for other expressions."""
+    function = call.func
+    return (
+        function.id if isinstance(function, ast.Name) else function.attr if isinstance(function, ast.Attribute) else ''
+    )
 
 
 def is_private(name: str) -> bool:
     return name.startswith('_') and not name.startswith('__')
 
 
-def own_names(tree: ast.AST) -> set[str]:
+def own_names(nodes: list[ast.AST]) -> set[str]:
     """Return the names of functions, classes, variables and attributes of `self` that a module defines."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == 'self':
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_name(node.value, 'self'):
             found.add(node.attr)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
     return found
 
 
-def private_imports(tree: ast.AST) -> Iterator[str]:
+def private_imports(nodes: list[ast.AST]) -> Iterator[str]:
     """Yield the private modules and names of other packages that a module imports or reaches by a dotted name."""
     roots = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
             roots |= {alias.asname or alias.name.partition('.')[0] for alias in node.names}
@@ -63,7 +88,7 @@ def private_imports(tree: ast.AST) -> Iterator[str]:
         for name in names:
             if name.partition('.')[0] in PACKAGES and any(map(is_private, name.split('.'))):
                 yield name
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             root = ast.unparse(node.value).partition('.')[0]
             if root in roots - {'os', 'argparse', 'threading', 'atexit', 'sys'}:
@@ -71,18 +96,18 @@ def private_imports(tree: ast.AST) -> Iterator[str]:
 
 
 def test_no_other_module_imports_a_private_name():
-    found = [f'{where}: {name}' for where, tree in (TREES | BENCHMARKS).items() for name in private_imports(tree)]
+    found = [f'{where}: {name}' for where, nodes in nodes_of_all().items() for name in private_imports(nodes)]
     assert not found, f'list these in {MODULE} and import them from there'
 
 
 def test_private_attributes_of_other_packages_are_listed():
-    own = {where: own_names(tree) for where, tree in TREES.items()}
+    own = {where: own_names(nodes) for where, nodes in nodes_of_package().items()}
     everywhere = set().union(*own.values())
     found = []
-    for where, tree in TREES.items():
+    for where, nodes in nodes_of_package().items():
         here = own[where] | STANDARD_LIBRARY | (OMEGACONF if where == 'config.interpolation' else set())
-        imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
-        for node in ast.walk(tree):
+        imported = {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+        for node in nodes:
             if not isinstance(node, ast.Attribute) or not is_private(node.attr):
                 continue
             owner = ast.unparse(node.value)
@@ -96,13 +121,13 @@ def test_private_attributes_of_other_packages_are_listed():
 
 def test_every_listed_name_is_used_and_every_used_name_is_listed():
     imported, read = set(), set()
-    for tree in (TREES | BENCHMARKS).values():
-        for node in ast.walk(tree):
+    for nodes in nodes_of_all().values():
+        for node in nodes:
             if isinstance(node, ast.ImportFrom) and node.module == MODULE:
                 imported |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == 'private_names':
+            elif isinstance(node, ast.Attribute) and is_name(node.value, 'private_names'):
                 imported.add(node.attr)
-            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith('private_attribute'):
+            elif isinstance(node, ast.Call) and called_name(node).endswith('private_attribute'):
                 assert isinstance(node.args[1], ast.Constant)
                 read.add(node.args[1].value)
     assert imported - {'private_attribute', 'set_private_attribute'} == IMPORTED.keys()
@@ -110,8 +135,8 @@ def test_every_listed_name_is_used_and_every_used_name_is_listed():
 
 
 def test_layer_one_takes_no_name_of_composer_or_streaming():
-    for where, tree in TREES.items():
-        for node in ast.walk(tree):
+    for where, nodes in nodes_of_package().items():
+        for node in nodes:
             if isinstance(node, ast.ImportFrom) and node.module == MODULE:
                 for package in {IMPORTED[alias.name].where for alias in node.names if alias.name in IMPORTED}:
                     assert FOREIGN.get(package.partition('.')[0], 1) <= layer(where), where

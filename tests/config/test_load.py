@@ -75,7 +75,7 @@ names = st.text('abcdefghij_', min_size=1, max_size=8)
     streams=st.dictionaries(names, st.sampled_from([64, 256, 512]), min_size=1, max_size=4),
     prompts=st.lists(st.text(characters, max_size=20), max_size=3),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_random_recipe_round_trips_through_yaml(tmp_path_factory, batch, lr, streams, prompts):
     folder = tmp_path_factory.mktemp('recipes')
     content = VALID | {
@@ -247,7 +247,7 @@ def test_numbers_that_are_no_durations_are_accepted(write):
 
 
 @given(batch=st.integers(1, 200), microbatch=st.integers(1, 200))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_microbatch_is_refused_if_it_fits_no_number_of_devices(batch, microbatch):
     recipe = Recipe('a', batch, Component('tiny'), device_train_microbatch_size=microbatch)
     recipe.streams, recipe.trainer = {'a': StreamConfig(64, local='x')}, {'max_duration': '1ba'}

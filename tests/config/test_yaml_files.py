@@ -20,7 +20,7 @@ values = st.recursive(
 
 
 @given(content=st.dictionaries(st.text('abcdef', min_size=1), values, max_size=4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_dumped_values_are_read_back_unchanged(tmp_path_factory, content):
     path = tmp_path_factory.mktemp('dump') / 'a.yaml'
     path.write_text(dump(content), encoding='utf-8', newline='')
@@ -30,7 +30,7 @@ def test_dumped_values_are_read_back_unchanged(tmp_path_factory, content):
 
 
 @given(value=values | st.text(st.characters(blacklist_categories=['Cs'], blacklist_characters='\0'), max_size=12))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_override_from_dump_inline_restores_the_value(value):
     written = dump_inline(value)
     assert '\n' not in written

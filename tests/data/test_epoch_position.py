@@ -10,7 +10,6 @@ from diffusion.errors import DataError
 from diffusion.training.components import build_loader
 from diffusion.training.train import build_trainer, train
 
-
 SHORT = ['global_batch=4', 'streams.small.choose=12']
 
 

@@ -111,7 +111,8 @@ def test_shard_that_changes_in_store_during_training_raises(store, bucket, tmp_p
             pass
 
 
-@pytest.mark.parametrize('first',
+@pytest.mark.parametrize(
+    'first',
     [
         None,
         pytest.param(ConnectionResetError, marks=pytest.mark.slow),

@@ -312,8 +312,13 @@ def test_kept_state_of_another_program_is_ignored(desktop, address):
 
 
 @needs_browser
-@pytest.mark.parametrize('scheme', ['light', 'dark'])
-@pytest.mark.parametrize('width', [1280, 390])
+@pytest.mark.parametrize(
+    ('width', 'scheme'),
+    [
+        (390, 'dark'),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1280, 'light'), (1280, 'dark'), (390, 'light'))),
+    ],
+)
 def test_page_has_no_serious_accessibility_issue(page, scheme, width):
     page.set_viewport_size({'width': width, 'height': 800})
     page.emulate_media(color_scheme=scheme, reduced_motion='reduce')

@@ -46,11 +46,12 @@ def true_share(base, by_rater, by_prompt, tie) -> float:
     ('base', 'by_rater', 'by_prompt', 'tie'),
     [
         (0.2, 0.5, 0.5, 0.3),
-        (0.2, 1.0, 0.3, 0.3),
-        (0.2, 0.3, 1.0, 0.0),
-        (0.0, 0.0, 0.0, 0.3),  # neither people nor prompts differ, and neither do A and B
-        (0.0, 0.3, 0.0, 1.0),  # most answers are ties
-        (1.6, 0.5, 0.5, 0.3),  # A is preferred in 90%
+        pytest.param(0.2, 1.0, 0.3, 0.3, marks=pytest.mark.slow),
+        pytest.param(0.2, 0.3, 1.0, 0.0, marks=pytest.mark.slow),
+        # Neither people nor prompts differ, and neither do A and B.
+        pytest.param(0.0, 0.0, 0.0, 0.3, marks=pytest.mark.slow),
+        pytest.param(0.0, 0.3, 0.0, 1.0, marks=pytest.mark.slow),  # most answers are ties
+        pytest.param(1.6, 0.5, 0.5, 0.3, marks=pytest.mark.slow),  # A is preferred in 90%
     ],
 )
 def test_interval_covers_the_true_preference_in_95_percent_of_simulations(base, by_rater, by_prompt, tie):
@@ -62,6 +63,7 @@ def test_interval_covers_the_true_preference_in_95_percent_of_simulations(base, 
     assert 0.93 <= covered <= 0.97
 
 
+@pytest.mark.slow
 def test_interval_covers_where_people_stop_early():
     random = np.random.default_rng(2)
     raters, prompts = cells()
@@ -132,6 +134,7 @@ def test_sentences_say_who_is_better():
         assert found.differs == (share != 0.5)
 
 
+@pytest.mark.slow
 def test_answers_needed_find_the_difference_with_the_promised_power():
     random = np.random.default_rng(6)
     pilots = [analyze_preference(draw(random, 0.2, 0.4, 0.4, 0.0), *cells()) for _ in range(200)]

@@ -58,7 +58,7 @@ def test_resize_equals_clean_fid_bit_for_bit(height, width, side, seed):
 def test_inception_equals_torch_fidelity(inception_file):
     """At 299 pixels neither of the two resizes, so that only the network is compared."""
     network = Inception(str(inception_file))
-    images = [noise(299, 299, seed) for seed in range(2)]
+    images = [noise(299, 299)]
     original = FeatureExtractorInceptionV3('inception', ['2048'], str(inception_file))
     expected = original(torch.stack(images))[0]
     assert expected.std() > 0
@@ -96,15 +96,15 @@ def test_features_of_an_image_do_not_depend_on_the_others(clip_folder):
 
 @pytest.fixture(scope='module')
 def emoji() -> list[Tensor]:
-    """40 emoji of 64 pixels."""
-    drawn = [each.render(64).convert('RGB') for each in all_emoji()[::40][:40]]
+    """24 emoji of 64 pixels."""
+    drawn = [each.render(64).convert('RGB') for each in all_emoji()[::60][:24]]
     return [torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in drawn]
 
 
 @pytest.fixture(scope='module')
 def small_network() -> EfficientNetLite0:
     network = EfficientNetLite0()
-    network.side = 96  # a fifth of the time
+    network.side = 64  # a tenth of the time
     return network
 
 

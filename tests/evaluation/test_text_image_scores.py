@@ -30,14 +30,15 @@ def loaded(clip: str) -> tuple[Any, Any]:  # transformers annotates their method
 
 def test_clip_score_is_the_scaled_cosine(clip):
     model, processor = loaded(clip)
-    scores = TextImageScore(clip).scores(images(), PROMPTS)
+    network = TextImageScore(clip)
+    scores = network.scores(images(), PROMPTS)
     for image, prompt, score in zip(images(), PROMPTS, scores, strict=True):
         short = prompt[:300]
         inputs = processor(images=image, text=short, return_tensors='pt')
         with torch.no_grad():
             cosine = model(**inputs).logits_per_image[0, 0] / model.logit_scale.exp()
         expected = (100 * cosine).clamp(min=0)
-        found = TextImageScore(clip).scores([image], [short])
+        found = network.scores([image], [short])
         torch.testing.assert_close(found[0], expected, rtol=1e-5, atol=1e-5)
         if short == prompt:
             torch.testing.assert_close(score, expected, rtol=1e-5, atol=1e-5)
@@ -45,12 +46,13 @@ def test_clip_score_is_the_scaled_cosine(clip):
 
 def test_pick_score_is_the_scaled_cosine(clip):
     model, processor = loaded(clip)
+    network = TextImageScore(clip, kind='pick_score')
     for image, prompt in zip(images(), PROMPTS, strict=True):
         inputs = processor(
             text=[prompt], images=[image], return_tensors='pt', padding=True, truncation=True, max_length=77
         )
         output = model(**inputs)
-        found = TextImageScore(clip, kind='pick_score').scores([image], [prompt])
+        found = network.scores([image], [prompt])
         torch.testing.assert_close(found, output.logits_per_image[0], rtol=1e-4, atol=1e-4)
 
 

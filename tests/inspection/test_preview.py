@@ -68,6 +68,7 @@ def test_each_bucket_shows_its_own_samples(write_recipe, two_buckets, tmp_path):
     assert [len(image) for image in images_of(out.read_text())] == [32, 32, 64, 64]
 
 
+@pytest.mark.slow
 def test_seed_determines_samples(write_recipe, pictures, tmp_path):
     path = write_recipe(streams={'a': {'local': str(pictures[32]), 'resolution': 32}})
     pages = []

@@ -180,8 +180,8 @@ def test_no_job_is_submitted_if_one_is_invalid(write_spec, tmp_path, capsys, add
     ('backend', 'tool', 'advice'),
     [
         ('slurm', 'sbatch', 'run this on a login node of the cluster'),
-        ('kubernetes', 'kubectl', 'install kubectl'),
-        ('skypilot', 'sky', 'pip install skypilot'),
+        pytest.param('kubernetes', 'kubectl', 'install kubectl', marks=pytest.mark.slow),
+        pytest.param('skypilot', 'sky', 'pip install skypilot', marks=pytest.mark.slow),
     ],
 )
 def test_missing_tool_is_reported_with_install_advice(backend, tool, advice, write_spec, capsys, monkeypatch, tmp_path):

@@ -45,6 +45,7 @@ def test_skypilot_accepts_the_examples(skypilot):
     assert [skypilot.problem(text) for text in files_of('skypilot')] == [None]
 
 
+@pytest.mark.slow
 def test_sagemaker_accepts_the_examples(monkeypatch):
     """Validated by botocore, which checks before it sends, and by moto, which mocks AWS in this process."""
     import boto3
@@ -69,6 +70,7 @@ def test_every_backend_has_an_example():
     assert {load_job_spec(path).backend for path in EXAMPLES} == set(NAMES)
 
 
+@pytest.mark.slow
 def test_examples_are_checked_and_priced_offline_without_torch():
     names = ', '.join(repr(str(path.relative_to(ROOT))) for path in EXAMPLES)
     program = (

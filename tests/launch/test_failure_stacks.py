@@ -104,7 +104,7 @@ def test_process_that_is_stopped_is_named_by_its_state(run_node):
     assert f'rank 1 on node 0 ({socket.gethostname()}) is stopped (SIGSTOP)' in attempt.detail
 
 
-@pytest.mark.parametrize('body', ['sys.exit(78)', 'sys.exit(0)'])
+@pytest.mark.parametrize('body', ['sys.exit(78)', pytest.param('sys.exit(0)', marks=pytest.mark.slow)])
 def test_nothing_is_written_if_all_ranks_have_ended(run_node, body):
     status, run = run_node(body)
     assert str(status) in body
@@ -236,6 +236,7 @@ def test_summary_and_nccl_files_of_an_earlier_attempt_of_the_same_name_do_not_co
     assert time.monotonic() - begin < 0.3
 
 
+@pytest.mark.slow
 def test_summary_is_written_before_the_wait_for_nccl(run_node, monkeypatch):
     existed = []
     monkeypatch.setattr(
@@ -245,6 +246,7 @@ def test_summary_is_written_before_the_wait_for_nccl(run_node, monkeypatch):
     assert existed == [True]
 
 
+@pytest.mark.slow
 def test_second_ctrl_c_ends_the_ranks_although_all_shared_storage_hangs(run_node, monkeypatch, tmp_path):
     """The run's folder and the exit file stop responding when the ranks have started."""
     never, pids = threading.Event(), tmp_path / 'pid-0'
@@ -280,12 +282,14 @@ def test_second_ctrl_c_ends_the_ranks_although_all_shared_storage_hangs(run_node
     never.set()
 
 
+@pytest.mark.slow
 def test_ranks_may_end_their_upload_after_a_hardware_fault_on_another_rank(run_node, tmp_path):
     body = "if rank == 1: sys.exit(76)\ntime.sleep(1.5)\nPath('uploaded').touch()\nsys.exit(75)"
     status, _ = run_node(body)
     assert status == 76 and (tmp_path / 'uploaded').exists()
 
 
+@pytest.mark.slow
 def test_preempted_job_without_checkpoints_does_not_say_that_there_was_nothing_to_save(run_node, tmp_path, capsys):
     assert run_node('sys.exit(75)', task='precompute')[0] == 75
     assert 'node 0: preempted\n' in capsys.readouterr().err
@@ -335,6 +339,7 @@ def test_nccl_files_of_each_node_are_uploaded(store, tmp_path, monkeypatch):
     assert store.objects('home') == expected
 
 
+@pytest.mark.slow
 def test_stacks_of_the_newest_attempts_are_kept_in_a_bucket(store, tmp_path, monkeypatch):
     monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(tmp_path))
     url = store.bucket('home') + '/runs/run'
@@ -352,6 +357,7 @@ def test_stacks_of_the_newest_attempts_are_kept_in_a_bucket(store, tmp_path, mon
     assert len(store.requests) == requests + 1, 'only the first listing after an attempt without stacks'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('what', [403, pytest.param(9.0, marks=pytest.mark.slow)])
 def test_hang_is_ended_although_the_bucket_fails_or_hangs(run_node, store, tmp_path, monkeypatch, what):
     monkeypatch.setattr(bounded_call, 'STORAGE_SECONDS', 0.5)

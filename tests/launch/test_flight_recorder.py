@@ -4,6 +4,7 @@ import os
 import time
 from pathlib import Path
 
+import pytest
 from ranks import ROOT, free_port
 
 from diffusion.launch.rank_discovery import NodePosition, nccl_environment
@@ -33,6 +34,7 @@ def wait_for(path: Path, workers: Workers, seconds: float) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_rank_with_nccl_writes_its_collectives_on_request(tmp_path, device):
     program = tmp_path / 'program.py'
     program.write_text(PROGRAM)

@@ -204,8 +204,8 @@ def edit_a_module(starter: Starter) -> None:
     ('disturb', 'variables', 'reason'),
     [
         (signaled(signal.SIGKILL), {}, 'ended with -9'),
-        (signaled(signal.SIGSTOP), {}, 'does not respond within'),
-        (edit_a_module, {}, 'has an earlier version of'),
+        pytest.param(signaled(signal.SIGSTOP), {}, 'does not respond within', marks=pytest.mark.slow),
+        pytest.param(edit_a_module, {}, 'has an earlier version of', marks=pytest.mark.slow),
         (lambda _: None, {'OMP_NUM_THREADS': '2', 'HF_HOME': '/other'}, 'was started with another value of HF_HOME'),
     ],
 )

@@ -94,7 +94,7 @@ def with_edges(test):
 
 
 @pytest.mark.parametrize('backend', RULES)
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=names)
 @with_edges
 def test_backend_accepts_exactly_the_names_of_its_scheduler(backend, name, accepts_name, write_spec):

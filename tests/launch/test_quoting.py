@@ -82,7 +82,9 @@ def octal_quoted(value: str) -> str:
     return "$'" + ''.join(f'\\{byte:03o}' for byte in value.encode()) + "'"
 
 
-@pytest.mark.parametrize('backend', SHELLS)
+@pytest.mark.parametrize(
+    'backend', [pytest.param(each, marks=pytest.mark.slow) if each in ('skypilot', 'mcli') else each for each in SHELLS]
+)
 @few
 @given(texts=text_lists)
 @example(texts=HOSTILE)

@@ -114,6 +114,7 @@ def test_submit_status_logs_and_cancel(write_spec, aws, capsys):
     assert main(['cancel', str(path)]) == 0
 
 
+@pytest.mark.slow
 def test_chain_is_a_pipeline_that_can_be_resubmitted(write_spec, aws, capsys):
     import boto3
 
@@ -139,6 +140,7 @@ def test_aws_error_is_one_line(write_spec, monkeypatch, capsys):
     assert capsys.readouterr().err == 'error: SageMaker: Unable to locate credentials\n'
 
 
+@pytest.mark.slow
 def test_node_fetches_secrets_by_name(aws):
     import boto3
 

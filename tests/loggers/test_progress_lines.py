@@ -90,24 +90,24 @@ class Work(Callback):
         self.now += 600
 
 
-@pytest.mark.parametrize('duration', ['20ba', pytest.param('4ep', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('duration', ['12ba', pytest.param('4ep', marks=pytest.mark.slow)])
 def test_time_left_is_that_of_training_alone(write_recipe, pictures, monkeypatch, caplog, duration):
     path = write_recipe(
         loggers={'console_lines': {'every_seconds': 0.0}},
         eval_streams={'other': {'local': str(pictures[64]), 'resolution': 32}},
-        trainer={'max_duration': duration, 'eval_interval': '10ba', 'save_interval': '20ba', 'device': 'cpu'},
+        trainer={'max_duration': duration, 'eval_interval': '6ba', 'save_interval': '12ba', 'device': 'cpu'},
     )
-    trainer, work = build_trainer(load(path)), Work()
+    trainer, work = build_trainer(load(path, ['global_batch=4', 'streams.small.choose=12'])), Work()
     trainer.state.callbacks.append(work)
     monkeypatch.setattr('diffusion.loggers.progress_lines.time', SimpleNamespace(monotonic=lambda: work.now))
     with caplog.at_level('INFO', logger='diffusion'):
         trainer.fit()
     trainer.close()
-    found = re.findall(r'batch (\d+) of 20, loss \d\.\d+, (\S+) batches/s, (\d+) s left', caplog.text)
-    assert [int(batch) for batch, _, _ in found] == list(range(2, 20))
+    found = re.findall(r'batch (\d+) of 12, loss \d\.\d+, (\S+) batches/s, (\d+) s left', caplog.text)
+    assert [int(batch) for batch, _, _ in found] == list(range(2, 12))
     for batch, speed, left in found:
         # Work between two batches counts up to the duration of one batch, here in every fourth of them.
         assert 1.4 <= float(speed) <= 2.1
-        assert (20 - int(batch)) * BATCH_SECONDS - 1 <= int(left) <= (20 - int(batch)) * BATCH_SECONDS * 1.4 + 1
-    assert 'batch 20 of 20, loss ' in caplog.text
-    assert len(re.findall(r'batch [12]0, evaluation: loss=\d', caplog.text)) == 2
+        assert (12 - int(batch)) * BATCH_SECONDS - 1 <= int(left) <= (12 - int(batch)) * BATCH_SECONDS * 1.4 + 1
+    assert 'batch 12 of 12, loss ' in caplog.text
+    assert len(re.findall(r'batch (6|12), evaluation: loss=\d', caplog.text)) == 2

@@ -80,7 +80,7 @@ print('done')
     assert 'batch 2' in screen.last_rows
 
 
-@pytest.mark.parametrize('leave', [True, False])
+@pytest.mark.parametrize('leave', [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_progress_bar_of_another_library_replaces_the_status_line(leave):
     screen = see(f"""
 from tqdm import tqdm
@@ -119,7 +119,7 @@ def test_no_terminal_no_control_characters(tmp_path):
     assert re.fullmatch(MESSAGE + 'ogged\n', str(dumb))
 
 
-@pytest.mark.parametrize('term', ['xterm', 'dumb'])
+@pytest.mark.parametrize('term', ['xterm', pytest.param('dumb', marks=pytest.mark.slow)])
 def test_control_characters_of_a_file_name_are_escaped(term):
     screen = see(r"log.warning('%s: not an image', '\x1b]0;title\x07\x1b[2J\u202ename')", TERM=term)
     assert r'WARNING: \x1b]0;title\x07\x1b[2J\u202ename: not an image' in str(screen)

@@ -107,8 +107,8 @@ def test_unwritable_run_folder_is_a_finding(recipe):
     ('fault', 'message', 'status'),
     [
         (('GET shard.00000', 403), 'AccessDenied', FAILED),
-        (('GET index.json', 500), 'index.json', FAILED),
-        (('GET shard.00000', 'cut'), 'IncompleteReadError', FAILED),
+        pytest.param(('GET index.json', 500), 'index.json', FAILED, marks=pytest.mark.slow),
+        pytest.param(('GET shard.00000', 'cut'), 'IncompleteReadError', FAILED, marks=pytest.mark.slow),
         (None, '', 0),
     ],
 )
@@ -261,6 +261,7 @@ def own_folder(rank):
         subprocess.run(['mount', '-t', 'tmpfs', 'tmpfs', os.environ['COVERED']], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason='only root may mount')
 def test_nodes_that_do_not_share_the_run_folder_are_found(run_two, recipe, monkeypatch):
     if subprocess.run(['unshare', '--mount', 'true'], capture_output=True, check=False).returncode:
@@ -343,6 +344,7 @@ def test_nodes_without_a_shared_folder_pass_with_a_bucket(run_two, bucket_recipe
     assert {*store.objects('home')} == {'runs/run/preflight.json'}
 
 
+@pytest.mark.slow
 def test_node_that_reaches_another_store_is_found(run_two, bucket_recipe):
     def other_store(rank):
         if rank:

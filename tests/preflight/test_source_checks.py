@@ -97,6 +97,7 @@ def test_refusals_and_faults_of_the_hub_have_their_own_status(recipe, hub, fault
         assert len(hub.requests) <= 2 * 2, 'of the VAE alone, as a subfolder and at the top'
 
 
+@pytest.mark.slow
 def test_access_that_ended_after_the_configuration_was_cached_is_found(recipe, hub, small_vae):
     aligned = recipe(prx=True, vae=str(small_vae), representation_alignment=ALIGNMENT)
     check_sources(aligned)
@@ -156,6 +157,7 @@ def test_initial_weights_of_another_architecture_are_found(recipe, hub, reposito
     assert not found.ok and 'init_from: ' in found.detail and 'does not exist' in found.detail
 
 
+@pytest.mark.slow
 def test_offline_mode_needs_the_weights_in_the_cache(recipe, hub, monkeypatch, small_vae):
     aligned = recipe(prx=True, vae=str(small_vae), representation_alignment=ALIGNMENT)
     check_sources(aligned)

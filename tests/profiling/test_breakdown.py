@@ -21,7 +21,6 @@ from diffusion.models import batch_keys, stage_hooks
 from diffusion.models.flops import FlopCount, empty_copy, forward_flops
 from diffusion.profiling.breakdown import STAGES, WAITS, Breakdown, BreakdownReport, Recorder, Timeline, shares_of
 
-
 SLEEP_SECONDS = 0.04
 
 

@@ -81,6 +81,7 @@ def test_page_shows_what_is_added_to_the_run(run):
         assert left == []
 
 
+@pytest.mark.slow
 @needs_browser
 def test_table_leads_to_live_pages_of_its_runs(run):
     folder = run.parent

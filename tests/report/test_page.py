@@ -200,8 +200,12 @@ def test_values_that_are_nan_are_noted_and_marked(visit, report):
 
 @pytest.mark.parametrize(
     ('name', 'scheme', 'size'),
-    [('report', 'light', DESK), ('report', 'dark', DESK), ('report', 'light', PHONE), ('comparison', 'dark', PHONE)],
-    ids=['light', 'dark', 'phone', 'comparison-dark-phone'],
+    [
+        pytest.param('report', 'light', DESK, id='light'),
+        pytest.param('report', 'dark', DESK, id='dark', marks=pytest.mark.slow),
+        pytest.param('report', 'light', PHONE, id='phone', marks=pytest.mark.slow),
+        pytest.param('comparison', 'dark', PHONE, id='comparison-dark-phone', marks=pytest.mark.slow),
+    ],
 )
 def test_no_serious_accessibility_issue(visit, request, name, scheme, size):
     page = visit(request.getfixturevalue(name))

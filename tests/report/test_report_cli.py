@@ -61,6 +61,7 @@ def test_options_are_checked(words):
     assert ended.value.code == 2
 
 
+@pytest.mark.slow
 def test_runs_in_a_bucket(runs, store, capsys):
     url = store.upload(runs, 'runs')
     assert main(['report', f'{url}/run-0']) == 0
@@ -72,6 +73,7 @@ def test_runs_in_a_bucket(runs, store, capsys):
     assert 'cannot be read' in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_nothing_of_torch_is_imported(runs):
     program = 'import sys; from diffusion.cli import main; assert main(["report", "runs/run-0"]) == 0; '
     program += 'print(*{name.partition(".")[0] for name in sys.modules}, file=sys.stderr)'

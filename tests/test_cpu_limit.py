@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parent
 CONFTEST = """
 from cpu_limit import CpuLimit
@@ -79,6 +81,7 @@ def test_passes_with_a_limit_of_its_own():
 """
 
 
+@pytest.mark.slow
 def test_default_test_may_take_little_cpu_time(tmp_path):
     (tmp_path / 'test_program.py').write_text(PROGRAM)
     (tmp_path / 'conftest.py').write_text(CONFTEST)

@@ -208,6 +208,7 @@ def test_votes_by_keyboard_survive_a_reload_and_are_exported(page, html, address
     assert sorted({each.pair for each in answers}) == list(range(len(KEY.pairs)))
 
 
+@pytest.mark.slow
 @needs_browser
 def test_answers_can_be_corrected_by_keyboard_and_mouse(page, html):
     page.click('#begin')
@@ -226,6 +227,7 @@ def test_answers_can_be_corrected_by_keyboard_and_mouse(page, html):
     assert [(each.pair, each.choice) for each in answers] == [(index, 'tie'), (index, right)]
 
 
+@pytest.mark.slow
 @needs_browser
 def test_keys_that_are_pressed_too_fast_change_no_answer(page, html):
     page.click('#begin')
@@ -239,6 +241,7 @@ def test_keys_that_are_pressed_too_fast_change_no_answer(page, html):
     assert answers == [{'pair': index, 'question': each, 'choice': left} for each in ('quality', 'alignment')]
 
 
+@pytest.mark.slow
 @needs_browser
 def test_prompts_are_shown_as_text(page, html):
     page.click('#begin')
@@ -248,6 +251,7 @@ def test_prompts_are_shown_as_text(page, html):
         vote(page, html, 'ArrowLeft', 'ArrowLeft')
 
 
+@pytest.mark.slow
 @needs_browser
 def test_images_are_enlarged_and_compared_at_one_position(page):
     page.click('#begin')
@@ -261,6 +265,7 @@ def test_images_are_enlarged_and_compared_at_one_position(page):
     assert page.inner_text('#count').startswith('0 '), 'keys do not vote while an image is enlarged'
 
 
+@pytest.mark.slow
 @needs_browser
 def test_order_and_sides_differ_between_people_and_favor_no_side(page):
     found = page.evaluate("""() => {
@@ -276,6 +281,7 @@ def test_order_and_sides_differ_between_people_and_favor_no_side(page):
     assert len(np.unique(orders, axis=0)) > 500
 
 
+@pytest.mark.slow
 @needs_browser
 def test_browser_that_keeps_nothing_says_so_and_answers_are_not_lost(desktop, address, html):
     page = desktop[0].new_page()
@@ -300,6 +306,7 @@ def test_browser_that_keeps_nothing_says_so_and_answers_are_not_lost(desktop, ad
     page.close()
 
 
+@pytest.mark.slow
 @needs_browser
 def test_kept_state_of_another_program_is_ignored(desktop, address):
     page = desktop[0].new_page()
@@ -311,14 +318,10 @@ def test_kept_state_of_another_program_is_ignored(desktop, address):
     page.close()
 
 
+@pytest.mark.slow
 @needs_browser
-@pytest.mark.parametrize(
-    ('width', 'scheme'),
-    [
-        (390, 'dark'),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1280, 'light'), (1280, 'dark'), (390, 'light'))),
-    ],
-)
+@pytest.mark.parametrize('scheme', ['light', 'dark'])
+@pytest.mark.parametrize('width', [1280, 390])
 def test_page_has_no_serious_accessibility_issue(page, scheme, width):
     page.set_viewport_size({'width': width, 'height': 800})
     page.emulate_media(color_scheme=scheme, reduced_motion='reduce')

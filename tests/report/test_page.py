@@ -91,6 +91,7 @@ def test_summary_and_all_sections_are_there(visit, report):
     assert 'memory of the nodes' in page.locator('#checkpoints').inner_text()
 
 
+@pytest.mark.slow
 def test_links_lead_to_sections(visit, report):
     page = visit(report)
     links = page.locator('#contents a')
@@ -102,6 +103,7 @@ def test_links_lead_to_sections(visit, report):
     expect(page.locator('#metrics h2')).to_be_in_viewport()
 
 
+@pytest.mark.slow
 def test_curve_follows_smoothing_axes_and_legend(visit, report):
     page = visit(report)
     card(page, 'loss').scroll_into_view_if_needed()
@@ -130,6 +132,7 @@ def test_curve_follows_smoothing_axes_and_legend(visit, report):
     changed()
 
 
+@pytest.mark.slow
 def test_cursor_moves_by_keyboard_and_shows_the_values(visit, report):
     page = visit(report)
     plot = card(page, 'levels').locator('.plot')
@@ -145,6 +148,7 @@ def test_cursor_moves_by_keyboard_and_shows_the_values(visit, report):
     assert card(page, 'levels').locator('.position').inner_text() == ''
 
 
+@pytest.mark.slow
 def test_chart_has_a_table(visit, report):
     page = visit(report)
     card(page, 'levels').get_by_text('Table').click()
@@ -154,6 +158,7 @@ def test_chart_has_a_table(visit, report):
     assert card(page, 'levels').locator('thead th').count() == 9
 
 
+@pytest.mark.slow
 def test_slider_shows_the_images_of_a_batch(visit, report):
     page = visit(report)
     images = page.locator('#samples img')
@@ -170,6 +175,7 @@ def test_slider_shows_the_images_of_a_batch(visit, report):
     assert images.evaluate_all('images => images.every(image => image.complete && image.naturalWidth === 96)')
 
 
+@pytest.mark.slow
 def test_evaluations_are_sorted_and_the_best_is_marked(visit, report):
     page = visit(report)
     table = page.locator('#evaluations table').first
@@ -186,26 +192,25 @@ def test_evaluations_are_sorted_and_the_best_is_marked(visit, report):
     assert sweep.locator('circle').count() == 20 and '7.5' in (sweep.text_content() or '')
 
 
+@pytest.mark.slow
 def test_any_metric_can_be_chosen(visit, report):
     page = visit(report)
     page.get_by_label('Metric').select_option('checkpoint/memory_save_seconds')
     assert card(page, 'explorer').locator('h3').inner_text() == 'checkpoint/memory_save_seconds'
 
 
+@pytest.mark.slow
 def test_values_that_are_nan_are_noted_and_marked(visit, report):
     page = visit(report)
     assert 'the first one is NaN, at batch 400' in page.locator('.notes').inner_text()
     assert '1 value that is NaN or infinite' in card(page, 'loss').inner_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('name', 'scheme', 'size'),
-    [
-        pytest.param('report', 'light', DESK, id='light'),
-        pytest.param('report', 'dark', DESK, id='dark', marks=pytest.mark.slow),
-        pytest.param('report', 'light', PHONE, id='phone', marks=pytest.mark.slow),
-        pytest.param('comparison', 'dark', PHONE, id='comparison-dark-phone', marks=pytest.mark.slow),
-    ],
+    [('report', 'light', DESK), ('report', 'dark', DESK), ('report', 'light', PHONE), ('comparison', 'dark', PHONE)],
+    ids=['light', 'dark', 'phone', 'comparison-dark-phone'],
 )
 def test_no_serious_accessibility_issue(visit, request, name, scheme, size):
     page = visit(request.getfixturevalue(name))
@@ -218,6 +223,7 @@ def test_no_serious_accessibility_issue(visit, request, name, scheme, size):
     assert page.evaluate('document.documentElement.scrollWidth <= innerWidth'), 'nothing is cut at the side'
 
 
+@pytest.mark.slow
 def test_colors_are_chosen_and_kept(visit, report):
     page = visit(report)
     page.emulate_media(color_scheme='light')
@@ -282,6 +288,7 @@ def test_hostile_texts_are_shown_as_texts(visit, tmp_path):
     assert page.locator('#chart-explorer h3').inner_text() == f'x/{HOSTILE}'
 
 
+@pytest.mark.slow
 def test_scripts_other_than_those_of_the_page_do_not_run(context, report, tmp_path):
     path = tmp_path / 'changed.html'
     path.write_text(
@@ -296,6 +303,7 @@ def test_scripts_other_than_those_of_the_page_do_not_run(context, report, tmp_pa
     page.close()
 
 
+@pytest.mark.slow
 def test_a_run_without_a_batch_has_a_page(visit, tmp_path):
     run = tmp_path / 'new'
     run.mkdir()

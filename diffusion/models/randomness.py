@@ -89,12 +89,12 @@ def philox_rows(even: Tensor, odd: Tensor, keys: Tensor) -> tuple[Tensor, Tensor
 
 
 class RandomBits(NamedTuple):
-    """Random numbers of N blocks per sample, each of four words, in exact arithmetic: the same bits on every device."""
+    """Random numbers for N blocks of four words per sample, in exact arithmetic: the same bits on every device."""
 
     words: Tensor
-    """First word of each of the first S blocks, a 32-bit integer, int64 [B, S]."""
+    """First word of each of the first S blocks, as a 32-bit integer, int64 [B, S]."""
     fractions: Tensor
-    """The same as numbers in [0, 1), float64 [B, S]."""
+    """The same words as numbers in [0, 1), float64 [B, S]."""
     uniforms: Tensor
     """Words 0 and 2 of every block as numbers in (0, 1], float32 [B, 2 N]."""
     angles: Tensor
@@ -108,11 +108,11 @@ def random_bits(
 
     Args:
         blocks: Index of each block within its purpose, int64 [N].
-        keys: Both key words of every round, int64 [rounds, 2, 1, N].
+        keys: Both key words for each round, int64 [rounds, 2, 1, N].
         sample_id: Index of each sample in its dataset, int64 [B].
         epoch: Epoch of each sample, int64 [B].
         batch_index: Index of the global batch, int64 [B].
-        num_words: S, the number of blocks whose first words are returned.
+        num_words: S, the number of blocks whose first word is returned.
     """
     c0, c1, c2, c3 = _counters(blocks, sample_id, epoch, batch_index)
     even, odd = philox_rows(torch.stack((c0, c2)), torch.stack((c1, c3)), keys)
@@ -124,9 +124,9 @@ def random_bits(
 def fusible_random_bits(
     blocks: Tensor, keys: Tensor, sample_id: Tensor, epoch: Tensor, batch_index: Tensor, *, num_words: int
 ) -> RandomBits:
-    """Return what `random_bits` does, in a form that torch.compile makes one GPU kernel."""
-    # All operations have the shape [B, N, 2], even though each block is then computed twice: for other shapes, and for
-    # torch.stack, the compiler would write more kernels, and a kernel costs more than its arithmetic.
+    """Like `random_bits`, in a form that torch.compile turns into a single GPU kernel."""
+    # All operations have the shape [B, N, 2], although each block is then computed twice. For other shapes, and for
+    # torch.stack, the compiler would generate more kernels, and launching a kernel costs more than its arithmetic.
     counters = [each[..., None].expand(-1, -1, 2) for each in _counters(blocks, sample_id, epoch, batch_index)]
     w0, w1, w2, w3 = philox(tuple(counters), (keys[0, 0, ..., None], keys[0, 1, ..., None]))  # type: ignore[arg-type]
     is_first = torch.arange(2, device=blocks.device) == 0
@@ -137,33 +137,33 @@ def fusible_random_bits(
 
 
 def _fractions(words: Tensor) -> Tensor:
-    """Return 32-bit words as numbers in [0, 1), float64, without rounding."""
+    """Convert 32-bit words to numbers in [0, 1), float64, without rounding."""
     return words.double() * 2.0**-32
 
 
 def _counters(
     blocks: Tensor, sample_id: Tensor, epoch: Tensor, batch_index: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the words of the counters of N blocks of B samples, int64 [B, N] each."""
+    """Return the counter words for N blocks of B samples, int64 [B, N] each."""
     shape = (len(sample_id), len(blocks))
     ids = ((each[:, None] & _MASK).expand(shape) for each in (sample_id, epoch, batch_index))
     return blocks.expand(shape), *ids  # type: ignore[return-value]
 
 
 def _pairs(even: Tensor, odd: Tensor) -> tuple[Tensor, Tensor]:
-    """Return words as numbers in (0, 1] and as angles in [0, 2 pi), float32."""
-    # A float32 holds 24 bits exactly; +1 keeps the argument of the logarithm in (0, 1].
+    """Convert words to numbers in (0, 1] and to angles in [0, 2 pi), float32."""
+    # float32 holds 24 bits exactly; +1 keeps the argument of the logarithm in (0, 1].
     uniforms = ((even >> 8) + 1).float() * 2.0**-24
     return uniforms, (odd >> 8).float() * (2.0**-24 * 2.0 * math.pi)
 
 
 def box_muller(uniforms: Tensor, angles: Tensor) -> Tensor:
-    """Return standard normal numbers [B, 2 K] for pairs of a number in (0, 1] and an angle, [B, K] each.
+    """Return standard normal numbers [B, 2 K] from numbers in (0, 1] and angles, [B, K] each.
 
-    Method of Box and Muller (1958).
+    Source: Box and Muller (1958).
     """
     radius = uniforms.log().mul_(-2.0).sqrt_()
-    # Write in place: on a GPU, the cost of small draws is the number of kernels, here six.
+    # Write in place: on a GPU, the cost of small draws is the number of kernels, which is six here.
     normals = torch.empty((*angles.shape, 2), dtype=angles.dtype, device=angles.device)
     torch.cos(angles, out=normals[..., 0])
     torch.sin(angles, out=normals[..., 1])
@@ -177,15 +177,15 @@ def _multipliers(device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=32)
 def _layout(seed: int, counts: tuple[tuple[Purpose, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the Philox counters and keys that give each purpose its count of random words, in N blocks of four words.
+    """Return Philox counters and keys that give each purpose its number of random words, in N blocks of four words.
 
     Returns:
-        Index of each block within its purpose [N], and its keys for all rounds [rounds, 2, 1, N].
+        The index of each block within its purpose, [N], and its keys for all rounds, [rounds, 2, 1, N].
     """
     blocks = [_blocks(count) for _, count in counts]
     number = torch.cat([torch.arange(count) for count in blocks])
     purpose = torch.repeat_interleave(torch.tensor([int(each) for each, _ in counts]), torch.tensor(blocks))
-    # Philox adds the Weyl constants to both key words after each round; compute the keys of all rounds in advance.
+    # Philox adds the Weyl constants to both key words after each round; precompute the keys of all rounds.
     weyl = torch.arange(_ROUNDS)[:, None] * torch.tensor(_WEYL)
     keys = (torch.stack((torch.full_like(purpose, seed), purpose)) + weyl[:, :, None]) & _MASK
     return number.to(device), keys[:, :, None, :].to(device)
@@ -198,9 +198,10 @@ class Draws:
     Attributes:
         seed: Seed of the run, in [0, 2**32).
         sample_id: Index of each sample in its dataset, int64 [B].
-        epoch: Epoch of each sample, combined by `epoch_word` with the number of its earlier copies in it, int64 [B].
+        epoch: Epoch of each sample, combined by `epoch_word` with the number of its earlier copies in that epoch, int64
+            [B].
         batch_index: Index of the global batch, int64 [B].
-        ready_words: Words drawn by `precompute_draws`, as integers and as fractions [B], by purpose.
+        ready_words: Words drawn by `precompute_draws`, by purpose, as integers and as fractions [B].
         ready_normals: Normal numbers drawn by `precompute_draws`, by purpose.
     """
 
@@ -214,11 +215,11 @@ class Draws:
     def precompute_draws(
         self, words: Sequence[Purpose], normals: Mapping[Purpose, int], draw: Callable[..., RandomBits] = random_bits
     ) -> 'Draws':
-        """Return an equal source that holds some of its random numbers already, drawn in one call for all purposes.
+        """Return an equal source that already holds some random numbers, drawn in one call for all purposes.
 
         Args:
             words: Purposes that need one number per sample.
-            normals: Number of normal numbers per sample by purpose.
+            normals: Number of normal random numbers per sample, by purpose.
             draw: `random_bits` or a compiled `fusible_random_bits`.
         """
         counts = (*((purpose, 4) for purpose in words), *normals.items())
@@ -244,7 +245,7 @@ class Draws:
     def _bits(
         self, counts: tuple[tuple[Purpose, int], ...], num_words: int, draw: Callable[..., RandomBits]
     ) -> RandomBits:
-        """Draw random numbers for several purposes, from `counts` words each."""
+        """Draw random numbers for several purposes, `counts` words for each."""
         return draw(*self._layout(counts), self.sample_id, self.epoch, self.batch_index, num_words=num_words)
 
     def _layout(self, counts: tuple[tuple[Purpose, int], ...]) -> tuple[Tensor, Tensor]:
@@ -260,9 +261,9 @@ class Draws:
         return _fractions(self.words(purpose, 1)[:, 0])
 
     def stratified(self, stratum: Purpose, within: Purpose) -> Tensor:
-        """Return one random number in [0, 1) per sample, float64 [B], one in each of B equal parts; each is uniform.
+        """Return one uniform random number in [0, 1) per sample, float64 [B], with one number in each of B equal parts.
 
-        The part that a sample gets depends on all samples of the batch, but not on their order.
+        A sample's part depends on all samples of the batch, but not on their order.
         """
         assert len(self.sample_id) <= 2**20  # larger batches could round a number to 1
         # Sort samples by random words. Equal words are rare and are sorted by sample id.
@@ -276,9 +277,9 @@ class Draws:
         return (self.words(purpose, 1)[:, 0] * high) >> 32
 
     def normal(self, purpose: Purpose, shape: Sequence[int]) -> Tensor:
-        """Return standard normal noise for each sample of the batch, float32 [B, *shape], for training or sampling.
+        """Return standard normal noise for each sample in the batch, float32 [B, *shape], for training or sampling.
 
-        The noise of a sample does not depend on its rank or on the other samples.
+        A sample's noise does not depend on its rank or on other samples.
         """
         count = math.prod(shape)
         normals = self.ready_normals.get(purpose)
@@ -289,23 +290,23 @@ class Draws:
 
 
 def _blocks(count: int) -> int:
-    """Return the number of blocks of four words that hold a number of words."""
+    """Return the number of four-word blocks needed for a number of words."""
     return -(-count // 4)
 
 
 def epoch_word(epoch: Words, occurrence: Words) -> Words:
-    """Return the word of a counter for an epoch and the number of earlier copies of the sample in it."""
+    """Return the counter word for an epoch and the number of earlier copies of the sample in it."""
     return epoch + (occurrence << 16)
 
 
 def keyed_uniforms(seed: int, purpose: Purpose, sample_id: int, epoch: int) -> tuple[float, float, float, float]:
-    """Return four random numbers in [0, 1) for a sample and an `epoch_word`, without tensors, for data workers."""
-    # Streaming passes NumPy integers, which warn when a product overflows; convert them.
+    """Return four random numbers in [0, 1) for a sample and an `epoch_word`, without tensors, for loader workers."""
+    # Convert NumPy integers, which Streaming passes and which warn when a product overflows.
     w0, w1, w2, w3 = philox((0, int(sample_id) & _MASK, int(epoch) & _MASK, 0), (seed, int(purpose)))
     return w0 * 2.0**-32, w1 * 2.0**-32, w2 * 2.0**-32, w3 * 2.0**-32
 
 
 def draws_for(ids: Sequence[int], *, seed: int, device: torch.device | str = 'cpu') -> Draws:
-    """Return a source of random numbers keyed by ids alone, without epoch and batch, as for image generation."""
+    """Return a source of random numbers keyed only by ids, without epoch and batch, as for image generation."""
     sample_id = torch.tensor(list(ids), dtype=torch.int64, device=device)
     return Draws(seed, sample_id, torch.zeros_like(sample_id), torch.zeros_like(sample_id))

@@ -1,7 +1,7 @@
-"""Representation alignment (REPA): a transformer's tokens learn to predict features of a frozen image encoder.
+"""Representation alignment (REPA): a transformer's tokens learn to predict a frozen image encoder's features.
 
-Yu et al. 2024, arXiv 2410.06940. Shapes: B batch, N image tokens of a grid h x w, K tokens that are kept by a router,
-D width of a token, F width of the encoder's features.
+Yu et al. 2024, arXiv 2410.06940. Shapes: B batch, N image tokens in a grid h x w, K tokens that a router keeps, D width
+of a token, F width of the encoder's features.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ ENCODERS: dict[str, type[PreTrainedModel]] = {
     'dinov2_with_registers': Dinov2WithRegistersModel,
     'dinov3_vit': DINOv3ViTModel,
 }
-"""Image encoders by `model_type` in their configuration; the last tokens of their output are those of the patches."""
+"""Image encoders by `model_type` in their configuration; their last output tokens are those of the patches."""
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
@@ -34,28 +34,29 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 class RepresentationAlignment:
     """Settings of representation alignment (Yu et al. 2024): the tokens after a block predict an encoder's features.
 
-    With h_n the token n after the block, and y_n the feature of the same place in the image without noise:
+    With h_n token n after the block, and y_n the feature at the same position in the noise-free image:
 
         loss += weight * mean over n of (1 - cos(MLP(h_n), y_n))
 
-    which is the paper's loss plus a constant, so that the loss stays positive, as `loss_guard` needs. The encoder
-    gets the image at the size at which it has one patch per token. The MLP is trained with the denoiser and saved in
-    checkpoints, but it is not part of exports. Evaluation does not use it.
+    This is the paper's loss plus a constant, so that the loss stays positive, which `loss_guard` requires. The image is
+    resized so that the encoder has one patch per token. The MLP is trained with the denoiser and saved in checkpoints,
+    but it is not part of exports. Evaluation does not use it.
 
-    Cost: one forward pass of the encoder per image, and its memory; PRX published 3.46 instead of 3.95 batches
-    per second with DINOv3. `task: precompute` with this setting stores the features beside the latents instead.
+    Cost: one forward pass of the encoder per image, and its memory. PRX reported 3.46 instead of 3.95 batches per
+    second with DINOv3. With this setting, `task: precompute` stores the features next to the latents instead.
     """
 
     encoder: str
-    """Image encoder: a folder or a repository on the Hub of a DINOv2 or DINOv3 ViT, such as facebook/dinov2-base."""
+    """Image encoder: a folder, or a repository on the Hub, with a DINOv2 or DINOv3 ViT, such as
+    facebook/dinov2-base."""
     revision: str | None = None
     """Commit of the repository `encoder`."""
     block: int = 7
-    """Index of the block whose output is aligned, from 0. 7 is the paper's encoder depth of 8."""
+    """Index (from 0) of the block whose output is aligned. 7 is the paper's encoder depth of 8."""
     weight: Annotated[float, LOSS] = 0.5
     """Weight of the loss (lambda in the paper); the default is the paper's."""
     hidden_size: int = 2048
-    """Width of the two hidden layers of the MLP; the default is the authors'."""
+    """Width of the MLP's two hidden layers; the default is the authors'."""
 
     def __post_init__(self) -> None:
         for key, problem in alignment_problems(self.block, self.weight, self.hidden_size, depth=None).items():
@@ -85,7 +86,7 @@ class FeatureEncoder(nn.Module):
 
     @property
     def patch_size(self) -> int:
-        """Side of a patch of the encoder in pixels."""
+        """Side of the encoder's patches in pixels."""
         return self.encoder.config.patch_size
 
     def forward(self, images: Tensor, grid: tuple[int, int]) -> Tensor:
@@ -98,12 +99,12 @@ class FeatureEncoder(nn.Module):
         pixels = functional.interpolate(pixels, size, mode='bicubic', antialias=True)
         pixels = (pixels - self.mean) / self.std
         output = self.encoder(pixel_values=pixels.to(self.encoder.dtype)).last_hidden_state
-        # The class token and the registers come before the patches.
+        # The class and register tokens come before the patch tokens.
         return output[:, -grid[0] * grid[1] :]
 
 
 class FeatureProjector(nn.Sequential):
-    """Trained MLP from a token, width D, to a feature, width F: three layers with SiLU, as in the authors' code."""
+    """Trained MLP that maps tokens, width D, to features, width F: three layers with SiLU, as in the authors' code."""
 
     def __init__(self, width: int, hidden_size: int, features: int) -> None:
         super().__init__(
@@ -116,11 +117,11 @@ class FeatureProjector(nn.Sequential):
 
 
 class TokenCapture:
-    """Hook that captures the image tokens after a block of a transformer.
+    """Hook that captures the image tokens after a transformer block.
 
     Args:
-        blocks: The family's blocks of image tokens.
-        block: The block after which the tokens are captured.
+        blocks: The family's image-token blocks.
+        block: Index of the block after which tokens are captured.
     """
 
     def __init__(self, blocks: TokenBlocks, block: nn.Module) -> None:
@@ -130,8 +131,8 @@ class TokenCapture:
 
     @contextmanager
     def capturing(self) -> Iterator[list[Tensor]]:
-        """Context in which the tokens of a forward pass are appended to the list that it yields, [B, K or N, D]."""
-        # Activation checkpointing runs the hook again in the backward pass, outside of this context.
+        """Yield a list to which the image tokens of forward passes inside the context are appended, [B, K or N, D]."""
+        # Activation checkpointing runs the hook again in the backward pass, outside this context.
         self._captured = []
         try:
             yield self._captured
@@ -151,15 +152,15 @@ def build_alignment(
     width: int | None,
     encoder: FeatureEncoder | None = None,
 ) -> tuple[FeatureEncoder, FeatureProjector, TokenCapture]:
-    """Return the image encoder, the projection with random weights, and a hook that captures a denoiser's tokens.
+    """Return the image encoder, the projector with random weights, and a hook that captures a denoiser's tokens.
 
     Args:
-        denoiser: The denoiser, before it is wrapped by FSDP.
+        denoiser: The denoiser, before FSDP wraps it.
         width: D, width of the denoiser's tokens.
-        encoder: Image encoder; None loads the one that the settings name.
+        encoder: Image encoder; None loads the encoder named in the settings.
 
     Raises:
-        UserError: The denoiser has no tokens or no such block, or the encoder cannot be loaded.
+        UserError: The denoiser has no image tokens or no such block, or the encoder cannot be loaded.
     """
     if family.token_blocks is None or width is None:
         raise UserError(f'representation_alignment: a {type(denoiser).__name__} has no image tokens; use a transformer')
@@ -185,7 +186,7 @@ def load_feature_encoder(source: str, revision: str | None, *, where: str) -> Fe
         UserError: The encoder cannot be loaded, or is not one of `ENCODERS`.
     """
     options: dict[str, Any] = {'subfolder': '', 'revision': revision}
-    # Do not use AutoConfig: it would ask on the terminal whether to run the code that `auto_map` names.
+    # Do not use AutoConfig: it would ask in the terminal whether to run the code named in `auto_map`.
     config = read_config(PreTrainedModel, source, **options)
     kind = config.get('model_type')
     if kind not in ENCODERS:
@@ -196,12 +197,12 @@ def load_feature_encoder(source: str, revision: str | None, *, where: str) -> Fe
 
 
 def alignment_losses(projected: Tensor, features: Tensor, kept: Tensor | None) -> Tensor:
-    """Return 1 - cosine similarity of projected tokens [B, K, F] and features [B, N, F], mean per sample, float32 [B].
+    """Return 1 - cosine similarity of projected tokens [B, K, F] and features [B, N, F], averaged per sample, [B].
 
     Args:
         projected: Outputs of the MLP for the tokens.
         features: Features of all cells.
-        kept: Cells of the tokens, int64 [B, K]; None if the tokens are those of all cells.
+        kept: Cells of the tokens, int64 [B, K]; None if there is a token for each cell.
     """
     if kept is not None:
         features = torch.take_along_dim(features, kept[:, :, None], dim=1)

@@ -26,24 +26,24 @@ from diffusion.models.families.adapter import Condition
 from diffusion.models.objective import MIN_TIME, Objective, flow_velocity
 
 Denoise = Callable[[Tensor, Tensor], Tensor]
-"""Function from noisy latents [B, C, H, W] and a timestep [] to a prediction [B, C, H, W]."""
+"""Function that maps noisy latents [B, C, H, W] and a timestep [] to a prediction [B, C, H, W]."""
 
 
 @dataclass(frozen=True)
 class LatentGrid:
-    """Relation between the size of an image in pixels and that of its latents."""
+    """Relation between an image's size in pixels and the size of its latents."""
 
     channels: int
-    """C, channels of the latents."""
+    """C, number of latent channels."""
     cell: int
     """Side of a latent cell in pixels."""
     patch: int
-    """Side of a token of the denoiser in latent cells; 1 if it takes any size."""
+    """Side of a denoiser token in latent cells; 1 if the denoiser takes any size."""
     default_side: int
-    """Side, in latent cells, of images that are generated without a size."""
+    """Side in latent cells of images that are generated without a given size."""
 
     def shape(self, size: tuple[int, int] | None) -> tuple[int, int, int]:
-        """Return C, H and W of the latents for images of a height and width in pixels; None is the default size.
+        """Return C, H and W of the latents for images of a height and width in pixels; None uses the default size.
 
         Raises:
             UserError: The denoiser cannot generate images of this size.
@@ -56,7 +56,7 @@ class LatentGrid:
         return self.channels, height // self.cell, width // self.cell
 
     def check_patches(self, height: int, width: int) -> None:
-        """Raise UserError unless latents of a height and width in cells divide into the denoiser's patches."""
+        """Raise UserError unless a height and width in latent cells can be divided into the denoiser's patches."""
         if height % self.patch or width % self.patch:
             raise UserError(
                 f"streams: latents of {width}x{height} cells do not divide into the denoiser's patches of "
@@ -79,11 +79,11 @@ class LatentGrid:
 
 
 def inference_scheduler(name: str, objective: Objective) -> Any:
-    """Return one of diffusers' schedulers with the noise schedule that the model was trained on.
+    """Return a diffusers scheduler with the noise schedule that the model was trained with.
 
     Args:
         name: Short name, such as `ddim`, or class name in diffusers.
-        objective: Training objective of the model.
+        objective: The model's training objective.
 
     Raises:
         UserError: The scheduler does not exist, does not support the schedule, or needs a package that is missing.
@@ -110,7 +110,7 @@ def scheduler_class(name: str, *, flow: bool = False) -> Any:
     """Return a scheduler class by short name (`ddim`, `dpm++`, `euler`, ...) or by its class name in diffusers.
 
     Args:
-        flow: True for a model that is trained on a flow, False for diffusion.
+        flow: True for a model trained with flow matching, False for diffusion.
 
     Raises:
         UserError: The scheduler does not exist, or does not support this kind of model.
@@ -131,18 +131,18 @@ def sample_latents(
     """Generate latents [B, C, H, W] by denoising pure noise step by step.
 
     Args:
-        denoise: Function from noisy latents and a timestep to the guided prediction.
-        scheduler: One of diffusers' schedulers.
+        denoise: Function that maps noisy latents and a timestep to the guided prediction.
+        scheduler: A diffusers scheduler.
         noise: Initial noise, standard normal.
-        num_inference_steps: Steps of the scheduler.
+        num_inference_steps: Number of scheduler steps.
         seeds: One seed per image, for schedulers that add noise in each step.
     """
     scheduler.set_timesteps(num_inference_steps, device=noise.device)
     extra: dict[str, Any] = {}
     if 'generator' in inspect.signature(scheduler.step).parameters:
-        # Use one generator per image, on the CPU, so that its noise depends neither on other images nor on the device.
+        # Use one generator per image, on the CPU, so that the noise depends neither on other images nor on the device.
         extra['generator'] = [torch.Generator().manual_seed(seed) for seed in seeds]
-    # Schedulers that are only for flows start from plain noise and do not scale the input.
+    # Schedulers for flow matching start from plain noise and do not scale the input.
     latents = noise * getattr(scheduler, 'init_noise_sigma', 1.0)
     scale = getattr(scheduler, 'scale_model_input', lambda latents, timestep: latents)
     for timestep in scheduler.timesteps:
@@ -160,20 +160,20 @@ def guided_denoiser(
     scale: float,
     rescale: float = 0.0,
 ) -> Denoise:
-    """Return the function that `sample_latents` calls: the guided prediction in the form that a scheduler takes.
+    """Return the function that `sample_latents` calls: the guided prediction, converted to what the scheduler expects.
 
     Args:
-        predict: Function from noisy latents, timesteps [B] and a condition to the denoiser's prediction.
-        condition: Condition of the prompts. With guidance, the batch starts with the unconditional condition.
-        scheduler: One of diffusers' schedulers.
-        objective: Training objective of the model.
+        predict: Function that maps noisy latents, timesteps [B] and a condition to the denoiser's prediction.
+        condition: Condition for the prompts. With guidance, the batch starts with the unconditional condition.
+        scheduler: A diffusers scheduler.
+        objective: The model's training objective.
         scale: Guidance scale; 1 or less turns guidance off.
         rescale: Strength of guidance rescaling; see `guide`.
     """
-    # Schedulers that are only for flows take the velocity, whatever the denoiser predicts.
+    # Schedulers for flow matching expect the velocity, whatever the denoiser predicts.
     takes_velocity = objective.is_flow and 'prediction_type' not in scheduler.config
-    # Euler's method as published for x-prediction (Li and He 2025; PRXPixelPipeline of diffusers) bounds t as training
-    # does. Heun's second step needs the velocity close to t = 0, where the bound would stop it halfway.
+    # For x-prediction, the published Euler method (Li and He 2025; diffusers' PRXPixelPipeline) bounds t like training.
+    # Heun's second step needs the velocity near t = 0, where this bound would stop it halfway.
     min_time = MIN_TIME if isinstance(scheduler, FlowMatchEulerDiscreteScheduler) else 0.0
 
     def denoise(noisy: Tensor, timestep: Tensor) -> Tensor:
@@ -192,14 +192,14 @@ def guided_denoiser(
 
 
 def guide(unconditional: Tensor, conditional: Tensor, *, scale: float, rescale: float = 0.0) -> Tensor:
-    """Return the guided prediction of classifier-free guidance (Ho and Salimans 2022), [B, C, H, W].
+    """Return the prediction of classifier-free guidance (Ho and Salimans 2022), [B, C, H, W].
 
     Args:
         unconditional: Prediction for the negative prompt.
         conditional: Prediction for the prompt.
         scale: Guidance scale; 1 turns guidance off.
-        rescale: Interpolation in [0, 1] towards a result with the standard deviation of `conditional` (Lin et al. 2024,
-            equations 15 and 16, who use 0.7).
+        rescale: Strength in [0, 1] of rescaling to the standard deviation of `conditional` (Lin et al. 2024, equations
+            15 and 16; they use 0.7).
     """
     guided = unconditional + scale * (conditional - unconditional)
     if rescale == 0:
@@ -210,8 +210,8 @@ def guide(unconditional: Tensor, conditional: Tensor, *, scale: float, rescale: 
 
 
 def as_captions(prompts: Sequence[str]) -> list[str]:
-    """Return prompts as a list, or raise UserError if they are not a sequence of at least one string."""
-    # A string is a sequence of strings too, and would give one image per letter.
+    """Return prompts as a list; raise UserError unless they are a non-empty sequence of strings."""
+    # A string is also a sequence of strings, and would give one image per letter.
     if isinstance(prompts, str):
         raise UserError(f'prompts: pass a list of captions, such as [{prompts!r}], instead of one string')
     captions = list(prompts)
@@ -226,10 +226,10 @@ def as_captions(prompts: Sequence[str]) -> list[str]:
 def check_sampling(
     seeds: Sequence[int], num_inference_steps: int, num_train_timesteps: int, scale: float, rescale: float
 ) -> None:
-    """Raise UserError if a seed, the number of steps, or a setting of guidance is out of range.
+    """Raise UserError if a seed, the number of steps, or a guidance setting is out of range.
 
     Args:
-        num_train_timesteps: Steps of the noise schedule in training, the maximum of `num_inference_steps`.
+        num_train_timesteps: Number of training timesteps, the maximum for `num_inference_steps`.
     """
     problems = {
         'seeds': next((problem for seed in seeds if (problem := seeds_problem(seed)) is not None), None),

@@ -1,7 +1,7 @@
-"""A pipeline in one safetensors file, in the layout that ComfyUI and the original code of Stable Diffusion read.
+"""A pipeline as a single safetensors file, in the layout read by ComfyUI and Stable Diffusion's original code.
 
-The file has weights and no configuration: programs recognize the model by its sizes, and assume the published
-autoencoder's scale of latents, noise schedule and tokenizers.
+The file has weights but no configuration: programs recognize the model by its tensor shapes, and assume the published
+latent scale, noise schedule and tokenizers.
 """
 
 import logging
@@ -31,14 +31,15 @@ from diffusion.models.vae import with_latent_scale
 log = logging.getLogger(__name__)
 
 SD_SCALE, SDXL_SCALE, SD3_SCALE, SD3_SHIFT = 0.18215, 0.13025, 1.5305, 0.0609
-"""Scales and shift of the published autoencoders' latents, which programs apply to every model of a family."""
+"""Scales and shift of the published autoencoders' latents, which programs apply to all models of a family."""
 OPEN_CLIP_H_LAYERS = 24
-"""Layers of OpenCLIP ViT-H. Stable Diffusion 2 in diffusers' layout lacks the last one, which is not used."""
+"""Number of layers of OpenCLIP ViT-H. In diffusers' layout, Stable Diffusion 2 lacks the last one, which is not
+used."""
 
 
 @dataclass(frozen=True)
 class SingleFile:
-    """Content of a file: tensors by name, and the architecture by the names of Stability AI's ModelSpec."""
+    """Content of a file: tensors by name, and the architecture's name in Stability AI's ModelSpec."""
 
     tensors: Tensors
     architecture: str
@@ -48,16 +49,16 @@ class SingleFile:
 
         Args:
             path: The file, which should not exist.
-            dtype: Precision of the weights.
-            title: Name of the model, for the header.
-            objective: The training objective; its prediction type is in the header.
+            dtype: Data type of the stored weights.
+            title: Model name for the header.
+            objective: The training objective; its prediction type is stored in the header.
             resolution: Side of the images in pixels, for the header.
         """
         tensors: Tensors = {}
         written: set[int] = set()
         for name, each in self.tensors.items():
             tensor = each.detach().to(dtype).contiguous()
-            # T5 has its embedding twice, and safetensors refuses tensors that share memory.
+            # T5 has its embedding twice, and safetensors rejects tensors that share memory.
             tensors[name] = tensor.clone() if tensor.data_ptr() in written else tensor
             written.add(tensor.data_ptr())
         header = {
@@ -69,7 +70,7 @@ class SingleFile:
         }
         if (prediction := _prediction_type(objective)) is not None:
             header['modelspec.prediction_type'] = prediction
-        # These tensors mark a U-Net's v-prediction for programs, which need no marker for flows (Stable Diffusion 3).
+        # These tensors mark a U-Net as predicting v; programs need no such marker for Stable Diffusion 3's flow.
         if prediction == 'v':
             tensors['v_pred'] = torch.zeros(0)
             if objective.zero_terminal_snr:
@@ -78,14 +79,14 @@ class SingleFile:
 
 
 def sd_file(pipeline: Any, objective: Objective) -> SingleFile:
-    """Return a StableDiffusionPipeline as the file of Stable Diffusion 2, or of 1 if the text encoder is CLIP ViT-L.
+    """Return a StableDiffusionPipeline as a file of Stable Diffusion 2, or 1 if the text encoder is CLIP ViT-L.
 
     Raises:
         UserError: The layout cannot represent the pipeline.
     """
     encoder = _clip(pipeline.text_encoder)
     tensors = unet_tensors(pipeline.unet) | _vae(pipeline.vae, SD_SCALE)
-    # Only OpenAI's CLIP, the encoder of version 1, has this activation, at any size.
+    # Only OpenAI's CLIP, the text encoder of version 1, has this activation, at any size.
     if encoder.config.hidden_act == 'quick_gelu':
         tensors |= _prefixed('cond_stage_model.transformer.', _text_model(encoder))
         architecture = 'stable-diffusion-v1'
@@ -105,7 +106,7 @@ def sd_file(pipeline: Any, objective: Objective) -> SingleFile:
 
 
 def sdxl_file(pipeline: Any, objective: Objective) -> SingleFile:
-    """Return a StableDiffusionXLPipeline as the file of Stable Diffusion XL base.
+    """Return a StableDiffusionXLPipeline in the file layout of Stable Diffusion XL base.
 
     Raises:
         UserError: The layout cannot represent the pipeline.
@@ -119,7 +120,7 @@ def sdxl_file(pipeline: Any, objective: Objective) -> SingleFile:
 
 
 def sd3_file(pipeline: Any, objective: Objective) -> SingleFile:
-    """Return a StableDiffusion3Pipeline as the file of Stable Diffusion 3 with its text encoders.
+    """Return a StableDiffusion3Pipeline in the file layout of Stable Diffusion 3 with text encoders.
 
     Raises:
         UserError: The layout cannot represent the pipeline.
@@ -150,15 +151,15 @@ def sd3_file(pipeline: Any, objective: Objective) -> SingleFile:
 
 
 def _vae(vae: Any, scale: float, shift: float = 0.0) -> Tensors:
-    """Return the tensors of a pipeline's VAE, adapted to the scale and shift of latents that programs assume."""
+    """Return the tensors of a pipeline's VAE, adapted to the latent scale and shift that programs assume."""
     return _prefixed('first_stage_model.', vae_tensors(with_latent_scale(vae, scale, shift)))
 
 
 def _clip(encoder: Any) -> CLIPTextModel | CLIPTextModelWithProjection:
-    """Return a text encoder of a pipeline if it is CLIP's.
+    """Return a pipeline's text encoder if it is a CLIP model.
 
     Raises:
-        UserError: The encoder is not CLIP's, so programs would not recognize it.
+        UserError: The encoder is not a CLIP model, so programs would not recognize it.
     """
     if not isinstance(encoder, CLIPTextModel | CLIPTextModelWithProjection):
         raise UserError(
@@ -169,16 +170,16 @@ def _clip(encoder: Any) -> CLIPTextModel | CLIPTextModelWithProjection:
 
 
 def _text_model(encoder: torch.nn.Module) -> Tensors:
-    """Return the tensors of CLIP without its projection, by transformers' names, which files use for CLIP ViT-L."""
+    """Return CLIP's tensors without its projection, by transformers' names, which files use for CLIP ViT-L."""
     state = with_text_model(encoder).state_dict()
     return {name: each for name, each in state.items() if name.startswith('text_model.')}
 
 
 def _fold_projection(transformer: Tensors, encoder: Any) -> None:
-    """Multiply the first CLIP's projection into the layer of Stable Diffusion 3 that takes the pooled text, in place.
+    """Multiply the first CLIP's projection into Stable Diffusion 3's input layer for pooled text, in place.
 
-    ComfyUI and the original code use the pooled text of this encoder without its projection, which is the identity in
-    the published model.
+    ComfyUI and the original code skip this encoder's projection of pooled text, which is the identity in the published
+    model.
 
     Raises:
         UserError: The projection is not square, so folding it in would change the width of the layer's input.
@@ -215,7 +216,7 @@ def _warn_of_schedule(objective: Objective) -> None:
 
 
 def _prediction_type(objective: Objective) -> str | None:
-    """Return ModelSpec's name of the prediction type, or None if it has no name for it."""
+    """Return ModelSpec's name for the prediction type, or None if it has none."""
     return {'epsilon': 'epsilon', 'v_prediction': 'v'}.get(objective.prediction_type)
 
 

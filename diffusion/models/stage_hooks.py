@@ -7,10 +7,10 @@ _NULL_CONTEXT = nullcontext()
 
 
 class Listener(Protocol):
-    """Interface of a profiler that times the named stages of a forward pass."""
+    """Interface of a profiler that times named stages of a forward pass."""
 
     def stage(self, name: str) -> AbstractContextManager[None]:
-        """Return a context manager that a forward pass enters when the named stage begins and leaves when it ends."""
+        """Return a context manager that a forward pass enters when the named stage starts and leaves when it ends."""
         ...
 
 

@@ -26,11 +26,11 @@ from diffusion.errors import UserError
 from diffusion.models.clip_vocabulary import byte_letters
 
 MAX_CACHED_WORDS = 2**16
-"""Size of the word cache, about 15 MB."""
+"""Maximum number of words in the cache, about 15 MB."""
 WORDS = regex.compile(
     r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|\p{L}+|\p{N}|[^\s\p{L}\p{N}]+", regex.IGNORECASE
 )
-"""CLIP's words (Radford et al. 2021, simple_tokenizer.py)."""
+"""Regular expression for CLIP's words (Radford et al. 2021, simple_tokenizer.py)."""
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, caption: str) -> list[int]:
@@ -43,15 +43,16 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, caption: str) -> list[int]:
 
 
 class _CachedClipTokenizer:
-    """CLIP tokenizer with a bounded cache of token ids per word."""
+    """CLIP tokenizer with a bounded cache of each word's token ids."""
 
-    # The published models were trained with a tokenizer in Python that cleans text with ftfy, as transformers 4 does.
-    # That of transformers 5 does not, and gives other ids for curly quotes, ligatures and control characters.
+    # The published models were trained with a Python tokenizer that cleans text with ftfy, as transformers 4 does. The
+    # tokenizer of transformers 5 does not, and returns different ids for curly quotes, ligatures and control
+    # characters.
 
     def __init__(self, tokenizer: CLIPTokenizer) -> None:
-        parts: Any = tokenizer  # transformers annotates its attributes too narrowly
+        parts: Any = tokenizer  # the type annotation in transformers is too narrow
         self._special: dict[str, int] = parts.added_tokens_encoder
-        # A caption is split at special tokens, such as `<|endoftext|>` or the padding token `!`, before anything else.
+        # First split a caption at special tokens, such as `<|endoftext|>` or the padding token `!`.
         longest_first = sorted(self._special, key=len, reverse=True)
         self._parts = re.compile(f'({"|".join(map(re.escape, longest_first))})').split
         self._length: int = parts.model_max_length
@@ -60,7 +61,7 @@ class _CachedClipTokenizer:
 
     def token_ids(self, caption: str) -> list[int]:
         """Return the token ids of a caption, padded and truncated."""
-        room = self._length - 2  # for all but the start and end tokens
+        room = self._length - 2  # limit for all tokens except start and end
         ids = [self._start]
         for part in self._parts(caption):
             words = [part] if part in self._special else WORDS.findall(_clean(part))
@@ -73,14 +74,14 @@ class _CachedClipTokenizer:
 
 
 def _clean(text: str) -> str:
-    """Return a text in lower case, with its Unicode errors fixed by ftfy."""
-    # Skip ftfy, which takes a third of the time, for printable ASCII, in which it changes only entities such as &amp;.
+    """Return a text in lower case, with Unicode errors fixed by ftfy."""
+    # Skip ftfy, which takes a third of the time, for printable ASCII, where it only changes entities such as &amp;.
     plain = text.isascii() and text.isprintable() and '&' not in text
     return (text if plain else ftfy.fix_text(text)).lower()
 
 
 def _encoder(tokenizer: CLIPTokenizer, special: dict[str, int]) -> Callable[[str], list[int]]:
-    """Return a function that converts a word to token ids; special tokens are words with ids of their own."""
+    """Return a function that converts a word to token ids; a special token is a word with its own id."""
     pairs = word_model(tokenizer)
     letters = byte_letters()
 
@@ -94,7 +95,7 @@ def _encoder(tokenizer: CLIPTokenizer, special: dict[str, int]) -> Callable[[str
 
 @lru_cache(maxsize=8)
 def _cached_tokenizer(tokenizer: PreTrainedTokenizerBase) -> _CachedClipTokenizer | None:
-    """Return the tokenizer with a cache of words; None unless it is a CLIPTokenizer with right padding."""
+    """Return the tokenizer with a word cache; None unless it is a CLIPTokenizer with right padding."""
     if type(tokenizer) is not CLIPTokenizer:
         return None
     sides = tokenizer.padding_side, tokenizer.truncation_side
@@ -112,7 +113,7 @@ class TextOutput(NamedTuple):
         return TextOutput(function(self.embeds), None if self.pooled is None else function(self.pooled))
 
     def where(self, keep: Tensor, other: 'TextOutput') -> 'TextOutput':
-        """Return the text of each caption whose `keep`, bool [B], is True, and `other` for the rest."""
+        """Return the text for each caption whose `keep`, bool [B], is True, and `other` for the rest."""
         embeds = torch.where(keep[:, None, None], self.embeds, other.embeds.to(self.embeds.dtype))
         if self.pooled is None or other.pooled is None:
             return TextOutput(embeds)
@@ -122,9 +123,9 @@ class TextOutput(NamedTuple):
 def tokenize(tokenizers: Sequence[PreTrainedTokenizerBase], captions: Sequence[str]) -> Tensor:
     """Return the token ids of captions, padded and truncated to each tokenizer's own length, int64 [B, E, L].
 
-    L is the length of the longest tokenizer; the ids of the others are followed by zeros.
+    L is the length of the longest tokenizer; the ids from shorter ones are padded with zeros.
     """
-    # Convert with NumPy: torch.tensor takes ten times as long to read nested lists.
+    # Convert with NumPy: torch.tensor takes ten times as long for nested lists.
     ids = np.zeros((len(captions), len(tokenizers), longest(tokenizers)), dtype=np.int64)
     for index, tokenizer in enumerate(tokenizers):
         ids[:, index, : tokenizer.model_max_length] = [token_ids(tokenizer, caption) for caption in captions]
@@ -132,24 +133,24 @@ def tokenize(tokenizers: Sequence[PreTrainedTokenizerBase], captions: Sequence[s
 
 
 def longest(tokenizers: Sequence[PreTrainedTokenizerBase]) -> int:
-    """Return the length of the longest tokenizer."""
+    """Return the largest length of the tokenizers."""
     return max(tokenizer.model_max_length for tokenizer in tokenizers)
 
 
 class TextConditioner(nn.Module):
     """Text encoders whose concatenated hidden states condition the denoiser.
 
-    The projections of encoders that have one (CLIPTextModelWithProjection) are the pooled text.
+    The pooled text consists of the projections of encoders that have one (CLIPTextModelWithProjection).
 
     Args:
         encoders: Text models of transformers, such as CLIPTextModel or T5GemmaEncoder. Stable Diffusion 2's text
-            encoder is published without its last layer, so that its last hidden state is that of OpenCLIP's penultimate
-            layer after the final norm.
+            encoder is published without its last layer, so its last hidden state is the output of OpenCLIP's
+            penultimate layer after the final norm.
         tokenizers: One tokenizer per encoder, all of the same length.
-        mask_padding: Hide the padding of a caption from the encoders' own attention, as models trained on longer
-            sequences expect. CLIP has causal attention and was trained without this.
-        layer: Hidden states to use: `last` are those after the last layer and the final norm; `penultimate` those after
-            the layer before it, without norm, as in Stable Diffusion XL (only for CLIP).
+        mask_padding: Mask a caption's padding in the encoders' own attention, as encoders trained on longer sequences
+            expect. CLIP has causal attention and was trained without this mask.
+        layer: Hidden states to use: `last` is the output of the last layer after the final norm; `penultimate` is the
+            output of the layer before it, without norm, as in Stable Diffusion XL (only for CLIP).
     """
 
     equal_lengths: ClassVar[bool] = True
@@ -190,8 +191,8 @@ class TextConditioner(nn.Module):
         if layer == 'penultimate':
             for encoder in self.encoders:
                 _freeze_unused_layer(encoder)
-        # The end-of-text token ends a caption, or the first padding token if captions have no end token. Padding alone
-        # does not show the end: CLIP pads with the end-of-text token, Stable Diffusion 2 with `!`.
+        # A caption ends with the end-of-text token, or before the first padding token if captions have no end token.
+        # Padding alone does not show the end: CLIP pads with the end-of-text token, Stable Diffusion 2 with `!`.
         first: Any = tokenizers[0]
         self._ends = first.eos_token_id in first('').input_ids
         if not self._ends and first.pad_token_id is None:
@@ -205,13 +206,13 @@ class TextConditioner(nn.Module):
 
     @property
     def pooled_width(self) -> int | None:
-        """Width P of the pooled text, summed over the encoders that project; None if none does."""
+        """Width P of the pooled text, summed over encoders with a projection; None if none has one."""
         projecting: list[Any] = [each for each in self.encoders if isinstance(each, CLIPTextModelWithProjection)]
         return sum(encoder.config.projection_dim for encoder in projecting) if projecting else None
 
     @property
     def output(self) -> str:
-        """Description of the output, which the manifest of stored embeddings records, such as `penultimate+pooled`."""
+        """Description of the output, such as `penultimate+pooled`, recorded in the manifest of stored embeddings."""
         return self.layer if self.pooled_width is None else f'{self.layer}+pooled'
 
     @property
@@ -221,18 +222,18 @@ class TextConditioner(nn.Module):
 
     @property
     def token_length(self) -> int:
-        """Number of token ids per caption and encoder, as `tokenize` returns them."""
+        """Number of token ids per caption and encoder, as returned by `tokenize`."""
         return longest(self.tokenizers)
 
     def fills(self, input_ids: Tensor) -> Tensor:
-        """Return True for each caption, given as token ids [B, E, L], that fills the longest tokenizer, bool [B].
+        """Return bool [B], True for each caption in the token ids [B, E, L] that fills the longest tokenizer.
 
-        Longer captions were cut to this length.
+        Longer captions have been truncated to this length.
         """
         lengths = [tokenizer.model_max_length for tokenizer in self.tokenizers]
         index = lengths.index(max(lengths))
         tokenizer: Any = self.tokenizers[index]
-        # Look at the last token but one: the last one of a full caption is its end token, which may be padding too.
+        # Check the second-to-last token: the last token of a full caption is its end token, which may also be padding.
         last = input_ids[:, index, lengths[index] - 2]
         return last.ne(tokenizer.pad_token_id) & last.ne(tokenizer.eos_token_id)
 
@@ -241,7 +242,7 @@ class TextConditioner(nn.Module):
         return token_length
 
     def forward(self, input_ids: Tensor) -> TextOutput:
-        """Return the text embeddings of token ids [B, E, L], the encoders' hidden states, and the pooled text."""
+        """Return the text embeddings of token ids [B, E, L] (the encoders' hidden states) and the pooled text."""
         self._check_ids(input_ids)
         mask = self.padding_mask(input_ids) if self.mask_padding else None
         if input_ids.is_meta:
@@ -258,7 +259,7 @@ class TextConditioner(nn.Module):
         return TextOutput(torch.cat(embeds, dim=-1), torch.cat(pooled, dim=-1) if pooled else None)
 
     def _check_ids(self, input_ids: Tensor) -> None:
-        """Raise UserError unless token ids have the shape [B, E, L], of at most the tokens that the encoders take."""
+        """Raise UserError unless token ids have the shape [B, E, L], with no more tokens than the encoders allow."""
         if input_ids.ndim != 3 or input_ids.shape[1] != len(self.encoders):
             raise UserError(
                 f'input_ids: shape {tuple(input_ids.shape)}; '
@@ -280,16 +281,16 @@ class TextConditioner(nn.Module):
 
 
 def _freeze_unused_layer(encoder: Any) -> None:
-    """Freeze the last layer and the final norm of a CLIP encoder if only its penultimate hidden states are used.
+    """Freeze a CLIP encoder's last layer and final norm if only its penultimate hidden states are used.
 
     Raises:
-        UserError: The encoder is not a CLIP text model with a layer.
+        UserError: The encoder is not a CLIP text model with at least one layer.
     """
     if not isinstance(encoder, CLIPTextModel | CLIPTextModelWithProjection) or not encoder.config.num_hidden_layers:
         raise UserError(
             f'text encoders: {type(encoder).__name__} has no penultimate layer that can be used; use a CLIP text model'
         )
-    # Without a projection, these layers get no gradients, for which DDP would wait in vain.
+    # Without a projection, these layers get no gradients, and DDP would wait for them forever.
     if isinstance(encoder, CLIPTextModel):
         parts: Any = encoder.text_model
         parts.encoder.layers[-1].requires_grad_(False)

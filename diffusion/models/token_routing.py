@@ -1,6 +1,6 @@
-"""Token routing: in training, some image tokens skip some blocks of a transformer (TREAD, Krause et al. 2025).
+"""Token routing: during training, some image tokens skip some transformer blocks (TREAD, Krause et al. 2025).
 
-Shapes: B batch, N image tokens, K tokens that are kept in the blocks, D width of a token.
+Shapes: B batch, N image tokens, K tokens kept in the blocks, D width of a token.
 """
 
 import inspect
@@ -21,22 +21,22 @@ class Route:
     """Blocks that some image tokens skip."""
 
     start: int
-    """Index of the first block that they skip."""
+    """Index of the first block that is skipped."""
     end: int
-    """Index after the last block that they skip."""
+    """Index after the last block that is skipped."""
     fraction: float
-    """Fraction of the image tokens that skip them."""
+    """Fraction of the image tokens that skip the blocks."""
 
     def tokens(self, count: int) -> int:
-        """Return how many of `count` image tokens of a sample the blocks of the route see, at least one."""
+        """Return how many of a sample's `count` image tokens the blocks of the route process, at least one."""
         return max(1, count - round(self.fraction * count))
 
     def tokens_after(self, block: int, count: int) -> int:
-        """Return how many of `count` image tokens a hook sees in the output of a block, in or out of the route."""
+        """Return how many of `count` image tokens are in a block's output when hooks see it, on or off the route."""
         return self.tokens(count) if self.start <= block < self.end else count
 
     def kept(self, draws: Draws, count: int) -> Tensor:
-        """Return the indices of the tokens that skip nothing, among `count` tokens of each sample, ascending [B, K].
+        """Return the indices of the tokens that are kept, out of `count` tokens per sample, ascending [B, K].
 
         Tokens are chosen at random without replacement; the choice depends only on the sample, its epoch and its batch.
         """
@@ -45,16 +45,16 @@ class Route:
 
 
 class TokenRouter:
-    """Hooks on a route's blocks: they remove some tokens before the first block and put them back after the last.
+    """Hooks on a route's blocks that remove some tokens before the first block and restore them after the last.
 
-    The number of tokens in these blocks is fixed per image shape and needs no mask, so that compiled blocks need no
-    dynamic shapes. The hooks are active from `begin` to `finish` while gradients are enabled, so not in evaluation
-    or sampling. They run outside of a block's `forward`, so torch.compile, FSDP and activation checkpointing see an
-    ordinary block; a forward pass that is recomputed gets the same tokens.
+    The number of tokens in these blocks is fixed per image shape and needs no mask, so compiled blocks need no dynamic
+    shapes. The hooks are active from `begin` to `finish` while gradients are enabled, and therefore not in evaluation
+    or sampling. They run outside a block's `forward`, so torch.compile, FSDP and activation checkpointing see an
+    ordinary block. A recomputed forward pass gets the same tokens.
 
     Args:
-        denoiser: The denoiser, before it is wrapped by FSDP.
-        blocks: The denoiser's blocks of image tokens.
+        denoiser: The denoiser, before FSDP wraps it.
+        blocks: The denoiser's image-token blocks.
     """
 
     def __init__(self, denoiser: nn.Module, blocks: TokenBlocks, route: Route) -> None:
@@ -65,7 +65,7 @@ class TokenRouter:
         self._tokens: Tensor | None = None
         self._selected: dict[str, tuple[Tensor, Tensor]] = {}
         routed = blocks.of(denoiser)[route.start : route.end]
-        # Inspect `forward` of the class, since a compiled one of the instance takes any arguments.
+        # Inspect the class's `forward`, since a compiled `forward` on the instance takes any arguments.
         self._names = list(inspect.signature(type(routed[0]).forward).parameters)[1:]
         for block in routed:
             block.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -74,11 +74,11 @@ class TokenRouter:
 
     @property
     def kept(self) -> Tensor | None:
-        """Indices of the tokens that skip nothing in the forward pass since `begin`, int64 [B, K]; None before it."""
+        """Indices of the tokens kept in the forward pass since `begin`, int64 [B, K]; None before a forward pass."""
         return self._kept
 
     def begin(self, draws: Draws) -> None:
-        """Route the tokens of forward passes from here on, for a batch with these random numbers."""
+        """Start routing tokens in forward passes, using these random draws for the batch."""
         self.finish()
         self._draws = draws
 
@@ -101,7 +101,7 @@ class TokenRouter:
         return self._draws is not None and torch.is_grad_enabled()
 
     def _remove(self, block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Remove tokens before the first block of the route; a forward pre-hook that runs after `_enter`."""
+        """Remove tokens before the route's first block; a forward pre-hook that runs after `_enter`."""
         if not self._routes:
             return None
         tokens = kwargs[self._blocks.argument]
@@ -109,10 +109,10 @@ class TokenRouter:
         return args, {**kwargs, self._blocks.argument: self._select(tokens, dim=1)}
 
     def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Select the kept tokens' entries in a block's arguments other than the tokens; a forward pre-hook."""
+        """Select the kept tokens' entries in a block's other arguments; a forward pre-hook."""
         if not self._routes:
             return None
-        # diffusers passes the arguments by position if it checkpoints activations.
+        # diffusers passes arguments by position when it checkpoints activations.
         named = {**dict(zip(self._names, args, strict=False)), **kwargs}
         if self._kept is None:
             assert self._draws is not None
@@ -123,19 +123,19 @@ class TokenRouter:
         return (), named
 
     def _restore(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Put all tokens together after the last block of the route; a forward hook."""
+        """Merge all tokens after the route's last block; a forward hook."""
         if not self._routes:
             return None
         tokens, full = self._blocks.tokens(output), self._tokens
         assert full is not None and self._kept is not None
-        # Autocast may have changed the type of the tokens within the blocks.
+        # Autocast may have changed the dtype of the tokens inside the blocks.
         dtype = torch.promote_types(full.dtype, tokens.dtype)
         index = self._kept[:, :, None].expand_as(tokens)
         return self._blocks.replaced(output, full.to(dtype).scatter(1, index, tokens.to(dtype)))
 
     def _select_once(self, name: str, values: Tensor, dim: int) -> Tensor:
-        """Return the entries of the kept tokens, the same tensor for all blocks that get the same values."""
-        # Select once for all blocks: the backward pass would keep each copy.
+        """Return the entries of the kept tokens, as the same tensor for all blocks that get the same values."""
+        # Select only once for all blocks: each copy would be kept for the backward pass.
         source, selected = self._selected.get(name, (None, None))
         if source is not values or selected is None:
             selected = self._select(values, dim=dim)
@@ -143,7 +143,7 @@ class TokenRouter:
         return selected
 
     def _select(self, values: Tensor, *, dim: int) -> Tensor:
-        """Return the entries of the kept tokens in a tensor whose first dimension is the batch."""
+        """Return the entries of the kept tokens from a tensor whose first dimension is the batch."""
         assert self._kept is not None
         shape = [1] * values.ndim
         shape[0], shape[dim] = self._kept.shape

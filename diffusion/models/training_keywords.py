@@ -1,7 +1,7 @@
-"""Keywords that latent diffusion models share, each declared once: `LatentDiffusion` and its builders take them.
+"""Keywords shared by all latent diffusion models, each declared once: `LatentDiffusion` and its builders take them.
 
-A new keyword of all models is a new entry of `TrainingKeywords`, which LatentDiffusion then reads. The builders pass it
-on, and recipes, their checks, the rules for resuming, the keys of model counts and the documentation follow from it.
+To add a keyword to all models, add an entry to `TrainingKeywords` and use it in LatentDiffusion. The builders pass it
+on. Recipes, their checks, the rules for resuming, the keys of model counts and the documentation are derived from it.
 """
 
 from typing import Annotated, Literal, TypedDict
@@ -20,7 +20,7 @@ from diffusion.models.objective import Objective
 from diffusion.models.perceptual_losses import PerceptualLosses
 from diffusion.models.representation_alignment import RepresentationAlignment
 
-# -- keywords of builders that not every model has --
+# -- builder keywords that only some models have --
 
 Resolution = Annotated[int, FROZEN_PARTS, NotArchitecture()]
 PipelineSource = Annotated[str | None, FROZEN_PARTS, WeightsOf(('vae', 'text_encoder'))]
@@ -37,24 +37,24 @@ class TrainingKeywords(TypedDict, total=False):
     caption_dropout: Annotated[
         float, Default(0.1), applied_on_resume('the fraction of captions dropped after the resume'), NotArchitecture()
     ]
-    """Fraction of captions dropped, for classifier-free guidance."""
+    """Fraction of captions that are dropped, for classifier-free guidance."""
     caption_dropout_mode: Annotated[Literal['empty', 'zeros'], Default('empty'), CONDITIONING, NotArchitecture()]
-    """Replacement of a dropped caption: the empty caption, or zeros as its embedding."""
+    """What replaces a dropped caption: the empty caption, or zeros as its embedding."""
     encoder_dtype: Annotated[
         Literal['auto', 'float32', 'float16', 'bfloat16'],
         Default('auto'),
         applied_on_resume('the precision of the frozen parts'),
         NotArchitecture(),
     ]
-    """Data type of the frozen parts; auto is float16 if there is a GPU, else float32."""
+    """Data type of the frozen parts; auto is float16 with a GPU and float32 without."""
     posterior: Annotated[Literal['sample', 'mean'], Default('sample'), FROZEN_PARTS, NotArchitecture()]
-    """Train on a sample of the VAE's posterior, or on its mean."""
+    """Train on a sample from the VAE's posterior or on its mean."""
     seed: Annotated[int, Default(17), fixed_on_resume('all random numbers follow from the seed'), NotArchitecture()]
-    """Seed of noise, timesteps, posterior and caption dropout, in [0, 2**32)."""
+    """Seed for noise, timesteps, posterior and caption dropout, in [0, 2**32)."""
 
 
 class TransformerKeywords(TrainingKeywords, total=False):
-    """Keywords of models whose denoiser is a transformer, which has image tokens."""
+    """Keywords of models whose denoiser is a transformer with image tokens."""
 
     representation_alignment: Annotated[
         RepresentationAlignment | None,
@@ -62,7 +62,7 @@ class TransformerKeywords(TrainingKeywords, total=False):
         fixed_on_resume('the projection to the features of this encoder is trained, and is part of the weights'),
         NotArchitecture(),
     ]
-    """Settings of the alignment of the denoiser's tokens with features of a frozen image encoder; None turns it off."""
+    """Settings for aligning the denoiser's tokens with a frozen image encoder's features; None turns alignment off."""
 
 
 class PixelTransformerKeywords(TransformerKeywords, total=False):
@@ -74,4 +74,4 @@ class PixelTransformerKeywords(TransformerKeywords, total=False):
         fixed_on_resume('the networks of the perceptual losses: the training objective'),
         NotArchitecture(),
     ]
-    """Settings of perceptual losses of a model on pixels; None turns them off."""
+    """Settings of perceptual losses for a model on pixels; None turns them off."""

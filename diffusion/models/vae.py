@@ -1,7 +1,7 @@
-"""Use of an autoencoder: encoding, decoding, and the statistics that normalize its latents.
+"""Operations on an autoencoder: encoding, decoding, and the statistics that normalize its latents.
 
-An autoencoder is an AutoencoderKL, whose encoder returns mean and log-variance of a Gaussian posterior; an
-AutoencoderDC (DC-AE, Chen et al. 2024), whose encoder returns the latents alone; or PixelSpace, which changes nothing.
+An autoencoder is one of: an AutoencoderKL, whose encoder returns the mean and log-variance of a Gaussian posterior; an
+AutoencoderDC (DC-AE, Chen et al. 2024), whose encoder only returns latents; or PixelSpace, which changes nothing.
 
 Shapes: B batch, C latent channels, H W latent size; images are [B, 3, 8H, 8W] if the autoencoder downsamples by 8.
 """
@@ -22,18 +22,18 @@ from diffusion.errors import UserError
 class PixelSpace(nn.Module):
     """Autoencoder without weights that changes nothing: its latents are the pixels, [B, 3, H, W] in [-1, 1]."""
 
-    # It has the attributes and methods of diffusers' autoencoders that this file uses.
+    # Provide the attributes and methods of diffusers' autoencoders that this file uses.
     config: ClassVar[dict[str, Any]] = {'in_channels': 3, 'latent_channels': 3, 'scaling_factor': 1.0}
     spatial_compression_ratio: ClassVar[int] = 1
     dtype: ClassVar[torch.dtype] = torch.float32
-    """Data type of the pixels. It does not follow the precision of the frozen parts, so that pixels are not rounded."""
+    """Data type of the pixels. It does not follow the frozen parts' precision, so that pixels are not rounded."""
 
     def encode(self, pixels: Tensor, return_dict: bool = False) -> tuple[Tensor]:
-        """Return pixels [B, 3, H, W] in [-1, 1] in a tuple."""
+        """Return pixels [B, 3, H, W] in [-1, 1] unchanged, in a tuple."""
         return (pixels,)
 
     def decode(self, latents: Tensor, return_dict: bool = False) -> tuple[Tensor]:
-        """Return latents [B, 3, H, W] in a tuple."""
+        """Return latents [B, 3, H, W] unchanged, in a tuple."""
         return (latents,)
 
 
@@ -53,9 +53,9 @@ STABLE_DIFFUSION_VAE: dict[str, Any] = {
     'sample_size': 768,
     'scaling_factor': 0.18215,
 }
-"""Configuration of the AutoencoderKL of Stable Diffusion 2, on which those of later models are based."""
+"""Configuration of Stable Diffusion 2's AutoencoderKL, on which later models' configurations are based."""
 ENCODER_BLOCKS = (ResnetBlock2D, ResBlock, EfficientViTBlock)
-"""Classes of the blocks of encoders."""
+"""Classes of encoder blocks."""
 
 
 def latent_channels(vae: Vae) -> int:
@@ -64,14 +64,14 @@ def latent_channels(vae: Vae) -> int:
 
 
 def has_variance(vae: Vae) -> bool:
-    """Return True if the encoder returns a log-variance, so that latents can be sampled; False if it has one result."""
+    """Return True if the encoder returns a log-variance, so that latents can be sampled; False for latents only."""
     return isinstance(vae, AutoencoderKL)
 
 
 def latent_statistics(vae: Vae) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation of the VAE's latents, float32 [C] each; models use (latents - mean) / std."""
-    # diffusers' configurations have two forms: a scaling_factor with an optional shift_factor, or means and standard
-    # deviations per channel with an additional scaling_factor.
+    # diffusers' configurations have one of two forms: a scaling_factor with an optional shift_factor, or means and
+    # standard deviations per channel with an additional scaling_factor.
     config, channels = vae.config, vae.config['latent_channels']
     mean = config.get('latents_mean') or [config.get('shift_factor') or 0.0] * channels
     std = config.get('latents_std') or [1.0] * channels
@@ -86,7 +86,7 @@ def latent_statistics(vae: Vae) -> tuple[Tensor, Tensor]:
 def moments_of(vae: Vae, pixels: Tensor) -> Tensor:
     """Return the encoder's output for images [B, 3, 8H, 8W] in [-1, 1].
 
-    It is the mean and log-variance of the posterior, [B, 2C, H, W], or the latents alone, [B, C, H, W].
+    The output is the mean and log-variance of the posterior, [B, 2C, H, W], or only latents, [B, C, H, W].
 
     Raises:
         UserError: The images' sides are not multiples of the VAE's downsampling.
@@ -108,8 +108,8 @@ def posterior_of(vae: AutoencoderKL, pixels: Tensor) -> DiagonalGaussianDistribu
 
 
 def _check_sides(vae: Vae, pixels: Tensor) -> None:
-    """Raise UserError unless the sides of images are multiples of the VAE's downsampling."""
-    # The VAE would silently drop an incomplete cell at the right and lower edges. Recipes are checked for multiples of
+    """Raise UserError unless the images' sides are multiples of the VAE's downsampling."""
+    # The VAE would silently drop an incomplete cell at the right and bottom edges. Recipes are checked for multiples of
     # 8 px, but a VAE may downsample by more.
     cell, (height, width) = downsampling(vae), pixels.shape[2:]
     if height % cell or width % cell:
@@ -119,7 +119,7 @@ def _check_sides(vae: Vae, pixels: Tensor) -> None:
 
 
 def encoder_blocks(vae: Vae) -> list[nn.Module]:
-    """Return the blocks of a VAE's encoder, which torch.compile compiles one by one."""
+    """Return the blocks of a VAE's encoder, which are compiled separately."""
     encoder = getattr(vae, 'encoder', None)
     return [] if encoder is None else [block for block in encoder.modules() if isinstance(block, ENCODER_BLOCKS)]
 
@@ -130,17 +130,17 @@ def decode_latents(vae: Vae, latents: Tensor) -> Tensor:
 
 
 def downsampling(vae: Vae) -> int:
-    """Return the VAE's downsampling factor, pixels per latent cell along one side: 8 for Stable Diffusion."""
+    """Return the VAE's downsampling factor, in pixels per latent cell along one side: 8 for Stable Diffusion."""
     if isinstance(vae, AutoencoderKL):
         return 2 ** (len(vae.config['block_out_channels']) - 1)
     return vae.spatial_compression_ratio
 
 
 def autoencoder_kl_of(vae: Vae, pipeline: str) -> AutoencoderKL:
-    """Return a VAE if it is an AutoencoderKL, the only autoencoder that a pipeline of diffusers can use.
+    """Return a VAE if it is an AutoencoderKL, the only autoencoder that diffusers' pipelines can use.
 
     Args:
-        pipeline: Class of the pipeline, for the message.
+        pipeline: Class name of the pipeline, for the message.
 
     Raises:
         UserError: The VAE is another autoencoder.
@@ -157,15 +157,15 @@ def autoencoder_kl_of(vae: Vae, pipeline: str) -> AutoencoderKL:
 def with_folded_statistics(vae: AnyVae, *, pipeline_shifts: bool = False) -> AnyVae:
     """Return a copy of a VAE with its per-channel latent means and standard deviations folded into its weights.
 
-    diffusers' pipelines apply `scaling_factor` and some of them `shift_factor`, one number each. The 1x1 convolutions
-    next to the latents can apply the rest: with normalized latents z = (m - mean) / std, `quant_conv` outputs the
-    moments of z, and `post_quant_conv` maps z back to m. A VAE that needs none of this is copied unchanged.
+    diffusers' pipelines apply the scalar `scaling_factor`, and some also the scalar `shift_factor`. The 1x1
+    convolutions next to the latents can apply the rest: with normalized latents z = (m - mean) / std, `quant_conv`
+    outputs the moments of z, and `post_quant_conv` maps z back to m. A VAE without such statistics is copied unchanged.
 
     Args:
         pipeline_shifts: True if the pipeline applies `shift_factor`.
 
     Raises:
-        UserError: The VAE has statistics that the pipeline does not apply and no convolutions to fold them into.
+        UserError: The pipeline does not apply the VAE's statistics, and there are no convolutions to fold them into.
     """
     if isinstance(vae, PixelSpace):
         raise UserError(
@@ -192,12 +192,12 @@ def with_folded_statistics(vae: AnyVae, *, pipeline_shifts: bool = False) -> Any
 
 @torch.no_grad()
 def with_latent_scale(vae: AutoencoderKL, scale: float, shift: float = 0.0) -> AutoencoderKL:
-    """Return a VAE for a program that normalizes latents by a scale and a shift of its own: (m - shift) * scale.
+    """Return a VAE for a program that normalizes latents by its own scale and shift: (m - shift) * scale.
 
     If the VAE has other statistics, the result is a copy with the difference folded into its weights.
 
     Raises:
-        UserError: The VAE has other statistics and no convolutions to fold them into.
+        UserError: The VAE has other statistics, but no convolutions to fold them into.
     """
     mean, std = latent_statistics(vae)
     wanted_mean, wanted_std = torch.full_like(mean, shift), torch.full_like(std, 1 / scale)
@@ -224,7 +224,7 @@ def _fold(vae: AutoencoderKL, mean: Tensor, std: Tensor) -> None:
     # W (z * std + mean) + b = (W * std) z + (b + W mean); the bias must use W before it is scaled.
     back.bias += back.weight[:, :, 0, 0] @ mean
     back.weight *= std[None, :, None, None]
-    # The first half of the output channels are means, the second half log-variances, which shift by -2 log(std).
+    # The first half of the output channels are means; the second half are log-variances, which shift by -2 log(std).
     channels = len(std)
     into.bias[:channels] -= mean
     into.bias[:channels] /= std

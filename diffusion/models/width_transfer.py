@@ -1,7 +1,7 @@
-"""muP, the maximal update parametrization: the learning rate found for a narrow model is the best one for a wide model.
+"""muP, the maximal update parametrization: the learning rate tuned on a narrow model is also best for a wide model.
 
 Source: Yang et al. 2022, "Tensor Programs V: Tuning large neural networks via zero-shot hyperparameter transfer",
-arXiv 2203.03466, table 3. That table has no multipliers in the forward pass, so stock pipelines load the model.
+arXiv 2203.03466, table 3. Table 3 needs no multipliers in the forward pass, so unmodified pipelines can load the model.
 """
 
 import math
@@ -14,27 +14,27 @@ from diffusion.models.block_matrices import MATRIX_LAYERS
 
 
 def scale_for_width(model: nn.Module, base: nn.Module, *, prefix: str = '') -> dict[str, float]:
-    """Scale the initial weights of a model in place, and return the factors of its layers' learning rates.
+    """Scale a model's initial weights in place, and return the learning rate factors of its layers.
 
-    A layer's fan_in ratio is its fan_in divided by that of the same layer in the base model. Which dimensions of its
-    weight differ between the two models decides the kind of the layer. PyTorch initializes weights with a variance of
-    1 / (3 fan_in):
+    A layer's fan_in ratio is its fan_in divided by that of the same layer in the base model. The layer's kind depends
+    on which dimensions of its weight differ between the two models. PyTorch initializes weights with variance 1 / (3
+    fan_in):
 
         layer   fan_in   fan_out   standard deviation of initial weights   learning rate of Adam
         input   same     any       unchanged                               unchanged
         hidden  differs  differs   unchanged: PyTorch's is fan_in^(-1/2)   divided by the fan_in ratio
         output  differs  same      divided by ratio^(1/2): fan_in^(-1)     divided by the fan_in ratio
 
-    The initial biases, which PyTorch makes smaller with fan_in too, are multiplied by ratio^(1/2). Biases and norms
-    keep their learning rate. If both models have the same width, nothing changes.
+    Initial biases, which PyTorch also scales down with fan_in, are multiplied by ratio^(1/2). Biases and norms keep
+    their learning rate. If both models have the same width, nothing changes.
 
     Args:
-        model: The model, with its initial weights.
+        model: The model with its initial weights.
         base: The same model at the base width, on any device (`torch.device('meta')` allocates nothing).
-        prefix: Prefix of the names that are returned, such as `denoiser.`.
+        prefix: Prefix for the returned names, such as `denoiser.`.
 
     Returns:
-        Factors of the learning rate by parameter name; parameters that are not listed have the factor 1.
+        Learning rate factors by parameter name; parameters that are not listed have the factor 1.
 
     Raises:
         UserError: The models differ in more than width, or a weight of unknown use grows in two dimensions.
@@ -66,7 +66,7 @@ def _scale_initial_weights(layer: nn.Module, ratio: float, *, is_output: bool) -
 
     Args:
         layer: A linear layer or a convolution.
-        ratio: fan_in, divided by that of the base model.
+        ratio: fan_in divided by that of the base model.
         is_output: True if fan_out does not depend on the width.
     """
     if is_output:

@@ -1,4 +1,4 @@
-"""Tuning advice from a profile: possible speedups, with the fraction of step time that each could save at most."""
+"""Tuning advice from a profile: possible speedups, each with an upper bound on the saved fraction of step time."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     'copies': ('memcpy', 'memset', 'copy', 'clone', 'contiguous', 'aten::cat', 'catarray', 'fill', 'zero_'),
     'activations and sums': ('silu', 'gelu', 'elementwise', 'aten::add', 'aten::mul', 'aten::sum', 'reduce_kernel'),
 }
-"""Substrings of kernel and operator names by kind of work; the first kind that matches counts."""
+"""Substrings of kernel and operator names for each kind of work; the first kind that matches counts."""
 
 
 class Kernel(NamedTuple):
@@ -30,7 +30,7 @@ class Kernel(NamedTuple):
 
 
 class Opportunity(NamedTuple):
-    """Possible speedup of training, with the settings to try and the largest possible gain."""
+    """Possible speedup of training: the settings to try and the maximum gain."""
 
     share: float
     """Upper bound on the fraction of step time that can be saved."""
@@ -63,11 +63,11 @@ class ProfileMeasurements:
     off: Sequence[str] = ()
 
     def in_stages(self, *stages: str) -> float:
-        """Return the fraction of step time in the given stages together, such as `forward` and `backward`."""
+        """Return the total fraction of step time in the given stages, such as `forward` and `backward`."""
         return sum(self.shares.get(stage, 0.0) for stage in stages)
 
     def in_kernels(self, *kinds: str) -> float:
-        """Return the fraction of step time in kernels of the given kinds of work together, such as `norms`."""
+        """Return the total fraction of step time in kernels for the given kinds of work, such as `norms`."""
         return sum(each.seconds for each in self.kernels if kind_of(each.name) in kinds) / self.step_seconds
 
     @property
@@ -77,23 +77,23 @@ class ProfileMeasurements:
             each
             for each in self.kernels
             if kind_of(each.name) == 'norms'
-            and 'float' in each.name  # norms in lower precision match this too: their statistics are in float32
+            and 'float' in each.name  # norms in lower precision match too, since their statistics are in float32
             and not any(dtype in each.name for dtype in ('BFloat16', 'Half'))
         ]
         return sum(each.seconds for each in wide) / self.step_seconds
 
     @property
     def busy(self) -> float:
-        """Fraction of step time that the device computes."""
+        """Fraction of step time during which the device computes."""
         return min(1.0, sum(each.seconds for each in self.kernels) / self.step_seconds)
 
     def turn_on(self, *parts: str) -> list[str]:
-        """Return overrides that enable the given `speed` settings, such as speed.compile=true, if they are disabled."""
+        """Return overrides that enable the given `speed` settings if they are disabled, such as speed.compile=true."""
         return [f'speed.{part}=true' for part in parts if part in self.off]
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of work of a GPU kernel, such as `attention` or `norms`, judged by the name of the kernel."""
+    """Return the kind of work of a GPU kernel, such as `attention` or `norms`, based on its name."""
     lower = name.lower()
     return next((kind for kind, parts in KINDS.items() if any(part in lower for part in parts)), 'others')
 
@@ -108,15 +108,15 @@ def seconds_by_kind(kernels: Sequence[Kernel]) -> dict[str, float]:
 
 
 def largest_opportunities(measured: ProfileMeasurements, count: int = 3) -> list[Opportunity]:
-    """Return the largest possible speedups, at most `count`, leaving out those below 1% of step time."""
+    """Return at most `count` possible speedups, largest first, without those below 1% of step time."""
     found = [each for each in opportunities(measured) if each.share >= 0.01]
     return sorted(found, key=lambda each: -each.share)[:count]
 
 
 def opportunities(measured: ProfileMeasurements) -> list[Opportunity]:
-    """Return all speedups that this module knows; one that does not apply has share 0."""
-    # The thresholds are estimates that have not been verified on a GPU yet. If a setting makes work faster instead of
-    # removing it, assume that it saves half of the time.
+    """Return all speedups that this module knows; the share is 0 if a speedup does not apply."""
+    # The thresholds are estimates that have not been verified on a GPU yet. For settings that make work faster instead
+    # of removing it, assume that they save half of its time.
     m, on_gpu, off, microbatches = measured, measured.on_gpu, measured.off, measured.microbatches
     update, logging, outside = m.in_stages('optimizer', 'ema'), m.in_stages('logging'), m.in_stages('other', 'h2d')
     slow_update = update / 2 if update >= 0.05 else 0.0

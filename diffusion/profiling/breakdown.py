@@ -1,4 +1,4 @@
-"""Breakdown of step time: a timer of the stages of a step, and the callback that logs their fractions.
+"""Breakdown of step time: a timer for the stages of a step, and the callback that logs each stage's fraction.
 
 A process is always in exactly one stage, so the fractions sum to 1.
 """
@@ -31,14 +31,14 @@ OPTIMIZER, EMA, LOGGING = 'optimizer', 'ema', 'logging'
 CHECKPOINT, EVALUATION, OTHER = 'checkpoint', 'evaluation', 'other'
 STAGES = (DATA_WAIT, COPY, ENCODE, FORWARD, BACKWARD, OPTIMIZER, EMA, LOGGING, CHECKPOINT, EVALUATION, OTHER)
 WAITS = (DATA_WAIT, CHECKPOINT, EVALUATION)
-"""Stages that are timed by the host's clock even on GPUs, because one of the two waits for the other."""
+"""Stages that are timed with the host's clock even on GPUs, because host or GPU waits for the other."""
 
 
 class Timeline:
-    """Current stage of a training step, and the time spent in each stage by the clocks of the host and the GPU.
+    """Current stage of a training step, and the time spent in each stage as measured on the host and the GPU.
 
     Attributes:
-        seconds: Host seconds in each stage, up to the last change of stage.
+        seconds: Host seconds in each stage, up to the last stage change.
         recorder: Recorder of the same stages on the GPU; None without a GPU.
     """
 
@@ -49,7 +49,7 @@ class Timeline:
         self._since = time.perf_counter()
 
     def switch(self, stage: str) -> str:
-        """Count the time from now on towards a stage; return the previous stage."""
+        """From now on, count time towards a stage; return the previous stage."""
         now, previous = time.perf_counter(), self._stage
         self.seconds[previous] += now - self._since
         self._stage, self._since = stage, now
@@ -58,11 +58,11 @@ class Timeline:
         return previous
 
     def stage(self, name: str) -> AbstractContextManager[None]:
-        """Return a context manager that times a nested stage; inside an evaluation or checkpoint it does nothing."""
+        """Return a context manager that times a nested stage; it does nothing during an evaluation or checkpoint."""
         return _Stage(self, name)
 
     def timed(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Return a function wrapped so that the time of its calls counts towards a nested stage."""
+        """Wrap a function so that the time of its calls counts towards a nested stage."""
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -72,8 +72,8 @@ class Timeline:
         return run
 
     def take(self) -> dict[str, float]:
-        """Return the host seconds in each stage since the last call, and start again from 0."""
-        self.switch(self._stage)  # adds the time of the current stage up to now
+        """Return the host seconds in each stage since the last call, and reset them to 0."""
+        self.switch(self._stage)  # adds the current stage's time up to now
         taken, self.seconds = self.seconds, defaultdict(float)
         return dict(taken)
 
@@ -81,14 +81,14 @@ class Timeline:
 class _Stage:
     """Context manager that counts time towards a nested stage of a timeline."""
 
-    # This is a class, because contextlib's generators cost more, and each batch enters about 50 nested stages.
+    # This is a class because contextlib's generators cost more, and each batch enters about 50 nested stages.
 
     def __init__(self, timeline: Timeline, name: str) -> None:
         self.timeline, self.name = timeline, name
         self.outer: str | None = None
 
     def __enter__(self) -> None:
-        # Work of the model and the loggers during an evaluation or a save counts for that evaluation or save.
+        # During an evaluation or a save, the work of the model and loggers counts towards that evaluation or save.
         outer = self.timeline._stage
         if outer != EVALUATION and outer != CHECKPOINT:
             self.outer = self.timeline.switch(self.name)
@@ -101,10 +101,10 @@ class _Stage:
 
 
 class Recorder:
-    """Timer of stages on a GPU, by CUDA events at the ends of stages; read later so that the host never waits.
+    """Timer for stages on a GPU, using CUDA events at the ends of stages that are read later, so the host never waits.
 
     Attributes:
-        on: True while it records.
+        on: True while recording.
         seconds: GPU seconds in each stage since the last `read`.
     """
 
@@ -122,7 +122,7 @@ class Recorder:
 
     def mark(self, ended: str | None) -> None:
         """Record a CUDA event at the end of a stage, or at the start of recording (None)."""
-        # Events are reused, since creating one is a call of the CUDA driver.
+        # Reuse events, since creating one is a CUDA driver call.
         event = self._spare.pop() if self._spare else self._make_event()
         event.record()
         self._marks.append((event, ended))
@@ -132,14 +132,14 @@ class Recorder:
         self.on = False
 
     def read(self) -> dict[str, float]:
-        """Return GPU seconds by stage name, for the work completed since the last call; do not wait for the GPU."""
+        """Return GPU seconds by stage for work completed since the last call, without waiting for the GPU."""
         marks = self._marks
         # query() tests an event without waiting; synchronize() would stall the host until the GPU catches up. Events
-        # complete in order, so stop at the first that is not complete; the next call continues there.
+        # complete in order, so stop at the first incomplete one; the next call continues there.
         while len(marks) > 1 and marks[1][0].query():
             first, _ = marks.popleft()
             second, stage = marks[0]
-            if stage is not None:  # None: between two recordings
+            if stage is not None:  # None marks the gap between two recordings
                 self.seconds[stage] += first.elapsed_time(second) / 1e3
             self._spare.append(first)
         read, self.seconds = self.seconds, defaultdict(float)
@@ -153,8 +153,8 @@ def shares_of(host: Mapping[str, float], device: Mapping[str, float] | None) -> 
         host: Host seconds in each stage.
         device: GPU seconds in each stage for some of the batches; None without a GPU.
     """
-    # The stages in WAITS are taken from the host's clock, and the remaining time is divided in proportion to the GPU's:
-    # by the host's clock, a backward pass takes only as long as launching its kernels.
+    # Take the stages in WAITS from the host's clock, and divide the remaining time in proportion to the GPU's: on the
+    # host, a backward pass only takes as long as launching its kernels.
     total = sum(host.values())
     if not total:
         return dict.fromkeys(STAGES, 0.0)
@@ -170,7 +170,7 @@ def shares_of(host: Mapping[str, float], device: Mapping[str, float] | None) -> 
 log = logging.getLogger(__name__)
 
 NAMES = {'data_wait': 'data wait', 'h2d': 'copies to the device', 'ema': 'EMA'}
-"""Names of stages in the log line where they differ from those of the metrics."""
+"""Stage names in the log line, where they differ from those in the metrics."""
 
 
 @dataclass(frozen=True)
@@ -183,9 +183,9 @@ class BreakdownReport:
         devices: Number of devices.
         step_seconds: Seconds per step on rank 0, excluding evaluations.
         slowest_step_seconds: Seconds per step on the slowest rank.
-        flops: FLOPs of the window on all devices; None if the model does not count them.
+        flops: FLOPs in the window on all devices; None if the model does not count them.
         peak_flops_per_second: Peak FLOP/s of one device; None if unknown.
-        peak_gib: Peak of allocated memory in GiB, on the device where it is largest; None without a GPU.
+        peak_gib: Peak allocated memory in GiB, maximum over the devices; None without a GPU.
         shares: Fraction of time in each stage; they sum to 1.
     """
 
@@ -201,7 +201,7 @@ class BreakdownReport:
 
     @property
     def samples_per_second(self) -> float:
-        """Samples per second of all devices together."""
+        """Samples per second over all devices."""
         return self.samples / (self.batches * self.step_seconds)
 
     @property
@@ -250,18 +250,18 @@ class BreakdownReport:
 class Breakdown(Callback):
     """Log images per second, MFU and the fraction of step time in each stage, as metrics and as a log line.
 
-    Stages: `data_wait` (waiting for the loader, or for other ranks that wait for theirs), `h2d` (copies of microbatches
-    to the device), `encode` (frozen encoders), `forward`, `backward`, `optimizer` (including clipping), `ema`,
-    `logging` (callbacks and loggers), `checkpoint`, `evaluation` (including image grids) and `other`.
+    Stages: `data_wait` (waiting for the loader, or for other ranks' loaders), `h2d` (copies of microbatches to the
+    device), `encode` (frozen encoders), `forward`, `backward`, `optimizer` (including clipping), `ema`, `logging`
+    (callbacks and loggers), `checkpoint`, `evaluation` (including image grids) and `other`.
 
-    The host's clock times `data_wait`, `checkpoint` and `evaluation` in every batch. On GPUs, CUDA events time the
-    other stages in the last `sampled` batches of a window. Events are read only after the GPU has passed them, so that
-    the host never waits. Idle time of the GPU counts towards the stage that the host is in.
+    `data_wait`, `checkpoint` and `evaluation` are timed with the host's clock in every batch. On GPUs, the other stages
+    are timed with CUDA events in the last `sampled` batches of a window. Events are only read after the GPU has passed
+    them, so that the host never waits. GPU idle time counts towards the stage that the host is in.
 
     Args:
         window: Number of batches per report.
-        skip: Number of batches at the start that are not measured; the first batch starts the loader and compiles.
-        sampled: Number of batches of each window that are timed with CUDA events.
+        skip: Number of initial batches that are not measured; the first batch starts the loader and compiles.
+        sampled: Number of batches per window that are timed with CUDA events.
         peak_tflops: Peak TFLOP/s of a device in the run's precision (default: from Composer's table).
     """
 
@@ -274,7 +274,7 @@ class Breakdown(Callback):
         self.sampled = min(window, sampled)
         self.peak_flops = None if peak_tflops is None else 1e12 * peak_tflops
         self.report: BreakdownReport | None = None
-        """Report of the last window."""
+        """Report on the last window."""
         self.timeline = Timeline()
         self._microbatches_left = 0
         self._to_skip = skip
@@ -286,7 +286,7 @@ class Breakdown(Callback):
     # -- events --
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        # A second call of Trainer.fit must not wrap methods that are wrapped already.
+        # A second call of Trainer.fit must not wrap methods that are already wrapped.
         self._detach()
         on_gpu = state.device.name == 'gpu'
         if self.peak_flops is None:
@@ -300,16 +300,17 @@ class Breakdown(Callback):
             if callback is not self:
                 for name in hooks_of(callback):
                     self._time_method(callback, name, stage_of(callback))
-        # Composer has no event right after the optimizer step: what it does between the step and BATCH_END, such as
-        # learning-rate schedules, would count as `optimizer` without this hook.
+        # Composer has no event right after the optimizer step. Without this hook, what it does between the step and
+        # BATCH_END, such as learning rate schedules, would count as `optimizer`.
         for optimizer in state.optimizers:
             self._undo.append(optimizer.register_step_post_hook(lambda *_: self._enter(OTHER)).remove)
-        # The model reports its encoder stage through a global listener, which is one function call if nobody listens.
+        # The model reports its encoder stage through a global listener, which costs one function call without a
+        # listener.
         stage_hooks.set_listener(self.timeline)
         self._undo.append(lambda: stage_hooks.set_listener(None))
 
     def epoch_start(self, state: State, logger: Logger) -> None:
-        self._enter(DATA_WAIT)  # the loader starts its workers for the first batch
+        self._enter(DATA_WAIT)  # the loader starts its workers in the first batch
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
         self._enter(DATA_WAIT)
@@ -359,21 +360,21 @@ class Breakdown(Callback):
 
     def fit_end(self, state: State, logger: Logger) -> None:
         if self.report is None and self._batches:
-            self._report(state, logger)  # the run was shorter than a window
+            self._report(state, logger)  # the run was shorter than one window
         self._detach()
 
     def close(self, state: State, logger: Logger) -> None:
-        # Training that ends with an exception never calls `fit_end`.
+        # `fit_end` is not called if training ends with an exception.
         self._detach()
 
     # -- helpers of the event methods --
 
     def _enter(self, stage: str) -> None:
-        """Count the time from now on towards a stage."""
+        """From now on, count time towards a stage."""
         self.timeline.switch(stage)
 
     def _begin(self, state: State) -> None:
-        """Start a window of batches: reset the counters, and time stages on the GPU if every batch is sampled."""
+        """Start a window of batches: reset the counters, and start GPU timing if every batch is sampled."""
         self._batches, self._flops = 0, 0.0
         self._samples = state.timestamp.sample.value
         self.timeline.take()
@@ -384,7 +385,7 @@ class Breakdown(Callback):
                 recorder.start()
 
     def _report(self, state: State, logger: Logger) -> None:
-        """Log the report of a window and start the next one; a collective that all ranks call at the same batch."""
+        """Log the report of a window and start the next window; a collective that all ranks call in the same batch."""
         host = self.timeline.take()
         recorder = self.timeline.recorder
         shares = shares_of(host, None if recorder is None else recorder.read())
@@ -410,10 +411,10 @@ class Breakdown(Callback):
             log.info('batch %d: %s', state.timestamp.batch.value, self.report.line())
 
     def _time_method(self, owner: Any, name: str, stage: str) -> None:
-        """Wrap a method of an object so that its time counts towards a stage, until `_detach`."""
-        # Composer calls callbacks and algorithms one after another within an event and offers no hook around a single
-        # one, so their methods are wrapped. The wrapper is in the instance's __dict__, where it shadows the class's
-        # method for this instance alone, and deleting it restores the method.
+        """Wrap an object's method so that its time counts towards a stage, until `_detach`."""
+        # Within an event, Composer calls callbacks and algorithms one after another and offers no hook around each of
+        # them, so their methods are wrapped. The wrapper in the instance's __dict__ only shadows the class's method for
+        # this instance, and deleting it restores the method.
         setattr(owner, name, self.timeline.timed(getattr(owner, name), stage))
         self._undo.append(lambda: owner.__dict__.pop(name, None))
 
@@ -424,16 +425,16 @@ class Breakdown(Callback):
 
 
 def hooks_of(callback: Callback) -> list[str]:
-    """Return the names of a callback's methods that take time during training: those that its class overrides."""
+    """Return the names of a callback's methods that take time during training: those overridden by its class."""
     callback_class = type(callback)
-    # INIT and FIT_START are over when the methods are wrapped.
+    # INIT and FIT_START have already happened when the methods are wrapped.
     names = ['run_event', *(event.value for event in Event if event not in (Event.INIT, Event.FIT_START))]
     if isinstance(callback, LoggerDestination):
         names += ['log_metrics', 'log_hyperparameters', 'log_traces', 'log_images']
     base: type = LoggerDestination if isinstance(callback, LoggerDestination) else Callback
-    # Wrap only overridden methods: the inherited ones are empty, and each wrapper costs time in every batch.
+    # Only wrap overridden methods: inherited ones are empty, and each wrapper costs time in every batch.
     overridden = [name for name in names if getattr(callback_class, name, None) is not getattr(base, name, None)]
-    # All events of a callback pass through run_event; if it is overridden, timing it includes the event methods.
+    # All events of a callback go through run_event; if it is overridden, timing it includes the event methods.
     if 'run_event' in overridden:
         return ['run_event', *(name for name in overridden if name.startswith('log_'))]
     return overridden
@@ -450,7 +451,7 @@ def _of_all_ranks(figures: Sequence[float], state: State) -> list[list[float]]:
     """Gather numbers from all ranks in one collective; return one list of numbers per rank."""
     if dist.get_world_size() == 1:
         return [list(figures)]
-    # Use float64, because FLOP counts and bytes have more digits than float32.
+    # Use float64, because FLOP counts and byte counts have more digits than float32.
     local = state.device.tensor_to_device(torch.tensor(figures, dtype=torch.float64))
     return torch.stack(list(dist.all_gather(local))).tolist()
 

@@ -1,4 +1,4 @@
-"""Detection of source lines that synchronize the host with the GPU; each synchronization lets the GPU run idle."""
+"""Find source lines that synchronize the host with the GPU; each synchronization lets the GPU run idle."""
 
 import contextlib
 import traceback
@@ -27,13 +27,13 @@ VALUES = {
 }
 """Operations that need a tensor's values on the host."""
 METHODS = ('cpu', 'numpy', 'tolist')
-"""Tensor methods that need values on the host but dispatch no operation if the tensor is on the CPU."""
+"""Tensor methods that need values on the host but do not dispatch an operation for CPU tensors."""
 HOSTS = ('/diffusion/data/', '/torch/optim/', '/diffusion/models/host_copy.py')
-"""Path fragments of code with tensors on the host only: loaders, step counters of optimizers, arrived copies."""
+"""Path fragments of code whose tensors are only on the host: loaders, optimizers' step counters, completed copies."""
 PACKAGES = ('diffusion', 'composer')
-"""Packages to report the innermost frame of; if there is none, the innermost frame outside of PyTorch is reported."""
+"""Packages whose innermost frame is reported; without one, the innermost frame outside PyTorch is reported."""
 DETECTORS = {module.__file__ for module in (contextlib, unittest.mock, warnings)} | {__file__}
-"""Source files of the detection itself."""
+"""Source files that belong to the detection itself."""
 
 
 class Site(NamedTuple):
@@ -51,7 +51,7 @@ class Site(NamedTuple):
 def find_waits() -> Iterator[Counter[Site]]:
     """Context manager that counts device synchronizations by source line while it is active.
 
-    Without a GPU, the operations that would synchronize if their tensors were on a GPU are counted.
+    Without a GPU, it counts operations that would synchronize if their tensors were on a GPU.
     """
     found: Counter[Site] = Counter()
     with _count_cuda_warnings(found) if torch.cuda.is_available() else _count_calls(found), _count_early_reads(found):
@@ -60,8 +60,8 @@ def find_waits() -> Iterator[Counter[Site]]:
 
 @contextmanager
 def _count_early_reads(found: Counter[Site]) -> Iterator[None]:
-    """Count the copies to the host that are read before they have arrived."""
-    # If there is no GPU, a copy counts as arrived once the host has waited for anything: all earlier kernels are done
+    """Count the copies to the host that are read before they are complete."""
+    # Without a GPU, a copy counts as complete once the host has waited for anything, since all earlier kernels are done
     # then.
     make, read = HostCopy.__init__, HostCopy.read
 
@@ -81,10 +81,10 @@ def _count_early_reads(found: Counter[Site]) -> Iterator[None]:
 
 @contextmanager
 def _count_cuda_warnings(found: Counter[Site]) -> Iterator[None]:
-    """Count the warnings that PyTorch emits at synchronizing operations in CUDA's sync debug mode."""
+    """Count the warnings that PyTorch emits for synchronizing operations in CUDA's sync debug mode."""
 
-    # The warning has the line of Python that called the operation, which is often inside of PyTorch. showwarning runs
-    # in that call, so the stack shows the line of ours that led to it.
+    # The warning has the Python line that called the operation, which is often inside PyTorch. showwarning runs during
+    # that call, so the stack shows which of our lines led to it.
     def count_warning(message: Any, category: Any, *rest: Any, **more: Any) -> None:
         if 'synchronizing CUDA operation' in str(message):
             found[_site()] += 1
@@ -108,8 +108,8 @@ def _count_cuda_warnings(found: Counter[Site]) -> Iterator[None]:
 def _count_calls(found: Counter[Site]) -> Iterator[None]:
     """Count the calls that would synchronize if their tensors were on a GPU."""
 
-    # A dispatch mode sees every operation. Methods such as Tensor.cpu() dispatch none for a tensor that is on the CPU
-    # already, so they are replaced on the Tensor class while the context is active, in this process only.
+    # A dispatch mode sees every operation. Methods such as Tensor.cpu() do not dispatch any for CPU tensors, so they
+    # are replaced on the Tensor class while the context is active, in this process only.
     class CountOperations(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if (_name(func) in VALUES or _masks(func, args)) and not _is_on_host():
@@ -141,19 +141,19 @@ def _name(func: Any) -> str:
 
 
 def _masks(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return True if an operation indexes a tensor by a boolean mask, which synchronizes to count the True values."""
+    """Return True if an operation indexes a tensor with a boolean mask, which synchronizes to count the True values."""
     if _name(func) not in ('aten::index', 'aten::index_put_', 'aten::index_put'):
         return False
     return any(index is not None and index.dtype == torch.bool for index in args[1])
 
 
 def _is_on_host() -> bool:
-    """Return True if the current call stack is in code with tensors on the host only, such as a data loader.
+    """Return True if the current call stack is in code whose tensors are only on the host, such as a data loader.
 
     Operations there never wait for the GPU, so they are not counted as synchronizations.
     """
-    # The order matters: Composer runs forward and backward in a closure that the optimizer calls, so an outer frame of
-    # torch/optim says nothing about the operations in that closure.
+    # Check the innermost frames first: Composer runs forward and backward in a closure called by the optimizer, so an
+    # outer frame in torch/optim says nothing about the operations in that closure.
     for frame in reversed(traceback.extract_stack()):
         if any(fragment in frame.filename for fragment in HOSTS):
             return True
@@ -163,9 +163,9 @@ def _is_on_host() -> bool:
 
 
 def _site() -> Site:
-    """Return the source line (file, line number, function) to blame for the operation that makes the host wait.
+    """Return the source line (file, line number, function) responsible for the operation that makes the host wait.
 
-    It is the innermost stack frame in `diffusion` or `composer`; if there is none, the innermost outside of PyTorch.
+    This is the innermost stack frame in `diffusion` or `composer`, or else the innermost outside PyTorch.
     """
     frames = [frame for frame in traceback.extract_stack() if frame.filename not in DETECTORS]
     frames = [frame for frame in frames if _package(frame.filename) != 'torch']
@@ -180,7 +180,7 @@ def _package(path: str) -> str:
 
 
 def _short(path: str) -> str:
-    """Return the path of a source file, starting at its package, such as composer/trainer/trainer.py."""
+    """Return a source file's path relative to its package's parent folder, such as composer/trainer/trainer.py."""
     # Packages may be installed in site-packages, or in development mode in any folder.
     for package in PACKAGES:
         _, inside, rest = path.rpartition(f'/{package}/')

@@ -1,4 +1,4 @@
-"""`diffusion profile`: profiler of a few training batches that prints the largest possible speedups."""
+"""`diffusion profile`: profile a few training batches and print the largest possible speedups."""
 
 import io
 import json
@@ -37,11 +37,11 @@ log = logging.getLogger(__name__)
 LEFT_OUT = ('breakdown', 'image_grid', 'speed_monitor')
 """Callbacks that are removed from the profiled recipe."""
 KEPT = ('console_lines', 'metrics_file')
-"""Loggers that are kept; others would create runs at their services."""
+"""Loggers that are kept; others would create runs in external services."""
 MICROBATCHES = 4
-"""Maximum microbatches per step: the profiled device does only the work of one device of the full run."""
+"""Maximum number of microbatches per step: the profiled device only does a single device's share of the full run."""
 BATCHES_WATCHED = 2
-"""Number of batches that are searched for device synchronizations."""
+"""Number of batches that are checked for device synchronizations."""
 
 
 class Phases(Callback):
@@ -58,16 +58,16 @@ class Phases(Callback):
 
     @property
     def length(self) -> int:
-        """Number of batches to train for all phases of the profile together."""
+        """Total number of batches to train for all phases of the profile."""
         return self.breakdown.skip + 2 * self.batches + BATCHES_WATCHED
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        # The phases follow each other because they disturb each other: the profiler and the search for synchronizations
-        # slow down a step.
+        # Run the phases one after another, since they disturb each other: the profiler and the check for
+        # synchronizations slow down a step.
         done = state.timestamp.batch.value - self.breakdown.skip
         if done == self.batches:
-            # This callback comes after the breakdown, which has just reported. A window longer than the run prevents a
-            # second report, of batches under the profiler.
+            # This callback runs after the breakdown, which has just made its report. A window longer than the run
+            # prevents a second report, which would cover batches under the profiler.
             self.report = self.breakdown.report
             self.breakdown.window = 2 * self.length
             self.profiler.start()
@@ -100,8 +100,8 @@ def profile_recipe(recipe: Recipe, out: Path, *, batches: int = 10, warmup: int 
     """Train some batches of a recipe and write `profile.md`, `profile.json` and `trace.json.gz` to a folder.
 
     Args:
-        batches: Number of batches to time, and then again to run under PyTorch's profiler.
-        warmup: Number of batches at the start that are not measured.
+        batches: Number of batches to time; the same number is then run under PyTorch's profiler.
+        warmup: Number of initial batches that are not measured.
 
     Returns:
         The content of `profile.md`.
@@ -110,7 +110,7 @@ def profile_recipe(recipe: Recipe, out: Path, *, batches: int = 10, warmup: int 
     phases = Phases(breakdown, batches=batches, on_gpu=components.on_gpu(recipe))
     profiled = for_profiling(recipe, out, batches=phases.length)
     trainer = build_trainer(profiled)
-    # The order matters: `phases` reads the report that `breakdown` makes at the same batch end.
+    # The order matters: `phases` reads the report that `breakdown` makes at the end of the same batch.
     trainer.state.callbacks += [breakdown, phases]
     trainer.fit()
     trainer.close()
@@ -127,7 +127,7 @@ def profile_recipe(recipe: Recipe, out: Path, *, batches: int = 10, warmup: int 
 
 
 def for_profiling(recipe: Recipe, out: Path, *, batches: int) -> Recipe:
-    """Return a copy of a recipe for a short run on one device, without checkpoints, evaluation and remote loggers."""
+    """Return a copy of a recipe for a short run on one device, without checkpoints, evaluation or remote loggers."""
     replaced = (*CHECKPOINTER_KEYWORDS, 'max_duration', 'eval_interval', 'progress_bar')
     trainer = {key: value for key, value in recipe.trainer.items() if key not in replaced}
     trainer |= {'max_duration': f'{batches}ba', 'save_folder': None, 'progress_bar': False}
@@ -150,7 +150,7 @@ def for_profiling(recipe: Recipe, out: Path, *, batches: int) -> Recipe:
 
 
 def with_synthetic_data(recipe: Recipe, folder: Path) -> Recipe:
-    """Write shards of noise images; return a copy of the recipe that reads them, with random encoder weights.
+    """Write shards of noise images; return a copy of the recipe that reads them and uses random encoder weights.
 
     Raises:
         UserError: The dataset is not `image_text`.
@@ -184,10 +184,10 @@ def write_noise(folder: Path, shape: Shape, *, count: int) -> None:
 
 
 def measured_by(phases: Phases, recipe: Recipe) -> ProfileMeasurements:
-    """Return the measurements of a finished profile, the basis of the tuning advice."""
+    """Return the measurements of a finished profile, the basis of tuning advice."""
     assert phases.report is not None
     on_gpu, parts = components.on_gpu(recipe), components.effective_speed(recipe)
-    # The user cannot change Composer's code.
+    # Leave out Composer's code, which the user cannot change.
     ours = {site: count for site, count in phases.waits.items() if not site.file.startswith('composer/')}
     return ProfileMeasurements(
         shares=phases.report.shares,
@@ -206,7 +206,7 @@ def measured_by(phases: Phases, recipe: Recipe) -> ProfileMeasurements:
 
 
 def can_use_graphs(recipe: Recipe) -> bool:
-    """Return True if `speed.cuda_graphs` is possible with a recipe's parallelism."""
+    """Return True if a recipe's parallelism allows `speed.cuda_graphs`."""
     return recipe.parallelism.strategy == 'ddp' and not recipe.parallelism.activation_checkpointing
 
 
@@ -217,7 +217,7 @@ def microbatches_of(recipe: Recipe) -> int:
 
 
 def kernels_of(profiler: profile, batches: int, *, on_gpu: bool) -> list[Kernel]:
-    """Return the GPU kernels in a profiled step, or operators if there is no GPU, in descending order of time."""
+    """Return the GPU kernels in a profiled step, or operators without a GPU, in descending order of time."""
     found = []
     for event in profiler.key_averages():
         is_kernel = event.device_type.name == 'CUDA'

@@ -1,8 +1,9 @@
 """CUDA graphs of a denoiser's blocks: the host launches two graphs per block instead of hundreds of kernels.
 
-A current GPU computes a microbatch of 16 images faster than the host launches its kernels. A CUDA graph is a recorded
-sequence of kernels that one call launches. One graph per block instead of one for the whole step keeps everything that
-happens between blocks: DDP sends the gradients of a block while the next one is computed, and hooks run.
+A current GPU computes a microbatch of 16 images faster than the host can launch its kernels. A CUDA graph is a recorded
+sequence of kernels that a single call launches. Using one graph per block, instead of one for the whole step, preserves
+everything that happens between blocks: DDP reduces the gradients of a block while the next block is computed, and hooks
+run.
 """
 
 import gc
@@ -23,7 +24,7 @@ from diffusion.errors import UserError
 log = logging.getLogger(__name__)
 
 MAX_SHAPES = 4
-"""Shapes of a denoiser's inputs that are captured; each needs memory for the inputs and outputs of all blocks."""
+"""Maximum number of captured input shapes; each needs memory for the inputs and outputs of all blocks."""
 TO_FIX = 'To fix: speed.cuda_graphs=false'
 
 Signature = tuple[object, ...]
@@ -31,15 +32,15 @@ _version = attrgetter('_version')
 
 
 class BlockGraphs:
-    """Runs the blocks of a denoiser as CUDA graphs while it is trained.
+    """Runs a denoiser's blocks as CUDA graphs during training.
 
-    The first forward pass with inputs of a shape runs normally, and the blocks' arguments are noted. Before the second
-    one the forward and backward pass of each block are captured, and from then on they are replayed. Three kinds of
-    passes never use graphs: without gradients, on a CPU, and with inputs of other shapes than the first MAX_SHAPES. The
+    For each input shape, the first forward pass runs normally and records the blocks' arguments. Before the second
+    pass, the forward and backward pass of each block are captured; from then on they are replayed. Three kinds of
+    passes never use graphs: passes without gradients, on a CPU, or with input shapes after the first MAX_SHAPES. The
     kernels are the same with and without graphs.
 
-    A graph reads and writes fixed memory. Weights should change in place, as optimizers do; if they have moved, the
-    graphs are captured again. The next forward pass overwrites the tensors that a block returned.
+    A graph reads and writes fixed memory addresses. Weights should be changed in place, as optimizers do; if they have
+    moved, the graphs are captured again. The next forward pass overwrites the tensors returned by a block.
 
     Args:
         denoiser: The denoiser, before DDP wraps it.
@@ -48,7 +49,7 @@ class BlockGraphs:
 
     def __init__(self, denoiser: nn.Module, blocks: Sequence[nn.Module]) -> None:
         self.replays = 0
-        """Number of forward passes that have been replayed."""
+        """Number of forward passes replayed so far."""
         self._passes: dict[Signature, _Pass] = {}
         self._current: _Pass | None = None
         self._memory = _SharedMemory()
@@ -59,7 +60,7 @@ class BlockGraphs:
         denoiser.register_forward_hook(self._end)
 
     def _wrap(self, block: nn.Module) -> None:
-        """Replace a block's `forward` by a function that lets the current pass note its arguments or replay it."""
+        """Replace a block's `forward` with a function in which the current pass records its arguments or replays it."""
         plain = block.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -70,14 +71,14 @@ class BlockGraphs:
         block.forward = forward
 
     def _begin(self, denoiser: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Decide whether the blocks run normally, are noted or are replayed in the forward pass that begins."""
+        """Decide whether blocks run normally, record their arguments, or are replayed in the new forward pass."""
         self._current = None
         leaves = leaves_of(args, kwargs)
         if not denoiser.training or not torch.is_grad_enabled() or not can_capture(leaves):
             return
         key = signature(leaves)
         found = self._passes.get(key)
-        if found is None or not found.is_noted:  # not noted: the forward pass failed
+        if found is None or not found.is_noted:  # not recorded if that forward pass failed
             if key in self._passes or len(self._passes) < MAX_SHAPES:
                 self._passes[key] = self._current = _Pass(self._memory)
             else:
@@ -105,17 +106,17 @@ class BlockGraphs:
 
 
 class _Replayed:
-    """A replayed forward pass; the autograd graph of its results refers to it."""
+    """A replayed forward pass; the autograd graph of its results keeps a reference to it."""
 
     def __init__(self) -> None:
         self.waiting: list[int] = []
-        """Indices of the blocks that still need a backward pass; the next one is last."""
+        """Indices of the blocks whose backward pass is still pending; the next block is last."""
 
 
 class _SharedMemory:
-    """Memory that all graphs share: the pool for their intermediate results, and the gradients of the weights.
+    """Memory shared by all graphs: the pool for their intermediate results, and the gradients of the weights.
 
-    The contents of the pool are valid for one microbatch at a time, from its forward to its backward pass.
+    The pool's contents are valid for one microbatch at a time, from its forward to its backward pass.
     """
 
     def __init__(self) -> None:
@@ -125,7 +126,7 @@ class _SharedMemory:
 
     @property
     def in_use(self) -> bool:
-        """True from a replayed forward pass until its backward pass has ended, or its results have been dropped."""
+        """True from a replayed forward pass until its backward pass has ended or its results have been dropped."""
         user = None if self._user is None else self._user()
         return user is not None and bool(user.waiting)
 
@@ -137,11 +138,11 @@ class _SharedMemory:
 
 
 class _Pass:
-    """Calls of blocks in a forward pass with inputs of one shape, in the order of execution."""
+    """Block calls in a forward pass with inputs of one shape, in order of execution."""
 
     def __init__(self, memory: _SharedMemory) -> None:
         self.is_noted = False
-        """True after a forward pass in which the arguments of all blocks were noted."""
+        """True after a forward pass that recorded the arguments of all blocks."""
         self._is_captured = False
         self._memory = memory
         self._calls: list[_Call] = []
@@ -150,11 +151,11 @@ class _Pass:
 
     @property
     def _graphed(self) -> list['_Call']:
-        """Calls that run as graphs: all except those of frozen blocks before the first trained block."""
+        """Calls that run as graphs: all except those to frozen blocks before the first trained block."""
         return [each for each in self._calls if each.has_gradients]
 
     def start(self) -> None:
-        """Begin a forward pass of replays; capture the graphs before the first one, and when weights have moved."""
+        """Begin a replayed forward pass; before the first one, and when weights have moved, capture the graphs."""
         if self._is_captured and any(each.has_moved() for each in self._graphed):
             log.warning('speed.cuda_graphs: weights have moved in memory, so their graphs are captured again')
             self._is_captured = False
@@ -168,7 +169,7 @@ class _Pass:
         self.is_noted, self._replayed = True, None
 
     def run(self, block: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a block of this pass: note its arguments, or replay it."""
+        """Run a block in this pass: record its arguments, or replay it."""
         leaves = leaves_of(args, kwargs)
         if not self.is_noted:
             self._calls.append(_Call(block, plain, args, kwargs, self._memory))
@@ -193,7 +194,7 @@ class _Pass:
         with capturing(self._memory):
             for each in self._graphed:
                 each.warm_up()
-            # A graph reuses the memory of intermediate results of the graphs captured before it, so capture them in the
+            # A graph reuses memory from the intermediate results of graphs captured earlier, so capture them in the
             # order in which a step replays them.
             for each in self._graphed:
                 each.capture_forward()
@@ -202,10 +203,10 @@ class _Pass:
 
 
 class _Call:
-    """A block's forward and backward pass with arguments of one shape.
+    """A block's forward and backward pass for arguments of one shape.
 
     Args:
-        plain: The block's `forward` without graphs.
+        plain: The block's original `forward`.
     """
 
     def __init__(
@@ -223,10 +224,11 @@ class _Call:
         self._plain, self._structure, self._memory = plain, structure, memory
         self._tensors = [*block.parameters(), *block.buffers()]
         self._places: list[int] = []
-        # Autograd accumulates a weight's gradient in the stream of its first use. For the real weights, used by DDP and
-        # earlier passes, that is the default stream, and a capture must not wait for it. So capture with aliases.
+        # Autograd accumulates a weight's gradient in the stream of its first use. For the real weights, which DDP and
+        # earlier passes have used, that is the default stream, and a capture must not wait for it. Therefore use
+        # aliases.
         self._aliases = {weight: nn.Parameter(weight.detach()) for weight in self.weights}
-        # The graphs read their arguments from these tensors; a replay copies the real ones into them.
+        # The graphs read their arguments from these tensors; a replay copies the actual arguments into them.
         self._leaves = [_zeros_like(each) if isinstance(each, Tensor) else each for each in leaves]
         self._inputs = [each for each in self._leaves if isinstance(each, Tensor)]
         self._outputs: list[Tensor] = []
@@ -235,15 +237,15 @@ class _Call:
 
     @property
     def has_gradients(self) -> bool:
-        """True if weights of the block, or of one before it, are trained."""
+        """True if weights of this block or an earlier block are trained."""
         return bool(self.weights) or any(each.requires_grad for each in self._inputs)
 
     def has_moved(self) -> bool:
-        """Return True if weights or buffers have another address than when the graphs were captured."""
+        """Return True if the address of a weight or buffer has changed since the capture."""
         return self._places != [each.data_ptr() for each in self._tensors]
 
     def warm_up(self) -> None:
-        """Run the block once outside of a graph, since libraries benchmark kernels and allocate memory at first use.
+        """Run the block once without a graph, since libraries benchmark kernels and allocate memory at first use.
 
         Raises:
             UserError: The block cannot be captured.
@@ -261,20 +263,20 @@ class _Call:
 
     def capture_forward(self) -> None:
         """Capture the forward pass."""
-        private_attribute(self._inputs[0], '_version')  # an error if this PyTorch has none; too slow for each replay
+        private_attribute(self._inputs[0], '_version')  # raises if this PyTorch lacks it
         self._places = [each.data_ptr() for each in self._tensors]
         self._forward_graph = CudaGraph(self._forward, self._memory.pool, type(self.block).__name__)
         self._outputs = [each.detach() for each in self._with_history]
 
     def capture_backward(self) -> None:
-        """Capture the backward pass; the gradients of the weights have the same memory for all shapes."""
+        """Capture the backward pass; the weights' gradients use the same memory for all shapes."""
         self._backward_graph = CudaGraph(self._backward, self._memory.pool, type(self.block).__name__)
         self._memory.gradients |= {
             (self.block, weight): gradient
             for weight, gradient in zip(self.weights, self._weight_gradients, strict=True)
             if gradient is not None
         }
-        self._with_history = []  # also drops the tensors that the forward pass saved; their memory is used again
+        self._with_history = []  # also drops the tensors saved by the forward pass, whose memory is reused
 
     def replay_forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Replay the forward pass, and return the outputs."""
@@ -285,10 +287,10 @@ class _Call:
         return tuple(each.detach() for each in self._outputs)
 
     def replay_backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        """Replay the backward pass, and return the gradients of the inputs and of the weights.
+        """Replay the backward pass, and return the gradients of the inputs and weights.
 
         Raises:
-            UserError: An output has been changed in place.
+            UserError: An output was changed in place.
         """
         if self._versions != list(map(_version, self._outputs)):
             raise UserError(
@@ -299,8 +301,8 @@ class _Call:
             static.copy_(given)
         self._backward_graph.replay()
         of_inputs = [None if each is None else each.detach() for each in self._input_gradients]
-        # Return the weights' gradients without `detach`: a new tensor that nothing else refers to would become the
-        # weight's gradient itself, without a copy, and the next replay would overwrite it.
+        # Return the weights' gradients without `detach`. A new tensor without other references would itself become the
+        # weight's gradient, without a copy, and the next replay would overwrite it.
         return [*of_inputs, *self._weight_gradients]
 
     def result(self, outputs: Sequence[Tensor]) -> Any:
@@ -311,9 +313,9 @@ class _Call:
         return tree_unflatten([next(given) if each is _TENSOR else each for each in self._result], self._form)
 
     def _forward(self) -> list[Tensor]:
-        """Run the block's `forward`, and return the tensors of its result."""
-        # A cast of a weight that autocast has cached before would be a constant in the graph, and a cast that was
-        # cached during a capture has no value yet: clear the cache before and after.
+        """Run the block's `forward`, and return the tensors in its result."""
+        # A weight cast that autocast has cached before would be a constant in the graph, and a cast cached during a
+        # capture has no value yet. Therefore clear the cache before and after.
         torch.clear_autocast_cache()
         args, kwargs = tree_unflatten(self._leaves, self._structure)
         with _replaced(self.block, self._aliases):
@@ -326,7 +328,7 @@ class _Call:
         return self._with_history
 
     def _backward(self) -> list[Tensor]:
-        """Run the backward pass of the last `_forward`, and return the gradients of the inputs and of the weights."""
+        """Run the backward pass of the last `_forward`, and return the gradients of the inputs and weights."""
         trained = [each for each in self._inputs if each.requires_grad]
         # Backward passes run outside of autocast.
         with torch.autocast(self._with_history[0].device.type, enabled=False):
@@ -343,7 +345,7 @@ class _Call:
 
 
 class _Replay(torch.autograd.Function):
-    """Autograd function of a block's inputs and weights that replays its graphs."""
+    """Autograd function of a block's inputs and weights that replays the block's graphs."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, replayed: _Replayed, place: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -362,11 +364,11 @@ class _Replay(torch.autograd.Function):
 
 
 class CudaGraph:
-    """A CUDA graph of a function that reads and writes fixed memory.
+    """CUDA graph of a function that reads and writes fixed memory addresses.
 
     Args:
-        work: The function, which is called once.
-        pool: The pool of the graph's memory.
+        work: The function; it is called once.
+        pool: Memory pool for the graph.
         name: Class of the captured block, for messages.
 
     Raises:
@@ -375,31 +377,31 @@ class CudaGraph:
 
     def __init__(self, work: Callable[[], list[Tensor]], pool: Any, name: str) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        # torch.cuda.graph() would collect garbage and empty torch's cache for each graph. `thread_local` lets other
-        # threads of this process, such as a loader's, make calls that are forbidden during a capture.
+        # torch.cuda.graph() would collect garbage and empty torch's cache for each graph. `thread_local` allows other
+        # threads in this process, such as a loader's, to make calls that are forbidden during a capture.
         self._graph.capture_begin(pool=pool, capture_error_mode='thread_local')
         try:
             work()
         except Exception as error:
-            with suppress(RuntimeError):  # capture_end ends the capture, and raises because it is invalid
+            with suppress(RuntimeError):  # capture_end ends the capture, and raises because the capture is invalid
                 self._graph.capture_end()
             raise UserError(f'speed.cuda_graphs: {name} cannot be captured ({error}). {TO_FIX}') from error
         self._graph.capture_end()
 
     def replay(self) -> None:
-        """Launch the kernels that the function launched."""
+        """Launch the captured kernels."""
         self._graph.replay()
 
 
 @contextmanager
 def capturing(memory: _SharedMemory) -> Iterator[None]:
-    """Capture graphs inside the context, in a stream of their own, without changing the GPU's random numbers."""
+    """Capture graphs inside the context, in a separate stream, without changing the GPU's random number generator."""
     if memory.pool is None:
         memory.pool = torch.cuda.graph_pool_handle()
     random_state, collects = torch.cuda.get_rng_state(), gc.isenabled()
     torch.cuda.synchronize()
     gc.collect()
-    gc.disable()  # freeing something in the middle of a capture may be forbidden
+    gc.disable()  # freeing memory during a capture may be forbidden, so no garbage collection
     try:
         stream: Any = torch.cuda.Stream()
         with torch.cuda.stream(stream):
@@ -413,7 +415,7 @@ def capturing(memory: _SharedMemory) -> Iterator[None]:
 
 @contextmanager
 def _replaced(block: nn.Module, aliases: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
-    """Let a block compute with other parameters inside the context."""
+    """Inside the context, let a block compute with other parameters."""
     places = [
         (module, name, parameter, aliases[parameter])
         for module in block.modules()
@@ -437,12 +439,12 @@ def can_capture(leaves: Sequence[Any]) -> bool:
 def leaves_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any]:
     """Return the tensors and other values in arguments, in the order of `tree_flatten`."""
     values = [*args, *kwargs.values()]
-    # Skip tree_flatten if no container is nested: that takes a tenth of the time.
+    # Skip tree_flatten if no containers are nested, which takes a tenth of the time.
     return tree_flatten((args, dict(kwargs)))[0] if any(isinstance(each, _CONTAINERS) for each in values) else values
 
 
 def signature(leaves: Sequence[Any]) -> Signature:
-    """Return a key of arguments: shapes, strides and dtypes of tensors, and the values of all others.
+    """Return a key for arguments: shapes, strides and dtypes of tensors, and the values of everything else.
 
     Calls with equal keys can share a graph.
     """
@@ -454,9 +456,9 @@ def signature(leaves: Sequence[Any]) -> Signature:
 
 _CONTAINERS = (tuple, list, dict)
 _TENSOR = object()
-"""Stands for a tensor in a block's result."""
+"""Placeholder for a tensor in a block's result."""
 
 
 def _zeros_like(tensor: Tensor) -> Tensor:
-    """Return zeros of the same strides, with gradients if the tensor has some."""
+    """Return zeros with the same strides; they require gradients if the tensor does."""
     return torch.zeros_like(tensor).requires_grad_(tensor.requires_grad)

@@ -1,6 +1,6 @@
-"""Build the objects that a recipe names: model, datasets, loaders, optimizer, callbacks.
+"""Build the objects named in a recipe: model, datasets, loaders, optimizer, callbacks.
 
-Only these functions and the tasks take a `Recipe`; the classes that they build take plain values.
+Only these functions and the tasks take a `Recipe`; the classes they build take plain values.
 """
 
 import os
@@ -36,26 +36,26 @@ from diffusion.training.expand_streams import by_shape
 from diffusion.training.performance import FUSED_ALTERNATIVES
 
 DETERMINISTIC = {'crop': 'center', 'flip': False, 'caption_choice': 'first', 'caption_weights': None}
-"""Keywords of the training dataset that evaluation sets, so that every evaluation uses the same samples."""
+"""Keyword arguments for the training dataset in evaluation, so that every evaluation uses the same samples."""
 QUARANTINE = 'quarantine.jsonl'
 """File in the run's folder with one JSON line per bad sample."""
 
 
 def build_model(recipe: Recipe) -> ComposerModel:
-    """Build the model of a recipe; the initial weights of its denoiser depend only on the recipe's seed.
+    """Build a recipe's model; the denoiser's initial weights depend only on the recipe's seed.
 
     Raises:
         UserError: The argument is not a recipe, or its model cannot be built.
     """
     _check_is_recipe(recipe)
-    # fork_rng restores the generator's state, so that building a model does not change other random numbers.
+    # fork_rng restores the generator's state, so that building a model does not affect other random numbers.
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
         return registry.build('model', recipe.model, offered={'seed': recipe.seed})
 
 
 def _check_is_recipe(recipe: object) -> None:
-    """Raise UserError unless a value is a recipe, for functions that users call."""
+    """Raise UserError unless a value is a recipe; for functions that users call."""
     if not isinstance(recipe, Recipe):
         is_path = isinstance(recipe, str | Path)
         way_out = f'diffusion.load({str(recipe)!r})' if is_path else 'the result of diffusion.load'
@@ -64,7 +64,7 @@ def _check_is_recipe(recipe: object) -> None:
 
 
 def add_lora(recipe: Recipe, model: ComposerModel) -> None:
-    """Add the LoRA of a recipe to the denoiser of its model, and freeze the denoiser's other weights.
+    """Add a recipe's LoRA to its model's denoiser, and freeze the denoiser's other weights.
 
     Raises:
         UserError: The model has no denoiser or trains its text encoder, or a target matches no layer.
@@ -79,7 +79,7 @@ def add_lora(recipe: Recipe, model: ComposerModel) -> None:
 
 
 def build_tokenizers(recipe: Recipe) -> list[PreTrainedTokenizerBase]:
-    """Build the tokenizers of a recipe's model without the model; an empty list for a model that reads no text."""
+    """Build the tokenizers of a recipe's model without the model; an empty list if the model takes no text."""
     make = getattr(registry.resolve('model', recipe.model.name), 'tokenizers', None)
     return [] if make is None else make(**of_object(make).accepted(recipe.model.kwargs))
 
@@ -94,13 +94,13 @@ def build_dataset(
     elastic: bool = False,
     substitute: bool = False,
 ) -> Any:
-    """Build a dataset over some of a recipe's streams.
+    """Build a dataset from some of a recipe's streams.
 
     Args:
-        recipe: Loader settings, seed and model of the dataset.
+        recipe: Provides loader settings, seed and model of the dataset.
         component: The dataset's name and keyword arguments.
         batch_size: Samples per device per batch.
-        elastic: Yield the same global batches on any number of devices, all full; used for training.
+        elastic: Yield the same global batches, all of them full, on any number of devices; used for training.
         substitute: Replace samples that cannot be decoded.
     """
     settings = recipe.loader
@@ -126,21 +126,21 @@ def build_dataset(
     buckets = [Bucket(name, _stream(stream), stream.image_shape) for name, stream in streams.items()]
     supplied = {'tokenizers': build_tokenizers(recipe), 'batch_size': batch_size, 'seed': recipe.seed}
     if family_of_model(recipe.model.name).image_sizes:
-        # Pass the keyword only here: a user's dataset class for models without image sizes does not take it.
+        # Only pass the keyword here: a user's dataset class for models without image sizes does not accept it.
         if not registry.signature('dataset', component.name).accepted({'image_sizes': True}):
             raise UserError(
                 f'dataset.name: {component.name} takes no keyword image_sizes, but the model {recipe.model.name} is '
                 'conditioned on image sizes; add the keyword, or use image_text or latents'
             )
         supplied['image_sizes'] = True
-    # Evaluation has no alignment. A dataset of images takes no such keyword.
+    # Evaluation does not use alignment, and image datasets do not accept this keyword.
     if elastic and recipe.model.kwargs.get('representation_alignment'):
         supplied |= registry.signature('dataset', component.name).accepted({'image_features': True})
     return registry.build('dataset', component, buckets=buckets, **supplied, **streaming)
 
 
 def cache_folder(recipe: Recipe) -> Path:
-    """Return the local folder that caches the shards of a recipe's remote streams without a `local` folder."""
+    """Return the local cache folder for shards of a recipe's remote streams that have no `local` folder."""
     folder = recipe.loader.cache_folder
     return user_folder() / 'shards' if folder is None else Path(folder).absolute()
 
@@ -148,7 +148,7 @@ def cache_folder(recipe: Recipe) -> Path:
 def build_loader(
     recipe: Recipe, split: Literal['train', 'eval'] = 'train', *, kind: type[BucketedLoader] = BucketedLoader
 ) -> BucketedLoader:
-    """Build the loader of a recipe's `streams`, or of its `eval_streams` (center crops, first captions, no shuffle).
+    """Build the loader for a recipe's `streams`, or for its `eval_streams` (center crops, first captions, no shuffle).
 
     Raises:
         UserError: An argument is wrong, the recipe has no such streams, or the number of devices does not divide the
@@ -168,7 +168,7 @@ def build_loader(
             f'use a multiple of {world_size}'
         )
     batch_size = recipe.global_batch // world_size
-    # Evaluation has no microbatches, so limit its batch to the size that training fits into memory.
+    # Evaluation has no microbatches, so limit its batch size to a size that fits into memory in training.
     if evaluating and isinstance(recipe.device_train_microbatch_size, int):
         batch_size = min(batch_size, recipe.device_train_microbatch_size)
     dataset = build_dataset(
@@ -203,10 +203,10 @@ def build_loader(
 
 
 def run_identity(recipe: Recipe, loader: BucketedLoader) -> dict[str, Any]:
-    """Return a run's seed and fingerprint of the training data, which must not change when the run resumes."""
+    """Return a run's seed and a fingerprint of the training data, which must not change when the run resumes."""
     keywords = registry.keywords('dataset', recipe.dataset)
     settings = {name: value for name, value in keywords.items() if name not in SUPPLIED['dataset']}
-    # The fingerprint is saved in every checkpoint, so it has the name of an environment variable, not its value.
+    # The fingerprint is saved in every checkpoint, so it contains the name of an environment variable, not its value.
     texts = saved_values(recipe)['dataset']
     variables = {str(path[1]) for path in recipe.from_environment if path[0] == 'dataset' and len(path) > 1}
     settings |= {key: texts[key] for key in variables}
@@ -222,10 +222,10 @@ def evaluation_dataset(recipe: Recipe) -> Component:
 
 
 def build_optimizer(recipe: Recipe, model: ComposerModel) -> torch.optim.Optimizer:
-    """Build a recipe's optimizer of the trained parameters, fused if `speed` and the optimizer's keywords allow it.
+    """Build a recipe's optimizer for the trained parameters, fused if `speed` and the optimizer's keywords allow it.
 
-    An optimizer class may have a function `parameter_groups(model, ...)`, such as `Muon.parameter_groups`, which
-    returns its parameter groups and may take some of its keywords. Other classes get a list of parameters, or one group
+    An optimizer class may have a function `parameter_groups(model, ...)`, such as `Muon.parameter_groups`, that returns
+    parameter groups and can take some of the optimizer's keywords. Other classes get a list of parameters, or one group
     per learning rate if the model scales learning rates by width.
     """
     component = recipe.optimizer
@@ -244,7 +244,7 @@ def build_optimizer(recipe: Recipe, model: ComposerModel) -> torch.optim.Optimiz
 
 
 def build_all(recipe: Recipe, kind: str, components: Mapping[str, Component]) -> list[Any]:
-    """Build algorithms, callbacks or loggers; a component that takes `folder` gets the run's folder by default."""
+    """Build algorithms, callbacks or loggers; a component with a `folder` argument gets the run's folder by default."""
     return [registry.build(kind, each, offered={'folder': str(recipe.run_dir)}) for each in components.values()]
 
 
@@ -258,7 +258,7 @@ def check_device(recipe: Recipe) -> None:
 
     Raises:
         UserError: The recipe needs a GPU, and the machine has none or hides it, or torch has no kernels for
-            it. A GPU whose driver fails is left to Composer, since such a fault is worth a retry elsewhere.
+            it. A failing GPU driver is not reported here but by Composer, since a retry on another machine may succeed.
     """
     device, precision = recipe.trainer.get('device'), recipe.trainer.get('precision') or 'fp32'
     if on_gpu(recipe):
@@ -280,7 +280,7 @@ def check_device(recipe: Recipe) -> None:
 
 
 def _gpu_is_broken() -> bool:
-    """Return True if the machine has an NVIDIA GPU that is not hidden, although PyTorch may not find it."""
+    """Return True if the machine has a visible NVIDIA GPU, even if PyTorch does not find it."""
     hidden = os.environ.get('CUDA_VISIBLE_DEVICES') in ('', '-1')
     return not hidden and any(Path('/dev').glob('nvidia[0-9]*'))
 
@@ -291,22 +291,22 @@ def effective_speed(recipe: Recipe) -> SpeedConfig:
 
 
 def _with_local(config: StreamConfig, cache: Path) -> StreamConfig:
-    """Return a stream's settings, with a `local` folder in the cache if the stream has a remote and no local folder."""
+    """Return a stream's settings; if it has a remote but no `local` folder, add one in the cache."""
     if config.remote is None or config.local is not None:
         return config
     return replace(config, local=str(home(cache, config.remote)))
 
 
 def _stream(config: StreamConfig) -> Stream:
-    """Build StreamingDataset's Stream object from a recipe's stream settings."""
+    """Build the Stream object for StreamingDataset from a recipe's stream settings."""
     values = asdict(config)
     for name in ('resolution', 'shape', 'aspects', 'enlarge', 'remote'):
         del values[name]
     if config.remote is not None and config.local is not None:
         Path(config.local).mkdir(parents=True, exist_ok=True)
     stream = Stream(**{key: value for key, value in values.items() if value is not None})
-    # Set the remote after construction: the constructor would create a storage client, which is never used because
-    # diffusion.storage downloads the shards, and it refuses az:// URLs.
+    # Set the remote after construction. The constructor would create a storage client, which is never used because
+    # diffusion.storage downloads the shards, and it would reject az:// URLs.
     stream.remote = config.remote
     return stream
 
@@ -314,18 +314,18 @@ def _stream(config: StreamConfig) -> Stream:
 def width_groups(
     model: nn.Module, *, optimizer: str, lr: float, weight_decay: float, factors: dict[str, float]
 ) -> list[dict[str, Any]]:
-    """Return the parameter groups of a model, one for each factor of the learning rate; the group of factor 1 is first.
+    """Return a model's parameter groups, one per learning rate factor; the group with factor 1 comes first.
 
     Args:
-        model: The model; frozen parameters are in no group.
+        model: The model; frozen parameters are omitted.
         optimizer: Name of the optimizer, `adamw` or `decoupled_adamw`. AdamW multiplies the weight decay by the
-            learning rate, so its weight decay is divided by the factor to keep the decay per step equal in all groups.
-        lr: Learning rate of layers with the factor 1.
-        weight_decay: Weight decay of layers with the factor 1.
-        factors: Factor of the learning rate by name of parameter; 1 for others. See `scale_for_width`.
+            learning rate, so the weight decay is divided by the factor to keep the decay per step equal in all groups.
+        lr: Learning rate of layers with factor 1.
+        weight_decay: Weight decay of layers with factor 1.
+        factors: Learning rate factors by parameter name; 1 for others. See `scale_for_width`.
 
     Raises:
-        UserError: The optimizer has other rules for the width.
+        UserError: Scaling by width is not supported for this optimizer.
     """
     problem = optimizer_problem(optimizer)
     if problem is not None:

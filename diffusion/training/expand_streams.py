@@ -15,13 +15,13 @@ log = logging.getLogger(__name__)
 
 
 def by_shape(streams: Mapping[str, StreamConfig], *, smallest: int = 1) -> dict[str, StreamConfig]:
-    """Replace each stream of several image shapes (`aspects`) by one stream per shape, such as `photos/640x384`.
+    """Replace each stream that has several image shapes (`aspects`) by one stream per shape, such as `photos/640x384`.
 
-    A stream's proportion is divided in proportion to the shapes' numbers of samples; its other settings apply to every
+    A stream's proportion is divided among its shapes by their number of samples; its other settings apply to every
     shape.
 
     Args:
-        smallest: Minimum number of samples of a shape; smaller shapes are skipped with a warning.
+        smallest: Minimum number of samples per shape; smaller shapes are skipped with a warning.
 
     Raises:
         UserError: A folder has no list of its shapes, or no shape has enough samples.
@@ -34,7 +34,7 @@ def by_shape(streams: Mapping[str, StreamConfig], *, smallest: int = 1) -> dict[
 
 
 def _shapes_of(name: str, stream: StreamConfig, smallest: int) -> dict[str, StreamConfig]:
-    """Return one stream per image shape of a stream, by name; skip shapes with fewer than `smallest` samples."""
+    """Return one stream per image shape, by name; skip shapes with fewer than `smallest` samples."""
     counts = _buckets(name, stream)
     kept = {shape: count for shape, count in counts.items() if count >= smallest}
     if not kept:
@@ -63,7 +63,7 @@ def _shapes_of(name: str, stream: StreamConfig, smallest: int) -> dict[str, Stre
 
 
 def _buckets(name: str, stream: StreamConfig) -> dict[Shape, int]:
-    """Read the number of samples per image shape of a local or remote stream."""
+    """Return the number of samples per image shape of a local or remote stream."""
     try:
         is_local = stream.remote is None or '://' not in stream.remote
         folder = Path(stream.remote or stream.local or '') if is_local else _fetched(stream)
@@ -78,9 +78,9 @@ def _buckets(name: str, stream: StreamConfig) -> dict[Shape, int]:
 
 
 def _fetched(stream: StreamConfig) -> Path:
-    """Download the list of a stream's image shapes, buckets.json, and return the local folder that holds it.
+    """Download buckets.json, the list of a stream's image shapes, and return the local folder that contains it.
 
-    The list is downloaded on every start, since data may have been added; if the remote fails, an earlier copy is used.
+    The list is downloaded at every start, since data may have been added; if the remote fails, an earlier copy is used.
     """
     if stream.remote is None or stream.local is None:
         raise UserError('has a remote and no local; set local to a folder for the cache')

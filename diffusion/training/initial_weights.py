@@ -36,9 +36,9 @@ from diffusion.models.pretrained import load_pretrained
 log = logging.getLogger(__name__)
 
 DENOISER = 'denoiser.'
-"""Prefix of the names of a denoiser's tensors in a LatentDiffusion."""
+"""Prefix of the denoiser's tensor names in a LatentDiffusion."""
 TEXT_SETTINGS = ('hidden_act', 'num_attention_heads', 'layer_norm_eps')
-"""Settings of a text encoder that change its output but not the shapes of its weights."""
+"""Text encoder settings that affect its output but not the shapes of its weights."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class SourceWeights:
     """Weights that `init_from` has read.
 
     Attributes:
-        tensors: The weights, by their names in the model.
-        place: The checkpoint, folder, repository or file.
-        what: The weights that were read, for the log.
+        tensors: The weights by their names in the model.
+        place: The checkpoint, folder, repository or file they were read from.
+        what: Description of the weights for the log.
     """
 
     tensors: dict[str, Tensor]
@@ -57,16 +57,16 @@ class SourceWeights:
 
 
 def start_from(model: ComposerModel, start: InitFrom) -> None:
-    """Load the weights that `init_from` names into a model, without optimizer state and step counter; a collective.
+    """Load the weights named by `init_from` into a model, without optimizer state or step counter; a collective.
 
-    Rank 0 reads and verifies them once, and broadcasts the weights one tensor at a time. Call this before the model is
-    wrapped for data parallelism.
+    Rank 0 reads and verifies them once, and broadcasts the weights one tensor at a time. Call this before DDP or FSDP
+    wraps the model.
 
     Raises:
-        UserError: The source does not exist, is damaged, lacks these weights or has another architecture; on every
-            rank.
-        ExternalError: The Hub did not answer for minutes; on every rank.
-        OSError: The source cannot be read for minutes; on every rank.
+        UserError: The source does not exist, is damaged, lacks these weights or has another architecture. Raised on
+            every rank.
+        ExternalError: The Hub did not respond for minutes. Raised on every rank.
+        OSError: The source cannot be read for minutes. Raised on every rank.
     """
     source = run_on_rank_zero(lambda: read_weights(model, start), 'init_from')
     with raise_on_all_ranks('init_from'):
@@ -78,10 +78,10 @@ def start_from(model: ComposerModel, start: InitFrom) -> None:
 
 
 def read_weights(model: ComposerModel, start: InitFrom) -> SourceWeights:
-    """Read the weights that `init_from` names, and return them by their names in the model.
+    """Read the weights named by `init_from`, and return them by their names in the model.
 
     Raises:
-        UserError: The source cannot be used, as in `start_from`; the message has the key and what to do.
+        UserError: The source cannot be used, as in `start_from`; the message names the key and says what to do.
     """
     try:
         is_public = hub_repository(start) is not None or is_original_file(start.source)
@@ -99,7 +99,7 @@ def read_weights(model: ComposerModel, start: InitFrom) -> SourceWeights:
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Return True if a folder is a checkpoint or the folder of a run that has one."""
+    """Return True if a folder is a checkpoint or a run's folder with a checkpoint."""
     try:
         find_checkpoint(folder)
     except UserError:
@@ -108,11 +108,11 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 def published_weights(model: ComposerModel, start: InitFrom) -> SourceWeights:
-    """Return the weights of a diffusers folder, of a repository on the Hub, or of a file in the original layout.
+    """Return weights from a diffusers folder, a repository on the Hub, or a file in the original layout.
 
     Raises:
         UserError: The model has no denoiser, or the source has no weights that fit its parts.
-        ExternalError: The Hub did not answer for minutes.
+        ExternalError: The Hub did not respond for minutes.
     """
     if not isinstance(model, LatentDiffusion):
         raise UserError(f'{start.source}: only a model with a denoiser can start from it; use a checkpoint of a run')
@@ -142,7 +142,7 @@ def published_weights(model: ComposerModel, start: InitFrom) -> SourceWeights:
 
 
 def text_encoder_weights(model: LatentDiffusion, source: str, revision: str | None) -> dict[str, Tensor]:
-    """Return the weights of a pipeline's text encoders by their names in the model; empty if the model's are frozen.
+    """Return a pipeline's text encoder weights by their names in the model; empty if the model's are frozen.
 
     Raises:
         UserError: The source has no text encoders, or their settings differ from the model's.
@@ -167,12 +167,12 @@ def text_encoder_weights(model: LatentDiffusion, source: str, revision: str | No
 
 
 def load_source(model: ComposerModel, source: SourceWeights, *, resize: bool) -> None:
-    """Copy the weights of a source into a model; both must have the same tensors.
+    """Copy a source's weights into a model; both must have the same tensors.
 
-    The parts that only training uses, such as REPA's projection, may be missing on either side.
+    Parts that are only used in training, such as REPA's projector, may be missing on either side.
 
     Args:
-        resize: Accept fewer latent channels, and add zeros for the others.
+        resize: Accept a source with fewer latent channels, and add zeros for the missing channels.
 
     Raises:
         UserError: The names or shapes differ.
@@ -197,8 +197,8 @@ def _prefixed(prefix: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def broadcast(tensor: Tensor) -> None:
-    """Replace the values of a tensor on all ranks by those of rank 0; a collective."""
-    # NCCL broadcasts from GPU memory only, and the model is still on the CPU. Copying one tensor at a time avoids a
+    """Overwrite a tensor's values on all ranks with those of rank 0; a collective."""
+    # NCCL only broadcasts from GPU memory, but the model is still on the CPU. Copying one tensor at a time avoids a
     # second copy of the model on each rank.
     device = 'cuda' if torch.distributed.get_backend() == 'nccl' else tensor.device
     values = tensor.detach().to(device).contiguous()

@@ -1,6 +1,6 @@
-"""Divide matrices over ranks, so that each rank computes a function of some whole matrices, and exchange the results.
+"""Divide matrices among ranks, so that each rank applies a function to some whole matrices, and exchange the results.
 
-Shapes: N matrices, R rows, C columns, r rows of this rank's shards.
+Shapes: N matrices, R rows, C columns, r rows per shard on this rank.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,12 @@ from diffusion.errors import UserError
 
 @dataclass(frozen=True)
 class Layout:
-    """Distribution of matrices over ranks: sharded by rows as under FSDP2, or whole on every rank as under DDP."""
+    """Distribution of matrices over ranks: sharded by rows as under FSDP2, or replicated on every rank as under DDP."""
 
     group: dist.ProcessGroup | None
-    """Ranks that hold the shards, or copies, of a matrix; None if there is only this rank."""
+    """Ranks that hold the shards or copies of a matrix; None if this is the only rank."""
     sharded: bool
-    """True if each rank has consecutive rows, as torch.chunk divides them; False if each rank has all rows."""
+    """True if each rank has consecutive rows, divided as by torch.chunk; False if each rank has all rows."""
 
     @property
     def ranks(self) -> int:
@@ -30,10 +30,10 @@ class Layout:
 
 
 def layout_of(weight: Tensor) -> Layout:
-    """Return the distribution of a weight over ranks; a plain tensor is a copy that all ranks of a job have.
+    """Return the distribution of a weight over ranks; a plain tensor is replicated on all ranks of a job.
 
     Raises:
-        UserError: The weight is sharded in another way than by its first dimension over one dimension of a mesh.
+        UserError: The weight is sharded, but not only by its first dimension over a single mesh dimension.
     """
     if not isinstance(weight, DTensor):
         several = dist.is_initialized() and dist.get_world_size() > 1
@@ -44,7 +44,8 @@ def layout_of(weight: Tensor) -> Layout:
             f'muon: a weight of shape {list(weight.shape)} has placements {weight.placements}, but Muon needs whole '
             'rows on one dimension of the mesh; shard with fully_shard alone, or use AdamW'
         )
-    # Replicas of a hybrid mesh all compute the same: an exchange between them would cross the slower network.
+    # All replicas of a hybrid mesh compute the same results, since an exchange between them would use the slower
+    # network.
     group = weight.device_mesh.get_group(sharded[0]) if sharded else None
     several = group is not None and dist.get_world_size(group) > 1
     return Layout(group if several else None, sharded=several)
@@ -53,13 +54,15 @@ def layout_of(weight: Tensor) -> Layout:
 def on_whole_matrices(
     function: Callable[[Tensor], Tensor], parts: Tensor, layout: Layout, *, rows: int, first: int = 0
 ) -> Tensor:
-    """Apply a function to whole matrices, each on one rank, and return this rank's part of the results; a collective.
+    """Apply a function to whole matrices, divided among ranks; return this rank's part of the results. A collective.
 
     Args:
-        function: Function from matrices [N, R, C] to results of the same shape and dtype, independent for each matrix.
-        parts: This rank's part of each matrix: its shards [N, r, C], or whole copies [N, R, C].
-        rows: R, rows of a whole matrix.
-        first: Rank that computes the first matrix, modulo the number of ranks; the next ranks compute the next ones.
+        function: Function that maps matrices [N, R, C] to results of the same shape and dtype, each independent of the
+            others.
+        parts: This rank's part of each matrix: shards [N, r, C], or whole copies [N, R, C].
+        rows: R, number of rows of a whole matrix.
+        first: Rank that computes the first matrix, modulo the number of ranks; the following ranks compute the next
+            ones.
     """
     if layout.group is None:
         return function(parts)
@@ -71,20 +74,20 @@ def on_whole_matrices(
 
 
 def dealt(matrices: int, ranks: int, *, first: int = 0) -> list[int]:
-    """Return how many matrices each rank gets when they are dealt out one by one, starting with rank `first`."""
+    """Return how many matrices each rank gets when they are dealt out one at a time, starting with rank `first`."""
     return [len(range((rank - first) % ranks, matrices, ranks)) for rank in range(ranks)]
 
 
 def _on_copies(
     function: Callable[[Tensor], Tensor], copies: Tensor, counts: list[int], rank: int, group: dist.ProcessGroup
 ) -> Tensor:
-    """Compute the results of this rank's matrices, and return those of all ranks."""
+    """Compute the results for this rank's matrices, and return those of all ranks."""
     start = sum(counts[:rank])
     mine = slice(start, start + counts[rank])
     results = torch.zeros_like(copies)
     if counts[rank]:
         results[mine] = function(copies[mine])
-    # A sum with the zeros of the other ranks is exact. all_gather would need equal numbers of matrices on all ranks.
+    # Adding the other ranks' zeros is exact. all_gather would need equal numbers of matrices on all ranks.
     dist.all_reduce(results, group=group)
     return results
 
@@ -98,11 +101,11 @@ def _on_shards(
     *,
     rows: int,
 ) -> Tensor:
-    """Return this rank's rows of the results: gather the shards of this rank's matrices, and send back their rows."""
+    """Return this rank's rows of the results: gather the shards of its matrices, compute, and send back the rows."""
     matrices, height, columns = shards.shape
     ranks, mine = len(counts), counts[rank]
     chunk = -(-rows // ranks)  # rows per rank; the last ranks may have fewer or none
-    # Send each rank this rank's rows of the matrices that it computes, padded so that all shards have equal heights.
+    # Send each rank our rows of the matrices that the receiver computes, padded so that all shards have equal heights.
     padded = torch.nn.functional.pad(shards, (0, 0, 0, chunk - height))
     received = padded.new_empty(ranks * mine, chunk, columns)
     dist.all_to_all_single(received, padded, [mine] * ranks, counts, group=group)
@@ -110,7 +113,7 @@ def _on_shards(
     if mine:
         whole = received.view(ranks, mine, chunk, columns).transpose(0, 1).reshape(mine, ranks * chunk, columns)
         results[:, :rows] = function(whole[:, :rows])
-    # Send each rank its rows of the results, so that it gets its rows of all matrices.
+    # Send each rank its rows of our results; each rank then has its rows of the results for all matrices.
     by_rank = results.view(mine, ranks, chunk, columns).transpose(0, 1).reshape(ranks * mine, chunk, columns)
     returned = padded.new_empty(matrices, chunk, columns)
     dist.all_to_all_single(returned, by_rank, counts, [mine] * ranks, group=group)

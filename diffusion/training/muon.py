@@ -1,4 +1,4 @@
-"""Muon: momentum that is orthogonalized for the matrices of a model's blocks, with AdamW for all other parameters.
+"""Muon: orthogonalized momentum for the matrices in a model's blocks, and AdamW for all other parameters.
 
 Sources: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Liu et al. 2025, "Muon is
 scalable for LLM training", arXiv 2502.16982.
@@ -33,32 +33,34 @@ from diffusion.training.matrix_exchange import layout_of, on_whole_matrices
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients a, b, c of the polynomial a s + b s^3 + c s^5 that each step applies to the singular values s (Jordan et
-al. 2024). It has a large slope at 0: five steps bring every s in [0.0015, 1] to [0.67, 1.21]."""
+al. 2024). Its slope at 0 is large: five steps move every s from [0.0015, 1] into [0.67, 1.21]."""
 MIN_NORM = 1e-15
-"""Lower bound of the norm that matrices are divided by: zero stays zero, and squares do not underflow in float32."""
+"""Lower bound on the norm by which matrices are divided: zero stays zero, and squares do not underflow in float32."""
 MAX_BATCH_ELEMENTS = {'cpu': 2**18, 'cuda': 2**24}
-"""Elements of matrices that a rank orthogonalizes at a time, by type of device. On GPUs this limits the memory of the
-step; on CPUs, batches that fit into the cache are faster (98 ms instead of 114 for a U-Net of 4.3 M parameters)."""
+"""Maximum number of matrix elements that a rank orthogonalizes at once, by device type. On GPUs this limits the memory
+of a step; on CPUs, batches that fit into the cache are faster (98 ms instead of 114 ms for a U-Net of 4.3 M
+parameters)."""
 RMS_OF_ADAMW = 0.2
-"""Root mean square of AdamW's updates in units of the learning rate, which Muon's are scaled to (Liu et al., eq. 4)."""
+"""Root mean square of AdamW's updates in units of the learning rate; Muon's updates are scaled to it (Liu et al., eq.
+4)."""
 
 
 def muon_groups(model: nn.Module, *, convolutions: bool = True, split_projections: bool = True) -> list[dict[str, Any]]:
-    """Return the parameter groups of a model for `Muon`: one for Muon itself, and one for AdamW.
+    """Return a model's parameter groups for `Muon`: one group updated by Muon itself and one updated by AdamW.
 
-    Muon updates the weights of linear layers and convolutions inside of blocks, which are the modules that a
-    `fsdp_wrap_fn` in the model selects. AdamW updates the rest: embeddings, norms, biases, first and last layers, text
-    encoders. Frozen parameters are in no group.
+    Muon updates the weights of linear layers and convolutions inside blocks, which are the modules selected by a
+    `fsdp_wrap_fn` in the model. AdamW updates the rest: embeddings, norms, biases, first and last layers, text
+    encoders. Frozen parameters are omitted.
 
     Args:
-        model: A ComposerModel, or any module with a `fsdp_wrap_fn` in itself or in a submodule.
-        convolutions: True includes convolutions; their weights [out, in, height, width] are used as matrices [out,
+        model: A ComposerModel, or any module that has a `fsdp_wrap_fn` itself or in a submodule.
+        convolutions: True includes convolutions; their weights [out, in, height, width] are treated as matrices [out,
             in * height * width].
-        split_projections: True orthogonalizes the queries', keys' and values' matrices of a fused projection
-            separately; the families of denoisers name these layers. False takes the layer's weight as one matrix.
+        split_projections: True orthogonalizes the query, key and value matrices of a fused projection separately; the
+            denoiser families declare these layers. False treats the layer's weight as one matrix.
 
     Raises:
-        UserError: The model has no blocks, or nothing in them is a matrix that is trained.
+        UserError: The model has no blocks, or its blocks have no trained matrices.
     """
     matrices = {
         id(weight): weight for block in _blocks(model) for weight in trained_matrices(block, convolutions=convolutions)
@@ -82,10 +84,10 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def orthogonalize(matrices_NRC: Tensor, *, steps: int) -> Tensor:
-    """Return U V^T of the singular value decomposition U S V^T of each matrix, approximately, as [N, R, C].
+    """Approximate U V^T of the singular value decomposition U S V^T of each matrix, as [N, R, C].
 
-    The singular values of the result are near 1 instead of exactly 1; those of a matrix of zeros are 0. One chain of
-    batched products computes all matrices, in their own dtype. Scaling a matrix does not change its result.
+    The singular values of the result are close to 1, or 0 for a matrix of zeros. All matrices are computed by one chain
+    of batched products, in their own dtype. Scaling a matrix does not change its result.
 
     Args:
         matrices_NRC: The matrices, in the dtype of the computation; bfloat16 is accurate enough.
@@ -94,7 +96,7 @@ def orthogonalize(matrices_NRC: Tensor, *, steps: int) -> Tensor:
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks", algorithm 2.
     """
     tall = matrices_NRC.shape[-2] > matrices_NRC.shape[-1]
-    # Transposing makes the Gram matrices X X^T those of the smaller side.
+    # Transpose so that the Gram matrices X X^T have the size of the smaller side.
     x = matrices_NRC.mT if tall else matrices_NRC
     precise = torch.promote_types(x.dtype, torch.float32)
     norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=precise).clamp(min=MIN_NORM)
@@ -108,45 +110,47 @@ def orthogonalize(matrices_NRC: Tensor, *, steps: int) -> Tensor:
 
 
 class Muon(Optimizer):
-    """Optimizer that updates matrices by their orthogonalized momentum, and other parameters as AdamW does.
+    """Optimizer that updates matrices with their orthogonalized momentum, and other parameters with AdamW.
 
     The update of a matrix W [R, C] with gradient G, momentum M and learning rate lr, weight decay w:
 
         M <- m M + (1 - m) G;  U = m M + (1 - m) G with Nesterov momentum, else M
         W <- (1 - lr w) W - lr 0.2 sqrt(max(R, C)) orthogonalize(U)
 
-    The scale gives updates the root mean square of AdamW's, so that AdamW's learning rate and weight decay fit. Weights
-    of equal shape are orthogonalized in one batch. Under DDP and FSDP2 each rank orthogonalizes a part of the matrices,
-    and the ranks exchange the results: every rank must call `step`, with gradients for the same parameters.
+    The scale gives updates the same root mean square as AdamW's, so that AdamW's learning rate and weight decay can be
+    reused. Weights of equal shape are orthogonalized in one batch. Under DDP and FSDP2 each rank orthogonalizes some of
+    the matrices, and the ranks exchange the results, so every rank must call `step` with gradients for the same
+    parameters.
 
-    A parameter group has the key `algorithm`: 'muon' or 'adamw'. A group without the key is divided: Muon updates its
-    matrices, including those of embeddings, and AdamW the rest. A group with 'muon' may have the key `parts`: for each
-    weight, the number of matrices stacked along its rows, such as 3 for fused queries, keys and values. Each matrix is
-    orthogonalized separately. `muon_groups(model)` makes groups by the layers of a model.
+    A parameter group has the key `algorithm`: 'muon' or 'adamw'. A group without this key is split: Muon updates its
+    matrices, including embeddings, and AdamW updates the rest. A group with 'muon' may have the key `parts`: for each
+    weight, the number of matrices stacked along its rows, such as 3 for fused queries, keys and values. Each of these
+    matrices is orthogonalized separately. `muon_groups(model)` creates groups from a model's layers.
 
     Args:
         params: Parameters, named parameters or parameter groups.
         lr: Learning rate.
-        adamw_lr: Learning rate of the parameters that AdamW updates; `lr` by default.
-        weight_decay: Decoupled weight decay of all parameters: a step multiplies weights by 1 - lr * weight_decay.
-        momentum: Decay of Muon's momentum.
+        adamw_lr: Learning rate of parameters updated by AdamW; `lr` by default.
+        weight_decay: Decoupled weight decay of all parameters: each step multiplies weights by 1 - lr * weight_decay.
+        momentum: Decay rate of Muon's momentum.
         nesterov: Use Nesterov momentum in Muon.
         newton_schulz_steps: Number of Newton-Schulz steps per orthogonalization.
-        newton_schulz_dtype: Data type of the orthogonalization; auto is bfloat16 on GPUs and the weights' own on a CPU.
-        convolutions: Apply Muon to weights of more than two dimensions too, flattened to [out, in * height * width];
-            does not change groups that have the key `algorithm`.
-        split_projections: Orthogonalize the matrices of a fused projection of queries, keys and values separately, as
-            Jordan et al. recommend; used by `muon_groups`, which knows these layers.
-        betas: Decay of AdamW's two moments.
+        newton_schulz_dtype: Data type of the orthogonalization; auto means bfloat16 on GPUs and the weights' dtype on
+            CPUs.
+        convolutions: Also apply Muon to weights with more than two dimensions, flattened to [out, in * height * width].
+            This does not affect groups with the key `algorithm`.
+        split_projections: Orthogonalize the matrices in a fused projection of queries, keys and values separately, as
+            Jordan et al. recommend. Only used by `muon_groups`, which knows these layers.
+        betas: Decay rates of AdamW's two moments.
         eps: Term that AdamW adds to the denominator.
-        fused: Use AdamW's fused kernel, for the parameters that AdamW updates.
+        fused: Use the fused AdamW kernel for parameters updated by AdamW.
 
     Raises:
         UserError: A setting is out of range, or a group with `algorithm: muon` has a parameter that is not a matrix.
     """
 
     parameter_groups = staticmethod(muon_groups)
-    """Function that returns the parameter groups of a model; building a recipe's optimizer calls it."""
+    """Function that returns a model's parameter groups; called when a recipe's optimizer is built."""
 
     @constrained
     def __init__(
@@ -187,7 +191,7 @@ class Muon(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group; one without `algorithm` is divided into matrices for Muon and the rest for AdamW."""
+        """Add a parameter group; a group without `algorithm` is split into matrices for Muon and the rest for AdamW."""
         given = param_group['params']
         items = [given] if isinstance(given, Tensor) else list(given)
         chosen = param_group.get('algorithm')
@@ -211,9 +215,10 @@ class Muon(Optimizer):
                 super().add_param_group({key: value for key, value in settings.items() if key != 'parts'})
 
     def _keep_parts(self, param_group: dict[str, Any], shapes: list[tuple[int, ...]]) -> None:
-        """Keep the `parts` of a group that is about to be added, by the group's index."""
-        # The group itself must not hold them: a checkpoint restores its keys, and a run may change `parts` on resume.
-        # Composer removes all groups for FSDP2 and adds them again in the same order, so their indices stay the same.
+        """Store the `parts` of a group that is about to be added, by the group's index."""
+        # Do not store them in the group itself: a checkpoint restores the group's keys, but a run may change `parts` on
+        # resume. Composer removes all groups for FSDP2 and adds them again in the same order, so their indices do not
+        # change.
         parts = param_group.get('parts')
         if parts is None:
             return
@@ -244,17 +249,17 @@ class Muon(Optimizer):
         return loss
 
     def _update_matrices(self, group: dict[str, Any], weights: list[Tensor], parts: list[int]) -> None:
-        """Update the weights of a group by their orthogonalized momentum; `parts` has the matrices in each weight."""
+        """Update a group's weights with their orthogonalized momentum; `parts` has the matrices per weight."""
         if any(each.ndim < 2 for each in weights):
-            # FSDP1 replaces weights by flat shards after the optimizer was built.
+            # FSDP1 has replaced the weights with flat shards since the optimizer was built.
             raise UserError('muon: the matrices were flattened, as FSDP1 does; use FSDP2 or DDP')
-        first = 0  # the batches' matrices are dealt out to the ranks in turns
+        first = 0  # the batches' matrices are dealt out to the ranks in turn
         for batch, number in _batches(weights, parts):
             self._update_batch(group, batch, first, parts=number)
             first += len(batch)
 
     def _update_batch(self, group: dict[str, Any], batch: list[Tensor], first: int, *, parts: int) -> None:
-        """Update weights of equal shapes on one device; each holds the rows of `parts` matrices."""
+        """Update weights of equal shape on one device; each weight stacks the rows of `parts` matrices."""
         momentum, lr = group['momentum'], float(group['lr'])
         weights = [local_shard(each) for each in batch]
         rows, columns = _size(batch[0])
@@ -273,16 +278,16 @@ class Muon(Optimizer):
         _foreach_add_(weights, shaped, alpha=-lr * RMS_OF_ADAMW * math.sqrt(max(rows // parts, columns)))
 
     def _update_by_adamw(self, group: dict[str, Any], weights: list[Tensor]) -> None:
-        """Update the weights of a group as torch.optim.AdamW does."""
+        """Update the weights of a group like torch.optim.AdamW."""
         fused = bool(group['fused'])
         for weight in weights:
             state = self.state[weight]
             if 'step' not in state:
-                # Fused kernels need the number of steps on the weights' device, other implementations on the CPU.
+                # Fused kernels need the step counter on the weights' device, other implementations on the CPU.
                 double = torch.get_default_dtype() == torch.float64 and not fused
                 dtype, device = torch.float64 if double else torch.float32, weight.device if fused else 'cpu'
                 state['step'] = torch.zeros((), dtype=dtype, device=device)
-        # Pass this device's shards: an operation on many DTensors takes the host ten times as long (see AdamW).
+        # Pass this device's shards: operations on many DTensors have ten times the host overhead (see AdamW).
         adamw(
             [local_shard(each) for each in weights],
             [local_shard(each.grad) for each in weights if each.grad is not None],
@@ -301,7 +306,7 @@ class Muon(Optimizer):
         )
 
     def _state(self, weight: Tensor, name: str) -> Tensor:
-        """Return a tensor of a weight's state, sharded as the weight is; zeros before the first step."""
+        """Return a state tensor of a weight, sharded like the weight; zeros before the first step."""
         state = self.state[weight]
         if name not in state:
             state[name] = torch.zeros_like(weight, memory_format=torch.preserve_format)
@@ -315,7 +320,7 @@ def _orthogonalize_parts(weights_NRC: Tensor, *, parts: int, steps: int) -> Tens
 
 
 def _batches(weights: list[Tensor], parts: list[int]) -> Iterator[tuple[list[Tensor], int]]:
-    """Yield lists of weights of equal shapes and parts, up to the maximum size, with the parts; equal on all ranks."""
+    """Yield lists of weights with equal shapes and parts, up to the maximum size, and the parts; equal on all ranks."""
     groups: dict[Any, list[Tensor]] = {}
     for weight, number in zip(weights, parts, strict=True):
         sharding = (weight.device_mesh, weight.placements) if isinstance(weight, DTensor) else None
@@ -328,7 +333,7 @@ def _batches(weights: list[Tensor], parts: list[int]) -> Iterator[tuple[list[Ten
 
 
 def _size(weight: Tensor) -> tuple[int, int]:
-    """Return the rows and columns of a weight as a matrix; those of the whole matrix for a DTensor."""
+    """Return the rows and columns of a weight as a matrix; for a DTensor, those of the whole matrix."""
     return weight.shape[0], math.prod(weight.shape[1:])
 
 
@@ -337,7 +342,7 @@ def _shape(item: Tensor | tuple[str, Tensor]) -> tuple[int, ...]:
 
 
 def _dtype(name: str, weight: Tensor) -> torch.dtype:
-    """Return the data type of the orthogonalization of a weight's momentum."""
+    """Return the data type for orthogonalizing a weight's momentum."""
     if name == 'auto':
         return weight.dtype if weight.device.type == 'cpu' else torch.bfloat16
     return {'bfloat16': torch.bfloat16, 'float32': torch.float32}[name]

@@ -27,11 +27,11 @@ class HybridFSDP2Config(FSDP2Config):
     """Composer's FSDP2Config with support for replicas: device groups that each hold a whole model (HYBRID_SHARD)."""
 
     replicas: int = 1
-    """Number of groups."""
+    """Number of replicas."""
 
     @property
     def data_parallel_replicate_degree(self) -> int | None:
-        """Number of replicas, the size of the device mesh's outer dimension; None if there is one replica.
+        """Number of replicas, which is the size of the device mesh's outer dimension; None for a single replica.
 
         Composer 0.32 builds the mesh from this attribute, which is always None in Composer's own FSDP2Config.
         """
@@ -43,7 +43,7 @@ def parallelism_config(settings: ParallelismConfig) -> dict[str, Any] | None:
     if settings.strategy == 'ddp':
         return None
     if settings.replicas > 1 and not torch.cuda.is_available():
-        # When it reduces over replicas, FSDP2 in torch 2.7 asserts that a CUDA stream event exists.
+        # To reduce over replicas, FSDP2 in torch 2.7 asserts that a CUDA stream event exists.
         raise UserError(f'parallelism.replicas: {settings.replicas} groups need GPUs; use 1 on CPUs')
     ignore_views_of_fsdp2()
     with warnings.catch_warnings():
@@ -51,16 +51,16 @@ def parallelism_config(settings: ParallelismConfig) -> dict[str, Any] | None:
         config = HybridFSDP2Config(
             reshard_after_forward=settings.reshard_after_forward,
             mixed_precision=settings.mixed_precision.upper(),
-            state_dict_type='full',  # for Composer's own checkpoints; our Checkpointer writes sharded ones itself
+            state_dict_type='full',  # only for Composer's own checkpoints; our Checkpointer writes sharded ones itself
             replicas=settings.replicas,
         )
     return {'fsdp': config}
 
 
 def set_group_timeouts(seconds: float) -> None:
-    """Set the timeout of collectives in all process groups of this process, such as those of FSDP's device mesh."""
-    # torch ignores the timeout of the default group when it creates those of a mesh with replicas, and sets its own, 10
-    # minutes for NCCL: a collective in them would end a run that hangs before the watchdog does.
+    """Set the timeout for collectives in all process groups of this process, such as those of FSDP's device mesh."""
+    # When torch creates the groups of a mesh with replicas, it ignores the default group's timeout and uses its own, 10
+    # minutes for NCCL. A hanging run would then be ended by a collective in them before the watchdog acts.
     if not torch.distributed.is_initialized():
         return
     for group in list(private_names._world.pg_map):
@@ -73,15 +73,15 @@ def settle_buckets(model: DistributedDataParallel) -> None:
 
     Runs a backward pass of zeros through the DDP module, which triggers DDP's reassignment of parameters to buckets.
     """
-    # DDP assigns gradients to buckets in the order of the parameters, and reassigns them after the first batch of a
-    # process in the order of readiness. A parameter's offset in its bucket determines in which order an all-reduce sums
-    # over ranks. So on more than two ranks, the first batch after a restart would be summed in another order than in an
-    # uninterrupted run, and losses would differ.
+    # DDP first assigns gradients to buckets in parameter order, and reassigns them after the process's first batch, in
+    # the order in which they became ready. A parameter's offset in its bucket determines the order in which an
+    # all-reduce sums over ranks. On more than two ranks, the first batch after a restart would therefore be summed in a
+    # different order than in an uninterrupted run, and losses would differ.
     module = model.module
-    # This is about the order of a real backward pass; the overlap of reduction and computation depends on it.
+    # This approximates the order of a real backward pass, on which the overlap of reduction and computation depends.
     parameters = [parameter for parameter in in_order_of_use(module) if parameter.requires_grad]
-    # DDP has no call for this: its reducer counts only gradients of a forward pass through the DDP module, and a pass
-    # through the real model would need a batch. So replace the wrapped module by one without inputs, and skip the
+    # DDP has no method for this: its reducer only counts gradients from a forward pass through the DDP module, and a
+    # pass through the real model would need a batch. Replace the wrapped module with one without inputs, and skip the
     # broadcast of buffers before the forward pass, since the replacement has none.
     model.module, model.require_forward_param_sync = _Touch(parameters), False
     try:
@@ -94,7 +94,7 @@ def settle_buckets(model: DistributedDataParallel) -> None:
 
 def in_order_of_use(module: nn.Module) -> list[nn.Parameter]:
     """Return a model's parameters in the order in which a forward pass uses them."""
-    # diffusers' U-Net registers the mid block after the up blocks, so its parameters are not in the order of use.
+    # diffusers' U-Net registers the mid block after the up blocks, so its parameters are not in order of use.
     later = ('mid_block.', 'up_blocks.', 'conv_norm_out.', 'conv_out.')
     stage_of = {
         name: max((stage for stage, part in enumerate(later, 1) if part in name and 'denoiser.' in name), default=0)
@@ -106,13 +106,13 @@ def in_order_of_use(module: nn.Module) -> list[nn.Parameter]:
 class _Touch(nn.Module):
     """Stand-in for the model in `settle_buckets`: a module without inputs that returns zero.
 
-    The output depends on every parameter, so one backward pass gives each a gradient, and DDP then puts its gradient
-    buckets into their final order.
+    The output depends on every parameter, so a single backward pass produces all gradients, and DDP then puts its
+    gradient buckets into their final order.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()
-        self._touched = tuple(parameters)  # not registered in a tuple, so they still belong to the real module only
+        self._touched = tuple(parameters)  # a tuple does not register them: they still belong only to the real module
 
     def forward(self) -> Tensor:
         # reduce() adds from the left, so the backward pass goes from the last parameter to the first, as in training.
@@ -120,13 +120,14 @@ class _Touch(nn.Module):
 
 
 def average_gradients_on_cpu(model: nn.Module) -> None:
-    """Let FSDP2 average gradients over ranks on CPUs, where it would sum them; call it once, after wrapping the model.
+    """Make FSDP2 average gradients over ranks on CPUs, where it would sum them; call once after wrapping the model.
 
-    A model on a GPU, or without modules wrapped by FSDP2, is not changed.
+    A model that is on a GPU or has no modules wrapped by FSDP2 is not changed.
     """
     # FSDP2 requests ReduceOp.AVG, which gloo silently treats as a sum: on N ranks every gradient is N times too large
-    # (measured with torch 2.7.0 and 2.14.1). Adam's updates do not depend on that scale and hide it, but gradient
-    # clipping does, and so do moments that are resumed on another number of ranks. Remove this when gloo averages.
+    # (measured with torch 2.7.0 and 2.14.1). Adam's updates do not depend on this scale and hide the problem, but
+    # gradient clipping does, and so do moments that are resumed on a different number of ranks. Remove this when gloo
+    # averages.
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue

@@ -28,9 +28,9 @@ from diffusion.training.block_graphs import BlockGraphs
 log = logging.getLogger(__name__)
 
 BACKEND = 'inductor'
-"""Backend of torch.compile."""
+"""Backend for torch.compile."""
 FUSED_ALTERNATIVES = {'foreach', 'capturable', 'differentiable'}
-"""Keywords of an optimizer that choose another implementation than `fused`."""
+"""Optimizer keywords that select another implementation than `fused`."""
 
 
 def apply_speed(model: ComposerModel, parts: SpeedConfig, *, strategy: str = 'ddp', shapes: int = 1) -> None:
@@ -38,15 +38,15 @@ def apply_speed(model: ComposerModel, parts: SpeedConfig, *, strategy: str = 'dd
 
     Args:
         model: A LatentDiffusion; other models are not changed.
-        parts: Settings as returned by `effective_parts`.
+        parts: Settings returned by `effective_parts`.
         strategy: ddp or fsdp2.
         shapes: Number of image shapes in the data; blocks are compiled once per shape.
     """
     if not isinstance(model, LatentDiffusion):
         return
     if parts.channels_last:
-        # fully_shard takes only contiguous parameters (torch 2.7, _fsdp_param.py: "FSDP does not support
-        # non-contiguous parameters yet"); cuDNN then follows the activations.
+        # fully_shard only accepts contiguous parameters (torch 2.7, _fsdp_param.py: "FSDP does not support
+        # non-contiguous parameters yet"); cuDNN then follows the memory format of the activations.
         channels_last(model, weights=strategy == 'ddp')
     if parts.flash_attention:
         fuse_attention(model.denoiser)
@@ -63,13 +63,13 @@ def apply_speed(model: ComposerModel, parts: SpeedConfig, *, strategy: str = 'dd
 
 
 def set_backends(parts: SpeedConfig, *, on_gpu: bool, deterministic: bool = False) -> None:
-    """Turn TF32 and cuDNN benchmarking of this process on or off, if it uses a GPU; call after building the Trainer.
+    """Turn TF32 and cuDNN benchmarking on or off for this process, if it uses a GPU; call after building the Trainer.
 
     Args:
-        parts: Settings as returned by `effective_parts`.
-        deterministic: True leaves cuDNN benchmarking as Composer's deterministic mode sets it.
+        parts: Settings returned by `effective_parts`.
+        deterministic: If True, keep the cuDNN benchmarking setting of Composer's deterministic mode.
     """
-    # Composer's Trainer sets TF32 when it is built, which would undo an earlier call.
+    # Call this later than Composer's Trainer, whose constructor sets TF32.
     if not on_gpu:
         return
     torch.backends.cuda.matmul.allow_tf32 = bool(parts.tf32)
@@ -82,9 +82,9 @@ def channels_last(model: LatentDiffusion, *, weights: bool) -> None:
     """Make denoiser and VAE compute in the channels_last memory format.
 
     Args:
-        weights: True also stores the denoiser's weights in channels_last; the VAE's always are.
+        weights: If True, also store the denoiser's weights in channels_last; the VAE's always are.
     """
-    # Call nn.Module.to: diffusers overrides vae.to() by a method that warns about modules that this VAE does not have.
+    # Call nn.Module.to: diffusers' override of vae.to() warns about modules that this VAE does not have.
     nn.Module.to(model.vae, memory_format=torch.channels_last)  # type: ignore[call-overload]
     if weights:
         nn.Module.to(model.denoiser, memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -98,26 +98,26 @@ def _in_channels_last(denoiser: nn.Module, args: tuple[Any, ...]) -> tuple[Any, 
 
 
 def fuse_attention(denoiser: Any) -> None:
-    """Replace diffusers' plain attention processors by `scaled_dot_product_attention`.
+    """Replace diffusers' plain attention processors with `scaled_dot_product_attention`.
 
-    On GPUs, this function uses flash attention in half precision, for heads of up to 256 channels (64 in SD2) without a
+    On GPUs, it uses flash attention in half precision, for heads with up to 256 channels (64 in SD2) and without a
     mask. With `mask_padding`, cross-attention uses the memory-efficient kernel.
     """
-    # Share one processor, which has no state, between all layers. Dynamo of torch 2.7 guards its identity: with one per
-    # layer, it would compile each transformer block, although their shapes are equal (SD2: 39 graphs instead of 28).
+    # Share one stateless processor among all layers. Dynamo in torch 2.7 guards on its identity: with one per layer, it
+    # would compile every transformer block, even those with equal shapes (SD2: 39 graphs instead of 28).
     shared: dict[type, Any] = {AttnProcessor: AttnProcessor2_0()}
     shared[AttnProcessor2_0] = shared[AttnProcessor]
     processors = denoiser.attn_processors.items()
-    # Processors of transformers call fused attention already; those without state are shared too.
+    # Transformers' processors already use fused attention; share the stateless ones too.
     fused = {name: each if vars(each) else shared.setdefault(type(each), each) for name, each in processors}
     denoiser.set_attn_processor(fused)
 
 
 def lower_norms(denoiser: nn.Module, *, except_blocks: bool) -> None:
-    """Replace the denoiser's GroupNorm and LayerNorm layers by layers that compute in the autocast dtype.
+    """Replace the denoiser's GroupNorm and LayerNorm layers with layers that compute in the autocast dtype.
 
     Args:
-        except_blocks: True keeps the norms of compiled blocks, which torch.compile fuses.
+        except_blocks: If True, keep the norms in compiled blocks, which torch.compile fuses.
     """
     blocks = blocks_of(denoiser) if except_blocks else []
     keep = {layer for block in blocks for layer in block.modules()}
@@ -126,20 +126,20 @@ def lower_norms(denoiser: nn.Module, *, except_blocks: bool) -> None:
 
 
 def compile_blocks(model: LatentDiffusion, *, shapes: int = 1) -> None:
-    """Compile the blocks of the denoiser (for training only) and of a frozen VAE's encoder with torch.compile."""
-    # The `forward` of a block is compiled instead of the module, so that FSDP's hooks stay outside of the graph and
-    # names in state dicts do not change. Evaluation and sampling run the denoiser eagerly, because each of their many
-    # batch sizes would be compiled. Blocks of equal shapes share compiled code; transformer blocks only if they share
-    # their attention processor (`fuse_attention`).
+    """Use torch.compile on the denoiser's blocks (for training only) and on the blocks of a frozen VAE's encoder."""
+    # Compile each block's `forward` instead of the module, so that FSDP's hooks stay outside the graph and state dict
+    # names do not change. Evaluation and sampling run the denoiser eagerly, because each of their many batch sizes
+    # would be compiled. Blocks with equal shapes share compiled code; transformer blocks only do so if they share their
+    # attention processor (`fuse_attention`).
     trained = blocks_of(model.denoiser)
     encoding = encoder_blocks(model.vae)
-    # Each shape is compiled with and without gradients, and for a smaller last batch.
+    # Each shape is compiled with gradients, without gradients, and for a smaller last batch.
     configure_dynamo(graphs=4 * shapes * (len(trained) + len(encoding)))
     for block in trained:
         _compile_forward(block, with_gradients=True)
     for block in encoding:
         _compile_forward(block, with_gradients=False)
-    # One graph for all shapes: its arithmetic takes no time, but 60 kernels one by one would.
+    # Use one graph for all shapes: the arithmetic takes no time, but launching 60 separate kernels would.
     model.random_bits = torch.compile(fusible_random_bits, dynamic=True, backend=BACKEND)
 
 
@@ -150,17 +150,18 @@ def configure_dynamo(*, graphs: int) -> None:
     config: Any = dynamo_config
     config.recompile_limit = max(config.recompile_limit, graphs)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, graphs)
-    # Norms of blocks that share code differ in epsilon. An epsilon that is a variable breaks the graph (torch 2.7).
+    # Norms in blocks that share code have different epsilons. An epsilon that is a variable causes a graph break (torch
+    # 2.7).
     config.specialize_float = True
-    # Dynamo would split graphs at DDP's buckets to overlap their reduction; blocks are smaller than that already.
+    # Dynamo would split graphs at DDP's buckets to overlap their reduction, but blocks are already smaller than that.
     config.optimize_ddp = False
 
 
 def _compile_forward(block: nn.Module, *, with_gradients: bool) -> None:
-    """Replace a block's `forward` method by a version compiled with torch.compile.
+    """Replace a block's `forward` method with a version compiled by torch.compile.
 
-    If `with_gradients` is True, the compiled version runs only while gradients are enabled, and the block runs eagerly
-    otherwise.
+    If `with_gradients` is True, the compiled version is only used while gradients are enabled; otherwise the block runs
+    eagerly.
     """
     eager = block.forward
     compiled = torch.compile(eager, dynamic=False, backend=BACKEND)
@@ -174,9 +175,9 @@ def _compile_forward(block: nn.Module, *, with_gradients: bool) -> None:
 
 
 def keep_layout(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer keep the strides of its moments, `fused` and `foreach` when it loads a checkpoint's state."""
-    # Fused kernels refuse weights and moments with different strides, which happens when a run without channels_last
-    # is resumed with it. A checkpoint also holds `fused` and `foreach` of the optimizer that wrote it.
+    """Make an optimizer keep its moments' strides, `fused` and `foreach` when it loads state from a checkpoint."""
+    # Fused kernels reject weights and moments with different strides, which occur if a run without channels_last is
+    # resumed with it. A checkpoint also contains the `fused` and `foreach` settings of the optimizer that wrote it.
     settings = {key: optimizer.defaults[key] for key in ('fused', 'foreach') if key in optimizer.defaults}
 
     def restore(optimizer: torch.optim.Optimizer) -> None:
@@ -195,8 +196,8 @@ def keep_layout(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _like(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return a tensor of an optimizer's state, copied to the strides of its parameter if they differ."""
-    # Subclasses are left alone: under FSDP2, weights and moments are DTensors, which are always contiguous (see
+    """Return an optimizer's state tensor, copied to its parameter's strides if they differ."""
+    # Leave subclasses unchanged: under FSDP2, weights and moments are DTensors, which are always contiguous (see
     # apply_speed).
     if type(value) is not Tensor or value.shape != parameter.shape or value.stride() == parameter.stride():
         return value

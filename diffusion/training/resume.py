@@ -1,4 +1,4 @@
-"""What changes when a run resumes: its recipe compared with that of its checkpoint, and its learning rate."""
+"""Changes when a run resumes: compare its recipe with that of its checkpoint, and describe its learning rate."""
 
 import logging
 from collections.abc import Mapping
@@ -27,22 +27,22 @@ log = logging.getLogger(__name__)
 
 
 def compare_with_checkpoint(recipe: Recipe, checkpoint: Path | None) -> ResumedRecipe:
-    """Compare a recipe with the one that a checkpoint of its run was trained with; a collective of all ranks.
+    """Compare a recipe with the recipe that a checkpoint of its run was trained with; a collective.
 
     Args:
-        checkpoint: The checkpoint to resume from; None if Composer's own saver has loaded it.
+        checkpoint: The checkpoint to resume from; None if Composer's own saver loaded it.
 
     Returns:
         The changes; all of them are allowed.
 
     Raises:
-        UserError: A setting has changed that is fixed for a run; on every rank.
+        UserError: A setting has changed that is fixed for a run. Raised on every rank.
     """
     return run_on_rank_zero(lambda: _compare(recipe, checkpoint), 'resume') or ResumedRecipe()
 
 
 def check_saver(recipe: Recipe) -> None:
-    """Check that a run that resumes from no checkpoint has none in the folder of another saver; a collective.
+    """Check that a run that is not resuming has no checkpoints in the folder of another saver; a collective.
 
     Raises:
         UserError: `trainer.save_folder` was set, changed or removed since the run saved its checkpoints; the run would
@@ -63,7 +63,8 @@ def _check_saver(recipe: Recipe) -> None:
     if not recipe.trainer.get('autoresume') or not place.is_file():
         return
     before = (read_yaml(place).get('trainer') or {}).get('save_folder')
-    # A local folder counts only if it has files; a folder elsewhere is not listed, and may have checkpoints.
+    # A local folder only counts if it has files. A remote folder is not listed, so it counts because it may have
+    # checkpoints.
     if before not in (None, folder) and ('://' in before or any(Path(before).glob('*'))):
         raise UserError(
             f'trainer.save_folder: {format_value(folder)}, but {place} says that this run saves its checkpoints to '
@@ -72,7 +73,7 @@ def _check_saver(recipe: Recipe) -> None:
 
 
 def _compare(recipe: Recipe, checkpoint: Path | None) -> ResumedRecipe:
-    """Compare a recipe with that of the checkpoint, or of the run's folder if the checkpoint has none."""
+    """Compare a recipe with the checkpoint's recipe, or with the one in the run's folder if the checkpoint has none."""
     of_run = recipe.run_dir / RECIPE
     of_checkpoint = checkpoint / RECIPE if checkpoint is not None and checkpoint.is_dir() else of_run
     place = next((path for path in (of_checkpoint, of_run) if path.is_file()), None)
@@ -90,8 +91,8 @@ def _compare(recipe: Recipe, checkpoint: Path | None) -> ResumedRecipe:
             *(place, ', '.join(saved.unknown)),
         )
     known = [change for change in _changes(recipe, saved.values) if change.key not in saved.unknown]
-    # Changes that are allowed only before averaging require reading the checkpoint. If Composer has saved it, it is not
-    # available here, so such changes are refused.
+    # For changes that are only allowed before averaging starts, the checkpoint must be read. If Composer saved it, it
+    # is not available here, so such changes are rejected.
     starts = any(change.rule.effect is Effect.BEFORE_AVERAGING for change in known)
     fixed = refused(known, averaging=starts and (checkpoint is None or has_averages(read_content(checkpoint)['state'])))
     if fixed:
@@ -110,10 +111,10 @@ def _compare(recipe: Recipe, checkpoint: Path | None) -> ResumedRecipe:
 
 
 def _changes(recipe: Recipe, saved: Mapping[str, Any]) -> list[Change]:
-    """Return the changes between the values that a recipe was saved with and its values now.
+    """Return the changes between a recipe's saved values and its current values.
 
-    A value from an environment variable is compared by the name of the variable. A recipe that had the value itself
-    before has not changed while the variable has that value.
+    A value from an environment variable is compared by the variable's name. If the recipe contained the literal value
+    before, it is unchanged as long as the variable has that value.
     """
     by_name = changes(saved, recipe_values(parse_yaml(to_yaml(recipe))).values)
     by_value = {change.key for change in changes(saved, recipe_values(plain_values(recipe)).values)}
@@ -127,14 +128,14 @@ def _changes(recipe: Recipe, saved: Mapping[str, Any]) -> list[Change]:
 
 
 def schedule_of(recipe: Recipe) -> dict[str, Any]:
-    """Return all values of a recipe that determine the learning rate schedule, apart from the base learning rate."""
+    """Return all values in a recipe that determine the learning rate schedule, except the base learning rate."""
     values = recipe_values(parse_yaml(to_yaml(recipe))).values
     keys = ('max_duration', 'scale_schedule_ratio', 'step_schedulers_every_batch')
     return {'scheduler': values['scheduler'], **{key: values['trainer'][key] for key in keys}}
 
 
 def describe_resume(recipe: Recipe) -> list[str]:
-    """Return lines about a recipe's run before it resumes: checkpoint, changed settings and learning rate.
+    """Describe in lines of text how a run would resume: checkpoint, changed settings and learning rate.
 
     Raises:
         UserError: A setting has changed that is fixed for a run.
@@ -153,7 +154,7 @@ def describe_resume(recipe: Recipe) -> list[str]:
 
 
 def _rates(recipe: Recipe, checkpoint: Path) -> str:
-    """Return the learning rates of the last batch of a checkpoint and of the first one after it, as text."""
+    """Return as text the learning rates of a checkpoint's last batch and of the first batch after it."""
     state: dict[str, Any] = dict(read_content(checkpoint)['state'])
     now = Timestamp()
     now.load_state_dict(state['timestamp']['Timestamp'])
@@ -169,7 +170,7 @@ def _rate(recipe: Recipe, time: Timestamp, batches_per_epoch: int | None) -> flo
     base = float(registry.keywords('optimizer', recipe.optimizer)['lr'])
     if recipe.scheduler is None:
         return base
-    # Composer's schedules read nothing else of a trainer's state.
+    # Composer's schedules only read these attributes of a trainer's state.
     state: Any = SimpleNamespace(
         timestamp=time,
         max_duration=Time.from_timestring(str(recipe.trainer['max_duration'])),

@@ -1,4 +1,4 @@
-"""`task: train`: build the Composer Trainer of a recipe and run it."""
+"""`task: train`: build a recipe's Composer Trainer and run it."""
 
 import contextlib
 import logging
@@ -68,15 +68,15 @@ from diffusion.training.step_overhead import reduce_step_overhead
 log = logging.getLogger(__name__)
 
 COMPILED = 'compiled'
-"""Folder of compiled code in a run's folder."""
+"""Name of the folder for compiled code in a run's folder."""
 CHECKPOINTER_KEYWORDS = ('autoresume', 'save_interval', 'save_num_checkpoints_to_keep')
-"""Keywords of `trainer` for this package's Checkpointer; with `trainer.save_folder` they go to Composer instead."""
+"""`trainer` keywords for this package's Checkpointer; if `trainer.save_folder` is set, they go to Composer instead."""
 
 
 def train(recipe: Recipe) -> Trainer:
-    """Train a recipe to its max_duration, and return its Trainer, which the caller closes.
+    """Train a recipe to its max_duration, and return its Trainer, which the caller must close.
 
-    With `trainer.autoresume`, training resumes from the newest complete checkpoint of the run, if it has one.
+    With `trainer.autoresume`, training resumes from the run's newest complete checkpoint, if there is one.
 
     Raises:
         UserError: The recipe cannot be run, or another job is training in the run's folder.
@@ -84,12 +84,12 @@ def train(recipe: Recipe) -> Trainer:
         Preempted: A signal stopped the run, which saved a checkpoint first.
     """
     hide = partial(hide_environment, recipe)
-    # One rank holds the lock of the run's folder, unless the node entry point holds it for the whole job already.
+    # One rank holds the lock on the run's folder, unless the node entry point already holds it for the whole job.
     takes_lock = os.environ.get('RANK', '0') == '0' and run_lock.LOCK_HELD_VARIABLE not in os.environ
-    # The working folder of rank 0 has the recipe, metrics and images.
+    # Rank 0's working folder contains the recipe, metrics and images.
     copied = recipe.run_url if os.environ.get('RANK', '0') == '0' else None
     if not takes_lock:
-        # The first node's entry point sends the other messages.
+        # Other messages are sent by the first node's entry point.
         config = recipe.notify if os.environ.get('RANK', '0') == '0' else NotifyConfig()
         number = os.environ.get(NUMBER_VARIABLE)
         attempt_number = None if number is None else int(number)
@@ -105,12 +105,12 @@ def train(recipe: Recipe) -> Trainer:
 
 
 def _train(recipe: Recipe, attempt: Attempt | None, notifier: Notifier, mirror: RunMirror | None) -> Trainer:
-    """Build a recipe's Trainer, train, and return the Trainer; the caller must hold the lock of the run's folder.
+    """Build a recipe's Trainer, train, and return the Trainer; the caller must hold the lock on the run's folder.
 
     Args:
         attempt: Record of this attempt, kept up to date while training; None if another process records it.
         notifier: Sender of messages about the run.
-        mirror: The small files of a run in an object store, on rank 0; else None.
+        mirror: The small files of a run in an object store, on rank 0; None on other ranks.
     """
     trainer = build_trainer(recipe)
     connect(trainer.state.callbacks, attempt, notifier)
@@ -125,16 +125,16 @@ def _train(recipe: Recipe, attempt: Attempt | None, notifier: Notifier, mirror: 
         check_start(recipe, trainer.state)
         fit(trainer)
     except BaseException:
-        # Close only the engine, which flushes the loggers and logs errors from closing them. Trainer.close() also waits
-        # for all ranks in a barrier: after a bug on one rank, that rank would wait there and the others in the backward
-        # pass. The bug would look like a hang, and its traceback would be printed only after the timeout.
+        # Only close the engine, which flushes the loggers and logs errors from closing them. Trainer.close() also has a
+        # barrier for all ranks: after a bug on one rank, that rank would wait there and the others in the backward
+        # pass. The bug would look like a hang, with its traceback printed only after the timeout.
         trainer.engine.close()
         raise
     return trainer
 
 
 def connect(callbacks: Sequence[Callback], attempt: Attempt | None, notifier: Notifier) -> None:
-    """Let callbacks update the record of an attempt, and send messages about its end, a bad batch or a failed save."""
+    """Make callbacks update the record of an attempt, and send messages about its end, bad batches and failed saves."""
     for callback in callbacks:
         if isinstance(callback, RunStatus):
             callback.attempt, callback.on_record = attempt, notifier.check_goodput
@@ -147,7 +147,7 @@ def connect(callbacks: Sequence[Callback], attempt: Attempt | None, notifier: No
 
 
 def upload_with_checkpoints(callbacks: Sequence[Callback], mirror: RunMirror) -> None:
-    """Upload the small files of a run before each checkpoint, so that a run that resumes elsewhere has its metrics."""
+    """Upload a run's small files before each checkpoint, so that a run that resumes elsewhere has its metrics."""
     for callback in callbacks:
         if isinstance(callback, Checkpointer) and isinstance(callback.storage, BucketStorage):
             callback.storage.before_publish = partial(try_to_push, mirror, MIRROR_RETRY)
@@ -157,13 +157,13 @@ def fit(trainer: Trainer) -> None:
     """Run a Trainer to the end of training; if data cannot be read, save a checkpoint before raising the error.
 
     Raises:
-        DataError: Data could not be read, or too much of it is bad; on every rank.
+        DataError: Data could not be read, or too much of it is bad. Raised on every rank.
     """
     try:
         trainer.fit()
     except DataError as error:
-        # The training loader raises the same error at the same batch on every rank, between two steps, so that all
-        # ranks can save together. An error of the evaluation loader, or before the first step, is raised unsaved.
+        # The training loader raises the same error in the same batch on every rank, between two steps, so all ranks can
+        # save together. Errors from the evaluation loader, or before the first step, are raised without a save.
         state = trainer.state
         training = state.dataloader is state.train_dataloader
         saved = save_now(state, trainer.logger) if training and state.timestamp.batch.value else None
@@ -173,18 +173,19 @@ def fit(trainer: Trainer) -> None:
 
 
 def build_trainer(recipe: Recipe) -> Trainer:
-    """Build the Trainer of a recipe, with model, data and callbacks, ready for `fit`.
+    """Build a recipe's Trainer with model, data and callbacks, ready for `fit`.
 
     Raises:
         UserError: The recipe cannot be run, on this machine or at all.
     """
     components.check_device(recipe)
-    # The checkpointer and the datasets communicate before the Trainer, which would initialize distributed otherwise.
+    # The checkpointer and datasets communicate before the Trainer is built, which would otherwise initialize
+    # distributed.
     if int(os.environ.get('WORLD_SIZE', '1')) > 1:
         dist.initialize_dist(get_device(recipe.trainer.get('device')), dist_timeout(recipe))
     checkpointer = build_checkpointer(recipe)
     resume = None if checkpointer is None else checkpointer.resume
-    # Compare the recipe with that of the checkpoint before anything expensive is built.
+    # Before building anything expensive, compare the recipe with that of the checkpoint.
     keeper = RecipeKeeper(recipe.run_dir / RECIPE, to_yaml(recipe))
     if resume is None:
         check_saver(recipe)
@@ -203,7 +204,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         if model.image_encoder is not None:
             loader.dataset.check_features(model.image_encoder, token_side=model.token_side)
             model.use_stored_features()
-    # If Composer saves the checkpoints, it may later find one of its own, which then replaces these weights.
+    # If Composer saves checkpoints, it may later find one of its own and replace these weights with it.
     if recipe.initial_weights is not None and resume is None:
         start_from(model, recipe.initial_weights)
     if recipe.lora is not None:
@@ -223,7 +224,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         schedulers=registry.build('scheduler', recipe.scheduler) if recipe.scheduler is not None else None,
         algorithms=[*together, *components.build_all(recipe, 'algorithm', recipe.algorithms)],
         callbacks=[
-            # Heartbeat comes first: it must beat before callbacks that save a checkpoint themselves and raise.
+            # Heartbeat comes first: it must update its file before callbacks that save a checkpoint and then raise.
             Heartbeat(),
             *with_guard(components.build_all(recipe, 'callback', recipe.callbacks), recipe),
             keeper,
@@ -238,7 +239,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         **_trainer_keywords(recipe),
     )
     if isinstance(model, LatentDiffusion):
-        # FSDP has moved the sharded weights to the GPU, and left the frozen parts where they were.
+        # FSDP has moved the sharded weights to the GPU, but not the frozen parts.
         model.place(trainer.state.device.tensor_to_device(torch.empty(0)).device)
     set_group_timeouts(dist_timeout(recipe))
     for saver in trainer.state.callbacks:
@@ -247,7 +248,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
     reduce_step_overhead(trainer)
     average_gradients_on_cpu(trainer.state.model)
     if checkpointer is None and trainer.state.timestamp.batch.value:
-        # Composer finds its own checkpoint while the Trainer is built, so the recipe can be compared only now.
+        # Composer looks for its own checkpoint while the Trainer is built, so the recipe cannot be compared earlier.
         try:
             keeper.resumed = compare_with_checkpoint(recipe, None)
         except BaseException:
@@ -261,10 +262,10 @@ def build_trainer(recipe: Recipe) -> Trainer:
 
 
 def build_checkpointer(recipe: Recipe) -> Checkpointer | None:
-    """Build the callback that saves and resumes the run, or return None if `trainer.save_folder` lets Composer save.
+    """Build the callback that saves and resumes the run, or return None if `trainer.save_folder` makes Composer save.
 
     Raises:
-        UserError: The run's folder has checkpoints, and `trainer.autoresume` is off.
+        UserError: The run's folder has checkpoints, but `trainer.autoresume` is off.
     """
     if 'save_folder' in recipe.trainer:
         return None
@@ -291,7 +292,7 @@ def build_checkpointer(recipe: Recipe) -> Checkpointer | None:
 
 
 def check_start(recipe: Recipe, state: State) -> None:
-    """Raise UserError if the weights that training starts from are NaN or infinite; a collective."""
+    """Raise UserError if the weights at the start of training are NaN or infinite; a collective."""
     if state.timestamp.batch.value:
         where = str(state.load_path or f'batch {state.timestamp.batch.value}')
         check_weights(state, where, 'to resume from an earlier checkpoint, move this one away')
@@ -303,13 +304,13 @@ def check_start(recipe: Recipe, state: State) -> None:
 
 
 def with_guard(callbacks: Sequence[Callback], recipe: Recipe) -> list[Callback]:
-    """Return callbacks with a `NaNGuard`, unless they have one or a `LossGuard`, which checks more."""
+    """Return callbacks with a `NaNGuard` added, unless there is one or a `LossGuard`, which checks more."""
     guarded = any(isinstance(each, LossGuard | NaNGuard) for each in callbacks)
     return [*callbacks, *([] if guarded else [NaNGuard(folder=str(recipe.run_dir))])]
 
 
 def check_unused(storage: RunStorage) -> None:
-    """Raise UserError if a run that does not resume has checkpoints already; a collective."""
+    """Raise UserError if a run that is not resuming already has checkpoints; a collective."""
     with raise_on_all_ranks(storage.place):
         if dist.get_global_rank() == 0 and (present := storage.list_batches()):
             raise UserError(
@@ -319,7 +320,7 @@ def check_unused(storage: RunStorage) -> None:
 
 
 def checkpoint_activations(model: ComposerModel) -> None:
-    """Turn on activation checkpointing: the denoiser's blocks are recomputed in the backward pass."""
+    """Turn on activation checkpointing: the backward pass recomputes the denoiser's blocks."""
     if not isinstance(model, LatentDiffusion):
         raise UserError(
             'parallelism.activation_checkpointing: only models with a denoiser have blocks to recompute; use false'
@@ -330,7 +331,7 @@ def checkpoint_activations(model: ComposerModel) -> None:
 def _own_callbacks(
     recipe: Recipe, parts: SpeedConfig, loader: BucketedLoader, checkpointer: Checkpointer | None
 ) -> list[Callback]:
-    """Build the callbacks that every run gets in addition to the callbacks in its recipe."""
+    """Build the callbacks that every run has in addition to its recipe's."""
     return [
         SameRun(components.run_identity(recipe, loader), allow_data_change=recipe.allow_data_change),
         Preemption(),
@@ -361,25 +362,25 @@ def _in_run_evaluation(recipe: Recipe) -> list[Callback]:
 
 
 def _trainer_keywords(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe's keywords of composer.Trainer, without those that this package handles itself."""
+    """Return the recipe's keyword arguments for composer.Trainer, except those that this package handles itself."""
     composer_saves = 'save_folder' in recipe.trainer
     keywords = {key: each for key, each in recipe.trainer.items() if composer_saves or key not in CHECKPOINTER_KEYWORDS}
     return keywords | {'progress_bar': False, 'dist_timeout': dist_timeout(recipe)}
 
 
 def dist_timeout(recipe: Recipe) -> float:
-    """Return the timeout of collectives in seconds: `trainer.dist_timeout`, or longer than the watchdog's limits."""
+    """Return the timeout for collectives in seconds: `trainer.dist_timeout`, or longer than the watchdog's limits."""
     return recipe.trainer.get('dist_timeout') or collective_timeout()
 
 
 def _console(recipe: Recipe) -> list[LoggerDestination]:
-    """Build the logger that shows progress: a status line at a terminal, otherwise or if turned off log lines."""
+    """Build the progress logger: a status line in a terminal, or log lines elsewhere or if that is turned off."""
     if recipe.trainer.get('log_to_console') or 'console_lines' in recipe.loggers:
         return []
     return [ProgressLine() if has_terminal(recipe.trainer.get('progress_bar', True)) else ConsoleLines()]
 
 
 def _is_done(state: State) -> bool:
-    """Return True if training has already reached its end, so that starting a finished job again succeeds."""
+    """Return True if training has already reached its end, so that restarting a finished job succeeds."""
     end = state.max_duration
     return end is not None and end.unit != TimeUnit.DURATION and state.timestamp.get(end.unit) >= end

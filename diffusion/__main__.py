@@ -1,4 +1,4 @@
-"""Entry point of `python -m diffusion`, which is the same as the `diffusion` command."""
+"""Entry point of `python -m diffusion`, an alias of the `diffusion` command."""
 
 import sys
 

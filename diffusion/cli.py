@@ -1,4 +1,4 @@
-"""The `diffusion` command line. A subcommand is imported when it is used."""
+"""The `diffusion` command line. Each subcommand's modules are imported only when it is used."""
 
 import argparse
 import importlib
@@ -20,32 +20,32 @@ from diffusion.exit_codes import CLOSED_PIPE, CONFIG_ERROR, INTERRUPTED, USAGE_E
 
 
 class _Commands(argparse._SubParsersAction):
-    """Subcommands; the `--help` of each begins with its help text from the list of subcommands."""
+    """Subcommands. The help text of each in the list of subcommands also opens its own `--help`."""
 
     # typeshed declares every keyword of ArgumentParser; the override need not repeat them.
     def add_parser(self, name: str, fill: 'Fill', *, help: str, **options: Any) -> Any:  # type: ignore[override]
-        """Add a subcommand; `fill` adds the arguments to its parser when they are needed."""
+        """Add a subcommand; `fill` adds the arguments to its parser once they are needed."""
         parser = super().add_parser(name, help=help, **{'description': f'{help[0].upper()}{help[1:]}.', **options})
         parser.fill = fill
         return parser
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parser that suggests the nearest name for an unknown subcommand; parsers of its subcommands do the same."""
+    """Parser that suggests the nearest name for an unknown subcommand, at every level of subcommands."""
 
     commands: Any = None
-    """Result of `add_subparsers`; its `choices` are the subcommands."""
+    """The object that `add_subparsers` returned; its `choices` are the subcommands."""
     fill: 'Fill | None' = None
-    """Function that adds the arguments: it imports their modules, which the other subcommands do not need."""
+    """Function that adds the arguments. It imports modules that other subcommands do not need."""
 
     def add_subparsers(self, **options: Any) -> Any:
-        """Add subcommands; the option `dest` names their kind in the message for an unknown one."""
+        """Add subcommands. `dest` is the noun for a subcommand in error messages, such as `source`."""
         self.commands = super().add_subparsers(action=_Commands, **options)
         return self.commands
 
     # typeshed declares overloads of this method; the override need not repeat them.
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse arguments; argparse calls this for each subcommand with the arguments that follow its name."""
+        """Parse arguments. argparse calls this for each subcommand with the arguments after the subcommand's name."""
         self.add_arguments()
         first = next(iter(args or ()), '-')
         if self.commands is not None and not first.startswith('-') and first not in self.commands.choices:
@@ -70,7 +70,7 @@ Fill = Callable[[Any], None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand, and return the exit status; a user's mistake is one message and status 2 (`exit_codes`)."""
+    """Run a subcommand and return the exit status. A user's mistake prints one message and returns 2."""
     try:
         try:
             status = _main(argv)
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except BrokenPipeError:
         closed = [stream for stream in (sys.stdout, sys.stderr) if _is_closed_pipe(stream)]
-        if not closed:  # another pipe broke, such as one to a worker process: a fault
+        if not closed:  # an error: another pipe broke, such as one to a worker process
             raise
         for stream in closed:  # otherwise the flush at exit would raise again
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
@@ -95,7 +95,7 @@ def _main(argv: Sequence[str] | None) -> int:
     if arguments[:1] == ['prepare'] and arguments[1:2] and arguments[1].endswith(('.yaml', '.yml')):
         arguments.insert(1, 'recipe')
     args, rest = parser.parse_known_args(arguments)
-    # argparse does not accept further KEY=VALUE once an option has followed the recipe, so add the rest here.
+    # argparse accepts no KEY=VALUE after an option that follows the recipe, so add these arguments here.
     if rest and ('trailing' not in args or any(word.startswith('-') for word in rest)):
         parser.error(f'unrecognized arguments: {" ".join(rest)}')
     if rest:
@@ -114,13 +114,13 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _flush() -> None:
-    # Python flushes at exit too, but reports a closed pipe there as an ignored exception, with status 120.
+    # Flush now: at exit, Python would report a closed pipe as an ignored exception and return status 120.
     sys.stdout.flush()
     sys.stderr.flush()
 
 
 def _is_closed_pipe(stream: TextIO) -> bool:
-    """Return True if a stream is a pipe that its reader has closed, as `head` does when it has enough lines."""
+    """Return True if a stream is a pipe whose reader has closed it, as `head` does after enough lines."""
     poll = select.poll()
     poll.register(stream.fileno(), 0)
     return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
@@ -155,7 +155,7 @@ COMMANDS = {
     'cancel': ('launch.cli:run_cancel', 'cancel a job'),
     'completion': ('cli:run_completion', 'print a completion script for a shell'),
 }
-"""Module and function of each subcommand, and its help text. `add_arguments` adds subcommands of its own."""
+"""Module, function and help text of each subcommand. A function named `add_arguments` adds further subcommands."""
 
 
 def _add(parser: CommandParser, command: str) -> None:
@@ -181,16 +181,16 @@ class CheckOptions:
     quiet: bool = False
     """Do not print the resolved recipe."""
     gpus: Count | None = None
-    """Also check that the recipe can run on this number of GPUs, of all nodes together."""
+    """Also check that the recipe can run on this total number of GPUs."""
     gpus_per_node: Count = 8
-    """Number of GPUs of a node, for --gpus."""
+    """Number of GPUs per node, for --gpus."""
     resume: bool = False
-    """Also show which settings have changed since the newest checkpoint of the run, and the learning rate with which it
+    """Also show which settings have changed since the run's newest checkpoint, and the learning rate with which the run
     would resume; imports torch."""
 
 
 def run_check(options: CheckOptions) -> int:
-    """Run `diffusion check`: print the resolved recipe and its values that are still ???; return the exit status."""
+    """Run `diffusion check`: print the resolved recipe and the keys that are still ???; return the exit status."""
     from diffusion.config.load import RecipeError, check_devices, load, to_yaml
 
     started = time.perf_counter()
@@ -225,7 +225,7 @@ class ProfileOptions:
     batches: Count = 10
     """Number of measured batches."""
     warmup: Count = 5
-    """Number of batches before the measured ones."""
+    """Number of warmup batches before the measured ones."""
     out: Annotated[str | None, DIR] = None
     """Output folder for the trace and the table (default: profiles/NAME)."""
     synthetic: bool = False
@@ -251,7 +251,7 @@ class CompletionOptions:
 
 
 def run_completion(options: CompletionOptions) -> int:
-    """Print a static completion script, which does not start Python when a word is completed."""
+    """Print a static completion script: it completes words without starting Python."""
     import shtab
 
     parser = make_parser()

@@ -1,6 +1,6 @@
-"""Exceptions by cause: user input (`UserError`), training data (`DataError`), other programs (`ExternalError`).
+"""Exceptions by cause: user mistakes (`UserError`), training data (`DataError`), other programs (`ExternalError`).
 
-Any other exception is a bug or a fault of the machine. It keeps its traceback, and the process exits with status 1.
+Any other exception is a bug or a machine fault: its traceback is printed, and the process exits with status 1.
 """
 
 import errno
@@ -8,8 +8,8 @@ import re
 
 from diffusion.exit_codes import CONFIG_ERROR, FAILED
 
-# Errors that stay the same until the user corrects the path or its permissions. ESTALE, EIO, ENOSPC and timeouts are
-# left out: they may pass, so a scheduler should retry them.
+# Errors that last until the user corrects the path or its permissions. ESTALE, EIO, ENOSPC and timeouts are left out:
+# they may be temporary, so a scheduler should retry after them.
 _WRONG_PATH = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM),
     *(errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG),
@@ -21,18 +21,18 @@ class UserError(ValueError):
 
     The message states where the mistake is, what it is and how to fix it, in one to three lines. Programs print it
     without a traceback and exit with `exit_codes.CONFIG_ERROR`, so that the scheduler does not retry. Raise it from an
-    explicit check, before the work begins; raise it later only if every retry would fail in the same way, as in
-    `loss_guard.BadLoss`. Never raise it for a fault of storage or network.
+    explicit check before the work begins, or later only if every retry would fail in the same way, as in
+    `loss_guard.BadLoss`. Never raise it for a storage or network fault.
     """
 
     exit_status = CONFIG_ERROR
 
 
 class DataError(RuntimeError):
-    """Training data that cannot be read or does not match its index; raised on every rank at the same batch.
+    """Training data that cannot be read or does not match its index. It is raised on every rank at the same batch.
 
-    The store may be available again at the next attempt, so programs print the message without a traceback and exit
-    with `exit_codes.FAILED`.
+    Programs print the message without a traceback and exit with `exit_codes.FAILED`, because a retry may find the store
+    available again.
     """
 
     exit_status = FAILED
@@ -48,12 +48,12 @@ class ExternalError(RuntimeError):
 
 
 class RankFailed(RuntimeError):
-    """Raised on every rank if the error of one was neither the user's mistake nor a storage fault."""
+    """Raised on every rank if one rank had an error that was neither a user mistake nor a storage fault."""
 
 
 def printable(text: str) -> str:
-    """Return a text for a terminal: control characters, except line breaks and tabs, are replaced by escapes."""
-    # File names, captions and files of others may contain sequences that change the title or the keys of a terminal.
+    """Escape the control characters in a text, except line breaks and tabs, to make it safe for a terminal."""
+    # File names, captions and foreign files may contain sequences that change a terminal's title or key bindings.
     return re.sub(r'[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]', _escape, text)
 
 
@@ -62,15 +62,15 @@ def _escape(found: 're.Match[str]') -> str:
 
 
 def is_wrong_path(error: OSError) -> bool:
-    """Return True if an OSError means that a path is missing, of the wrong type or not accessible, not an I/O fault."""
+    """Return True if an OSError means that a path is missing, inaccessible or of the wrong type, not an I/O fault."""
     return error.errno in _WRONG_PATH
 
 
 def exit_status(error: UserError | DataError | ExternalError) -> int:
-    """Return the status that a program exits with after an error.
+    """Return the exit status of a program that ends with this error.
 
-    A `UserError` caused by a fault that may pass, such as ESTALE or ENOSPC, exits with `exit_codes.FAILED`, so that the
-    scheduler retries it.
+    For a `UserError` caused by a possibly temporary fault, such as ESTALE or ENOSPC, this is `exit_codes.FAILED`, so
+    that the scheduler retries.
     """
     link = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     while link is not None and error.exit_status == CONFIG_ERROR:

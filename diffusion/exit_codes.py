@@ -1,12 +1,12 @@
 """Exit statuses of the programs, and the exception of a run that was asked to stop.
 
-`run.py` and the node entry point exit with 0, FAILED, PREEMPTED, BAD_HARDWARE or CONFIG_ERROR, so that a scheduler can
-react, or with INTERRUPTED. The `diffusion` command is for interactive use. It exits with 0; FAILED; USAGE_ERROR for
-every user error, as argparse does for a wrong option; 3 if the data that it checked is not valid (`data verify`,
-`prepare`); INTERRUPTED if it was interrupted; CLOSED_PIPE if nobody reads its output any more.
+`run.py` and the node entry point exit with 0, FAILED, PREEMPTED, BAD_HARDWARE or CONFIG_ERROR, to which a scheduler can
+react, or with INTERRUPTED. The `diffusion` command, for interactive use, exits with 0; FAILED; USAGE_ERROR for every
+user error, as argparse does for a wrong option; 3 if the data that it checked is not valid (`data verify`, `prepare`);
+INTERRUPTED; or CLOSED_PIPE.
 
-A user error (`errors.UserError`) is printed in one to three lines, or as one line per mistake of a recipe. So is data
-that cannot be read (`errors.DataError`). Everything else keeps its traceback and exits with FAILED: bugs, and faults of
+User errors (`errors.UserError`) and unreadable data (`errors.DataError`) are printed in one to three lines, or one line
+per mistake in a recipe. All other errors are printed with a traceback and exit with FAILED: bugs, and faults of
 storage, network and machine after the work has begun. DIFFUSION_TRACEBACK=1 adds the traceback in every case.
 """
 
@@ -17,7 +17,7 @@ USAGE_ERROR = 2
 """Exit status of the `diffusion` command for an error that the user must correct."""
 
 PREEMPTED = 75
-"""Stopped on request or ended after a hang. Restart to resume from the newest checkpoint (sysexits.h: EX_TEMPFAIL)."""
+"""Stopped on request, or ended after a hang. A restart resumes from the newest checkpoint (sysexits.h: EX_TEMPFAIL)."""
 
 BAD_HARDWARE = 76
 """Hardware fault of this node. Restart on another node."""
@@ -27,11 +27,11 @@ CONFIG_ERROR = 78
 
 
 INTERRUPTED = 130
-"""Interrupted by Ctrl-C without saving: the `diffusion` command, or a training run by a second Ctrl-C (128 + SIGINT).
-The first Ctrl-C saves a checkpoint and ends a run with 75."""
+"""Interrupted without saving: the `diffusion` command by Ctrl-C, or a training run by a second Ctrl-C (128 + SIGINT).
+The first Ctrl-C ends a training run with PREEMPTED after it has saved a checkpoint."""
 
 CLOSED_PIPE = 141
-"""Exit status of the `diffusion` command if the reader of its output, such as `head`, has ended: 128 + SIGPIPE."""
+"""Exit status of the `diffusion` command if the reader of its output, such as `head`, has ended (128 + SIGPIPE)."""
 
 
 class Preempted(Exception):
@@ -39,7 +39,7 @@ class Preempted(Exception):
 
 
 class HardwareFault(Exception):
-    """Raised on the rank whose hardware has a fault, after all ranks have saved; the others raise `Preempted`.
+    """Raised on the rank with faulty hardware after all ranks have saved; the other ranks raise `Preempted`.
 
-    Only this rank's node then exits with BAD_HARDWARE, so that the scheduler avoids this machine and no other.
+    Only this rank's node then exits with BAD_HARDWARE, so that the scheduler avoids only this machine.
     """

@@ -1,4 +1,4 @@
-"""The `checkpointing` section of a recipe: its dataclasses, whose fields are YAML keys, and the intervals of saves."""
+"""The `checkpointing` section of a recipe: its dataclasses (fields are YAML keys), and parsing of save intervals."""
 
 import re
 from collections.abc import Mapping
@@ -8,38 +8,38 @@ from typing import Any
 
 @dataclass
 class KeepConfig:
-    """The `checkpointing.keep` section: the checkpoints that a run keeps. A checkpoint stays if any rule keeps it."""
+    """The `checkpointing.keep` section: which checkpoints a run keeps. A checkpoint stays if any rule keeps it."""
 
     last: int = 1
     """The number of newest checkpoints to keep, at least 1."""
     hourly: int = 0
-    """The number of hours, newest first, whose last checkpoint is kept; hours without a checkpoint do not count."""
+    """The number of most recent hours of which the last checkpoint is kept, not counting hours without one."""
     daily: int = 0
-    """The number of days (UTC), newest first, whose last checkpoint is kept; days without a checkpoint do not count."""
+    """The number of most recent days (UTC) of which the last checkpoint is kept, not counting days without one."""
     every: str | None = None
-    """The interval in batches, such as 10000ba: at each multiple, the first checkpoint saved there or later is kept for
-    good. Null keeps none for good."""
+    """The interval of permanent checkpoints in batches, such as 10000ba: the first checkpoint at or after each multiple
+    is never removed. Null means no permanent checkpoints."""
 
     @property
     def every_batches(self) -> int | None:
-        """`every` as a number of batches; None if it is null."""
+        """`every` as a number of batches; None if `every` is null."""
         return None if self.every is None else int(self.every.removesuffix('ba'))
 
 
 @dataclass
 class TierConfig:
-    """A tier of `checkpointing.tiers`: recent checkpoints on the nodes themselves."""
+    """A tier of `checkpointing.tiers`: recent checkpoints in the memory or on a local disk of the nodes."""
 
     save_interval: str = '1m'
     """The time between two saves, such as 30s or 10m; or auto; or a number of batches, such as 50ba. A save waits while
     another one is being written."""
     folder: str | None = None
-    """An existing folder on each node, which nodes must not share; the checkpoints are in its diffusion-UID/RUN_ID.
-    Null is /dev/shm for `memory`; `disk` needs one, such as /local/nvme."""
+    """An existing folder on each node, which nodes must not share; checkpoints are saved in its subfolder
+    diffusion-UID/RUN_ID. Null means /dev/shm for `memory`; `disk` needs a folder, such as /local/nvme."""
     replicate: bool = False
-    """True keeps a copy of each file on another node, in another rack or block if DIFFUSION_FAILURE_DOMAIN or Slurm
-    names them: the run then resumes from this tier when a node is lost, at the price of twice the memory and of a
-    transfer over gloo per save."""
+    """True keeps a copy of each file on another node, so that the run can resume from this tier when a node is lost.
+    The other node is in another rack or block if DIFFUSION_FAILURE_DOMAIN or Slurm names these. Copies double the
+    memory and add a transfer over gloo per save."""
 
 
 @dataclass
@@ -47,9 +47,9 @@ class TiersConfig:
     """The `checkpointing.tiers` section: where nodes keep recent checkpoints, in addition to `runs_dir`."""
 
     memory: TierConfig | None = None
-    """A tier in the memory of the nodes, which outlives the processes of a run but not its nodes; null for none."""
+    """A tier in the nodes' memory, which survives restarts of the run but no reboot of a node. Null means none."""
     disk: TierConfig | None = None
-    """A tier on a local disk of the nodes, which outlives a reboot; null for none."""
+    """A tier on a local disk of the nodes, which survives a reboot. Null means none."""
 
 
 @dataclass
@@ -57,26 +57,26 @@ class CheckpointingConfig:
     """The `checkpointing` section: the checkpoints of a run."""
 
     keep: KeepConfig | None = None
-    """The checkpoints that the run keeps, with the keys `last`, `hourly`, `daily` and `every`; the others are removed
-    after each save. Null keeps all."""
+    """The checkpoints that the run keeps, with the keys `last`, `hourly`, `daily` and `every`; all others are removed
+    after each save. Null means that all are kept."""
     asynchronous: bool = True
-    """True lets training continue while a checkpoint is written: a save blocks it only while the state is copied to
-    host memory; `diffusion plan` shows its size. False blocks it until the checkpoint is complete. It has no effect on
-    Composer's own checkpoints (`trainer.save_folder`)."""
+    """True lets training continue while a checkpoint is written: a save blocks training only while the state is copied
+    to host memory (`diffusion plan` shows the size of this copy). False blocks training until the checkpoint is
+    complete. Composer's own checkpoints (`trainer.save_folder`) are not affected."""
     tiers: TiersConfig | None = None
-    """Recent checkpoints on the nodes, with the keys `memory` and `disk`: a run that is restarted on its nodes loses
-    less work. Null keeps none."""
+    """Recent checkpoints on the nodes, with the keys `memory` and `disk`: a run that is restarted on the same nodes
+    loses less work. Null means none."""
 
 
 def keep_rules(checkpointing: CheckpointingConfig, trainer: Mapping[str, Any]) -> KeepConfig | None:
-    """Return the checkpoints that a run keeps, from its sections `checkpointing` and `trainer`; None keeps all."""
+    """Return the rules for keeping checkpoints, from the sections `checkpointing` and `trainer`; None keeps all."""
     # In Composer, -1 keeps all checkpoints.
     last = trainer.get('save_num_checkpoints_to_keep', -1)
     return KeepConfig(last=last) if last > 0 else checkpointing.keep
 
 
 AUTO = 'auto'
-"""Interval that is computed from the measured duration of saves and from the failures of the run."""
+"""Save interval that is computed from the measured duration of saves and the run's failure rate."""
 _UNITS = {'s': 1.0, 'sec': 1.0, 'm': 60.0, 'min': 60.0, 'h': 3600.0}
 _INTERVAL = re.compile(rf'(\d+(?:\.\d+)?)({"|".join(sorted(_UNITS, key=len, reverse=True))})')
 

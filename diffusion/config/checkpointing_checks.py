@@ -21,7 +21,7 @@ NOT_COMPOSER = "does not apply to Composer's own checkpoints, which trainer.save
 
 
 def check_checkpointing(recipe: Recipe) -> list[Problem]:
-    """Return the mistakes in the `checkpointing` section and in keywords of the Trainer about checkpoints."""
+    """Return the mistakes in the `checkpointing` section and in the Trainer's keywords for checkpoints."""
     if not isinstance(recipe.trainer, dict):
         return []
     keep, tiers, by_composer = recipe.checkpointing.keep, recipe.checkpointing.tiers, 'save_folder' in recipe.trainer
@@ -81,11 +81,11 @@ def _keep_problems(keep: KeepConfig) -> list[Problem]:
 
 
 CONDITIONAL_SCHEMES = ('s3', 'gs', 'az', 'azure', 'azure-dl')
-"""URL schemes of stores with conditional writes, which taking the lock of a run needs."""
+"""URL schemes of object stores that support conditional writes, which the lock of a run needs."""
 
 
 def runs_dir_problem(runs_dir: str) -> str | None:
-    """Return an error message if runs cannot be in the object store at a URL; None if they can, and for a folder."""
+    """Return an error message if `runs_dir` is the URL of an object store that cannot hold runs, else None."""
     scheme, separator, rest = runs_dir.partition('://')
     if not separator:
         scheme, separator, rest = runs_dir.partition(':/')
@@ -109,10 +109,10 @@ def runs_dir_problem(runs_dir: str) -> str | None:
 
 
 def credentials_problem(runs_dir: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return an error message if the environment lacks credentials that runs in an object store need, else None.
+    """Return an error message if the environment lacks the credentials for runs in an object store, else None.
 
     Args:
-        runs_dir: The value of `runs_dir`, for which `runs_dir_problem` is None.
+        runs_dir: The value of `runs_dir`; `runs_dir_problem` must have returned None for it.
     """
     if runs_dir.startswith('gs://') and {'GCS_KEY', 'GCS_SECRET'} <= environ.keys():
         return (

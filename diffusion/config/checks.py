@@ -36,12 +36,12 @@ NAMED_COMPONENT_SECTIONS = {
     'loggers': 'logger',
     'evaluators': 'evaluator',
 }
-"""Recipe sections that map names to components, with the kind of these components."""
+"""Recipe sections that map names to components, each with the kind of its components."""
 SUPPLIED = {
     'dataset': ('buckets', 'batch_size', 'tokenizers', 'image_sizes', 'image_features', 'seed'),
     'optimizer': ('params',),
 }
-"""Keywords that only the program may set, by kind of component."""
+"""Keywords that the program sets and recipes must not, by kind of component."""
 SET_IN_OTHER_SECTIONS = {
     'model': 'model',
     'train_dataloader': 'streams and dataset',
@@ -59,7 +59,7 @@ SET_IN_OTHER_SECTIONS = {
 }
 """Keywords of composer.Trainer that belong in another section of a recipe, with that section's name."""
 RUN_NAME = re.compile(r'[A-Za-z0-9_][A-Za-z0-9._-]{0,127}')
-"""Pattern of a run's name. It excludes `.` and `..`, and names that a program would read as an option."""
+"""Pattern of a run's name. It excludes `.`, `..`, and names that a program would take for an option."""
 MAX_BATCH = 2**31
 """Upper bound of `global_batch` in samples, far above any batch size in use."""
 DURATION = re.compile(r'\d+(\.\d+)?(ba|ep|sp|tok|dur|iter|sec)')
@@ -70,13 +70,13 @@ DURATION_KEYS = {
 }
 """Keywords of components and of the Trainer whose values are durations."""
 DEVICES = ('cpu', 'gpu')
-"""Values of `trainer.device`. Composer supports other devices, but this package was never run on them."""
+"""Values of `trainer.device`. Composer supports other devices, but this package is not tested on them."""
 PRECISIONS = ('amp_bf16', 'amp_fp16', 'amp_fp8', 'fp32')
-"""Values of `trainer.precision` that Composer knows; on a CPU it computes in fp32 only."""
+"""Values of `trainer.precision` that Composer supports; on a CPU, it supports fp32 only."""
 
 
 def check_components(recipe: Recipe) -> list[Problem]:
-    """Return a problem for each unknown component of a recipe and each wrong keyword of components and the Trainer."""
+    """Return a problem for each unknown component and for each wrong keyword of a component or the Trainer."""
     problems = []
     for where, kind, component in _components(recipe):
         name, kwargs = component.name, component.kwargs
@@ -111,13 +111,13 @@ def keyword_types(recipe: Recipe) -> dict[str, str]:
 
 def check_recipe(recipe: Recipe) -> list[Problem]:
     """Return a recipe's mistakes beyond wrong types, such as values out of range; skip values that are still ???."""
-    # The checks test types, since a value may be ???, or None because its type was wrong; both are reported elsewhere.
+    # The checks test types because a value may be ???, or None if its type was wrong. Both are reported elsewhere.
     gather = Gatherer()
     if _not_positive(recipe.global_batch):
         gather.problem('global_batch', f'{recipe.global_batch} is not positive')
     if isinstance(recipe.global_batch, int) and recipe.global_batch > MAX_BATCH:
         gather.problem('global_batch', f'{recipe.global_batch} is more than {MAX_BATCH} samples; use a smaller batch')
-        return gather.problems  # other checks search the divisors of the batch
+        return gather.problems  # other checks search for divisors of the batch size
     if _not_positive(recipe.device_train_microbatch_size):
         gather.problem('device_train_microbatch_size', f'{recipe.device_train_microbatch_size} is not positive')
     if isinstance(recipe.seed, int) and not 0 <= recipe.seed < 2**32:
@@ -149,7 +149,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
             if not value:
                 gather.problem('evaluators_interval', f'needs {key}, which are empty; add one, or remove the interval')
     for where, value in _durations(recipe):
-        # Composer's own saver, which `save_folder` selects, accepts no times.
+        # Composer's own saver, which `save_folder` selects, does not accept times.
         may_be_time = where.endswith('.save_interval') and 'save_folder' not in recipe.trainer
         if may_be_time and is_time(value):
             continue
@@ -172,7 +172,7 @@ def _check_notify(recipe: Recipe, gather: Gatherer) -> None:
 
 
 def duration_problem(value: Any) -> str | None:
-    """Return an error message for a value that is not one of Composer's durations, such as `1000ba`, else None."""
+    """Return an error message if a value is not a Composer duration, such as `1000ba`, else None."""
     if isinstance(value, str):
         if value == MISSING or DURATION.fullmatch(value):
             return None
@@ -185,7 +185,7 @@ def duration_problem(value: Any) -> str | None:
 
 
 def stream_sections(recipe: Recipe) -> list[tuple[str, dict[str, StreamConfig]]]:
-    """Return the streams that a recipe's task reads, as pairs of section path and streams; skip streams still ???."""
+    """Return the streams that a recipe's task reads, as (section, streams); skip streams that are still ???."""
     sections = {
         'train': [('streams', recipe.streams), ('eval_streams', recipe.eval_streams)],
         'precompute': [('precompute.streams', recipe.precompute.streams)],
@@ -282,9 +282,9 @@ def _shape_text(stream: StreamConfig) -> str:
 
 
 def _check_microbatch(recipe: Recipe, gather: Gatherer) -> None:
-    """Report a microbatch that cannot divide a device's batch, however many devices there are."""
-    # If the microbatch divides each device's batch, it also divides the global batch, which is a multiple of it. If it
-    # divides the global batch, one device suffices. `check_devices` is stricter where the number of devices is known.
+    """Report a microbatch size that divides the batch per device for no number of devices."""
+    # It suffices to test the global batch: it is a multiple of the batch per device, and equals it on one device.
+    # `check_devices` is stricter where the number of devices is known.
     batch, microbatch = recipe.global_batch, recipe.device_train_microbatch_size
     if not _positive(batch) or not _positive(microbatch) or batch % microbatch == 0:
         return
@@ -298,7 +298,7 @@ def _check_microbatch(recipe: Recipe, gather: Gatherer) -> None:
 
 
 def _check_order(recipe: Recipe, gather: Gatherer) -> None:
-    """Report settings that would make global batches depend on the number of devices."""
+    """Report settings that would make the samples of a global batch depend on the number of devices."""
     streams, batch = dict(stream_sections(recipe)).get('streams', {}), recipe.global_batch
     problems, loader = {}, recipe.loader
     shapes = [_shape_text(stream) for stream in streams.values() if isinstance(stream.resolution, int)]
@@ -331,7 +331,8 @@ def _check_parallelism(recipe: Recipe, gather: Gatherer) -> None:
         gather.problem('parallelism.checkpoints', 'sharded needs strategy: fsdp2, not ddp; use whole')
     if settings.mixed_precision != 'default' and not sharded:
         gather.problem('parallelism.mixed_precision', 'needs fsdp2; ddp follows trainer.precision: remove it')
-    # OptimizerMonitor leaves the sum over ranks to the optimizer; Composer's DecoupledAdamW fails on fsdp2's DTensors.
+    # OptimizerMonitor lets the optimizer sum over ranks, which fails in Composer's DecoupledAdamW with fsdp2's
+    # DTensors.
     if sharded and isinstance(recipe.optimizer, Component) and recipe.optimizer.name == 'decoupled_adamw':
         for where, kind, component in _components(recipe):
             if kind == 'callback' and component.name == 'optimizer_monitor':
@@ -340,7 +341,7 @@ def _check_parallelism(recipe: Recipe, gather: Gatherer) -> None:
 
 
 def _check_speed(recipe: Recipe, gather: Gatherer) -> None:
-    """Report `speed` settings that are explicitly true but cannot work under the parallelism strategy."""
+    """Report `speed` settings that the recipe turns on but that the parallelism strategy does not support."""
     speed, strategy = recipe.speed, recipe.parallelism.strategy
     if speed.reduce_once is True and strategy != 'fsdp2':
         gather.problem('speed.reduce_once', f'needs strategy: fsdp2, not {strategy}; remove it')
@@ -355,10 +356,10 @@ def _check_speed(recipe: Recipe, gather: Gatherer) -> None:
 
 
 def _check_trainer(recipe: Recipe, gather: Gatherer) -> None:
-    """Report a device or a precision that is not supported, and precisions that Composer does not have on a CPU."""
+    """Report an unsupported device or precision, including a precision that Composer does not support on a CPU."""
     if not isinstance(recipe.trainer, dict):
         return
-    # Composer accepts any case.
+    # Composer accepts upper and lower case.
     device, precision = (str(recipe.trainer.get(key) or '').lower() for key in ('device', 'precision'))
     for key, value, known in (('device', device, DEVICES), ('precision', precision, PRECISIONS)):
         if value not in ('', MISSING, *known):
@@ -392,7 +393,8 @@ def _durations(recipe: Recipe) -> list[tuple[str, Any]]:
         keys = DURATION_KEYS & kwargs.keys()
         annotations = registry.annotations(kind, name) if keys else {}
         for key in sorted(keys):
-            # Skip keywords of these names that take only numbers: `every` of node_health is a number of batches.
+            # Skip keywords with these names that take only numbers, such as `every` of node_health, a number of
+            # batches.
             takes_text = bool({'str', 'Time'} & words(annotations.get(key, '')))
             value = kwargs[key]
             if isinstance(value, list):
@@ -405,7 +407,7 @@ def _durations(recipe: Recipe) -> list[tuple[str, Any]]:
         for name, tier in (('memory', tiers.memory), ('disk', tiers.disk)):
             if isinstance(tier, TierConfig):
                 found.append((f'checkpointing.tiers.{name}.save_interval', tier.save_interval))
-    # 0 turns evaluation off, in any unit.
+    # 0 turns evaluation off, so it needs no unit.
     return [(where, value) for where, value in found if (where, value) != ('trainer.eval_interval', 0)]
 
 

@@ -1,8 +1,8 @@
-"""What a component declares beside the types of its keywords: constraints and meanings.
+"""Constraints and meanings that a component declares for its keywords, in addition to their types.
 
-A constraint or a meaning stands in the keyword's annotation, as in `depth: Annotated[int, AtLeast(1), ARCHITECTURE]`.
-`diffusion check` reads them from the source file, without importing the component; the decorator `constrained` enforces
-constraints when the component is built.
+They are part of the keyword's annotation, as in `depth: Annotated[int, AtLeast(1), ARCHITECTURE]`. `diffusion check`
+reads them from the source file, without importing the component; the decorator `constrained` enforces constraints when
+the component is built.
 """
 
 import functools
@@ -20,10 +20,10 @@ Function = TypeVar('Function', bound=Callable[..., Any])
 
 
 class Effect(Enum):
-    """Effect of a changed value on a run that resumes."""
+    """Effect of changing a value before a run resumes."""
 
     FIXED = 'fixed'
-    """The run is refused."""
+    """The run refuses to resume."""
     APPLIED = 'applied'
     """The new value takes effect."""
     DATA = 'needs allow_data_change'
@@ -34,10 +34,10 @@ class Effect(Enum):
 
 @dataclass(frozen=True)
 class OnResume:
-    """Effect of a changed value on a run that resumes, and the reason, which messages and documentation show.
+    """Effect of changing a value before a run resumes, and the reason, which messages and documentation show.
 
-    A dataclass field without one has the effect of the keyword that takes the dataclass. The class attribute
-    `on_resume` declares the effect for the whole component and for its keywords without one.
+    A dataclass field without an `OnResume` has that of the keyword that takes the dataclass. The class attribute
+    `on_resume` applies to the component as a whole and to its keywords that declare none.
     """
 
     effect: Effect
@@ -45,7 +45,7 @@ class OnResume:
 
 
 def fixed_on_resume(reason: str) -> OnResume:
-    """Return the meaning of a keyword that cannot change when a run resumes."""
+    """Return the meaning of a keyword whose value must not change when a run resumes."""
     return OnResume(Effect.FIXED, reason)
 
 
@@ -55,26 +55,26 @@ def applied_on_resume(reason: str) -> OnResume:
 
 
 def fixed_once_averaging(reason: str) -> OnResume:
-    """Return the meaning of a keyword that can change only before the averaging of weights has started."""
+    """Return the meaning of a keyword whose value may change only before weight averaging has started."""
     return OnResume(Effect.BEFORE_AVERAGING, reason)
 
 
 @dataclass(frozen=True)
 class NotArchitecture:
-    """Mark a model's keyword that changes no parameters, FLOPs or activations; all other keywords are assumed to."""
+    """Mark a model's keyword as one that affects no parameters, FLOPs or activations; all others are assumed to."""
 
 
 @dataclass(frozen=True)
 class WeightsOf:
-    """Mark a model's keyword that names a folder or repository of pretrained weights."""
+    """Mark a model's keyword as the name of a folder or repository of pretrained weights."""
 
     parts: tuple[str, ...]
-    """Parts of the model that are loaded from it, by their names in pipelines of diffusers."""
+    """Parts of the model that are loaded from the folder or repository, by their names in diffusers pipelines."""
 
 
 @dataclass(frozen=True)
 class Default:
-    """Default of a keyword in a TypedDict, whose entries cannot have values."""
+    """Default of a keyword in a TypedDict, whose entries cannot have default values."""
 
     value: Any
 
@@ -82,7 +82,7 @@ class Default:
 Meaning = OnResume | NotArchitecture | WeightsOf | Default
 
 ARCHITECTURE = fixed_on_resume('the architecture: the names and shapes of the weights follow from it')
-"""Meaning on resume of a keyword of this package's models that declares none."""
+"""Meaning on resume of those keywords of this package's models that declare none."""
 FROZEN_PARTS = fixed_on_resume('the frozen parts: the weights were trained on their latents and embeddings')
 OBJECTIVE = fixed_on_resume('the training objective: the weights predict its target under its noise schedule')
 CONDITIONING = fixed_on_resume('the conditioning of the denoiser on captions')
@@ -96,19 +96,19 @@ MEANINGS = {
     each.__name__: each
     for each in (fixed_on_resume, applied_on_resume, fixed_once_averaging, NotArchitecture, WeightsOf, Default)
 }
-"""Functions and classes of meanings by their names in annotations."""
+"""Functions and classes that create meanings, by their names in annotations."""
 NAMED_MEANINGS = {name: each for name, each in globals().items() if isinstance(each, OnResume)}
-"""Meanings of several keywords by their names in annotations."""
+"""Meanings that several keywords share, by their names in annotations."""
 
 
 @dataclass(frozen=True)
 class MultipleOf:
-    """Constraint to positive multiples of `step`: one number, or each number of a list."""
+    """Constraint that a number, or each number of a list, is a positive multiple of `step`."""
 
     step: int
 
     def problem(self, value: Any) -> str | None:
-        """Return why a value violates the constraint and the nearest value that does not, or None."""
+        """Return why a value violates the constraint, with the nearest valid value, or None if it does not."""
         if isinstance(value, list | tuple) and not value:
             return f'is empty; give at least one multiple of {self.step}'
         wrong = next((number for number in _numbers(value) if number <= 0 or number % self.step), None)
@@ -121,7 +121,7 @@ class MultipleOf:
 
 @dataclass(frozen=True)
 class AtLeast:
-    """Constraint to numbers of at least `least`: one number, or each number of a list."""
+    """Constraint that a number, or each number of a list, is at least `least`."""
 
     least: int
 
@@ -133,7 +133,7 @@ class AtLeast:
 
 @dataclass(frozen=True)
 class GreaterThan:
-    """Constraint to numbers greater than `bound`: one number, or each number of a list."""
+    """Constraint that a number, or each number of a list, is greater than `bound`."""
 
     bound: float
 
@@ -145,7 +145,7 @@ class GreaterThan:
 
 @dataclass(frozen=True)
 class Between:
-    """Constraint to numbers of at least `low` and below `high`: one number, or each number of a list."""
+    """Constraint that a number, or each number of a list, is at least `low` and below `high`."""
 
     low: float
     high: float
@@ -160,7 +160,7 @@ class Between:
 
 @dataclass(frozen=True)
 class Fraction:
-    """Constraint to numbers greater than 0 and at most 1: one number, or each number of a list."""
+    """Constraint that a number, or each number of a list, is greater than 0 and at most 1."""
 
     def problem(self, value: Any) -> str | None:
         """Return why a value violates the constraint, or None."""
@@ -180,10 +180,10 @@ CONSTRAINTS: dict[str, type[Constraint]] = {
 
 
 def constrained(function: Function) -> Function:
-    """Return the function with a check of its arguments: it raises UserError if one violates its constraints.
+    """Wrap a function with a check of its arguments, which raises UserError if one violates its constraints.
 
-    Text instead of a number violates them too. If the function takes `**keywords: Unpack[...]`, it gets all keywords of
-    that TypedDict, with defaults for those that are not given.
+    Text instead of a number is a violation too. If the function takes `**keywords: Unpack[...]`, it gets all keywords
+    of that TypedDict, with the defaults of those that the caller omits.
     """
     signature, hints = full_signature(function), keyword_hints(function)
     constraints = {name: found for name, hint in hints.items() if (found := declared(hint))}
@@ -206,7 +206,7 @@ def constrained(function: Function) -> Function:
 
 
 def defaults(**values: Any) -> Callable[[Function], Function]:
-    """Return a decorator that sets defaults of a function's `**keywords: Unpack[...]`."""
+    """Return a decorator that sets the defaults of a function's `**keywords: Unpack[...]`."""
 
     def decorate(function: Function) -> Function:
         function.keyword_defaults = values  # type: ignore[attr-defined]
@@ -264,20 +264,20 @@ def _without_meanings(annotation: Any) -> Any:
 
 
 def extras_of(annotation: Any) -> list[Any]:
-    """Return everything that an evaluated annotation declares beside the type: constraints and meanings."""
+    """Return the constraints and meanings that an evaluated annotation declares in addition to the type."""
     # In Python 3.10, the annotation of an argument whose default is None is Optional[Annotated[...]].
     parts = get_args(annotation) if get_origin(annotation) is Union else (annotation,)
     return [extra for part in parts if get_origin(part) is Annotated for extra in get_args(part)[1:]]
 
 
 def _text_problem(value: Any) -> str | None:
-    """Return an error message if a value is, or contains, text or a boolean instead of a number, else None."""
+    """Return an error message if a value, or an item of it, is text or a boolean instead of a number, else None."""
     values = value if isinstance(value, list | tuple) else [value]
     wrong = next((each for each in values if isinstance(each, str | bytes | bool)), None)
     return None if wrong is None else f'{wrong!r} is not a number; pass a number without quotes, such as 64'
 
 
 def _numbers(value: Any) -> list[int | float]:
-    """Return a number, or the numbers of a list, as a list. Values of other types are type errors, found elsewhere."""
+    """Return a number, or the numbers of a list, as a list. Skip other values, which the type check reports."""
     values = value if isinstance(value, list | tuple) else [value]
     return [each for each in values if isinstance(each, int | float) and not isinstance(each, bool)]

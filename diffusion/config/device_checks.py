@@ -1,14 +1,14 @@
-"""Checks that batches, replicas and the order of samples divide over devices.
+"""Checks that batches, replicas and the sample order can be divided evenly over devices.
 
 For each stream, Streaming splits an epoch's samples into `num_canonical_nodes` rows, reads the rows column by column,
 and splits the result into global batches. If the rows have unequal lengths, or the samples do not fill the last batch,
 it pads with repeated samples, and the amount of padding depends on the number of devices. Example: with streams of 3000
-and 2000 samples, batches of 64 and 8 rows, 63 of 77 batches on 16 devices differed from those on 8.
+and 2000 samples, a global batch of 64, and 8 rows, 63 of 77 batches differed between 8 and 16 devices.
 
-Therefore nothing may need padding: `num_canonical_nodes` must divide the global batch, and the global batch must divide
-the number of samples per epoch of every stream. Then a global batch is a window of a sequence that does not depend on
-the devices, shuffled or not: every shuffling algorithm of Streaming depends only on the seed, the epoch, the shards and
-the rows.
+To rule out padding, `num_canonical_nodes` must divide the global batch, and the global batch must divide the number of
+samples per epoch of every stream. Then each global batch is a window of a sequence that does not depend on the number
+of devices. This holds with shuffling too: Streaming's shuffling algorithms depend only on the seed, the epoch, the
+shards and the rows.
 """
 
 import math
@@ -20,10 +20,11 @@ from diffusion.config.schema import Problem
 
 
 def check_devices(recipe: Recipe, world_size: int, gpus_per_node: int | None = None) -> list[Problem]:
-    """Return a problem unless the devices can share the global batch, its microbatches, replicas and sample order.
+    """Return a problem if the global batch, its microbatches, the replicas or the sample order do not divide over
+    devices.
 
     Args:
-        world_size: Number of devices of all nodes together.
+        world_size: Total number of devices, over all nodes.
         gpus_per_node: Number of devices per node; None skips the check of the number of nodes.
     """
     if recipe.task not in ('train', 'evaluate'):
@@ -80,18 +81,18 @@ def _working_nodes(recipe: Recipe, nodes: int, gpus_per_node: int) -> list[int]:
 
 
 def nearest_divisor(number: int, size: int) -> int:
-    """Return the divisor of a number that is nearest to a size."""
+    """Return the divisor of `number` that is nearest to `size`."""
     small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
     return min(small + [number // each for each in reversed(small)], key=lambda each: abs(each - size))
 
 
 MAX_PICKS = 2**20
-"""Largest number of draws per stream and epoch; Streaming draws in a Python loop that takes 1.1 s per million."""
+"""Largest number of random draws per stream and epoch. Streaming draws in a Python loop: 1.1 s per million draws."""
 
 
 def default_canonical_nodes(global_batch: int) -> int:
-    """Return the default `num_canonical_nodes` of a new run: the largest common divisor of 960 and the global batch."""
-    # The factors 3 and 5 allow other numbers of nodes than powers of two, such as 12 nodes with a batch of 1536.
+    """Return a new run's default `num_canonical_nodes`: the greatest common divisor of 960 and the global batch."""
+    # The factors 3 and 5 allow numbers of nodes that are not powers of two, such as 12 nodes for a batch of 1536.
     return math.gcd(64 * 3 * 5, global_batch)
 
 
@@ -143,14 +144,14 @@ def batching_problem(method: str, shapes: Collection[str]) -> str | None:
 
 
 def whole_batches(samples: int, global_batch: int) -> int:
-    """Round the number of samples per epoch down to whole global batches, but to at least one batch."""
+    """Round the number of samples per epoch down to a multiple of the global batch, but not below one batch."""
     return max(1, samples // global_batch) * global_batch
 
 
 def sampling_granularity(samples: int) -> int:
     """Return Streaming's `sampling_granularity`, the number of samples that one random draw selects from a shard.
 
-    It is 1 up to MAX_PICKS samples per epoch, and larger beyond, to limit the number of draws.
+    It is 1 for up to MAX_PICKS samples per epoch, and larger for more samples, to limit the number of draws.
     """
     return -(-samples // MAX_PICKS)
 

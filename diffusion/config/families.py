@@ -1,7 +1,8 @@
-"""Families of models: what checks, plans, exports and documentation need to know of a model, without importing torch.
+"""Model families: the facts about models that checks, plans, exports and docs need, without importing torch.
 
 A family is a folder in `diffusion/models/families/`, or a package of your own that calls `diffusion.register_family`.
-Its `__init__.py` declares a `Family`, which names its other files by address; they are imported on first use.
+Its `__init__.py` declares a `Family`, which gives the addresses (`module:name`) of its other code; these modules are
+imported on first use.
 """
 
 import functools
@@ -22,65 +23,65 @@ def _no_arguments(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Class of diffusers' pipelines that a family's models are exported to."""
+    """A diffusers pipeline class to which a family's models are exported."""
 
     optional_parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Parts that a pipeline lacks, by the keyword of the model whose value is then false; `from_pretrained` requires
-    that each of them is given as None."""
+    """Parts that an exported pipeline lacks if a keyword of the model is false, by this keyword. `from_pretrained`
+    requires that these parts are passed as None."""
     call: Callable[[Mapping[str, Any]], dict[str, Any]] = _no_arguments
-    """Arguments with which the pipeline generates the images of `task: generate`, given the model's keywords."""
+    """Returns the arguments with which the pipeline reproduces `task: generate`, given the model's keywords."""
     loads_lora: bool = True
-    """False if diffusers loads no LoRA into the pipeline."""
+    """False if diffusers cannot load a LoRA into the pipeline."""
     takes_other_schedulers: bool = True
-    """False if the pipeline works only with the class of noise scheduler that it was exported with."""
+    """False if the pipeline works only with the noise scheduler class that it was exported with."""
 
 
 @dataclass(frozen=True)
 class Miniature:
-    """Model of a family that trains on a CPU."""
+    """A small model of a family that can be trained on a CPU."""
 
     model: str
-    """Its `model.name` in recipes."""
+    """The miniature's `model.name` in recipes."""
     smallest: Mapping[str, Any]
-    """Keywords for the smallest one, with which the recipes of the family are tested."""
+    """Keywords of the smallest miniature, with which tests run the family's recipes."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """Declaration of a family. The defaults are what is assumed of a model without a family."""
+    """Declaration of a family. The defaults apply to models without a family."""
 
     models: Mapping[str, str] = field(default_factory=dict)
-    """Addresses of the builders, `module:function`, by `model.name` in recipes."""
+    """Addresses (`module:function`) of the functions that build the models, by `model.name` in recipes."""
     denoiser_class: str = ''
-    """Name of the denoiser's class; denoisers of subclasses belong to the family too."""
+    """Name of the denoiser's class; its subclasses belong to the family too."""
     adapter: str = ''
-    """Address of the subclass of `diffusion.models.families.adapter.DenoiserAdapter`."""
+    """Address of the family's subclass of `diffusion.models.families.adapter.DenoiserAdapter`."""
     u_net: bool = False
     """True if the denoiser is a U-Net: it has no image tokens, and the default objective is diffusion."""
     image_sizes: bool = False
-    """True if the denoiser is conditioned on the sizes of images: the dataset then returns them."""
+    """True if the denoiser is conditioned on image sizes, which the dataset then returns."""
     single_file: bool = True
     """False if no program reads the model from a single file."""
     pipelines: Mapping[str, Pipeline] = field(default_factory=dict)
-    """Pipelines of diffusers that the models are exported to, by the name of the class."""
+    """The diffusers pipelines to which the models are exported, by class name."""
     licenses: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Front matter of model cards for the licenses of published weights and frozen parts, by repository on the Hub."""
+    """License fields of model cards, by the Hub repository of the published weights or frozen parts."""
     miniature: Miniature | None = None
-    """The family's miniature; its recipes are tested with it."""
+    """The family's miniature, with which tests run its recipes."""
     parameters: Mapping[str, int] = field(default_factory=dict)
-    """Published number of the denoiser's parameters, on `latents` and on `pixels`."""
+    """Published numbers of the denoiser's parameters, with the keys `latents` and `pixels`."""
     sides: tuple[int, ...] = ()
-    """Sides of images in pixels for which the package has counts of FLOPs and memory."""
+    """Image sides in pixels for which the package includes precomputed FLOPs and memory."""
     side_step: int = 8
-    """Divisor of the sides of images, in pixels."""
+    """Number of pixels by which image sides must be divisible."""
 
     @property
     def loads_lora(self) -> bool:
-        """True if diffusers loads a LoRA into one of the pipelines."""
+        """True if diffusers can load a LoRA into at least one of the pipelines."""
         return any(pipeline.loads_lora for pipeline in self.pipelines.values())
 
     def load_adapter(self) -> Any:
-        """Import the adapter's class, and return an object of it."""
+        """Import the adapter's class, and return an instance."""
         module, name = self.adapter.split(':')
         return getattr(importlib.import_module(module), name)()
 
@@ -95,7 +96,7 @@ def add(family: Family) -> None:
 
 
 def families() -> list[Family]:
-    """Return all families: those of your own, then those of this package in the order of their names."""
+    """Return all families: your own, then those of this package in alphabetical order."""
     return [*_registered, *built_in()]
 
 
@@ -108,10 +109,10 @@ def built_in() -> tuple[Family, ...]:
 
 
 def pipeline_of(name: str) -> Pipeline:
-    """Return the pipeline of diffusers with this class name, or `Pipeline()` if no family is exported to it."""
+    """Return the `Pipeline` of the diffusers class with this name, or `Pipeline()` if no family is exported to it."""
     return next((each.pipelines[name] for each in families() if name in each.pipelines), Pipeline())
 
 
 def family_of_model(model: str) -> Family:
-    """Return the family of the model with this name in recipes; `Family()` if no family has it."""
+    """Return the family of the model with this name in recipes, or `Family()` if the model has no family."""
     return next((family for family in families() if model in family.models), Family())

@@ -1,4 +1,4 @@
-"""Image metrics and their networks by name, and the checks of an evaluator's settings, without importing torch."""
+"""Names of image metrics and their networks, and checks of the evaluator's settings, without importing torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ class MetricInfo:
     """Properties of an image metric.
 
     Args:
-        network: Its network, a key of `NETWORKS`.
-        better: `lower` or `higher`, the direction of better values.
-        reliable_from: Minimum number of images; with fewer, its bias exceeds the usual differences between checkpoints.
+        network: Network that computes the metric's features, a key of `NETWORKS`.
+        better: `lower` or `higher`: which values are better.
+        reliable_from: Minimum number of images; with fewer, the bias exceeds the usual differences between checkpoints.
     """
 
     network: str
@@ -35,7 +35,7 @@ IMAGE_METRICS: dict[str, MetricInfo] = {
     'clip_score': MetricInfo('clip_score', 'higher'),
     'pick_score': MetricInfo('pick_score', 'higher'),
 }
-"""Metrics by name. A Fréchet distance of fewer images than features has a singular covariance and is too large."""
+"""Metrics by name. With fewer images than features, the covariance is singular and a Fréchet distance is too large."""
 
 NETWORKS: dict[str, str | None] = {
     'inception': None,
@@ -49,14 +49,14 @@ NETWORKS: dict[str, str | None] = {
 """Default source of each network: a repository on the Hub and its commit; None if it comes from elsewhere."""
 
 LAYOUTS = ('geneval', 't2i_compbench')
-"""Folder layouts of images that the scorers of benchmarks read."""
+"""Layouts of image folders that the scoring scripts of benchmarks read."""
 
 
 def check_image_metrics(evaluators: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
-    """Return settings of image metrics that are out of range as problems.
+    """Return a problem for each setting of image metrics that is out of range.
 
     Args:
-        evaluators: Keywords of the evaluators by their path in the recipe.
+        evaluators: The keywords of each evaluator, by the evaluator's path in the recipe.
     """
     return [
         Problem(join(where, key), what)

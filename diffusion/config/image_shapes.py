@@ -11,7 +11,7 @@ from diffusion.errors import UserError
 from diffusion.storage.atomic import write_atomically
 
 BUCKETS = 'buckets.json'
-"""Name of the file that lists the image shapes of a dataset with one subfolder of shards per shape."""
+"""Name of the file that lists the shapes of a dataset that has one subfolder of shards per image shape."""
 STEP = 8
 """Side of a latent cell in pixels; image sides are multiples of it."""
 SDXL_SHAPES = (
@@ -24,7 +24,7 @@ SDXL_SHAPES = (
 
 @dataclass(frozen=True, order=True)
 class Shape:
-    """Width and height in pixels of the images that the model sees; written as 640x384."""
+    """Width and height in pixels of the images that the model sees; its text form is 640x384."""
 
     width: int
     height: int
@@ -54,7 +54,7 @@ def parse_shape(text: str) -> Shape:
     """Parse a shape written as width x height, such as `640x384`.
 
     Raises:
-        UserError: The text has another form, or a side is not a positive multiple of 8.
+        UserError: The text does not have this form, or a side is not a positive multiple of 8.
     """
     match = re.fullmatch(r'(\d+)x(\d+)', text) if isinstance(text, str) else None
     if match is None:
@@ -84,10 +84,10 @@ def read_buckets(folder: Path) -> dict[Shape, int]:
 
 
 def resolution_problem(folder: Path, resolution: int) -> str | None:
-    """Return an error message if a folder of aspect buckets was prepared for another resolution than a stream's.
+    """Return an error message if a folder of aspect buckets was prepared for a resolution other than the stream's.
 
-    The shapes of an `aspects` stream come from the folder alone, so another resolution would have no effect. Its images
-    are stored at the prepared size, so a larger resolution would enlarge them.
+    The shapes of an `aspects` stream come from the folder alone, so another resolution would have no effect. Images are
+    stored at the prepared size, so a larger resolution would enlarge them.
 
     Args:
         folder: Folder with a valid buckets.json.
@@ -103,7 +103,7 @@ def resolution_problem(folder: Path, resolution: int) -> str | None:
 
 
 def write_buckets(folder: Path, resolution: int, buckets: Mapping[Shape, Mapping[str, int]]) -> None:
-    """Write buckets.json, the list of a dataset's image shapes, into a folder; each entry holds at least `samples`."""
+    """Write buckets.json, the list of a dataset's image shapes, into a folder. Each shape needs the key `samples`."""
     write_atomically(folder / BUCKETS, buckets_text(resolution, buckets))
 
 
@@ -118,10 +118,11 @@ def buckets_text(resolution: int, buckets: Mapping[Shape, Mapping[str, int]]) ->
 
 
 def sdxl_shapes(resolution: int, step: int = STEP) -> list[Shape]:
-    """Return SDXL's 41 aspect buckets of about `resolution`**2 pixels, sorted by aspect ratio from 1:4 to 4:1.
+    """Return SDXL's 41 aspect buckets, scaled to about `resolution`**2 pixels and sorted by aspect ratio from 1:4 to
+    4:1.
 
-    The shapes are scaled from the buckets for 1024 px. Sides are rounded to multiples of `step` if `resolution` is
-    below 1024, else of at least 64. Shapes that become equal are merged.
+    Sides are rounded to multiples of `step`, or of at least 64 if `resolution` is 1024 or more. Shapes that become
+    equal are merged.
     """
     step = step if resolution < 1024 else math.lcm(step, 64)
 
@@ -133,7 +134,7 @@ def sdxl_shapes(resolution: int, step: int = STEP) -> list[Shape]:
 
 
 def shape_for(width: int, height: int, shapes: Sequence[Shape]) -> Shape:
-    """Return the shape whose aspect ratio is nearest to width:height on a log scale; of two, the more square one."""
+    """Return the shape whose aspect ratio is nearest to width:height on a log scale; on a tie, the more square one."""
     # On a log scale, 2:1 and 1:2 are equally far from 1:1.
     aspect = math.log(width / height)
     return min(
@@ -142,9 +143,9 @@ def shape_for(width: int, height: int, shapes: Sequence[Shape]) -> Shape:
 
 
 def apportion(total: int, weights: Sequence[float]) -> list[int]:
-    """Divide `total` into integers proportional to the weights, each off by less than one (largest remainder method).
+    """Divide `total` into integers proportional to the weights, each rounded up or down (largest remainder method).
 
-    If remainders are equal, the first one is rounded up.
+    Among equal remainders, the first is rounded up.
     """
     weight_sum = math.fsum(weights)
     exact = [total * weight / weight_sum for weight in weights]

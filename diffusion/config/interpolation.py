@@ -1,7 +1,7 @@
 """Interpolations `${...}` in the values of a recipe, resolved by OmegaConf.
 
-A value that depends on an environment variable may be a secret. The program uses it, but every text that is saved,
-printed or rendered has the interpolation instead, which `Resolved.from_environment` holds.
+A value that depends on an environment variable may be a secret. The program uses it, but everything saved, printed or
+rendered contains the interpolation from `Resolved.from_environment` instead.
 """
 
 import re
@@ -22,11 +22,11 @@ from diffusion.errors import UserError
 _registry_lock = threading.Lock()
 
 KeyPath = tuple[str | int, ...]
-"""Keys and list indexes that lead to a value, such as `('generate', 'prompts', 0)`."""
+"""Path of keys and list indexes to a value, such as `('generate', 'prompts', 0)`."""
 
 
 class Interpolation(str):
-    """Text of a value with `${...}` that is written to YAML unchanged; in other text, `${` is escaped."""
+    """Text with `${...}` that is written to YAML unchanged; in plain strings, `${` is escaped."""
 
 
 class InvalidInterpolation(UserError):
@@ -35,31 +35,31 @@ class InvalidInterpolation(UserError):
 
 @dataclass(frozen=True)
 class Resolved:
-    """Values without interpolations, and the source of those that depend on environment variables."""
+    """Values after interpolation, and the original text of those that depend on environment variables."""
 
     values: dict[str, Any]
-    """The values. If an environment variable is not set, a value that needs it is the text of its interpolation."""
+    """The values. A value that needs an environment variable that is not set stays the text of its interpolation."""
     from_environment: dict[KeyPath, Interpolation]
-    """Text for each value that depends on an environment variable, such as `${oc.env:KEY}`. It refers to environment
-    variables only, so it means the same in another file."""
+    """Text of each value that depends on an environment variable, such as `${oc.env:KEY}`. The text refers only to
+    environment variables, so it has the same meaning in another file."""
     unset: dict[KeyPath, tuple[str, ...]]
-    """Names of the environment variables that a value needs and that are not set."""
+    """Names of the unset environment variables that each value needs."""
 
 
 def resolve(raw: dict[str, Any], environ: Mapping[str, str]) -> Resolved:
-    """Resolve all interpolations in plain values.
+    """Resolve all interpolations in nested plain values.
 
     Args:
         raw: Plain mappings, lists and scalars.
-        environ: Environment of `oc.env`.
+        environ: Environment variables for `oc.env`.
 
     Raises:
         InvalidInterpolation: An interpolation is malformed or circular, or its target does not exist.
     """
-    if '${' not in str(raw):  # OmegaConf takes 100 times as long as the rest of loading
+    if '${' not in str(raw):  # skip OmegaConf, which takes 100 times as long as the rest of loading
         return Resolved(raw, {}, {})
-    # Resolve the same text twice: first with placeholders from `oc.env`, which mark every value that depends on the
-    # environment, however the value was composed; then with the real environment.
+    # Resolve everything twice. In the first pass, `oc.env` returns placeholders, which mark every value that depends on
+    # the environment, however it is composed; the second pass uses the real environment.
     hidden, actual = _Pass(raw, None), _Pass(raw, environ)
     from_environment = {path: hidden.expression(text) for path, text in hidden.leaves_with_placeholder()}
     unset = {path: actual.variables(text) for path, text in actual.leaves_with_placeholder()}
@@ -72,26 +72,27 @@ def resolve(raw: dict[str, Any], environ: Mapping[str, str]) -> Resolved:
 
 
 def escaped(value: Any) -> Any:
-    """Return a plain value with every `${` escaped, so that it is read literally; leave an `Interpolation` as it is."""
+    """Return a plain value with every `${` escaped, to be read literally; leave an `Interpolation` unchanged."""
     if isinstance(value, dict):
         return {key: escaped(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [escaped(item) for item in value]
-    # OmegaConf halves the backslashes before `${`, and an odd number escapes it: double the existing ones and add one.
+    # OmegaConf halves the backslashes before `${`, and an odd number escapes it: double existing backslashes and add
+    # one.
     is_literal = isinstance(value, str) and not isinstance(value, Interpolation)
     return re.sub(r'(\\*)\$\{', r'\1\1\\${', value) if is_literal else value
 
 
 def dotted(path: KeyPath) -> str:
-    """Return the path of a value for messages, such as `generate.prompts[0]`."""
+    """Return a path as text for messages, such as `generate.prompts[0]`."""
     return ''.join(f'[{key}]' if isinstance(key, int) else f'.{key}' for key in path).removeprefix('.')
 
 
 class _Pass:
-    """One resolution of all interpolations in plain values.
+    """One pass that resolves all interpolations in plain values.
 
     Args:
-        environ: Environment of `oc.env`; None to return a placeholder for every variable.
+        environ: Environment variables for `oc.env`; None makes it return a placeholder for every variable.
     """
 
     def __init__(self, raw: dict[str, Any], environ: Mapping[str, str] | None) -> None:
@@ -100,7 +101,7 @@ class _Pass:
         self._tag = f'environment{uuid.uuid4().hex}x'
         self._placeholder = re.compile(f'{self._tag}(\\d+)z')
         self._expressions: list[tuple[str, tuple[str, ...]]] = []
-        """Text and variables of each placeholder, by its number."""
+        """Text and variables of each placeholder; the index is the placeholder's number."""
         try:
             with _only_resolvers({'oc.env': self._env, 'oc.decode': self._decode, 'oc.select': self._select}):
                 self.values: Any = OmegaConf.to_container(OmegaConf.create(raw), resolve=True)
@@ -117,7 +118,7 @@ class _Pass:
 
     def expression(self, text: str) -> Interpolation:
         """Return a text with its placeholders replaced by their interpolations, and every other `${` escaped."""
-        parts = self._placeholder.split(text)  # text, number, text, number, ..., text
+        parts = self._placeholder.split(text)  # alternates: text, number, text, ..., text
         # A backslash directly before an interpolation has to be doubled.
         literal = [re.sub(r'(\\+)$', r'\1\1', escaped(part)) for part in parts[:-1:2]] + [escaped(parts[-1])]
         parts[::2] = literal
@@ -138,8 +139,8 @@ class _Pass:
             return f'{what}; use oc.env, oc.decode or oc.select'
         return f'{what}; correct the interpolation, or write \\${{ for a literal ${{'
 
-    # The arguments of the resolvers are those of OmegaConf's registry: the root, the parent and the node of the
-    # interpolation, the values of its arguments, and their texts.
+    # OmegaConf passes each resolver the root, the parent and the node of the interpolation, the values of its
+    # arguments, and their texts.
     def _env(self, _root: Any, _parent: Any, _node: Any, args: tuple[Any, ...], texts: tuple[str, ...]) -> Any:
         """Return the value of an environment variable, its default, or a placeholder."""
         name, default = str(args[0]) if args else '', args[1:]
@@ -149,7 +150,7 @@ class _Pass:
             return self._environ[name]
         if self._environ is not None and default:
             return None if default[0] is None else str(default[0])
-        # Keep a default without interpolations as it is written.
+        # Keep the text of a default without interpolations unchanged.
         text = texts[1] if default and '${' not in texts[1] else None
         if default and text is None:
             text = 'null' if default[0] is None else self._quoted(str(default[0]))
@@ -157,7 +158,7 @@ class _Pass:
         return self._new_placeholder(f'${{oc.env:{name}}}' if text is None else f'${{oc.env:{name},{text}}}', names)
 
     def _decode(self, _root: Any, parent: Any, node: Any, args: tuple[Any, ...], _texts: tuple[str, ...]) -> Any:
-        """Return the value of a text, or a placeholder if the text depends on an environment variable."""
+        """Return the value that a text represents, or a placeholder if the text depends on an environment variable."""
         if self._tag in str(args[:1]):
             return self._new_placeholder(f'${{oc.decode:{self._quoted(args[0])}}}', self.variables(args[0]))
         try:
@@ -165,17 +166,17 @@ class _Pass:
         except Exception:
             if self._environ is None:
                 raise
-            # Hide the error, which quotes the text: in the second pass, only text that depends on a variable gets here.
+            # Hide the original error, which quotes the text: in the second pass, this text may contain a secret.
             raise ValueError('oc.decode cannot parse its text as a value') from None
 
     def _select(self, _root: Any, parent: Any, _node: Any, args: tuple[Any, ...], _texts: tuple[str, ...]) -> Any:
-        """Return the value of a key, or the default if there is none."""
+        """Return the value of a key, or the default if the key does not exist."""
         if self._tag in str(args[:1]):
             raise ValueError(str(args[0]))
         return oc.select(*args, _parent_=parent)
 
     def _quoted(self, text: str) -> str:
-        """Return a text with placeholders as an argument of an interpolation."""
+        """Return a text with placeholders, quoted as an argument of an interpolation."""
         if self._placeholder.fullmatch(text):
             return self.expression(text)
         if '\\' in text or ("'" in text and '"' in text):
@@ -184,16 +185,16 @@ class _Pass:
         return f'{quote}{self.expression(text)}{quote}'
 
     def _new_placeholder(self, text: str, variables: tuple[str, ...]) -> str:
-        """Return a text that stands for an interpolation that depends on environment variables."""
+        """Create a placeholder for an interpolation that depends on environment variables."""
         self._expressions.append((text, variables))
         return f'{self._tag}{len(self._expressions) - 1}z'
 
 
 @contextmanager
 def _only_resolvers(resolvers: dict[str, Any]) -> Iterator[None]:
-    """Let interpolations call only these resolvers: OmegaConf's `oc.coerce` imports any module."""
+    """Let interpolations call only these resolvers, since OmegaConf's `oc.coerce` can import any module."""
     # Swap the private registry: OmegaConf's public functions would drop resolvers that the calling program registered.
-    # All threads share it: without the lock, one would put the old resolvers back while another resolves.
+    # Threads share the registry: without the lock, one would restore the old resolvers while another is resolving.
     with _registry_lock:
         everywhere = BaseContainer._resolvers
         BaseContainer._resolvers = resolvers
@@ -204,7 +205,7 @@ def _only_resolvers(resolvers: dict[str, Any]) -> Iterator[None]:
 
 
 def _texts(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
-    """Yield the path and text of each string in nested mappings and lists."""
+    """Yield each string in nested mappings and lists, with its path."""
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, dict | list):

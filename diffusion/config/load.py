@@ -1,4 +1,4 @@
-"""Load a recipe from YAML, with all its mistakes in one error, and write a resolved recipe back to YAML."""
+"""Load a recipe from YAML, reporting all its mistakes in one error, and write a resolved recipe back to YAML."""
 
 import dataclasses
 import importlib
@@ -41,7 +41,7 @@ __all__ = [
 
 
 class RecipeError(UserError):
-    """Error for a recipe with mistakes; its message lists them all, and `problems` holds them one by one."""
+    """Error for a recipe with mistakes. The message lists all of them, and so does the attribute `problems`."""
 
     def __init__(self, problems: Iterable[Problem], path: str | Path = '') -> None:
         self.problems = list(problems)
@@ -51,7 +51,7 @@ class RecipeError(UserError):
 
 
 SHARDING = ' (SHARD_GRAD_OP is strategy: fsdp2 with reshard_after_forward: false, and FULL_SHARD with true)'
-"""Addition to the message about a wrong `parallelism.strategy` or an unknown `parallelism.sharding_strategy`."""
+"""Hint added to the message about a wrong `parallelism.strategy` or an unknown `parallelism.sharding_strategy`."""
 UNUSED_SECTIONS = {
     'train': ('precompute', 'generate'),
     'precompute': ('algorithms', 'callbacks', 'loggers', 'evaluators', 'streams', 'eval_streams', 'trainer'),
@@ -62,7 +62,7 @@ UNUSED_SECTIONS = {
     ),
 }
 """Sections that a task does not read: their values may remain ???, and their environment variables need not be set.
-Export reads the sections that generate reads. All tasks read `trainer.device` and `trainer.precision`."""
+`diffusion export` reads the same sections as generate. All tasks read `trainer.device` and `trainer.precision`."""
 
 
 def load(
@@ -76,11 +76,11 @@ def load(
 ) -> Recipe:
     """Load a recipe from YAML, apply overrides, and check everything that can be checked without importing torch.
 
-    A value stays an interpolation and is not checked if its environment variable is not set and need not be.
+    A value whose environment variable is not set, and need not be, stays an interpolation and is not checked.
 
     Args:
-        overrides: Changes as `key=value`, with dots for depth and YAML for values: `trainer.max_duration=20ba`.
-        allow_missing: Accept values that are still `???` or whose environment variable is not set, and list them in
+        overrides: Changes as `key=value`, with dots for nested keys and YAML for values: `trainer.max_duration=20ba`.
+        allow_missing: Accept values that are still `???` or whose environment variable is not set; they are listed in
             `recipe.missing`.
         task: Task that the recipe is loaded for (default: the recipe's). Variables in sections that the task does not
             read need not be set.
@@ -107,7 +107,7 @@ def load(
         gather.problems += _import_all(recipe.imports)
     if not recipe.imports or not _without(gather.problems, unset):
         gather.problems += check_components(recipe)
-    # keyword_types looks up signatures, which needs component names that are known to be registered.
+    # keyword_types looks up the signatures of components, whose names must be known to be registered.
     types = {} if gather.problems else keyword_types(recipe)
     unread = tuple(f'{section}.' for section in UNUSED_SECTIONS.get(recipe.task, ()))
     gather.missing = [
@@ -127,7 +127,7 @@ def load(
             for each in recipe.from_environment
             if each[0] == 'trainer'
         ]
-    # A value that is still an interpolation has neither the type nor the range of the real value: drop its problems.
+    # A value that is still an interpolation may have another type and range than the real value: drop its problems.
     gather.problems = _without(gather.problems, unset)
     gather.missing += _missing_variables(unset, task or recipe.task, set_later)
     problems = gather.problems if allow_missing else gather.problems + gather.missing
@@ -156,7 +156,7 @@ def read_values(
 
 
 def hide_environment(recipe: Recipe, text: str) -> str:
-    """Return a message in which values of environment variables are replaced by the text in the recipe."""
+    """Return a message with each value from an environment variable replaced by its text in the recipe."""
     return hide_values(text, recipe.from_environment, plain_values(recipe))
 
 
@@ -188,10 +188,10 @@ def overlap(one: str, other: str) -> bool:
 
 
 def to_yaml(recipe: Recipe) -> str:
-    """Return the resolved recipe, defaults included, as YAML that `load` reads back to an equal recipe.
+    """Return the resolved recipe, with defaults, as YAML that `load` reads back to an equal recipe.
 
-    Values that depend on environment variables may be secrets and are written as `${oc.env:NAME}`. Values that are null
-    by default and component names that equal their key are omitted.
+    Values that depend on environment variables may be secrets, so they are written as `${oc.env:NAME}`. The YAML omits
+    null values whose default is null, and component names that equal their key.
     """
     values = saved_values(recipe)
     for section in NAMED_COMPONENT_SECTIONS:
@@ -202,7 +202,7 @@ def to_yaml(recipe: Recipe) -> str:
 
 
 def saved_values(recipe: Recipe) -> dict[str, Any]:
-    """Return a recipe as plain values; those that depend on the environment are the text of their interpolation."""
+    """Return a recipe as plain values, with the text of the interpolation for values that depend on the environment."""
     values = plain_values(recipe)
     for path, text in recipe.from_environment.items():
         _replace(values, path, text)
@@ -238,7 +238,7 @@ def plain_values(value: Any) -> Any:
 
 
 def _with_components(raw: Mapping[str, Any], gather: Gatherer) -> dict[str, Any]:
-    """Return a recipe's raw values with each component as {name, kwargs}; entries that are false are dropped.
+    """Return a recipe's raw values with each component as {name, kwargs}, without components that are false.
 
     In YAML, a component's keywords are beside its name; the `Component` dataclass separates them.
     """
@@ -262,7 +262,7 @@ def _with_components(raw: Mapping[str, Any], gather: Gatherer) -> dict[str, Any]
 
 
 def _component(value: Any, name: str | None, where: str, gather: Gatherer) -> Any:
-    """Return a component's raw mapping as {name, kwargs}; `name` is the default name, None if it is required."""
+    """Return a component's raw mapping as {name, kwargs}. `name` is the default name, or None if a name is required."""
     if value == MISSING:
         return value
     if not isinstance(value, dict):
@@ -279,7 +279,7 @@ def _component(value: Any, name: str | None, where: str, gather: Gatherer) -> An
 def _import_all(modules: list[str]) -> list[Problem]:
     """Import the modules that a recipe's `imports` names; return a problem for each that cannot be imported."""
     problems = []
-    # Allow imports from the working directory, as `python -c` does; a console script does not put it on the path.
+    # Allow imports from the working directory, as `python -c` does: a console script does not add it to sys.path.
     if '' not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     for index, module in enumerate(modules):

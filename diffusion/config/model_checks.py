@@ -1,6 +1,6 @@
-"""Checks of a model and of what trains it: objective, auxiliary losses, base width, LoRA and algorithms.
+"""Checks of a model and its training method: objective, auxiliary losses, base width, LoRA and algorithms.
 
-Recipes, models and algorithms share them. No check imports torch.
+Checks of recipes and the constructors of models and algorithms share them. No check imports torch.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ from diffusion.config.recipe import Component, LoraConfig, Recipe
 from diffusion.config.schema import Problem, join
 
 PIXELS = 'pixels'
-"""Value of `model.vae` for a model that is trained on pixels, without an autoencoder. Write `./pixels` for a folder."""
+"""Value of `model.vae` for a model that is trained on pixels, without an autoencoder. (`./pixels` is a folder.)"""
 
 
 PATHS = ('diffusion', 'flow')
@@ -20,7 +20,7 @@ PREDICTION_TYPES = {'diffusion': ('epsilon', 'v_prediction', 'sample'), 'flow': 
 BETA_SCHEDULES = ('scaled_linear', 'linear', 'cosine')
 TIMESTEPS = {'diffusion': ('uniform', 'stratified'), 'flow': ('uniform', 'stratified', 'logit_normal')}
 DIFFUSION_ONLY = ('beta_schedule', 'beta_start', 'beta_end', 'zero_terminal_snr', 'min_snr_gamma')
-"""Settings that a flow does not have."""
+"""Settings that apply to diffusion but not to flow matching."""
 LOGIT_NORMAL_ONLY = ('logit_mean', 'logit_std', 'uniform_fraction')
 """Settings that apply only to `timesteps: logit_normal`."""
 
@@ -35,7 +35,7 @@ def check_model(recipe: Recipe) -> list[Problem]:
 
 
 def _check_objective(recipe: Recipe) -> list[Problem]:
-    """Return values of `model.objective` that are not allowed, or contradict each other, as problems."""
+    """Return a problem for each value of `model.objective` that is not allowed or contradicts another."""
     given = objective_settings(recipe)
     defaults = registry.settings_of('model', Component(recipe.model.name), 'objective') if given else {}
     if not defaults:
@@ -96,7 +96,7 @@ def objective_problems(settings: Mapping[str, Any], defaults: Mapping[str, Any])
 
 
 def _has_type_of(default: Any, value: Any) -> bool:
-    """Return True if a value has the type of a setting, whose default is text, true or false, a number or None."""
+    """Return True if a value has the type of a setting with this default: text, a boolean, a number or None."""
     if default is None and value is None:
         return True
     if isinstance(default, str | bool):
@@ -121,7 +121,7 @@ def _check_alignment(recipe: Recipe) -> list[Problem]:
 
 
 def no_features_problem(stream: str) -> str:
-    """Return the error message for a stream of latents without image features, which the alignment needs."""
+    """Return the error message for a stream of latents without image features, which representation alignment needs."""
     return (
         f'needs images or stored features, but the latents of streams.{stream} have none; precompute them again with '
         f'this recipe (task=precompute), use dataset.name: image_text with the images, or set model.{ALIGNMENT}: null'
@@ -132,7 +132,7 @@ def alignment_problems(block: int, weight: float, hidden_size: int, *, depth: in
     """Return error messages, by key, for the aligned block's index, the loss's weight and the MLP's width.
 
     Args:
-        depth: Number of blocks of the denoiser, or None if it is not known.
+        depth: Number of the denoiser's blocks, or None if unknown.
     """
     problems = {}
     if block < 0 or (depth is not None and block >= depth):
@@ -169,10 +169,10 @@ def _check_perceptual_losses(recipe: Recipe) -> list[Problem]:
 
 
 def perceptual_problems(settings: Mapping[str, object]) -> dict[str, str]:
-    """Return error messages for settings of perceptual losses, by key; the key '' is the section as a whole.
+    """Return error messages for settings of perceptual losses, by key; the key '' stands for the whole section.
 
     Args:
-        settings: All settings of a `PerceptualLosses`; the types of the numbers must have been checked.
+        settings: All settings of a `PerceptualLosses`; numbers must already have the right types.
     """
     problems = {}
     for key in ('lpips_weight', 'features_weight'):
@@ -194,7 +194,7 @@ def perceptual_problems(settings: Mapping[str, object]) -> dict[str, str]:
 
 
 def clean_image_problem(objective: Mapping[str, object]) -> str | None:
-    """Return an error message if predictions of an objective with these settings do not give the clean image."""
+    """Return an error message if the clean image cannot be computed from an objective's predictions, else None."""
     if objective['path'] == 'flow' or objective['prediction_type'] == 'sample':
         return None
     return (
@@ -205,11 +205,11 @@ def clean_image_problem(objective: Mapping[str, object]) -> str | None:
 
 BASE_WIDTH = 'mup_base_width'
 ADAM_OPTIMIZERS = ('adamw', 'decoupled_adamw')
-"""Optimizers whose updates are those of Adam, for which the rules of muP hold."""
+"""Optimizers with Adam's update, for which the muP rules hold."""
 
 
 def _check_width_transfer(recipe: Recipe) -> list[Problem]:
-    """Return a problem for a base width that does not fit the model, the LoRA or the optimizer."""
+    """Return a problem if the base width for muP cannot be used with the model, the LoRA or the optimizer."""
     values, optimizer = registry.settings_of('model', recipe.model), recipe.optimizer
     numbers = [values.get(key) for key in (BASE_WIDTH, 'hidden_size', 'num_heads')]
     sizes = [each for each in numbers if isinstance(each, int) and each > 0]
@@ -228,9 +228,9 @@ def _check_width_transfer(recipe: Recipe) -> list[Problem]:
 
 
 def base_width_problem(base: int, width: int, heads: int) -> str | None:
-    """Return an error message if a base width does not fit a transformer of this width and number of heads."""
+    """Return an error message if a base width is invalid for a transformer's width and number of heads, else None."""
     head, rest = divmod(width, heads)
-    if rest or base % head == 0:  # a width that does not divide into heads is reported elsewhere
+    if rest or base % head == 0:  # a width that is not a multiple of the number of heads is reported elsewhere
         return None
     near = max(head, round(base / head) * head)
     return f'{base} is not a multiple of {head}, the size of a head, which must not depend on the width; use {near}'
@@ -269,7 +269,7 @@ def _check_lora(recipe: Recipe) -> list[Problem]:
 
 
 UNROUTED_BLOCKS = 3
-"""Default number of blocks after the end of the route of TREAD, which process all tokens."""
+"""Default number of blocks after the end of TREAD's route; these process all tokens."""
 
 
 def _check_algorithms(recipe: Recipe) -> list[Problem]:
@@ -289,7 +289,7 @@ def algorithm_names(recipe: Recipe) -> set[str]:
 
 
 def route_problems(start: int, end: int, fraction: float, *, depth: int | None) -> dict[str, str]:
-    """Return error messages for a route of TREAD by key; `depth` is the number of blocks, None if it is not known."""
+    """Return error messages for a TREAD route, by key; `depth` is the number of blocks, or None if unknown."""
     problems = {}
     if not 0 < fraction < 1:
         problems['fraction'] = f'{fraction} is not a fraction in (0, 1); 0.5 is the published value'
@@ -352,7 +352,7 @@ def _contrastive_problems(recipe: Recipe, kwargs: Mapping[str, Any]) -> dict[str
         problems['weight'] = problem
     if has_no_denoiser(recipe):
         return {**problems, '': f'the model {recipe.model.name} has no denoiser; remove the algorithm'}
-    # The builders of transformers set a flow as the default objective, so there is nothing to check without a setting.
+    # Transformers default to a flow-matching objective, so check only an objective that the recipe sets.
     if isinstance(recipe.model.kwargs.get('objective'), Mapping) or family_of_model(recipe.model.name).u_net:
         problem = contrastive_problem(objective_settings(recipe))
         problems |= {} if problem is None else {'': problem}
@@ -360,13 +360,13 @@ def _contrastive_problems(recipe: Recipe, kwargs: Mapping[str, Any]) -> dict[str
 
 
 def has_no_denoiser(recipe: Recipe) -> bool:
-    """Return True if a recipe's model is one of this package that has no denoiser."""
+    """Return True if a recipe's model is one of this package's models that have no denoiser."""
     settings = registry.settings_of('model', recipe.model)
     return bool(settings) and 'objective' not in settings
 
 
 def _algorithms(recipe: Recipe) -> Iterator[tuple[str, Component]]:
-    """Yield the path and the component of each of a recipe's algorithms, if it trains a model that is named."""
+    """Yield the path and component of each algorithm of a recipe that trains a named model."""
     if recipe.task != 'train' or not isinstance(recipe.algorithms, dict) or not isinstance(recipe.model, Component):
         return
     for key, component in recipe.algorithms.items():

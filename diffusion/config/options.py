@@ -1,7 +1,7 @@
 """Command-line options from the fields of a settings dataclass: `max_rejected: float` becomes `--max-rejected X`.
 
-The type and the constraints of a field check the value, its doc string is the help text, and `Option` in its annotation
-states what does not follow from these. A command is a function whose arguments are such dataclasses.
+A field's type and constraints check the value, its doc string is the help text, and an `Option` in its annotation sets
+the rest. A command is a function whose arguments are such dataclasses.
 """
 
 import argparse
@@ -27,17 +27,17 @@ class Option:
     flag: str | None = None
     """Name of the option; None derives it from the name of the field."""
     positional: bool = False
-    """True if the value has no flag."""
+    """True for a positional argument, without a flag."""
     trailing: bool = False
-    """True if values of a positional list may also follow options, which argparse alone refuses."""
+    """True if values of a positional list may also come after options, which argparse does not support."""
     commas: bool = False
-    """True if a list is one word, separated by commas, instead of several words."""
+    """True if a list is given as one comma-separated word instead of several words."""
     repeated: bool = False
     """True if a list is given by repeating the flag before each value."""
     files: bool = False
     """True if shell completion completes file names."""
     const: str | None = None
-    """Value if the flag is given alone; None requires a value after the flag."""
+    """Value of the option if the flag has no value; None requires a value after the flag."""
     excludes: str | None = None
     """Name of a group of mutually exclusive options."""
 
@@ -51,13 +51,13 @@ Overrides = Annotated[list[str], Option('KEY=VALUE', positional=True, trailing=T
 
 @dataclass(frozen=True)
 class _Field:
-    """Field of a settings dataclass: its type without Annotated and None, and the extras of Annotated."""
+    """Field of a settings dataclass: its type without Annotated and None, and the metadata of Annotated."""
 
     name: str
     kind: Any
     option: Option
     constraints: list[Constraint]
-    default: Any  # dataclasses.MISSING if it has none
+    default: Any  # dataclasses.MISSING if the field has no default
 
     @property
     def flag(self) -> str:
@@ -65,7 +65,7 @@ class _Field:
 
 
 def add_command(parser: argparse.ArgumentParser, function: Callable[..., int]) -> None:
-    """Let a parser's command call a function: its arguments are dataclasses, and their fields become options."""
+    """Make a parser run a function whose arguments are dataclasses; the fields of these become the parser's options."""
     kinds = {name: kind for name, kind in get_type_hints(function).items() if name != 'return'}
     for kind in kinds.values():
         title = str(kind.__doc__).partition('\n')[0].rstrip('.')
@@ -85,8 +85,8 @@ def add_options(
     Args:
         target: The parser, or a group of its options.
         only: Names of the fields to add; None adds all.
-        required: Names of fields, with True if the option must be given, else False. Other options are required if
-            their fields have no default.
+        required: True or False by field name: whether the option must be given. Other options are required if their
+            fields have no default.
     """
     docs = {name: doc for base in reversed(kind.__mro__[:-1]) for name, doc in attribute_docs(base).items()}
     groups: dict[str | None, Any] = {None: target}
@@ -113,7 +113,7 @@ def given_options(kind: type, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def option_words(settings: Any) -> list[str]:
-    """Return the words of a command line that set the fields of a dataclass, except those with their default value."""
+    """Return command-line words that set the fields of a dataclass, except fields with their default values."""
     words = []
     for each in _fields(type(settings)):
         value = getattr(settings, each.name)
@@ -134,7 +134,7 @@ def _fields(kind: Any) -> list[_Field]:
                 hint, *extras = get_args(hint)
                 option = next((extra for extra in extras if isinstance(extra, Option)), option)
                 constraints += [extra for extra in extras if isinstance(extra, Constraint)]
-            else:  # a union: prefer its list, whose items have the other types, and any type to None
+            else:  # a union: prefer a list, since its items cover the other types, and prefer any type to None
                 hint = max(get_args(hint), key=lambda choice: (get_origin(choice) is list, choice is not type(None)))
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         found.append(_Field(field.name, hint, option, constraints, default))
@@ -142,7 +142,7 @@ def _fields(kind: Any) -> list[_Field]:
 
 
 def _keywords(each: _Field, is_required: bool) -> dict[str, Any]:
-    """Return the keywords of `add_argument` that read the value of a field."""
+    """Return the keywords for `add_argument` with which argparse reads a field's value."""
     if each.kind is bool:
         return {'action': 'store_true'}
     option, is_list, is_dict = each.option, get_origin(each.kind) is list, get_origin(each.kind) is dict

@@ -1,4 +1,4 @@
-"""Checks of the files that a recipe's task reads and of the folder that it writes, without downloads."""
+"""Checks of the local files that a recipe's task reads and of its output folder, without downloads."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from diffusion.errors import UserError
 from diffusion.storage.local_files import why_not_writable
 
 SAMPLES_LOOKED_AT = 16
-"""Number of images whose sizes are compared with a stream's shape."""
+"""Number of images of a stream whose sizes are compared with its shape."""
 
 
 def check_paths(recipe: Recipe) -> list[Problem]:
@@ -35,9 +35,9 @@ def check_paths(recipe: Recipe) -> list[Problem]:
 
 
 def reads_initial_weights(recipe: Recipe) -> bool:
-    """Return True if a recipe's task reads `init_from`, if it is set."""
-    # A run that has checkpoints resumes from them and no longer reads init_from, which may have been deleted since. It
-    # takes a request to find out if a run in an object store is new, so leave the check to training.
+    """Return True if a recipe's task would read `init_from`, were it set."""
+    # A run that has checkpoints resumes from them and no longer reads init_from, which may have been deleted since.
+    # Finding out if a run in an object store is new takes a request, so training checks that.
     return recipe.task == 'train' and recipe.run_url is None and not (recipe.run_dir / 'latest').exists()
 
 
@@ -48,7 +48,7 @@ def check_stream_folders(
 
     Args:
         section: The recipe's section that holds the streams, such as `streams`.
-        for_training: Also report images that would be enlarged for the model.
+        for_training: Also report images that are smaller than the model's input and would be enlarged.
     """
     gather = Gatherer()
     for name, stream in streams.items():
@@ -72,7 +72,7 @@ def check_stream_folders(
 
 
 def check_output(recipe: Recipe) -> list[Problem]:
-    """Return a problem if the output folder of a recipe's task cannot be written to, so that the task fails early."""
+    """Return a problem if the task's output folder is not writable, so that the task fails early."""
     where, out = 'runs_dir', recipe.run_place
     if recipe.task == 'precompute':
         where, out = 'precompute.out', recipe.precompute.out
@@ -86,7 +86,7 @@ def check_output(recipe: Recipe) -> list[Problem]:
 
 def _check_features(recipe: Recipe, gather: Gatherer) -> None:
     """Report local latents without the image features that `model.representation_alignment` needs."""
-    # Latents in an object store are checked when the data is opened, after the model is built.
+    # This check reads local latents only. Those in an object store are checked later, when the data is opened.
     aligned = recipe.model.kwargs.get(ALIGNMENT)
     if recipe.task != 'train' or recipe.dataset.name != 'latents' or not aligned:
         return
@@ -144,19 +144,19 @@ def _check_index(where: str, folder: Path, gather: Gatherer) -> bool:
 
 
 def _enlargement_problem(folder: Path, shape: Shape) -> str | None:
-    """Return an error message if the images of a folder of MDS shards are smaller than the images that a model sees.
+    """Return an error message if the images in a folder of MDS shards are smaller than the model's input, else None.
 
-    The check reads the sizes of the folder's first images, which `diffusion prepare` stores; it passes if they are not
-    stored, or if some of these images are large enough.
+    The check reads the sizes of the first images, which `diffusion prepare` stores with them. It passes if no sizes are
+    stored, or if any of these images is large enough.
 
     Args:
         folder: Local folder with a valid index.json.
     """
-    from diffusion.storage import mds  # imports NumPy, which the other checks do not need
+    from diffusion.storage import mds  # import here: this needs NumPy, which the other checks do not
 
     try:
         samples = mds.first_samples(folder, SAMPLES_LOOKED_AT)
-    except ValueError:  # damage is reported when the shard is read
+    except ValueError:  # a damaged shard is reported when training reads it
         return None
     sizes = [(sample.get('width'), sample.get('height')) for sample in samples]
     known = [(w, h) for w, h in sizes if isinstance(w, int) and isinstance(h, int)]

@@ -1,6 +1,6 @@
-"""Dataclasses of a recipe's sections: each field is a YAML key, with its type, default and description.
+"""Dataclasses of a recipe's sections: each field is a YAML key with its type and default.
 
-The doc string under a field is its reference: `diffusion check` quotes the first sentence for missing values.
+The doc string under a field is its reference documentation; `diffusion check` quotes the first sentence.
 """
 
 from dataclasses import dataclass, field, fields, replace
@@ -32,21 +32,21 @@ class StreamConfig:
     """The side in pixels of the square images that the model sees, a multiple of 8, such as 256. With `shape` or
     `aspects`, the side of a square with about as many pixels."""
     shape: str | None = None
-    """Width x height in pixels of the images that the model sees, multiples of 8, such as 320x192. Null is a square of
-    `resolution`."""
+    """Width x height in pixels of the images that the model sees, multiples of 8, such as 320x192. Null means a square
+    of side `resolution`."""
     aspects: bool = False
     """True if the folder holds one subfolder of shards per image shape, as `diffusion prepare` writes aspect buckets.
     Each shape becomes a stream of its own."""
     enlarge: bool = False
-    """True accepts images that are smaller than the model's input; they are enlarged, which blurs them."""
+    """True accepts images that are smaller than the model's input: they are enlarged, which blurs them."""
     remote: str | None = None
-    """The object store folder that holds index.json, such as s3://bucket/mds. Null for data in `local`."""
+    """The object store folder that holds index.json, such as s3://bucket/mds. Null means data in `local`."""
     local: str | None = None
-    """The local folder of the data, or of the cache if `remote` is set. Null with a remote caches in
+    """The local folder of the data, or of its cache if `remote` is set. Null with a remote means a cache in
     `loader.cache_folder`."""
     proportion: float | None = None
-    """The fraction of an epoch that comes from this stream, relative to the other streams' proportions. All streams set
-    it or none. Excludes `repeat` and `choose`; null for all three uses each sample once per epoch."""
+    """The fraction of an epoch that comes from this stream, relative to the other streams' proportions. Set it for all
+    streams or none. Excludes `repeat` and `choose`; null for all three uses each sample once per epoch."""
     repeat: float | None = None
     """The number of passes over this stream per epoch; may be fractional. Excludes `proportion` and `choose`."""
     choose: int | None = None
@@ -55,14 +55,14 @@ class StreamConfig:
     download_retry: int = 2
     """The number of retries after a download that failed or returned a damaged shard."""
     download_timeout: float = 60.0
-    """The timeout of a download in seconds; it restarts with every MiB received."""
+    """The timeout of a download in seconds; it restarts after every MiB received."""
     validate_hash: str | None = None
-    """The hash algorithm that shards are verified with, such as xxh64; shards without it are refused. Null uses the
-    fastest algorithm that their index lists."""
+    """The hash algorithm that shards are verified with, such as xxh64; shards without it are refused. Null means the
+    fastest algorithm in the shards' index."""
 
     @property
     def image_shape(self) -> Shape:
-        """Shape of the stream's images as the model sees them; undefined for a stream of several shapes (`aspects`)."""
+        """Shape of the stream's images as the model sees them; undefined for several shapes (`aspects`)."""
         return parse_shape(self.shape) if self.shape is not None else square(self.resolution)
 
 
@@ -71,21 +71,21 @@ class LoaderConfig:
     """The `loader` section: how samples are read, cached and ordered."""
 
     num_workers: int | None = None
-    """The number of DataLoader worker processes per device. Null uses up to 8, as the CPU cores allow; 0 reads in the
-    main process."""
+    """The number of DataLoader worker processes per device. Null means up to 8, limited by the number of CPU cores; 0
+    means that the main process reads."""
     prefetch_factor: int | None = None
-    """The number of batches that each worker reads ahead; null is 2."""
+    """The number of batches that each worker reads ahead. Null means 2."""
     timeout_seconds: int = 600
-    """Timeout in seconds for a batch from a worker."""
+    """The timeout in seconds for a batch from a worker."""
     predownload: int | None = None
-    """The number of samples per worker whose shards are downloaded ahead; null lets Streaming choose."""
+    """The number of samples per worker whose shards are downloaded ahead. Null means that Streaming chooses."""
     cache_folder: str | None = None
     """The folder that caches the shards of streams with a `remote` and no `local`. All jobs of a machine share it, and
-    all nodes if it is on a shared file system. Null is `diffusion-<user id>/shards` in the machine's temporary
+    all nodes if it is on a shared file system. Null means `diffusion-<user id>/shards` in the machine's temporary
     folder."""
     cache_limit: str | None = None
     """The maximum total size of `cache_folder` and the `local` folders of remote streams, such as 500gb; the least
-    recently used shards are evicted first. Null sets no limit."""
+    recently used shards are evicted first. Null means no limit."""
     max_bad_samples: float = 1.0e-4
     """The maximum fraction of samples that may be replaced because they cannot be decoded, in [0, 1); 0 stops at the
     first bad sample."""
@@ -94,19 +94,19 @@ class LoaderConfig:
     shuffle_algo: Literal['py1e', 'py1br', 'py1s', 'py2s', 'naive'] = 'py1e'
     """The shuffling algorithm of StreamingDataset: py1e, py1br, py1s, py2s or naive."""
     shuffle_seed: int | None = None
-    """The seed of the sample order, at least 0; null is the run's `seed`."""
+    """The seed of the sample order, at least 0. Null means the run's `seed`."""
     shuffle_block_size: int | None = None
-    """The number of samples that are shuffled together; null lets Streaming choose."""
+    """The number of samples that are shuffled together. Null means that Streaming chooses."""
     epoch_size: int | None = None
-    """The number of samples per epoch over all streams, a multiple of `global_batch`. Null is the sum over the streams,
-    as their sizes, `repeat` and `choose` give it."""
+    """The number of samples per epoch over all streams, a multiple of `global_batch`. Null means the sum over the
+    streams, computed from their sizes, `repeat` and `choose`."""
     num_canonical_nodes: int | None = None
     """The number of parts into which the sample order is split, a divisor of `global_batch`; each node reads whole
-    parts. It must not change during a run. Null is the largest common divisor of `global_batch` and 960, such as 64 for
-    2048 and 192 for 1536."""
+    parts. It must not change during a run. Null means the greatest common divisor of `global_batch` and 960, such as 64
+    for 2048 and 192 for 1536."""
     batching_method: Literal['per_stream', 'random'] = 'per_stream'
-    """The way in which batches are composed: per_stream never mixes streams in a batch; random mixes streams, which
-    must have the same shape."""
+    """How batches are composed: per_stream never mixes streams in a batch; random mixes streams, which must have the
+    same shape."""
 
 
 @dataclass
@@ -114,20 +114,20 @@ class ParallelismConfig:
     """The `parallelism` section: how the model is distributed over devices."""
 
     strategy: Literal['ddp', 'fsdp2'] = 'ddp'
-    """The parallelism strategy: ddp keeps a copy of the model on every device; fsdp2 shards it, the denoiser block by
-    block."""
+    """The parallelism strategy: ddp keeps a copy of the model on every device; fsdp2 shards the model, and the denoiser
+    block by block."""
     reshard_after_forward: bool = True
-    """Under FSDP, true frees gathered weights after the forward pass and gathers them again for the backward pass
+    """True frees gathered weights after the forward pass under FSDP and gathers them again for the backward pass
     (FULL_SHARD); false keeps them until the optimizer step (SHARD_GRAD_OP)."""
     replicas: int = 1
-    """The number of device groups that each hold a whole model, sharded within the group (HYBRID_SHARD); it must divide
-    the number of devices. 1 shards over all devices. Needs fsdp2 and GPUs."""
+    """The number of device groups that each hold a whole model, sharded within the group (HYBRID_SHARD). It must divide
+    the number of devices; 1 means that all devices shard one model. More than 1 needs fsdp2 and GPUs."""
     mixed_precision: Literal['default', 'pure', 'full'] = 'default'
     """The precision of communication under FSDP: default gathers weights in `trainer.precision` and reduces gradients
     in float32; pure uses `trainer.precision` for both; full uses float32 for both."""
     activation_checkpointing: bool = False
-    """True recomputes the activations of the denoiser's blocks in the backward pass instead of storing them: less
-    memory, slower steps."""
+    """True recomputes the activations of the denoiser's blocks in the backward pass instead of storing them, which
+    takes less memory but makes steps slower."""
     checkpoints: Literal['whole', 'sharded'] = 'whole'
     """The format of checkpoints: whole is written by rank 0 alone; sharded is written by all devices in parallel and
     needs fsdp2. Both can be resumed on any number of devices and under any strategy."""
@@ -138,26 +138,26 @@ class SpeedConfig:
     """The `speed` section: optimizations of a training step. A switch that is null follows the preset."""
 
     preset: Literal['full', 'none'] = 'full'
-    """The default of all switches: full turns on every switch that works on a GPU under the strategy, but only
-    `fused_optimizer` on a CPU; none keeps PyTorch's defaults."""
+    """The default of all switches: full turns on every switch that the GPU and the parallelism strategy support, but
+    only `fused_optimizer` on a CPU; none keeps PyTorch's defaults."""
     channels_last: bool | None = None
     """True runs the convolutions of the denoiser and the VAE in the channels_last memory format, which tensor cores
     need. Under FSDP, the denoiser's weights stay contiguous and only its activations change. Null follows `preset`."""
     compile: bool | None = None
     """True compiles the residual and transformer blocks of the denoiser and of a frozen VAE with torch.compile, once
-    per image shape, for training. It fuses GroupNorm, SiLU and additions. Null follows `preset`."""
+    per image shape, for training. This fuses GroupNorm, SiLU and additions. Null follows `preset`."""
     compile_cache: bool | None = None
     """True keeps what `compile` has compiled in the run's folder `compiled`, which all nodes must share, so that a
-    restart takes seconds instead of minutes until its first batch. Null follows `preset`."""
+    restarted run reaches its first batch in seconds instead of minutes. Null follows `preset`."""
     cuda_graphs: bool = False
     """True runs the denoiser's blocks as CUDA graphs for training, captured once per image shape: the host launches two
-    graphs per block instead of hundreds of kernels. A GPU would wait for these launches in microbatches of 16 images or
-    fewer. Needs memory for another copy of the gradients, strategy: ddp and a GPU."""
+    graphs per block instead of hundreds of kernels. Without graphs, a GPU waits for these launches in microbatches of
+    16 images or fewer. Needs a GPU, strategy: ddp, and memory for another copy of the gradients."""
     low_precision_norms: bool | None = None
-    """True computes GroupNorm and LayerNorm in the autocast dtype where they are not compiled; fused norms of compiled
-    blocks would not gain from it. Null follows `preset`."""
+    """True computes GroupNorm and LayerNorm in the autocast dtype, except in compiled blocks, whose fused norms would
+    not gain from it. Null follows `preset`."""
     flash_attention: bool | None = None
-    """True uses PyTorch's fused attention kernels, flash attention among them, instead of diffusers' plain attention
+    """True uses PyTorch's fused attention kernels, including flash attention, instead of diffusers' plain attention
     processor. Null follows `preset`."""
     fused_optimizer: bool | None = None
     """True uses the optimizer's fused implementation, which updates all parameters in a few kernels, if it has one
@@ -172,13 +172,13 @@ class SpeedConfig:
     copy_ahead: bool | None = None
     """True copies the next batch to the GPU while the current one is processed. Null follows `preset`."""
     reduce_once: bool | None = None
-    """True reduces gradients and gathers weights once per batch instead of once per microbatch under fsdp2, at the cost
-    of unsharded gradients and weights on each device. Under ddp, Composer always reduces once. Null follows
+    """True reduces gradients and gathers weights once per batch instead of once per microbatch under fsdp2, but needs
+    memory for unsharded gradients and weights on each device. Under ddp, Composer always reduces once. Null follows
     `preset`."""
     encode_batch_size: int | None = None
-    """The number of samples that the frozen encoders encode at a time, if a device's batch has several microbatches:
-    fewer and larger kernels. The encoders' activations are freed before the first microbatch is trained. Null encodes
-    each microbatch by itself."""
+    """The number of samples that the frozen encoders encode at a time if a device's batch has several microbatches:
+    larger values mean fewer and larger kernels. The encoders' activations are freed before the first microbatch is
+    trained. Null means that each microbatch is encoded separately."""
 
 
 SPEED_PARTS = tuple(field.name for field in fields(SpeedConfig) if field.name not in ('preset', 'encode_batch_size'))
@@ -186,7 +186,7 @@ SPEED_PARTS = tuple(field.name for field in fields(SpeedConfig) if field.name no
 
 
 def parts_without_effect(settings: SpeedConfig, effective: SpeedConfig) -> list[str]:
-    """Return the settings that a recipe turns on but that have no effect here, since they need a GPU."""
+    """Return the settings that a recipe turns on but that have no effect, because they need a GPU."""
     return [part for part in SPEED_PARTS if getattr(settings, part) is True and not getattr(effective, part)]
 
 
@@ -201,7 +201,7 @@ def effective_parts(settings: SpeedConfig, *, on_gpu: bool, strategy: str = 'ddp
     found = {}
     for part in SPEED_PARTS:
         on = getattr(settings, part)
-        if on is None:  # the preset turns on only one of them for a CPU
+        if on is None:  # on a CPU, the preset turns on only fused_optimizer
             on = full and (on_gpu or part == 'fused_optimizer')
         found[part] = on and not impossible.get(part, False)
     return replace(settings, **found)
@@ -216,20 +216,20 @@ class PrecomputeConfig:
     out: str = ''
     """The output folder for the latents, local or in an object store; it gets one subfolder per stream."""
     latents: Literal['image', 'image+text'] = 'image'
-    """The encoders whose output is stored: image stores the VAE's only, and the text encoder runs during training;
-    image+text stores the text encoder's too. If the model masks padding, only the embeddings of tokens are stored, else
-    those of padding too: 158 kB per caption for SD2. Features of the image encoder are stored too if the model has
-    representation_alignment."""
+    """The encoders whose output is stored: image stores only the VAE's, so that the text encoder runs during training;
+    image+text stores the text encoder's too. Text embeddings include those of padding unless the model masks it, which
+    makes 158 kB per caption for SD2. If the model has representation_alignment, the features of its image encoder are
+    stored too."""
     captions: Literal['all', 'first', 'longest'] = 'all'
-    """The captions of an image that are encoded with `latents: image+text`: all, first or longest. With
-    `latents: image`, all captions are stored as text."""
+    """Which of an image's captions `latents: image+text` encodes: all, first or longest. With `latents: image`, all
+    captions are stored as text."""
     posterior: Literal['sample', 'mean'] = 'sample'
     """The part of the VAE's posterior that is stored: sample stores mean and log-variance, so that training samples new
-    latents in every epoch; mean stores the mean only, half the bytes."""
+    latents in every epoch; mean stores only the mean, which halves the size."""
     dtype: Literal['float16', 'float32'] = 'float16'
     """The dtype of the stored latents, text embeddings and image features: float16 or float32."""
     crop: Literal['center', 'random'] = 'center'
-    """The crop of an image: center, or random, the crop that training on the images would use in its first epoch."""
+    """The crop of an image: center, or random, which is the crop of the first epoch in training on images."""
     min_crop_scale: float = 1.0
     """The minimum size of a random crop, as a fraction of the largest possible crop."""
     batch_size: int = 64
@@ -246,9 +246,9 @@ class GenerateConfig:
     prompts: list[str] = field(default_factory=list)
     """The prompts to generate images for."""
     negative_prompt: str = ''
-    """The negative prompt of classifier-free guidance, for all prompts; empty is the unconditional caption."""
+    """The negative prompt of classifier-free guidance, for all prompts; '' means the unconditional caption."""
     out: str | None = None
-    """The output folder for the images; null is `generated` in the run's folder."""
+    """The output folder for the images. Null means `generated` in the run's folder."""
     guidance_scale: float = 7.5
     """The scale of classifier-free guidance; 1 turns guidance off."""
     guidance_rescale: float = 0.0
@@ -259,11 +259,11 @@ class GenerateConfig:
     num_images_per_prompt: int = 1
     """The number of images per prompt."""
     seed: int = 0
-    """The seed of the first image; image number i uses `seed` + i."""
+    """The seed of the first image; image i, counted from 0, uses `seed` + i."""
     noise_scheduler: str = 'ddim'
     """The noise scheduler for sampling: a short name, such as ddim, dpm++ or euler, or a class name of diffusers."""
     weights: Literal['ema', 'training'] | None = None
-    """The weights to generate with: ema (averaged) or training. Null uses averaged weights if the checkpoint has
+    """The weights to generate with: ema (averaged) or training. Null means averaged weights if the checkpoint has
     them."""
 
 
@@ -273,51 +273,51 @@ NOTIFY_EVENTS: tuple[str, ...] = get_args(NotifyEvent)
 
 @dataclass
 class NotifyConfig:
-    """The `notify` section: messages to people about a run. It holds names of variables, never a URL or a command."""
+    """The `notify` section: messages to people about a run. It names environment variables, never a URL or command."""
 
     webhook: str | None = None
     """The name of the environment variable that holds the URL to which messages are posted as JSON; Slack's incoming
-    webhooks accept them. Null posts none."""
+    webhooks accept them. Null means that none are posted."""
     command: str | None = None
     """The name of the environment variable that holds a command line, which is run without a shell and gets the message
-    as JSON on its stdin. Null runs none."""
+    as JSON on its stdin. Null means that none is run."""
     events: list[NotifyEvent] = field(default_factory=lambda: [*get_args(NotifyEvent)])
-    """The events that send a message, once per attempt each: started, ended (with the cause), hang, loss_guard,
+    """The events that send a message, each at most once per attempt: started, ended (with the cause), hang, loss_guard,
     checkpoint_failed and goodput."""
     goodput_below: float | None = None
-    """The bound for the event goodput, in (0, 1]: the fraction of time spent in batches that count, half an hour after
-    the start of the run at the earliest. Null sends no such message."""
+    """The threshold of the event goodput, in (0, 1]: the fraction of the run's time spent in batches that were not
+    lost. It is tested from half an hour after the run's start. Null means no such message."""
 
 
 @dataclass
 class InitFrom:
-    """The `init_from` section: the weights from which training starts, of another run or published ones."""
+    """The `init_from` section: the weights from which training starts, from another run or published."""
 
-    # The field cannot be called `from`, as its key is, since that is a keyword of Python.
+    # The field cannot have the name of its key, `from`, which is a Python keyword.
     source: str = field(metadata={'key': 'from'})
     """The source of the weights: a checkpoint, or the folder of another run, whose newest checkpoint is used; a folder
     that diffusers' `save_pretrained` wrote; `hf://org/name` on the Hugging Face Hub; or a `.safetensors` file in the
     original layout of Stable Diffusion."""
     weights: Literal['training', 'ema'] = 'training'
-    """The weights to start from: training, or ema (averaged) of a source that has both."""
+    """The weights to start from if the source has both: training, or ema (averaged)."""
     revision: str | None = None
-    """The commit of a repository on the Hub, 40 hexadecimal digits; required there, and refused elsewhere. With it,
-    `org/name` needs no `hf://`."""
+    """The commit of a repository on the Hub, 40 hexadecimal digits; required for repositories and refused for other
+    sources. With a revision, `org/name` needs no `hf://`."""
     resize: bool = False
     """True accepts a source with fewer latent channels: the weights of the additional input and output channels are
-    zeros. False stops with an error."""
+    zero. False stops with an error."""
 
 
 @dataclass
 class LoraConfig:
-    """The `lora` section: low-rank updates of layers that are trained instead of the weights (Hu et al. 2021)."""
+    """The `lora` section: low-rank updates of layers, trained instead of the layers' weights (Hu et al. 2021)."""
 
     rank: int = 16
-    """The rank of the updates: the number of rows of A and of columns of B, at least 1."""
+    """The rank of the updates B A, at least 1: the number of rows of A and of columns of B."""
     alpha: float = 16.0
-    """The scale of the updates, which are multiplied by alpha / rank."""
+    """The scale of the updates: they are multiplied by alpha / rank."""
     targets: list[str] = field(default_factory=lambda: ['to_q', 'to_k', 'to_v', 'to_out.0'])
-    """The linear and convolutional layers to update, by the ends of their names."""
+    """The linear and convolutional layers to update, by suffixes of their names."""
 
 
 @dataclass
@@ -333,23 +333,23 @@ class Recipe:
     task: Literal['train', 'precompute', 'evaluate', 'generate'] = 'train'
     """The task that run.py runs: train, precompute, evaluate or generate."""
     seed: int = 17
-    """The seed of everything random, in [0, 2**32)."""
+    """The seed of all random number generators, in [0, 2**32)."""
     imports: list[str] = field(default_factory=list)
     """The Python modules to import before the recipe is checked, which register custom components."""
     runs_dir: str = 'runs'
-    """The folder that holds the folders of runs, which all nodes share, or a URL such as s3://bucket/runs."""
+    """The folder that contains one folder per run and is shared by all nodes, or a URL such as s3://bucket/runs."""
     device_train_microbatch_size: int | None = None
     """The number of samples that a device processes in one forward and backward pass; it must divide the batch per
-    device. Null is the whole batch per device."""
+    device. Null means the whole batch per device."""
     init_from: str | InitFrom | None = None
-    """The weights that this run starts from: a checkpoint or another run (a folder or a URL), a folder of diffusers or
-    a `.safetensors` file; or a mapping with the keys `from`, `weights`, `revision` and `resize`, for averaged weights
-    or a repository on the Hub. Null starts from the model's initial weights."""
+    """The weights that this run starts from: a checkpoint or another run (a folder or a URL), a diffusers folder or a
+    `.safetensors` file; or a mapping with the keys `from`, `weights`, `revision` and `resize`, for averaged weights or
+    a repository on the Hub. Null means the model's initial weights."""
     lora: LoraConfig | None = None
-    """The LoRA to train instead of the denoiser's weights, which stay those of `init_from`; `{}` takes the defaults.
-    Null trains all weights."""
+    """The LoRA to train instead of the denoiser's weights, which stay those of `init_from`; `{}` means the defaults.
+    Null means that all weights are trained."""
     checkpoint: str | None = None
-    """The checkpoint or run (a folder or a URL) that `task: evaluate` and `task: generate` use; null is this run's
+    """The checkpoint or run (a folder or a URL) that `task: evaluate` and `task: generate` use. Null means this run's
     latest."""
     dataset: Component = field(default_factory=lambda: Component('image_text'))
     """The training dataset: its registered name (image_text or latents) and its keywords, such as crops and caption
@@ -360,8 +360,8 @@ class Recipe:
     """True resumes a run even if its data, or the order of the data, differs from when it was started; false stops with
     an error."""
     eval_dataset: Component | None = None
-    """The evaluation dataset: its registered name and its keywords. Null uses `dataset` with center crops, no flips and
-    first captions."""
+    """The evaluation dataset: its registered name and its keywords. Null means `dataset` with center crops, no flips
+    and first captions."""
     eval_streams: dict[str, StreamConfig] = field(default_factory=dict)
     """The streams of evaluation data, by name."""
     loader: LoaderConfig = field(default_factory=LoaderConfig)
@@ -369,7 +369,7 @@ class Recipe:
     optimizer: Component = field(default_factory=lambda: Component('adamw', {'lr': 1.0e-4, 'weight_decay': 0.01}))
     """The optimizer: its registered name and its keywords."""
     scheduler: Component | None = None
-    """The learning rate scheduler: its registered name and its keywords. Null keeps the learning rate constant."""
+    """The learning rate scheduler: its registered name and its keywords. Null means a constant learning rate."""
     algorithms: dict[str, Component] = field(default_factory=dict)
     """The Composer algorithms, by name; `name: false` removes an inherited one."""
     callbacks: dict[str, Component] = field(default_factory=dict)
@@ -379,10 +379,10 @@ class Recipe:
     evaluators: dict[str, Component] = field(default_factory=dict)
     """The evaluators that `task: evaluate` runs in addition to the validation losses, by name."""
     evaluators_interval: str | None = None
-    """Interval, such as 10000ba, at which the training itself runs the `evaluators` on its GPUs. Null leaves them to
-    `task: evaluate` and `diffusion watch`."""
+    """The interval, such as 10000ba, at which training runs the `evaluators` on its own GPUs. Null means that only
+    `task: evaluate` and `diffusion watch` run them."""
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
-    """Settings of how the model is distributed over devices."""
+    """How the model is distributed over devices."""
     speed: SpeedConfig = field(default_factory=SpeedConfig)
     """Optimizations of a training step on a GPU."""
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
@@ -396,14 +396,14 @@ class Recipe:
     trainer: dict[str, Any] = field(default_factory=dict)
     """The keywords of composer.Trainer that no other section sets, such as max_duration and precision."""
     missing: list[Problem] = field(default_factory=list, repr=False, compare=False)
-    """The values that are still ???, if loading allowed them; not a key of a recipe."""
+    """The values that are still ???, if `load` accepted them; not a key of a recipe."""
     from_environment: dict[KeyPath, Interpolation] = field(default_factory=dict, repr=False, compare=False)
     """The text of each value that depends on an environment variable, such as `${oc.env:KEY}`, by its path. Files must
     contain this text instead of the value, which may be a secret (`load.to_yaml`); not a key of a recipe."""
 
     @property
     def initial_weights(self) -> InitFrom | None:
-        """The value of `init_from` as a mapping; None if training starts from the model's initial weights."""
+        """The value of `init_from` as an `InitFrom`; None if training starts from the model's initial weights."""
         return InitFrom(self.init_from) if isinstance(self.init_from, str) else self.init_from
 
     @property
@@ -418,5 +418,5 @@ class Recipe:
 
     @property
     def run_url(self) -> str | None:
-        """URL of the run, if `runs_dir` is one of an object store; else None."""
+        """URL of the run if `runs_dir` is in an object store, else None."""
         return f'{self.runs_dir.rstrip("/")}/{self.name}' if '://' in self.runs_dir else None

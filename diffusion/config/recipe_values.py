@@ -1,7 +1,7 @@
-"""All values of a recipe as plain nested mappings with the defaults filled in, to compare two recipes.
+"""All values of a recipe as plain nested mappings with defaults filled in, for the comparison of two recipes.
 
-This module reads the YAML of a recipe instead of a `Recipe`, so that it can also read a recipe that another version of
-this package saved. It imports no component.
+This module reads a recipe's YAML instead of a `Recipe`, so that it can also read recipes saved by other versions of
+this package. It imports no component.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ STREAM_SECTIONS = ('streams', 'eval_streams')
 OPTIONAL_SECTIONS = {'init_from': InitFrom, 'lora': LoraConfig}
 """Sections that are null by default, with their classes."""
 PROGRAM_DEFAULTS = ('folder',)
-"""Keywords of components whose default the program replaces by the run's folder."""
+"""Keywords of components that the program sets to the run's folder by default."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class RecipeValues:
 
 
 def recipe_values(raw: Mapping[str, Any]) -> RecipeValues:
-    """Return the values of a recipe with defaults filled in, from the plain mapping in its YAML."""
+    """Return the values of a recipe with defaults filled in, given the plain mapping in its YAML."""
     unknown: list[str] = []
     values: dict[str, Any] = {}
     hints = get_type_hints(Recipe)
@@ -77,7 +77,7 @@ def _section(name: str, hint: Any, given: Any, raw: Mapping[str, Any], unknown: 
 
 
 def _default(item: dataclasses.Field[Any]) -> Any:
-    """Return the default of a dataclass field as YAML would hold it; None if it has none."""
+    """Return the default of a dataclass field as YAML represents it; None for a field without a default."""
     if item.default_factory is not dataclasses.MISSING:
         value = item.default_factory()
         return {'name': value.name, **value.kwargs} if hasattr(value, 'kwargs') else _plain(value)
@@ -109,13 +109,13 @@ def _streams(where: str, given: Any, unknown: list[str]) -> dict[str, Any]:
 def _component(
     where: str, kind: str, label: str | None, given: Any, offered: Mapping[str, Any], unknown: list[str]
 ) -> dict[str, Any] | None:
-    """Return the name and keywords of a component, with defaults filled in; None if the recipe has none."""
+    """Return a component's name and keywords with defaults filled in; None if the recipe has no such component."""
     if given is None and label is None:
         return None
     given = given if isinstance(given, Mapping) else {}
     name = str(given.get('name', label))
     keywords = {str(key): value for key, value in given.items() if key != 'name'}
-    if registry.unknown(kind, name) is not None:  # the user's own component, no longer registered
+    if registry.unknown(kind, name) is not None:  # the user's own component, which is no longer registered
         return {'name': name} | _plain(keywords)
     return {'name': name} | _keywords(
         where, registry.signature(kind, name), keywords, offered, unknown, SUPPLIED.get(kind, ())
@@ -148,7 +148,7 @@ def _keywords(
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as YAML holds it: mappings, lists and scalars; anything else as text."""
+    """Convert a value to what YAML represents: mappings, lists and scalars; anything else becomes text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Registry of the components that a recipe can name: check their keywords, and build them.
+"""Registry of the components that a recipe can name; it also checks their keywords and builds them.
 
 The signature of a component's class or function is the schema of its keywords. It is parsed from the source file, so
 that `diffusion check` finds a typo without importing torch.
@@ -91,7 +91,7 @@ def register(kind: str, name: str, target: Any) -> None:
         target: The class or function, or its address `'module:attribute'`, which is imported on first use.
 
     Raises:
-        UserError: Another component of this kind has the name.
+        UserError: Another component of this kind already has this name.
     """
     table = _table(kind)
     if table.get(name, target) != target:
@@ -100,12 +100,12 @@ def register(kind: str, name: str, target: Any) -> None:
 
 
 def register_family(family: Family) -> None:
-    """Register a family of your own, which takes precedence over all others, and its models.
+    """Register a model family of your own, which takes precedence over all others, and its models.
 
     Call this in the module that declares the family, and list that module under `imports` in recipes.
 
     Raises:
-        UserError: Another model has the name of one of the family's models.
+        UserError: One of the family's models has the name of a registered model.
     """
     for name, target in family.models.items():
         register('model', name, target)
@@ -126,7 +126,7 @@ def unknown(kind: str, name: str) -> str | None:
 
 
 def is_own(kind: str, name: str) -> bool:
-    """Return True if a name is registered for a component of this package."""
+    """Return True if the component registered under a name is one of this package's own."""
     target = _table(kind).get(name)
     return isinstance(target, str) and target.startswith('diffusion.')
 
@@ -143,12 +143,12 @@ def resolve(kind: str, name: str) -> Any:
 
 
 def build(kind: str, component: Component, *, offered: Mapping[str, Any] | None = None, **supplied: Any) -> Any:
-    """Build a component from its keywords in the recipe and from values of the program.
+    """Build a component from its keywords in the recipe and from values that the program supplies.
 
     If the type of a keyword is a dataclass, a mapping given for it is converted to that dataclass.
 
     Args:
-        offered: Default values of keywords; ignored for keywords that the component does not accept or the recipe sets.
+        offered: Default values of keywords. Keywords that the recipe sets or the component does not accept are ignored.
         supplied: Keywords that only the program may set; the component gets all of them.
 
     Raises:
@@ -181,14 +181,14 @@ def signature(kind: str, name: str) -> Signature:
 
 
 def settings_of(kind: str, component: Any, keyword: str | None = None) -> dict[str, Any]:
-    """Return the values of the keywords of a component of this package: its defaults, overridden by those given.
+    """Return the keyword values of one of this package's components: its defaults, overridden by the given values.
 
     Args:
         kind: The component's kind, such as `model`.
-        component: The component. For other values, such as `???`, and for components of other packages, the result is
+        component: The component. If it belongs to another package, or is not a component, such as `???`, the result is
             empty.
-        keyword: Keyword whose type is a dataclass, to get the values of its fields instead. The result is the defaults
-            if it is not given or null, and empty if the component has no such keyword.
+        keyword: A keyword whose type is a dataclass: return the values of its fields instead. The result is the
+            defaults if the keyword is missing or null, and empty if the component does not accept it.
     """
     if not isinstance(component, Component) or not is_own(kind, component.name):
         return {}
@@ -203,10 +203,10 @@ def settings_of(kind: str, component: Any, keyword: str | None = None) -> dict[s
 
 
 def annotations(kind: str, name: str) -> dict[str, str]:
-    """Return the annotations of a component's keywords as text; empty if the component is not known or not found."""
+    """Return the annotations of a component's keywords as text; empty if the component cannot be found."""
     try:
         return {each.name: each.annotation for each in signature(kind, name).parameters}
-    except (KeyError, UserError):  # `check_keywords` reports it
+    except (KeyError, UserError):  # `check_keywords` reports the error
         return {}
 
 
@@ -227,7 +227,7 @@ def check_keywords(
 
 
 def _check(where: str, found: Signature, kwargs: Mapping[str, Any], supplied: Collection[str] = ()) -> list[Problem]:
-    """Return a problem for each unknown, missing or wrongly typed keyword, compared with a signature."""
+    """Return a problem for each keyword that is unknown, missing or of the wrong type according to a signature."""
     problems = []
     allowed = [parameter.name for parameter in found.parameters if parameter.name not in supplied]
     for key in kwargs:

@@ -1,8 +1,8 @@
-"""Rules for changes of a recipe when its run resumes: the effect of each key's change, the reason, and the history.
+"""Rules for recipe changes between a run and its resume: the effect of changing each key, the reason, and the history.
 
-Every key of a recipe matches a rule, so that no change is ignored: it is refused, or it takes effect and is logged.
-Comments at the end of a run's recipe.yaml are its history, one per changed value, such as
-`# changed at batch 1200 (2026-11-22T10:00:00+00:00): optimizer.weight_decay 0.01 -> 0.5`.
+Every key of a recipe matches a rule, so that no change is ignored: it is either refused, or applied and logged. The
+history consists of comments at the end of the run's recipe.yaml, one per changed value, such as `# changed at batch
+1200 (2026-11-22T10:00:00+00:00): optimizer.weight_decay 0.01 -> 0.5`.
 """
 
 import datetime
@@ -22,11 +22,11 @@ from diffusion.config.signatures import Signature
 
 @dataclass(frozen=True)
 class Rule:
-    """Effect of a change of some keys."""
+    """Effect of changing any of some keys."""
 
     keys: tuple[str, ...]
-    """Keys as dotted paths. `*` stands for the name of a stream; algorithms, callbacks, loggers and evaluators have
-    their registered name. A final `*` stands for every key that no other rule names."""
+    """Keys as dotted paths. `*` stands for any stream name; algorithms, callbacks, loggers and evaluators go by their
+    registered names. A final `*` stands for every key that no other rule names."""
     effect: Effect
     reason: str
 
@@ -43,7 +43,7 @@ SECTION_RULES = (
     _rule(Effect.FIXED, 'the trained parameters: their shapes and their scale follow from it', 'lora'),
     # -- optimizer and schedule --
     _rule(Effect.FIXED, 'the state of an optimizer fits only its own class', 'optimizer.name'),
-    # Keywords of Composer's optimizers, and of those of this package with the same names.
+    # These keywords belong to Composer's optimizers and to this package's optimizers of the same names.
     _rule(UPDATE.effect, UPDATE.reason, 'optimizer.lr optimizer.weight_decay optimizer.eps optimizer.betas'),
     _rule(OPTIMIZER_STATE.effect, OPTIMIZER_STATE.reason, 'optimizer.amsgrad'),
     _rule(Effect.FIXED, 'a keyword of your own optimizer, whose effect on its state is not known', 'optimizer.*'),
@@ -122,16 +122,16 @@ SECTION_RULES = (
     _rule(Effect.APPLIED, "the run's folder, which may be moved", 'name runs_dir'),
     _rule(Effect.APPLIED, 'the modules that register components', 'imports'),
 )
-"""Rules of sections and of other packages' components. Components of this package declare rules at their keywords."""
+"""Rules for sections and for other packages' components. This package's components declare their own rules."""
 UNKNOWN_KEY = Rule(('*',), Effect.FIXED, 'a key that no rule of this version names')
-"""Rule of a key that no other rule matches; a test asserts that there is none."""
+"""Rule for a key that matches no other rule; a test asserts that there is no such key."""
 DECLARED_BY = {'model': 'model', 'optimizer': 'optimizer', 'algorithms': 'algorithm'}
 """Sections whose components declare the meaning of their keywords on resume, with the kinds of these components."""
 
 
 @functools.cache
 def rules() -> tuple[Rule, ...]:
-    """Return the rule of every key of a recipe: those that components declare, and those of sections."""
+    """Return the rules of all keys of a recipe, declared by components or for sections."""
     keys: dict[OnResume, dict[str, None]] = {}
     for section, kind in DECLARED_BY.items():
         for name in registry.names(kind):
@@ -165,22 +165,22 @@ def _declared(where: str, kind: str, signature: Signature) -> Iterator[tuple[str
 
 @dataclass(frozen=True)
 class Change:
-    """Changed value of a recipe."""
+    """A changed value in a recipe."""
 
     key: str
     """Path in the recipe, such as `algorithms.my_ema.smoothing`."""
     rule: Rule
     saved: Any
-    """Value that the run was trained with; None if there was none."""
+    """Value that the run was trained with; None if the key was absent."""
     now: Any
-    """Value in the recipe now; None if there is none."""
+    """Value in the recipe now; None if the key is absent."""
 
     def __str__(self) -> str:
         return f'{self.key} {format_value(self.saved)} -> {format_value(self.now)}'
 
 
 def rule_of(path: str) -> Rule:
-    """Return the rule of a key as in `Rule.keys`, such as `algorithms.ema.smoothing`, or else of its longest prefix."""
+    """Return the rule of a key as in `Rule.keys`, such as `algorithms.ema.smoothing`, or else of a prefix."""
     known = rule_of_key()
     if path in known:
         return known[path]
@@ -196,7 +196,7 @@ def rule_of(path: str) -> Rule:
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """Return the changed values between two recipes, whose values `recipe_values` returned."""
+    """Return the values that differ between two recipes, given as the results of `recipe_values`."""
     found: list[Change] = []
     for section in [*now, *(key for key in saved if key not in now)]:
         before, after = saved.get(section), now.get(section)
@@ -208,13 +208,13 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
             found += _entries(section, before or {}, after or {}, named=False)
         else:
             found += _value_changes(section, section, before, after)
-    # The seed of a model without one of its own is the run's, which is listed already.
+    # A model without a seed of its own uses the run's seed, whose change is listed already.
     seeds = (saved.get('seed'), now.get('seed'))
     return [change for change in found if change.key != 'model.seed' or (change.saved, change.now) != seeds]
 
 
 def refused(found: list[Change], *, averaging: bool) -> list[Change]:
-    """Return the changes that a run cannot resume with.
+    """Return the changes with which the run must not resume.
 
     Args:
         averaging: True if the checkpoint has averaged weights.
@@ -253,7 +253,7 @@ def _component_changes(
         return
     if before is not None and after is not None and before.get('name') == after.get('name'):
         yield from _value_changes(key, path, before, after)
-    elif key in ('model', 'optimizer'):  # do not compare keywords of different classes
+    elif key in ('model', 'optimizer'):  # keywords of different classes cannot be compared
         yield Change(f'{key}.name', rule_of(f'{path}.name'), (before or {}).get('name'), (after or {}).get('name'))
     else:
         yield Change(key, rule_of(path), before, after)
@@ -269,15 +269,15 @@ def _value_changes(key: str, path: str, before: Any, after: Any) -> Iterator[Cha
 
 
 HISTORY = '# changed at batch '
-"""Start of a line of the history, a YAML comment."""
+"""Start of each line of the history, which is a YAML comment."""
 _LINE = re.compile(re.escape(HISTORY) + r'(\d{1,15}) \(([^)]*)\): (\S+) (.*)')
 
 
 class PastChange(NamedTuple):
-    """Change of a recipe's value at a resume."""
+    """A past change: a recipe's value that changed at a resume."""
 
     batch: int
-    """Number of batches that the run had completed."""
+    """Number of batches that the run had completed at the resume."""
     time: str
     """Time of the resume in ISO 8601."""
     key: str
@@ -287,7 +287,7 @@ class PastChange(NamedTuple):
 
 
 def history_lines(changes: Sequence[Change], batch: int) -> list[str]:
-    """Return the lines of a recipe's history for changes made at a batch now."""
+    """Return the history lines for changes that are made now, at a resume from this batch."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec='seconds')
     return [f'{HISTORY}{batch} ({now}): {change}' for change in changes]
 

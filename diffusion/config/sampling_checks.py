@@ -1,6 +1,6 @@
 """Checks of the settings for generating images, shared by recipes, command lines and the model.
 
-A function `..._problem` returns an error message with the values to choose from, or None if the value is allowed.
+The functions `..._problem` return an error message with the allowed values, or None if the value is allowed.
 """
 
 import ast
@@ -16,7 +16,7 @@ from diffusion.config.schema import MISSING, Problem, join
 from diffusion.config.signatures import source_file
 
 SEEDS = 2**32
-"""Number of seeds; Philox draws the initial noise and takes a seed as one word of 32 bits."""
+"""Number of possible seeds: the initial noise is drawn with Philox, whose seed is a 32-bit word."""
 
 
 def seeds_problem(first: int, count: int = 1) -> str | None:
@@ -28,7 +28,7 @@ def seeds_problem(first: int, count: int = 1) -> str | None:
 
 
 def steps_problem(steps: int, num_train_timesteps: int | None) -> str | None:
-    """Return an error message if the number of sampling steps is not between 1 and that of the noise schedule."""
+    """Return an error message if the number of sampling steps is not in [1, num_train_timesteps], else None."""
     if steps >= 1 and (num_train_timesteps is None or steps <= num_train_timesteps):
         return None
     if num_train_timesteps is None:
@@ -67,13 +67,13 @@ FLOW_SCHEDULERS = {
     'heun': 'FlowMatchHeunDiscreteScheduler',
     'unipc': 'UniPCMultistepScheduler',
 }
-"""Short names for models that are trained on a flow, where DDIM is Euler's method (Gao et al. 2024)."""
+"""Short names for flow-matching models. For a flow, DDIM is Euler's method (Gao et al. 2024)."""
 FLOW_SCHEDULER_CLASSES = (*FLOW_SCHEDULERS.values(), 'DPMSolverSinglestepScheduler')
-"""diffusers' schedulers that can sample a flow; the others take the betas of diffusion."""
+"""diffusers' schedulers that can sample flow-matching models; the others require the betas of a diffusion schedule."""
 
 
 def scheduler_class_name(name: str, *, flow: bool = False) -> str:
-    """Return the name of a scheduler's class in diffusers, given that name or a short one (`ddim`, `dpm++`, ...)."""
+    """Return the class name of a scheduler in diffusers, given that name or a short name (`ddim`, `dpm++`, ...)."""
     return (FLOW_SCHEDULERS if flow else SCHEDULERS).get(name, name)
 
 
@@ -81,7 +81,7 @@ def scheduler_problem(name: str, *, flow: bool = False) -> str | None:
     """Return an error message with the nearest name if diffusers has no such noise scheduler, else None.
 
     Args:
-        flow: True for a model that is trained on a flow, which only some schedulers can sample.
+        flow: True for a flow-matching model, which only some schedulers can sample.
     """
     known = _scheduler_classes()
     is_known = scheduler_class_name(name) in known
@@ -105,14 +105,14 @@ def _scheduler_classes() -> list[str]:
 
 
 def check_sampling(recipe: Recipe, components: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
-    """Return settings that are out of range as problems.
+    """Return a problem for each sampling setting that is out of range.
 
     Args:
-        components: Keywords of this package's components in the recipe, by path. Keywords that are not about sampling
-            are ignored.
+        components: The keywords of this package's components in the recipe, by path. Only those about sampling are
+            checked.
     """
     timesteps, flow = num_train_timesteps(recipe), is_flow(recipe)
-    # Training does not read `generate`, whose default of 50 steps is too high for a model of, say, 40 timesteps.
+    # Training does not read `generate`, whose default of 50 steps would be an error for a model with fewer timesteps.
     places = [('generate', vars(recipe.generate), timesteps if recipe.task == 'generate' else None)]
     places += [(where, settings, timesteps) for where, settings in components.items()]
     problems = [
@@ -130,8 +130,8 @@ def sampling_problems(settings: Mapping[str, Any], timesteps: int | None, *, flo
 
     Args:
         settings: Settings such as `num_inference_steps` and `guidance_scale`; others are ignored.
-        timesteps: Number of timesteps of the model's noise schedule; None if unknown.
-        flow: True for a model that is trained on a flow.
+        timesteps: Number of timesteps in the model's noise schedule; None if unknown.
+        flow: True for a flow-matching model.
     """
     steps, scale = settings.get('num_inference_steps'), settings.get('guidance_scale')
     rescale, name = settings.get('guidance_rescale'), settings.get('noise_scheduler')
@@ -154,19 +154,19 @@ def num_train_timesteps(recipe: Recipe) -> int | None:
 
 
 def is_flow(recipe: Recipe) -> bool:
-    """Return True if the model is trained on a flow instead of diffusion."""
+    """Return True if the model is trained with flow matching instead of diffusion."""
     return objective_settings(recipe).get('path') == 'flow'
 
 
 def model_problem(recipe: Recipe) -> str | None:
-    """Return an error message if the model is one of this package that generates no images from prompts, else None."""
+    """Return an error message for a model of this package that cannot generate images from prompts, else None."""
     if not has_no_denoiser(recipe):
         return None
     return f'{recipe.model.name} does not generate images from prompts; use sd2, for example'
 
 
 def _check_images(settings: GenerateConfig) -> list[Problem]:
-    """Return a problem if the number of images is out of range, or the seeds of that many images."""
+    """Return a problem if the number of images or their seeds are out of range."""
     copies, seed = settings.num_images_per_prompt, settings.seed
     if not isinstance(copies, int) or not isinstance(seed, int) or not isinstance(settings.prompts, list):
         return []

@@ -1,4 +1,4 @@
-"""Convert plain YAML values to dataclasses, and collect every mistake with its path instead of stopping at one."""
+"""Convert plain YAML values to dataclasses, and collect all mistakes instead of stopping at the first."""
 
 import ast
 import dataclasses
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 MISSING = '???'
-"""Placeholder in a YAML file for a value that its user must fill in."""
+"""Placeholder in a YAML file for a value that the user must fill in."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Mistake in a YAML file: the path of the value, and a description."""
+    """Mistake in a YAML file: the path of the wrong value, and a description."""
 
     where: str
     """Path of the value, such as `model.resolution`; empty for the whole file."""
@@ -42,11 +42,11 @@ class Gatherer:
         self.problems.append(Problem(where, what))
 
     def still_missing(self, where: str, doc: str) -> None:
-        """Add a setting that is still `???` to the list of settings to be filled in before the recipe can run.
+        """Record that a setting is still `???` and must be filled in before the recipe can run.
 
         Args:
             where: Path of the setting, such as `model.resolution`.
-            doc: Description of the value that belongs there.
+            doc: Description of the value to fill in.
         """
         self.missing.append(Problem(where, f'is still ???; set {_sentence(doc) or "a value"}'))
 
@@ -59,7 +59,7 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
 
 
 def join(where: str, key: object) -> str:
-    """Return the dotted path of a key within a section, such as `trainer.device`; either may be empty."""
+    """Return the dotted path of a key in a section, such as `trainer.device`; the key or the section may be empty."""
     return f'{where}.{key}' if where and key != '' else where or str(key)
 
 
@@ -68,8 +68,8 @@ def build_dataclass(kind: Any, value: Any, where: str, gather: Gatherer, doc: st
 
     Args:
         kind: A dataclass, a simple type, Literal, a union, `list[...]`, `dict[str, ...]` or Any.
-        value: Plain YAML: mappings, lists, strings, numbers, booleans, None; `???` is returned unchanged.
-        doc: Description of the value, for the message if it is missing.
+        value: Plain YAML value: mapping, list, string, number, boolean or None; `???` is returned unchanged.
+        doc: Description of the value, for the message if it is still `???`.
     """
     if isinstance(value, str) and value == MISSING:
         if dataclasses.is_dataclass(kind) and not _required(kind):
@@ -100,7 +100,7 @@ def build_dataclass(kind: Any, value: Any, where: str, gather: Gatherer, doc: st
 
 
 def fits(kind: Any, value: Any) -> bool:
-    """Return True if a plain YAML value has a type: an int is a float too, a bool is not an int, NaN is not a float."""
+    """Return True if a plain YAML value has this type. An int is also a float, but a bool is not an int."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return True
@@ -170,7 +170,7 @@ def _dataclass(kind: Any, value: Any, where: str, gather: Gatherer) -> Any:
         gather.problem(where, f'{value!r} is not a mapping (key: value)')
         return None
     fields = {field.name: field.metadata for field in dataclasses.fields(kind) if field.init and field.repr}
-    # A field's key is its name, unless that is a keyword of Python.
+    # A field's key is its name, unless the key is a Python keyword.
     keys = {name: str(metadata.get('key', name)) for name, metadata in fields.items()}
     hints, docs = get_type_hints(kind), field_docs(kind)
     for key in value:
@@ -205,12 +205,12 @@ def _required(kind: Any) -> set[str]:
 
 
 def _union(kind: Any, value: Any, where: str, gather: Gatherer, doc: str) -> Any:
-    """Convert a value to a type of a union; if it has none of them, add a mistake to `gather` and return None."""
+    """Convert a value to one of a union's types; if it fits none, add a mistake to `gather` and return None."""
     choices = get_args(kind)
     structured = [
         choice for choice in choices if dataclasses.is_dataclass(choice) or get_origin(choice) in (list, dict)
     ]
-    # Read a value that has none of the simple types as the structured one, so that mistakes inside it get their paths.
+    # If a value has none of the simple types, read it as the structured one, to report the paths of mistakes in it.
     if value is not None and structured and not any(fits(c, value) for c in choices if c not in structured):
         return build_dataclass(structured[0], value, where, gather, doc)
     if fits(kind, value):
@@ -220,7 +220,7 @@ def _union(kind: Any, value: Any, where: str, gather: Gatherer, doc: str) -> Any
 
 
 def _hint(kind: Any, value: Any) -> str:
-    """Return how to fix a value of the wrong type, with a leading semicolon, or an empty text."""
+    """Return how to fix a value of the wrong type, with a leading semicolon, or '' if there is no advice."""
     if get_origin(kind) is Literal and isinstance(value, str):
         near = difflib.get_close_matches(value, [str(choice) for choice in get_args(kind)], n=1)
         return f"; did you mean '{near[0]}'?" if near else ''

@@ -1,6 +1,6 @@
-"""Secrets in recipes and job specs: find those that are written in plain text, and hide those in messages.
+"""Secrets in recipes and job specs: find those written in plain text, and hide secrets in messages.
 
-These files are printed, saved beside checkpoints, rendered for schedulers and committed, so they must not hold secrets.
+These files are printed, saved with checkpoints, sent to schedulers and committed, so they must not contain secrets.
 """
 
 import re
@@ -14,7 +14,7 @@ SECRET_NAME = re.compile(
     r'(?i)(?<![a-z])(token|secret|password|passwd|passphrase|credentials?|api[_-]?key|access[_-]?key(?!_id)|'
     r'secret[_-]?key|account[_-]?key|private[_-]?key|auth[_-]?key)$'
 )
-"""Names of variables and settings whose value is a secret: the names end in such a word, unlike token_dropout."""
+"""Names of variables and settings whose value is a secret. The name must end in such a word, unlike token_dropout."""
 _NO_SECRET_NAME = re.compile(r'(?i)(pad|eos|bos|unk|mask|cls|sep|start|end|special|class|prompt)_?token$')
 _FORMATS = {
     'an AWS access key': r'\b(AKIA|ASIA)[0-9A-Z]{16}\b',
@@ -42,9 +42,9 @@ _HASH_NAME = re.compile(r'(?i)(revision|commit|sha\d*|hash|digest|checksum|versi
 
 
 def secret_problems(values: Any, where: str = '') -> list[Problem]:
-    """Return a problem for each text in plain values that is a secret by its format or by its key's name.
+    """Return a problem for each text in plain values whose format or key name marks it as a secret.
 
-    No message contains the text. An interpolation is not a secret: its text names an environment variable.
+    The messages do not contain the text. An interpolation is not a secret: its text names an environment variable.
     """
     if isinstance(values, Mapping):
         found = [problem for key, item in values.items() for problem in secret_problems(item, join(where, key))]
@@ -65,10 +65,10 @@ def secret_problems(values: Any, where: str = '') -> list[Problem]:
 
 
 def has_secret_name(name: str, value: str) -> bool:
-    """Return True if a variable or setting of this name holds its secret in plain text."""
+    """Return True if the name marks a variable or setting as a secret and the value is the secret in plain text."""
     if not SECRET_NAME.search(name) or _NO_SECRET_NAME.search(name):
         return False
-    # A setting may give the file with a secret, or the name of an environment variable.
+    # The value may instead be the path of a file with the secret, or the name of an environment variable.
     is_place = re.match(r'/|~|\.{1,2}/|\w+://[^@?]*$|[A-Z][A-Z0-9]*(_[A-Z0-9]+)+$', value) is not None
     return not isinstance(value, Interpolation) and value not in ('', MISSING) and not is_place
 
@@ -77,9 +77,9 @@ def secret_format(text: str, *, name: str = '') -> str | None:
     """Return the kind of secret that a text contains, such as 'a GitHub token', or None.
 
     Args:
-        name: Name of its key: 40 hexadecimal digits are a Git revision under `revision`, and a W&B key elsewhere.
+        name: Key of the text: 40 hexadecimal digits are a Git revision under `revision`, and a W&B key elsewhere.
     """
-    # Interpolations in a URL, such as https://user:${oc.env:PASSWORD}@host, hold no secret.
+    # Interpolations in a URL, such as https://user:${oc.env:PASSWORD}@host, do not contain the secret itself.
     plain = re.sub(r'\$\{oc\.env:\w+\}', '$', text) if isinstance(text, Interpolation) else text
     for what, pattern in _FORMAT.items():
         if pattern.search(plain):
@@ -88,7 +88,7 @@ def secret_format(text: str, *, name: str = '') -> str | None:
         return 'a Weights & Biases key (for a Git revision, use a key whose name ends in revision)'
     for each in _AWS_SECRET.findall(plain):
         kinds = [len(re.findall(pattern, each)) for pattern in ('[A-Z]', '[a-z]', '[0-9]')]
-        # 40 random characters have 16 letters of each case and 6 digits on average; words of a path have few capitals.
+        # 40 random characters have 16 letters of each case and 6 digits on average, but paths have few capitals.
         if kinds[0] >= 6 and kinds[1] >= 6 and kinds[2] and each.count('/') <= 3:
             return 'an AWS secret key'
     return None
@@ -100,21 +100,21 @@ def _problem(where: str, what: str) -> Problem:
 
 
 MIN_CHARACTERS = 6
-"""Shorter values are replaced only where a message is about them; elsewhere they would match parts of words."""
+"""Shorter values are replaced only in messages about them; in other messages they would match parts of words."""
 
 
 def hide_values(
     text: str, from_environment: Mapping[KeyPath, str], values: Any, *, quoted_at: Collection[KeyPath] = ()
 ) -> str:
-    """Replace values of environment variables in a message by the interpolations that they come from.
+    """Replace values of environment variables in a message by the interpolations from which they come.
 
     Args:
         from_environment: Text of each value that depends on an environment variable, by its path in `values`.
-        values: Plain values, with those of the environment variables.
-        quoted_at: Paths of values that the message is about, which it may quote even if they are short.
+        values: The resolved plain values, including those from environment variables.
+        quoted_at: Paths of the values that the message is about; these are replaced even if they are short.
     """
     hidden: dict[str, str] = {}
-    # Add the values that the message is about last: if two variables have the same value, theirs overwrites the other.
+    # Add the values that the message is about last: if two variables have the same value, the last one added is shown.
     for path, expression in sorted(from_environment.items(), key=lambda item: item[0] in quoted_at):
         for part in _scalars(_value_at(values, path)):
             if str(part) == expression or part is None or isinstance(part, bool):
@@ -129,7 +129,7 @@ def hide_values(
 
 
 def _value_at(values: Any, path: KeyPath) -> Any:
-    """Return the value at a path, or None if there is none."""
+    """Return the value at a path, or None if the path does not exist."""
     for key in path:
         items: Any = dict(enumerate(values)) if isinstance(values, list) else values
         if not isinstance(items, dict) or key not in items:

@@ -26,45 +26,45 @@ from diffusion.config.declarations import (
 from diffusion.config.schema import doc_strings
 from diffusion.errors import UserError
 
-# These are the types of YAML values; keywords of any other type are not checked.
+# Types of YAML values. Values of keywords with any other type are not checked.
 _SIMPLE = {'int': int, 'float': float, 'str': str, 'bool': bool, 'None': type(None), 'list': list, 'dict': dict}
 
 
 _Aliases = Mapping[str, ast.expr | None]
-"""Type aliases of a file by name; None for imported names that are not an alias."""
+"""Type aliases in a file, by name; None for imported names that are not aliases."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """Keyword that a component accepts: its name, its default, and what its annotation declares."""
+    """Keyword that a component accepts: its name, its default, and the declarations in its annotation."""
 
     name: str
     annotation: str
-    """Source text of the keyword's annotation without constraints, empty if it has none."""
+    """Source text of the keyword's annotation without constraints; empty if the keyword has no annotation."""
     required: bool
     """True if the keyword has no default."""
     constraints: tuple[Constraint, ...] = ()
-    """Constraints that its annotation declares, as in `Annotated[int, MultipleOf(8)]`."""
+    """Constraints that the annotation declares, as in `Annotated[int, MultipleOf(8)]`."""
     default: Any = None
     """Default value: None if the keyword is required, and the source text of a default that is not a plain value."""
     meanings: tuple[Meaning, ...] = ()
-    """Meanings that its annotation declares, as in `Annotated[int, NotArchitecture()]`."""
+    """Meanings that the annotation declares, as in `Annotated[int, NotArchitecture()]`."""
     doc: str = ''
-    """Doc string under its declaration in a dataclass or a TypedDict."""
+    """Doc string under the declaration of the keyword in a dataclass or a TypedDict."""
 
     @property
     def on_resume(self) -> OnResume | None:
-        """Effect of a changed value when a run resumes, if the annotation declares it."""
+        """Effect of changing the value before a run resumes, if the annotation declares one."""
         return next((each for each in self.meanings if isinstance(each, OnResume)), None)
 
     @property
     def changes_architecture(self) -> bool:
-        """False if the annotation declares that the keyword of a model changes no parameters, FLOPs or activations."""
+        """False if the annotation declares that this keyword changes no parameters, FLOPs or activations of a model."""
         return not any(isinstance(each, NotArchitecture) for each in self.meanings)
 
     @property
     def weights_of(self) -> tuple[str, ...]:
-        """Parts of a model that are loaded from the folder or repository that is the value; empty for other values."""
+        """Parts of a model that are loaded from the folder or repository that this keyword names; else empty."""
         return next((each.parts for each in self.meanings if isinstance(each, WeightsOf)), ())
 
 
@@ -74,18 +74,18 @@ class Signature:
 
     parameters: tuple[Parameter, ...]
     open_ended: bool
-    """True if the component takes any other keyword too (`**kwargs`)."""
+    """True if the component also accepts any other keyword (`**kwargs`)."""
     nested: Mapping[str, str]
-    """Dataclasses that the component's file imports from this package, as `module:attribute`, by name in that file."""
+    """Addresses (`module:attribute`) of this package's dataclasses that the component's file imports, by local name."""
     on_resume: OnResume | None = None
-    """Effect of adding or removing the component when a run resumes, if its class declares it."""
+    """Effect of adding or removing the component before a run resumes, if its class declares one."""
 
     def names(self) -> set[str]:
         """Return the names of the keywords that the component accepts."""
         return {parameter.name for parameter in self.parameters}
 
     def nested_signature(self, parameter: Parameter) -> 'Signature | None':
-        """Return the signature of the dataclass in a keyword's annotation, whose value may then be a mapping."""
+        """Return the signature of the dataclass in a keyword's annotation, to check a mapping as its value."""
         names = words(parameter.annotation)
         return next((of_source(*home.split(':')) for name, home in self.nested.items() if name in names), None)
 
@@ -130,7 +130,7 @@ def of_source(module: str, attribute: str) -> Signature:
     if node is None:
         raise UserError(f'{module} defines no {attribute}; register it with the module that defines it')
     on_resume = _class_on_resume(node, tree)
-    # Follow a class without __init__ to its first base in the same file; a base from another file is not looked up.
+    # Follow a class without __init__ to its first base class, but only within the same file.
     while isinstance(node, ast.ClassDef):
         inits = [item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == '__init__']
         if inits:
@@ -160,8 +160,8 @@ def _of_function(node: ast.FunctionDef, module: str) -> Signature:
             replace(each, default=defaults.get(each.name, each.default)) for each in _entries(home, original)
         )
         return Signature(parameters, False, {**_dataclasses_of(home), **nested})
-    # Classes of this package take **kwargs only for values that the program sets, such as StreamingDataset's keywords.
-    # Accepting them from a recipe would hide typos and bypass the `loader` section.
+    # This package's classes take **kwargs only for values that the program sets, such as StreamingDataset's keywords.
+    # Accepting any keyword from a recipe would hide typos and bypass the `loader` section.
     return Signature(parameters, not module.startswith('diffusion.'), nested)
 
 
@@ -173,14 +173,14 @@ def _unpacked_name(annotation: ast.expr | None) -> str | None:
 
 
 def _home(name: str, module: str) -> tuple[str, str]:
-    """Return the module of this package that defines a class named in a file, and its name there; '' if none does."""
+    """Return the module of this package that defines a name used in a file, and the name there; else ('', '')."""
     if name in _definitions(_source(module)):
         return module, name
     return next(((home, original) for local, home, original in _imports(_source(module)) if local == name), ('', ''))
 
 
 def _entries(module: str, name: str) -> tuple[Parameter, ...]:
-    """Return the entries of a TypedDict and of the classes in its file that it inherits from, base classes first."""
+    """Return the entries of a TypedDict after those of its base classes in the same file."""
     node = _definitions(_source(module))[name]
     assert isinstance(node, ast.ClassDef)
     known = [base.id for base in node.bases if isinstance(base, ast.Name) and base.id in _definitions(_source(module))]
@@ -189,7 +189,7 @@ def _entries(module: str, name: str) -> tuple[Parameter, ...]:
 
 
 def _decorated(node: ast.FunctionDef, name: str, module: str) -> dict[str, Any]:
-    """Return the keywords of a function's decorator of this name; a constant of the file may hold the decorator."""
+    """Return the keywords of a function's decorator with this name, which may also be applied through a constant."""
     calls = [_call(each, _source(module)) for each in node.decorator_list]
     return {
         str(keyword.arg): ast.literal_eval(keyword.value)
@@ -200,7 +200,7 @@ def _decorated(node: ast.FunctionDef, name: str, module: str) -> dict[str, Any]:
 
 
 def _call(node: ast.expr, tree: ast.Module) -> ast.Call | None:
-    """Return an expression that is a call, or the name of a constant of the file that is one; None for others."""
+    """Return the expression if it is a call, or the call that the file assigns to this name; None for others."""
     if isinstance(node, ast.Name):
         found = (each.value for each in tree.body if isinstance(each, ast.Assign) and _assigns(each, node.id))
         node = next(found, node)
@@ -222,7 +222,7 @@ def _class_on_resume(node: ast.ClassDef | ast.FunctionDef, tree: ast.Module) -> 
 
 
 def simple_type(annotation: str) -> Any:
-    """Parse an annotation into a type that YAML values can have, such as `list[int]`; return None for other types."""
+    """Parse an annotation to a type that YAML values can have, such as `list[int]`; return None for other types."""
     try:
         return _simple(ast.parse(annotation, mode='eval').body) if annotation else None
     except SyntaxError:
@@ -255,17 +255,17 @@ def _simple(node: ast.expr) -> Any:
 
 
 def _union(members: list[ast.expr]) -> Any:
-    """Return the union of those types in an annotation that YAML can hold, to check a recipe's values against.
+    """Return the union of an annotation's types that YAML can represent, for checks of a recipe's values.
 
-    Members such as Path or Tensor are left out. The result is None (no check) if another member is not a type that YAML
-    can hold, or if only None is left.
+    Classes such as Path or Tensor are left out. The result is None (no check) if YAML cannot represent another member,
+    or if only None is left.
     """
     kinds = [_simple(member) for member in members if not _is_class(member)]
     return None if not kinds or None in kinds or kinds == [type(None)] else Union[tuple(kinds)]  # noqa: UP007
 
 
 def _is_class(node: ast.expr) -> bool:
-    """Return True if a member of a union is a known class, such as Path, whose instances YAML cannot hold."""
+    """Return True if a member of a union is a known class, such as Path, whose instances YAML cannot represent."""
     name = node.attr if isinstance(node, ast.Attribute) else getattr(node, 'id', '')
     return name in ('Tensor', 'Time', 'Precision', 'Device', 'Callable', 'Path')
 
@@ -276,7 +276,7 @@ def words(annotation: str) -> set[str]:
 
 
 def source_file(module: str) -> Path:
-    """Return a module's source file, found without importing the module or its packages."""
+    """Return the path of a module's source file, found without importing the module or its packages."""
     top, *rest = module.split('.')
     spec = importlib.util.find_spec(top)
     if spec is None or spec.origin is None:
@@ -297,7 +297,7 @@ def _source(module: str) -> ast.Module:
 
 
 def _definitions(tree: ast.Module) -> dict[str, ast.ClassDef | ast.FunctionDef]:
-    """Return the classes and functions of a file by name."""
+    """Return the classes and functions that a file defines, by name."""
     return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
 
 
@@ -332,7 +332,7 @@ def _value(node: ast.expr, tree: ast.Module) -> Any:
 
 @functools.cache
 def _aliases(module: str) -> _Aliases:
-    """Return the type aliases of a file, such as `Choice = Literal['first', 'random']`, and of those it imports."""
+    """Return the type aliases that a file defines or imports, such as `Choice = Literal['first', 'random']`."""
     imported = {name: _own_aliases(_source(home)).get(original) for name, home, original in _imports(_source(module))}
     return _own_aliases(_source(module)) | imported
 
@@ -365,7 +365,7 @@ def _parameter(
     tree = _source(module)
     constraints = tuple(found for extra in extras if (found := _constraint(extra)) is not None)
     meanings = tuple(meaning for extra in extras if (meaning := _meaning(extra, tree)) is not None)
-    # An entry of a TypedDict cannot have a value, so its annotation declares the default.
+    # An entry of a TypedDict cannot have a default value, so its annotation declares the default.
     values = [each.value for each in meanings if isinstance(each, Default)]
     values += [] if default is None else [_plain(default, tree)]
     text = ast.unparse(annotation) if annotation else ''

@@ -1,4 +1,4 @@
-"""Sources of weights: for `init_from` (a run, a folder of diffusers, a repository, a file) and for the frozen parts."""
+"""Sources of weights for `init_from` (a run, a diffusers folder, a repository, a file) and for the frozen parts."""
 
 import re
 from pathlib import Path
@@ -8,15 +8,15 @@ from diffusion.config.recipe import InitFrom, Recipe
 from diffusion.config.schema import MISSING, Problem
 
 HUB = 'hf://'
-"""Prefix of the name of a repository on the Hugging Face Hub."""
+"""Prefix that marks the name of a repository on the Hugging Face Hub."""
 REPOSITORY = re.compile(r'[\w-][\w.-]*/[\w-][\w.-]*')
-"""Pattern of the name of a repository, such as `org/name`."""
+"""Pattern of repository names, such as `org/name`."""
 COMMIT = re.compile(r'[0-9a-f]{40}')
 PICKLES = ('.bin', '.ckpt', '.pth')
-"""Endings of files of pickled weights. Composer's `.pt` is missing, since it is read without running code."""
+"""Suffixes of files with pickled weights. Composer's `.pt` is missing, since it is read without running code."""
 PIPELINE = 'model_index.json'
 DENOISERS = ('unet', 'transformer')
-"""Subfolders of a pipeline of diffusers that may hold its denoiser."""
+"""Subfolders of a diffusers pipeline that may contain its denoiser."""
 
 
 def hub_repository(start: InitFrom) -> str | None:
@@ -32,13 +32,13 @@ def is_original_file(source: str) -> bool:
 
 
 def is_diffusers_folder(folder: Path) -> bool:
-    """Return True if a folder is a pipeline or a model as `save_pretrained` of diffusers writes it."""
+    """Return True if a folder is a pipeline or model written by diffusers' `save_pretrained`."""
     files = [PIPELINE, 'config.json', *(f'{name}/config.json' for name in DENOISERS)]
     return any((folder / name).is_file() for name in files)
 
 
 def check_initial_weights(recipe: Recipe) -> list[Problem]:
-    """Return a problem for each contradiction between settings of `init_from`, and for a source that is refused."""
+    """Return a problem for each contradiction between settings of `init_from`, and for an unsupported source."""
     start = recipe.initial_weights
     if recipe.task != 'train' or start is None:
         return []
@@ -59,7 +59,7 @@ def check_initial_weights(recipe: Recipe) -> list[Problem]:
 
 
 def check_pretrained(recipe: Recipe) -> list[Problem]:
-    """Return a problem if the model's `pretrained` is a repository on the Hub without a revision, which it needs."""
+    """Return a problem if the model's `pretrained` is a repository on the Hub without the required revision."""
     values = registry.settings_of('model', recipe.model)
     if 'revision' not in values or not isinstance(values.get('pretrained'), str):
         return []
@@ -68,7 +68,7 @@ def check_pretrained(recipe: Recipe) -> list[Problem]:
 
 
 def revision_problem(source: str, revision: str | None) -> str | None:
-    """Return an error message if a source of frozen parts lacks the revision that a repository needs, else None."""
+    """Return an error message if a source of frozen parts is a repository without the required revision, else None."""
     if revision is not None or not REPOSITORY.fullmatch(source) or Path(source).is_dir():
         return None
     return (
@@ -78,7 +78,7 @@ def revision_problem(source: str, revision: str | None) -> str | None:
 
 
 def _hub_problems(start: InitFrom, repository: str) -> dict[str, str]:
-    """Return mistakes in an `init_from` whose source is a repository on the Hub, by key."""
+    """Return the mistakes, by key, in an `init_from` whose source is a repository on the Hub."""
     problems = {}
     if not REPOSITORY.fullmatch(repository):
         what = f'{start.source!r} is not the name of a repository; write hf://org/name'
@@ -97,7 +97,7 @@ def _hub_problems(start: InitFrom, repository: str) -> dict[str, str]:
 
 
 def path_problem(start: InitFrom) -> str | None:
-    """Return an error message if `init_from` does not fit the files of this machine, else None."""
+    """Return an error message if the source of `init_from` is not usable on this machine, else None."""
     path, repository = Path(start.source), hub_repository(start)
     if repository is None:
         if '://' in start.source or path.exists():

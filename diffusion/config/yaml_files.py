@@ -1,6 +1,6 @@
-"""Read YAML files with `extends` and command-line overrides, with errors that show the line, and write them.
+"""Read YAML files with `extends` and command-line overrides, reporting errors with line numbers, and write YAML.
 
-The syntax is that of YAML 1.2 scalars, without duplicate keys and tags. Job specs and settings are read like recipes.
+Scalars follow YAML 1.2; duplicate keys and tags are errors. Job specs and settings are read in the same way as recipes.
 """
 
 import math
@@ -43,10 +43,10 @@ def read_chain(path: Path) -> list[dict[str, Any]]:
 
 
 def _resolved(path: Path) -> Path:
-    """Return a path without links, or the path itself if its links form a loop, which `read_yaml` reports."""
+    """Return a path with symlinks resolved, or unchanged if the links form a loop, which `read_yaml` reports."""
     try:
         return path.resolve()
-    except (OSError, RuntimeError, ValueError):  # RuntimeError: the symlink loop of Python 3.11 and 3.12
+    except (OSError, RuntimeError, ValueError):  # RuntimeError: a symlink loop in Python 3.11 and 3.12
         return path
 
 
@@ -54,13 +54,13 @@ def read_yaml(path: Path, *, extended_by: Path | None = None) -> dict[str, Any]:
     """Return the mapping in a YAML file.
 
     Args:
-        extended_by: The file whose `extends` names this one, for the error message.
+        extended_by: The file that extends this one, for the error message.
 
     Raises:
-        UnreadableYAML: The path is wrong, or the file is not a YAML mapping without duplicate keys.
+        UnreadableYAML: The path is wrong, or the file is not a YAML mapping or has duplicate keys.
     """
     try:
-        if path.exists() and not path.is_file():  # reading a pipe would wait for a writer
+        if path.exists() and not path.is_file():  # do not read a pipe: that would wait for a writer
             kind = 'folder' if path.is_dir() else 'pipe or device'
             raise UnreadableYAML(f'{path} cannot be read (it is a {kind}); use the path of a YAML file')
         text = path.read_text(encoding='utf-8')
@@ -91,8 +91,8 @@ def read_yaml(path: Path, *, extended_by: Path | None = None) -> dict[str, Any]:
 def merge(contents: Sequence[dict[str, Any]], overrides: Sequence[str]) -> dict[str, Any]:
     """Merge mappings and `key=value` overrides into one, and resolve interpolations.
 
-    Later mappings take precedence over earlier ones, and overrides over all. If a later mapping gives a component
-    another name, the earlier component's keywords are dropped.
+    Later mappings take precedence over earlier ones, and overrides over all mappings. If a later mapping changes the
+    name of a component, the earlier component's keywords are dropped.
 
     Raises:
         UnreadableYAML: An override or an interpolation cannot be read, or an environment variable is not set.
@@ -106,15 +106,15 @@ def merge(contents: Sequence[dict[str, Any]], overrides: Sequence[str]) -> dict[
 def merge_and_resolve(
     contents: Sequence[dict[str, Any]], overrides: Sequence[str], environ: Mapping[str, str] | None = None
 ) -> Resolved:
-    """Merge like `merge`, but also return the sources of values that depend on environment variables.
+    """Merge like `merge`, but also return the text of values that depend on environment variables.
 
     Args:
-        environ: Environment of `oc.env` (default: that of this process).
+        environ: Environment variables for `oc.env` (default: those of this process).
 
     Raises:
         UnreadableYAML: An override or an interpolation cannot be read.
     """
-    if isinstance(overrides, str):  # a sequence too, of characters
+    if isinstance(overrides, str):  # a string is also a sequence, of characters
         raise UnreadableYAML(f'overrides: {overrides!r} is one string; pass a list of them: [{overrides!r}]')
     merged: dict[str, Any] = {}
     for content in contents:
@@ -145,14 +145,14 @@ def dump(values: dict[str, Any]) -> str:
 
 
 def dump_inline(value: Any) -> str:
-    """Return a plain value as one line of YAML, for the value of an override `key=value`."""
+    """Return a plain value as one line of YAML, for use in an override `key=value`."""
     style: Any = {'sort_keys': False, 'default_flow_style': True, 'allow_unicode': True, 'width': float('inf')}
     text = yaml.dump(escaped(value), Dumper=InlineDumper, **style)
     return text.removesuffix('...\n').strip()
 
 
 def _merged(base: Any, later: Any, where: str) -> Any:
-    """Return a copy of `later` merged onto `base`: mappings merge key by key, and other values replace the old ones."""
+    """Return a copy of `base` updated with `later`: mappings merge key by key, and other values are replaced."""
     if isinstance(later, dict) and isinstance(base, dict):
         result = dict(base)
         for key, value in later.items():
@@ -177,16 +177,16 @@ def _update(merged: dict[str, Any], override: str, key: str, value: Any) -> None
         if depth == len(parts) - 1:
             parent[step] = _merged(parent.get(step) if isinstance(parent, dict) else parent[step], value, key)
             return
-        # A scalar, such as `wandb: false`, gives way to the section that the override names.
+        # The override replaces a scalar, such as `wandb: false`, by a section.
         if not isinstance(parent.get(step) if isinstance(parent, dict) else parent[step], dict | list):
             parent[step] = {}
         parent = parent[step]
 
 
 def _step(parent: dict[str, Any] | list[Any], part: str, override: str) -> Any:
-    """Return the key or index of a part of an override's key in a mapping or list."""
+    """Return the key of a mapping or index of a list that a part of an override's key stands for."""
     if isinstance(parent, dict):
-        same = [key for key in parent if str(key) == part]  # YAML keys may be numbers
+        same = [key for key in parent if str(key) == part]  # compare as text: YAML keys may be numbers
         return same[0] if same else part
     if not part.isdecimal() or int(part) >= len(parent):
         raise UnreadableYAML(f'{override!r}: {part!r} is not an index of a list of {len(parent)}; use 0 or more')
@@ -194,7 +194,7 @@ def _step(parent: dict[str, Any] | list[Any], part: str, override: str) -> Any:
 
 
 def _drop_renamed(earlier: dict[str, Any], later: dict[str, Any]) -> None:
-    """Empty each component of an earlier file, in place, that a later file replaces by one of another `name`."""
+    """Clear, in place, each component of an earlier file that has another `name` in a later file."""
     for key, new in later.items():
         old = earlier.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
@@ -226,14 +226,14 @@ def parse_yaml(text: str) -> Any:
 
 
 def yaml_error(error: yaml.YAMLError) -> tuple[str, str]:
-    """Return the line and column of a YAML error as `:LINE:COLUMN` (empty if unknown), and its message on one line."""
+    """Return the position of a YAML error as `:LINE:COLUMN` (empty if unknown), and its message on one line."""
     if not isinstance(error, yaml.MarkedYAMLError):
         if isinstance(error, ReaderError):
             code = error.character if isinstance(error.character, int) else ord(error.character)
             return '', f'character U+{code:04X} at offset {error.position} is not allowed in YAML; remove it'
         return '', ' '.join(str(error).split())
     mark = error.problem_mark or error.context_mark
-    # PyYAML reports a tab as a character that "cannot start any token", without a way to fix it.
+    # PyYAML reports only that a tab is a character that "cannot start any token".
     hint = '; indent with spaces' if r"'\t'" in str(error.problem) else ''
     return f':{mark.line + 1}:{mark.column + 1}' if mark else '', f'{error.problem or error.context}{hint}'
 
@@ -242,8 +242,8 @@ class _Loader(yaml.SafeLoader):
     """SafeLoader for YAML 1.2 that rejects duplicate keys.
 
     PyYAML implements YAML 1.1, in which 1e-4 is a string (unlike 1.0e-4), `no` and `on` are booleans, 010 is 8 and 1:30
-    is 90; it keeps the last of duplicate keys. Here numbers with colons are text, and so are numbers with a leading
-    zero, since readers disagree about their value.
+    is 90, and it keeps the last of duplicate keys. This loader reads numbers with colons or a leading zero as text,
+    because YAML parsers disagree about their value.
     """
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
@@ -255,7 +255,7 @@ class _Loader(yaml.SafeLoader):
             raise ConstructorError(None, None, problem, node.start_mark)
         try:
             return super().construct_object(node, deep)  # type: ignore[no-untyped-call]
-        except (ValueError, IndexError, KeyError, TypeError) as error:  # such as !!int x, or a number of 5000 digits
+        except (ValueError, IndexError, KeyError, TypeError) as error:  # such as `!!int x` or a number with 5000 digits
             kind = node.tag.rpartition(':')[2]
             problem = f'{_shortened(node.value)!r} is not a valid {kind}; correct it, or put it in quotes'
             raise ConstructorError(None, None, problem, node.start_mark) from error
@@ -264,7 +264,7 @@ class _Loader(yaml.SafeLoader):
         seen: dict[Any, yaml.Mark] = {}
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, str | int | float):  # a bool is an int
+            if not isinstance(key, str | int | float):  # bool is a subclass of int
                 problem = 'a key must be text or a number; put it in quotes'
                 raise ConstructorError(None, None, problem, key_node.start_mark)
             if key in seen:
@@ -276,7 +276,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _construct_text(loader: _Loader, node: yaml.ScalarNode) -> str:
-    """Return the text of a scalar, or raise an error if it has characters that a path or UTF-8 file cannot contain."""
+    """Return the text of a scalar; raise an error if it contains characters that paths or UTF-8 files cannot."""
     text = str(loader.construct_scalar(node))
     if bad := re.search('[\0\ud800-\udfff]', text):
         problem = f'the text contains U+{ord(bad[0]):04X}, which no setting can contain; remove it'
@@ -285,9 +285,9 @@ def _construct_text(loader: _Loader, node: yaml.ScalarNode) -> str:
 
 
 def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
-    """Return an integer of at most 64 bits."""
+    """Return an integer; raise an error if it needs more than 64 bits."""
     if not _INT.match(str(node.value)):
-        raise ValueError('!!int of another form')  # construct_object adds the position
+        raise ValueError('!!int of another form')  # construct_object adds the position to the error
     value = yaml.SafeLoader.construct_yaml_int(loader, node)  # type: ignore[no-untyped-call]
     if abs(value) >= 2**63:
         problem = f'{_shortened(node.value)} does not fit into 64 bits; use a smaller number, or put it in quotes'
@@ -296,7 +296,7 @@ def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
 
 
 def _construct_float(loader: _Loader, node: yaml.ScalarNode) -> float:
-    """Return a float; digits that overflow to infinity are an error, .inf is not."""
+    """Return a float; digits that overflow to infinity are an error, but .inf is allowed."""
     value = yaml.SafeLoader.construct_yaml_float(loader, node)  # type: ignore[no-untyped-call]
     if math.isinf(value) and 'inf' not in node.value.lower():
         problem = f'{_shortened(node.value)} is too large for a number; use a smaller one, or put it in quotes'
@@ -315,7 +315,7 @@ _Loader.add_constructor('tag:yaml.org,2002:float', _construct_float)
 
 
 class Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes text which `parse_yaml` would read as another type, and writes no aliases."""
+    """SafeDumper that quotes text that would be read as another type, and writes no aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -370,6 +370,6 @@ for _tag, _pattern, _first in (
     ('float', _FLOAT, '-+.0123456789'),
 ):
     _Loader.add_implicit_resolver(f'tag:yaml.org,2002:{_tag}', _pattern, list(_first))
-# The dumper keeps the patterns of YAML 1.1: text such as `no` is written in quotes, for other programs.
+# The dumper keeps the other patterns of YAML 1.1, so that text such as `no` is quoted for other programs.
 _forget(Dumper, 'timestamp')
 Dumper.add_implicit_resolver('tag:yaml.org,2002:float', _QUOTED_FLOAT, list('-+.0123456789'))

@@ -1,1 +1,1 @@
-"""Launching of jobs from a YAML job spec: locally, or on Slurm, Kubernetes, SageMaker, SkyPilot or MosaicML."""
+"""Launch jobs from a YAML job spec: locally, or on Slurm, Kubernetes, SageMaker, SkyPilot or MosaicML."""

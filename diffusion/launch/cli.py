@@ -38,7 +38,7 @@ class LaunchOptions:
     render: Annotated[bool, Option(excludes='submission')] = False
     """Print the files that would be submitted, and exit."""
     out: Annotated[Path | None, DIR] = None
-    """Folder to write the files to as well (default: none)."""
+    """Folder to which the files are also written (default: none)."""
 
 
 @dataclass
@@ -56,8 +56,8 @@ class StatusOptions(JobOptions):
     """Options of `diffusion status`."""
 
     spec: Annotated[str, Option(positional=True, files=True)]
-    """YAML file of the job, as passed to `diffusion launch`; or the folder or URL of a run, for its state (running,
-    silent or ended), batch, speed, time left, last batch of each node, newest checkpoint, attempts and goodput."""
+    """YAML file of the job, as passed to `diffusion launch`; or the folder or URL of a run, to print its state
+    (running, silent or ended), batch, speed, time left, nodes, newest checkpoint, attempts, goodput."""
     json: bool = False
     """Print the status of a run as JSON, for scripts."""
 
@@ -71,7 +71,7 @@ class PreflightOptions:
     overrides: Overrides = field(default_factory=list)
     """Overrides of recipe values, such as global_batch=64."""
     deep: bool = False
-    """Also check the GPUs under sustained load and the links between nodes; takes minutes instead of seconds."""
+    """Also check the links between nodes, and the GPUs under sustained load; takes minutes instead of seconds."""
     gpu: str | None = None
     """Name of the GPU model that every node must have, such as h100-sxm (default: any)."""
     processes: int | None = None
@@ -82,7 +82,7 @@ def run_preflight(options: PreflightOptions) -> int:
     """Run `diffusion preflight`: check this machine, or all nodes together under `srun` with one task per node.
 
     Raises:
-        UserError: The recipe or the GPU model is wrong, or the variables of the scheduler contradict each other.
+        UserError: The recipe or the GPU model is wrong, or the scheduler's environment variables contradict each other.
     """
     kind = 'any' if count_gpus(os.environ) else 'none'
     if options.gpu is not None:
@@ -94,14 +94,14 @@ def run_preflight(options: PreflightOptions) -> int:
 
 
 def run_launch(options: LaunchOptions) -> int:
-    """Run `diffusion launch`: check all jobs, print their cost and submit them; with a mistake in any job, submit none.
+    """Run `diffusion launch`: check all jobs, print their cost and submit them; submit none if any has a mistake.
 
     Raises:
         UserError: A job spec or its recipe is wrong, or the scheduler's command-line tool is missing.
         ExternalError: A scheduler refuses a job or does not respond, or a local job failed.
     """
     paths, overrides = _split_overrides(options.specs)
-    # All jobs are prepared before any is submitted, so that a mistake in the last one submits none.
+    # Prepare all jobs before any is submitted, so that no job is submitted if a later one has a mistake.
     prepared = [(path, *_prepare(path, overrides)) for path in paths]
     warnings: dict[str, None] = {}
     for path, checked, rendered in prepared:
@@ -167,14 +167,14 @@ def run_status(options: StatusOptions) -> int:
 
 
 def run_logs(options: JobOptions) -> int:
-    """Run `diffusion logs`: print the end of a job's log; raises as `run_status` does."""
+    """Run `diffusion logs`: print the end of a job's log. Raises the same errors as `run_status`."""
     checked = _checked(options)
     print(checked.backend.logs(checked.jobs))
     return 0
 
 
 def run_cancel(options: JobOptions) -> int:
-    """Run `diffusion cancel`: cancel a job; raises as `run_status` does."""
+    """Run `diffusion cancel`: cancel a job. Raises the same errors as `run_status`."""
     checked = _checked(options)
     print(checked.backend.cancel(checked.jobs))
     return 0
@@ -225,7 +225,7 @@ class CostEstimate:
 
 
 def estimate_cost(job: Job, gpu: GPU | None) -> CostEstimate | str:
-    """Return the cost estimate of a job, or a text with the reason why the cost cannot be estimated."""
+    """Return the cost estimate of a job, or the reason why its cost cannot be estimated."""
     if gpu is None:
         return 'runs on CPUs'
     try:
@@ -234,14 +234,14 @@ def estimate_cost(job: Job, gpu: GPU | None) -> CostEstimate | str:
         plan = make_plan(phases, given, gpus=load_gpus())
     except (UserError, CountingFailed) as error:
         return str(error).splitlines()[-1].strip()
-    # The planner warns in terms of the options of `diffusion plan`; a job spec has a key instead.
+    # The planner's warnings name options of `diffusion plan`; name the key of the job spec instead.
     warnings = tuple(re.sub(r'pass --price.*', 'set price_usd_per_gpu_hour', warning) for warning in plan.warnings)
-    # The job only trains; the latents that it may read are encoded by another.
+    # Count only the training phase: latents are encoded by another job.
     return CostEstimate(plan.phases[0].expected, given.price_usd_per_hour, warnings)
 
 
 def cost_table(jobs: Sequence[Job], gpu: GPU | None) -> tuple[list[str], list[str]]:
-    """Return the lines of a table of jobs with their machines and costs, and the warnings of the planner."""
+    """Return the lines of a table of jobs with their machines and costs, followed by the planner's warnings."""
     rows = [['job', 'nodes', 'GPUs', 'recipe', 'days', 'GPU-hours', 'dollars']]
     warnings: list[str] = []
     estimates = [estimate_cost(job, gpu) for job in jobs]
@@ -256,7 +256,7 @@ def cost_table(jobs: Sequence[Job], gpu: GPU | None) -> tuple[list[str], list[st
     known = [each.cost for each in estimates if isinstance(each, CostEstimate)]
     if len(jobs) > 1 and len(known) == len(jobs):
         rows.append(['total', '', '', '', *_cells(sum(known[1:], known[0]))])
-    # A reason why there is no estimate may be long; it must not widen the column of days.
+    # The reason for a missing estimate may be long, and must not widen the column of days.
     widths = [max(len(row[column]) for row in rows if row[4] != 'no cost' or column < 4) for column in range(7)]
     lines = ['  '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     prices = {each.price_usd_per_gpu_hour for each in estimates if isinstance(each, CostEstimate)} - {None}

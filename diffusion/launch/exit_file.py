@@ -1,4 +1,4 @@
-"""Exit file of a job's attempt: one line per ended node; the first failure tells why the attempt ended."""
+"""Exit file of a job's attempt: one line per node that has ended. The first failure is why the attempt ended."""
 
 import os
 import sys
@@ -13,14 +13,14 @@ from diffusion.runs import environment
 from diffusion.runs.bounded_call import STORAGE_SECONDS, call_with_limit, storage_problem
 
 BEGIN = 'begin'
-"""Cause in the line that the first node writes when it has recorded the beginning of an attempt."""
+"""Cause in the line that the first node writes after it has recorded the start of an attempt."""
 LOCAL_CAUSES = ('crash', 'killed', 'hardware')
-"""Causes of an attempt's end that are due to the machine on which they were found."""
+"""Causes for which the machine that reports them is to blame."""
 
 
 @dataclass(frozen=True)
 class NodeExit:
-    """Exit record of a node: its line in the exit file that all nodes of a job share, written when the node ends."""
+    """Exit record of a node: the line that it appends to the job's shared exit file when it ends."""
 
     status: int
     machine: str
@@ -51,23 +51,23 @@ def end_of_attempt(outcome: Outcome, environ: Mapping[str, str], first: NodeExit
     Its machine is empty unless the cause is due to that machine.
 
     Args:
-        first: Exit record of the node that failed first, if it is known; None looks into the exit file.
+        first: Exit record of the node that failed first, if known; None reads it from the exit file.
     """
     first = first or failure_elsewhere(environ)
-    # This node is stopped or crashes in a collective when another node fails. The cause that it observes is then only a
+    # When another node fails, this node is stopped or crashes in a collective. Its own cause is then only a
     # consequence, and would be misleading in attempts.jsonl.
     if first is None or outcome.cause not in ('preempted', 'crash') or first.cause == outcome.cause:
         machine = environment.machine_name(environ) if outcome.cause in LOCAL_CAUSES else ''
         return NodeExit(outcome.status, machine, outcome.cause, outcome.detail)
     machine = first.machine if first.cause in LOCAL_CAUSES else ''
     detail = first.detail or f'status {first.status}'
-    # A hardware fault names its machine already.
+    # The detail of a hardware fault already names the machine.
     detail = detail if detail.startswith(f'{first.machine}: ') else f'{first.machine}: {detail}'
     return NodeExit(first.status, machine, first.cause, detail)
 
 
 def earlier_attempt_has_begun(environ: Mapping[str, str]) -> bool | None:
-    """Return True if the first node began an earlier attempt of this job, False if it began none, None if unknown.
+    """Return True if an earlier attempt of this job began on the first node, False if none did, None if unknown.
 
     Only Slurm keeps the exit files of all attempts.
     """
@@ -76,8 +76,8 @@ def earlier_attempt_has_begun(environ: Mapping[str, str]) -> bool | None:
     if not numbered or not attempt.isdigit():
         return None
     files = [_read_lines(Path(f'{stem}.{number}.exits')) for number in range(int(attempt))]
-    # A node that ended before it started its ranks writes no cause, and one that failed the preflight `hardware`. Any
-    # other cause shows that an attempt began: the line `begin` is missing if attempts.jsonl could not be written.
+    # A node that ended before it started its ranks writes no cause; a node that failed the preflight writes `hardware`.
+    # Any other cause shows that an attempt began, even without `begin`, which needs a writable attempts.jsonl.
     causes = {line.split()[2] for lines in files for line in lines if len(line.split()) > 2}
     if causes - {'hardware'}:
         return True
@@ -85,7 +85,7 @@ def earlier_attempt_has_begun(environ: Mapping[str, str]) -> bool | None:
 
 
 def report_exit(status: int, environ: Mapping[str, str], outcome: Outcome | None = None) -> int:
-    """Append the exit record of this node to the exit file that all nodes share; return the exit status."""
+    """Append this node's exit record to the shared exit file; return the exit status."""
     liveness.remove_heartbeat()
     cause = '' if outcome is None or outcome.status != status else f' {outcome.cause} {outcome.detail}'.rstrip()
     append_exit_line(environ, f'{status} {environment.machine_name(environ)}{cause}')
@@ -93,14 +93,14 @@ def report_exit(status: int, environ: Mapping[str, str], outcome: Outcome | None
 
 
 def append_exit_line(environ: Mapping[str, str], line: str) -> None:
-    """Append a line to the exit file that all nodes of the job share, if there is one."""
+    """Append a line to the job's shared exit file, if it has one."""
     path = environ.get(environment.EXIT_FILE)
     if path is None:
         return
 
     def append() -> None:
         with open(path, 'a', encoding='utf-8') as file:
-            # Write one line per node: a line break in a name would be read as the record of another node.
+            # Remove line breaks: the text after one would be read as the record of another node.
             file.write(' '.join(line.split()) + '\n')
 
     problem = storage_problem(append)
@@ -109,7 +109,7 @@ def append_exit_line(environ: Mapping[str, str], line: str) -> None:
 
 
 def _read_lines(path: Path) -> list[str]:
-    """Return the lines of a file; none if it cannot be read in time."""
+    """Return the lines of a file; empty if it cannot be read in time."""
 
     def read() -> list[str]:
         try:

@@ -1,8 +1,8 @@
-"""Stacks of all ranks of a failed attempt, in a folder that its nodes share, and the ranks that differ from the others.
+"""Save the stacks of all ranks of a failed attempt to a shared folder, and name the ranks that differ from the others.
 
 Each node writes `stacks-nodeN.txt` for people and `nodeN.json` for the first node, which writes `summary.txt`. NCCL's
-flight recorder writes `nccl-rank-N` beside them. If the run is in an object store, the recorder writes to the node's
-working folder, and the node uploads the files.
+flight recorder writes `nccl-rank-N` to the same folder. If the run is in an object store, the recorder writes to the
+node's working folder, and the node uploads the files.
 """
 
 import contextlib
@@ -29,21 +29,21 @@ NCCL_PREFIX = 'nccl-rank-'
 KEPT_ATTEMPTS = 5
 """Number of attempts whose stacks are kept."""
 OTHERS_SECONDS = 15.0
-"""Maximum wait of the first node for the stacks of the others, and of the others for its summary."""
+"""Maximum time that the first node waits for the other nodes' stacks, and that they wait for its summary."""
 NCCL_DUMP_SECONDS = 10.0
-"""Maximum wait for the files of NCCL's flight recorder after a hang."""
+"""Maximum time to wait for the files of NCCL's flight recorder after a hang."""
 NCCL_UPLOAD_SECONDS = 20.0
 """Maximum time to upload these files to an object store."""
 POLL_SECONDS = 0.5
-"""Interval at which a node looks for the reports of others."""
+"""Interval at which a node looks for reports of other nodes."""
 BUCKET_POLL_SECONDS = 5.0
-"""The same interval in an object store, which charges for requests: one LIST request each, 720 per hour and node,
-0.0036 USD in S3."""
+"""The same interval for an object store, which charges for requests: 0.0036 USD per hour and node for 720 LIST in
+S3."""
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """Report of a node whose attempt failed."""
+    """Report of a node on a failed attempt."""
 
     node: int
     cause: str
@@ -53,7 +53,7 @@ class NodeReport:
 
     @staticmethod
     def parse(content: bytes | None) -> 'NodeReport | None':
-        """Return a report from the content of its file; None if the file is missing or cannot be parsed."""
+        """Parse the content of a report file; return None if the file is missing or invalid."""
         try:
             values = json.loads(content or b'')
             values.pop('at', None)
@@ -64,12 +64,12 @@ class NodeReport:
 
 
 def attempt_name(environ: Mapping[str, str], restarts: int) -> str:
-    """Return a name of this attempt that all of its nodes know, such as `4711-2`: the job and its number of restarts.
+    """Return this attempt's name, the same on all nodes, such as `4711-2`: the job and its number of restarts.
 
     Args:
-        restarts: Number of restarts in place, by the node entry point itself.
+        restarts: Number of restarts in place (by the node entry point itself).
     """
-    # A local job has no id, but an exit file in a temporary folder of its own.
+    # A local job has no id, but its exit file is in a temporary folder with a unique name.
     exits = environ.get(environment.EXIT_FILE)
     job = job_id(environ) or (Path(exits).parent.name if exits else environ.get(environment.JOB, ''))
     parts = [job or 'job', environ.get(environment.ATTEMPT) or '0', *([str(restarts)] if restarts else [])]
@@ -77,7 +77,7 @@ def attempt_name(environ: Mapping[str, str], restarts: int) -> str:
 
 
 class StackFolder:
-    """Folder of one attempt; see the docstring of the module.
+    """Folder for the stacks of one attempt; see the module's docstring.
 
     Args:
         name: Result of `attempt_name`.
@@ -86,21 +86,21 @@ class StackFolder:
     def __init__(self, run: Path | str, name: str, node: int, nodes: int) -> None:
         self.node, self.nodes = node, nodes
         self.in_bucket = is_url(run)
-        """True if the nodes share objects, and each has a folder of its own."""
+        """True if nodes share the files through an object store, and each node has a local folder of its own."""
         self.path = (working_folder(str(run), LAUNCH) if self.in_bucket else Path(run)) / STACKS / name
         """The folder, which all nodes share unless `in_bucket`."""
         self._folder = f'{STACKS}/{name}'
         self._shared, self._local = files_of_run(run), LocalPlace(self.path)
         self._reports: dict[str, tuple[FileVersion, NodeReport | None]] = {}
         self._written = False
-        # Not every scheduler numbers its restarts, so the folder may have files of an earlier attempt.
+        # Not every scheduler counts restarts, so the folder may contain files of an earlier attempt.
         self._earlier: dict[str, FileVersion] | None = None
         self._earlier_dumps = self._dumps()
         self._new_files()
 
     @property
     def place(self) -> str:
-        """Path or URL of the folder that all nodes share, for messages."""
+        """Path or URL of the shared folder, for messages."""
         return self._shared.locate(self._folder)
 
     def write(self, report: NodeReport, stacks: Mapping[int, str]) -> None:
@@ -116,11 +116,11 @@ class StackFolder:
             text += f'--- rank {each.rank} {each.problem or "is in " + each.place}; {heartbeat}\n'
             text += f'{stacks.get(each.rank, "")}\n'
         self._write(f'stacks-node{self.node}.txt', text)
-        # Write the report after the stacks: to other nodes, it means that this node is done.
+        # Write the report after the stacks, because it tells other nodes that this node is done.
         self._write(f'node{self.node}.json', json.dumps(asdict(report) | {'at': time.time()}) + '\n')
 
     def read(self) -> dict[int, NodeReport]:
-        """Return the reports of this attempt by node, without nodes whose report cannot be read."""
+        """Return the readable reports of this attempt, by node."""
         found = {}
         for name, version in self._new_files().items():
             if not name.startswith('node'):
@@ -137,17 +137,17 @@ class StackFolder:
         return dict(sorted(found.items()))
 
     def wait_for_all(self) -> dict[int, NodeReport]:
-        """Wait at most OTHERS_SECONDS for the reports of all nodes; return those that were written."""
+        """Wait at most OTHERS_SECONDS for the reports of all nodes; return the reports found."""
         _poll(lambda: len(self.read()) == self.nodes, OTHERS_SECONDS, self.poll_seconds / 5)
         return self.read()
 
     def write_summary(self, sentence: str, reports: Mapping[int, NodeReport]) -> None:
-        """Write the summary: a sentence about all ranks, and the problem that each node has reported."""
+        """Write the summary: a sentence about all ranks, and the problem that each node reported."""
         problems = [f'node {node}: {report.problem}\n' for node, report in reports.items() if report.problem]
         self._write(SUMMARY, f'{sentence}\n{"".join(problems)}')
 
     def wait_for_summary(self) -> None:
-        """Wait until the first node has written the summary, at most OTHERS_SECONDS."""
+        """Wait at most OTHERS_SECONDS until the first node has written the summary."""
         _poll(lambda: SUMMARY in self._new_files(), OTHERS_SECONDS, self.poll_seconds / 5)
 
     def wait_for_nccl(self, ranks: Sequence[int], seconds: float) -> None:
@@ -167,15 +167,15 @@ class StackFolder:
 
     @property
     def nccl_prefix(self) -> str:
-        """Absolute path to which NCCL's flight recorder appends the rank."""
+        """Absolute path of the flight recorder's files, to which NCCL appends the rank."""
         return str((self.path / NCCL_PREFIX).absolute())
 
     def create(self) -> None:
-        """Create the folder, which NCCL's flight recorder does not do; a run's folder that nodes share must exist."""
+        """Create the folder, since NCCL's flight recorder does not. A shared run folder must already exist."""
         if self.in_bucket:
             self.path.mkdir(parents=True, exist_ok=True)
             return
-        # Do not create parents: if the run's folder is not mounted, a new folder would look like that of a run.
+        # Do not create parents: if the run's folder is not mounted, a new folder would look like a run.
         self.path.parent.mkdir(exist_ok=True)
         self.path.mkdir(exist_ok=True)
 
@@ -198,7 +198,7 @@ class StackFolder:
         ended_at = {}
         for name in self._shared.list(STACKS).folders - {self.path.name}:
             names = self._shared.list(f'{STACKS}/{name}').files
-            # Stores do not tell when an object was written; the first node's report does.
+            # The first node's report contains the time of writing, which the store does not provide.
             content = self._shared.read(f'{STACKS}/{name}/node0.json')
             with contextlib.suppress(ValueError, TypeError, AttributeError):
                 ended_at[name] = float(json.loads(content or b'{}').get('at', 0.0)), names
@@ -209,45 +209,45 @@ class StackFolder:
         self._shared.write(f'{self._folder}/{name}', content)
 
     def _new_files(self) -> dict[str, FileVersion]:
-        """Return the versions of the shared files that were written in this attempt; none while the storage fails."""
+        """Return the shared files written in this attempt and their versions; empty while the storage fails."""
         try:
             found = self._shared.list(self._folder).files
         except OSError:
             return {}
         if self._earlier is None:
-            # The first listing that succeeds shows the files of an earlier attempt, whose report would end this one.
+            # Files in the first successful listing are from an earlier attempt, whose reports must not end this one.
             self._earlier = found
         return {name: version for name, version in found.items() if self._earlier.get(name) != version}
 
     def _dumps(self) -> dict[str, FileVersion]:
-        """Return the versions of the flight recorder's files that this node sees; none while the storage fails."""
+        """Return the flight recorder's files that this node sees and their versions; empty while the storage fails."""
         try:
             return self._local.list().files
         except OSError:
             return {}
 
     def _new_dumps(self) -> set[str]:
-        """Return the names of the flight recorder's files that were written in this attempt."""
+        """Return the names of the flight recorder's files written in this attempt."""
         dumps = self._dumps().items()
         return {each for each, tag in dumps if each.startswith(NCCL_PREFIX) and self._earlier_dumps.get(each) != tag}
 
     @property
     def poll_seconds(self) -> float:
-        """Interval at which to look for the reports of other nodes while the run trains."""
+        """Interval at which to look for reports of other nodes during training."""
         return BUCKET_POLL_SECONDS if self.in_bucket else POLL_SECONDS
 
 
 class HangListener:
-    """Thread that looks for the report of another node that found a hang.
+    """Thread that waits for another node's report of a hang.
 
-    It is a thread because the storage may not respond, and this node must still end its ranks.
+    This is a separate thread because the storage may not respond, and this node must still be able to end its ranks.
     """
 
     def __init__(self, folder: StackFolder) -> None:
         self._folder = folder
         self._done = threading.Event()
         self.found: NodeReport | None = None
-        """Report of the first other node that has found a hang, or None."""
+        """Report of the first other node that found a hang, or None."""
         if folder.nodes > 1:
             threading.Thread(target=self._run, daemon=True).start()
 
@@ -277,21 +277,21 @@ def keep_stacks(
     begin: float,
     say: Callable[[str], None],
 ) -> str:
-    """Write the stacks of this node's ranks to the run's folder; return a sentence about the ranks of all nodes.
+    """Write the stacks of this node's ranks to the run's folder; return a sentence about all nodes' ranks.
 
-    When any node entry point ends, the scheduler ends the rest. After a hang, the first node therefore waits for the
-    stacks of the other nodes, and they wait for its summary. The sentence is empty on the other nodes.
+    The scheduler ends all nodes when one node entry point ends. After a hang, the first node therefore waits for the
+    stacks of the other nodes, and they wait for its summary. The other nodes return ''.
 
     Args:
         cause: Cause of the failure, a key of `attempts.CAUSES`.
-        begin: Start time of the workers, by time.monotonic().
+        begin: Start time of the workers, on the clock of time.monotonic().
     """
     position = workers.position
     texts = workers.write_stacks()
     reports = rank_reports(workers, texts, machine=environment.machine_name(environ), begin=begin)
     report = NodeReport(position.rank, cause, problem, reports)
     if not within_limit(lambda: stacks.write(report, texts)):
-        # The file system may be what hangs. The sentence about the ranks of this node is still useful.
+        # The file system may be the cause of the hang. The sentence about this node's ranks is still useful.
         say(f'{stacks.place} cannot be written; continuing without the stacks of the ranks')
         return describe_hang(reports) if position.rank == 0 else ''
     say(f'wrote the stacks of {len(texts)} of {position.processes} ranks to {stacks.place}')
@@ -318,7 +318,7 @@ def keep_stacks(
 
 
 def rank_reports(workers: Workers, texts: Mapping[int, str], *, machine: str, begin: float) -> list[RankReport]:
-    """Return the state of each rank of this node by its last heartbeat, its stack and its process."""
+    """Return the state of each of this node's ranks, judged by the rank's last heartbeat, stack and process."""
     beats, now, reports = heartbeats.last_beats(workers.folder), time.monotonic(), []
     for rank, process in workers.by_rank().items():
         beat = beats.get(rank)

@@ -1,4 +1,4 @@
-"""GPU health checks of a node through NVML, and the results of all node checks as a table, as JSON or as one status."""
+"""Check a node's GPUs through NVML, and format the results of all node checks as a table, JSON or exit status."""
 
 import json
 import os
@@ -13,11 +13,11 @@ from diffusion.launch.rank_discovery import visible_gpus
 from diffusion.planning.gpus import load_gpus
 
 MIN_FREE_SHARE = 0.9
-"""Minimum fraction of the memory of a GPU that must be free."""
+"""Minimum fraction of a GPU's memory that must be free."""
 MIN_NOMINAL_SHARE = 0.9
-"""Minimum fraction of its nominal memory that a GPU must report; the driver reserves some."""
+"""Minimum fraction of its nominal memory that a GPU must report; the driver reserves the rest."""
 RELEASE_SECONDS = 20.0
-"""Maximum time for which a killed process may still hold GPU memory."""
+"""Maximum time that a killed process may take to release its GPU memory."""
 RECOVERY_ACTIONS = {
     1: 'a GPU reset',
     2: 'a node reboot',
@@ -39,12 +39,12 @@ class Finding:
     detail: str
     """The measured value, or the fault and how to fix it."""
     status: int = BAD_HARDWARE
-    """Exit status if the check failed: 76 for a fault of this node, 78 for a mistake that would fail on every node, 1
-    for a fault that may pass."""
+    """Exit status if the check failed: 76 for a fault of this node, 78 for a user mistake, which would fail on every
+    node, 1 for a fault that may be temporary."""
     where: str = ''
     """Name of the host, and the rank if the check is per rank."""
     warns: bool = False
-    """True if the check passed, but the detail names a risk."""
+    """True if the check passed but the detail warns of a risk."""
 
 
 def findings_exit_status(findings: Iterable[Finding]) -> int:
@@ -54,9 +54,9 @@ def findings_exit_status(findings: Iterable[Finding]) -> int:
 
 
 def downgrade_shared_faults(findings: Sequence[Finding], nodes: int) -> list[Finding]:
-    """Change the exit status from bad hardware (76) to failure (1) for checks that failed on all of several nodes."""
-    # A check that fails on all nodes points to something that they share, such as a disk. BAD_HARDWARE would
-    # make the scheduler exclude every node of the job, and none might be left to run it.
+    """Change the exit status of checks that failed on all of several nodes from bad hardware (76) to failure (1)."""
+    # A failure on all nodes points to something that they share, such as a disk. With BAD_HARDWARE, the scheduler would
+    # exclude every node of the job, and might have none left.
     hosts: dict[str, set[str]] = {}
     for each in findings:
         if not each.ok and each.status == BAD_HARDWARE:
@@ -71,7 +71,7 @@ def downgrade_shared_faults(findings: Sequence[Finding], nodes: int) -> list[Fin
 
 
 def findings_table(findings: Sequence[Finding]) -> str:
-    """Format the findings as a table with one line per finding, warnings and then failed checks last."""
+    """Format the findings as a table with one line each: passed checks, then warnings, then failures."""
     ordered = sorted(findings, key=lambda finding: (not finding.ok, finding.warns, finding.check, finding.where))
     widths = [max((len(getattr(each, name)) for each in ordered), default=0) for name in ('check', 'where')]
     return '\n'.join(
@@ -92,7 +92,7 @@ def findings_json(findings: Sequence[Finding]) -> str:
 
 
 def check_gpus(nvml: Any, kind: str, count: int) -> Iterator[Finding]:
-    """Yield the findings about the GPUs of this node; call it before any process of the job uses a GPU.
+    """Yield the findings about this node's GPUs; call this before any process of the job uses a GPU.
 
     Args:
         nvml: The module pynvml or a substitute; None if there is no driver.
@@ -107,7 +107,7 @@ def check_gpus(nvml: Any, kind: str, count: int) -> Iterator[Finding]:
     # Only visible GPUs are checked; other jobs may use the rest.
     names = visible_gpus(os.environ, int(nvml.nvmlDeviceGetCount()))
     yield Finding('gpu count', len(names) >= count, f'{len(names)} of {count}')
-    # Use one deadline for all GPUs, because the processes of a killed attempt release them at the same time.
+    # Use one deadline for all GPUs, because the processes of a killed attempt release them simultaneously.
     until = time.monotonic() + RELEASE_SECONDS
     for name in names:
         try:
@@ -122,8 +122,8 @@ def check_gpus(nvml: Any, kind: str, count: int) -> Iterator[Finding]:
 def _check_one(nvml: Any, gpu: Any, name: str, kind: str, until: float) -> Iterator[Finding]:
     """Yield the findings about one GPU: model, memory size, other processes, free memory and health."""
     product = nvml.nvmlDeviceGetName(gpu)
-    # The driver reports product names such as `NVIDIA H100 80GB HBM3`, so only the family is compared by name. The
-    # memory size below distinguishes the variants of a family.
+    # The driver reports product names such as `NVIDIA H100 80GB HBM3`, so compare only the family by name. Variants of
+    # a family differ in the memory size, which is checked below.
     family = kind.split('-')[0]
     same = kind == 'any' or re.sub('[^a-z0-9]', '', family) in re.sub('[^a-z0-9]', '', product.lower())
     yield Finding('gpu kind', same, f'{name}: {product}' + ('' if same else f', expected {kind}'), CONFIG_ERROR)
@@ -132,11 +132,11 @@ def _check_one(nvml: Any, gpu: Any, name: str, kind: str, until: float) -> Itera
     if known is not None and total < MIN_NOMINAL_SHARE * known.memory_gib * 2**30:
         detail = f'{name}: {total / 2**30:.0f} GiB of memory, {kind} has {known.memory_gib:.0f}'
         yield Finding('gpu kind', False, detail, CONFIG_ERROR)
-    # The processes of a killed attempt may need some seconds to release the GPU.
+    # The processes of a killed attempt may take some seconds to release the GPU.
     while (foreign or free < MIN_FREE_SHARE) and time.monotonic() < until:
         time.sleep(0.5)
         foreign, free, total = _processes_and_memory(nvml, gpu)
-    # NVML in a container reports process ids of the host or none at all, so the free memory is checked as well.
+    # In a container, NVML reports the host's process ids or none at all, so check the free memory too.
     users = f'in use by process {", ".join(map(str, foreign))}; stop it' if foreign else 'no other process'
     yield Finding('gpu processes', not foreign, f'{name}: {users}')
     yield Finding('gpu memory', free >= MIN_FREE_SHARE, f'{name}: {free:.0%} of {total / 2**30:.0f} GiB free')
@@ -151,7 +151,7 @@ def _processes_and_memory(nvml: Any, gpu: Any) -> tuple[list[int], float, int]:
 
 
 def _check_health(nvml: Any, gpu: Any, name: str) -> Iterator[Finding]:
-    """Yield findings about memory errors of a GPU and the recovery action that its driver requests, where supported."""
+    """Yield findings about a GPU's memory errors and the recovery action that the driver requests, where supported."""
     rows = _if_supported(nvml, lambda: nvml.nvmlDeviceGetRemappedRows(gpu))
     if rows is not None:
         _, _, pending, failed = rows
@@ -170,7 +170,7 @@ def _check_health(nvml: Any, gpu: Any, name: str) -> Iterator[Finding]:
 def _recovery_action(nvml: Any, gpu: Any) -> int | None:
     """Return the recovery action that the driver requests for a GPU, 0 for none, or None if the driver is too old."""
     (field,) = nvml.nvmlDeviceGetFieldValues(gpu, [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
-    # An older driver reports an unknown field in the result instead of raising an error.
+    # For an unknown field, an older driver sets nvmlReturn instead of raising an error.
     return None if field.nvmlReturn else int(field.value.uiVal)
 
 

@@ -1,4 +1,4 @@
-"""Load and validate job specs; all mistakes are found before anything is submitted."""
+"""Load and validate job specs, so that mistakes are found before anything is submitted."""
 
 import os
 import re
@@ -23,7 +23,7 @@ VARIABLE = re.compile(r'[A-Za-z_][A-Za-z0-9_]*')
 
 @dataclass(frozen=True)
 class CheckedSpec:
-    """Job spec that passed all checks, with its jobs and the launch backend."""
+    """Job spec that has passed all checks, with its jobs and its launch backend."""
 
     spec: JobSpec
     backend: Backend
@@ -34,7 +34,7 @@ class CheckedSpec:
 
 
 def load_job_spec(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
-    """Load a job spec from its YAML file, the files that it extends and `key=value` overrides; recipes are not loaded.
+    """Load a job spec from its YAML file, the files it extends and `key=value` overrides, without loading its recipes.
 
     Raises:
         RecipeError: The spec has mistakes; the message lists all of them.
@@ -63,14 +63,14 @@ def check_jobs(spec: JobSpec, path: str | Path, *, environ: Mapping[str, str] | 
     Args:
         spec: Result of `load_job_spec`.
         path: Path of the spec, for messages.
-        environ: Environment in which the job is submitted (default: that of this process).
+        environ: Environment variables at submission (default: those of this process).
 
     Raises:
         RecipeError: The spec or its recipes have mistakes; the message lists all of them.
     """
     gpu, problems = _find_gpu(spec)
     if gpu is not None:
-        spec = replace(spec, gpu=gpu.name)  # normalized, since backends look up instance types by name
+        spec = replace(spec, gpu=gpu.name)  # the normalized name, by which backends look up instance types
     jobs, mistakes = _make_jobs(spec)
     backend = backend_of(spec.backend)
     problems += mistakes + _shared_run_folders(jobs) + (backend.problems(jobs) if jobs else [])
@@ -81,7 +81,7 @@ def check_jobs(spec: JobSpec, path: str | Path, *, environ: Mapping[str, str] | 
 
 
 def _keep_interpolations(resolved: Resolved) -> list[Problem]:
-    """Restore each `${oc.env:...}` of a job spec: nodes resolve it in overrides; it is a problem elsewhere."""
+    """Restore the text of `${oc.env:...}` in overrides, which nodes resolve; report it anywhere else in a job spec."""
     problems = []
     for where, text in resolved.from_environment.items():
         parent: Any = resolved.values
@@ -107,7 +107,7 @@ def _read_backend(value: Any, gather: Gatherer) -> tuple[str, Any]:
 
 
 def _spec_problems(spec: JobSpec) -> list[Problem]:
-    """Return the mistakes in a job spec that the types of its fields do not exclude, such as a negative number."""
+    """Return a job spec's mistakes beyond wrong types, such as a negative number."""
     gather = Gatherer()
     for where, value in (
         ('nodes', spec.nodes),
@@ -176,7 +176,7 @@ def _check_variables(spec: JobSpec, gather: Gatherer) -> None:
 
 
 def _find_gpu(spec: JobSpec) -> tuple[GPU | None, list[Problem]]:
-    """Return the GPU model of a job spec, or None for CPUs, and the mistakes in `gpu`, `torch` and `gpus_per_node`."""
+    """Return a job spec's GPU model (None for CPUs) and the mistakes in `gpu`, `torch` and `gpus_per_node`."""
     if spec.gpu is None:
         return None, []
     try:
@@ -205,14 +205,14 @@ def _make_jobs(spec: JobSpec) -> tuple[list[Job], list[Problem]]:
         where = join(f'stages.{name}' if spec.stages else '', 'recipe')
         path = stage.recipe or spec.recipe or ''
         overrides = spec.overrides | stage.overrides
-        # A later stage starts from the weights of the previous one unless it sets init_from itself. The run folder is
-        # known before that stage has run.
+        # A later stage starts from the previous stage's weights unless it sets init_from. The run folder of the
+        # previous stage is known before that stage has run.
         if jobs and 'init_from' not in overrides:
             overrides['init_from'] = run_folders[-1]
         words = override_words(overrides)
         nodes, limit = stage.nodes or spec.nodes, stage.time_limit or spec.schedule.time_limit
         try:
-            # The job sets these variables on its nodes, which resolve the interpolations; the check needs no values.
+            # Nodes get the values of these secrets and resolve the interpolations; the check does not need the values.
             environ = {name: value for name, value in os.environ.items() if name not in spec.secrets} | spec.env
             recipe = load_recipe(path, words, environ=environ, set_later=spec.secrets)
             problems = _recipe_problems(recipe, spec, nodes)
@@ -240,8 +240,8 @@ def _make_jobs(spec: JobSpec) -> tuple[list[Job], list[Problem]]:
 
 
 def _variables_not_set(recipe: Recipe, spec: JobSpec) -> list[Problem]:
-    """Return a problem for each environment variable that a recipe needs and that the job does not set on its nodes."""
-    # Slurm and the local backend pass the environment of this process on.
+    """Return a problem for each environment variable that a recipe needs but the job does not set on its nodes."""
+    # Slurm and the local backend pass on this process's environment.
     if spec.backend in ('slurm', 'local'):
         return []
     known = {*spec.env, *spec.secrets, 'HOME', 'HOSTNAME', 'LOGNAME', 'PATH', 'PWD', 'SHELL', 'TMPDIR', 'USER'}
@@ -253,7 +253,7 @@ def _variables_not_set(recipe: Recipe, spec: JobSpec) -> list[Problem]:
 
 
 def _run_folder(recipe: Recipe) -> str:
-    """Return the folder or URL of a recipe's run, as a value of another recipe, with environment variables by name."""
+    """Return the folder or URL of a recipe's run for use in another recipe, with environment variables unresolved."""
     parts = {key: recipe.from_environment.get((key,)) for key in ('runs_dir', 'name')}
     if not any(parts.values()):
         return recipe.run_place
@@ -261,7 +261,7 @@ def _run_folder(recipe: Recipe) -> str:
 
 
 def _recipe_problems(recipe: Recipe, spec: JobSpec, nodes: int) -> list[Problem]:
-    """Return the mistakes of a valid recipe in this job: an indivisible batch, or restarts without autoresume."""
+    """Return mistakes in using a valid recipe for this job: an indivisible batch, or restarts without autoresume."""
     problems = check_devices(recipe, nodes * spec.gpus_per_node, spec.gpus_per_node)
     if recipe.task == 'train' and spec.restart.max_restarts and not recipe.trainer.get('autoresume'):
         message = 'is off, so a restart would start from scratch; turn it on, or set restart.max_restarts: 0 in the job'
@@ -274,7 +274,7 @@ def _recipe_problems(recipe: Recipe, spec: JobSpec, nodes: int) -> list[Problem]
 
 
 def _shared_run_folders(jobs: Sequence[Job]) -> list[Problem]:
-    """Return a problem for each job that saves to the run folder of an earlier job of the same spec."""
+    """Return a problem for each job whose run folder is also that of an earlier job in the same spec."""
     problems = []
     owners: dict[str, Job] = {}
     for job in jobs:
@@ -286,7 +286,7 @@ def _shared_run_folders(jobs: Sequence[Job]) -> list[Problem]:
 
 
 def _missing_secrets(spec: JobSpec, environ: Mapping[str, str]) -> list[Problem]:
-    """Return a problem for each secret that must be exported before submission and is not set in the environment."""
+    """Return a problem for each secret that must be set in the environment at submission but is not."""
     return [
         Problem(join('secrets', name), 'is not set in the environment; export it before submitting')
         for name, source in spec.secrets.items()

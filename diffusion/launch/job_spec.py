@@ -1,4 +1,4 @@
-"""Job spec: recipe, machines, scheduling and restarts of a job. Its fields are the keys of the job YAML."""
+"""Job spec: recipe, machines, scheduling and restarts of a job. The dataclass fields are the keys of the job YAML."""
 
 import re
 import shlex
@@ -19,20 +19,20 @@ ON_EXIT: dict[str, Action] = {str(PREEMPTED): 'retry', str(BAD_HARDWARE): 'elsew
 
 @dataclass
 class Restart:
-    """Restart policy of a job: the action after each exit status, and the maximum number of restarts in a row."""
+    """Restart policy of a job: the action after each exit status, and the maximum number of restarts."""
 
     max_restarts: int = 100
-    """Maximum number of restarts in a row without progress. Preemptions do not count; progress is a newer checkpoint
-    from which an attempt resumed. 0 turns restarts off."""
+    """Maximum number of consecutive restarts without progress, not counting preemptions. A restart makes progress if it
+    resumes from a newer checkpoint than before. 0 turns restarts off."""
     on_exit: dict[str, Action] = field(default_factory=dict)
-    """Action by exit status: retry, elsewhere (retry on other nodes) or stop. Defaults: 75 (preempted) retry, 76 (bad
-    hardware) elsewhere, 78 (user error) stop."""
+    """Action by exit status: retry, elsewhere (retry on other nodes) or stop. The defaults are retry for 75
+    (preempted), elsewhere for 76 (bad hardware) and stop for 78 (user error)."""
     otherwise: Literal['retry', 'stop'] = 'retry'
-    """Action after every other exit status, such as that of a crash or a kill."""
+    """Action after any other exit status, such as after a crash or a kill."""
     standby: bool = False
-    """Keep a standby process per rank, which has imported what the rank needs and takes over at once after a crash, if
-    all nodes survive; the scheduler restarts the job otherwise. It needs 0.5 GB of memory per rank, and the port after
-    `master_port` between the nodes."""
+    """True keeps a standby process per rank, which has already imported all modules and takes over immediately after a
+    crash. If a node is lost, the scheduler restarts the job instead. Standby processes need 0.5 GB of memory per rank,
+    and an open port between the nodes (`master_port` + 1)."""
 
     def actions(self) -> dict[int, Action]:
         """Return the action (retry, elsewhere or stop) for each listed exit status, including the defaults."""
@@ -52,21 +52,21 @@ class Schedule:
     priority: str | int | None = None
     """Slurm QOS; Kubernetes or Kueue priority class; a number for SkyPilot; low, medium or high for mcli."""
     preemptible: bool = False
-    """Use cheaper capacity that the provider can take back."""
+    """True uses cheaper capacity that the provider can take back."""
     time_limit: str | None = None
     """Maximum run time that the scheduler allows, such as 90m, 12h or 3d."""
     notice_seconds: int = 120
-    """Time in seconds between the scheduler's warning and the kill, in which the job saves a checkpoint."""
+    """Time in seconds from the scheduler's warning to the kill, during which the job saves a checkpoint."""
 
 
 @dataclass
 class JobStage:
-    """Stage of a chain of jobs, which becomes one job. Keys that are not set are taken from the job spec."""
+    """One stage in a chain of jobs; each stage becomes a job. Keys that are not set are taken from the job spec."""
 
     recipe: str | None = None
     """Path of the recipe."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Overrides of the recipe, applied after the overrides of the job spec."""
+    """Overrides of recipe values, applied after the overrides of the job spec."""
     nodes: int | None = None
     """Number of machines."""
     time_limit: str | None = None
@@ -82,39 +82,39 @@ class JobSpec:
     recipe: str | None = None
     """Path of the recipe, relative to the folder that contains run.py."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Overrides of the recipe, such as `streams.laion.remote: s3://bucket/256`."""
+    """Overrides of recipe values, such as `streams.laion.remote: s3://bucket/256`."""
     stages: dict[str, JobStage] = field(default_factory=dict)
     """Jobs that run in sequence, each initialized with the weights of the previous one."""
     nodes: int = 1
     """Number of machines."""
     gpu: str | None = None
-    """GPU model, as in `diffusion plan --gpu`; null runs on CPUs."""
+    """GPU model, as in `diffusion plan --gpu`. Null means CPUs."""
     gpus_per_node: int = 8
-    """Number of GPUs per machine, with one process each; without GPUs, the number of processes."""
+    """Number of GPUs per machine, with one process each; on CPUs, the number of processes."""
     price_usd_per_gpu_hour: float | None = None
-    """Price of one GPU per hour in USD; null uses the default price of `diffusion plan`."""
+    """Price of one GPU per hour in USD. Null means the default price of `diffusion plan`."""
     image: str | None = None
-    """Container image; null runs the software that is installed on the machines."""
+    """Container image. Null means the software installed on the machines."""
     torch: str | None = None
-    """Version of torch in the image or on the machines, such as 2.9 or 2.7.0+cu128, which must have kernels for `gpu`;
-    null assumes the version that is installed where the job is submitted."""
+    """Version of torch in the image or on the machines, such as 2.9 or 2.7.0+cu128, which must have kernels for `gpu`.
+    Null means the version installed where the job is submitted."""
     workdir: str | None = None
-    """Folder with run.py on a node; null uses the working directory of the image, or else the folder from which the job
-    is submitted."""
+    """Folder on the nodes that contains run.py. Null means the image's working directory or, without an image, the
+    folder from which the job is submitted."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables; must not contain secrets."""
     secrets: dict[str, str | None] = field(default_factory=dict)
-    """Secret environment variables by name, with the source from which the backend reads each; null reads it from the
-    environment in which the job is submitted."""
+    """Secret environment variables by name, with the source of each value for the backend. Null means the environment
+    in which the job is submitted."""
     mounts: dict[str, str] = field(default_factory=dict)
     """Mounts, as folder on the node and source: `/workspace/runs: /shared/runs`, `pvc://claim`, `s3://bucket/runs`."""
     restart: Restart = field(default_factory=Restart)
     """Actions when a job ends."""
     preflight: Literal['none', 'fast', 'deep'] = 'fast'
-    """Level of the node checks before the first step: fast takes less than a minute, deep takes minutes."""
+    """Level of the node checks before training: fast takes less than a minute, deep takes minutes."""
     hang_seconds: int | None = None
-    """Minimum time in seconds without a batch that counts as a hang; null uses 900. The timeout of collectives follows
-    from it: four times as long, for saves, plus a minute."""
+    """Time in seconds without a batch after which the run counts as hanging. Null means 900. The timeout of collectives
+    is derived from it: four times as long, to allow for saves, plus a minute."""
     master_port: int = 29500
     """Port on the first node for the rendezvous of the ranks."""
     schedule: Schedule = field(default_factory=Schedule)
@@ -127,15 +127,15 @@ class JobSpec:
 
 @dataclass(frozen=True)
 class Job:
-    """One job to submit to the scheduler: one stage of a job spec, or the whole spec if it has no stages.
+    """One job to submit to the scheduler: a stage of a job spec, or the whole spec if it has no stages.
 
-    A stage is one of several jobs that run one after the other. Settings that it omits are those of the spec.
+    Stages are jobs that run one after the other; a stage takes the settings that it omits from the spec.
     """
 
     name: str
-    """Name of the spec, followed by the name of the stage if there are stages."""
+    """Name of the spec, followed by the name of the stage if the spec has stages."""
     stage: str
-    """Name of the stage; `main` if there are none."""
+    """Name of the stage; `main` if the spec has none."""
     recipe: str
     overrides: tuple[str, ...]
     nodes: int
@@ -159,7 +159,7 @@ class Job:
 
     @property
     def command(self) -> list[str]:
-        """Command that every node of the job runs, as a list of words."""
+        """Command that every node of the job runs, as a list of arguments."""
         return ['python', '-m', 'diffusion.launch.node', *self.arguments]
 
     @property
@@ -169,7 +169,7 @@ class Job:
 
 
 def override_words(overrides: Mapping[str, Any], prefix: str = '') -> tuple[str, ...]:
-    """Return recipe overrides as `key=value` words that run.py parses to the same values; dots join nested keys."""
+    """Return recipe overrides as `key=value` words, which run.py parses to the same values; dots join nested keys."""
     words: list[str] = []
     for key, value in overrides.items():
         if isinstance(value, Mapping) and value:

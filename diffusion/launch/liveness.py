@@ -1,6 +1,6 @@
 """Container health check, `python -m diffusion.launch.liveness`: exit with 1 if the node entry point does not respond.
 
-The check ignores the ranks, because the node entry point itself ends ranks that hang.
+The check ignores the ranks: if they hang, the node entry point itself ends them.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from diffusion.runs.run_lock import start_ticks
 from diffusion.storage.local_files import user_folder
 
 SILENT_SECONDS = 90.0
-"""Time without a heartbeat after which the node entry point counts as stopped. It writes one per second, but a slow
+"""Time without a heartbeat after which the node entry point counts as hanging. It writes one per second, but a slow
 file system can delay it."""
 
 
@@ -29,16 +29,16 @@ def remove_heartbeat() -> None:
 
 
 def liveness_problems(proc: Path = Path('/proc')) -> list[str]:
-    """Return a message for each node entry point of this container that has no recent heartbeat."""
+    """Return a message for each node entry point in this container that has no recent heartbeat."""
     found = []
     for folder in proc.glob('[0-9]*'):
-        with contextlib.suppress(OSError):  # the process ended during the scan
+        with contextlib.suppress(OSError):  # the process may end during the scan
             arguments = (folder / 'cmdline').read_bytes().split(b'\0')
             if arguments[1:3] != [b'-m', b'diffusion.launch.node']:
                 continue
             pid = int(folder.name)
-            # A restarted container reuses process ids, so the file may be from an earlier process. The age of this
-            # process is an upper limit for the time since its last heartbeat.
+            # A restarted container reuses process ids, so the file may be from an earlier process. The time since this
+            # process's last heartbeat is at most the age of the process.
             seconds = min(_process_age(pid), heartbeat_age(_heartbeat_file(pid)))
             if seconds > SILENT_SECONDS:
                 found.append(f'the node entry point (process {pid}) has written no heartbeat for {seconds:.0f} s')
@@ -46,7 +46,7 @@ def liveness_problems(proc: Path = Path('/proc')) -> list[str]:
 
 
 def _process_age(pid: int) -> float:
-    """Return the seconds since a process started."""
+    """Return the number of seconds since a process started."""
     uptime = float(Path('/proc/uptime').read_text(encoding='ascii').split()[0])
     return uptime - int(start_ticks(pid) or 0) / os.sysconf('SC_CLK_TCK')
 

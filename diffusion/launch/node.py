@@ -1,7 +1,7 @@
 """Node entry point, `python -m diffusion.launch.node -- run.py RECIPE [key=value ...]`, run on every node of a job.
 
-It determines the rank of the node, starts one process per GPU, forwards signals to them, and ends them if they hang.
-Its exit status tells the scheduler how to continue: 0 done, 1 crash, 75 retry, 76 retry on other nodes, 78 stop.
+It determines the node's rank, starts one process per GPU, forwards signals to these processes, and ends them if they
+hang. Its exit status tells the scheduler what to do: 0 done, 1 crash, 75 retry, 76 retry on other nodes, 78 stop.
 """
 
 import contextlib
@@ -45,13 +45,13 @@ from diffusion.storage.places import files_of_run, is_url
 CHECK_EVERY_SECONDS = 1.0
 """Interval at which heartbeats are checked."""
 RECORD_EVERY_SECONDS = 30.0
-"""Interval at which progress is recorded, in case this process is killed before it can record the end."""
+"""Interval at which progress is recorded, in case this process is killed before it can record the attempt's end."""
 GRACE_SECONDS = 5.0
-"""Time for the other ranks to end after one has failed. They wait for it in a collective, but may still report an
+"""Time that the other ranks have to end after one has failed. They wait for it in a collective, but may still report an
 error."""
 KILLED_GRACE_SECONDS = 0.2
-"""The same time after a rank was killed by SIGKILL, for example because memory is short. The errors of the other ranks
-are then only a consequence, but several ranks may be killed at once."""
+"""The same time if the rank was killed by SIGKILL, for example by the OOM killer. Errors of the other ranks are then
+only consequences, but several ranks may be killed at once."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with discarding_lost_output():
         try:
             return _main(list(sys.argv[1:] if argv is None else argv), dict(os.environ))
-        except KeyboardInterrupt:  # the signal handlers of `Node` are not installed yet
+        except KeyboardInterrupt:  # a signal came before `Node` installed its handlers
             print('interrupted before the start', file=sys.stderr)
             return PREEMPTED
 
@@ -71,29 +71,29 @@ def _main(words: list[str], environ: dict[str, str]) -> int:
     try:
         position = find_position(environ)
         settings = Settings.from_environ(environ)
-        # The secrets come before the recipe, which may refer to them as ${oc.env:NAME}.
+        # Fetch the secrets before the recipe is loaded: it may refer to them as ${oc.env:NAME}.
         environ |= fetch_secrets(environ)
-        # Load the recipe here too, so that a mistake in it ends the job before any process is started.
+        # Load the recipe here too, so that mistakes end the job before any process is started.
         recipe = load(words[2], words[3:], environ=environ)
     except (UserError, ExternalError) as error:
         print(f'error: {error}', file=sys.stderr)
         return report_exit(exit_status(error), environ)
     node = Node(position, settings, words[1:], recipe, environ)
     status = report_exit(node.run(), environ, node.outcome)
-    # Send the message only now: the exit file names the node that failed first, and a slow web server must not delay
-    # its line.
+    # Send messages last: a slow web server must not delay this node's line in the exit file, whose first line names the
+    # node that failed first.
     node.close()
     return status
 
 
 def run_node_preflight(recipe_words: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run the preflight on this node, together with all nodes of the job that run it now; return the exit status.
+    """Run the preflight on this node, together with all other nodes of the job; return the exit status.
 
     Args:
-        environ: The environment that a launch backend would set: preflight level, GPU model, number of processes.
+        environ: Environment variables as set by a launch backend: preflight level, GPU model, number of processes.
 
     Raises:
-        UserError: The recipe is wrong, or the variables contradict each other.
+        UserError: The recipe is wrong, or the environment variables contradict each other.
         ExternalError: The scheduler does not respond.
     """
     position, recipe = find_position(environ), load(recipe_words[0], recipe_words[1:])
@@ -101,7 +101,7 @@ def run_node_preflight(recipe_words: Sequence[str], environ: Mapping[str, str]) 
 
 
 class Node:
-    """One node of a job, which runs the attempts of the job in sequence; `command` is run.py and its arguments."""
+    """One node of a job, which runs the job's attempts in sequence. `command` is run.py with its arguments."""
 
     def __init__(
         self,
@@ -113,15 +113,14 @@ class Node:
     ) -> None:
         self.position, self.settings, self.command = position, settings, list(command)
         self.home = recipe.run_place
-        """The run's folder, which all nodes share, or its URL in an object store."""
+        """The run's folder, which all nodes share, or the run's URL in an object store."""
         self._notify_config = recipe.notify
         self.trains = recipe.task == 'train'
         self.saves_to_folder = self.trains and 'save_folder' not in recipe.trainer
-        """True if checkpoints are in the run's folder, and not where Composer's own saver puts them."""
+        """True if checkpoints are saved to the run's folder, False if Composer's own saver writes them elsewhere."""
         self.owns_run = self.trains and position.rank == 0
-        """True on the first node of a training run, which holds the lock of the run folder and records the attempts
-        there."""
-        # LOCK_HELD_VARIABLE keeps the first rank from trying to take the lock that this process holds.
+        """True on the first node of a training run, which holds the run folder's lock and records the attempts."""
+        # LOCK_HELD_VARIABLE stops the first rank from trying to take the lock, which this process holds.
         self.environ = {**environ, run_lock.LOCK_HELD_VARIABLE: '1'} if self.trains else environ
         self.environ = {**self.environ, NODE_VARIABLE: f'{position.rank}/{position.nodes}'}
         self.stop_requested = False
@@ -135,7 +134,7 @@ class Node:
         self._recipe = recipe
         self._in_place: InPlaceRestarts | None = None
         self._restart_agreed = False
-        """True if the last attempt is repeated in place, by standby processes."""
+        """True if all nodes have agreed to repeat the last attempt in place with standby processes."""
         dist_timeout = recipe.trainer.get('dist_timeout')
         self._timeout_warning = (
             early_timeout_warning(dist_timeout, settings.hang_seconds)
@@ -147,12 +146,12 @@ class Node:
     def run(self) -> int:
         """Run the job on this node, and return the exit status of the last attempt.
 
-        There is usually one attempt, because the scheduler restarts a failed job by its exit status. If that status
-        allows it, the attempt is repeated here in two cases, up to the maximum number of restarts: on SageMaker, which
-        does not restart jobs, and with standby processes, if all nodes agree.
+        Usually there is one attempt, because the scheduler restarts failed jobs according to the exit status. In two
+        cases this function repeats the attempt itself, if the status allows it and restarts are left: on SageMaker,
+        which does not restart jobs, and with standby processes if all nodes agree.
         """
-        # Install the handlers before taking the lock: the wait for an earlier attempt can take minutes and must react
-        # to SIGTERM.
+        # Install the handlers before taking the lock: waiting for an earlier attempt can take minutes and must react to
+        # SIGTERM.
         self._install_signal_handlers()
         with contextlib.ExitStack() as stack:
             try:
@@ -165,9 +164,9 @@ class Node:
             except run_lock.RunLocked as error:
                 self._print(str(error))
                 return PREEMPTED if self.stop_requested else FAILED if error.retry else CONFIG_ERROR
-            except UserError as error:  # the store of the run refuses access
-                # If this is a later attempt, its credentials have expired, or the service that issues them does not
-                # answer.
+            except UserError as error:  # the run's object store refuses access
+                # In a later attempt, access worked before: the credentials have expired, or the service that issues
+                # them does not respond.
                 self._print(f'runs_dir: {error}')
                 return FAILED if self.environ.get(environment.ATTEMPT, '0') not in ('', '0') else CONFIG_ERROR
             except OSError as error:
@@ -184,7 +183,7 @@ class Node:
 
     def check(self) -> int:
         """Run only the preflight checks, without training; return the exit status."""
-        # Nothing is trained, so this takes no lock and records no attempt.
+        # Nothing is trained, so do not take the lock or record an attempt.
         self.owns_run = False
         self._install_signal_handlers()
         with tempfile.TemporaryDirectory(prefix='diffusion-node-') as folder:
@@ -194,7 +193,7 @@ class Node:
         return outcome.status
 
     def _run_attempts(self) -> int:
-        """Run attempts, while this process holds the run lock; return the exit status of the last one."""
+        """Run attempts while this process holds the run lock; return the exit status of the last one."""
         self._records = NodeRecords(self.home, self.environ, owns_run=self.owns_run, say=self._print)
         if self.position.rank == 0 and self._timeout_warning is not None:
             self._print(f'warning: {self._timeout_warning}')
@@ -216,19 +215,19 @@ class Node:
             if self._restart_agreed and not self.stop_requested:
                 self._restarts += 1
                 continue
-            # Only SageMaker needs further restarts in place; every other scheduler acts on the exit status.
+            # From here on, only SageMaker needs restarts in place; every other scheduler acts on the exit status.
             restart = self.settings.in_place and self.settings.action_after(outcome.status) == 'retry'
             if outcome.status == 0 or self.stop_requested or not restart or self.settings.max_restarts == 0:
                 return outcome.status
-            # `reason_to_give_up` counts the recorded attempts, and only training runs record theirs.
+            # `reason_to_give_up` counts recorded attempts, but tasks other than training do not record theirs.
             failures += outcome.status != PREEMPTED
             if not self.trains and failures > self.settings.max_restarts:
                 return outcome.status
             self._restarts += 1
 
     def _status_of_missing_run(self, restarts: int = 0) -> int:
-        """Return an exit status, after a message, if this is a later attempt and the run's folder is empty; else 0."""
-        # This check stops a node with a missing file system, which would otherwise silently begin at batch 0.
+        """Print a message and return an exit status if this is a later attempt but the run's folder is empty."""
+        # Without this check, a node with a missing file system would silently start from batch 0.
         scheduled = self.environ.get(environment.ATTEMPT, '')
         attempt = max(restarts, int(scheduled) if scheduled.isdigit() else 0)
         if not self.saves_to_folder or not attempt or attempts.has_begun(self.home):
@@ -243,12 +242,12 @@ class Node:
         if begun:
             self._print(f'{missing}, and an earlier attempt has begun: {question}?')
             return FAILED
-        # The ranks compare the folders of all nodes, and end with FAILED if some of them see a run that has begun. It
-        # is not a fault if no node sees one: another node may end an attempt before the first has recorded it.
+        # The ranks compare the folders of all nodes, and end with FAILED if only some see a run that has begun. It is
+        # no fault if none does: another node may end an attempt before the first node has recorded it.
         if self.position.rank or begun is False:
             return 0
-        # The scheduler counts an attempt that it ended before this program began, for example when it evicts a pod
-        # that still pulls its image. A retry would find the same, until all restarts are used.
+        # The scheduler also counts attempts that ended before this program started, for example if a pod was evicted
+        # while it pulled its image. Do not retry: every retry would end here too, until all restarts are used.
         self._print(
             f'{missing}. If {remedy} and start the job again. If no earlier attempt has begun, submit it as a new job, '
             f'or create {files_of_run(self.home).locate(attempts.ATTEMPTS)} to start from batch 0'
@@ -260,26 +259,26 @@ class Node:
         self._notifier.close()
 
     def _poll_while_waiting(self) -> bool:
-        """Write a heartbeat while waiting for the run lock; return True if a stop was requested."""
+        """Write a heartbeat while this node waits for the run lock; return True if a stop was requested."""
         liveness.update_heartbeat()
         return self.stop_requested
 
     def _make_notifier(self, number: int) -> Notifier:
-        """Return the notifier of an attempt; only that of the first node sends messages."""
+        """Return the notifier of an attempt, which sends messages only on the first node."""
         events = tuple(event for event in NOTIFY_EVENTS if event not in TRAINING_EVENTS)
         config = self._notify_config if self.owns_run else NotifyConfig()
         return Notifier(config, self.home, self.environ, events=events, attempt=number)
 
     def _earlier_attempts(self) -> list[Attempt]:
-        """Return the recorded earlier attempts of a training run; an empty list on nodes that do not restart it."""
+        """Return the recorded earlier attempts of a training run; empty on nodes that do not decide about restarts."""
         with contextlib.suppress(UserError):  # the run has no attempts.jsonl yet
-            # Every node decides on a restart in place by itself, from the attempts that the first node has recorded.
+            # On SageMaker, each node decides about restarts on its own, from the first node's records.
             if self.owns_run or (self.trains and self.settings.in_place):
                 return attempts.read_attempts(self.home)
         return []
 
     def _attempt(self, number: int) -> Outcome:
-        """Run the preflight, then the recipe, once; record the attempt and return its outcome on this node.
+        """Run the preflight and then the recipe once; record the attempt and return its outcome on this node.
 
         Args:
             number: Index of the attempt within the run.
@@ -292,7 +291,8 @@ class Node:
         nodes = f'{self.position.nodes} node{"s" * (self.position.nodes > 1)}'
         notifier.send('started', f'started attempt {number} on {nodes}', nodes=self.position.nodes)
         with tempfile.TemporaryDirectory(prefix='diffusion-node-') as folder:
-            # Skip the preflight if the last attempt trained and no machine fault ended it: its nodes were checked then.
+            # Skip the preflight after a restart in place: these nodes were checked, and no machine fault occurred
+            # since.
             checked = self._restart_agreed and not self.settings.in_place
             outcome = Outcome(0, 'done') if checked else self._preflight(Path(folder), attempt)
             self._restart_agreed = False
@@ -322,7 +322,7 @@ class Node:
         return outcome
 
     def _preflight(self, folder: Path, attempt: Attempt) -> Outcome:
-        """Run the preflight checks of the job, if enabled, before training; return the outcome."""
+        """Run the job's preflight checks, if enabled, before training; return the outcome."""
         level = self.settings.preflight
         if level == 'none':
             return Outcome(0, 'done')
@@ -331,8 +331,8 @@ class Node:
         if self.stop_requested:
             return Outcome(PREEMPTED, 'preempted')
         if outcome.status == PREEMPTED:
-            # The first line of the exit file gives the reason for the end, so the faulty node must write it before this
-            # one, which ends with 75 only because of it.
+            # The first line of the exit file gives the reason for the end. Let the faulty node write it before this
+            # node, which ends with 75 only because of that fault.
             time.sleep(GRACE_SECONDS)
         return replace(outcome, detail=f'preflight: {outcome.detail or "see the table of findings"}')
 
@@ -347,8 +347,8 @@ class Node:
             environ[NUMBER_VARIABLE] = str(attempt.number)
             environ |= nccl_environment(self.environ, folder, stacks.nccl_prefix)
             if self.position.rank == 0 or stacks.in_bucket:
-                # Only the first node creates a shared folder: where it is not mounted, others would make a run folder
-                # of their own.
+                # Only the first node creates a shared folder: other nodes would create a run folder of their own where
+                # the shared folder is not mounted.
                 within_limit(stacks.create)
         in_place = self._in_place if limit_seconds is None else None
         workers = Workers(
@@ -362,22 +362,22 @@ class Node:
             outcome = self._watch(workers, attempt, limit_seconds, stacks, listener)
         finally:
             listener.stop()
-            # Kill them after a normal end too: a rank may leave data loader workers behind in its process group.
+            # Kill process groups after a normal end too, because a rank may leave data loader workers behind.
             stuck = workers.kill()
             self._records.take_beats(workers.folder, attempt)
             if self.position.rank == 0 or (self.trains and stacks.in_bucket):
                 within_limit(stacks.clean_up)
         if stuck:
-            # SIGKILL does not end a process in an uninterruptible system call, on a device or disk that does not
-            # respond. No restart on this node can work.
+            # SIGKILL cannot end a process in an uninterruptible system call to a device or disk that does not respond.
+            # A restart on this node cannot work.
             detail = f'process {", ".join(map(str, stuck))} cannot be killed'
             return Outcome(BAD_HARDWARE, 'hardware', detail)
         fault = heartbeats.reported_hardware_fault(folder)
         if fault and outcome.cause == 'hardware':
             return replace(outcome, detail=fault)
         if fault and outcome.cause == 'preempted' and self.position.nodes > 1:
-            # The first line of the exit file gives the reason for the end, so the node with the fault must write it
-            # before this one, which ends with 75 only because of it.
+            # The first line of the exit file gives the reason for the end. Let the faulty node write it before this
+            # node, which ends with 75 only because of that fault.
             until = time.monotonic() + GRACE_SECONDS
             while failure_elsewhere(self.environ) is None and time.monotonic() < until:
                 time.sleep(TICK_SECONDS)
@@ -394,46 +394,46 @@ class Node:
     ) -> Outcome:
         """Monitor the worker processes until all have ended, and return the outcome of the attempt.
 
-        Returns early if they hang, exceed the time limit, or have not ended some time after a stop signal or a failure.
-        The stacks of the ranks that still run are then kept.
+        Return early, after saving the stacks of running ranks, if workers hang, exceed the time limit, or have not
+        ended some time after a stop signal or a failure.
         """
-        # No step of the loop may block for long: a process that hangs here could not end ranks that hang, and a
-        # container without its heartbeat is restarted. The run's storage may never answer, so each use of it has a time
-        # limit (`within_limit`, `NodeRecords`) or a thread of its own (`HangListener`).
+        # No step of the loop may block for long: this process must be able to end hanging ranks, and a container
+        # without a heartbeat is restarted. The run's storage may never respond, so each access has a time limit
+        # (`within_limit`, `NodeRecords`) or a separate thread (`HangListener`).
         begin = time.monotonic()
         keep = partial(keep_stacks, workers=workers, stacks=stacks, environ=self.environ, begin=begin, say=self._print)
         watchdog = Watchdog(begin, self.settings.hang_seconds) if self.trains and limit_seconds is None else None
         last_check, last_record = 0.0, begin
-        # The ranks that still run are ended at the deadline. It only ever gets earlier: otherwise each new event, such
-        # as a stop signal after a failure, would give ranks that hang more time than the scheduler gives this node.
+        # Ranks that still run at the deadline are killed. Events may only move it earlier: otherwise a stop signal
+        # after a failure, for example, would give hanging ranks more time than the scheduler gives this node.
         deadline, forwarded, failed_at = float('inf'), False, 0.0
         in_place = None if limit_seconds is not None else self._in_place
         while not workers.ended():
             now = time.monotonic()
             if self.end_requested:
-                workers.kill()  # first, since the storage that lists the checkpoints may not respond
+                workers.kill()  # do this first: listing the checkpoints may block
                 self._records.take_beats(workers.folder, attempt)
                 return Outcome(
                     INTERRUPTED, 'preempted', f'ended by a second Ctrl-C: {self._records.describe_loss(attempt)}'
                 )
             if self.stop_requested and not forwarded:
                 forwarded = True
-                workers.signal(signal.SIGTERM)  # the workers handle SIGTERM by saving, whichever signal came
+                workers.signal(signal.SIGTERM)  # workers save on SIGTERM, so send it whichever signal came
                 if in_place is not None:
-                    in_place.standbys.close()  # they would slow the save
+                    in_place.standbys.close()  # standby processes would slow down the save
                 self._announce_save(workers, attempt)
                 deadline = min(deadline, now + self._seconds_to_save())
             if deadline == float('inf') and workers.any_failed():
-                # The first rank that fails starts the deadline. Ranks that were asked to stop end with PREEMPTED or
-                # BAD_HARDWARE one after the other, each after it has saved and uploaded its part, so they get the full
-                # notice. After a failure the others only wait for the failed rank in a collective.
+                # The first rank that fails sets the deadline. Ranks that were asked to stop get the full notice: each
+                # ends with PREEMPTED or BAD_HARDWARE after it has saved and uploaded its part. After a failure, the
+                # others only wait for the failed rank in a collective.
                 stopping = set(workers.codes()) <= {None, 0, PREEMPTED, BAD_HARDWARE}
                 grace = KILLED_GRACE_SECONDS if -signal.SIGKILL in workers.codes() else GRACE_SECONDS
                 deadline = now + (self.settings.notice_seconds if stopping else grace)
                 if in_place is not None and not stopping:
                     in_place.report_failure(workers.outcome(stop_requested=False))
-            # The ranks of this node wait in a collective for a rank that failed on another node, and would do so until
-            # the collective's timeout. After a stop signal they may be saving, which this must not cut short.
+            # If a rank failed on another node, this node's ranks would wait in a collective until its timeout, so end
+            # them. After a stop signal, they may be saving and must not be cut short.
             elsewhere = None if in_place is None or self.stop_requested else in_place.failure_elsewhere()
             if elsewhere is not None:
                 grace = KILLED_GRACE_SECONDS if elsewhere.cause == 'killed' else GRACE_SECONDS
@@ -442,7 +442,7 @@ class Node:
             if now > deadline:
                 outcome = workers.outcome(stop_requested=self.stop_requested, late=True)
                 if outcome.status == 0 and elsewhere is not None:
-                    # Ranks that still run have no status, which `Workers.outcome` takes for success.
+                    # Ranks that still run have no exit status, which `Workers.outcome` takes for success.
                     outcome = Outcome(FAILED, 'crash', f'because of {elsewhere.machine}')
                 sentence = keep(outcome.cause, outcome.detail)
                 return replace(outcome, detail='; '.join(filter(None, [outcome.detail, sentence])))
@@ -451,7 +451,7 @@ class Node:
                 liveness.update_heartbeat()
                 beats = heartbeats.last_beats(workers.folder)
                 if beats and attempt.first is None:
-                    # Record the first batch immediately: if this node is lost soon after, the startup time is known.
+                    # Record the first batch immediately, so that the startup time is known if this node is lost.
                     last_record = -RECORD_EVERY_SECONDS
                 if in_place is not None and not self.stop_requested:
                     in_place.poll(workers, beats)
@@ -459,14 +459,12 @@ class Node:
                 if limit_seconds is not None and now - begin > limit_seconds:
                     problem = f'did not finish in {limit_seconds:.0f} s'
                 if problem is None and listener.found is not None:
-                    # The limits of two nodes differ if only one of them was in slow work when the run stopped.
+                    # Another node may detect a hang first: the time limit is longer on nodes that were doing slow work.
                     problem = f'node {listener.found.node}: {listener.found.problem}'
                 if problem is not None:
-                    # The stacks must be copied now: the folder of the attempt is temporary, and the workers are killed
-                    # next.
+                    # Copy the stacks now: the workers are killed next, and the attempt's folder is temporary.
                     sentence = keep('hang', problem)
-                    # 75 retries on any nodes: a rank that differs from the others is a hint, not a proof, so no node is
-                    # excluded.
+                    # Retry on any nodes (75): that a rank differs from the others does not prove a fault of its node.
                     detail = '; '.join(filter(None, [problem, sentence]))
                     self._notifier.send('hang', f'hangs: {detail}')
                     return Outcome(PREEMPTED, 'hang', detail)
@@ -481,7 +479,7 @@ class Node:
         return workers.outcome(stop_requested=self.stop_requested)
 
     def _announce_save(self, workers: Workers, attempt: Attempt) -> None:
-        """Print what a second Ctrl-C would lose, at the terminal of the first node."""
+        """Print on the first node's terminal what a second Ctrl-C would lose."""
         if self.owns_run and sys.stderr.isatty():
             self._records.take_beats(workers.folder, attempt)
             loss = self._records.describe_loss(attempt)
@@ -490,10 +488,10 @@ class Node:
             )
 
     def _seconds_to_save(self) -> float:
-        """Return the seconds that the ranks have to save a checkpoint after a stop signal."""
-        # If another node has failed, no collective save can succeed, and the scheduler kills this node sooner than the
-        # notice says. A node with bad hardware is an exception: it ends after the save, while this one may still upload
-        # it.
+        """Return the number of seconds that the ranks have to save a checkpoint after a stop signal."""
+        # If another node has failed, no collective save can succeed, and the scheduler kills this node before the
+        # notice is over. Bad hardware is an exception: that node ends after the save, while this node may still be
+        # uploading.
         first = failure_elsewhere(self.environ)
         failed = first is not None and first.cause != 'hardware'
         return GRACE_SECONDS if failed else max(1.0, self.settings.notice_seconds - environment.MARGIN_SECONDS)

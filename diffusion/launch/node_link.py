@@ -1,9 +1,9 @@
-"""Connection of the nodes of a job, over which they learn of each other's failures and agree to restart in place.
+"""Connection between the nodes of a job, used to report failures to each other and to agree on a restart in place.
 
-Every node entry point connects to that of the first node, on the port after MASTER_PORT. A node reports the first
-failure among its ranks at once, and the end of all its ranks later. The first node forwards the failure. When all nodes
-have ended, it tells them to restart; if a node cannot restart, is lost, or does not end in time, it tells them to exit,
-so that the scheduler restarts the job.
+Every node entry point connects to the first node's, on port MASTER_PORT + 1. A node reports the first failure among its
+ranks immediately, and later that all its ranks have ended. The first node forwards the failure. When the ranks of all
+nodes have ended, it tells the nodes to restart; if a node cannot restart, is lost, or does not end its ranks in time,
+it tells the nodes to exit, so that the scheduler restarts the job.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ from diffusion.launch.exit_file import NodeExit
 from diffusion.launch.rank_discovery import MAX_PORT, NodePosition
 
 HELLO_SECONDS = 10.0
-"""Time in which a new connection must name its node."""
+"""Time within which a new connection must identify its node."""
 CONNECT_SECONDS = 900.0
-"""Time in which all nodes must have started; the slowest may pull its image first."""
+"""Time within which all nodes must have connected; the slowest may have to pull its image first."""
 RETRY_SECONDS = 1.0
 AGREE_SECONDS = 90.0
-"""Maximum wait for the end of the ranks of all nodes after the first failure: longer than `workers.KILL_SECONDS`."""
+"""Maximum wait for all nodes to end their ranks after the first one has; longer than `workers.KILL_SECONDS`."""
 _MAX_BYTES = 65536
 _END: dict[str, type] = {'attempt': int, 'status': int, 'machine': str, 'cause': str, 'detail': str}
 _KEYS: dict[str, dict[str, type]] = {
@@ -35,27 +35,27 @@ _KEYS: dict[str, dict[str, type]] = {
     'ended': _END | {'problem': str},
     'decided': {'attempt': int, 'restart': bool, 'reason': str},
 }
-"""Keys of each message and their types, which are checked because any program may connect to the port."""
+"""Keys and types of each message. They are checked because any program may connect to the port."""
 _ORDER = ('mistake', 'hardware', 'killed')
-"""Causes that take precedence as the first failure: because of them, the ranks of other nodes fail in a collective."""
+"""Causes that take precedence as the first failure, since they make the ranks of other nodes fail in a collective."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Decision of all nodes after an attempt."""
+    """Joint decision of all nodes after an attempt."""
 
     restart: bool
     first: NodeExit | None = None
-    """Exit record of the node whose failure ended the attempt, as far as it is known."""
+    """Exit record of the node whose failure ended the attempt, if known."""
     reason: str = ''
-    """Reason why the nodes do not restart in place."""
+    """Reason why the nodes do not restart in place; empty if they do."""
 
 
 class NodeLink:
     """Connection of a node to the first node of its job.
 
     Args:
-        job: Name of the job; a node of another job is refused.
+        job: Name of the job; nodes of other jobs are refused.
     """
 
     def __init__(self, position: NodePosition, job: str, say: Callable[[str], None]) -> None:
@@ -85,11 +85,11 @@ class NodeLink:
             return self._welcome and not self._lost
 
     def report_failure(self, attempt: int, failure: NodeExit) -> None:
-        """Tell all other nodes that a rank of this node has failed."""
+        """Report to all other nodes that a rank of this node has failed."""
         self._send({'event': 'failed', 'attempt': attempt, **asdict(failure)})
 
     def failure(self, attempt: int) -> NodeExit | None:
-        """Return the first failure of another node in an attempt, or None."""
+        """Return the first failure on another node in an attempt, or None."""
         with self._changed:
             return self._failures.get(attempt)
 
@@ -100,7 +100,7 @@ class NodeLink:
             attempt: Index of the attempt in this job.
             end: Exit record of this node.
             problem: Reason why this node cannot restart in place, or an empty string.
-            poll: Called about every second; the wait ends when it returns True.
+            poll: Called about once per second; the wait ends when it returns True.
         """
         if unsent := self._send({'event': 'ended', 'attempt': attempt, 'problem': problem, **asdict(end)}):
             return Agreement(False, reason=unsent)
@@ -113,7 +113,7 @@ class NodeLink:
             return self._agreements.get(attempt, Agreement(False, reason=self._lost or 'the other nodes do not answer'))
 
     def close(self) -> None:
-        """Leave the job; the other nodes then no longer restart in place."""
+        """Leave the job; after that, the other nodes no longer restart in place."""
         self._closed = True
         with self._changed:
             if self._socket is not None:
@@ -122,7 +122,7 @@ class NodeLink:
             self._hub.close()
 
     def _send(self, message: dict[str, Any]) -> str:
-        """Send a message to the first node; return the reason if it cannot be sent, else an empty string."""
+        """Send a message to the first node; return why it cannot be sent, or an empty string."""
         with self._changed:
             if self._lost or self._socket is None or not self._welcome:
                 return self._lost or 'this node has no connection to the first node'
@@ -133,7 +133,7 @@ class NodeLink:
             return ''
 
     def _run(self, port: int) -> None:
-        """Connect, and handle the messages of the first node until the connection ends."""
+        """Connect, and handle messages from the first node until the connection ends."""
         until, address = time.monotonic() + CONNECT_SECONDS, self._position.master_addr
         address = '127.0.0.1' if self._position.rank == 0 else address
         connection: socket.socket | None = None
@@ -170,7 +170,7 @@ class NodeLink:
 
 
 class _Hub:
-    """Server of the link, on the first node: it forwards failures to the other nodes, and decides about restarts.
+    """Server on the first node, which forwards failures to the other nodes and decides about restarts.
 
     Raises:
         OSError: The port is not free.
@@ -189,7 +189,7 @@ class _Hub:
             self._listener = socket.create_server(
                 ('', port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
             )
-        except (OSError, ValueError):  # IPv6 is missing, or the port is not free and this fails again
+        except (OSError, ValueError):  # IPv6 is missing, or the port is taken and this fails again
             self._listener = socket.create_server(('', port), backlog=backlog)
         threading.Thread(target=self._accept, name='node-hub', daemon=True).start()
 
@@ -200,7 +200,7 @@ class _Hub:
                 _shut(connection)
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed
+        with contextlib.suppress(OSError):  # the listener was closed
             while True:
                 connection, _ = self._listener.accept()
                 _keep_alive(connection)
@@ -208,7 +208,7 @@ class _Hub:
 
     def _serve(self, connection: socket.socket) -> None:
         messages = _messages(connection)
-        connection.settimeout(HELLO_SECONDS)  # any program may have connected
+        connection.settimeout(HELLO_SECONDS)  # the peer may be any program
         hello = next(messages, {})
         connection.settimeout(None)
         node = hello.get('node', -1)
@@ -224,13 +224,13 @@ class _Hub:
             attempt = message['attempt']
             with self._lock:
                 failed = self._failed.setdefault(attempt, {})
-                # Report only failures: after an orderly end, the ranks of the other nodes still save.
+                # Forward only failures: after an orderly end, the ranks of the other nodes are still saving.
                 if node not in failed and message['status'] not in (0, PREEMPTED, BAD_HARDWARE):
                     self._broadcast(message | {'event': 'failed', 'node': node})
                 failed[node] = _exit_of(message)
                 if message['event'] == 'ended':
                     self._ended.setdefault(attempt, {})[node] = message['problem']
-                    # The first node that has ended starts the time limit for the others.
+                    # The time limit for the others starts when the first node has ended its ranks.
                     if len(self._ended[attempt]) == 1:
                         timer = threading.Timer(AGREE_SECONDS, self._decide, (attempt, True))
                         timer.daemon = True
@@ -243,7 +243,7 @@ class _Hub:
             self._decide(attempt)
 
     def _decide(self, attempt: int, late: bool = False) -> None:
-        """Decide on an attempt as soon as nothing can change the decision."""
+        """Decide on an attempt as soon as no further message can change the decision."""
         with self._lock:
             ended = self._ended.get(attempt, {})
             missing = sorted({*range(self._nodes)} - ended.keys())
@@ -251,11 +251,11 @@ class _Hub:
             problems += [self._gone] * bool(self._gone)
             if late and missing:
                 problems.append(f'node {", ".join(map(str, missing))} has not ended after {AGREE_SECONDS:.0f} s')
-            # A restart needs the end of all nodes; one problem suffices to decide against it.
+            # A restart requires that all nodes have ended their ranks; one problem suffices to decide against it.
             if attempt in self._decided or (missing and not problems):
                 return
             self._decided.add(attempt)
-            found = list(self._failed[attempt].values())  # in the order of the reports
+            found = list(self._failed[attempt].values())  # in the order in which they were reported
             explained = (each for cause in _ORDER for each in found if each.cause == cause)
             first = next(explained, next((each for each in found if each.status), None))
             message = {'event': 'decided', 'attempt': attempt, 'restart': not problems}
@@ -263,7 +263,7 @@ class _Hub:
 
     def _broadcast(self, message: dict[str, Any]) -> None:
         for connection in self._connections.values():
-            with contextlib.suppress(OSError):  # its own thread finds that it is gone
+            with contextlib.suppress(OSError):  # the connection's own thread notices that the node is gone
                 _send(connection, message)
 
 
@@ -276,7 +276,7 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _messages(connection: socket.socket) -> Iterator[dict[str, Any]]:
-    """Yield the messages of a connection until it ends or sends something other than a message."""
+    """Yield the messages of a connection until it ends or sends an invalid message."""
     with contextlib.suppress(OSError, ValueError, RecursionError), connection.makefile('rb') as lines:
         while line := lines.readline(_MAX_BYTES):
             message = json.loads(line)
@@ -289,7 +289,7 @@ def _messages(connection: socket.socket) -> Iterator[dict[str, Any]]:
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Make reads fail within a minute if the machine at the other end is lost."""
+    """Enable TCP keep-alive, so that reads fail within a minute after the other machine is lost."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for name, value in (('TCP_KEEPIDLE', 20), ('TCP_KEEPINTVL', 10), ('TCP_KEEPCNT', 4)):

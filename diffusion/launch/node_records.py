@@ -1,4 +1,4 @@
-"""Records that a node keeps of the attempts of a run: attempts.jsonl, hardware faults and progress in the exit file."""
+"""A node's records of a run's attempts: attempts.jsonl, hardware faults, and progress in the exit file."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,12 +17,12 @@ from diffusion.storage.places import files_of_run
 class NodeRecords:
     """Records of the attempts that a node runs.
 
-    All access to the run's folder has a time limit: a storage that does not respond must not keep the node entry point
-    from ending ranks that hang.
+    All access to the run's folder has a time limit, because the node entry point must be able to end hanging ranks even
+    if the storage does not respond.
 
     Args:
         run: The run's folder or URL.
-        owns_run: True on the first node of a training run, which alone records the attempts.
+        owns_run: True on the first node of a training run; only that node records the attempts.
     """
 
     def __init__(
@@ -31,38 +31,38 @@ class NodeRecords:
         self.run, self.environ, self.owns_run, self.say = run, environ, owns_run, say
         self.clock = Clock(run if owns_run else None)
         self.furthest: int | None = None
-        """Largest number of batches that an earlier attempt resumed from; None if none began a batch."""
+        """Newest batch from which any earlier attempt resumed; None if none completed a batch."""
 
     def append(self, event: str, attempt: Attempt) -> None:
-        """Append an attempt to attempts.jsonl; `event` is begin, progress or end."""
+        """Append the state of an attempt to attempts.jsonl; `event` is begin, progress or end."""
         if self.owns_run:
             append = partial(attempts.append_attempt, self.run, event, replace(attempt), self.clock)
             if self._write(attempts.ATTEMPTS, append) and event == 'begin':
                 append_exit_line(self.environ, f'0 {environment.machine_name(self.environ)} {BEGIN}')
 
     def add_fault(self, detail: str) -> None:
-        """Record bad hardware of this node in the run's folder, where the next attempt of the first node reads it."""
+        """Record bad hardware of this node in the run's folder, where the first node reads it in the next attempt."""
         machine = environment.machine_name(self.environ)
         self._write(attempts.FAULTS, partial(attempts.record_fault, self.run, machine, detail))
 
     def report_progress(self, attempt: Attempt) -> None:
-        """Report in the exit file, once, that the run resumed from a newer checkpoint than all attempts before."""
+        """Report in the exit file, once, if this attempt resumed from a newer checkpoint than all earlier ones."""
         if not self.owns_run or self.furthest is None or attempt.first is None or attempt.first <= self.furthest:
             return
         self.furthest = attempt.first
         append_exit_line(self.environ, f'0 {environment.machine_name(self.environ)} progress')
 
     def take_beats(self, folder: Path, attempt: Attempt) -> None:
-        """Copy the batch numbers and times from the last heartbeat of a rank to the record of the attempt."""
+        """Copy batch numbers and times from the last heartbeat of a rank to the record of the attempt."""
         beats = heartbeats.last_beats(folder)
         if beats:
-            # One rank represents the node, since all ranks are at the same batch up to one.
+            # One rank represents the node, since ranks are at most one batch apart.
             first = beats[min(beats)]
             attempt.first, attempt.first_at = first.first, self.clock.at(first.first_at)
             attempt.last, attempt.last_at = first.batch, self.clock.at(first.at)
 
     def describe_loss(self, attempt: Attempt) -> str:
-        """Return a text about the batches that are lost if the attempt ends without another checkpoint."""
+        """Describe the batches that are lost if the attempt ends without another checkpoint."""
         saved = [attempt.first or 0]
 
         def list_checkpoints() -> None:
@@ -73,7 +73,7 @@ class NodeRecords:
         return describe_loss(attempt.last or 0, max(saved) or None)
 
     def _write(self, name: str, write: Callable[[], object]) -> bool:
-        """Write to a file of the run; return False, after a message, if that fails."""
+        """Write to a file of the run; if that fails, print a message and return False."""
         problem = storage_problem(write)
         if problem:
             place = files_of_run(self.run).locate(name)

@@ -1,4 +1,4 @@
-"""Settings of a job that the node entry point reads from its environment variables, and secrets that it fetches."""
+"""Read a job's settings from the node entry point's environment variables, and fetch the job's secrets."""
 
 import sys
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from diffusion.runs import environment
 from diffusion.runs.heartbeats import hang_seconds_of
 
 REFUSALS = ('AccessDeniedException', 'ResourceNotFoundException', 'ValidationException')
-"""Error codes for which a retry cannot succeed."""
+"""AWS error codes after which a retry cannot succeed."""
 PREFLIGHT_SECONDS = {'fast': 900.0, 'deep': 3600.0}
 """Maximum duration of the preflight by level. The slowest node may start five minutes late."""
 
@@ -20,10 +20,10 @@ class Settings:
     """Settings of a job that the node entry point reads from its environment variables."""
 
     actions: Mapping[str, str]
-    """Action by exit status; `*` is the action for all others."""
+    """Action by exit status; the key `*` stands for all other statuses."""
     max_restarts: int
     in_place: bool
-    """True if the node entry point restarts the workers itself because the scheduler does not."""
+    """True if the node entry point itself restarts the workers, because the scheduler does not."""
     standby: bool
     """True if standby processes take over after a crash, without the scheduler."""
     notice_seconds: float
@@ -60,7 +60,7 @@ class Settings:
 
 
 def secret_references(secrets: Mapping[str, str | None]) -> str:
-    """Return the value of DIFFUSION_SECRETS: pairs of variable name and AWS secret id, without the secret values."""
+    """Return the value of DIFFUSION_SECRETS: names of variables and ids of their AWS secrets, but no secret values."""
     return ','.join(f'{name}={source}' for name, source in secrets.items())
 
 
@@ -88,8 +88,8 @@ def fetch_secrets(environ: Mapping[str, str]) -> dict[str, str]:
         try:
             found[name] = client.get_secret_value(SecretId=source)['SecretString']
         except (BotoCoreError, ClientError, KeyError) as error:
-            # A binary secret has no SecretString (KeyError). Neither that nor a refusal changes with time, so the
-            # scheduler must not retry; an unreachable service may recover.
+            # A binary secret has no SecretString (KeyError). Like a refusal, this does not change with time, so the
+            # scheduler must not retry; but a service that is unreachable may recover.
             code = error.response['Error']['Code'] if isinstance(error, ClientError) else ''
             kind = UserError if code in REFUSALS or isinstance(error, KeyError) else ExternalError
             message = f'secrets.{name}: {source} cannot be read ({error}); check that the AWS role may read it'

@@ -1,4 +1,4 @@
-"""Node rank, job size and master address, read from the variables of the scheduler that started this node."""
+"""Find the node rank, job size and master address from the environment variables set by the scheduler."""
 
 import json
 import os
@@ -35,7 +35,7 @@ class NodePosition:
 
 @dataclass(frozen=True)
 class _SchedulerValues:
-    """Rank, sizes and first node of a job from a scheduler; None for each value that the scheduler does not provide."""
+    """Rank, sizes and first node of a job as given by the scheduler; None for each value that it does not provide."""
 
     rank: int
     nodes: int | None = None
@@ -72,7 +72,7 @@ def find_position(environ: Mapping[str, str], *, resources: Path = RESOURCES) ->
 
 
 def _detect_scheduler(environ: Mapping[str, str], resources: Path) -> str:
-    """Return the name of the scheduler whose environment variables are set, or `local` if there is none."""
+    """Return the name of the scheduler whose environment variables are set, or `local` if none are."""
     rank_variables = {
         'slurm': 'SLURM_NODEID',
         'skypilot': 'SKYPILOT_NODE_RANK',
@@ -80,18 +80,17 @@ def _detect_scheduler(environ: Mapping[str, str], resources: Path) -> str:
         'kubeflow': 'PET_NODE_RANK',
         'mosaicml': 'NODE_RANK',
     }
-    # Several may be set: Slurm may run inside the pods of another scheduler, but never the other way round, so the
-    # first match in this order wins.
+    # Several may match: Slurm may run inside the pods of another scheduler, but never the other way round. The first
+    # match in this order is right.
     found = [name for name, variable in rank_variables.items() if variable in environ]
-    # Composer sets these variables in the environment of a single-process training, such as a notebook, and child
-    # processes inherit them.
+    # Composer sets these variables in single-process training, such as a notebook, and child processes inherit them.
     if found == ['mosaicml'] and environ.get('WORLD_SIZE') == '1':
         found = []
     return found[0] if found else 'sagemaker' if resources.exists() else 'local'
 
 
 def _reconcile(quantity: str, variable: str, environ: Mapping[str, str], given: int | None, scheduler: str) -> int:
-    """Return the number of nodes or processes per node; raise UserError if job spec and scheduler disagree on it."""
+    """Return the number of nodes or processes per node; raise UserError if the job spec and the scheduler disagree."""
     requested = _parse_int(variable, environ[variable]) if variable in environ else None
     if requested is not None and given is not None and requested != given:
         raise UserError(
@@ -123,10 +122,10 @@ def _optional_int(environ: Mapping[str, str], variable: str) -> int | None:
 
 
 def _local(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
-    """Return this node's rank, the number of nodes and of processes per node, for a job without a scheduler.
+    """Return this node's rank and the numbers of nodes and of processes per node, for a job without a scheduler.
 
-    The rank is DIFFUSION_NODE_RANK, or 0. The numbers are 1 node and 1 process per GPU; a number that the job spec sets
-    is returned as None, so that the caller uses the job spec's.
+    The rank is DIFFUSION_NODE_RANK or 0. The numbers are 1 node and 1 process per GPU. A number that the job spec sets
+    is returned as None, and the caller uses the job spec's.
     """
     return _SchedulerValues(
         _parse_int(environment.NODE_RANK, environ.get(environment.NODE_RANK, '0')),
@@ -137,7 +136,7 @@ def _local(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
 
 def count_gpus(environ: Mapping[str, str], devices: Path = Path('/dev')) -> int:
     """Return the number of GPUs of this machine or container that this job may use."""
-    # Device files are counted, because importing torch takes seconds.
+    # Count device files, because importing torch takes seconds.
     return len(visible_gpus(environ, sum(1 for path in devices.glob('nvidia[0-9]*'))))
 
 
@@ -151,7 +150,7 @@ def visible_gpus(environ: Mapping[str, str], count: int) -> list[int | str]:
 
 
 def _slurm(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
-    # The step comes first, because srun may start fewer nodes than the job has.
+    # Prefer the step's list, because srun may start fewer nodes than the job has.
     names = environ.get('SLURM_STEP_NODELIST') or environ.get('SLURM_JOB_NODELIST')
     nodes = _optional_int(environ, 'SLURM_STEP_NUM_NODES') or _optional_int(environ, 'SLURM_NNODES')
     return _SchedulerValues(
@@ -203,8 +202,8 @@ def _sagemaker(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
     Raises:
         ExternalError: The file does not exist, or does not list this node.
     """
-    # The variables SM_* are set only in images with the SageMaker training toolkit. The order of the file gives the
-    # ranks: sorted by name, algo-10 would come before algo-2.
+    # Read the file, because SM_* variables exist only in images with the SageMaker training toolkit. Keep the file's
+    # order for the ranks: sorted by name, algo-10 would come before algo-2.
     try:
         content = json.loads(resources.read_text(encoding='utf-8'))
         hosts, current = list(content['hosts']), content['current_host']
@@ -214,7 +213,7 @@ def _sagemaker(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
 
 
 def _mosaicml(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
-    # WORLD_SIZE counts processes here, and nodes on some other platforms.
+    # MosaicML's WORLD_SIZE counts processes; on some other platforms it counts nodes.
     world, processes = _optional_int(environ, 'WORLD_SIZE'), _optional_int(environ, 'LOCAL_WORLD_SIZE')
     nodes = world // processes if world and processes else None
     if nodes and world and processes and nodes * processes != world:
@@ -244,11 +243,11 @@ _RANK_VARIABLES = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE
 def rank_environment(
     position: NodePosition, local_rank: int, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return the environment variables of one worker process of a node, the same as Composer's launcher would set."""
-    # Schedulers set some of these variables with other meanings (WORLD_SIZE as nodes), so none is inherited.
+    """Return the environment variables of a worker process, which are the same as Composer's launcher would set."""
+    # Do not inherit these: schedulers set some of them with other meanings, such as WORLD_SIZE as the number of nodes.
     kept = {name: value for name, value in environ.items() if name not in _RANK_VARIABLES}
     rank = position.rank * position.processes + local_rank
-    # All nodes of a local job share one machine with its GPUs, memory and caches, so the ranks must see one node.
+    # All nodes of a local job share this machine's GPUs, memory and caches, so make the ranks see a single node.
     shared = position.scheduler == 'local'
     return kept | {
         'RANK': str(rank),
@@ -263,22 +262,22 @@ def rank_environment(
 
 
 NCCL_PIPE = 'nccl-{rank}.pipe'
-"""Name of the pipe, in the folder of the attempt, on which NCCL's flight recorder of a rank takes requests."""
+"""Name of the pipe in the attempt's folder through which a rank's NCCL flight recorder receives requests."""
 
 
 def nccl_environment(environ: Mapping[str, str], folder: Path, prefix: str) -> dict[str, str]:
-    """Return the variables that switch on NCCL's flight recorder, without those that the user has set.
+    """Return the environment variables that turn on NCCL's flight recorder, except those that the user has set.
 
     The recorder keeps the last collectives of a rank with their Python stacks in memory. It writes them to a file when
     a collective times out, or on request through a pipe.
 
     Args:
-        folder: Folder for the pipes, on a local disk: some network file systems have no pipes, and torch would raise.
+        folder: Folder for the pipes, on a local disk: torch fails on network file systems that do not support pipes.
         prefix: Path of the files without the rank.
     """
-    # These are the names of torch 2.7; later versions read them too. They have no effect on runs without NCCL.
+    # These are torch 2.7's names, which later versions read too. They have no effect on runs without NCCL.
     values = {
-        # This holds about 20 steps of SD2 under FSDP2; the tutorial of torch uses the same number.
+        # 2000 entries hold about 20 steps of SD2 under FSDP2; torch's tutorial uses the same number.
         'TORCH_NCCL_TRACE_BUFFER_SIZE': '2000',
         'TORCH_NCCL_DUMP_ON_TIMEOUT': '1',
         'TORCH_NCCL_DEBUG_INFO_TEMP_FILE': prefix,

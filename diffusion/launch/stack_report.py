@@ -19,7 +19,7 @@ _OWN_CODE = re.compile(r'/diffusion/(?:[a-z_]+/)?[a-z_0-9]+\.py$')
 _LIBRARIES = re.compile(r'/(?:site-packages|dist-packages|lib/python3[.0-9]*)/')
 _STANDARD_LIBRARY = re.compile(r'/lib/python3[.0-9]*/(?!site-packages|dist-packages)')
 _PLUMBING = re.compile(f'/torch/|/composer/utils/|{_STANDARD_LIBRARY.pattern}')
-"""Code between a collective and the function that needs it."""
+"""Library code that may lie between a collective and the function that needs it."""
 MAX_NAMED = 4
 """Maximum number of ranks, or ranges of ranks, that a sentence names."""
 
@@ -33,7 +33,7 @@ class Frame(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Position of a thread in the program, without line numbers, so that ranks in the same call compare equal."""
+    """Position of a thread in the program. It has no line number, so that ranks in the same call compare equal."""
 
     label: str
     """Description such as `all_reduce (highest_signal, preemption.py)` or `DataLoader.next`; empty if unknown."""
@@ -43,16 +43,16 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class RankReport:
-    """Last known state of a rank when its node collected stacks.
+    """Last known state of a rank at the time when its node collected stacks.
 
     Attributes:
         rank: Global rank.
-        node: Rank of its node.
-        machine: Name of its machine.
-        batch: Number of batches completed at its last heartbeat; -1 before the first batch.
-        silent_seconds: Time since its last heartbeat, or since the start.
-        place: Label of the `Place` of its main thread; empty if the rank has written no stack.
-        waits: True if it waits, or may wait, for other ranks.
+        node: Rank of the node.
+        machine: Name of the machine.
+        batch: Number of batches completed at the last heartbeat; -1 before the first batch.
+        silent_seconds: Time since the last heartbeat, or since the start if there was none.
+        place: Label of the main thread's `Place`; empty if the rank has written no stack.
+        waits: True if the rank waits, or may wait, for other ranks.
         problem: Description of a process without a stack, such as `is stopped (SIGSTOP)`.
         ended: True if the process has ended.
     """
@@ -69,21 +69,21 @@ class RankReport:
 
 
 def main_thread(text: str) -> list[Frame]:
-    """Return the stack of the main thread in a dump of faulthandler, innermost call first; empty if there is none."""
+    """Return the main thread's stack in a dump by faulthandler, innermost call first; empty if the dump has none."""
     threads: list[list[Frame]] = []
     for line in text.splitlines():
         if _THREAD.match(line):
             threads.append([])
         elif threads and (frame := _FRAME.match(line)):
             threads[-1].append(Frame(frame[1], int(frame[2]), frame[3]))
-    # faulthandler writes the main thread last, unless it stops at 100 threads. The module's frame may be missing too:
-    # stacks are cut after 100 calls.
+    # Look for the module's frame, which is missing if the stack is cut after 100 calls. Otherwise take the last thread:
+    # faulthandler writes the main thread last, unless it stops at 100 threads.
     with_module = [thread for thread in threads if thread and thread[-1].function == '<module>']
     return with_module[-1] if with_module else threads[-1] if threads else []
 
 
 def find_place(stack: Sequence[Frame]) -> Place:
-    """Return the position of a thread: the collective, data loader or pass that it is in, else its innermost own code.
+    """Return a thread's position: the collective, data loader or backward pass it is in, else its innermost own code.
 
     Args:
         stack: Calls of the thread, innermost first.
@@ -95,7 +95,7 @@ def find_place(stack: Sequence[Frame]) -> Place:
         if frame.file.endswith('torch/utils/data/dataloader.py') and frame.function in ('__next__', '_next_data'):
             return Place('DataLoader.next' + _described(_own_frame(inside)), False)
         if frame.file.endswith('torch/autograd/graph.py') and frame.function == '_engine_run_backward':
-            # DDP's all-reduce runs inside the engine, which has no Python frames.
+            # DDP's all-reduce runs inside the autograd engine, which has no Python frames.
             return Place('the backward pass', True)
         if frame.file.endswith(('torch/cuda/__init__.py', 'torch/cuda/streams.py')) and frame.function == 'synchronize':
             return Place('cuda.synchronize' + _described(_own_frame(outside)), True)
@@ -105,7 +105,7 @@ def find_place(stack: Sequence[Frame]) -> Place:
 
 
 def _collective(stack: Sequence[Frame]) -> str:
-    """Return the name of the collective that a stack begins in, with the function that called it."""
+    """Return the name of the collective at the top of a stack, with the function that called it."""
     wrapped = takewhile(lambda frame: frame.file.endswith(_COLLECTIVE_WRAPPERS), stack)
     inside = [each for each in wrapped if each.file.endswith(_COLLECTIVES)]
     # Take the outermost public function: all_gather_object calls all_gather.
@@ -116,7 +116,7 @@ def _collective(stack: Sequence[Frame]) -> str:
 
 
 def _own_frame(stack: Sequence[Frame]) -> Frame | None:
-    """Return the innermost call of this package, else of code outside of installed libraries, or None."""
+    """Return the innermost call in this package, else in code outside installed libraries, or None."""
     own = next((frame for frame in stack if _OWN_CODE.search(frame.file)), None)
     return own or next((frame for frame in stack if not _LIBRARIES.search(frame.file) and '/' in frame.file), None)
 
@@ -136,20 +136,20 @@ def _file_name(frame: Frame) -> str:
 def suspects(reports: Sequence[RankReport]) -> list[RankReport]:
     """Return the ranks that most likely caused a hang; empty if no rank differs from the others."""
     running = [each for each in reports if not each.ended]
-    # 1. A process that does not even run a signal handler is stopped, or stuck in the kernel.
+    # 1. A process that does not even run its signal handler is stopped, or stuck in the kernel.
     silent = [each for each in running if each.problem]
     if silent:
         return silent
-    # 2. A rank that has completed fewer batches has not reached the others yet.
+    # 2. The other ranks wait for a rank that has completed fewer batches.
     newest = max((each.batch for each in running), default=-1)
     late = [each for each in running if each.batch < newest]
     if late and 2 * len(late) <= len(running):
         return late
-    # 3. A rank in a collective waits for others, so the ranks elsewhere are the cause.
+    # 3. A rank in a collective waits for others, so ranks that are not in one are the cause.
     busy = [each for each in running if not each.waits]
     if busy and len(busy) < len(running):
         return busy
-    # 4. The ranks outside of the largest group are suspect, such as one in another collective.
+    # 4. Ranks outside the largest group are suspect, such as a rank in another collective.
     sizes = {place: sum(each.place == place for each in running) for place in {each.place for each in running}}
     if sizes and 2 * max(sizes.values()) > len(running):
         largest = max(sizes, key=lambda place: sizes[place])
@@ -158,11 +158,11 @@ def suspects(reports: Sequence[RankReport]) -> list[RankReport]:
 
 
 def describe_hang(reports: Sequence[RankReport], missing_nodes: Sequence[int] = ()) -> str:
-    """Return one sentence about the ranks of a run that hangs: where most of them wait, then the ranks that differ.
+    """Return one sentence about the ranks of a hanging run: where most of them wait, and which ranks differ.
 
     Args:
-        reports: Reports of all nodes that have written one.
-        missing_nodes: Ranks of the nodes that have written none.
+        reports: The ranks of all nodes that have written a report.
+        missing_nodes: Node ranks of the nodes that have not.
     """
     found = {each.rank for each in suspects(reports)}
     running = [each for each in reports if not each.ended and not each.problem]

@@ -1,4 +1,4 @@
-"""Worker processes of a node: their start, signals, output and end, and the outcome that their exit statuses mean."""
+"""Start, signal and end a node's worker processes, and derive the attempt's outcome from their exit statuses."""
 
 import atexit
 import contextlib
@@ -24,16 +24,16 @@ from diffusion.runs import heartbeats
 TICK_SECONDS = 0.1
 """Interval at which the state of the workers is checked."""
 STACK_SECONDS = 3.0
-"""Maximum wait for the stacks of the ranks; less than MARGIN_SECONDS. A rank writes them in milliseconds, unless it is
-stopped."""
+"""Maximum time to wait for the ranks' stacks; less than MARGIN_SECONDS. A rank that is not stopped writes them in
+milliseconds."""
 KILL_SECONDS = 60.0
 """Time after which a killed process that still exists counts as stuck in a device or disk operation."""
 PR_SET_PDEATHSIG = 1
 
 _GONE = (errno.EIO, errno.EPIPE, errno.ENXIO)
-"""Errors of a write to a terminal that was closed, or to a pipe without a reader."""
+"""Errors of writing to a closed terminal, or to a pipe without a reader."""
 StartRank = Callable[[int, Sequence[str], Mapping[str, str], IO[bytes] | None], subprocess.Popen[bytes]]
-"""Function with the arguments of `start_rank`."""
+"""Function with the same arguments as `start_rank`."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Workers:
         command: run.py and its arguments.
         environ: Environment of all processes.
         folder: Folder for the heartbeats, stacks and output of the processes.
-        start: Function that starts a worker process; None is `start_rank`.
+        start: Function that starts a worker process; None means `start_rank`.
     """
 
     position: NodePosition
@@ -65,10 +65,10 @@ class Workers:
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # Composer's launcher is not used: it leaves its workers behind when it receives SIGTERM, its exit status does
-        # not reflect theirs, and its import takes half a minute. The workers get the environment that it would set.
+        # Do not use Composer's launcher: it leaves its workers behind when it receives SIGTERM, its exit status does
+        # not reflect theirs, and importing it takes half a minute. The workers get the environment that it would set.
         for local_rank, environ in enumerate(self.environs()):
-            # The output of one rank is enough to follow a run, but errors (stderr) are shown for all ranks.
+            # Show the output of one rank, which is enough to follow a run, but the errors (stderr) of all ranks.
             output = None if local_rank == 0 else (self.folder / f'output-{local_rank}.txt').open('wb')
             process = (self.start or start_rank)(local_rank, self.command, environ, output)
             self.processes.append(process)
@@ -81,7 +81,7 @@ class Workers:
         return [rank_environment(self.position, local_rank, self.environ) for local_rank in ranks]
 
     def codes(self) -> list[int | None]:
-        """Return the exit status of each worker process: negative for a signal, None if it still runs."""
+        """Return the exit status of each worker process: negative if a signal killed it, None if it still runs."""
         return [process.poll() for process in self.processes]
 
     def ended(self) -> bool:
@@ -93,7 +93,7 @@ class Workers:
     def outcome(self, *, stop_requested: bool, late: bool = False) -> Outcome:
         """Combine the exit statuses of all worker processes into one outcome."""
         codes = {rank: process.poll() for rank, process in self.by_rank().items()}
-        # A user error or bad hardware on one rank explains all other statuses: the other ranks fail because of it.
+        # A user error or bad hardware on one rank is the cause of all other failures.
         for status, cause in ((CONFIG_ERROR, 'mistake'), (BAD_HARDWARE, 'hardware')):
             if status in codes.values():
                 return Outcome(status, cause)
@@ -103,7 +103,7 @@ class Workers:
             detail = 'did not save in time' if late or killed else ''
             done = set(codes.values()) == {0}
             return Outcome(0, 'done') if done else Outcome(PREEMPTED, 'preempted', detail)
-        if killed:  # by the OOM killer, say; the other ranks then fail in a collective with misleading errors
+        if killed:  # for example by the OOM killer; the other ranks' errors are then misleading
             return Outcome(FAILED, 'killed', ', '.join(killed))
         if failed:
             return Outcome(FAILED, 'crash', ', '.join(failed))
@@ -137,19 +137,19 @@ class Workers:
                 for rank, process in self.by_rank().items()
                 if process.poll() is None and latest.get(rank) == before.get(rank)
             ]
-            # A file that has not grown since the last look is complete.
+            # A file that has not grown since the last check is complete.
             if not missing and latest == previous:
                 break
         return {rank: text for rank, text in found.items() if text != before.get(rank)}
 
     def request_nccl_dumps(self) -> list[int]:
-        """Make NCCL's flight recorder write its file in each worker process that has one; return their ranks."""
+        """Make NCCL's flight recorder write its file in each worker process that uses NCCL; return their ranks."""
         asked = []
         for rank, process in self.by_rank().items():
             if process.poll() is not None:
                 continue
-            # NCCL itself writes the file only when a collective times out, which is later than the watchdog.
-            with contextlib.suppress(OSError):  # no pipe: the rank uses no NCCL, or has not created its group yet
+            # On its own, NCCL writes the file only when a collective times out, which is later than our watchdog.
+            with contextlib.suppress(OSError):  # no pipe: the rank does not use NCCL, or has no process group yet
                 pipe = os.open(self.folder / NCCL_PIPE.format(rank=rank), os.O_WRONLY | os.O_NONBLOCK)
                 os.write(pipe, b'1')
                 os.close(pipe)
@@ -157,7 +157,7 @@ class Workers:
         return asked
 
     def kill(self) -> list[int]:
-        """Kill all worker processes with their children; return the ids of workers that exist after KILL_SECONDS."""
+        """Kill all worker processes and their children; return the ids of workers still alive after KILL_SECONDS."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -170,16 +170,16 @@ class Workers:
         return stuck
 
     def reap_orphans(self, others: Collection[int] = ()) -> None:
-        """Reap orphaned processes if this process is PID 1 of a container, as it then inherits them.
+        """Reap orphaned processes if this process is PID 1 in a container and therefore inherits them.
 
         Args:
             others: Process ids of children that are neither worker processes nor orphans.
         """
         if os.getpid() != 1:
             return
-        # Orphans stay zombies until waitpid(), and the container would run out of process ids. The status of a worker
-        # belongs to Popen.poll(): WNOWAIT looks at an ended child without reaping it. It reports the same worker until
-        # poll() has taken its status, so the orphans behind it wait for the next call.
+        # Orphans stay zombies until waitpid(), and the container would run out of process ids. Only Popen.poll() may
+        # reap a worker, to get its status, so use WNOWAIT to look at an ended child without reaping it. It reports the
+        # same worker until poll() has reaped it, so orphans behind that worker wait for the next call.
         worker_pids = {process.pid for process in self.processes} | {*others}
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
@@ -194,10 +194,10 @@ def start_rank(
     """Start a worker process.
 
     Args:
-        output: File of its stdout; None for this process's.
+        output: File for the process's stdout; None to use this process's stdout.
     """
-    # A new session makes each rank the leader of a process group. kill() can then end it together with its data loader
-    # workers, and Ctrl-C reaches only this process, which forwards it once.
+    # A new session makes each rank the leader of a process group, so that kill() can end it together with its data
+    # loader workers, and Ctrl-C reaches only this process, which forwards it once.
     return subprocess.Popen(
         [sys.executable, *command],
         env=environ,
@@ -208,7 +208,7 @@ def start_rank(
 
 
 def process_problem(pid: int) -> str:
-    """Return a description of a process that does not respond to a signal, by its state in the kernel."""
+    """Describe a process that does not respond to a signal, by its state in the kernel."""
     # The state is the first field after the program's name in parentheses (man 5 proc).
     try:
         state = Path(f'/proc/{pid}/stat').read_text(encoding='utf-8', errors='replace').rpartition(')')[2].split()[0]
@@ -221,12 +221,12 @@ def process_problem(pid: int) -> str:
 def die_with_parent() -> None:
     """Make the kernel kill this process when its parent dies. Does nothing on systems other than Linux."""
     if sys.platform == 'linux':
-        # No signal handler runs after SIGKILL of the parent, and orphaned ranks would keep the GPUs and the port.
+        # A parent killed by SIGKILL runs no handlers, and orphaned ranks would keep the GPUs and the port.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class _DiscardingStream:
-    """Wrapper that discards text which the stream can no longer write; it forwards everything else to the stream."""
+    """Wrapper of a stream that discards text once the stream can no longer be written."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -250,8 +250,8 @@ class _DiscardingStream:
         except OSError as error:
             if error.errno not in _GONE:
                 raise
-            # Redirect the descriptor, not only the stream: the interpreter flushes what is buffered when it exits, and
-            # would replace the exit status by 120 if that failed. Libraries write to the descriptor too.
+            # Redirect the file descriptor, not only the stream: at exit, the interpreter flushes the buffer and would
+            # change the exit status to 120 if that failed. Libraries also write to the descriptor.
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._stream.fileno())
             os.close(null)
@@ -262,8 +262,8 @@ class _DiscardingStream:
 
 @contextlib.contextmanager
 def discarding_lost_output() -> Iterator[None]:
-    """Discard the output of the `with` block once it can no longer be written, instead of raising OSError."""
-    # A run receives SIGHUP when its terminal is closed, and must still save. Every message would raise otherwise.
+    """In the `with` block, discard output that can no longer be written instead of raising OSError."""
+    # When its terminal is closed, a run receives SIGHUP and must still save, but every message would raise an error.
     before = sys.stdout, sys.stderr
     guarded = tuple(cast(TextIO, _DiscardingStream(stream)) for stream in before)
     sys.stdout, sys.stderr = guarded
@@ -272,34 +272,33 @@ def discarding_lost_output() -> Iterator[None]:
     finally:
         for stream in guarded:
             stream.flush()
-        # Keep a wrapper that other code has put around the streams since then.
+        # Keep any wrapper that other code has put around the streams in the meantime.
         sys.stdout = before[0] if sys.stdout is guarded[0] else sys.stdout
         sys.stderr = before[1] if sys.stderr is guarded[1] else sys.stderr
 
 
 def end_process(status: int) -> NoReturn:
-    """End this process with an exit status, after its threads and exit handlers.
+    """Wait for threads, run exit handlers, and end this process with an exit status.
 
-    While Python finalizes the interpreter, a daemon thread that returns from PyTorch code is ended there, which aborts
-    the process: a run that ended with a clear error would seem to be killed by SIGABRT.
+    A normal exit finalizes the interpreter, which then ends daemon threads that return from PyTorch code. This aborts
+    the process: a run that ended with a clear error would seem to have been killed by SIGABRT.
     """
-    # The interpreter does the same first: it waits for non-daemon threads, and calls the exit handlers.
+    # These are the first steps of a normal exit: wait for non-daemon threads, and call the exit handlers.
     with suppress(Exception):
         threading._shutdown()  # type: ignore[attr-defined]
     kill_daemons()
     atexit._run_exitfuncs()
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # None if its descriptor was closed at the start
-        with suppress(OSError, ValueError):  # its reader has gone
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # a stream is None if its descriptor was closed at the start
+        with suppress(OSError, ValueError):  # the reader is gone
             stream.flush()
     os._exit(status)
 
 
 def kill_daemons() -> None:
-    """Kill the daemon processes that this one has started, such as workers of a data loader."""
-    # Training that ends in the middle of an epoch leaves the loader workers waiting for their next batch. An exit
-    # handler of torch waits 5 s for each of them if memory is pinned; one of multiprocessing sends SIGTERM and waits
-    # without a limit. The workers ignore SIGTERM, since schedulers send it to a whole job, so a complete run would
-    # never end.
+    """Kill the daemon processes that this process has started, such as data loader workers."""
+    # If training ends in the middle of an epoch, loader workers wait for their next batch. A torch exit handler waits 5
+    # s for each of them if memory is pinned; a multiprocessing exit handler sends SIGTERM and waits without a limit.
+    # The workers ignore SIGTERM, which schedulers send to whole jobs, so a complete run would never end.
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()

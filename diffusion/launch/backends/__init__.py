@@ -1,4 +1,4 @@
-"""Launch backends: one module per scheduler, imported when a job uses the scheduler."""
+"""Launch backends: one module per scheduler, imported on first use."""
 
 import importlib
 from typing import cast
@@ -16,13 +16,13 @@ def backend_of(name: str) -> Backend:
 
 
 def free_nodes(spec: JobSpec) -> int:
-    """Return the number of idle nodes on which a job could start now; another job may take them first.
+    """Return the number of idle nodes on which a job could start now (unless another job takes them first).
 
     Args:
-        spec: The job spec, whose queue and GPUs the nodes must have.
+        spec: The job spec; only nodes with its GPUs, in its queue, count.
 
     Raises:
-        UserError: The backend cannot tell, or its command-line tool is missing.
+        UserError: The backend cannot count free nodes, or its command-line tool is missing.
         ExternalError: The scheduler does not respond.
     """
     count = getattr(backend_of(spec.backend), 'free_nodes', None)

@@ -19,27 +19,27 @@ from diffusion.runs import environment
 from diffusion.storage.places import is_url
 
 IMAGE_WORKDIR = '/workspace'
-"""Folder with run.py in the image of docker/Dockerfile."""
+"""Folder that contains run.py in the image built from docker/Dockerfile."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """Files that a launch backend rendered from jobs, with the commands that submit them."""
+    """Files that a launch backend has rendered from jobs, and the commands that submit these files."""
 
     files: dict[str, str]
     """Contents by file name."""
     commands: tuple[tuple[str, ...], ...]
     """Commands that submit the files, as argument lists, for display."""
     notes: tuple[str, ...] = ()
-    """Notes for the user that the files do not show."""
+    """Notes for the user about facts that the files do not show."""
 
 
 class NotValidated(Exception):
-    """Raised if the tool that validates rendered job files is missing; the message explains how to install the tool."""
+    """Raised if the tool that validates rendered job files is missing; the message explains how to install it."""
 
 
 class Backend(Protocol):
-    """Launch backend, a module for one scheduler. `Options` is the dataclass of the keys under `backend:` in a spec."""
+    """Interface of a scheduler's backend module. `Options` is the dataclass of the keys under `backend:` in a spec."""
 
     Options: type
 
@@ -48,14 +48,14 @@ class Backend(Protocol):
         ...
 
     def render(self, jobs: Sequence[Job]) -> Rendered:
-        """Return the files that describe the jobs to the scheduler; a pure function of the jobs."""
+        """Return the files that describe the jobs to the scheduler. They depend on nothing but the jobs."""
         ...
 
     def validate(self, rendered: Rendered) -> list[Problem]:
-        """Return the mistakes that the schema of the scheduler finds in rendered job files.
+        """Return the mistakes in rendered job files according to the scheduler's schema.
 
         Raises:
-            NotValidated: The package or program that knows the schema is missing.
+            NotValidated: The package or program that contains the schema is missing.
         """
         ...
 
@@ -86,7 +86,7 @@ def environment_of(job: Job, scheduler: str, **more: str) -> dict[str, str]:
 
     Args:
         scheduler: Name of the scheduler, the value of DIFFUSION_SCHEDULER.
-        more: Further variables, by the name of their constant in `diffusion.runs.environment`.
+        more: Further variables; each keyword is the name of a constant in `diffusion.runs.environment`.
     """
     spec = job.spec
     restart = spec.restart
@@ -104,17 +104,17 @@ def environment_of(job: Job, scheduler: str, **more: str) -> dict[str, str]:
         environment.NOTICE_SECONDS: str(spec.schedule.notice_seconds),
     }
     if spec.gpu is None:
-        ours['CUDA_VISIBLE_DEVICES'] = ''  # hides the GPUs of a machine that has some
+        ours['CUDA_VISIBLE_DEVICES'] = ''  # hide the machine's GPUs
     if restart.standby:
         ours[environment.STANDBY] = '1'
     if spec.hang_seconds is not None:
         ours[environment.HANG_SECONDS] = str(spec.hang_seconds)
-    # The variables of the contract come last, so that the user's cannot replace them; job_checks refuses such names.
+    # The contract's variables come last, so that the user's cannot replace them. (job_checks refuses such names too.)
     return spec.env | ours | {getattr(environment, name): value for name, value in more.items()}
 
 
 def deep_merge(base: Any, changes: Any) -> Any:
-    """Return `base` with `changes` merged in recursively: mappings merge, None removes a key, other values replace."""
+    """Return `base` with `changes` merged in recursively: None removes a key, and other values replace old ones."""
     if not isinstance(base, Mapping) or not isinstance(changes, Mapping):
         return changes
     result = dict(base)
@@ -127,7 +127,7 @@ def deep_merge(base: Any, changes: Any) -> Any:
 
 
 def unmounted_run_folders(jobs: Sequence[Job]) -> list[Problem]:
-    """Return a problem if a job in a container saves checkpoints outside of all mounts, where they would be lost."""
+    """Return a problem if a containerized job saves checkpoints outside all mounts, where they would be lost."""
     problems = []
     for job in jobs:
         if is_url(job.run_dir):

@@ -1,4 +1,4 @@
-"""Kubernetes launch backend: a JobSet with an indexed Job per stage and a pod per node, optionally in a Kueue queue."""
+"""Kubernetes launch backend: a JobSet with an indexed Job per stage and a pod per node, optionally queued by Kueue."""
 
 import json
 import re
@@ -26,14 +26,14 @@ from diffusion.runs import environment
 INSTALL = 'install kubectl and configure a context (kubectl config get-contexts)'
 LABEL = re.compile(r'[a-z]([a-z0-9-]*[a-z0-9])?')
 MAX_NAME = 63
-"""Maximum length of a DNS label, and so of the names of pods and hosts."""
+"""Maximum length of a DNS label, which also limits the names of pods and hosts."""
 QUEUE = 'kueue.x-k8s.io/queue-name'
 PRIORITY = 'kueue.x-k8s.io/priority-class'
 RESTARTS = 'jobset.sigs.k8s.io/restart-attempt'
-"""Label of a pod that holds the number of restarts of its JobSet."""
+"""Pod label with the number of restarts of the JobSet."""
 SCHEDULER_RESTARTS = 20
-"""Factor from the `max_restarts` of a job spec, which counts failures in a row without progress, to the maxRestarts of
-the JobSet, which counts all failures but preemptions and bad hardware."""
+"""Ratio of the JobSet's maxRestarts, which counts all failures except preemptions and bad hardware, to the job spec's
+`max_restarts`, which counts consecutive failures without progress."""
 RAW = ('jobset', 'job', 'pod', 'container')
 
 
@@ -42,21 +42,21 @@ class Options:
     """Settings of the Kubernetes launch backend, from `backend:` in a job spec."""
 
     namespace: str | None = None
-    """Namespace of all objects; null uses that of the kubectl context."""
+    """Namespace of all objects. Null means that of the kubectl context."""
     gpu_resource: str = 'nvidia.com/gpu'
     """Name of the GPU resource in a pod's limits."""
     cpus_per_node: int | None = None
-    """Number of cores per pod; fewer than the machine has, because Kubernetes itself needs some."""
+    """Number of CPU cores per pod. Leave some of the machine's cores to Kubernetes itself."""
     memory_per_node: str | None = None
     """Memory per pod including its /dev/shm, such as 900Gi."""
     shared_memory: str = '64Gi'
-    """Size of /dev/shm, through which data loader workers pass batches; the default of Docker is 64 MB."""
+    """Size of /dev/shm, through which data loader workers pass batches (Docker's default is only 64 MB)."""
     service_account: str | None = None
     """Service account of the pods, for example for access to the object store."""
     keep_seconds: int | None = 604800
-    """Time in seconds for which a finished JobSet is kept; null keeps it forever."""
+    """Time in seconds for which a finished JobSet is kept. Null means forever."""
     raw: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Values that are merged last into the manifest, under jobset, job, pod (its spec) and container."""
+    """Values that are merged last into the manifest, with the keys jobset, job, pod (its spec) and container."""
 
 
 def problems(jobs: Sequence[Job]) -> list[Problem]:
@@ -67,7 +67,7 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
             'name', f'{spec.name!r} is not a valid Kubernetes name; use a-z, 0-9 and dashes, starting with a letter'
         )
     for job in jobs:
-        # Name of a pod: <jobset>-<replicated job>-<job index>-<pod index>-<five characters>.
+        # Pods are named <jobset>-<replicated job>-<job index>-<pod index>-<five characters>.
         excess = len(f'{spec.name}-{job.stage}-0-{job.nodes - 1}-abcde') - MAX_NAME
         if excess > 0:
             gather.problem(
@@ -126,7 +126,7 @@ def render(jobs: Sequence[Job]) -> Rendered:
 
 
 def validate(rendered: Rendered) -> list[Problem]:
-    """Return the mistakes in rendered manifests, found by published schemas (extra `kubernetes`) or else by kubectl."""
+    """Return the mistakes in rendered manifests, using published schemas (extra `kubernetes`) or else kubectl."""
     found = []
     for text in rendered.files.values():
         try:
@@ -154,7 +154,7 @@ def cancel(jobs: Sequence[Job]) -> str:
 
 
 def free_nodes(spec: JobSpec) -> int:
-    """Return the number of ready nodes whose allocatable GPUs, less those of running pods, suffice for a pod."""
+    """Return the number of ready nodes with enough GPUs for a pod that running pods do not use."""
     resource, needed = spec.options.gpu_resource, spec.gpus_per_node if spec.gpu else 1
     used: dict[str, int] = {}
     for pod in _items('pods', '--all-namespaces', '--field-selector=status.phase!=Succeeded,status.phase!=Failed'):
@@ -210,13 +210,13 @@ def _selector(jobs: Sequence[Job]) -> list[str]:
 
 
 def _failure_policy(jobs: Sequence[Job]) -> dict[str, Any]:
-    """Return the policy of the JobSet: restart after a failure, except one that must not be retried."""
+    """Return the JobSet's failure policy: restart after every failure that may be retried."""
     restart = jobs[0].spec.restart
-    # JobSet recreates all Jobs after any other failure, because the ranks cannot continue without one another.
+    # After any other failure, JobSet recreates all Jobs, because ranks cannot continue without each other.
     final = {'name': 'stop', 'action': 'FailJobSet', 'onJobFailureReasons': ['PodFailurePolicy', 'DeadlineExceeded']}
     if restart.max_restarts == 0:
         return {'maxRestarts': 0, 'rules': [final]}
-    # The reason is PodFailurePolicy for every FailJob rule of a Job, and only the message tells which rule matched.
+    # Every FailJob rule of a Job gives the reason PodFailurePolicy; only the message says which rule matched.
     patterns = [f'matching FailJob rule at index {index}$' for index in range(len(_uncounted_rules(jobs)))]
     uncounted = {
         'name': 'retry-without-limit',
@@ -224,20 +224,20 @@ def _failure_policy(jobs: Sequence[Job]) -> dict[str, Any]:
         'onJobFailureReasons': ['PodFailurePolicy'],
         'onJobFailureMessagePatterns': patterns,
     }
-    # JobSet cannot tell which attempts made progress. The node entry point of a training run can, and ends with 78 once
-    # max_restarts is exceeded. The limit of JobSet therefore only ends two kinds of jobs: those whose node entry point
-    # cannot start, and those of other tasks, which record no attempts.
+    # JobSet cannot tell which attempts made progress. The node entry point of a training run can, and exits with 78
+    # when max_restarts is exceeded. JobSet's limit is therefore needed only for jobs whose node entry point cannot
+    # start, and for other tasks, which do not record attempts.
     return {'maxRestarts': restart.max_restarts * SCHEDULER_RESTARTS, 'rules': [uncounted, final]}
 
 
 def _uncounted_rules(jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """Return the rules of a podFailurePolicy for failures that do not count as restarts of the JobSet."""
+    """Return the podFailurePolicy rules for failures that do not count towards the JobSet's maxRestarts."""
     restart = jobs[0].spec.restart
     if restart.max_restarts == 0:
         return []
-    # The node entry point itself ends with these statuses: after a preemption, a hang or a hardware fault. Only that of
-    # a training run counts its attempts; any other job would restart forever on a node with bad hardware. The rules are
-    # the same for all stages, because JobSet knows them by their index.
+    # The node entry point exits with these statuses after a preemption, a hang or a hardware fault. Only training runs
+    # count their attempts; any other job would restart forever on a node with bad hardware. All stages have the same
+    # rules, because JobSet identifies a rule by its index.
     trains = all(job.task == 'train' for job in jobs)
     codes = [code for code in (PREEMPTED, BAD_HARDWARE) if trains and restart.actions()[code] != 'stop']
     disruption = {'action': 'FailJob', 'onPodConditions': [{'type': 'DisruptionTarget', 'status': 'True'}]}
@@ -250,16 +250,16 @@ def _exit_rule(operator: str, codes: Sequence[int]) -> dict[str, Any]:
 
 
 def _pod_failure_policy(job: Job, uncounted: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the part of a Kubernetes Job that names the failures for which the JobSet has a rule."""
+    """Return a Kubernetes Job's podFailurePolicy, which lists the failures for which the JobSet has a rule."""
     restart = job.spec.restart
     codes = restart.codes('stop')
     operator = 'In'
     if restart.otherwise == 'stop':
         operator, codes = 'NotIn', restart.codes('retry', 'elsewhere')
-        # Kubernetes itself ends pods with 137 (SIGKILL) and 143 (SIGTERM), for example on eviction, which is not a
-        # failure of the job.
+        # Kubernetes itself kills pods, for example on eviction: statuses 137 (SIGKILL) and 143 (SIGTERM) are not
+        # failures of the job.
         codes = sorted({*codes, 137, 143})
-    # The first rule that matches decides. The rules of uncounted failures come first: JobSet knows them by their index.
+    # The first matching rule applies. Rules for uncounted failures come first, since JobSet identifies them by index.
     rules = [*uncounted, *([_exit_rule(operator, codes)] if codes else [])]
     return {'podFailurePolicy': {'rules': rules}} if rules else {}
 
@@ -271,7 +271,7 @@ def _replicated_job(job: Job, previous: Job | None, uncounted: Sequence[dict[str
         'parallelism': job.nodes,
         'completions': job.nodes,
         'completionMode': 'Indexed',
-        # No pod is replaced alone: the JobSet restarts all pods of an attempt together.
+        # Do not replace single pods: the JobSet restarts all pods together.
         'backoffLimit': 0,
         **deadline,
         **_pod_failure_policy(job, uncounted),
@@ -293,13 +293,13 @@ def _pod(job: Job) -> dict[str, Any]:
     shared = {'name': 'shared-memory', 'emptyDir': {'medium': 'Memory', 'sizeLimit': options.shared_memory}}
     # A podFailurePolicy requires restartPolicy Never.
     pod: dict[str, Any] = {'restartPolicy': 'Never', 'terminationGracePeriodSeconds': spec.schedule.notice_seconds}
-    # The priority of a queued job is a Kueue workload priority class in a label, not a priority class of pods.
+    # A queued job's priority is a Kueue workload priority class, set by a label, not a priority class of its pods.
     if spec.schedule.priority is not None and spec.schedule.queue is None:
         pod['priorityClassName'] = str(spec.schedule.priority)
     if options.service_account is not None:
         pod['serviceAccountName'] = options.service_account
     if spec.gpu is not None:
-        # GPU nodes are commonly tainted with the name of their resource.
+        # GPU nodes commonly have a taint with the name of their GPU resource.
         pod['tolerations'] = [{'key': options.gpu_resource, 'operator': 'Exists', 'effect': 'NoSchedule'}]
     pod['containers'] = [deep_merge(_container(job), options.raw.get('container', {}))]
     pod['volumes'] = [shared, *volumes]
@@ -333,13 +333,13 @@ def _container(job: Job) -> dict[str, Any]:
 
 def _env(job: Job) -> list[dict[str, Any]]:
     spec = job.spec
-    # Host name of the first pod: <jobset>-<replicated job>-<job index>-<pod index>.<subdomain>.
+    # The first pod's host name is <jobset>-<replicated job>-<job index>-<pod index>.<subdomain>.
     first = f'{spec.name}-{job.stage}-0-0.{spec.name}'
     variables = environment_of(job, 'jobset', MASTER_ADDR=first)
     env: list[dict[str, Any]] = [{'name': name, 'value': _literal(value)} for name, value in variables.items()]
     label = {'fieldRef': {'fieldPath': f"metadata.labels['{RESTARTS}']"}}
     env.append({'name': environment.ATTEMPT, 'valueFrom': label})
-    # Use the name of the node rather than of the pod, because `kubectl cordon` takes it.
+    # Use the name of the node instead of the pod, because `kubectl cordon` takes node names.
     env.append({'name': environment.MACHINE, 'valueFrom': {'fieldRef': {'fieldPath': 'spec.nodeName'}}})
     for name, source in spec.secrets.items():
         secret, _, key = str(source).partition('/')
@@ -348,12 +348,12 @@ def _env(job: Job) -> list[dict[str, Any]]:
 
 
 def _literal(text: str) -> str:
-    """Escape the dollar signs of an argument, because Kubernetes expands $(NAME) and reads $$ as a dollar sign."""
+    """Escape the dollar signs in an argument: Kubernetes expands $(NAME) and reads $$ as a dollar sign."""
     return text.replace('$', '$$')
 
 
 def _volume(name: str, source: str) -> dict[str, Any] | None:
-    """Return the pod volume of a mount source (pvc://claim or a folder on the nodes); None if it is neither."""
+    """Return the pod volume for a mount source (pvc://claim or a folder on the nodes); None for any other source."""
     claim = re.fullmatch(r'pvc://([a-z0-9.-]+)(/.+)?', source)
     if claim is not None:
         return {'name': name, 'persistentVolumeClaim': {'claimName': claim[1]}}
@@ -361,12 +361,12 @@ def _volume(name: str, source: str) -> dict[str, Any] | None:
 
 
 def _schema_problems(manifest: dict[str, Any]) -> list[Problem]:
-    """Return the unknown keys and wrong types in a JobSet manifest, found offline with published Kubernetes schemas.
+    """Return unknown keys and wrong types in a JobSet manifest, found offline with published Kubernetes schemas.
 
     Raises:
         ImportError: The extra `kubernetes` is not installed.
     """
-    # Import these here: the models take a second.
+    # Import these here: importing the models takes a second.
     import kubernetes_validate
     from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
     from pydantic import ValidationError
@@ -374,8 +374,8 @@ def _schema_problems(manifest: dict[str, Any]) -> list[Problem]:
     try:
         JobsetV1alpha2JobSet.model_validate(manifest, extra='forbid', by_alias=True, by_name=False)
     except ValidationError as error:
-        # Use these models only for the keys of JobSet itself: they lack the int-or-string types of Kubernetes, so they
-        # refuse valid quantities and ports below the template of a Job. kubernetes-validate checks that part.
+        # Use these models only for JobSet's own keys. They lack Kubernetes's int-or-string types, so they refuse valid
+        # quantities and ports in the template of a Job. kubernetes-validate checks that part.
         found = [
             Problem(_path(*each['loc']), 'unknown key; remove it' if each['type'] == 'extra_forbidden' else each['msg'])
             for each in error.errors()
@@ -395,7 +395,7 @@ def _schema_problems(manifest: dict[str, Any]) -> list[Problem]:
 
 
 def _kubectl_problems(text: str) -> list[Problem]:
-    """Return the mistakes that a kubectl dry run finds in a manifest, with the schemas of the cluster.
+    """Return the mistakes that a kubectl dry run finds in a manifest with the cluster's schemas.
 
     Raises:
         NotValidated: kubectl is missing, or cannot reach a cluster.

@@ -1,4 +1,4 @@
-"""Local launch backend: the nodes of a job are processes of this machine, each with its own ranks."""
+"""Local launch backend: each node of a job is a process on this machine, with its own ranks."""
 
 import contextlib
 import os
@@ -26,14 +26,14 @@ from diffusion.storage.places import is_url
 
 TICK_SECONDS = 0.1
 GRACE_SECONDS = 15.0
-"""Time for the other nodes to end after one has failed."""
+"""Time that the other nodes have to end after one has failed."""
 ORDERLY = {PREEMPTED, BAD_HARDWARE}
-"""Exit statuses of nodes whose ranks have saved together."""
+"""Exit statuses of nodes whose ranks saved a checkpoint together before they ended."""
 
 
 def run_local_jobs(jobs: Sequence[Job]) -> int:
     """Run jobs in sequence on this machine, with their restarts; return the first nonzero exit status, or 0."""
-    with discarding_lost_output():  # a closed terminal stops the jobs, which must still save
+    with discarding_lost_output():  # if the terminal is closed, stop the jobs so that they save
         for job in jobs:
             status = LocalJob(job).run()
             if status:
@@ -45,13 +45,13 @@ def node_environment(job: Job, rank: int) -> dict[str, str]:
     """Return the environment variables of one node of a local job."""
     variables = environment_of(job, 'local', NODE_RANK=str(rank), MASTER_ADDR='127.0.0.1')
     if job.nodes > 1 and is_url(job.run_dir):
-        # Give each node a working folder of its own for a run in an object store, since they share this machine.
+        # Nodes share this machine, so give each its own working folder for runs in an object store.
         variables[WORKING_FOLDER_VARIABLE] = str(working_root() / f'node{rank}')
     return variables
 
 
 class LocalJob:
-    """One job whose nodes are processes of this machine."""
+    """One job whose nodes are processes on this machine."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -62,7 +62,7 @@ class LocalJob:
         self._nodes: list[subprocess.Popen[bytes]] = []
 
     def run(self) -> int:
-        """Run the job's nodes as processes of this machine, with restarts; return the last attempt's exit status."""
+        """Run the job's nodes as processes on this machine, with restarts; return the last attempt's exit status."""
         restart, count = self.job.spec.restart, 0
         handlers = {number: signal.signal(number, self._request_stop) for number in handled_signals()}
         try:
@@ -84,9 +84,9 @@ class LocalJob:
                 signal.signal(number, handler)
 
     def _restarts_used(self, status: int) -> int:
-        """Return the number of attempts in a row that failed without progress, after one that ended with `status`."""
+        """Return the number of consecutive attempts without progress, given the exit status of the last attempt."""
         self._failures += status != PREEMPTED
-        # Only a training run records its attempts, and only the record tells which of them made progress.
+        # Only training runs record their attempts, and only this record shows which attempts made progress.
         with contextlib.suppress(UserError, OSError):
             run = self.job.run_dir
             run = run if is_url(run) else Path(self.job.spec.workdir or '', run)
@@ -94,8 +94,8 @@ class LocalJob:
         return self._failures
 
     def _attempt(self, count: int) -> int:
-        """Start all nodes of the job once and wait for them; return the exit status of the job."""
-        # Create a new exit file per attempt: a line of an earlier one would be taken as the reason why this one ended.
+        """Start all nodes of the job once, wait for them, and return the job's exit status."""
+        # Create a new exit file per attempt, because an earlier attempt's lines do not explain the end of this one.
         with tempfile.TemporaryDirectory(prefix='diffusion-job-') as folder:
             exits = Path(folder, 'exits')
             variables = {environment.ATTEMPT: str(count), environment.EXIT_FILE: str(exits)}
@@ -113,12 +113,12 @@ class LocalJob:
     def _start(self, rank: int, variables: dict[str, str]) -> subprocess.Popen[bytes]:
         environ = os.environ | node_environment(self.job, rank) | variables
         command = [sys.executable, *self.job.command[1:]]
-        # A new session makes Ctrl-C in the terminal reach only this process, which forwards it.
+        # Start a new session, so that Ctrl-C in the terminal reaches only this process, which forwards it.
         folder = self.job.spec.workdir
         return subprocess.Popen(command, env=environ, cwd=folder, start_new_session=True, preexec_fn=die_with_parent)
 
     def _wait(self) -> None:
-        """Wait until all nodes have ended or exceed their time to stop; a stop is forwarded to the nodes."""
+        """Wait until all nodes have ended or have exceeded their time to stop; forward stop requests to the nodes."""
         deadline, forwarded, interrupted = float('inf'), False, False
         while any(node.poll() is None for node in self._nodes):
             now = time.monotonic()
@@ -128,14 +128,14 @@ class LocalJob:
                 self._terminate()
                 self._print('stopping: the ranks finish their batch and save a checkpoint')
             if self._end_requested:
-                # The nodes print what is lost, and end at once. They ignore a SIGINT too soon after the SIGTERM, which
-                # this process may have forwarded late, so it is sent again on every tick.
+                # On SIGINT, the nodes print what is lost and end at once. They ignore a SIGINT that comes too soon
+                # after the SIGTERM, which this process may have forwarded late, so send it again on every tick.
                 deadline = deadline if interrupted else now + GRACE_SECONDS
                 interrupted = True
                 self._terminate(signal.SIGINT)
-            # Schedulers end all nodes when one ends. A node that was preempted or has a hardware fault ends after the
-            # save, so the others get the full notice to finish theirs; after any other failure, no collective save can
-            # succeed.
+            # Like a scheduler, end all nodes when one fails. A node that was preempted or has a hardware fault has
+            # taken part in a save, so the others get the full notice to finish it; after any other failure, no
+            # collective save can succeed.
             failed = {node.returncode for node in self._nodes} - {None, 0}
             if failed and deadline == float('inf'):
                 notice = self.job.spec.schedule.notice_seconds if failed <= ORDERLY else GRACE_SECONDS
@@ -160,14 +160,14 @@ class LocalJob:
 
 
 def job_exit_status(reported: Sequence[int], codes: Sequence[int]) -> int:
-    """Combine the exit statuses of the nodes of a job into one exit status of the job.
+    """Combine the exit statuses of a job's nodes into one exit status of the job.
 
     Args:
-        reported: Exit statuses in the file shared by the nodes, in the order in which the nodes ended.
+        reported: Exit statuses in the nodes' shared exit file, in the order in which the nodes ended.
         codes: Exit statuses of the node processes.
     """
-    # A user error on any node would occur again on every retry. Otherwise the first node that failed is the reason, and
-    # the later ones ended because of it. A node that failed without reporting was killed.
+    # A user error on any node would recur on every retry. Otherwise the first failed node is the cause, and the others
+    # ended because of it. A node that failed without reporting was killed.
     if CONFIG_ERROR in reported:
         return CONFIG_ERROR
     return next((status for status in reported if status), FAILED if any(codes) else 0)
@@ -175,7 +175,7 @@ def job_exit_status(reported: Sequence[int], codes: Sequence[int]) -> int:
 
 @dataclass
 class Options:
-    """Settings of the local launch backend, which has none."""
+    """Settings of the local launch backend (none)."""
 
 
 class JobFailed(ExternalError):
@@ -208,7 +208,7 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
 
 
 def render(jobs: Sequence[Job]) -> Rendered:
-    """Return shell scripts that show the commands of the jobs; `submit` starts the commands without a shell."""
+    """Return shell scripts that show the commands of the jobs; `submit` runs the commands without a shell."""
     return Rendered({f'{job.name}.sh': _script(job) for job in jobs}, tuple(('bash', f'{job.name}.sh') for job in jobs))
 
 

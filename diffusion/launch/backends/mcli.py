@@ -1,4 +1,4 @@
-"""Launch backend of the MosaicML platform: renders the YAML of a run for `mcli run -f`; it cannot submit the run."""
+"""MosaicML launch backend: it renders the YAML of a run for `mcli run -f`, but cannot submit the run."""
 
 import re
 import shlex
@@ -18,7 +18,7 @@ from diffusion.storage.places import is_url
 
 NAME = re.compile(r'[a-z0-9]([a-z0-9-]*[a-z0-9])?')
 MAX_NAME = 56
-"""Maximum length of a name. The platform allows 63 characters, and appends a dash and six characters."""
+"""Maximum length of a name: the platform allows 63 characters, and appends a dash and six characters."""
 GPU_TYPES = {
     'a100-40gb': 'a100_40gb',
     'a100-80gb': 'a100_80gb',
@@ -33,7 +33,7 @@ class Options:
     """Settings of the MosaicML launch backend, from `backend:` in a job spec."""
 
     gpu_type: str | None = None
-    """Name of the GPU type in the cluster; null uses the default name of the GPU."""
+    """Name of the GPU type in the cluster. Null means the platform's usual name of the GPU."""
     raw: dict[str, Any] = field(default_factory=dict)
     """Values that are merged last into the run."""
 
@@ -127,7 +127,7 @@ def _refuse(command: str) -> NoReturn:
 
 
 def _run(job: Job) -> dict[str, Any]:
-    """Return a job as a run of the MosaicML platform: the content of the YAML that mcli submits, as a dictionary."""
+    """Return a job as a MosaicML run: a dictionary with the content of the YAML that mcli submits."""
     spec = job.spec
     schedule = spec.schedule
     limit = job.time_limit_seconds
@@ -148,7 +148,7 @@ def _run(job: Job) -> dict[str, Any]:
         },
         'scheduling': {key: value for key, value in scheduling.items() if value is not None},
         'env_variables': environment_of(job, 'mosaicml'),
-        # `exec` makes signals of the platform reach the node entry point instead of a shell.
+        # `exec` lets the platform's signals reach the node entry point instead of a shell.
         'command': f'cd {shlex.quote(spec.workdir or IMAGE_WORKDIR)} && exec {job.shell_command}',
     }
     return deep_merge(run, spec.options.raw)

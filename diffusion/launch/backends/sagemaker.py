@@ -1,4 +1,4 @@
-"""SageMaker launch backend: a job is a create_training_job request, and a chain of jobs is a pipeline of them."""
+"""SageMaker launch backend: a job is a create_training_job request, and a chain of jobs is a pipeline."""
 
 import datetime
 import functools
@@ -28,11 +28,11 @@ INSTANCES = {
 """Instance types with eight GPUs, by GPU model."""
 NAME = re.compile(r'[a-zA-Z0-9](-*[a-zA-Z0-9])*')
 MAX_NAME = 63 - len('-20260101-000000')
-"""Maximum length of a name. Names cannot be reused, so each submission appends its time."""
+"""Maximum length of a job name. SageMaker's names cannot be reused, so each submission appends the time."""
 CHANNELS = '/opt/ml/input/data/'
 FSX = re.compile(r'fsx://(?P<id>fs-[0-9a-f]+)(?P<path>/.+)')
 MAX_RETRIES = 30
-"""Largest value of MaximumRetryAttempts."""
+"""Largest value of MaximumRetryAttempts that SageMaker accepts."""
 
 
 @dataclass
@@ -40,13 +40,13 @@ class Options:
     """Settings of the SageMaker launch backend, from `backend:` in a job spec."""
 
     role: str
-    """The ARN of the role with which the job runs."""
+    """The ARN of the IAM role with which the job runs."""
     output: str
-    """The S3 folder for the output that SageMaker itself stores."""
+    """The S3 folder for SageMaker's own output."""
     region: str | None = None
-    """AWS region; null uses that of the profile."""
+    """AWS region. Null means that of the AWS profile."""
     instance_type: str | None = None
-    """Instance type; null uses the one with eight GPUs of the requested model."""
+    """Instance type. Null means the type with eight GPUs of the requested model."""
     volume_gb: int = 500
     """Disk size in GB, for machines without local disks."""
     subnets: list[str] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Options:
     security_groups: list[str] = field(default_factory=list)
     """Security groups of the VPC, required for FSx."""
     infra_check: bool = True
-    """Have SageMaker check GPUs and network before it starts the job."""
+    """True lets SageMaker check GPUs and network before it starts the job."""
     keep_alive_seconds: int | None = None
     """Time in seconds for which the machines are kept for the next job (a warm pool), at the usual price."""
     raw: dict[str, Any] = field(default_factory=dict)
@@ -124,7 +124,7 @@ def render(jobs: Sequence[Job]) -> Rendered:
 
 
 def validate(rendered: Rendered) -> list[Problem]:
-    """Return the mistakes in rendered requests by botocore's service model: keys and types, lengths and patterns."""
+    """Return the mistakes in rendered requests according to botocore's service model: keys, types and limits."""
     from botocore.validate import ParamValidator
 
     shape, found = _request_shape(), []
@@ -241,7 +241,7 @@ def _request(job: Job) -> dict[str, Any]:
             'ContainerArguments': job.arguments,
         },
         'ResourceConfig': {key: value for key, value in resources.items() if value is not None},
-        # MaxWaitTime includes the run time, so a spot job gets its time limit plus the same time to wait for machines.
+        # MaxWaitTime includes the run time: a spot job may wait for machines for as long as its time limit.
         'StoppingCondition': {
             'MaxRuntimeInSeconds': limit,
             **({'MaxWaitTimeInSeconds': 2 * (limit or 0)} if spot else {}),
@@ -252,7 +252,7 @@ def _request(job: Job) -> dict[str, Any]:
         'InfraCheckConfig': {'EnableInfraCheck': options.infra_check},
     }
     if spec.restart.max_restarts:
-        # This covers only errors of SageMaker itself; the node entry point restarts the workers if the run fails.
+        # These retries cover only SageMaker's own errors; the node entry point restarts the workers if the run fails.
         request['RetryStrategy'] = {'MaximumRetryAttempts': min(spec.restart.max_restarts, MAX_RETRIES)}
     if options.subnets:
         request['VpcConfig'] = {'Subnets': options.subnets, 'SecurityGroupIds': options.security_groups}
@@ -260,7 +260,7 @@ def _request(job: Job) -> dict[str, Any]:
 
 
 def _mounts(job: Job) -> dict[str, Any]:
-    """Return the keys of a request that mount FSx file systems and copy a folder to S3."""
+    """Return the request's keys that mount FSx file systems and copy a folder to S3."""
     found: dict[str, Any] = {}
     channels = []
     for target, source in job.spec.mounts.items():
@@ -285,7 +285,7 @@ def _pipeline(jobs: Sequence[Job]) -> dict[str, Any]:
     steps = []
     for job in jobs:
         arguments = _request(job)
-        del arguments['TrainingJobName']  # a pipeline generates the names
+        del arguments['TrainingJobName']  # a pipeline generates the job names
         step = {'Name': job.name, 'Type': 'Training', 'Arguments': arguments}
         steps.append(step | ({'DependsOn': [job.after]} if job.after else {}))
     return {'Version': '2020-12-01', 'Metadata': {}, 'Parameters': [], 'Steps': steps}
@@ -305,7 +305,7 @@ def _request_shape() -> Any:
 
 
 def _limit_problems(shape: Any, value: Any, where: str = '') -> list[Problem]:
-    """Return violations of lengths, sizes, patterns and enums in a request, which botocore itself does not check."""
+    """Return violations of limits, patterns and enums in a request; botocore itself does not check these."""
     parts = []
     if shape.type_name == 'structure':
         parts = [(shape.members[key], item, join(where, key)) for key, item in value.items()]
@@ -331,7 +331,7 @@ def _client(jobs: Sequence[Job]) -> Any:
         import boto3
     except ImportError as error:
         raise UserError('backend.name: sagemaker needs boto3; pip install boto3') from error
-    # Avoid boto3.client(): its default session lives as long as the process, and keeps the first credentials it found.
+    # Avoid boto3.client(): its default session keeps the first credentials it found until the process ends.
     return _call(lambda: boto3.Session(region_name=jobs[0].spec.options.region).client('sagemaker'))
 
 
@@ -346,11 +346,11 @@ def _call(function: Any, *arguments: Any, **keywords: Any) -> Any:
 
 
 def _newest(jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """Return SageMaker's summary of the latest training job of each job, without jobs that were never submitted."""
+    """Return SageMaker's summary of the latest submission of each job; skip jobs that were never submitted."""
     client, found = _client(jobs), []
     for job in jobs:
-        # NameContains also matches jobs with longer names. A pipeline adds its execution id before the name of a step,
-        # and a suffix after it.
+        # NameContains also matches jobs with longer names. A pipeline adds its execution id before a step's name, and a
+        # suffix after it.
         name = re.escape(job.name)
         pattern = re.compile(rf'{name}(-\d{{8}}-\d{{6}})?|pipelines-[^-]+-{name}-[^-]+')
         order = {'SortBy': 'CreationTime', 'SortOrder': 'Descending', 'MaxResults': 20}

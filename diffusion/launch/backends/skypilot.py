@@ -1,4 +1,4 @@
-"""SkyPilot launch backend: a managed job on any cloud, which SkyPilot recovers; a chain of jobs is a pipeline."""
+"""SkyPilot launch backend: a managed job, which SkyPilot recovers on any cloud; a chain of jobs is a pipeline."""
 
 import re
 import shlex
@@ -37,8 +37,7 @@ ACCELERATORS = {
     'v100-16gb': 'V100',
 }
 KILLED = 137
-"""Exit status of nodes that SkyPilot kills when another node of the job ends. Recovery on it would restart every
-job."""
+"""Exit status of nodes that SkyPilot kills when another node of the job ends. Recovery on it would restart all jobs."""
 
 
 @dataclass
@@ -46,13 +45,13 @@ class Options:
     """Settings of the SkyPilot launch backend, from `backend:` in a job spec."""
 
     infra: str | None = None
-    """Cloud, region and zone, such as aws/us-east-1 or k8s/my-context; null uses the cheapest enabled one."""
+    """Cloud, region and zone, such as aws/us-east-1 or k8s/my-context. Null means the cheapest enabled cloud."""
     disk_gb: int | None = None
     """Disk size of a node in GB."""
     network_tier: Literal['standard', 'best'] | None = None
-    """Network tier between nodes; best requests the fast fabric."""
+    """Network tier between nodes; best requests the fastest network of the cloud."""
     recovery: Literal['FAILOVER', 'EAGER_NEXT_REGION'] | None = None
-    """Recovery of a preempted job: FAILOVER tries the same region first, EAGER_NEXT_REGION tries another one
+    """Recovery of a preempted job: FAILOVER tries the same region first; EAGER_NEXT_REGION goes to another region
     immediately."""
     raw: dict[str, Any] = field(default_factory=dict)
     """Values that are merged last into each task."""
@@ -103,7 +102,7 @@ class Resources:
 
 @dataclass
 class Task:
-    """Keys in the YAML of a SkyPilot task that a job can use."""
+    """Keys of a SkyPilot task's YAML that a job can use."""
 
     run: str
     name: str
@@ -176,7 +175,7 @@ def render(jobs: Sequence[Job]) -> Rendered:
 
 
 def validate(rendered: Rendered) -> list[Problem]:
-    """Return the unknown keys in rendered SkyPilot tasks; `sky jobs launch` runs the full check of SkyPilot."""
+    """Return the unknown keys in rendered SkyPilot tasks; SkyPilot's full check runs in `sky jobs launch`."""
     gather = Gatherer()
     for text in rendered.files.values():
         tasks = list(yaml.safe_load_all(text))
@@ -192,7 +191,7 @@ def submit(jobs: Sequence[Job], rendered: Rendered, folder: Path) -> str:
 
 
 def status(jobs: Sequence[Job]) -> str:
-    # The queue has no filter by name. Compare whole words: names of other jobs may begin with this one.
+    # The queue has no filter by name. Compare whole words, since other names may begin with this name.
     queue = call(['sky', 'jobs', 'queue'], install=INSTALL, env=QUIET).splitlines()
     lines = [line for line in queue if jobs[0].spec.name in line.split()]
     return '\n'.join(lines) or f"{jobs[0].spec.name}: not in SkyPilot's queue of managed jobs"
@@ -208,7 +207,7 @@ def cancel(jobs: Sequence[Job]) -> str:
 
 
 def _launch(jobs: Sequence[Job], file: str) -> tuple[str, ...]:
-    """Return the `sky jobs launch` command that submits a file of tasks."""
+    """Return the `sky jobs launch` command that submits a task file."""
     secrets = [word for name in jobs[0].spec.secrets for word in ('--secret', name)]
     return 'sky', 'jobs', 'launch', *secrets, file
 
@@ -228,7 +227,7 @@ def _task(job: Job) -> dict[str, Any]:
         'secrets': dict.fromkeys(spec.secrets),
         'volumes': volumes,
         'file_mounts': {target: {'source': source, 'mode': 'MOUNT'} for target, source in buckets.items()},
-        # `exec` makes signals of the platform reach the node entry point instead of a shell.
+        # `exec` lets the platform's signals reach the node entry point instead of a shell.
         'run': f'cd {shlex.quote(spec.workdir or IMAGE_WORKDIR)} && exec {job.shell_command}',
     }
     return deep_merge({key: value for key, value in task.items() if value}, options.raw)
@@ -239,8 +238,8 @@ def _resources(job: Job) -> dict[str, Any]:
     options: Options = spec.options
     schedule, restart = spec.schedule, spec.restart
     codes = restart.codes('retry', 'elsewhere')
-    # All other failures have status 1. max_restarts_on_errors is 0 because SkyPilot counts preemptions against it as
-    # well; the node entry point counts the restarts without progress (MAX_RESTARTS).
+    # All other failures have status 1. max_restarts_on_errors is 0 because SkyPilot counts preemptions against it too;
+    # the node entry point counts restarts without progress instead (MAX_RESTARTS).
     codes = sorted({*codes, *([1] if restart.otherwise == 'retry' else [])}) if restart.max_restarts else []
     recovery = {'strategy': options.recovery, 'max_restarts_on_errors': 0, 'recover_on_exit_codes': codes}
     resources = {

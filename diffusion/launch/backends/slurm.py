@@ -1,4 +1,4 @@
-"""Slurm launch backend: an sbatch script that starts the node entry point once per node and requeues its job."""
+"""Slurm launch backend: an sbatch script that starts the node entry point once per node and requeues the job."""
 
 import re
 import shlex
@@ -15,13 +15,13 @@ from diffusion.launch.job_spec import Job, JobSpec
 from diffusion.runs import environment
 
 AFTER_SRUN = Path(__file__).with_name('slurm_requeue.sh')
-"""Part of the script that runs after srun."""
+"""Part of the sbatch script that runs after srun."""
 INSTALL = 'run this on a login node of the cluster'
 IDLE = ('idle', 'idle~')
-"""States of a node that is free: running, or switched off until a job needs it."""
+"""States of a free node: idle, or powered down until a job needs it."""
 NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]{0,63}')
 WORD = re.compile(r'[^\s"\'\\#]+')
-"""Word that needs no quotes in an #SBATCH line, where nothing is expanded."""
+"""Word that needs no quotes in an #SBATCH line (Slurm expands nothing there)."""
 
 
 @dataclass
@@ -29,18 +29,18 @@ class Options:
     """Settings of the Slurm launch backend, from `backend:` in a job spec."""
 
     account: str | None = None
-    """Account to which the job is charged."""
+    """Account that is charged for the job."""
     gpu_type: str | None = None
-    """Name of the GPU type in the cluster, such as a100; null requests any type."""
+    """Name of the GPU type in the cluster, such as a100. Null means any type."""
     cpus_per_node: int | None = None
-    """Number of cores per node; null requests whole nodes."""
+    """Number of CPU cores per node. Null means whole nodes."""
     logs: str = 'logs'
     """Folder for logs, on storage shared by all nodes."""
     setup: str = ''
-    """Shell commands that run before the job, on the first node: `source .venv/bin/activate`, `module load cuda`."""
+    """Shell commands that run on the first node before the job: `source .venv/bin/activate`, `module load cuda`."""
     raw: dict[str, str | int | bool | None] = field(default_factory=dict)
-    """Additional #SBATCH options by long name, which replace the defaults: `constraint: ib`; null drops an option, true
-    sets it without a value."""
+    """Additional #SBATCH options by long name, such as `constraint: ib`, which override the defaults. Null drops an
+    option, and true sets it without a value."""
 
 
 def problems(jobs: Sequence[Job]) -> list[Problem]:
@@ -114,8 +114,8 @@ def submit(jobs: Sequence[Job], rendered: Rendered, folder: Path) -> str:
     for job in jobs:
         dependency = _dependency_options(job_id) if job.after else ()
         command = ['sbatch', '--parsable', *dependency, str(folder / f'{job.name}.sbatch')]
-        # sbatch exports its whole environment to the job. Called from inside a requeued job, it would pass on that
-        # job's restart count, and the new job would start as if it had used up restarts.
+        # sbatch exports its whole environment to the job. If it runs inside a requeued job, it would pass on that job's
+        # restart count, as if the new job had already been restarted.
         job_id = call(command, install=INSTALL, env={'SLURM_RESTART_COUNT': '0'})
         job_id = job_id.partition(';')[0]  # --parsable may append the cluster's name
         lines.append(f'{job.name}: Slurm job {job_id}')
@@ -124,7 +124,7 @@ def submit(jobs: Sequence[Job], rendered: Rendered, folder: Path) -> str:
 
 def status(jobs: Sequence[Job]) -> str:
     names = ','.join(job.name for job in jobs)
-    # squeue prints the text after each colon behind the value of the field.
+    # squeue prints the text after a field's colon after the field's value.
     form = 'JobID: ,Name: ,State:; ,TimeUsed: of ,TimeLimit:; restarts: ,RestartCnt:; reason: ,Reason:'
     queued = call(['squeue', '--me', f'--name={names}', '--noheader', f'--Format={form}'], install=INSTALL)
     return queued or f'{names}: not in the queue; sacct --name={names} shows how they ended'
@@ -157,13 +157,13 @@ def free_nodes(spec: JobSpec) -> int:
 
 
 def _logs_folder(jobs: Sequence[Job]) -> Path:
-    """Return the folder of the Slurm logs in the working directory of the job; Slurm does not create the folder."""
+    """Return the folder of Slurm's logs, in the job's working directory. Slurm does not create it."""
     spec = jobs[0].spec
     return Path('' if spec.image else spec.workdir or '', spec.options.logs)
 
 
 def _dependency_options(job_id: str) -> tuple[str, ...]:
-    # The second option cancels the next job if the previous one finally fails; it would otherwise stay queued forever.
+    # The second option cancels the next job if the previous one fails for good; otherwise it would stay queued forever.
     return f'--dependency=afterok:{job_id}', '--kill-on-invalid-dep=yes'
 
 
@@ -188,7 +188,7 @@ def _script(job: Job) -> str:
         f'max_restarts={spec.restart.max_restarts}',
         *_action_function(job),
         '',
-        # Resolve the address on the host: containers have no scontrol.
+        # Resolve the address outside the container, which does not have scontrol.
         f'export {environment.MASTER_ADDR}=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         # When one node fails, the others hang in a collective; --kill-on-bad-exit ends them.
         f'srun --kill-on-bad-exit=1 {_cpu_options(spec.options)} \\',
@@ -201,7 +201,7 @@ def _script(job: Job) -> str:
 
 
 def _cpu_options(options: Options) -> str:
-    """Return srun options that give all cores to the one task per node; srun does not inherit them from sbatch."""
+    """Return srun options that give all cores to the one task per node; srun does not inherit these from sbatch."""
     cpus = '' if options.cpus_per_node is None else f' --cpus-per-task={options.cpus_per_node}'
     return f'--cpu-bind=none{cpus}'
 
@@ -219,7 +219,7 @@ def _directives(job: Job) -> list[str]:
         'gpus-per-node': f'{kind}{spec.gpus_per_node}' if spec.gpu else None,
         'cpus-per-task': options.cpus_per_node,
         'exclusive': True if options.cpus_per_node is None else None,
-        # --exclusive allocates all cores and GPUs of a node, but memory only by DefMemPerNode; 0 is all of it.
+        # --exclusive allocates all cores and GPUs of a node, but only DefMemPerNode of its memory; 0 means all memory.
         'mem': 0 if options.cpus_per_node is None else None,
         'partition': schedule.queue,
         'qos': schedule.priority,
@@ -227,10 +227,10 @@ def _directives(job: Job) -> list[str]:
         'chdir': spec.workdir if spec.image is None else None,
         'time': _time_limit(job.time_limit_seconds),
         # Omit the prefix `B:`, so that Slurm signals the node entry points and not the batch shell, which must survive
-        # to requeue.
+        # to requeue the job.
         'signal': f'USR1@{schedule.notice_seconds}',
         'requeue': True,
-        # The default would truncate the log of the earlier attempts when the job is requeued.
+        # By default, Slurm truncates the log of earlier attempts when the job is requeued.
         'open-mode': 'append',
         'output': f'{options.logs}/%x-%j.log',
     }
@@ -256,7 +256,7 @@ def _container(job: Job) -> list[str]:
 
 
 def _action_function(job: Job) -> list[str]:
-    """Return the lines of a shell function that prints the action (retry, elsewhere or stop) for an exit status."""
+    """Return the lines of a shell function that prints the action for an exit status: retry, elsewhere or stop."""
     restart = job.spec.restart
     actions = [f'        {code}) echo {action} ;;' for code, action in restart.actions().items()]
     return ['action_after() {', '    case $1 in', *actions, f'        *) echo {restart.otherwise} ;;', '    esac', '}']

@@ -1,1 +1,1 @@
-"""Standby processes that take over from the ranks of an ended attempt: an option of a job (`restart.standby`)."""
+"""Standby processes that take over from the ranks of a failed attempt, an option of jobs (`restart.standby`)."""

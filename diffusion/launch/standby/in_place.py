@@ -2,9 +2,9 @@
 
 A standby process is started like a rank: as a child of the node entry point in a session of its own, with the
 environment of its rank. It runs `python -m diffusion.launch.standby.process`, which imports torch, Composer and the
-modules of the recipe's components while the run trains, and then waits. At a restart it gets the environment of the
-next attempt and runs run.py as a new process would. Forks of one imported process would need less memory (8 ranks need
-about 4 GB of standby processes), but then no imported library may have started a thread or touched a GPU.
+modules of the recipe's components during training, and then waits. At a restart it receives the environment of the next
+attempt and runs run.py as a new process would. Standby processes of 8 ranks need about 4 GB of memory. Forking them
+from one process would save memory, but would require that no imported library starts a thread or touches a GPU.
 """
 
 import contextlib
@@ -32,15 +32,15 @@ from diffusion.runs.bounded_call import STORAGE_SECONDS, call_with_limit
 from diffusion.runs.heartbeats import Beat
 
 CAUSES = ('crash', 'killed')
-"""Causes of an end after which the ranks may start again on the same nodes without another preflight. After a hang and
-bad hardware, the nodes are checked first, or other nodes are used."""
+"""Causes of an attempt's end after which the ranks may restart on the same nodes without another preflight. After a
+hang or bad hardware, the nodes are checked first, or other nodes are used."""
 PORT_SECONDS = 10.0
 STANDBY = 'diffusion.launch.standby.process'
 ANSWER_SECONDS = 3.0
-"""Maximum wait for the answer of a standby process. It first checks the files of its modules, which takes milliseconds
-on a local disk."""
+"""Maximum time to wait for a standby process's answer. It first checks the files of its modules, which takes
+milliseconds on a local disk."""
 STANDBY_AFTER_BATCHES = 2
-"""Number of batches of an attempt after which its standby processes are started, so that they do not slow its start."""
+"""Number of batches after which an attempt's standby processes are started, so that they do not slow down its start."""
 _OWN_PACKAGES = ('diffusion', 'torch', 'composer')
 MAY_CHANGE = (
     'RANK',
@@ -53,14 +53,14 @@ MAY_CHANGE = (
     'TORCH_NCCL_DEBUG_INFO_TEMP_FILE',
     'TORCH_NCCL_DEBUG_INFO_PIPE_FILE',
 )
-"""Variables that no library reads before it creates a process group; those of this package (DIFFUSION_*) are read when
-they are needed. Any other variable may be read at import, as OMP_NUM_THREADS, MKL_*, CUDA_VISIBLE_DEVICES, HF_* and
-TORCH_* are, or at the start of Python, as PYTHONPATH and LD_PRELOAD are."""
+"""Variables that no library reads before it creates a process group; this package's own (DIFFUSION_*) are read when
+needed. Any other variable may be read at import (OMP_NUM_THREADS, MKL_*, CUDA_VISIBLE_DEVICES, HF_*, TORCH_*) or at
+Python's start (PYTHONPATH, LD_PRELOAD)."""
 
 
 def modules_of(recipe: Recipe) -> list[str]:
-    """Return the modules of this package and its libraries that a training run of a recipe imports."""
-    # Exclude the modules of `imports`: the user may change them between two attempts, and they may do anything.
+    """Return the modules of this package and its libraries that training with a recipe imports."""
+    # Exclude the modules in `imports`: the user may change them between attempts, and they may have side effects.
     named = [('model', recipe.model), ('dataset', recipe.dataset), ('eval_dataset', recipe.eval_dataset)]
     named += [('optimizer', recipe.optimizer), ('scheduler', recipe.scheduler)]
     for kind in ('algorithm', 'callback', 'logger', 'evaluator'):
@@ -74,13 +74,13 @@ def modules_of(recipe: Recipe) -> list[str]:
 
 
 def changed_variables(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    """Return the sorted names of variables that differ and that a library may have read at its import."""
+    """Return the sorted names of changed variables that a library may have read when it was imported."""
     differing = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
     return sorted(name for name in differing if name not in MAY_CHANGE and not name.startswith('DIFFUSION_'))
 
 
 class Standby:
-    """Process that imports the modules of a rank, and waits to become that rank.
+    """Process that imports a rank's modules and then waits to become that rank.
 
     Call the constructor in the main thread: the kernel kills the process when the thread that started it ends.
     """
@@ -88,7 +88,7 @@ class Standby:
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], modules: Sequence[str]) -> None:
         self.environ = dict(environ)
         self.ready = False
-        """True after the imports."""
+        """True once the imports are done."""
         self.channel, theirs = socket.socketpair()
         with theirs:
             number = str(theirs.fileno())
@@ -106,7 +106,7 @@ class Standby:
         self.channel.setblocking(False)
 
     def poll(self) -> str:
-        """Check if the process is ready; return why it never will be, or an empty string."""
+        """Check if the process is ready; return why it cannot become ready, or an empty string."""
         if not self.ready:
             answer = self._answer(0)
             self.ready = answer == 'ready'
@@ -116,11 +116,11 @@ class Standby:
         return '' if code is None else f'ended with {code}'
 
     def take_over(self, environ: Mapping[str, str], output: IO[bytes] | None) -> str:
-        """Make the process the rank of a new attempt; return why it cannot be, or an empty string.
+        """Turn the process into a rank of a new attempt; return why this fails, or an empty string.
 
         Args:
             environ: Environment of the rank in the new attempt.
-            output: File of its stdout; None for this process's.
+            output: File for the rank's stdout; None to use this process's stdout.
         """
         problem = self.poll()
         if problem or not self.ready:
@@ -134,7 +134,7 @@ class Standby:
             socket.send_fds(self.channel, [len(text).to_bytes(4, 'big')], descriptors)
             self.channel.sendall(text)
             answer = self._answer(ANSWER_SECONDS)
-        except OSError:  # it has just ended
+        except OSError:  # the process has just ended
             answer = ''
         self.channel.close()
         if not answer:
@@ -148,14 +148,14 @@ class Standby:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
-        """Kill the process and wait for its end."""
+        """Kill the process and wait until it has ended."""
         self.signal_end()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(ANSWER_SECONDS)
         self.channel.close()
 
     def _answer(self, seconds: float) -> str:
-        """Return the next line of the process, or an empty string if there is none in time."""
+        """Return the next line from the process, or an empty string if none arrives in time."""
         self.channel.settimeout(seconds)
         with contextlib.suppress(OSError):  # no line yet, or the process has ended
             return self.channel.recv(4096).decode(errors='replace').partition('\n')[0]
@@ -178,12 +178,12 @@ class StandbyPool:
         return {standby.process.pid for standby in self._standbys.values()}
 
     def start(self, environs: Sequence[Mapping[str, str]]) -> None:
-        """Queue the standby processes that are missing, by local rank; `poll` starts them one after the other."""
+        """Queue the missing standby processes, in the order of local ranks; `poll` starts them one after the other."""
         self._waiting = [(rank, each) for rank, each in enumerate(environs) if rank not in self._standbys]
         self._begin, self.taken = time.monotonic(), 0
 
     def poll(self) -> None:
-        """Start the next process when the one before has imported everything; drop those that have ended."""
+        """Start the next process once the previous one has imported everything; drop processes that have ended."""
         for rank, standby in list(self._standbys.items()):
             ready = standby.ready
             if problem := standby.poll():
@@ -192,12 +192,12 @@ class StandbyPool:
             elif standby.ready and not ready and not self._waiting:
                 seconds = time.monotonic() - self._begin
                 self.say(f'standby processes: {len(self._standbys)} ready after {seconds:.0f} s')
-        # Start one at a time, since the ranks need the cores.
+        # Start one at a time, because the ranks need the CPU cores.
         if self._waiting and all(standby.ready for standby in self._standbys.values()):
             rank, environ = self._waiting.pop(0)
             try:
                 self._standbys[rank] = Standby(self.command, environ, self.modules)
-            except (OSError, subprocess.SubprocessError) as error:  # no more processes or memory
+            except (OSError, subprocess.SubprocessError) as error:  # no processes or memory left
                 self._waiting = []
                 self.say(
                     f'standby of local rank {rank} cannot be started ({error}); a restart will start a new process'
@@ -206,7 +206,7 @@ class StandbyPool:
     def start_rank(
         self, local_rank: int, command: Sequence[str], environ: Mapping[str, str], output: IO[bytes] | None
     ) -> subprocess.Popen[bytes]:
-        """Make a standby process the rank, or start a new process if that is not possible; see `workers.start_rank`."""
+        """Turn a standby process into the rank, or else start a new process; same arguments as `workers.start_rank`."""
         if local_rank == 0:
             self.taken = 0
         self._waiting = []
@@ -224,7 +224,7 @@ class StandbyPool:
         """Kill all standby processes."""
         self._waiting = []
         for standby in self._standbys.values():
-            standby.signal_end()  # all at once, since one may not end before its file system responds
+            standby.signal_end()  # signal all first: a process may not end until its file system responds
         while self._standbys:
             self._standbys.popitem()[1].kill()
 
@@ -249,14 +249,14 @@ class InPlaceRestarts:
         if position.nodes > 1:
             self._link = NodeLink(position, environ.get(environment.JOB, ''), say)
         self._furthest: int | None = None
-        """Batches completed at the end of the last attempt of this process."""
+        """Number of batches completed at the end of this process's last attempt."""
         self._number = 0
-        """Index of the current attempt among those of this process, the same on all nodes."""
+        """Index of the current attempt in this process; it is the same on all nodes."""
         self._started = False
         self._reported = False
 
     def poll(self, workers: Workers, beats: Mapping[int, Beat]) -> None:
-        """Start standby processes once all ranks of an attempt train, and drop those that have ended."""
+        """Start standby processes once all ranks of an attempt are training, and drop those that have ended."""
         trains = len(beats) == len(workers.processes) and all(
             beat.batch >= beat.first + STANDBY_AFTER_BATCHES for beat in beats.values()
         )
@@ -266,17 +266,17 @@ class InPlaceRestarts:
         self.standbys.poll()
 
     def report_failure(self, outcome: Outcome) -> None:
-        """Tell the other nodes, once per attempt, that a rank of this node has failed."""
+        """Report to the other nodes, once per attempt, that a rank of this node has failed."""
         if self._link is not None and not self._reported:
             self._link.report_failure(self._number, self._exit_of(outcome))
         self._reported = True
 
     def failure_elsewhere(self) -> NodeExit | None:
-        """Return the first failure of another node in the current attempt, or None."""
+        """Return the first failure on another node in the current attempt, or None."""
         return None if self._link is None else self._link.failure(self._number)
 
     def agree(self, outcome: Outcome, attempt: Attempt, stopped: Callable[[], bool]) -> Agreement:
-        """Return the decision of all nodes about a restart in place; call it when the ranks of this node have ended.
+        """Return the joint decision about a restart in place; call this when the ranks of this node have ended.
 
         Args:
             stopped: Polled while waiting for the other nodes; the wait ends when it returns True.
@@ -300,7 +300,7 @@ class InPlaceRestarts:
         self.standbys.close()
 
     def _problem(self, outcome: Outcome, attempt: Attempt) -> str:
-        """Return why this node cannot start its ranks again in place, or an empty string."""
+        """Return why this node cannot restart its ranks in place, or an empty string."""
         furthest, self._furthest = self._furthest, attempt.last
         if outcome.cause not in CAUSES or self._settings.action_after(outcome.status) != 'retry':
             return f'ended with {outcome.status}, {outcome.cause}'
@@ -310,11 +310,11 @@ class InPlaceRestarts:
             return 'the ranks have begun no batch'
         if furthest is not None and attempt.last <= furthest:
             return f'two attempts in a row ended at batch {attempt.last} or before'
-        # The next ranks read the recipe again, but this process keeps the folder and the settings of the old recipe.
+        # Refuse if the recipe has changed: the new ranks would read it again, but this process keeps the old settings.
         path, *overrides = self._command[1:]
         try:
             recipe = call_with_limit(lambda: load(path, overrides, environ=self._environ), STORAGE_SECONDS, None)
-        except (UserError, OSError):  # OSError: the storage of the recipe's file fails, perhaps with that of the ranks
+        except (UserError, OSError):  # OSError: the recipe file's storage fails
             recipe = None
         return '' if recipe == self._recipe else f'{path} has changed, or cannot be read'
 
@@ -323,8 +323,8 @@ class InPlaceRestarts:
 
 
 def wait_for_port(port: int) -> None:
-    """Wait until no process listens on a port of this machine, at most PORT_SECONDS."""
-    # The data loader workers of the first rank inherit the socket of its rendezvous, and end shortly after it.
+    """Wait at most PORT_SECONDS until no process on this machine listens on a port."""
+    # The first rank's data loader workers inherit its rendezvous socket, and end shortly after it.
     until = time.monotonic() + PORT_SECONDS
     while time.monotonic() < until:
         with contextlib.suppress(OSError), socket.create_server(('', port)):

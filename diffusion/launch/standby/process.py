@@ -19,20 +19,20 @@ from pathlib import Path
 import diffusion
 
 NICE = 15
-"""Priority of the imports. If no core is idle, they get 3.5% of the time that a rank gets: minutes instead of 5 s."""
+"""Nice value of the imports. If no core is idle, they get 3.5% of a rank's CPU time: minutes instead of 5 s."""
 MAX_OOM_SCORE = 1000
 OOM_SCORE = Path('/proc/self/oom_score_adj')
 
 
 def main() -> None:
-    """Import, wait, and become the rank; does not return."""
+    """Import the modules, wait, and become the rank; does not return."""
     descriptor, modules, command = int(sys.argv[1]), sys.argv[2].split(','), sys.argv[4:]
     channel = socket.socket(fileno=descriptor)
     outputs = os.dup(1), os.dup(2)
     _silence()
-    score = _set_oom_score(MAX_OOM_SCORE)  # if the memory is short, this process must end and not a rank
-    if not getattr(sys.flags, 'safe_path', False):  # since Python 3.11
-        # Set the path before all imports, so that they find the modules that run.py would.
+    score = _set_oom_score(MAX_OOM_SCORE)  # if memory runs out, kill this process rather than a rank
+    if not getattr(sys.flags, 'safe_path', False):  # exists since Python 3.11
+        # Set sys.path before all imports, so that they find the same modules as run.py.
         sys.path[0] = str(Path(command[0]).resolve().parent)
     problem = _import(modules)
     if problem:
@@ -64,21 +64,21 @@ def run(command: list[str]) -> None:
     path = os.path.abspath(command[0])
     sys.argv = list(command)
     main_module = sys.modules['__main__'] = types.ModuleType('__main__')
-    # Processes that multiprocessing starts by `spawn` find the main module by its file.
+    # Processes that multiprocessing spawns find the main module by its file.
     main_module.__file__ = path
     try:
         exec(compile(Path(path).read_bytes(), path, 'exec'), vars(main_module))
     except SystemExit:
         raise
     except BaseException as error:
-        # Print the traceback here, since that of an uncaught exception would include this file.
+        # Print the traceback here: that of an uncaught exception would include this file.
         traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
         sys.exit(1)
     sys.exit(0)
 
 
 def _import(modules: list[str]) -> str:
-    """Import modules at low priority, and make slow calls whose results are cached; return the reason of a failure."""
+    """Import modules at low priority, and make slow calls whose results are cached; return the error, if any."""
     found = (finder.find_spec('diffusion', None) for finder in sys.meta_path)
     spec = next((each for each in found if each is not None), None)
     if spec is None or spec.origin != diffusion.__file__:
@@ -86,13 +86,13 @@ def _import(modules: list[str]) -> str:
     errors: list[str] = []
 
     def work() -> None:
-        # Linux can lower the priority of this thread alone; only root could raise that of a process again.
+        # Linux can set the priority of a single thread. Only root could raise this process's priority again.
         if sys.platform == 'linux':
             os.setpriority(os.PRIO_PROCESS, 0, NICE)
         try:
             for module in modules:
                 importlib.import_module(module)
-            # Composer's Trainer calls this function, and py-cpuinfo measures for a second. The result is cached.
+            # Composer's Trainer calls this function, in which py-cpuinfo measures for a second. The result is cached.
             if environment := sys.modules.get('composer.utils.collect_env'):
                 environment.get_cpu_model()
         except BaseException as error:
@@ -105,7 +105,7 @@ def _import(modules: list[str]) -> str:
 
 
 def _receive(channel: socket.socket) -> tuple[dict[str, str], int | None]:
-    """Wait for the order to take over; return the environment, and the descriptor of stdout or None."""
+    """Wait for the order to take over; return the environment, and a file descriptor for stdout or None."""
     length, descriptors, _, _ = socket.recv_fds(channel, 4, 1)
     text = b''
     while missing := int.from_bytes(length, 'big') - len(text):
@@ -130,7 +130,7 @@ def _file_versions() -> dict[str, int]:
 
 
 def _silence() -> None:
-    """Discard output: import warnings would otherwise be mixed into the training log."""
+    """Discard output, since import warnings would otherwise be mixed into the training log."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
@@ -138,18 +138,18 @@ def _silence() -> None:
 
 
 def _set_oom_score(score: int) -> int:
-    """Set the score that decides which process the kernel kills if memory is short; return the previous score."""
+    """Set this process's oom_score_adj, by which the kernel chooses a process to kill; return the previous value."""
     before = 0
-    with contextlib.suppress(OSError, ValueError):  # Linux alone has the file
+    with contextlib.suppress(OSError, ValueError):  # only Linux has this file
         before = int(OOM_SCORE.read_text())
         OOM_SCORE.write_text(str(score))
     return before
 
 
 def _set_command_line(words: list[str]) -> None:
-    """Make ps, pgrep and `diffusion.launch.liveness` see a command that is shorter than this process's."""
-    with contextlib.suppress(OSError, ValueError, IndexError):  # Linux alone has the file
-        # Fields 48 and 49 of proc(5), counted from 1, are the addresses of the arguments; the name may have spaces.
+    """Change the command that ps, pgrep and `diffusion.launch.liveness` see, to one not longer than the current one."""
+    with contextlib.suppress(OSError, ValueError, IndexError):  # only Linux has this file
+        # Fields 48 and 49 in proc(5), counted from 1, are the addresses of the arguments. The name may have spaces.
         fields = Path('/proc/self/stat').read_text().rpartition(')')[2].split()
         begin, end = int(fields[45]), int(fields[46])
         text = b'\0'.join(os.fsencode(word) for word in words) + b'\0'

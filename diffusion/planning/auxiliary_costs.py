@@ -1,4 +1,4 @@
-"""Costs of the networks that only training losses use: those of representation alignment and of perceptual losses."""
+"""Costs of networks used only by training losses: representation alignment and perceptual losses."""
 
 import json
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ ENCODER_KEYS = (
 ENCODER_TYPES = ('dinov2', 'dinov2_with_registers', 'dinov3_vit')
 """Values of `model_type` in the config.json of an encoder that can be used."""
 DINOV2_BASE = 'facebook/dinov2-base'
-"""Encoder whose sizes are assumed if those of a repository are not known."""
+"""Encoder whose sizes are assumed for repositories with unknown sizes."""
 
 
 def _dinov2(width: int, layers: int, heads: int, *, registers: int = 0, swiglu: bool = False) -> dict[str, Any]:
@@ -45,19 +45,19 @@ PUBLISHED_ENCODERS: dict[str, dict[str, Any]] = {
     **{f'facebook/dinov2-with-registers-{name}': _dinov2(*sizes, registers=4) for name, sizes in _VITS.items()},
     **{f'facebook/dinov3-vit{name[0]}16-pretrain-lvd1689m': _dinov3(*sizes) for name, sizes in _VITS.items()},
 }
-"""Sizes of published encoders, by repository on the Hub: the planner works offline."""
+"""Sizes of published encoders by Hub repository, listed here because the planner works offline."""
 
 
 def encoder_sizes(source: str, notes: list[str], *, where: str) -> Mapping[str, Any]:
-    """Return the sizes of an image encoder, from a folder's config.json or those known of a repository.
+    """Return the sizes of an image encoder, from a folder's config.json or the table of published encoders.
 
     Args:
         source: Folder or repository.
-        notes: List to which the assumption is appended if the sizes are not known.
+        notes: List to which a note is appended if the sizes are unknown and assumed.
         where: Key of the setting.
 
     Raises:
-        UserError: A folder's config.json cannot be read, or is that of another model.
+        UserError: A folder's config.json cannot be read, or belongs to a different kind of model.
     """
     path = Path(source, 'config.json')
     if path.is_file():
@@ -76,7 +76,7 @@ def encoder_sizes(source: str, notes: list[str], *, where: str) -> Mapping[str, 
 
 
 class AlignmentCosts(CountedCosts):
-    """Costs of representation alignment: one pass of a frozen image encoder, and the training of an MLP."""
+    """Costs of representation alignment: one forward pass of a frozen image encoder, and the training of an MLP."""
 
     def __init__(self, settings: Mapping[str, Any], model: ModelCosts, notes: list[str]) -> None:
         kwargs = {
@@ -89,7 +89,7 @@ class AlignmentCosts(CountedCosts):
         self.block: int = settings['block']
 
     def training_flops(self, shape: Shape, route: TokenRoute | None, *, encodes: bool) -> float:
-        """Return the FLOPs per image of a shape; the MLP sees only the tokens that the aligned block sees.
+        """Return the FLOPs per image of this shape; the MLP sees only the tokens that the aligned block sees.
 
         Args:
             route: Blocks that some tokens skip, or None.
@@ -104,7 +104,7 @@ class AlignmentCosts(CountedCosts):
 
 
 class PerceptualCosts(CountedCosts):
-    """Costs of the networks of perceptual losses: forward passes on prediction and image, and one backward pass."""
+    """Costs of perceptual losses' networks: forward passes on the prediction and the image, and one backward pass."""
 
     def __init__(self, settings: Mapping[str, Any], notes: list[str]) -> None:
         lpips = features = None
@@ -116,23 +116,23 @@ class PerceptualCosts(CountedCosts):
         super().__init__(ModelKey('perceptual_losses', {'lpips': lpips, 'features': features}))
 
     def training_flops(self, shape: Shape) -> int:
-        """Return the FLOPs of all passes per image of a shape."""
+        """Return the FLOPs of all passes per image of this shape."""
         return self.flops(str(shape))['all']
 
 
 def alignment_of(recipe: Recipe, model: ModelCosts, notes: list[str]) -> AlignmentCosts | None:
-    """Return the costs of a recipe's representation alignment, or None if it has none."""
+    """Return the costs of a recipe's representation alignment, or None if the recipe does not use it."""
     settings = _settings(recipe, 'representation_alignment')
     return None if settings is None else AlignmentCosts(settings, model, notes)
 
 
 def perceptual_of(recipe: Recipe, notes: list[str]) -> PerceptualCosts | None:
-    """Return the costs of a recipe's perceptual losses, or None if it has none."""
+    """Return the costs of a recipe's perceptual losses, or None if the recipe does not use any."""
     settings = _settings(recipe, 'perceptual_losses')
     return None if settings is None else PerceptualCosts(settings, notes)
 
 
 def _settings(recipe: Recipe, keyword: str) -> dict[str, Any] | None:
-    """Return all settings of a keyword of a model of this package, defaults included, or None if it is not set."""
+    """Return all settings under a keyword of this package's models, with defaults, or None if it is not set."""
     is_set = isinstance(recipe.model.kwargs.get(keyword), Mapping)
     return registry.settings_of('model', recipe.model, keyword) or None if is_set else None

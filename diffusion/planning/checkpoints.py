@@ -1,7 +1,7 @@
-"""Checkpoints of a run: size, optimal interval, goodput under failures, storage, and host memory of snapshots.
+"""A run's checkpoints: size, optimal interval, goodput under failures, storage, and host memory for snapshots.
 
 Interval and goodput follow the complete model of Daly (2006). For stalls much shorter than the MTBF, the best interval
-is that of Young (1974), sqrt(2 x stall x MTBF).
+is Young's (1974): sqrt(2 x stall x MTBF).
 """
 
 import math
@@ -15,34 +15,34 @@ from diffusion.planning.workload import Phase
 
 LLAMA3_HOURS_BETWEEN_FAILURES = 54 * 24 / 419
 LLAMA3_GPUS = 16_384
-"""Number of GPUs on which 419 unexpected interruptions in 54 days were reported (Llama 3, 2024)."""
+"""Number of GPUs of Llama 3's training (2024), which reported 419 unexpected interruptions in 54 days."""
 WRITE_BYTES_PER_SECOND = 0.2e9
-"""Write speed of one node to a shared file system: half of that to a local disk (`benchmarks/checkpoint_stall.py`)."""
+"""One node's write speed to a shared file system: half the local disk speed in `benchmarks/checkpoint_stall.py`."""
 SHORTEST_SECONDS, LONGEST_SECONDS = 60.0, 3600.0
 """Bounds of the interval of `trainer.save_interval: auto`."""
 MOST_TIME_SAVING = 0.05
-"""Upper bound of the fraction of time that saves of `trainer.save_interval: auto` take."""
+"""Upper bound on the fraction of time spent in saves with `trainer.save_interval: auto`."""
 PRIOR_HOURS = 24.0
-"""Weight of the expected failure rate, as hours of observation."""
+"""Weight of the prior failure rate against the observed rate, in hours of observation."""
 RESTART_SECONDS = 600.0
-"""Time from a failure to the next batch: detection, node replacement, start-up, loading. An assumption."""
+"""Assumed time from a failure to the next batch: detection, node replacement, startup, loading."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Size of a checkpoint in bytes, without and with optimizer states and averaged weights."""
+    """Sizes of a checkpoint in bytes, without and with optimizer states and averaged weights."""
 
     weights: int
-    """Trained weights alone."""
+    """Size of the weights alone."""
     with_optimizer: int
-    """Trained weights and optimizer states."""
+    """Size of weights and optimizer states."""
     with_averages: int
-    """Trained weights, optimizer states and averaged weights (EMA)."""
+    """Size of weights, optimizer states and averaged weights (EMA)."""
 
 
 @dataclass(frozen=True)
 class Resilience:
-    """Optimal save interval of a training phase, and its goodput after the time lost to saves and failures."""
+    """Optimal save interval of a training phase, and the goodput that remains after saves and failures."""
 
     mtbf_hours: float
     """Mean time between failures of the whole cluster."""
@@ -51,9 +51,9 @@ class Resilience:
     restart_seconds: float
     """Time from a failure to the next batch."""
     interval_seconds: float
-    """Optimal save interval, by `best_interval`."""
+    """Optimal save interval (`best_interval`)."""
     goodput: float
-    """Fraction of wall-clock time spent training, at the optimal interval."""
+    """Fraction of wall-clock time spent on training, at the optimal interval."""
     interval_batches: int
     """Optimal save interval in batches."""
     recipe_interval_seconds: float | None
@@ -61,38 +61,38 @@ class Resilience:
     recipe_goodput: float | None
     """Goodput at the recipe's interval."""
     batch_seconds: float
-    """Time of a batch."""
+    """Duration of a batch."""
     run_seconds: float
-    """Time of all batches."""
+    """Duration of all batches together."""
 
 
 def sizes_of(recipe: Recipe, model: ModelCosts, *, auxiliary: int = 0) -> Sizes:
     """Return the size of the last checkpoint of a run: float32 weights, optimizer states, weight averages.
 
     Args:
-        auxiliary: Number of trained parameters beside the model's, such as those of representation alignment's MLP.
+        auxiliary: Number of trained parameters outside the model, such as those of representation alignment's MLP.
     """
     trained = model.trained_parameters + auxiliary
-    # A checkpoint of a LoRA has the frozen weights too.
+    # A LoRA's checkpoint also contains the frozen weights.
     weights = FLOAT32 * (trained + model.frozen_denoiser_parameters)
     with_optimizer = weights + FLOAT32 * optimizer_elements(recipe, model, auxiliary=auxiliary)
     return Sizes(weights, with_optimizer, with_optimizer + averages_of(recipe) * FLOAT32 * trained)
 
 
 def default_mtbf_hours(gpus: int) -> float:
-    """Return the mean hours between failures of a cluster, at the failure rate per GPU reported for Llama 3."""
+    """Return a cluster's mean time between failures in hours, at the failure rate per GPU reported for Llama 3."""
     return LLAMA3_HOURS_BETWEEN_FAILURES * LLAMA3_GPUS / gpus
 
 
 def default_stall_seconds(phase: Phase, *, nodes: int) -> float:
-    """Return the seconds that a save blocks training, with one writer per node if checkpoints are sharded, else one."""
+    """Return how many seconds a save blocks training, with one writer per node for sharded checkpoints, else one."""
     writers = nodes if phase.recipe.parallelism.checkpoints == 'sharded' else 1
     sizes = sizes_of(phase.recipe, phase.model, auxiliary=phase.auxiliary_parameters)
     return sizes.with_averages / (writers * WRITE_BYTES_PER_SECOND)
 
 
 def best_interval(*, stall: float, mtbf: float) -> float:
-    """Return the save interval of the largest `goodput`, in the unit of the arguments.
+    """Return the save interval with the highest `goodput`, in the unit of the arguments.
 
     It is the minimum of Daly's equation 20 (2006): for x = interval / mtbf, x + log(1 - x) = -stall / mtbf.
     """
@@ -108,42 +108,42 @@ def best_interval(*, stall: float, mtbf: float) -> float:
 
 
 def possible_interval(seconds: float, *, batch: float, run: float) -> float:
-    """Return the possible save interval nearest to `seconds`: at least a batch, at most the run (its end is saved)."""
+    """Return the save interval nearest to `seconds` that is at least a batch and at most the run (its end is saved)."""
     return min(max(seconds, batch), run)
 
 
 def chosen_interval(*, stall: float, mtbf: float) -> float:
-    """Return the interval in seconds of `trainer.save_interval: auto`: the best one within bounds.
+    """Return the interval in seconds for `trainer.save_interval: auto`: the best one within bounds.
 
-    Saves take at most MOST_TIME_SAVING of the time, and at most LONGEST_SECONDS of work are lost, unless both together
-    are not possible.
+    Saves take at most MOST_TIME_SAVING of the time, and a failure loses at most LONGEST_SECONDS of work. If both are
+    not possible, the first bound applies.
     """
     shortest = max(SHORTEST_SECONDS, stall / MOST_TIME_SAVING)
     return max(min(best_interval(stall=stall, mtbf=mtbf), LONGEST_SECONDS), shortest)
 
 
 def observed_mtbf_hours(*, prior_hours: float, failures: int, hours: float) -> float:
-    """Return the mean hours between failures of a cluster, estimated from its size and a run's failures so far.
+    """Estimate a cluster's mean time between failures in hours from its size and the run's failures so far.
 
-    The prior counts as an observation of at most PRIOR_HOURS with at most one failure, so that the failures of the run
-    itself outweigh it within a day.
+    The prior counts like an observation of at most PRIOR_HOURS with at most one failure, so that the run's own failures
+    outweigh it within a day.
 
     Args:
-        prior_hours: Mean hours between failures by the size of the cluster.
-        hours: Hours in which the run had this number of failures.
+        prior_hours: Mean time between failures in hours, expected from the size of the cluster.
+        hours: Hours that the run has been observed for, in which these failures occurred.
     """
     seen = min(PRIOR_HOURS, prior_hours)
     return (seen + hours) / (seen / prior_hours + failures)
 
 
 def goodput(*, interval: float, stall: float, restart: float, mtbf: float) -> float:
-    """Return the fraction of wall-clock time spent training if failures are a Poisson process (Daly 2006, equation 20).
+    """Return the fraction of time spent training if failures are a Poisson process (Daly 2006, equation 20).
 
-    On average, training for `interval` and one save take mtbf e^(restart / mtbf) (e^((interval + stall) / mtbf) - 1).
-    All arguments have the same unit of time.
+    Training for `interval` and saving once takes mtbf e^(restart / mtbf) (e^((interval + stall) / mtbf) - 1) on
+    average. All arguments are in the same unit of time.
     """
     segment = (interval + stall) / mtbf
-    # 1 / (e^x - 1) is computed as e^-x / (1 - e^-x), which does not overflow for long intervals.
+    # Compute 1 / (e^x - 1) as e^-x / (1 - e^-x), which does not overflow for long intervals.
     return interval / mtbf * math.exp(-restart / mtbf - segment) / -math.expm1(-segment)
 
 
@@ -156,7 +156,7 @@ def resilience_of(
     stall_seconds: float | None = None,
     restart_seconds: float = RESTART_SECONDS,
 ) -> Resilience:
-    """Return the optimal save interval of a training phase, and the goodput at that interval and at the recipe's.
+    """Return a training phase's optimal save interval, and the goodput at this and at the recipe's interval.
 
     Args:
         images_per_second: Throughput of all GPUs together.
@@ -191,47 +191,47 @@ def resilience_of(
 
 @dataclass(frozen=True)
 class KeptCheckpoints:
-    """Largest number of checkpoints of a run that exist at a time, and the storage that they need."""
+    """Largest number of checkpoints that a run has at the same time, and the storage that they need."""
 
     count: int
     bytes: int
 
 
 def kept_checkpoints(phase: Phase, saving: Resilience, sizes: Sizes) -> KeptCheckpoints | None:
-    """Return the most checkpoints that exist at a time in a training phase, and their storage; None if it is unknown.
+    """Return the largest number of checkpoints that exist at the same time, and their storage; None if unknown.
 
-    Claimed and pinned checkpoints are not counted. Each one is as large as that of the end of the run.
+    Claimed and pinned checkpoints are not counted. Each checkpoint counts as large as the last one.
     """
     rules = keep_rules(phase.recipe.checkpointing, phase.recipe.trainer)
     saves = None
     if saving.recipe_interval_seconds:
-        # Subtract 1e-9, so that a save that falls on the end of the run is not counted twice.
+        # Subtract 1e-9, so that a save at the end of the run is not counted twice.
         saves = math.ceil(saving.run_seconds / saving.recipe_interval_seconds - 1e-9)
     count = most_checkpoints(rules, saves=saves, batches=phase.batches)
     return None if count is None else KeptCheckpoints(count, count * sizes.with_averages)
 
 
 def most_checkpoints(rules: KeepConfig | None, *, saves: int | None, batches: int) -> int | None:
-    """Return the largest number of checkpoints that exist at a time; None if that is not known.
+    """Return the largest number of checkpoints that exist at the same time; None if unknown.
 
     Args:
-        rules: The checkpoints that the run keeps; None keeps all.
-        saves: Number of saves of the run; None if unknown.
+        rules: Rules for the checkpoints that the run keeps; None keeps all.
+        saves: Number of saves during the run; None if unknown.
     """
     if rules is None:
         return saves
     multiples = batches // rules.every_batches if rules.every_batches else 0
-    # Add 1: the new checkpoint exists before those that no rule keeps are removed.
+    # Add 1: when a new checkpoint is complete, the old ones have not been removed yet.
     count = rules.last + rules.hourly + rules.daily + multiples + 1
     return count if saves is None else min(count, saves)
 
 
 def snapshot_bytes_per_node(phase: Phase, setup: Setup, *, gpus_per_node: int) -> int:
-    """Return the bytes of host memory for snapshots and checkpoints on the node that needs most.
+    """Return the bytes of host memory for snapshots and checkpoints on the node that needs the most.
 
-    It is 0 if saves block training and no tier is in memory. The first device snapshots a whole checkpoint; each device
-    snapshots its shard of a sharded one. If several groups of devices hold the same shards (`parallelism.replicas`),
-    only the first group does.
+    The result is 0 if saves block training and no tier is in memory. A whole checkpoint is snapshotted by the first
+    device, a sharded one by every device that holds a shard. If several groups of devices hold the same shards
+    (`parallelism.replicas`), only the first group takes snapshots.
     """
     recipe = phase.recipe
     node = _saved_bytes(phase, setup, gpus_per_node=gpus_per_node)
@@ -240,18 +240,18 @@ def snapshot_bytes_per_node(phase: Phase, setup: Setup, *, gpus_per_node: int) -
 
 
 def _copies_in_memory(recipe: Recipe) -> int:
-    """Return the number of copies of its part of a checkpoint that a node holds in memory during a save."""
+    """Return how many copies of its part of a checkpoint a node holds in memory during a save."""
     tiers = recipe.checkpointing.tiers
     tier = None if tiers is None else tiers.memory
     if tier is None or 'save_folder' in recipe.trainer:
         return 0
-    # The previous checkpoint stays until the new one is complete. Each node of a sharded run also holds the copy of
-    # another node; the copy of a whole checkpoint is on a node that holds nothing else.
+    # The previous checkpoint stays until the new one is complete. With sharded checkpoints, each node also holds a copy
+    # of another node's part; a whole checkpoint is copied to a node that holds nothing else.
     return 2 * (1 + (tier.replicate and recipe.parallelism.checkpoints == 'sharded'))
 
 
 def _saved_bytes(phase: Phase, setup: Setup, *, gpus_per_node: int) -> int:
-    """Return the bytes of a checkpoint that the ranks of a node save, on the node that has most."""
+    """Return the bytes of a checkpoint that one node's ranks save, on the node that saves the most."""
     recipe = phase.recipe
     total = sizes_of(recipe, phase.model, auxiliary=phase.auxiliary_parameters).with_averages
     if recipe.parallelism.checkpoints == 'whole':

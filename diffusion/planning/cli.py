@@ -24,7 +24,7 @@ class PlanOptions:
     """Options of `diffusion plan`: recipes, cluster, failures and output format."""
 
     recipes: Annotated[list[str], Option('RECIPE', positional=True, trailing=True, files=True)]
-    """YAML files of consecutive runs, then KEY=VALUE overrides that apply to all of them."""
+    """YAML files of consecutive runs, followed by KEY=VALUE overrides that apply to all of them."""
     gpu: str = 'h100-sxm'
     """Name of the GPU model, such as a100-80gb."""
     torch: Annotated[str | None, Option('VERSION')] = None
@@ -43,7 +43,7 @@ class PlanOptions:
     gpus_file: Path | None = None
     """File with more GPUs or other prices, in the format of gpus.yaml."""
     samples: Annotated[list[int] | None, AtLeast(1), Option('N[,N]', commas=True)] = None
-    """Number of distinct images in the data, one number for all recipes or one per recipe, such as 790e6,300e6."""
+    """Number of distinct images in the data: one number for all recipes, or one per recipe, such as 790e6,300e6."""
     stored: Encoding | None = None
     """Form in which samples are stored: images, latents, or latents and text embeddings (default: according to the
     recipe)."""
@@ -63,7 +63,7 @@ def run_plan(options: PlanOptions) -> int:
     """Run `diffusion plan`: print the plan, and write the plot if `--png` is given.
 
     Raises:
-        UserError: A recipe or an argument about the cluster is wrong.
+        UserError: A recipe or an option about the cluster is wrong.
     """
     if options.png is not None:
         check_writable(options.png.parent, '--png')
@@ -105,7 +105,7 @@ def run_plan(options: PlanOptions) -> int:
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
-    """Return a plan as nested dictionaries and lists for json.dumps, as printed by `diffusion plan --json`."""
+    """Return a plan as nested dictionaries and lists, for the JSON output of `diffusion plan --json`."""
     given = plan.given
     return {
         'gpu': given.gpu.name,

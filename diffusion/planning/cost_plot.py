@@ -20,9 +20,9 @@ COLORS = ('#4477aa', '#ee6677', '#228833', '#ccbb44', '#66ccee', '#aa3377')
 def counts_around(phases: Sequence[Phase], chosen: int, gpus_per_node: int | None = None) -> list[int]:
     """Return the numbers of GPUs to plot: powers of two, and the chosen number times powers of two.
 
-    Numbers of GPUs, or of nodes, that cannot share a recipe's global batch are left out.
+    Numbers of GPUs or nodes over which a recipe's global batch does not divide are left out.
     """
-    odd = chosen // (chosen & -chosen)  # chosen & -chosen is the largest power of two that divides it
+    odd = chosen // (chosen & -chosen)  # chosen & -chosen is its largest power-of-two divisor
     counts = {chosen, *(factor * 2**power for factor in (1, odd) for power in range(15))}
     lowest, highest = max(1, min(8, chosen // 4)), max(256, 4 * chosen)
     return sorted(
@@ -33,7 +33,7 @@ def counts_around(phases: Sequence[Phase], chosen: int, gpus_per_node: int | Non
 
 
 def costs_at(phases: Sequence[Phase], given: Assumptions, gpus: int) -> list[Cost]:
-    """Return the cost of each training phase on `gpus` GPUs; measured throughput is assumed to scale linearly."""
+    """Return the cost of each training phase on `gpus` GPUs, assuming that measured throughput scales linearly."""
     scaled = replace(given, gpus=gpus)
     if given.images_per_second is not None:
         scaled = replace(scaled, images_per_second=given.images_per_second * gpus / given.gpus)
@@ -41,9 +41,9 @@ def costs_at(phases: Sequence[Phase], given: Assumptions, gpus: int) -> list[Cos
 
 
 def draw(plan: Plan, out: Path) -> None:
-    """Plot training days (left) and dollars or, without a price, GPU-hours (right) by number of GPUs to a PNG file."""
-    # Import these here: a plan without a plot does not need them. Avoid pyplot, since the backend that it selects may
-    # require a display.
+    """Write a PNG of training days (left) and dollars, or GPU-hours without a price (right), by number of GPUs."""
+    # Import these here: a plan without a plot does not need them. Avoid pyplot, which may select a backend that
+    # requires a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -77,7 +77,7 @@ def _bars(
     given: Assumptions,
     form: Callable[[float], str],
 ) -> None:
-    """Draw one stacked bar per number of GPUs with the sum above it, the plan's own number of GPUs in bold."""
+    """Draw a stacked bar with its sum for each number of GPUs; the plan's own number of GPUs is in bold."""
     positions, tops = range(len(counts)), [0.0] * len(counts)
     for index, (name, heights) in enumerate(values.items()):
         axes.bar(positions, heights, bottom=tops, color=COLORS[index % len(COLORS)], width=0.7, label=name)

@@ -1,4 +1,4 @@
-"""Cache of model counts (parameters, FLOPs, activations) by configuration: shipped, or made on this machine.
+"""Cache of model counts (parameters, FLOPs, activations) by configuration: shipped with this package or counted here.
 
 One JSON file per model holds the output of `diffusion.models.cost_counting`: facts, FLOPs by shape, and activations by
 shape and precision. Missing counts are computed by that module in a separate process, since the planner runs without
@@ -24,18 +24,18 @@ from diffusion.storage.atomic import write_atomically
 
 SHIPPED = Path(__file__).with_name('model_counts')
 COUNTS = '2'
-"""Version of the facts, FLOPs and activations that are counted; raise it when their names or meaning change."""
+"""Version of the format of counts; increase it when the names or meaning of facts, FLOPs or activations change."""
 AUXILIARY = 'diffusion.models.cost_counting:COUNTERS'
-"""Counters of the networks that are counted apart from a model; a change of their source invalidates the counts."""
+"""Code that counts the networks outside a model; a change in this source invalidates their counts."""
 LIBRARIES = ('torch', 'diffusers', 'transformers')
-"""Libraries whose other versions may compute a model differently, which invalidates counts made on this machine."""
+"""Libraries that determine how a model computes: another version invalidates counts made on this machine."""
 SECTIONS = ('facts', 'flops', 'activations')
 START_SECONDS, FLOPS_SECONDS, ACTIVATIONS_SECONDS = 15, 2, 8
-"""Time to import torch and build the model, per shape, and per pair of shape and precision (SD2 on a slow core)."""
+"""Seconds to start, to count FLOPs per shape, and activations per shape and precision (SD2 on a slow core)."""
 
 
 class CountingFailed(RuntimeError):
-    """Raised if FLOPs cannot be counted because the model's forward pass fails, not because of a recipe mistake."""
+    """Raised if counting fails in the model's forward pass, as opposed to a mistake in the recipe."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class ModelKey:
     Attributes:
         name: The registered name.
         kwargs: The keyword arguments that change the architecture.
-        imports: Modules that the recipe imports, one of which registers the model.
-        contents: Contents of configuration files that `kwargs` refers to.
-        lora: Rank and target layers of a LoRA that is trained instead of the denoiser's weights, if there is one.
+        imports: Modules that the recipe imports, one of which may register the model.
+        contents: Contents of the configuration files to which `kwargs` refers.
+        lora: Rank and target layers of the LoRA that is trained instead of the denoiser's weights, if any.
     """
 
     name: str
@@ -58,26 +58,26 @@ class ModelKey:
 
     @property
     def file_name(self) -> str:
-        """Name of the JSON file with the model's counts; contains a hash of the settings."""
+        """Name of the JSON file with the model's counts, which contains a hash of the settings."""
         settings = [self.name, dict(self.kwargs), self.contents, *([] if self.lora is None else [dict(self.lora)])]
         content = json.dumps(settings, sort_keys=True, default=str)
         return f'{self.name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}.json'
 
     @property
     def request(self) -> dict[str, Any]:
-        """Request to count the model, as models/cost_counting.py reads it."""
+        """Request to count the model, in the format that models/cost_counting.py reads."""
         lora = {} if self.lora is None else {'lora': dict(self.lora)}
         return {'name': self.name, 'kwargs': dict(self.kwargs), 'imports': list(self.imports), **lora}
 
     @property
     def cached(self) -> Path:
-        """Path of the JSON file with the counts of the model made on this machine."""
+        """Path of the JSON file with the model's counts made on this machine."""
         return counts_folder() / self.file_name
 
     def made_with(self) -> dict[str, str]:
-        """Return the library versions and a hash of the model's source, to store with its counts.
+        """Return the library versions and a hash of the model's source, which are stored with the model's counts.
 
-        Cached counts of FLOPs and activations are invalid if any of these differ from the stored ones.
+        Cached FLOPs and activations are invalid if any of these has changed.
         """
         target = registry.TARGETS['model'].get(self.name, AUXILIARY)
         home = target.split(':')[0] if isinstance(target, str) else target.__module__
@@ -92,20 +92,20 @@ def counts_folder() -> Path:
 
 
 def known_counts(key: ModelKey) -> dict[str, Any]:
-    """Return the shipped and cached facts, FLOPs and activations of a model; each is empty if not counted yet."""
-    # Shipped counts are not checked against library versions, so that planning the shipped recipes never takes a
-    # minute; tests/planning/test_count_cache.py compares them with the models. They take precedence.
+    """Return the shipped and cached facts, FLOPs and activations of a model; what is not counted yet is empty."""
+    # Shipped counts take precedence. They are not checked against library versions, so that planning the shipped
+    # recipes never takes a minute; tests/planning/test_count_cache.py compares them with the models.
     cached = _read(key.cached)
     fresh = cached if cached.get('made_with') and cached['made_with'] == key.made_with() else _no_counts()
     return merged(fresh, _read(SHIPPED / key.file_name))
 
 
 def count(key: ModelKey, *, flops: Sequence[str], activations: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Count the FLOPs and activations of a model in another process, and cache them; print the expected duration.
+    """Count a model's FLOPs and activations in another process, and cache the counts; print the expected duration.
 
     Args:
-        flops: Shapes whose FLOPs are counted, such as '640x384'.
-        activations: Pairs of shape and precision whose activations are counted.
+        flops: Shapes for which to count FLOPs, such as '640x384'.
+        activations: Pairs of shape and precision for which to count activations.
 
     Returns:
         The new counts by section: facts, flops and activations.
@@ -121,7 +121,7 @@ def count(key: ModelKey, *, flops: Sequence[str], activations: Sequence[tuple[st
         flush=True,
     )
     answer = run_counter(key.request | {'flops': list(flops), 'activations': list(activations)})
-    # The exception itself cannot cross the process boundary; an error of the user comes back as text.
+    # The other process cannot raise an exception here, so it returns a user error as text.
     if 'mistake' in answer:
         raise UserError(f'model {key.name}: {answer["mistake"]}')
     content = key.request | {'made_with': key.made_with()} | merged(known_counts(key), answer)
@@ -138,8 +138,8 @@ def run_counter(request: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         CountingFailed: The process failed.
     """
-    # `-m` puts the working directory first in sys.path, where a folder called `diffusion` may shadow this package.
-    # PYTHONSAFEPATH turns that off. The rest of sys.path is passed on for the modules that the recipe imports.
+    # `-m` puts the working directory first in sys.path, where a folder named `diffusion` could shadow this package;
+    # PYTHONSAFEPATH turns that off. Pass on the rest of sys.path for the modules that the recipe imports.
     path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
     environment = os.environ | {'CUDA_VISIBLE_DEVICES': '', 'PYTHONPATH': path, 'PYTHONSAFEPATH': '1'}
     command = [sys.executable, '-m', 'diffusion.models.cost_counting']
@@ -153,7 +153,7 @@ def run_counter(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merged(*counts: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge model counts, separately for facts, FLOPs and activations; later arguments take precedence."""
+    """Merge model counts: facts, FLOPs and activations separately. Later arguments take precedence."""
     return {section: {key: value for each in counts for key, value in each[section].items()} for section in SECTIONS}
 
 
@@ -171,12 +171,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 @functools.cache
 def _source_hash(modules: tuple[str, ...]) -> str:
-    """Return a hash of the source files of modules, including all files of the packages that contain them."""
+    """Return a hash of modules' source files, including all files of the packages that contain the modules."""
     digest = hashlib.sha256()
     for module in modules:
         file = Path(getattr(sys.modules.get(module), '__file__', None) or source_file(module))
-        # A model is seldom a single file, so hash its whole package. The folder of a module outside of any package may
-        # hold anything, so hash that module alone.
+        # A model rarely consists of a single file, so hash its whole package. If a module is not in a package, its
+        # folder may contain unrelated files, so hash only the module.
         in_package = file.with_name('__init__.py').is_file()
         for path in sorted(file.parent.rglob('*.py')) if in_package else [file]:
             digest.update(path.read_bytes())

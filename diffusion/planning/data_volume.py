@@ -1,4 +1,4 @@
-"""Data volume of a phase: bytes stored, read bandwidth, and traffic that leaves the object store per epoch."""
+"""Data volume of a training phase: bytes stored, read bandwidth, and bytes read from the object store per epoch."""
 
 from dataclasses import dataclass
 
@@ -9,16 +9,16 @@ from diffusion.planning.workload import Encoding, Phase
 from diffusion.storage.transfers import RANGE_BYTES
 
 JPEG_BYTES_PER_PIXEL = 62e3 / 512**2
-"""Size of JPEG images whose shards are not local, from 62 kB for a typical 512 x 512 JPEG."""
+"""Size assumed for JPEG images if the shards are not local: 62 kB for a typical 512 x 512 JPEG."""
 CAPTION_BYTES = 100
-"""Size of a caption as text. An assumption; negligible beside an image."""
+"""Assumed size of a caption as text, which is negligible compared with an image."""
 LATENT_WIDTHS = {'float16': 2, 'float32': 4}
 """Bytes per element of stored latents, by data type."""
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Size of a dataset stored as images or latents, and the rate at which training reads the dataset."""
+    """Size of a dataset stored as images or latents, and the rate at which training reads it."""
 
     bytes_per_sample: float
     samples: int
@@ -35,12 +35,12 @@ class Storage:
 
     @property
     def read_bytes(self) -> float:
-        """Bytes that training reads from the object store if shards are not cached for later epochs."""
+        """Bytes that training reads from the object store if shards are not cached between epochs."""
         return self.bytes_per_sample * self.images
 
     @property
     def bytes_per_second(self) -> float:
-        """Read bandwidth of training in bytes/s, all nodes together."""
+        """Read bandwidth of training in bytes/s, for all nodes together."""
         return self.bytes_per_sample * self.images_per_second
 
     @property
@@ -50,7 +50,7 @@ class Storage:
 
 
 def storage_of(phase: Phase, encoding: Encoding, *, images_per_second: float, nodes: int) -> Storage:
-    """Return the size and read bandwidth of a phase's dataset, if `encoding` is the form of the stored samples."""
+    """Return the size and read bandwidth of a phase's dataset if samples are stored in the form `encoding`."""
     return Storage(
         bytes_per_sample=sample_bytes(phase, encoding),
         samples=phase.distinct_images,
@@ -61,13 +61,13 @@ def storage_of(phase: Phase, encoding: Encoding, *, images_per_second: float, no
 
 
 def sample_bytes(phase: Phase, encoding: Encoding) -> float:
-    """Return the mean bytes per stored sample: an image or its latents, with its caption or text embedding."""
+    """Return the mean bytes per stored sample: an image or latents, plus the caption or text embedding."""
     if phase.stored_bytes is not None and encoding == phase.encoding:
         return phase.stored_bytes
     if encoding == 'pictures':
         return JPEG_BYTES_PER_PIXEL * phase.pixels + CAPTION_BYTES
     settings = phase.recipe.precompute
-    # Training can sample from the VAE's posterior only if its variances are stored beside the means.
+    # Training can sample from the VAE's posterior only if variances are stored with the means.
     width, stores_variance = LATENT_WIDTHS[settings.dtype], settings.posterior == 'sample'
     latents = width * (2 if stores_variance else 1) * phase.latent_elements
     text = width * phase.model.text_embedding_elements
@@ -75,17 +75,17 @@ def sample_bytes(phase: Phase, encoding: Encoding) -> float:
 
 
 USD_PER_GET = 0.0004 / 1000
-"""List price of a GET request to S3 Standard in us-east-1 (aws.amazon.com/s3/pricing), as known on PRICE_DATE."""
+"""List price of a GET request to S3 Standard in us-east-1 (aws.amazon.com/s3/pricing) as of PRICE_DATE."""
 USD_PER_EGRESS_BYTE = 0.09 / 1e9
-"""List price per byte of the first 10 TB per month that leave AWS for the internet (same page), as known on PRICE_DATE;
-larger volumes cost less. Reads within the region of the store are free."""
+"""List price per byte for the first 10 TB per month from AWS to the internet (same page) as of PRICE_DATE; larger
+volumes cost less. Reads within the store's region are free."""
 PRICE_DATE = '2026-11-25'
-"""Date on which the prices were entered; they were not compared with the page on that day."""
+"""Date on which the prices were entered, without comparing them with the page on that day."""
 
 
 @dataclass(frozen=True)
 class StoreReads:
-    """Traffic that leaves the object store in an epoch."""
+    """Data read from the object store in an epoch."""
 
     bytes: float
 
@@ -96,29 +96,29 @@ class StoreReads:
 
     @property
     def request_usd(self) -> float:
-        """Dollars for the requests."""
+        """Cost of the requests in US dollars."""
         return self.requests * USD_PER_GET
 
     @property
     def egress_usd(self) -> float:
-        """Dollars for the bytes, if the GPUs are outside of the store's cloud; 0 within its region."""
+        """Cost of the bytes in US dollars if the GPUs are outside the store's cloud; in its region, reads are free."""
         return self.bytes * USD_PER_EGRESS_BYTE
 
 
 @dataclass(frozen=True)
 class EpochReads:
-    """Traffic that leaves the object store in the first epoch, on empty disks, and in each later one of these nodes."""
+    """Data read from the object store in the first epoch, with empty caches, and in later ones on the same nodes."""
 
     first: StoreReads
     later: StoreReads
 
 
 def nodes_per_shard(recipe: Recipe, nodes: int) -> float:
-    """Return the number of nodes that read a shard in an epoch.
+    """Return the number of nodes that read the same shard in an epoch.
 
-    Streaming gives each canonical node the same shards in every epoch, and each node whole canonical nodes, so that one
-    node reads a shard (two at a boundary). If there are more nodes than canonical nodes, several nodes share the
-    samples of one. The algorithm `naive` shuffles samples over all nodes.
+    In Streaming, each canonical node has the same shards in every epoch, and each node reads whole canonical nodes, so
+    that a shard is read by one node (two at a boundary). If there are more nodes than canonical nodes, several nodes
+    share a canonical node's samples. The algorithm `naive` shuffles samples over all nodes.
     """
     loader = recipe.loader
     if loader.shuffle and loader.shuffle_algo == 'naive':
@@ -127,15 +127,15 @@ def nodes_per_shard(recipe: Recipe, nodes: int) -> float:
 
 
 def reads_per_epoch(recipe: Recipe, stored_bytes: float, *, nodes: int) -> EpochReads:
-    """Return the traffic that leaves the object store in the epochs of a run over a whole dataset.
+    """Return the data read from the object store in the first and in later epochs over a whole dataset.
 
-    A cache that holds all shards that its node reads keeps them; a smaller one counts as keeping none, which is an
-    upper bound. Three causes of further reads are not counted: a cache smaller than a shuffle block, from which a node
-    reads shards again within an epoch; a restart on other nodes or in another order of nodes, which reads as the first
-    epoch does; and `loader.epoch_size`, with which each epoch draws its samples from all shards.
+    If a node's cache is large enough for all shards that the node reads, later epochs read nothing. A smaller cache
+    counts as no cache, which gives an upper bound. Not counted are repeated reads within an epoch if the cache is
+    smaller than a shuffle block; restarts on other nodes or in another order of nodes, which read as much as the first
+    epoch; and `loader.epoch_size`, with which each epoch draws samples from all shards.
 
     Args:
-        recipe: The recipe, for the order of samples and `loader.cache_limit`.
+        recipe: The recipe, which determines the order of samples and `loader.cache_limit`.
     """
     limit = recipe.loader.cache_limit
     cache = float('inf') if limit is None else parse_bytes(limit)

@@ -1,8 +1,8 @@
-"""Simulated goodput of save strategies under failures of processes, of nodes and of the whole cluster.
+"""Simulated goodput of save strategies under failures of processes, nodes and the whole cluster.
 
-The simulation goes from failure to failure of a Poisson process. Training restarts after each failure, and stalls at
-each save point. A tier has a checkpoint once its lag has passed. Training continues from the newest checkpoint of the
-tiers that survived the failure.
+Failures are a Poisson process. Training restarts after each failure, and stalls at each save point. A checkpoint is
+available in a tier after the tier's lag. Training continues from the newest checkpoint in the tiers that survived the
+failure.
 """
 
 import functools
@@ -14,58 +14,57 @@ from enum import IntEnum
 from diffusion.planning.checkpoints import Resilience, best_interval, possible_interval
 
 SNAPSHOT_SHARE = 0.4 / 8
-"""Stall of a snapshot into memory, relative to a synchronous save: 0.4 s against 8 s for 1.6 GB on two slow cores."""
+"""Stall for a snapshot to memory, relative to a synchronous save: 0.4 s instead of 8 s for 1.6 GB on two slow cores."""
 DISK_SHARE = 0.1
-"""Time to write or read a checkpoint on a node's own disk, relative to a shared file system: 2 GB/s against 0.2 GB/s.
-An assumption."""
+"""Assumed time to write or read a checkpoint on a node's own disk, relative to a shared file system: 2 GB/s instead of
+0.2 GB/s."""
 FAILURES = 4000
-"""Number of simulated failures; the goodput is then within 0.001."""
+"""Number of simulated failures, enough for an error of the goodput below 0.001."""
 
 
 class Failure(IntEnum):
-    """Kinds of failures; each kind destroys more than the one before."""
+    """Kinds of failures, ordered by how much they destroy."""
 
     PROCESS = 0
-    """Processes end, and the memory of all nodes remains: bugs, timeouts of collectives, links."""
+    """Processes end, but the memory of all nodes remains: bugs, timeouts of collectives, link failures."""
     NODE = 1
-    """Nodes are restarted or replaced. Memory is lost. The disks still hold every piece, because each node has a whole
-    copy (DDP) or another node has a replica."""
+    """Nodes are restarted or replaced, and memory is lost. The disks still hold the whole checkpoint, because each node
+    has a whole copy (DDP) or another node has a replica."""
     CLUSTER = 2
     """The job starts again on other nodes, and only durable storage remains."""
 
 
 SHARES = {Failure.PROCESS: 0.25, Failure.NODE: 0.70, Failure.CLUSTER: 0.05}
-"""Share of each kind. Llama 3's training (2024) had 419 interruptions: 59% were faults of GPUs and about a tenth of
-other parts of a node; the rest were mostly software and network. No loss of a whole cluster was reported: 5% is an
-assumption."""
+"""Share of each kind. Llama 3's training (2024) had 419 interruptions: 59% due to GPUs, about 10% due to other parts of
+a node, the rest mostly due to software and network. No loss of a whole cluster was reported; 5% is an assumption."""
 
 
 @dataclass(frozen=True)
 class Tier:
-    """A place that holds checkpoints. Times are in seconds."""
+    """A kind of storage for checkpoints. Times are in seconds."""
 
     name: str
     survives: Failure
-    """The worst failure after which its checkpoints can still be read."""
+    """The worst kind of failure that the tier's checkpoints survive."""
     lag: float
-    """Time from the end of a save's stall until the checkpoint is complete here."""
+    """Time from the end of a save's stall until the checkpoint is complete in this tier."""
     restore: float
     """Time to read a checkpoint."""
     every: int = 1
-    """Number of save points per checkpoint here."""
+    """Number of save points per checkpoint in this tier."""
 
 
 @dataclass(frozen=True)
 class SaveStrategy:
-    """Places and times of checkpoints. Times are in seconds."""
+    """How often and where checkpoints are saved. Times are in seconds."""
 
     name: str
     interval: float
-    """Time of training between two save points."""
+    """Training time between two save points."""
     stall: float
-    """Time for which each save point blocks training."""
+    """Time that each save point blocks training."""
     tiers: tuple[Tier, ...]
-    """Tiers, the fastest first; the last one is durable."""
+    """Tiers, fastest first; the last one is durable storage."""
 
 
 @dataclass(frozen=True)
@@ -100,16 +99,17 @@ def save_strategies(
     batch: float = 0.0,
     run: float = math.inf,
 ) -> list[SaveStrategy]:
-    """Return the strategies: synchronous at the recipe's interval and at the best one, asynchronous, and tiers.
+    """Return the strategies: synchronous saves at the recipe's and at the best interval, asynchronous saves, and tiers.
 
-    Writing in the background takes as long as a synchronous save, and reading as long as writing. Times are in seconds.
+    Background writes are assumed to take as long as a synchronous save, and reads as long as writes. Times are in
+    seconds.
 
     Args:
-        stall: Time of a synchronous save.
-        restart: Time from a failure to the next batch, in which a checkpoint is read from durable storage.
-        recipe_interval: The recipe's save interval; None leaves it out.
-        batch: Time of a batch, the shortest interval.
-        run: Time of all batches, the longest interval.
+        stall: Duration of a synchronous save.
+        restart: Time from a failure to the next batch, including reading a checkpoint from durable storage.
+        recipe_interval: The recipe's save interval; None leaves out this strategy.
+        batch: Duration of a batch, which is the shortest interval.
+        run: Duration of all batches, which is the longest interval.
     """
 
     def best(stall: float) -> float:
@@ -134,33 +134,33 @@ def save_strategies(
 
 
 def _save_points(lag: float, interval: float) -> int:
-    """Return the number of save points per checkpoint of a tier, so that each is complete before the next begins."""
+    """Return a tier's save points per checkpoint, such that each checkpoint is complete before the next one begins."""
     return max(1, math.ceil(lag / interval))
 
 
 def simulated_goodput(strategy: SaveStrategy, *, mtbf: float, restart: float, failures: int = FAILURES) -> float:
     """Return the fraction of time that a strategy spends on training that is not repeated.
 
-    The failures are the same for each strategy and in each call.
+    The failures are the same for all strategies and calls.
 
     Args:
         mtbf: Mean time between failures in seconds.
-        restart: Seconds from a failure to the next batch with a checkpoint from durable storage.
+        restart: Seconds from a failure to the next batch if the checkpoint is read from durable storage.
     """
     clock, tiers = 0.0, strategy.tiers
-    # Progress is counted in save points: the one that training continued from, and the newest that each tier has.
+    # Count progress in save points: `begun` is where training continued, `newest` the newest checkpoint per tier.
     begun, newest = 0, [0] * len(tiers)
     waiting = restart
     for gap, failure in _draw_failures(failures):
         clock += gap * mtbf
-        training = gap * mtbf - waiting  # negative if the restart fails
+        training = gap * mtbf - waiting  # negative if the restart is interrupted
         for index, tier in enumerate(tiers):
             if tier.survives < failure:
                 newest[index] = 0
             elif training > tier.lag:
                 reached = begun + int((training - tier.lag) / (strategy.interval + strategy.stall))
                 point = reached - reached % tier.every
-                # A point before `begun` may have been lost here: the failure came within its lag.
+                # A tier may lack save points up to `begun`, if a failure came within their lag.
                 if point > begun:
                     newest[index] = point
         begun = max(newest)
@@ -171,10 +171,10 @@ def simulated_goodput(strategy: SaveStrategy, *, mtbf: float, restart: float, fa
 
 @functools.cache
 def _draw_failures(count: int) -> list[tuple[float, Failure]]:
-    """Return the time since the previous failure, in units of the mean, and the kind of each failure."""
+    """Return for each failure the time since the previous one, in units of the mean, and the kind of failure."""
     draw = random.Random(17)
-    # Draw one time from each of `count` intervals of equal probability, in random order. The times are exponentially
-    # distributed, as those of a Poisson process are, but their mean has only a tenth of the noise.
+    # Stratified sampling: draw one time from each of `count` intervals of equal probability, in random order. The times
+    # are exponentially distributed, as in a Poisson process, but the noise of their mean is only a tenth.
     gaps = [-math.log1p(-(index + draw.random()) / count) for index in range(count)]
     draw.shuffle(gaps)
     kinds = draw.choices([*SHARES], weights=[*SHARES.values()], k=count)

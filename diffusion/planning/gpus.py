@@ -1,4 +1,4 @@
-"""GPU models: peak FLOP/s, memory, hourly price, and the builds of torch that have kernels for them."""
+"""GPU models: peak FLOP/s, memory, hourly price, and which builds of torch have kernels for them."""
 
 import datetime
 import importlib.util
@@ -15,7 +15,7 @@ from diffusion.errors import UserError
 
 SHIPPED = Path(__file__).with_name('gpus.yaml')
 STALE_DAYS = 180
-"""Age in days from which a price causes a warning."""
+"""Age in days at which a price triggers a warning."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class GPU:
     """A GPU model: peak FLOP/s, memory, bandwidths and price."""
 
     peak_tflops: dict[str, float]
-    """Dense peak in 10**12 FLOP/s, by precision: bf16, fp16, fp32."""
+    """Peak TFLOP/s without sparsity, by precision: bf16, fp16, fp32."""
     memory_gib: float
     """Memory as reported by the driver, in GiB."""
     price_usd_per_hour: float | None = None
-    """Price in US dollars per GPU-hour; null if unknown, which requires --price."""
+    """Price in US dollars per GPU-hour. Null means unknown; costs then require --price."""
     date: str | None = None
     """Date of the price, such as 2026-05-01."""
     source: str = ''
@@ -37,11 +37,11 @@ class GPU:
     nvlink_gb_per_second: float = 0.0
     """NVLink bandwidth in GB/s, both directions together; 0 if it has no NVLink."""
     compute_capability: str | None = None
-    """Compute capability, such as '9.0', by which torch selects kernels; null skips the check that torch has them."""
+    """Compute capability, such as '9.0', by which torch selects kernels. Null skips the check for kernels."""
     gpus_per_node: int = 8
     """Number of GPUs per node."""
     name: str = ''
-    """Name on the command line."""
+    """Name of the GPU on the command line."""
 
     def peak_flops(self, precision: str) -> float:
         """Return the peak FLOP/s of the GPU in a precision (bf16, fp16 or fp32), without sparsity.
@@ -70,23 +70,23 @@ class GPU:
 
 
 def load_gpus(path: Path | None = None) -> dict[str, GPU]:
-    """Load the GPU models of gpus.yaml and of an optional file, whose entries take precedence; return them by name.
+    """Return the GPU models by name, from gpus.yaml and an optional file, whose entries take precedence.
 
     Raises:
-        UserError: A file cannot be read, or does not have the format of gpus.yaml.
+        UserError: A file cannot be read, or is not in the format of gpus.yaml.
     """
     found = _read(SHIPPED)
     return found if path is None else found | _read(path)
 
 
 def find_gpu(name: str, gpus: dict[str, GPU], *, or_file: bool = True) -> GPU:
-    """Return the GPU model with this name; case does not matter, and `_` equals `-`.
+    """Return the GPU model with this name; case is ignored, and `_` is equivalent to `-`.
 
     Args:
         or_file: True if the command has the option --gpus-file, which the error then suggests.
 
     Raises:
-        UserError: No GPU has this name; the message suggests the nearest.
+        UserError: No GPU has this name; the message suggests the nearest name.
     """
     key = name.lower().replace('_', '-')
     if key not in gpus:
@@ -117,7 +117,7 @@ def _read(path: Path) -> dict[str, GPU]:
 
 
 def _check(gpu: GPU, where: str, gather: Gatherer) -> None:
-    """Report the invalid numbers and dates of a GPU model in a file."""
+    """Report invalid numbers and dates in a file's GPU model."""
     docs = field_docs(GPU)
     for name in ('memory_gib', 'gpus_per_node', 'price_usd_per_hour'):
         value = getattr(gpu, name)
@@ -152,7 +152,7 @@ PACKAGE_INDEX_CUDA: tuple[tuple[tuple[float, int], tuple[int, int]], ...] = (
     ((2, 10), (12, 8)),
     ((math.inf, 0), (13, 0)),
 )
-"""CUDA version of the package index's wheels, by the newest release of torch that has it."""
+"""CUDA versions of torch's wheels on PyPI, each with the last torch release that uses the version."""
 NEWER_TORCH = 'use torch 2.9 or newer (make install; docs/install.md)'
 OLDER_TORCH = 'use torch 2.7 with CUDA 12.6 (make install STACK=resolvable; docs/install.md)'
 
@@ -170,11 +170,11 @@ def capability_of(text: str) -> Capability:
 
 
 def has_kernels(capability: Capability, architectures: Iterable[str]) -> bool:
-    """Return True if code for one of the architectures runs on a GPU with this compute capability.
+    """Return True if code for any of the architectures runs on a GPU with this compute capability.
 
-    Binary code (sm_XY) runs on GPUs with the same major number and an equal or higher minor number. PTX (compute_XY) is
-    compiled by the driver for every GPU that is equal or newer. Code with the suffix `a` runs on that architecture
-    alone, and code with the suffix `f` on its family (CUDA C++ Programming Guide, "Compute capability").
+    Binary code (sm_XY) runs on GPUs with the same major number and an equal or higher minor number. The driver compiles
+    PTX (compute_XY) for every GPU of the same or a newer architecture. Code with the suffix `a` runs only on exactly
+    that architecture, and code with the suffix `f` on its family (CUDA C++ Programming Guide, "Compute capability").
 
     Args:
         architectures: Names as in torch.cuda.get_arch_list(), such as sm_90 or compute_120.
@@ -213,7 +213,7 @@ def installed_torch() -> str | None:
 def architectures_of(version: str) -> tuple[str, ...]:
     """Return the architectures of a build of torch, such as 2.7.0+cu128 or 2.9.
 
-    A version without `+cu` means the wheel of the package index: CUDA 12.6 up to torch 2.7, 12.8 up to 2.10, then 13.0.
+    A version without `+cu` means the wheel on PyPI: CUDA 12.6 up to torch 2.7, 12.8 up to 2.10, then 13.0.
 
     Raises:
         UserError: The text is not a version of torch.
@@ -235,8 +235,8 @@ def missing_kernels(gpu: GPU, version: str | None = None) -> str | None:
     """Return a message if a build of torch has no kernels for a GPU, else None.
 
     Args:
-        gpu: The GPU; one without a compute capability, from the user's own file, is not checked.
-        version: Version of torch, such as 2.9 or 2.7.0+cu128; None is the installed torch.
+        gpu: The GPU; it is not checked if it has no compute capability (a GPU from the user's own file).
+        version: Version of torch, such as 2.9 or 2.7.0+cu128; None means the installed torch.
 
     Raises:
         UserError: The version is not a version of torch.
@@ -259,7 +259,7 @@ def missing_kernels_message(gpu: str, capability: Capability, architectures: Ite
     if has_kernels(capability, names):
         return None
     have = ', '.join(names) if names else 'no GPU'
-    # CUDA 13 has dropped the GPUs before Turing (7.5).
+    # CUDA 13 does not support GPUs before Turing (7.5).
     way_out = NEWER_TORCH if capability >= (7, 5) else OLDER_TORCH
     return (
         f'torch {version} has no kernels for {gpu} (compute capability {capability[0]}.{capability[1]}; '

@@ -1,8 +1,8 @@
-"""Memory of one device by purpose, and the largest microbatch that fits.
+"""Memory of one device by purpose, and the largest microbatch that fits on the device.
 
 Weights, gradients, optimizer states and averages follow from the number of parameters. Activations are the tensors that
-autograd keeps, counted on the model itself by models/activation_memory.py: exactly what torch keeps under autocast, and
-within 3% where blocks are compiled. Memory of cuDNN and NCCL and fragmentation are covered by an allowance.
+autograd keeps, counted on the model itself by models/activation_memory.py: exactly under autocast, and within 3% in
+compiled blocks. An allowance covers fragmentation and the memory of cuDNN and NCCL.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -15,23 +15,23 @@ from diffusion.planning.workload import Phase
 
 GIB = 2**30
 CONTEXT_BYTES = 1.5 * GIB
-"""CUDA context, libraries and NCCL buffers, which torch does not count as allocated. An assumption."""
+"""Assumed size of CUDA context, libraries and NCCL buffers, which torch does not count as allocated."""
 FRAGMENTS = 0.05
-"""Fraction of allocated memory added for cuDNN workspaces and fragmentation. An assumption."""
+"""Assumed fraction of allocated memory to add for cuDNN workspaces and fragmentation."""
 ADAM_STATES = 2
-"""Optimizer states per parameter that Adam keeps; amsgrad keeps one more."""
+"""Optimizer states per parameter in Adam; amsgrad has one more."""
 MUON_BATCH_ELEMENTS = 2**24
-"""Elements of matrices that Muon orthogonalizes at a time on a GPU, `MAX_BATCH_ELEMENTS` of training/muon.py."""
+"""Matrix elements that Muon orthogonalizes at a time on a GPU: `MAX_BATCH_ELEMENTS` in training/muon.py."""
 MUON_BYTES_PER_ELEMENT = 12
-"""Temporary bytes per element of that batch: a float32 result beside at most four bfloat16 tensors of its size."""
+"""Temporary bytes per element of that batch: a float32 result and at most four bfloat16 tensors of its size."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory that training takes on one device, in bytes by purpose: weights, activations and so on."""
+    """Memory that training takes on one device, in bytes by purpose."""
 
     weights: int
-    """Weights of the denoiser and of other trained modules in float32, or the device's shard of them."""
+    """Weights of the denoiser and other trained modules in float32, or the device's shard of these."""
     optimizer: int
     """Optimizer states."""
     averages: int
@@ -41,9 +41,9 @@ class Memory:
     gradients: int
     """Gradients, or the device's shard of them."""
     buckets: int
-    """Unsharded gradients to be reduced: DDP's buckets, or those that FSDP2 keeps if it reduces once per batch."""
+    """Unsharded gradients to be reduced: DDP's buckets, or FSDP2's gradients if it reduces once per batch."""
     compute_weights: int
-    """Weights in the compute precision: autocast's cache, or the parameters gathered by FSDP."""
+    """Weights in compute precision: autocast's cache, or the parameters that FSDP has gathered."""
     activations: int
     """Activations of one microbatch that are kept for the backward pass."""
     working: int
@@ -51,37 +51,37 @@ class Memory:
     encoding: int
     """Activations of the frozen image encoder, which are freed before the denoiser runs."""
     step: int
-    """Temporary tensors of the optimizer step; a fused optimizer has none."""
+    """Temporary tensors of the optimizer step; none with a fused optimizer."""
     batch: int
     """The device's part of the batch, as the loader returns it."""
     graphs: int
-    """Memory of CUDA graphs: gradients that the next replay overwrites, and the blocks' inputs, outputs and their
-    gradients. Their pool also keeps the memory of `activations` throughout the step."""
+    """Memory of CUDA graphs: gradients that the next replay overwrites, the blocks' inputs and outputs, and the
+    gradients of these. The graphs' pool also keeps the memory of `activations` throughout the step."""
     accumulates: bool
     """True if gradients of an earlier microbatch exist during the forward pass."""
 
     @property
     def resident(self) -> int:
         """Bytes that are allocated throughout a training step."""
-        # A pool of CUDA graphs never gives memory back to the allocator, so that its activations count at all moments.
+        # CUDA graphs' pool never returns memory to the allocator, so its activations count throughout the step.
         pool = self.graphs + self.activations if self.graphs else 0
         return self.weights + self.optimizer + self.averages + self.encoders + self.buckets + self.batch + pool
 
     @property
     def allocated(self) -> int:
-        """Peak of allocated bytes as counted by torch.cuda.max_memory_allocated, except for the pool of CUDA graphs."""
-        # Four moments of a step can be the peak: the start of the backward pass, its end (all gradients exist and the
-        # activations are freed), the optimizer step, and the encoding of images before the forward pass. At the start
-        # of a backward pass only gradients of earlier microbatches exist; new ones appear as activations are freed.
+        """Peak allocated bytes, as counted by torch.cuda.max_memory_allocated except for the pool of CUDA graphs."""
+        # The peak of a step can be at the start of the backward pass, at its end (all gradients exist, and activations
+        # are freed), in the optimizer step, or when images are encoded before the forward pass. At the start of a
+        # backward pass, only gradients of earlier microbatches exist; new gradients appear as activations are freed.
         earlier = self.gradients if self.accumulates else 0
-        activations = 0 if self.graphs else self.activations  # `resident` has those in a pool
+        activations = 0 if self.graphs else self.activations  # `resident` includes those in the pool of CUDA graphs
         backward = earlier + self.compute_weights + activations + self.working
         end_of_backward = self.gradients + self.compute_weights
         return self.resident + max(backward, end_of_backward, self.gradients + self.step, earlier + self.encoding)
 
     @property
     def reserved(self) -> int:
-        """Peak bytes including allowances for CUDA and fragmentation: the memory that the GPU must have."""
+        """Memory that the GPU must have: peak bytes plus allowances for CUDA and fragmentation."""
         return round(self.allocated * (1 + FRAGMENTS) + CONTEXT_BYTES)
 
     def parts(self) -> dict[str, int]:
@@ -91,7 +91,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Setup:
-    """Number of devices, microbatch and parallelism of a run, which determine the memory per device."""
+    """Number of devices, microbatch and parallelism of a run, which together determine the memory per device."""
 
     devices: int
     microbatch: int
@@ -99,7 +99,7 @@ class Setup:
 
     @property
     def shards(self) -> int:
-        """Number of devices among which weights, gradients and optimizer states are sharded."""
+        """Number of devices over which weights, gradients and optimizer states are sharded."""
         return 1 if self.parallelism.strategy == 'ddp' else max(1, self.devices // self.parallelism.replicas)
 
     @property
@@ -119,15 +119,15 @@ def memory_of(phase: Phase, setup: Setup) -> Memory:
     parts = phase.speed(settings.strategy)
     activations = phase.model.activations(phase.largest_shape, phase.precision(settings.strategy))
     trained = phase.trained_parameters
-    # Gradients of earlier microbatches exist in the forward pass of a later one. Without them, a plan would accept a
-    # microbatch that runs out of memory at the second microbatch of the first batch.
+    # Gradients of earlier microbatches exist during later forward passes. If they were not counted, a plan would accept
+    # a microbatch size that runs out of memory at the second microbatch.
     share = max(setup.microbatch, phase.recipe.global_batch // setup.devices)
     accumulates = share > setup.microbatch
-    # `speed.encode_batch_size` encodes more samples at a time than a microbatch has, and keeps their latents and text
-    # embeddings until their microbatch comes.
+    # With `speed.encode_batch_size`, the encoders process several microbatches at a time, and latents and text
+    # embeddings are kept until their microbatch is trained.
     together = min(share, phase.recipe.speed.encode_batch_size or 0) if accumulates else 0
-    # DDP's buckets are a second copy of all gradients, and FSDP2 keeps unsharded gradients until it reduces them at the
-    # last microbatch: 4 bytes per parameter on each device, which sharding does not divide.
+    # DDP's buckets are a second copy of all gradients, and FSDP2 keeps unsharded gradients if it reduces them only at
+    # the last microbatch. Either takes 4 bytes per parameter on each device, regardless of sharding.
     reduces_once = accumulates and shards > 1 and bool(parts.reduce_once)
     unsharded_gradients = reduces_once or (settings.strategy == 'ddp' and setup.devices > 1)
     kept = activations.kept_recomputing if settings.activation_checkpointing else activations.kept
@@ -144,30 +144,30 @@ def memory_of(phase: Phase, setup: Setup) -> Memory:
         compute_weights=_compute_weights(phase, activations, settings, keeps_gathered=reduces_once)
         + sum(each.copies for each, _ in extra),
         activations=kept * setup.microbatch + round(sum(seen * each.kept for each, seen in extra) * setup.microbatch),
-        # The backward passes of the networks run one after the other, so that only the largest of them counts.
+        # The networks' backward passes run one after the other, so only the largest counts.
         working=max(each.largest for each in (activations, *(each for each, _ in extra))) * setup.microbatch
         + _in_flight(phase, setup),
         encoding=_encoding_bytes(phase, activations, max(setup.microbatch, together)) if encodes else 0,
         step=_step_bytes(phase, setup, fused=bool(parts.fused_optimizer)),
         batch=share * (_sample_bytes(phase) + (_encoded_bytes(phase) if together else 0)),
-        # The inputs and outputs of SD2's blocks take 0.8 times what is kept between them when they are recomputed.
+        # The inputs and outputs of SD2's blocks take 0.8 times the activations kept between recomputed blocks.
         graphs=FLOAT32 * trained + 2 * activations.kept_between * setup.microbatch if parts.cuda_graphs else 0,
         accumulates=accumulates,
     )
 
 
 def optimizer_elements(recipe: Recipe, model: ModelCosts, *, auxiliary: int = 0) -> int:
-    """Return the number of elements of the optimizer's states: two per parameter, or one where Muon updates it.
+    """Return the number of elements in the optimizer's states: two per parameter, or one if Muon updates it.
 
     Args:
-        auxiliary: Number of trained parameters beside the model's, which are in no block.
+        auxiliary: Number of trained parameters outside the model, which do not belong to a block.
     """
     states = ADAM_STATES + bool(recipe.optimizer.kwargs.get('amsgrad'))
     return states * (model.trained_parameters + auxiliary) - _muon_parameters(recipe, model)
 
 
 def averages_of(recipe: Recipe) -> int:
-    """Return the number of averaged copies of the weights that a run holds at its end."""
+    """Return the number of averaged copies of the weights at the end of the run."""
     algorithms = recipe.algorithms.values()
     widths = [registry.settings_of('algorithm', each)['widths'] for each in algorithms if each.name == 'post_hoc_ema']
     return sum(algorithm.name == 'ema' for algorithm in algorithms) + sum(len(found) for found in widths)
@@ -179,7 +179,7 @@ def encoder_width(phase: Phase) -> int:
 
 
 def largest_microbatch(phase: Phase, setup: Setup, gpu: GPU) -> int:
-    """Return the largest microbatch that fits in memory and divides the batch of one device; 0 if none fits."""
+    """Return the largest microbatch that fits in memory and divides the batch per device; 0 if none fits."""
     share = phase.recipe.global_batch // setup.devices
     divisors = [size for size in range(1, share + 1) if share % size == 0]
     fitting = [size for size in divisors if fits_in_memory(memory_of(phase, replace(setup, microbatch=size)), gpu)]
@@ -187,7 +187,7 @@ def largest_microbatch(phase: Phase, setup: Setup, gpu: GPU) -> int:
 
 
 def fits_in_memory(memory: Memory, gpu: GPU) -> bool:
-    """Return True if the memory, allowances included, fits on the GPU."""
+    """Return True if the memory, including allowances, fits on the GPU."""
     return memory.reserved <= gpu.memory_gib * GIB
 
 
@@ -195,8 +195,8 @@ def strategies(setup: Setup, *, devices_per_node: int | None = None) -> list[Set
     """Return a setup with each parallelism strategy in turn, without duplicates, starting with the setup itself.
 
     Args:
-        devices_per_node: Number of devices of a node; with it, the list has sharding within each node, if there are
-            several nodes.
+        devices_per_node: Number of devices per node. If given, and there are several nodes, the list includes sharding
+            within each node.
     """
     current = setup.parallelism
     others = [
@@ -215,10 +215,10 @@ def strategies(setup: Setup, *, devices_per_node: int | None = None) -> list[Set
 
 
 def ways_out(phase: Phase, setup: Setup, gpu: GPU, gpus: dict[str, GPU]) -> list[str]:
-    """Return settings that would each make a run that is too large fit in GPU memory; empty if there are none.
+    """Return settings that would each make a too large run fit in GPU memory; empty if there are none.
 
     Args:
-        gpus: All known GPUs; the smallest one that is large enough is suggested.
+        gpus: All known GPUs; the smallest GPU that is large enough is suggested.
     """
     found = []
     smaller = largest_microbatch(phase, setup, gpu)
@@ -229,11 +229,11 @@ def ways_out(phase: Phase, setup: Setup, gpu: GPU, gpus: dict[str, GPU]) -> list
     if phase.model.is_latent_diffusion and not setup.parallelism.activation_checkpointing:
         recomputing = replace(setup, parallelism=replace(setup.parallelism, activation_checkpointing=True))
         if fits_in_memory(memory_of(phase, recomputing), gpu):
-            # Recomputing adds a forward pass (1 F) to the forward and backward pass (3 F).
+            # Recomputing adds a forward pass (1 F) to the forward and backward passes (3 F).
             found.append('parallelism.activation_checkpointing=true (about a third slower)')
     for other in strategies(setup)[1:]:
         if other.parallelism.strategy == 'fsdp2' and fits_in_memory(memory_of(phase, other), gpu):
-            # `strategies` lists the faster one first, which does not gather weights again in the backward pass.
+            # The first fsdp2 strategy is the fastest, because it does not gather weights again in the backward pass.
             resharding = str(other.parallelism.reshard_after_forward).lower()
             found.append(f'parallelism.strategy=fsdp2 parallelism.reshard_after_forward={resharding}')
             break
@@ -245,23 +245,23 @@ def ways_out(phase: Phase, setup: Setup, gpu: GPU, gpus: dict[str, GPU]) -> list
 
 
 def _muon_parameters(recipe: Recipe, model: ModelCosts) -> int:
-    """Return the number of parameters that Muon updates, counted as all of the blocks; 0 for other optimizers."""
-    # Norms and biases, which AdamW updates, are 0.05% of SD2's blocks. If Muon leaves convolutions to AdamW, the number
-    # is not known here, and 0 plans too much memory instead of too little.
+    """Return the number of parameters that Muon updates, assumed to be all in the blocks; 0 for other optimizers."""
+    # AdamW updates norms and biases, but these are only 0.05% of SD2's blocks. If Muon leaves convolutions to AdamW,
+    # the number is unknown, and 0 overestimates memory rather than underestimating it.
     is_muon = recipe.optimizer.name == 'muon' and registry.settings_of('optimizer', recipe.optimizer)['convolutions']
     # If a LoRA freezes the blocks, Muon updates no more than the LoRA trains.
     return min(model.facts['block_parameters'], model.trained_parameters) if is_muon else 0
 
 
 def _step_bytes(phase: Phase, setup: Setup, *, fused: bool) -> int:
-    """Return the bytes of temporary tensors in the optimizer step, with `speed.fused_optimizer` or without."""
+    """Return the bytes of temporary tensors in the optimizer step, with or without `speed.fused_optimizer`."""
     name, facts = phase.recipe.optimizer.name, phase.model.facts
-    # Composer's DecoupledAdamW has no fused kernel; that of Muon is for the parameters that AdamW updates.
+    # Composer's DecoupledAdamW has no fused kernel; Muon's is only for the parameters that AdamW updates.
     others = phase.trained_parameters - _muon_parameters(phase.recipe, phase.model)
     adamw = 0 if fused and name in ('adamw', 'muon') else _divided(FLOAT32 * others, setup.shards)
     if name != 'muon':
         return adamw
-    # A matrix may be larger than a batch, but not than a block. Each DDP device holds the batches of all devices.
+    # A matrix may be larger than a batch, but not larger than a block. In DDP, each device holds all devices' batches.
     batch = max(MUON_BATCH_ELEMENTS, facts['largest_block_parameters'])
     copies = setup.devices if setup.parallelism.strategy == 'ddp' else 1
     return max(adamw, MUON_BYTES_PER_ELEMENT * min(batch * copies, facts['block_parameters']))
@@ -279,8 +279,8 @@ def _divided(total: int, shards: int) -> int:
 def _compute_weights(
     phase: Phase, activations: ActivationCounts, settings: ParallelismConfig, *, keeps_gathered: bool
 ) -> int:
-    """Return the bytes of weights in compute precision: copies made by autocast, or parameters gathered by FSDP."""
-    # Autocast caches a 16-bit copy of each weight until the end of the forward pass; autograd keeps it until used.
+    """Return the bytes of weights in compute precision: autocast's copies, or parameters gathered by FSDP."""
+    # Autocast caches a 16-bit copy of each weight in the forward pass; autograd keeps it for the backward pass.
     autocast = activations.copies_recomputing if settings.activation_checkpointing else activations.copies
     if settings.strategy == 'ddp':
         return autocast
@@ -288,23 +288,23 @@ def _compute_weights(
     gathered_width = FLOAT32 if settings.mixed_precision == 'full' else width
     facts = phase.model.facts
     gathered = phase.trained_parameters + phase.model.frozen_denoiser_parameters
-    # `speed.reduce_once` leaves all blocks gathered after a microbatch's backward pass, whatever the forward pass
-    # freed.
+    # With `speed.reduce_once`, all blocks stay gathered after a microbatch's backward pass, even if the forward pass
+    # freed them.
     if settings.reshard_after_forward and not keeps_gathered:
-        # FSDP2 holds the block that is computed, the one that is prefetched, and all parameters outside of blocks.
+        # FSDP2 holds the current block, the prefetched block, and all parameters outside the blocks.
         gathered += 2 * facts['largest_block_parameters'] - facts['block_parameters']
-    # Autocast copies weights only if they are gathered in a wider type than its own.
+    # Autocast copies weights only if they are gathered in a wider type than autocast uses.
     return gathered_width * gathered + (autocast if gathered_width > width else 0)
 
 
 def _in_flight(phase: Phase, setup: Setup) -> int:
-    """Return the bytes of the gradients that FSDP is reducing: one block, in compute precision and in float32."""
+    """Return the bytes of gradients that FSDP reduces at a time: one block, in compute precision and in float32."""
     largest = min(phase.model.facts['largest_block_parameters'], phase.trained_parameters)
     return 0 if setup.shards == 1 else (HALF + FLOAT32) * largest
 
 
 def _frozen_bytes(phase: Phase) -> int:
-    """Return the bytes of the frozen parts' weights; the networks of perceptual losses are in float32."""
+    """Return the bytes of the frozen parts' weights; those for perceptual losses are in float32."""
     parameters = phase.model.frozen_parameters
     if phase.alignment is not None:
         parameters += phase.alignment.facts['frozen_parameters']
@@ -313,7 +313,7 @@ def _frozen_bytes(phase: Phase) -> int:
 
 
 def _auxiliary_activations(phase: Phase) -> list[tuple[ActivationCounts, float]]:
-    """Return the activations of the losses' networks, each with the fraction of the tokens that it sees."""
+    """Return the activations of each network of the losses, with the fraction of the tokens that the network sees."""
     shape, precision = phase.largest_shape, phase.auxiliary_precision
     found = []
     if phase.alignment is not None:
@@ -324,14 +324,14 @@ def _auxiliary_activations(phase: Phase) -> list[tuple[ActivationCounts, float]]
 
 
 def _encoding_bytes(phase: Phase, activations: ActivationCounts, samples: int) -> int:
-    """Return the bytes of the VAE encoder's activations on samples, estimated as three tensors of its largest size."""
-    # The three tensors of a residual block are the residual, the normalized and the activated one. The frozen encoder
-    # runs without autograd, so earlier tensors are freed.
+    """Return the bytes of the VAE encoder's activations, estimated as three times its largest tensor."""
+    # A residual block needs three tensors: the residual, its normalization and the activation. The frozen encoder runs
+    # without autograd, so earlier tensors are freed.
     return 3 * samples * encoder_width(phase) * activations.largest_encoder_elements
 
 
 def _encoded_bytes(phase: Phase) -> int:
-    """Return the bytes of a sample's outputs of the frozen encoders that run before its microbatch, in float32."""
+    """Return the bytes per sample, in float32, of frozen encoders' outputs that wait for their microbatch."""
     latents = 2 * phase.model.latent_elements(phase.largest_shape) if phase.encoding == 'pictures' else 0
     has_text = phase.encoding == 'latents+text' or phase.model.trains_text
     return FLOAT32 * (latents + (0 if has_text else phase.model.text_embedding_elements))

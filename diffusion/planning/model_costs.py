@@ -14,7 +14,7 @@ from diffusion.errors import UserError
 from diffusion.planning.count_cache import ModelKey, count, known_counts, merged
 
 Precision = Literal['float32', 'float32+compile', 'half', 'half+low_precision_norms', 'half+compile']
-"""Settings of a GPU run that change the activations kept for the backward pass; see models/activation_memory.py."""
+"""Settings of a run on GPUs that change the activations kept for the backward pass; see models/activation_memory.py."""
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 
@@ -28,19 +28,19 @@ class ActivationCounts:
     kept: int
     """Activations per sample without activation checkpointing."""
     kept_between: int
-    """Activations per sample kept between checkpointed blocks, block inputs included."""
+    """Activations per sample kept between checkpointed blocks, including the blocks' inputs."""
     kept_inside: int
     """Activations per sample inside the largest checkpointed block while it is recomputed."""
     copies: int
-    """Copies of weights in 16 bits without activation checkpointing; independent of the batch size."""
+    """16-bit copies of weights without activation checkpointing; independent of the batch size."""
     copies_between: int
-    """Copies of weights outside of checkpointed blocks."""
+    """16-bit copies of weights outside checkpointed blocks."""
     copies_inside: int
-    """Copies of weights inside the largest checkpointed block."""
+    """16-bit copies of weights inside the largest checkpointed block."""
     largest: int
     """Bytes of the largest intermediate tensor, per sample."""
     largest_encoder_elements: int
-    """Number of elements of the largest tensor in the frozen image encoder, per sample."""
+    """Number of elements in the frozen image encoder's largest tensor, per sample."""
 
     @property
     def kept_recomputing(self) -> int:
@@ -54,17 +54,17 @@ class ActivationCounts:
 
 
 class CountedCosts:
-    """Facts, FLOPs and activation memory of a model or network, counted in a separate process if they are not known."""
+    """Facts, FLOPs and activation memory of a model or network, counted in a separate process if unknown."""
 
     def __init__(self, key: ModelKey) -> None:
         self.key = key
         self._counts = known_counts(key)
 
     def require(self, flops: Sequence[str] = (), activations: Sequence[tuple[Shape, Precision]] = ()) -> None:
-        """Make all requested counts that are not known yet, in one process.
+        """Count all requested values that are still unknown, in one process.
 
         Args:
-            flops: Names of FLOPs: a shape, or a shape and a route of tokens.
+            flops: Names of the FLOPs to count: a shape, or a shape and a token route.
 
         Raises:
             UserError: The model cannot be built.
@@ -89,12 +89,12 @@ class CountedCosts:
         return self._counts['facts']
 
     def flops(self, name: str) -> Mapping[str, int]:
-        """Return FLOPs by part, for a shape or for a shape and a route."""
+        """Return the FLOPs of each part, for a shape, or for a shape and a token route."""
         self.require(flops=[name])
         return self._counts['flops'][name]
 
     def activations(self, shape: Shape, precision: Precision) -> ActivationCounts:
-        """Return the bytes kept for the backward pass of one sample, for this image shape and precision."""
+        """Return the bytes kept for the backward pass, for one sample of this image shape in this precision."""
         self.require(activations=[(shape, precision)])
         counts: Mapping[str, Any] = self._counts['activations'][f'{shape} {precision}']
         return ActivationCounts(**counts)
@@ -102,7 +102,7 @@ class CountedCosts:
 
 @dataclass(frozen=True)
 class TokenRoute:
-    """Blocks `start` to `end` - 1, which `fraction` of the image tokens skip in training."""
+    """Token routing (TREAD): in training, a `fraction` of the image tokens skips blocks `start` to `end` - 1."""
 
     start: int
     end: int
@@ -112,12 +112,12 @@ class TokenRoute:
         return f'tread={self.start}:{self.end}:{self.fraction}'
 
     def fraction_after(self, block: int) -> float:
-        """Return the fraction of the image tokens in the output of a block."""
+        """Return the fraction of the image tokens that are in a block's output."""
         return 1 - self.fraction if self.start <= block < self.end else 1.0
 
 
 def route_of(recipe: Recipe, blocks: int) -> TokenRoute | None:
-    """Return the route of a recipe's TREAD, for a denoiser with this number of blocks, or None if it has none."""
+    """Return the TREAD route of a recipe whose denoiser has `blocks` blocks, or None if it does not use TREAD."""
     for algorithm in recipe.algorithms.values():
         if algorithm.name == 'tread':
             settings = registry.settings_of('algorithm', algorithm)
@@ -131,7 +131,7 @@ HALF = 2
 
 
 class ModelCosts(CountedCosts):
-    """Parameters, FLOPs and activation memory of a recipe's model; counted on first use, in a separate process."""
+    """Parameters, FLOPs and activation memory of a recipe's model, counted in a separate process on first use."""
 
     def __init__(self, model: Component, imports: Sequence[str] = (), lora: LoraConfig | None = None) -> None:
         self.notes: list[str] = []
@@ -139,7 +139,7 @@ class ModelCosts(CountedCosts):
         self.posterior: str = model.kwargs.get('posterior', 'sample')
         key = _key_of(model, imports, self.notes)
         if lora is not None:
-            # Alpha scales the updates, and costs nothing.
+            # Leave out alpha: it only scales the updates.
             key = replace(key, lora={'rank': lora.rank, 'targets': sorted(lora.targets)})
         super().__init__(key)
 
@@ -149,13 +149,13 @@ class ModelCosts(CountedCosts):
         activations: Sequence[tuple[Shape, Precision]] = (),
         route: TokenRoute | None = None,
     ) -> None:
-        """Count the FLOPs and activations of the model that are not known yet, all in one separate process.
+        """Count the model's FLOPs and activations that are still unknown, all in one separate process.
 
         Args:
-            route: Route of tokens whose FLOPs are needed beside those of all tokens, or None.
+            route: Token route whose FLOPs are needed in addition to those without a route, or None.
 
         Raises:
-            UserError: A shape is not a multiple of the latent cell, or the model cannot be built.
+            UserError: A side of a shape is not a multiple of the latent cell, or the model cannot be built.
             CountingFailed: The forward pass failed.
         """
         if self.is_counted:
@@ -198,17 +198,17 @@ class ModelCosts(CountedCosts):
 
     @property
     def frozen_parameters(self) -> int:
-        """Number of parameters of the frozen parts beside the denoiser: VAE and text encoder."""
+        """Number of parameters of the frozen VAE and text encoder."""
         return self.facts['frozen_parameters']
 
     @property
     def frozen_denoiser_parameters(self) -> int:
-        """Number of parameters of the denoiser that are not trained: all but those of a LoRA, or 0."""
+        """Number of the denoiser's frozen parameters: all of them if a LoRA is trained, else 0."""
         return self.facts['frozen_denoiser_parameters']
 
     @property
     def published_parameters(self) -> int:
-        """Number of trained parameters, or those of a LoRA's frozen denoiser, which identifies its published runs."""
+        """Number of trained parameters, or of a LoRA's frozen denoiser, by which published runs are identified."""
         return self.frozen_denoiser_parameters or self.trained_parameters
 
     @property
@@ -222,7 +222,7 @@ class ModelCosts(CountedCosts):
         return self.facts['text_encoder_flops']
 
     def trained_flops(self, shape: Shape, route: TokenRoute | None = None) -> int:
-        """Return the FLOPs of the denoiser's (or other trained modules') forward pass for one image of this shape."""
+        """Return the forward FLOPs of the denoiser (or other trained modules) for one image of this shape."""
         return self.flops(_flops_name(shape, route))['trained']
 
     def image_encoder_flops(self, shape: Shape) -> int:
@@ -230,13 +230,13 @@ class ModelCosts(CountedCosts):
         return self.flops(str(shape))['image_encoder']
 
     def latent_elements(self, shape: Shape) -> int:
-        """Return the number of elements in the latent of one image of this shape, without variances."""
+        """Return the number of latent elements of one image of this shape, without variances."""
         cell = self.facts['pixels_per_cell']
         return self.facts['latent_channels'] * (shape.height // cell) * (shape.width // cell)
 
 
 def _flops_name(shape: Shape, route: TokenRoute | None) -> str:
-    """Return the name under which the FLOPs for a shape are stored, such as 512x512 or `512x512 tread=2:13:0.5`."""
+    """Return the name under which FLOPs are stored, such as `512x512` or `512x512 tread=2:13:0.5`."""
     return str(shape) if route is None else f'{shape} {route}'
 
 
@@ -245,7 +245,7 @@ def _key_of(model: Component, imports: Sequence[str], notes: list[str]) -> Model
     # The architecture of a third-party model may depend on any keyword and on the code of the imported modules.
     if not registry.is_own('model', model.name):
         return ModelKey(model.name, model.kwargs, tuple(imports))
-    # Defaults are part of the key, so that a recipe that spells one out uses the same counts as one that omits it.
+    # Include defaults in the key, so that a recipe that states a default uses the same counts as one that omits it.
     signature = registry.signature('model', model.name)
     settings, contents = signature.defaults() | dict(model.kwargs), []
     for keyword in (each for each in signature.parameters if each.weights_of):
@@ -255,7 +255,7 @@ def _key_of(model: Component, imports: Sequence[str], notes: list[str]) -> Model
         elif location == PIXELS:  # not a folder
             configs = []
         elif (configs := [_config_of(location, part) for part in parts]) and None in configs:
-            # A hub repository would have to be downloaded for its configuration; the planner works offline.
+            # The planner works offline, so it cannot download the configuration of a Hub repository.
             part = parts[configs.index(None)]
             notes.append(f"{location} is not a local folder with a {part}; assumed this model's default architecture")
             configs = None
@@ -267,7 +267,7 @@ def _key_of(model: Component, imports: Sequence[str], notes: list[str]) -> Model
 
 
 def _config_of(folder: str, part: str) -> str | None:
-    """Return config.json (keys sorted) of a model part in a pipeline folder or its own folder; None if missing."""
+    """Return a model part's config.json with sorted keys, from a pipeline folder or the part's own; None if missing."""
     for path in (Path(folder, part, 'config.json'), Path(folder, 'config.json')):
         if path.is_file():
             try:
@@ -278,9 +278,9 @@ def _config_of(folder: str, part: str) -> str | None:
 
 
 def newton_schulz_flops(recipe: Recipe, model: ModelCosts) -> int:
-    """Return the FLOPs of orthogonalization in an optimizer step, of all devices together; 0 for other optimizers.
+    """Return the FLOPs of Muon's orthogonalization per optimizer step, over all devices; 0 for other optimizers.
 
-    Devices orthogonalize a part of the matrices each, and exchange the results.
+    Each device orthogonalizes a part of the matrices, and the devices exchange the results.
     """
     if recipe.optimizer.name != 'muon':
         return 0

@@ -1,4 +1,4 @@
-"""Plan of one recipe, or of several that run one after another, on a given number of GPUs."""
+"""Plan for one recipe, or for several recipes that run one after another, on a given number of GPUs."""
 
 import datetime
 from collections.abc import Sequence
@@ -46,12 +46,12 @@ from diffusion.planning.workload import ENCODINGS, Encoding, Phase, phase_of
 HOPELESS_GOODPUT = 0.01
 """Goodput below which planning fails instead of printing a run time of centuries."""
 LAUNCH_SECONDS = 0.02
-"""Seconds below which a microbatch is assumed to be bound by kernel launches. A rule of thumb."""
+"""Rule of thumb: a microbatch that takes fewer seconds is assumed to be bound by kernel launches."""
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """Time, cost and storage for one choice of running the frozen encoders: online or precomputed."""
+    """Time, cost and storage for one way to run the frozen encoders, online or precomputed."""
 
     encoding: Encoding
     speed: Speed
@@ -71,34 +71,34 @@ class PhasePlan:
     phase: Phase
     speed: Speed
     cost: Cost
-    """Cost of the batches alone: no evaluation, no saves, no failures."""
+    """Cost of the batches alone, without evaluation, saves and failures."""
     fit: tuple[Fit, ...]
-    """Memory under each strategy, the recipe's own first."""
+    """Memory under each parallelism strategy, the recipe's own first."""
     ways_out: tuple[str, ...]
     """Settings that would make the recipe fit in memory; empty if it fits."""
     alternatives: tuple[Alternative, ...]
     """All ways to run the encoders, including the recipe's."""
     sizes: Sizes
     snapshot_bytes: int
-    """Host memory for snapshots of asynchronous saves, on the node that needs most; 0 if saves block training."""
+    """Host memory for snapshots of asynchronous saves on the node that needs the most; 0 if saves block training."""
     resilience: Resilience
     techniques: tuple[Technique, ...]
-    """Effect of each technique of the recipe on throughput."""
+    """Effect of each training technique in the recipe on throughput."""
 
     @property
     def expected(self) -> Cost:
-        """Cost of the recipe including saves and failures, at the optimal save interval; without precomputing."""
+        """Cost of training including saves and failures at the optimal save interval, but without precomputing."""
         return self.cost * (1 / self.resilience.goodput)
 
     @property
     def precompute(self) -> Cost:
-        """Cost of encoding the recipe's data into the form in which it is stored, before training."""
+        """Cost of encoding the recipe's data to its stored form before training."""
         return next(each.precompute for each in self.alternatives if each.encoding == self.phase.encoding)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan of recipes that run one after another. Each recipe counts its own batches; totals are sums over recipes."""
+    """Plan for recipes that run one after another. Batches are counted per recipe, and totals are sums over recipes."""
 
     phases: tuple[PhasePlan, ...]
     given: Assumptions
@@ -107,7 +107,7 @@ class Plan:
 
     @property
     def training(self) -> Cost:
-        """Cost of the batches of all recipes alone."""
+        """Cost of all recipes' batches alone."""
         return sum((each.cost for each in self.phases), NO_COST)
 
     @property
@@ -126,12 +126,12 @@ class Plan:
 
     @property
     def goodput(self) -> float:
-        """Fraction of the time of training that is not spent on saves, failures and repeated batches."""
+        """Fraction of training time that is not spent on saves, failures and repeated batches."""
         return self.training.hours / (self.expected.hours - self.precompute.hours)
 
     @property
     def published(self) -> published_runs.PublishedRun | None:
-        """Published run that has the recipes as its stages, or None."""
+        """The published run whose stages are these recipes, or None."""
         if len(self.phases) != len({each.phase.largest_shape for each in self.phases}):
             return None
         work = {(each.phase.largest_shape.width, each.phase.images) for each in self.phases}
@@ -150,12 +150,12 @@ def load_phases(
     samples: Sequence[int | None] = (),
     encoding: Encoding | None = None,
 ) -> list[Phase]:
-    """Load recipes and return the amount of work in each; missing values (`???`) are allowed for the data's location.
+    """Load recipes, and return the amount of work in each. The data's location may be missing (`???`).
 
     Args:
         overrides: `key=value` settings, applied to every recipe.
         samples: Number of distinct images in each recipe's data; a single number applies to all recipes.
-        encoding: Form in which samples are stored; None takes it from each recipe.
+        encoding: Form in which samples are stored; None means as in each recipe.
 
     Raises:
         UserError: A recipe is wrong, or a value that the plan needs is missing.
@@ -179,8 +179,8 @@ def make_plan(
     """Return the plan of training phases that run one after another on the same GPUs.
 
     Args:
-        gpus: All known GPUs; larger ones are suggested if a phase does not fit.
-        today: Date with which the age of the price is computed (default: the current date).
+        gpus: All known GPUs; a larger GPU is suggested if a phase does not fit.
+        today: Date for computing the age of the price (default: the current date).
 
     Raises:
         RecipeError: A global batch cannot be divided evenly among the GPUs.
@@ -197,7 +197,7 @@ def make_plan(
 
 
 def _check_progress(saving: Resilience) -> None:
-    """Raise UserError if failures leave almost no time to train; a run shorter than its saves is only short."""
+    """Raise UserError if failures leave almost no time to train. Accept a run that is merely shorter than its saves."""
     lost_per_failure = saving.restart_seconds + saving.stall_seconds
     if saving.goodput < HOPELESS_GOODPUT and 3600 * saving.mtbf_hours < 10 * lost_per_failure:
         raise UserError(
@@ -245,11 +245,11 @@ def _fits(phase: Phase, given: Assumptions) -> tuple[Fit, ...]:
 
 
 def _alternatives(phase: Phase, given: Assumptions) -> tuple[Alternative, ...]:
-    """Return time, cost and storage for each form in which the samples of the phase can be stored."""
+    """Return time, cost and storage for each form in which the phase's samples can be stored."""
     if not phase.model.is_latent_diffusion or phase.model.is_on_pixels or phase.alignment is not None:
         encodings: tuple[Encoding, ...] = ('pictures',)
     else:
-        # A text encoder that is trained has no fixed output that could be stored.
+        # If the text encoder is trained, its output changes and cannot be stored.
         encodings = ENCODINGS[:2] if phase.model.trains_text else ENCODINGS
     speeds: dict[Encoding, Speed] = {encoding: planned_speed(phase, given, encoding) for encoding in encodings}
     return tuple(
@@ -281,7 +281,7 @@ def _warnings(plans: Sequence[PhasePlan], given: Assumptions, today: datetime.da
                 f'{microbatch}; use {way_out}'
             )
         seconds = microbatch * given.gpus / each.speed.images_per_second
-        # An MFU measured on large models says nothing about a model whose kernels end before the next one is launched.
+        # An MFU measured on large models does not apply to a model whose kernels end before the next one is launched.
         if seconds < LAUNCH_SECONDS and given.images_per_second is None and given.measured is None:
             warnings.append(
                 f'{each.phase.name}: {microbatch} images per GPU in {1000 * seconds:.2g} ms is faster than kernels can '

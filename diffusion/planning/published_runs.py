@@ -1,8 +1,8 @@
-"""Published figures, for the estimates of `diffusion plan`: throughput, images, GPU-hours.
+"""Published throughputs, numbers of images and GPU-hours, on which estimates of `diffusion plan` are based.
 
 The sources for Stable Diffusion 2 are MosaicML, "Training Stable Diffusion from Scratch for <$50k", part 2 (2023), and
-its code. Those for PRX are Photoroom, "Training Design for Text-to-Image Models: Lessons from Ablations" ("PRX Part 2")
-and "PRX Part 3 - Training a Text-to-Image Model in 24h!" (2026), and its code.
+its code. The sources for PRX are Photoroom, "Training Design for Text-to-Image Models: Lessons from Ablations" ("PRX
+Part 2") and "PRX Part 3 - Training a Text-to-Image Model in 24h!" (2026), and its code.
 """
 
 import math
@@ -16,11 +16,11 @@ IMAGES_PER_SECOND: dict[int, dict[int, float]] = {
     256: {8: 1100, 16: 2180, 32: 4080, 64: 8530, 128: 11600},
     512: {8: 290, 16: 585, 32: 1195, 64: 2340, 128: 4590},
 }
-"""Images per second by resolution and number of A100s, with the outputs of both encoders precomputed."""
+"""Images per second by resolution and number of A100s, with precomputed outputs of both encoders."""
 ONLINE_SLOWDOWN = 1.4
-"""Factor by which running the encoders online slowed training; FLOPs alone predict 1.59 at 256 px and 1.48 at 512."""
+"""Factor by which online encoders slowed training; FLOPs alone predict 1.59 at 256 px and 1.48 at 512 px."""
 SAMPLES = {(256, 550_000 * 2048): 790_000_000, (512, 850_000 * 2048): 300_000_000}
-"""Number of distinct images of each phase, by resolution and number of images trained on."""
+"""Number of distinct images in each phase, by resolution and number of images trained on."""
 TRAINING_HOURS, PRECOMPUTE_HOURS = 20_051, 3_784
 """A100-hours of training both phases, and of precomputing the latents of their images and captions."""
 
@@ -29,16 +29,16 @@ PRX_BATCHES_PER_SECOND: dict[str, tuple[tuple[float, float, str], ...]] = {
     'REPA': ((3.95, 3.46, 'with DINOv3 ViT-L'), (3.95, 3.66, 'with DINOv2 ViT-L')),
     'contrastive flow matching': ((3.95, 3.75, 'in latents of 256 px'),),
 }
-"""Batches of 256 per second without and with a technique, and its conditions, by PRX Part 2; REPA in latents of 256 px.
+"""Batches of 256 images per second without and with a technique, and the conditions (PRX Part 2; REPA: 256 px latents).
 
-The number and kind of GPUs are not named, so utilization cannot be computed; 3.95 would be 34% of the peak of 8 H200s.
-No throughput was published for Muon and perceptual losses; the latter "add only a small overhead" (Part 3).
+The GPUs are not named, so utilization cannot be computed; 3.95 batches/s would be 34% of the peak of 8 H200s. No
+throughput was published for Muon and perceptual losses; the latter "add only a small overhead" (Part 3).
 """
 
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A published training run of several stages, with its duration and cost."""
+    """A published training run with several stages, its duration and its cost."""
 
     source: str
     parameters: int
@@ -69,19 +69,19 @@ PRX_IN_24_HOURS = PublishedRun(
     gpu='h200',
     usd_per_gpu_hour=2.0,
 )
-"""PRX on pixels with TREAD, REPA (512 px alone), LPIPS, patch features and Muon; published as about $1,500."""
+"""PRX on pixels with TREAD, REPA (only at 512 px), LPIPS, patch features and Muon; published cost: about $1,500."""
 
 
 def published_run(work: Collection[tuple[int, int]], parameters: int) -> PublishedRun | None:
-    """Return the published run that has these stages (side and number of images), or None."""
+    """Return the published run with these stages (side and number of images), or None."""
     run = PRX_IN_24_HOURS
     return run if parameters == run.parameters and work and run.stages.issuperset(work) else None
 
 
 def throughput_hours(gpus: int = 128) -> float:
-    """Return the A100-hours that both phases take at the published throughput: 16,926 on 128, of 20,051 reported.
+    """Return the A100-hours of both phases at the published throughput: 16,926 on 128 GPUs, but 20,051 were reported.
 
-    The difference of 18% is in the publication: the reported run includes evaluation, saves and interruptions.
+    The reported hours are 18% higher because they include evaluation, saves and interruptions.
     """
     return sum(images / IMAGES_PER_SECOND[side][gpus] for side, images in SAMPLES) * gpus / 3600
 
@@ -100,7 +100,7 @@ def images_per_second(shapes: list[Shape], gpus: int, parameters: int) -> float 
 
 
 def interpolate(known: dict[int, float], gpus: int) -> float:
-    """Interpolate throughput by a power law between known numbers of GPUs; outside of them, scale linearly."""
+    """Interpolate throughput by a power law between known numbers of GPUs; scale linearly outside this range."""
     if gpus in known:
         return known[gpus]
     if not min(known) < gpus < max(known):

@@ -1,4 +1,4 @@
-"""Communication of each parallelism strategy, and the strategy that suits a recipe on a GPU."""
+"""Communication volume of each parallelism strategy, and the recommended strategy for a recipe on a GPU."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,10 +21,10 @@ class Fit:
 
 
 def communication_bytes(phase: Phase, setup: Setup) -> int:
-    """Return the bytes that one device sends per batch for gradients and sharded weights, with ring algorithms.
+    """Return the bytes that one device sends per batch for gradients and sharded weights with ring algorithms.
 
-    In a ring of n devices, a device sends (n - 1) / n of a tensor to gather or to reduce-scatter it, and twice that to
-    all-reduce it.
+    In a ring of n devices, each device sends (n - 1) / n of a tensor in a gather or reduce-scatter, and twice that in
+    an all-reduce.
     """
     settings, shards = setup.parallelism, setup.shards
     trained = phase.trained_parameters
@@ -36,9 +36,9 @@ def communication_bytes(phase: Phase, setup: Setup) -> int:
     share = max(setup.microbatch, phase.recipe.global_batch // setup.devices)
     microbatches = -(-share // setup.microbatch)
     reductions = 1 if phase.speed(settings.strategy).reduce_once else microbatches
-    gathers = reductions  # forward pass; weights stay gathered between microbatches that are not reduced
+    gathers = reductions  # in forward passes; weights stay gathered after microbatches without a reduction
     if settings.reshard_after_forward:
-        gathers += microbatches  # backward pass
+        gathers += microbatches  # in backward passes
     gathered = gathers * gathered_width * (trained + phase.model.frozen_denoiser_parameters)
     reduced = reductions * reduced_width * trained
     across = 2 * _ring(settings.replicas) * reductions * reduced_width * trained / shards
@@ -46,17 +46,17 @@ def communication_bytes(phase: Phase, setup: Setup) -> int:
 
 
 def recommended(fits: Sequence[Fit]) -> Fit | None:
-    """Return the fitting strategy with the least host time, and then the least communication; None if none fits.
+    """Of the strategies that fit, return the one with the least host time, then the least communication, or None.
 
-    ddp comes first: it starts its collectives without code in Python, while FSDP2 runs hooks before and after each of
-    its modules in every forward and backward pass.
+    ddp needs less host time: it starts collectives without Python code, while FSDP2 runs Python hooks before and after
+    each of its modules in every forward and backward pass.
     """
     fitting = [fit for fit in fits if fit.fits]
     return min(fitting, key=lambda fit: (fit.setup.label != 'ddp', fit.communication_bytes), default=None)
 
 
 def advice(fits: Sequence[Fit], gpu: GPU) -> str | None:
-    """Return which strategy is recommended and why, with the settings to change; None for one device or if none fits.
+    """Return which strategy is recommended and why, and the settings to change; None for one device or if none fits.
 
     Args:
         fits: All strategies, the recipe's own first.
@@ -86,5 +86,5 @@ def advice(fits: Sequence[Fit], gpu: GPU) -> str | None:
 
 
 def _ring(devices: int) -> float:
-    """Return the fraction of a tensor that each device of a ring sends to gather or to reduce-scatter it."""
+    """Return the fraction of a tensor that each device in a ring sends in a gather or reduce-scatter."""
     return (devices - 1) / devices

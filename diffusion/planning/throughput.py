@@ -1,4 +1,4 @@
-"""Throughput of a phase, its time and cost, and the effect of each technique of the recipe on throughput."""
+"""Throughput, time and cost of a training phase, and the effect of each of the recipe's techniques on throughput."""
 
 import math
 import statistics
@@ -14,56 +14,58 @@ from diffusion.planning.workload import BACKWARD, Encoding, Phase, phase_of
 from diffusion.storage.text_tables import json_objects
 
 ASSUMED_MFU = 0.25
-"""Default MFU. The published code reached 0.24 at 256 px and 0.28 at 512 px on 8 A100s, 0.16 and 0.28 on 128."""
+"""Default MFU. The published code reached 0.24 at 256 px and 0.28 at 512 px on 8 A100s, and 0.16 and 0.28 on 128."""
 TRANSFORMER_MFU = 0.104
-"""Default utilization for transformers: that of PRX's 24-hour run on 32 H200, by our count of its FLOPs.
+"""Default MFU for transformers, from PRX's 24-hour run on 32 H200s and our count of its FLOPs.
 
-It includes evaluation and saves. tests/planning/test_techniques.py derives it from the recipes of that run.
+The time includes evaluation and saves. tests/planning/test_techniques.py derives the value from that run's recipes.
 """
 UNET_LAUNCH_SECONDS = 0.111
-"""Time for which the host launches the kernels of a microbatch of Stable Diffusion 2's U-Net, compiled.
+"""Host time to launch the kernels of a microbatch of Stable Diffusion 2's compiled U-Net.
 
-Measured by benchmarks/step.py on 2026-11-26: one H200 with an Intel Xeon, 16 images in 39 ms of GPU time (0.130 s and
-52 ms without compilation). A microbatch of 128 images has about as many kernels: 4,110 instead of 3,910.
+Measured by benchmarks/step.py on 2026-11-26 (one H200, Intel Xeon) for 16 images, which take 39 ms of GPU time. Without
+compilation: 0.130 s of host time and 52 ms of GPU time. A microbatch of 128 images has about as many kernels: 4,110
+instead of 3,910.
 """
 UNET_GRAPHS_LAUNCH_SECONDS = 0.058
-"""Upper bound of this time with `speed.cuda_graphs`: 16 images took 58 ms on one H100, 134 ms without (2026-11-26)."""
+"""Upper bound on this time with `speed.cuda_graphs`: 16 images took 58 ms instead of 134 ms on one H100
+(2026-11-26)."""
 LARGE_UNET = 5e8
-"""Smallest number of parameters of a U-Net that has at least as many kernels as that of Stable Diffusion 2 (8.7e8)."""
+"""Number of parameters above which a U-Net is assumed to have as many kernels as Stable Diffusion 2's (8.7e8)."""
 TRANSFORMER_SOURCE = "that of PRX's 24-hour run on 32 H200"
 PRECOMPUTE_MFU = 0.141
 """MFU of precomputing, from the published 3,784 A100-hours for 790 M images at 256 px and 300 M at 512 px."""
 
 THROUGHPUT = 'throughput/device/samples_per_sec'
-"""Name of the throughput metric in a run's log, which is that of Composer's SpeedMonitor."""
+"""Name of the throughput metric in a run's log, the same as in Composer's SpeedMonitor."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Throughput of a training phase, and where the number comes from."""
+    """Throughput of a training phase, and the source of the number."""
 
     images_per_second: float
     """Throughput of all GPUs together."""
     mfu: float
-    """Model FLOPs utilization: FLOPs of the model and its online encoders, without recomputation, over the peak."""
+    """Model FLOPs utilization: FLOP/s of model and online encoders, without recomputation, over the peak."""
     source: str
     """Description of the source, as printed in the plan."""
 
 
 @dataclass(frozen=True)
 class MeasuredSpeed:
-    """Throughput of an earlier run, with its FLOPs per image, from which other throughputs are scaled."""
+    """Throughput of an earlier run and its FLOPs per image, from which throughputs of other runs are derived."""
 
     images_per_second_per_device: float
     flops_per_image: float
-    """FLOPs per image in that run, online encoders included."""
+    """FLOPs per image in that run, including online encoders."""
     source: str
     """Description of the source, as printed in the plan."""
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Assumptions of a plan about cluster and throughput, as set by the user; None selects the planner's default."""
+    """A plan's assumptions about cluster and throughput, set by the user; None means the planner's default."""
 
     gpu: GPU
     gpus: int
@@ -90,8 +92,7 @@ def planned_speed(phase: Phase, given: Assumptions, encoding: Encoding | None = 
     """Return the throughput of a phase: given by the user, measured, published for this model and GPU, or assumed.
 
     Args:
-        encoding: Form in which samples are stored, which determines which encoders run online; None means as in the
-            recipe.
+        encoding: Form in which samples are stored, which determines the online encoders; None means as in the recipe.
     """
     encoding = encoding or phase.encoding
     model_flops = phase.flops(encoding)
@@ -99,14 +100,14 @@ def planned_speed(phase: Phase, given: Assumptions, encoding: Encoding | None = 
     gpu, gpus = given.gpu, given.gpus
     peak = gpus * gpu.peak_flops(phase.autocast)
     if given.images_per_second is not None:
-        # The figure was measured with the recipe's encoding; another one changes the FLOPs per image.
+        # The throughput was measured with the recipe's encoding; another encoding changes the FLOPs per image.
         rate, source = given.images_per_second * phase.flops() / model_flops, '--images-per-second'
     elif (measured := given.measured) is not None:
-        # This assumes that FLOP/s per device carry over to another recipe and to another number of devices.
+        # Assume the same FLOP/s per device for another recipe and another number of devices.
         rate = gpus * measured.images_per_second_per_device * measured.flops_per_image / model_flops
         source = measured.source
     elif given.mfu is not None:
-        # The assumed utilization is that of the hardware, so recomputation costs throughput.
+        # The assumed utilization is the hardware's, so recomputation costs throughput.
         rate, source = given.mfu * peak / executed_flops, f'--mfu {given.mfu:g}'
     elif (found := _published(phase, gpu, gpus, encoding)) is not None:
         rate, source = found
@@ -127,7 +128,7 @@ def planned_speed(phase: Phase, given: Assumptions, encoding: Encoding | None = 
 
 
 def read_measured_speed(run: Path) -> MeasuredSpeed:
-    """Read the throughput of an earlier run: the median in its metrics, and the FLOPs per image of its recipe.
+    """Read an earlier run's throughput (the median in its metrics) and the FLOPs per image of its recipe.
 
     Raises:
         UserError: The folder has no recipe or no logged throughput.
@@ -150,7 +151,7 @@ def read_measured_speed(run: Path) -> MeasuredSpeed:
             f'--from-run: {path} has no {THROUGHPUT}; it is logged after the first window of callbacks.breakdown or '
             'callbacks.speed_monitor'
         )
-    # Use the median, since the first batches and those around evaluations and saves are slower.
+    # Use the median, because the first batches and those around evaluations and saves are slower.
     rate = statistics.median(values)
     return MeasuredSpeed(rate, flops_per_image, f'measured: {rate:.1f} images/s per device in {path}')
 
@@ -164,8 +165,8 @@ def _published(phase: Phase, gpu: GPU, gpus: int, encoding: Encoding) -> tuple[f
         return None
     exact = any(gpus in known for known in published_runs.IMAGES_PER_SECOND.values())
     source = f'published for {gpus} A100s' if exact else 'interpolated from figures published for 8 to 128 A100s'
-    # The slowdown was published for both encoders together; for the text encoder alone it follows from the FLOPs. Both
-    # are relative to training all weights; a LoRA needs two thirds of those FLOPs.
+    # The slowdown was published for both encoders together; for the text encoder alone, compute it from FLOPs. Both
+    # refer to training all weights; a LoRA needs two thirds of those FLOPs.
     share = phase.passes / (1 + BACKWARD)
     if encoding == 'pictures':
         slowdown, reasons = share + published_runs.ONLINE_SLOWDOWN - 1, ['online encoders']
@@ -177,7 +178,7 @@ def _published(phase: Phase, gpu: GPU, gpus: int, encoding: Encoding) -> tuple[f
 
 
 def _launched_images_per_second(phase: Phase, gpus: int) -> float:
-    """Return the images per second of all GPUs that hosts can launch kernels for, infinite if that is not known."""
+    """Return the upper limit on images per second, over all GPUs, from the hosts' kernel launches; inf if unknown."""
     if phase.model.is_transformer or phase.model.published_parameters < LARGE_UNET:
         return math.inf
     share = phase.recipe.global_batch / gpus
@@ -187,7 +188,7 @@ def _launched_images_per_second(phase: Phase, gpus: int) -> float:
 
 
 def _launch_seconds(phase: Phase) -> float:
-    """Return the time for which a host launches the kernels of a microbatch of a large U-Net."""
+    """Return the host time to launch the kernels of a microbatch of a large U-Net."""
     return UNET_GRAPHS_LAUNCH_SECONDS if phase.speed().cuda_graphs else UNET_LAUNCH_SECONDS
 
 
@@ -226,12 +227,12 @@ def cost_of_hours(hours: float, given: Assumptions) -> Cost:
 
 
 def training_cost(phase: Phase, speed: Speed, given: Assumptions) -> Cost:
-    """Return the cost of the training batches of a phase alone: no evaluation, no saves, no failures."""
+    """Return the cost of a phase's training batches alone, without evaluation, saves and failures."""
     return cost_of_hours(phase.images / speed.images_per_second / HOUR, given)
 
 
 def precompute_cost(phase: Phase, encoding: Encoding, given: Assumptions) -> Cost:
-    """Return the cost of encoding every distinct image once before training, to be stored in the form `encoding`."""
+    """Return the cost of encoding every distinct image once to the form `encoding` before training."""
     flops = phase.distinct_images * phase.precompute_flops(encoding)
     if not flops:
         return cost_of_hours(0.0, given)
@@ -244,14 +245,14 @@ CONTRASTIVE = 'contrastive_flow_matching'
 
 @dataclass(frozen=True)
 class MeasuredEffect:
-    """Effect of a technique on throughput as measured and published by others."""
+    """Effect of a technique on throughput, as published by others."""
 
     conditions: str
     """Conditions of the measurement, and the two throughputs."""
     speedup: float
-    """Throughput with the technique over that without it."""
+    """Throughput with the technique divided by throughput without it."""
     images_without: float
-    """Number of images that the money of this run buys without the technique, by that ratio."""
+    """Number of images that the same budget would pay for without the technique, by that ratio."""
 
 
 @dataclass(frozen=True)
@@ -262,9 +263,9 @@ class Technique:
     flops_per_image: float
     """FLOPs per image with the technique minus those without it; an optimizer step is spread over its images."""
     speedup: float
-    """Throughput with the technique over that without it."""
+    """Throughput with the technique divided by throughput without it."""
     images_without: float
-    """Number of images that the money of this run buys without the technique."""
+    """Number of images that the same budget would pay for without the technique."""
     published: tuple[MeasuredEffect, ...] = ()
     """Measurements that others published; empty if there are none."""
 

@@ -1,1 +1,1 @@
-"""Preflight checks before the first batch, of each node (`node_checks`) and across all ranks (`collective_checks`)."""
+"""Preflight checks before training: on each node (`node_checks`) and across all ranks (`collective_checks`)."""

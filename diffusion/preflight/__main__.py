@@ -1,4 +1,4 @@
-"""`python -m diffusion.preflight fast|deep RECIPE [key=value ...]`: preflight checks in every process of a job."""
+"""`python -m diffusion.preflight fast|deep RECIPE [key=value ...]`: run the preflight checks in a process of a job."""
 
 import contextlib
 import datetime
@@ -30,22 +30,22 @@ from diffusion.storage.places import files_of_run
 REPORT = 'preflight.json'
 """Name of the report in the run's folder."""
 TIMEOUT = datetime.timedelta(minutes=5)
-"""Seconds within which all nodes must have started."""
+"""Time within which all nodes must have started."""
 
 
 class RanksMissing(Exception):
-    """Raised when some processes of the job do not join the preflight in time."""
+    """Raised if some processes of the job do not join the preflight in time."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the preflight checks and return this node's exit status; 75 (retry) if only other nodes failed."""
+    """Run the preflight checks, and return this node's exit status: 75 (retry) if only other nodes failed."""
     heartbeats.write_stacks_on_signal()
     level, path, *overrides = list(sys.argv[1:] if argv is None else argv)
     recipe = load(path, overrides)
     try:
         store = join_job(os.environ, TIMEOUT)
     except RanksMissing as error:
-        if os.environ['LOCAL_RANK'] == '0':  # all processes of a node have the same error
+        if os.environ['LOCAL_RANK'] == '0':  # all processes of a node have the same error, so print it once
             print(f'error: {error}', file=sys.stderr)
         return FAILED
     findings = run_checks(recipe, deep=level == 'deep')
@@ -54,17 +54,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         _write_report(recipe, findings)
     wait_for_all(store)
     host = environment.machine_name(os.environ)
-    # A healthy node exits with PREEMPTED, so that the scheduler excludes only the faulty node and retries the job.
+    # Exit with PREEMPTED on healthy nodes, so that the scheduler excludes only the faulty node and retries the job.
     node_findings = [finding for finding in findings if finding.where.split(' ')[0] in ('', host)]
     return findings_exit_status(node_findings) or (PREEMPTED if findings_exit_status(findings) else 0)
 
 
 def wait_for_all(store: TCPStore) -> None:
-    """Wait until all processes of the job have received the findings; call it before this process exits."""
-    # A process that exits earlier closes its connections, which makes the last collective fail in the others.
-    # dist.destroy_process_group() is not an alternative: with gloo it can wait forever for one of gloo's threads.
+    """Wait until all processes of the job have received the findings; call this before this process exits."""
+    # A process that exited earlier would close its connections and make the last collective fail in the others.
+    # dist.destroy_process_group() is not an alternative: with gloo it can wait forever for a gloo thread.
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    # An error means that rank 0, which holds the store, has exited; it does so only after all ranks have reported.
+    # An error means that rank 0, which hosts the store, has exited. It does so only after all ranks have reported.
     with contextlib.suppress(dist.DistError, RuntimeError):
         store.set(f'done/{rank}', '')
         store.wait([f'done/{other}' for other in range(ranks)], TIMEOUT)
@@ -78,8 +78,8 @@ def join_job(environ: Mapping[str, str], timeout: datetime.timedelta) -> TCPStor
     """
     rank, ranks = int(environ['RANK']), int(environ['WORLD_SIZE'])
     address, port = environ['MASTER_ADDR'], int(environ['MASTER_PORT'])
-    # init_process_group alone would only report a timeout. Every rank announces itself in the store first, so that the
-    # error can name the ranks and nodes that are missing.
+    # init_process_group would only report a timeout. Let every rank announce itself in the store first, so that the
+    # error can name the missing ranks and nodes.
     try:
         store = TCPStore(address, port, ranks, rank == 0, timeout, wait_for_workers=False)
         store.set(f'here/{rank}', environment.machine_name(os.environ))
@@ -96,7 +96,7 @@ def join_job(environ: Mapping[str, str], timeout: datetime.timedelta) -> TCPStor
             f'{", ".join(map(str, nodes))} of {ranks // processes}) have not joined; check that these nodes have '
             f'started and can reach {address}:{port}'
         ) from None
-    # Use gloo instead of NCCL: a process with a failed GPU can still report it, and no GPU is used before the GPU
+    # Use gloo instead of NCCL, so that a process with a failed GPU can report it, and no GPU is used before the GPU
     # checks.
     dist.init_process_group('gloo', store=store, rank=rank, world_size=ranks, timeout=timeout)
     return store
@@ -106,12 +106,12 @@ def _missing_ranks(store: TCPStore, ranks: int) -> list[int]:
     """Return the ranks that have not announced themselves in the store."""
     try:
         return [rank for rank in range(ranks) if not store.check([f'here/{rank}'])]  # type: ignore[attr-defined]
-    except (dist.DistError, RuntimeError) as error:  # rank 0 has exited, after printing the missing ranks
+    except (dist.DistError, RuntimeError) as error:  # rank 0 has printed the missing ranks and exited
         raise RanksMissing('rank 0 stopped waiting for missing ranks; see its message for their numbers') from error
 
 
 def run_checks(recipe: Recipe, *, deep: bool) -> list[Finding]:
-    """Run all preflight checks; return the findings of all processes, the same list in every process.
+    """Run all preflight checks; return the findings of all processes. The list is the same in every process.
 
     Args:
         deep: True to measure longer, and to measure the links between neighboring nodes.
@@ -120,7 +120,7 @@ def run_checks(recipe: Recipe, *, deep: bool) -> list[Finding]:
     size: int | None = None
     kind = os.environ.get(environment.GPU, 'none')
     if os.environ['LOCAL_RANK'] == '0':
-        # Imported here because this imports Streaming, which takes seconds in every process.
+        # Import this here: it imports Streaming, which takes seconds in every process.
         from diffusion.compatibility.nvml import load_nvml
         from diffusion.preflight.node_checks import check_node, checkpoint_bytes
 
@@ -129,10 +129,10 @@ def run_checks(recipe: Recipe, *, deep: bool) -> list[Finding]:
         size = checkpoint_bytes(recipe)
     nodes = dist.get_world_size() // int(os.environ['LOCAL_WORLD_SIZE'])
     findings = downgrade_shared_faults(_gather_findings(node_findings), nodes)
-    # Stop at the first stage with a fault: a faulty node may hang in the next collective, and hide its finding.
+    # Stop after a stage with a fault: a faulty node may hang in the next collective, and its finding would be lost.
     if findings_exit_status(findings):
         return findings
-    # Other tasks, and Composer's own saver, need neither a folder that the nodes share nor a bucket.
+    # Other tasks and Composer's own saver do not need a shared folder or a bucket.
     if recipe.task == 'train' and 'save_folder' not in recipe.trainer:
         shared = check_shared_folder(recipe.run_dir) if recipe.run_url is None else check_same_store(recipe.run_url)
         findings += downgrade_shared_faults(shared, nodes)
@@ -154,16 +154,16 @@ def run_checks(recipe: Recipe, *, deep: bool) -> list[Finding]:
 
 
 def check_cuda(index: int) -> list[Finding]:
-    """Return a finding if CUDA cannot use the GPU of this process, even if NVML lists the GPU; else an empty list."""
+    """Return a finding if CUDA cannot use this process's GPU, even if NVML lists it; else an empty list."""
     where = f'{environment.machine_name(os.environ)} rank {os.environ["RANK"]}'
     try:
-        # Check before the first kernel: its error would be "no kernel image is available" without a remedy.
+        # Check before the first kernel is launched, whose error ("no kernel image is available") suggests no remedy.
         problem = kernels_problem(index)
         if problem is not None:
             return [Finding('cuda', False, problem, CONFIG_ERROR, where=where)]
         torch.cuda.set_device(index)
         torch.zeros(1, device='cuda').item()
-    except (RuntimeError, AssertionError) as error:  # torch without CUDA raises AssertionError
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch has no CUDA
         return [Finding('cuda', False, ' '.join(str(error).split())[:300], where=where)]
     return []
 
@@ -174,11 +174,11 @@ def _gather_findings(local: list[Finding]) -> list[Finding]:
 
 
 def _write_report(recipe: Recipe, findings: Sequence[Finding]) -> None:
-    """Write the findings to preflight.json of the run; if that fails, print a warning."""
+    """Write the findings to the run's preflight.json; if that fails, print a warning."""
     files = files_of_run(recipe.run_place)
     try:
         files.write(REPORT, findings_json(findings))
-    except OSError as error:  # this is not fatal: an unwritable folder is already one of the findings
+    except OSError as error:  # not fatal: an unwritable folder is already a finding
         print(f'warning: {files.locate(REPORT)} cannot be written ({error})', file=sys.stderr)
 
 

@@ -23,21 +23,21 @@ from diffusion.runs import environment
 
 PACKAGES = ('torch', 'mosaicml', 'mosaicml-streaming', 'diffusers')
 TIMEOUT = datetime.timedelta(minutes=2)
-"""Timeout of an all-reduce, after which NCCL aborts the process; the first one also sets up the connections."""
+"""Timeout of an all-reduce, after which NCCL aborts the process. The first all-reduce also sets up the connections."""
 SKEW_SECONDS = 5.0
-"""Largest allowed clock skew. Signed requests to object stores tolerate minutes, but logs should stay in order."""
+"""Maximum clock skew. Signed requests to object stores tolerate minutes, but logs should stay in order."""
 
 
 @dataclass(frozen=True)
 class CollectiveLimits:
-    """Sizes of the cross-rank preflight measurements, and the relative throughput that each rank must reach.
+    """Sizes of the cross-rank measurements, and the relative throughput that each rank must reach.
 
     Attributes:
-        speed: Fraction of the median of all ranks that each rank must reach, in FLOP/s and in bandwidth.
+        speed: FLOP/s and bandwidth that each rank must reach, as a fraction of the median over all ranks.
         matrix: Side of the matrices that are multiplied.
-        message_bytes: Size of the all-reduce, and of the messages between nodes.
-        repeats: Number of measurements; the fastest counts.
-        seconds: Time to keep multiplying so that the GPU reaches its operating temperature; the last quarter counts.
+        message_bytes: Size of the messages in all-reduces and between nodes.
+        repeats: Number of measurements, of which the fastest counts.
+        seconds: Duration of the matmul, for the GPU to reach its operating temperature; the last quarter counts.
         links: True to measure the links between neighboring nodes.
     """
 
@@ -50,8 +50,8 @@ class CollectiveLimits:
 
     @staticmethod
     def of(device: str, *, deep: bool = False) -> 'CollectiveLimits':
-        """Return the sizes and limits for `cpu` or `cuda`; `deep` measures longer, and also the links between nodes."""
-        # The limits are relative to the median, since absolute bandwidths depend on the fabric. Ranks on CPUs share
+        """Return the sizes and limits for `cpu` or `cuda`; `deep` measures longer and includes links between nodes."""
+        # Limits are relative to the median, because absolute bandwidths depend on the fabric. Ranks on CPUs share
         # cores, so their throughput varies more.
         speed, matrix, message, warmup = (0.9, 8192, 2**28, 120.0) if device == 'cuda' else (0.25, 512, 2**22, 2.0)
         return CollectiveLimits(speed, matrix, message, 100 if deep else 5, warmup if deep else 0.0, links=deep)
@@ -59,30 +59,30 @@ class CollectiveLimits:
 
 @dataclass(frozen=True)
 class RankMeasurements:
-    """Preflight measurements of one rank, which are compared with those of all other ranks."""
+    """Preflight measurements of one rank, to compare with those of all other ranks."""
 
     rank: int
     host: str
     clock: float
-    """Unix time right after a barrier."""
+    """Unix time immediately after a barrier."""
     versions: tuple[str, ...]
     """Versions of packages and drivers, and the name of the GPU."""
     teraflops: float
     """Matmul throughput in 10**12 FLOP/s."""
     product: int
-    """Checksum of a matrix product that is the same on every rank; -1 if it varied between repetitions."""
+    """Checksum of a matrix product, which must be equal on all ranks; -1 if it varied between repetitions."""
     sum_is_right: bool
-    """True if all all-reduces returned the correct sum."""
+    """True if every all-reduce returned the correct sum."""
     bus: float
-    """Bus bandwidth of an all-reduce over all n ranks in bytes/s: 2 (n - 1) / n times message size over time."""
+    """Bus bandwidth of an all-reduce over all n ranks in bytes/s: 2 (n - 1) / n x message size / time."""
     node_bus: float | None = None
-    """Bus bandwidth of an all-reduce over the ranks of this node; None for one rank per node or a single node."""
+    """Bus bandwidth of an all-reduce over this node's ranks; None with one rank per node or a single node."""
     link: float | None = None
-    """Bandwidth to the faster neighboring node in bytes/s; None if not measured."""
+    """Bandwidth in bytes/s to the neighboring node with the faster exchange; None if not measured."""
 
 
 def check_ranks(device: str, limits: CollectiveLimits, group: dist.ProcessGroup) -> list[Finding]:
-    """Measure speed, bandwidth, versions and clock of every rank and compare them; all ranks return the same findings.
+    """Compare speed, bandwidth, versions and clocks of all ranks; all ranks return the same findings.
 
     Args:
         group: Process group of all ranks, with a backend for the device.
@@ -93,7 +93,7 @@ def check_ranks(device: str, limits: CollectiveLimits, group: dist.ProcessGroup)
     sum_is_right, bus = measure_all_reduce(device, limits, group)
     node_bus = _node_bandwidth(device, limits, node_size) if 1 < node_size < world_size else None
     link = _neighbor_bandwidth(device, limits, node_size, group) if limits.links and node_size < world_size else None
-    # The ranks leave a barrier within milliseconds of each other, so a difference of seconds is one of their clocks.
+    # Ranks leave a barrier within milliseconds of each other, so a difference of seconds is due to their clocks.
     dist.barrier()
     clock = time.time()
     host = environment.machine_name(os.environ)
@@ -104,16 +104,16 @@ def check_ranks(device: str, limits: CollectiveLimits, group: dist.ProcessGroup)
 
 
 def gather(value: Any) -> list[Any]:
-    """Return the values of all ranks, in their order; a collective."""
+    """Return the values of all ranks in rank order; a collective."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return gathered
 
 
 def compare_ranks(ranks: Sequence[RankMeasurements], limits: CollectiveLimits) -> list[Finding]:
-    """Compare the measurements of all ranks; return one finding per passed check, or one per rank that fails a check.
+    """Compare the measurements of all ranks; return one finding per check that all ranks pass, or per failed rank.
 
-    With a single rank, only its repeated matrix products are compared with each other.
+    With a single rank, only its repeated matrix products are compared.
     """
     if len(ranks) == 1:
         speed = Finding('speed', True, f'{ranks[0].teraflops:.3g} TFLOP/s, single process: no other rank to compare')
@@ -130,14 +130,14 @@ def compare_ranks(ranks: Sequence[RankMeasurements], limits: CollectiveLimits) -
 
 
 def measure_matmul(device: str, limits: CollectiveLimits) -> tuple[float, int]:
-    """Return the TFLOP/s of a matrix product, and its checksum, equal on all ranks; -1 if repetitions differ."""
+    """Return the TFLOP/s of a matrix product and its checksum, which must be equal on all ranks; -1 if it varied."""
     side, generator = limits.matrix, torch.Generator().manual_seed(0)
     dtype = torch.bfloat16 if device == 'cuda' else torch.float32
-    # The entries are integers in [-2, 2], so that partial sums are at most 4 x 8192 = 2**15. float32 accumulators hold
-    # these exactly, so the order of summation, which differs between kernels, does not matter: any difference is a
-    # hardware fault.
+    # The entries are integers in [-2, 2], so partial sums are at most 4 x 8192 = 2**15 and exact in float32
+    # accumulators. The order of summation, which differs between kernels, does not matter: any difference is a hardware
+    # fault.
     left, right = (torch.randint(-2, 3, (side, side), generator=generator).to(device, dtype) for _ in range(2))
-    # Ranks on CPUs share cores, so only CPU time measures the speed of this process.
+    # Ranks on CPUs share cores, so measure CPU time instead of wall-clock time.
     clock = time.perf_counter if device == 'cuda' else time.process_time
     seconds, checksums, until = [], set(), time.monotonic() + limits.seconds
     while len(seconds) <= limits.repeats or time.monotonic() < until:
@@ -146,39 +146,39 @@ def measure_matmul(device: str, limits: CollectiveLimits) -> tuple[float, int]:
         product = left @ right
         _wait(device)
         seconds.append(clock() - begin)
-        # Check only every 50th product: a checksum converts the product to float64, and nothing is multiplied during
-        # that time. A fast check has less than 50 products and computes the checksum of the first alone.
+        # Check only every 50th product: the checksum converts it to float64, which interrupts the load. A fast check
+        # has fewer than 50 products and checks only the first.
         if len(seconds) % 50 == 1:
-            # The product itself is rounded to bfloat16, identically on all GPUs of one model.
+            # The product is rounded to bfloat16, identically on all GPUs of one model.
             checksums.add(int(product.double().abs().sum().item()))
-    # A deep check measures the last quarter, on a GPU at its operating temperature. A fast check drops the first
-    # product, which loads the kernel, and takes the fastest.
+    # A deep check uses the last quarter, when the GPU has its operating temperature. A fast check uses the fastest
+    # product, except the first, which loads the kernel.
     usual = statistics.median(seconds[-len(seconds) // 4 :]) if limits.seconds else min(seconds[1:])
     return 2 * side**3 / usual / 1e12, checksums.pop() if len(checksums) == 1 else -1
 
 
 def measure_all_reduce(device: str, limits: CollectiveLimits, group: dist.ProcessGroup) -> tuple[bool, float]:
-    """Run all-reduces over a process group; return True if all sums were correct, and the bus bandwidth in bytes/s."""
+    """Run all-reduces over a process group; return if all sums were correct, and the bus bandwidth in bytes/s."""
     members = dist.get_process_group_ranks(group)
     seconds, sum_is_right = [], True
     for _ in range(1 + limits.repeats):
         message = torch.full((limits.message_bytes // 4,), float(dist.get_rank() + 1), device=device)
-        # Align the ranks first, so that waiting for a late one is not counted as transfer time.
+        # Align the ranks first, so that waiting for a late rank does not count as transfer time.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
         _wait(device)
         begin = time.perf_counter()
         dist.all_reduce(message, group=group)
         _wait(device)
         seconds.append(time.perf_counter() - begin)
-        # The sum of rank + 1 over the group.
+        # The right sum is that of rank + 1 over the group.
         sum_is_right = sum_is_right and bool((message == sum(members) + len(members)).all().item())
-    # Each of n ranks sends and receives 2 (n - 1) / n of the message in a ring all-reduce, so this figure does not
-    # depend on n (the bus bandwidth of nccl-tests). The first all-reduce sets up the connections.
+    # In a ring all-reduce, each of n ranks sends and receives 2 (n - 1) / n of the message, so this figure does not
+    # depend on n (bus bandwidth in nccl-tests). Skip the first all-reduce, which sets up the connections.
     return sum_is_right, 2 * (len(members) - 1) / len(members) * limits.message_bytes / min(seconds[1:])
 
 
 def _node_bandwidth(device: str, limits: CollectiveLimits, processes: int) -> float:
-    """Return the bus bandwidth in bytes/s of an all-reduce over the ranks of this node."""
+    """Return the bus bandwidth in bytes/s of an all-reduce over this node's ranks."""
     backend = 'nccl' if device == 'cuda' else 'gloo'
     node_group, _ = dist.new_subgroups(processes, timeout=TIMEOUT, backend=backend)
     assert node_group is not None
@@ -186,11 +186,11 @@ def _node_bandwidth(device: str, limits: CollectiveLimits, processes: int) -> fl
 
 
 def _neighbor_bandwidth(device: str, limits: CollectiveLimits, processes: int, group: dist.ProcessGroup) -> float:
-    """Return the bandwidth in bytes/s to the same local rank of the previous or next node, the faster of the two."""
+    """Return the bandwidth in bytes/s to the same local rank on the previous or next node, whichever is faster."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     node, bandwidths = rank // processes, []
     # Even nodes exchange with the next node, then odd nodes do, so that each link carries one exchange at a time. The
-    # faster of the two counts: a slow node slows down the exchanges of both neighbors, and only it should be reported.
+    # faster exchange counts: a slow node slows down both neighbors, but only that node should be reported.
     for first in (0, 1):
         partner = rank + processes if node % 2 == first else rank - processes
         dist.barrier()
@@ -208,7 +208,7 @@ def _exchange_bandwidth(device: str, limits: CollectiveLimits, partner: int, gro
         begin = time.perf_counter()
         sending = dist.P2POp(dist.isend, sent, partner, group)
         receiving = dist.P2POp(dist.irecv, received, partner, group)
-        # Send and receive in one batch: with NCCL, two ranks that both send first would wait for each other.
+        # Send and receive in one batch: with NCCL, two ranks that both send first would deadlock.
         for work in dist.batch_isend_irecv([sending, receiving]):
             work.wait()
         _wait(device)
@@ -217,7 +217,7 @@ def _exchange_bandwidth(device: str, limits: CollectiveLimits, partner: int, gro
 
 
 def versions(device: str) -> tuple[str, ...]:
-    """Return the versions that must be equal on all ranks: Python, packages, CUDA, NCCL; and the name of the GPU."""
+    """Return what must be equal on all ranks: versions of Python, packages, CUDA and NCCL, and the GPU's name."""
     packages = (f'{name} {version(name)}' for name in PACKAGES)
     found = (f'Python {platform.python_version()}', *packages, f'diffusion {diffusion.__version__}')
     if device == 'cpu':
@@ -227,7 +227,7 @@ def versions(device: str) -> tuple[str, ...]:
 
 
 def _wait(device: str) -> None:
-    """Wait until the GPU has finished all work; does nothing for `cpu`."""
+    """Wait until the GPU has finished all work; do nothing for `cpu`."""
     if device == 'cuda':
         torch.cuda.synchronize()
 
@@ -266,7 +266,7 @@ def _check_speed(
     unit: str,
     limits: CollectiveLimits,
 ) -> list[Finding]:
-    """Return a finding per rank below the required fraction of the median, or one if none is; empty if not measured."""
+    """Return a finding per rank below the required fraction of the median, else a passing one; empty without data."""
     known = [figure for figure in figures if figure is not None]
     if not known:
         return []
@@ -284,8 +284,8 @@ def _giga(value: float | None) -> float | None:
 
 
 def _check_products(ranks: Sequence[RankMeasurements]) -> list[Finding]:
-    """Return a finding per rank with a matrix product that varies or differs from the rest, else a passing one."""
-    # There is no reference: if one of two ranks has a wrong result, either may be reported.
+    """Return a finding per rank whose matrix product varies or differs from the other ranks', else a passing one."""
+    # There is no reference value: if one of two ranks has a wrong result, either may be reported.
     repeatable = Counter(each.product for each in ranks if each.product >= 0)
     usual = repeatable.most_common(1)[0][0] if repeatable else -1
     findings = []
@@ -298,7 +298,7 @@ def _check_products(ranks: Sequence[RankMeasurements]) -> list[Finding]:
 
 
 def _check_sums(ranks: Sequence[RankMeasurements]) -> list[Finding]:
-    """Return a finding per rank that got a wrong sum from an all-reduce, or one if all sums are correct."""
+    """Return a finding per rank that got a wrong sum from an all-reduce, else a passing one."""
     wrong = [each for each in ranks if not each.sum_is_right]
     slowest = min(each.bus for each in ranks)
     return [Finding('all-reduce', False, 'returned a wrong sum', where=_where(each)) for each in wrong] or [

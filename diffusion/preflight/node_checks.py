@@ -1,4 +1,4 @@
-"""Checks of a single node: GPUs, shared memory, disks, the run's folder, a shard of each stream, pretrained weights."""
+"""Checks of a single node: GPUs, shared memory, disks, the run's folder, a shard per stream, and pretrained weights."""
 
 import json
 import os
@@ -33,7 +33,7 @@ from diffusion.storage.retry import GaveUp, RetryPolicy
 
 SHM = Path('/dev/shm')
 SHM_BYTES = 2**28
-"""Free memory in /dev/shm required per process; Docker's default is a quarter of it for the whole container."""
+"""Free memory required in /dev/shm per process. Docker's default for a whole container is only a quarter of this."""
 SCRATCH_BYTES = 2**30
 """Free space required for temporary files."""
 TIMEOUT_SECONDS = 60.0
@@ -41,11 +41,11 @@ TIMEOUT_SECONDS = 60.0
 
 
 def check_node(recipe: Recipe, *, kind: str, processes: int, nvml: Any | None) -> list[Finding]:
-    """Run all checks of this node and return their findings.
+    """Run all checks of this node, and return their findings.
 
     Args:
         kind: The required GPU model as in planning/gpus.yaml; `any` accepts all, `none` skips the GPU checks.
-        processes: Number of processes of this node, one per GPU.
+        processes: Number of processes on this node, one per GPU.
         nvml: The module pynvml, or a substitute; None if there is no driver.
     """
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
@@ -63,8 +63,8 @@ def check_node(recipe: Recipe, *, kind: str, processes: int, nvml: Any | None) -
         try:
             found += check()
         except Exception as error:
-            # A broken file system or driver can raise anything. It must become a finding: all other nodes wait in a
-            # collective for the findings of this one, and an uncaught exception would leave them there.
+            # A broken file system or driver can raise any exception. Turn it into a finding, because all other nodes
+            # wait in a collective for this node's findings.
             found.append(Finding(name, False, f'check failed ({error!r})'))
     host = environment.machine_name(os.environ)
     return [replace(finding, where=host) for finding in found]
@@ -79,12 +79,12 @@ def check_shared_memory(processes: int) -> Iterator[Finding]:
 
 
 def check_disks(recipe: Recipe) -> Iterator[Finding]:
-    """Check the free disk space for temporary files, and for a new checkpoint beside the one that it replaces."""
-    # Do not use tempfile.gettempdir(), which silently chooses another folder if this one is full.
+    """Check the free disk space for temporary files, and for a new checkpoint in addition to the previous one."""
+    # Do not use tempfile.gettempdir(), which silently chooses another folder if this folder is full.
     temporary = Path(os.environ.get('TMPDIR', '/tmp'))
     folders = {temporary: SCRATCH_BYTES, recipe.run_dir: 2 * (checkpoint_bytes(recipe) or SCRATCH_BYTES // 2)}
     for folder, needed in folders.items():
-        # disk_usage needs a path that exists; the run's folder may not exist yet.
+        # disk_usage needs an existing path, but the run's folder may not exist yet.
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         free = shutil.disk_usage(existing).free
         way_out = '' if free >= needed else f' of {bytes_text(needed)}; delete files'
@@ -94,17 +94,17 @@ def check_disks(recipe: Recipe) -> Iterator[Finding]:
 
 
 def checkpoint_bytes(recipe: Recipe) -> int | None:
-    """Return the bytes of a checkpoint with weight averages, or None if the model's size is unknown."""
+    """Return the size of a checkpoint with averaged weights in bytes, or None if the model's size is unknown."""
     try:
         model = ModelCosts(recipe.model, recipe.imports, recipe.lora)
-    except UserError:  # a part's configuration is broken, which the run reports
+    except UserError:  # the run itself reports the broken configuration of a part
         return None
-    # Counting starts a process that imports torch and runs the model; all other processes of the job would wait for it.
+    # Do not count now: that starts a process that imports torch and runs the model, while the whole job would wait.
     return sizes_of(recipe, model).with_averages if model.is_counted else None
 
 
 def check_run_folder(recipe: Recipe) -> Iterator[Finding]:
-    """Check that this node can write to the run's folder, or to its working folder and the bucket of the run."""
+    """Check that this node can write to the run's folder, or to its own working folder and the run's bucket."""
     marker = recipe.run_dir / marker_name()
     try:
         recipe.run_dir.mkdir(parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ def check_run_folder(recipe: Recipe) -> Iterator[Finding]:
 
 
 def check_first_shard(name: str, stream: StreamConfig) -> Iterator[Finding]:
-    """Check that the first shard of a data stream can be read, from `remote` or, if that is not set, from `local`."""
+    """Check that the first shard of a data stream can be read from `remote` or, if that is not set, from `local`."""
     origin = stream.remote or stream.local or ''
     try:
         shard = first_shard(origin, aspects=bool(stream.aspects))
@@ -154,37 +154,37 @@ def first_shard(folder: str, *, aspects: bool) -> str:
 
 
 CHECK = 'weights'
-"""Name of the check."""
+"""Name of the check in findings."""
 POLICY = RetryPolicy(tries=3, timeout_seconds=10.0)
-"""Tries of a request to the Hub, which is reported as unreachable after 40 seconds; a run tries for three minutes."""
+"""Retries of requests to the Hub, which is reported as unreachable after 40 seconds (in a run, three minutes)."""
 EXTRAS = ('representation_alignment', 'perceptual_losses')
-"""Keywords of models that name further pretrained networks."""
+"""Keywords of models with settings that name further pretrained networks."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """One key of a recipe that names pretrained weights."""
+    """A key of a recipe that names pretrained weights."""
 
     where: str
     """Path of the key in the recipe."""
     value: str
     check: Callable[[], str]
-    """Function that returns where the weights are, or raises UserError or ExternalError if they cannot be had."""
+    """Function that returns where the weights are, or raises UserError or ExternalError if they are not available."""
 
 
 def check_sources(recipe: Recipe) -> list[Finding]:
     """Check every source of pretrained weights that a recipe names.
 
     Returns:
-        One finding per source, until the Hub does not answer; empty if the recipe names none, or if its model is not of
-        this package.
+        One finding per source, up to the first for which the Hub does not respond. Empty if the recipe names no source,
+        or its model is not one of this package's.
     """
     if not registry.is_own('model', recipe.model.name):
         return []
     sources = _sources(recipe)
     if not sources:
         return []
-    # Imported here: it takes many seconds, and most nodes of a job without such weights need none of it.
+    # Import these here: that takes many seconds, and recipes without pretrained weights do not need it.
     from diffusion.models import hub_files
     from diffusion.models.pretrained import checking_weights
 
@@ -198,7 +198,7 @@ def check_sources(recipe: Recipe) -> list[Finding]:
                 findings.append(Finding(CHECK, False, f'{source.where}: {error}', exit_status(error)))
             except ExternalError as error:
                 findings.append(Finding(CHECK, False, f'{source.where}: {error}', error.exit_status))
-                break  # the other sources would wait for the same Hub
+                break  # skip the other sources, which would wait for the same Hub
             else:
                 places = ', '.join(checked) or place
                 findings.append(Finding(CHECK, True, f'{source.where}: {source.value} ({places})'))
@@ -206,7 +206,7 @@ def check_sources(recipe: Recipe) -> list[Finding]:
 
 
 def _sources(recipe: Recipe) -> list[Source]:
-    """Return the keys of a recipe that name pretrained weights, those that are never on the Hub first."""
+    """Return the keys of a recipe that name pretrained weights, starting with those that are never on the Hub."""
     kwargs = registry.settings_of('model', recipe.model)
     model = _Model({key: each for key, each in recipe.model.kwargs.items() if key not in EXTRAS}, recipe.model.name)
     sources = []
@@ -216,7 +216,7 @@ def _sources(recipe: Recipe) -> list[Source]:
         sources.append(Source(where, str(backbone), partial(_check_file, str(backbone))))
     named = {key: kwargs[key] for key in ('pretrained', 'vae') if kwargs.get(key) not in (None, PIXELS)}
     if named:
-        # Building the model asks for exactly the parts that it needs.
+        # Check these keys together by building the model, which loads exactly the parts that it needs.
         where = ', '.join(f'model.{key}' for key in named)
         sources.append(Source(where, ', '.join(map(str, named.values())), model.check))
     for key in EXTRAS:
@@ -231,24 +231,24 @@ def _sources(recipe: Recipe) -> list[Source]:
 
 
 class _Model:
-    """Model of a recipe on the meta device, built once."""
+    """A recipe's model on the meta device, built only once."""
 
     def __init__(self, kwargs: Mapping[str, Any], name: str) -> None:
         self._component = Component(name, dict(kwargs))
         self._built: Any = None
 
     def build(self) -> Any:
-        """Return the model; raise as its builder does."""
+        """Return the model; errors of its builder are raised."""
         if self._built is None:
             self._built = registry.build('model', self._component)
         return self._built
 
     def check(self) -> str:
         self.build()
-        return ''  # `checking_weights` lists the parts
+        return ''  # `checking_weights` has listed the parts
 
     def denoiser(self, source: str) -> Any:
-        """Return the model's denoiser; raise UserError if it has none that could start from published weights."""
+        """Return the model's denoiser; raise UserError if the model has none."""
         denoiser = getattr(self.build(), 'denoiser', None)
         if denoiser is None:
             raise UserError(f'{source}: only a model with a denoiser can start from it; use a checkpoint of a run')
@@ -269,7 +269,7 @@ def _check_file(path: str) -> str:
 
 
 def _check_initial_weights(model: _Model, start: InitFrom) -> str:
-    """Check the source of `init_from`: a repository, a file, a folder of diffusers, or a run with a checkpoint."""
+    """Check the source of `init_from`: a repository, a file, a diffusers folder, or a run with a checkpoint."""
     from diffusion.models.diffusers_weights import check_hub_denoiser, check_local_denoiser
     from diffusion.training.initial_weights import has_checkpoint
 

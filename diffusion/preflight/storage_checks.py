@@ -1,4 +1,4 @@
-"""Preflight checks of a run's storage: all nodes share its folder, its bucket works, and both are fast enough."""
+"""Preflight checks of a run's storage: all nodes share the folder, the bucket works, and writes are fast enough."""
 
 import os
 import time
@@ -31,10 +31,10 @@ class FolderView:
 
     Attributes:
         machine: Name of the node.
-        file_system: Type and source of the file system of the folder, such as `nfs4 server:/export`.
-        begun: True if the node sees the run.json of a run that has begun.
+        file_system: Type and source of the folder's file system, such as `nfs4 server:/export`.
+        begun: True if the node sees a run.json, which means that the run has begun.
         file: Name of the file that the node wrote.
-        seen: Names of the files that the node can read, its own included.
+        seen: Names of the nodes' files that the node can read, including its own.
     """
 
     machine: str
@@ -45,10 +45,10 @@ class FolderView:
 
 
 def check_shared_folder(folder: Path) -> list[Finding]:
-    """Let each node write a file and read those of all others; all ranks return the same findings; a collective."""
+    """Let each node write a file and read all others; a collective that returns the same findings on all ranks."""
     name = f'.shared-{uuid4().hex}' if os.environ['LOCAL_RANK'] == '0' else ''
     if name:
-        # A fault of storage must not leave the other nodes waiting in the collective; they do not see the file then.
+        # Ignore storage faults, because other nodes wait in the collective. They report that they do not see the file.
         with suppress(OSError):
             (folder / name).write_text(name, encoding='utf-8')
     names = [each for each in gather(name) if each]
@@ -60,8 +60,8 @@ def check_shared_folder(folder: Path) -> list[Finding]:
 
 
 def _view(folder: Path, name: str, names: Sequence[str]) -> FolderView:
-    """Return the view of this node, after waiting until the files of all nodes are visible."""
-    # If the first file stays invisible, it takes the whole time; the other files need no further wait then.
+    """Wait until the files of all nodes are visible, or a time limit, and return this node's view."""
+    # A file that stays invisible uses up the whole time limit; then do not wait for other files.
     seconds, seen = local_files.VISIBLE_SECONDS, set()
     for other in names:
         if local_files.why_not_visible(folder / other, other, seconds):
@@ -75,7 +75,7 @@ def _view(folder: Path, name: str, names: Sequence[str]) -> FolderView:
 
 
 def compare_views(folder: Path, views: Sequence[FolderView]) -> list[Finding]:
-    """Return one passing finding if all nodes share the folder, else a finding for each node that sees another one."""
+    """Return a passing finding if all nodes share the folder, else a finding for each node that sees another folder."""
     groups: list[list[FolderView]] = []
     for view in views:
         for group in groups:
@@ -87,14 +87,14 @@ def compare_views(folder: Path, views: Sequence[FolderView]) -> list[Finding]:
     if len(groups) == 1:
         what = f"{len(views)} nodes read each other's files" if len(views) > 1 else 'a single node'
         return [Finding(SHARED_FOLDER, True, f'{folder}: {what}')]
-    # The nodes that see the run's files are right; at the first start of a run, the majority is.
+    # Nodes that see the run's files have the right folder; at the first start of a run, the majority has.
     ordered = sorted(groups, key=lambda group: (any(each.begun for each in group), len(group)), reverse=True)
     rank_of = [(any(each.begun for each in group), len(group)) for group in ordered]
     right = ordered[0] if rank_of[0] > rank_of[1] else []
     status = BAD_HARDWARE
     if not right:
-        # No node is more likely at fault than another. If all have the same kind of file system, each has a folder of
-        # its own there, which is a mistake in the recipe; if the kinds differ, some node lacks its mount.
+        # No group of nodes is more likely to be right. If all have the same kind of file system, each node has a folder
+        # of its own, which is a mistake in the recipe. If the kinds differ, some node lacks the mount.
         kinds = {view.file_system.split(' ')[0] for view in views}
         status = CONFIG_ERROR if len(kinds) == 1 and not any(view.begun for view in views) else FAILED
     findings = []
@@ -112,7 +112,7 @@ def compare_views(folder: Path, views: Sequence[FolderView]) -> list[Finding]:
 
 
 def file_system_of(path: Path) -> str:
-    """Return the type and source of the file system that a path is on, such as `nfs4 server:/export`."""
+    """Return the type and source of a path's file system, such as `nfs4 server:/export`."""
     path = path.resolve()
     found = (-1, 'an unknown file system')
     try:
@@ -122,7 +122,7 @@ def file_system_of(path: Path) -> str:
     for line in lines:
         source, point, kind, *_ = line.split(' ')
         point = point.replace('\\040', ' ')
-        # The last of several mounts at one point covers the others.
+        # Of several mounts at the same point, the last one hides the others.
         if path.is_relative_to(point) and len(point) >= found[0]:
             found = (len(point), f'{kind} {source}')
     return found[1]
@@ -131,18 +131,18 @@ def file_system_of(path: Path) -> str:
 RETRY = RetryPolicy(tries=3, timeout_seconds=60.0)
 CHUNK_BYTES = 2**24
 GROWTH = 4
-"""Factor from the size of one measured upload to that of the next."""
+"""Factor by which the size grows from one measured upload to the next."""
 
 
 def check_bucket(url: str) -> Iterator[Finding]:
-    """Check that this node can write, read and delete objects below the URL of a run, and that conditions hold."""
+    """Check that this node can write, read and delete objects below a run's URL, and that conditional writes work."""
     marker, content = f'{url}/{marker_name()}', uuid4().hex.encode()
     try:
         object_store.write(marker, content, if_absent=True, retry=RETRY)
         same, tag = object_store.read(marker, retry=RETRY) == content, object_store.head(marker, retry=RETRY).tag
         refusals = {'If-None-Match': _refuses(marker, if_absent=True), 'If-Match': _refuses(marker, if_tag=f'{tag}0')}
         ignored = [name for name, refused in refusals.items() if not refused]
-        # If the store ignored a condition, the object has another tag than `tag`.
+        # If the store ignored a condition, the object was overwritten, and its etag is no longer `tag`.
         accepts = ignored or not _refuses(marker, if_tag=tag)
         object_store.delete(marker, retry=RETRY)
     except (OSError, UserError) as error:
@@ -159,11 +159,13 @@ def check_bucket(url: str) -> Iterator[Finding]:
     if same:
         yield Finding('bucket', True, f'{url}: conditional writes, reading and deleting work')
     else:
-        yield Finding('bucket', False, f'{url}: an object reads back other data than was written', FAILED)
+        yield Finding(
+            'bucket', False, f'{url}: the data read back from an object differs from the data written', FAILED
+        )
 
 
 def check_same_store(url: str) -> list[Finding]:
-    """Let every node read an object of the first one; all ranks return the same findings; a collective."""
+    """Let every node read an object of the first node; a collective that returns the same findings on all ranks."""
     marker = [f'{url}/{marker_name()}']
     problem: str | None = None
     if dist.get_rank() == 0:
@@ -187,7 +189,7 @@ def check_same_store(url: str) -> list[Finding]:
 
 
 def _refuses(marker: str, *, if_absent: bool = False, if_tag: str | None = None) -> bool:
-    """Return True if the store refuses to write an object, because a condition does not hold."""
+    """Return True if the store refuses to write an object because a condition does not hold."""
     try:
         object_store.write(marker, uuid4().hex.encode(), if_absent=if_absent, if_tag=if_tag, retry=RETRY)
     except PreconditionFailed:
@@ -196,10 +198,10 @@ def _refuses(marker: str, *, if_absent: bool = False, if_tag: str | None = None)
 
 
 def measure_upload_speed(url: str, folder: Path, seconds: float, most_bytes: int) -> float:
-    """Return the bytes/s at which this process uploads a file, which is deleted again, below a URL.
+    """Measure the bytes/s at which this process uploads a file below a URL; the file is deleted afterwards.
 
-    The size grows until an upload takes half of the time: a large file is uploaded in parts in parallel, as a
-    checkpoint is.
+    The size grows until an upload takes half of the time. Large files are uploaded in parallel parts, like a
+    checkpoint.
 
     Args:
         folder: Local folder for the file.
@@ -227,28 +229,28 @@ def measure_upload_speed(url: str, folder: Path, seconds: float, most_bytes: int
 
 
 def marker_name() -> str:
-    """Return a name for a new file or object that is unique per node and attempt: all nodes check at the same time."""
+    """Return a unique name for a new file or object, since all nodes run the checks at the same time."""
     return f'.preflight-{environment.machine_name(os.environ)}-{uuid4().hex[:8]}'
 
 
 WRITE_SPEED = 'write speed'
 SECONDS = {False: 1.0, True: 4.0}
-"""Seconds to write, by `deep`; the chunk in progress is then completed."""
+"""Seconds of writing, by `deep`; after that, the current chunk is completed."""
 MOST_BYTES = {False: 2**28, True: 2**31}
 
 
 @dataclass(frozen=True)
 class SaveTime:
-    """Estimated time of a save, and the limits that it must stay below."""
+    """Estimated duration of a save, and the limits that it must not exceed."""
 
     seconds: float
     checkpoint_bytes: int
     notice_seconds: float
-    """Seconds between the scheduler's signal and the end of the job; infinite if unknown."""
+    """Seconds from the scheduler's signal to the end of the job; infinite if unknown."""
     limit_seconds: float
-    """Seconds after which a run that is still saving is ended as a hang."""
+    """Seconds after which a save counts as a hang and the run is ended."""
     limit_setting: str
-    """Setting that raises this limit, for messages."""
+    """Name of the setting for this limit, for messages."""
     sharded: bool
 
     def risk(self) -> str:
@@ -269,10 +271,10 @@ class SaveTime:
 
 
 def check_write_speed(recipe: Recipe, checkpoint_bytes: int | None, *, deep: bool) -> list[Finding]:
-    """Measure the write speed of the run's folder or bucket; all ranks return the same findings; a collective.
+    """Measure the write speed of the run's storage; a collective that returns the same findings on all ranks.
 
-    Rank 0 writes, or one rank of each node at the same time if checkpoints are sharded. A save that is too slow is a
-    warning, since only the training run shows how long its saves take.
+    Rank 0 writes; with sharded checkpoints, one rank per node writes at the same time. If saves seem too slow, the
+    finding is only a warning, because the duration of real saves is known only in training.
 
     Args:
         deep: True to measure longer.
@@ -294,7 +296,7 @@ def check_write_speed(recipe: Recipe, checkpoint_bytes: int | None, *, deep: boo
     if faults:
         return [Finding(WRITE_SPEED, False, faults[0], FAILED)]
     known = [each for each in speeds if isinstance(each, float)]
-    # Each writer has an equal share of a sharded checkpoint, so the slowest one decides.
+    # Each node writes an equal share of a sharded checkpoint, so the slowest node determines the speed.
     total = min(known) * len(known)
     measured = f'{recipe.run_place}: {total / 1e9:.3g} GB/s'
     if len(known) > 1:
@@ -302,7 +304,7 @@ def check_write_speed(recipe: Recipe, checkpoint_bytes: int | None, *, deep: boo
     if checkpoint_bytes is None:
         return [Finding(WRITE_SPEED, True, measured)]
     notice = float(os.environ.get(environment.NOTICE_SECONDS, 'inf'))
-    # The other ranks wait for a save in a collective; in a launched job the watchdog's limit ends a save earlier.
+    # Other ranks wait for a save in a collective, which has a timeout. In launched jobs, the watchdog's limit is lower.
     limit = (float(recipe.trainer.get('dist_timeout') or collective_timeout()), 'trainer.dist_timeout')
     if environment.HANG_SECONDS in os.environ:
         limit = min(limit, (longest_limit(hang_seconds_of()), 'hang_seconds of the job'))
@@ -314,26 +316,26 @@ def check_write_speed(recipe: Recipe, checkpoint_bytes: int | None, *, deep: boo
 
 
 def measure_write_speed(folder: Path, seconds: float, most_bytes: int) -> float:
-    """Return the bytes/s at which this process writes a file to a folder; the file is read back and removed.
+    """Measure the bytes/s at which this process writes a file to a folder; the file is read back and removed.
 
     Raises:
         OSError: The file cannot be written or removed, or its content differs when it is read back.
     """
     path = folder / marker_name()
-    chunk, written = os.urandom(CHUNK_BYTES), 0  # random, since some file systems compress
+    chunk, written = os.urandom(CHUNK_BYTES), 0  # use random bytes, since some file systems compress
     try:
         with path.open('wb', buffering=0) as file:
             begin = time.monotonic()
-            # Flush each chunk: otherwise the operating system would take gigabytes at once, and write them for minutes.
+            # Flush each chunk: otherwise the operating system would buffer gigabytes, and write them for minutes.
             while written == 0 or (time.monotonic() - begin < seconds and written < most_bytes):
                 written += file.write(chunk)
                 os.fdatasync(file.fileno())
             elapsed = time.monotonic() - begin
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that the last chunk is read from disk
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # do not read the last chunk from memory
         with path.open('rb', buffering=0) as file:
             file.seek(written - CHUNK_BYTES)
             if file.read(CHUNK_BYTES) != chunk:
-                raise OSError(f'{path}: reads back other data than was written')
+                raise OSError(f'{path}: the data read back differs from the data written')
     finally:
         path.unlink(missing_ok=True)
     return written / max(elapsed, 1e-6)

@@ -1,1 +1,1 @@
-"""State of a run: its id, lock, attempts, status, heartbeat, claims, notifications and stop signals."""
+"""State of a run: id, lock, attempts, status, heartbeats, claims on evaluations, notifications and stop signals."""

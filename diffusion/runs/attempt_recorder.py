@@ -1,4 +1,4 @@
-"""Record of an attempt of a training run that was started without the node entry point, by `python run.py`."""
+"""Record an attempt of a training run that was started by `python run.py`, without the node entry point."""
 
 import contextlib
 import os
@@ -23,9 +23,9 @@ from diffusion.runs.notify import Notifier, ended_values
 from diffusion.runs.stop_signals import StoppedEarly, signal_of_exit
 
 _MAX_DETAIL = 300
-"""Length of an error message in the record, in characters."""
+"""Maximum length of an error message in the record, in characters."""
 INTERRUPT_SECONDS = 1.0
-"""Longest wait for the record of a second Ctrl-C, and for its message: the process must end at once."""
+"""Maximum wait for recording a second Ctrl-C, and for its message, because the process must end immediately."""
 _clock = Clock()
 
 
@@ -35,18 +35,18 @@ def recording_attempt(
 ) -> Iterator[tuple[Attempt, Notifier]]:
     """Record in attempts.jsonl that an attempt began and how the `with` block ended, and send messages about it.
 
-    The node entry point does the same for the runs that it starts.
+    For runs that it starts, the node entry point does this.
 
     Args:
         config: The `notify` section of the recipe.
         hide: Function that removes secrets from a text.
 
     Yields:
-        The record of the attempt, and the sender of its messages.
+        The record of the attempt, and the notifier that sends its messages.
     """
     try:
         number = len(attempts.read_attempts(run))
-    except UserError:  # the first attempt
+    except UserError:  # there is no record before the first attempt
         number = 0
     attempt = Attempt(number, _clock.now(), launched=False, devices=int(os.environ.get('WORLD_SIZE', '1')))
     record(run, 'begin', attempt)
@@ -68,7 +68,7 @@ def recording_attempt(
 
 
 def record_interrupt(run: Path | str, attempt: Attempt, notifier: Notifier, loss: str) -> None:
-    """Record that a second Ctrl-C ends this process, and send a message about it, in two seconds at most.
+    """Record that a second Ctrl-C ends this process, and send a message about it; takes at most two seconds.
 
     `loss` is the result of `describe_loss`.
     """
@@ -85,17 +85,17 @@ def _send_end(attempt: Attempt, notifier: Notifier) -> None:
 
 
 def record(run: Path | str, event: str, attempt: Attempt) -> None:
-    """Append the state of an attempt to attempts.jsonl; ignore a storage fault, since training continues without it."""
+    """Append the state of an attempt to attempts.jsonl; ignore storage faults, since training can continue."""
     with contextlib.suppress(OSError):
         attempts.append_attempt(run, event, attempt, _clock)
 
 
 def outcome_of(error: BaseException, hide: Callable[[str], str] = str) -> tuple[int, str, str]:
-    """Return exit status, cause (a key of `attempts.CAUSES`) and detail of a run that an exception ended."""
+    """Return the exit status, cause (a key of `attempts.CAUSES`) and detail of a run that ended with this exception."""
     number = signal_of_exit(error)
-    if number is not None:  # Composer's signal handler, while the Trainer is built
+    if number is not None:  # raised by Composer's signal handler while the Trainer is built
         error = StoppedEarly(number)
-    lines = hide(str(error)).splitlines() or ['']  # hide secrets before the text is cut
+    lines = hide(str(error)).splitlines() or ['']  # hide secrets before the text is truncated
     if isinstance(error, Preempted | StoppedEarly):
         return PREEMPTED, 'preempted', lines[0] if isinstance(error, StoppedEarly) else ''
     if isinstance(error, KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Attempts (starts and restarts) of a training run, recorded in its attempts.jsonl, and the resulting goodput."""
+"""Attempts (starts and restarts) of a training run, as recorded in attempts.jsonl, and the resulting goodput."""
 
 import contextlib
 import json
@@ -24,24 +24,24 @@ from diffusion.storage.text_tables import parse_json_lines
 
 ATTEMPTS = 'attempts.jsonl'
 _update = threading.Lock()
-"""Held while a record is appended to the local copy."""
+"""Lock held while a record is appended to the local copy."""
 _upload = threading.Lock()
-"""Held while the local copy is uploaded: the upload of a caller that no longer waits for a slow store may still run."""
+"""Lock held during uploads of the local copy. An upload may still run after its caller has stopped waiting for it."""
 _reconciled: set[Path] = set()
-"""Local copies that this process has compared with the object."""
+"""Local copies that this process has compared with the object in the store."""
 _MAX_BYTES = 2**24
-"""Size of the end of attempts.jsonl that is read, enough for the records of weeks."""
+"""Number of bytes read from the end of attempts.jsonl, enough for the records of weeks."""
 STUCK_ATTEMPTS = 3
-"""Number of consecutive attempts that may fail at the same batch, over at least STUCK_SECONDS, before the run is given
+"""Number of consecutive attempts that fail at the same batch, over at least STUCK_SECONDS, after which the run is given
 up."""
 HARDWARE_FAULTS = 3
-"""Number of hardware faults in a row on one machine after which the run is given up."""
+"""Number of consecutive attempts with hardware faults on one machine after which the run is given up."""
 FAULTS = 'faults'
 """Subfolder of the run's folder with one JSON file per hardware fault, written by the node that found it."""
 _CLOCK_SKEW_SECONDS = 60.0
-"""Assumed upper limit for the difference between the clocks of two nodes."""
+"""Assumed upper bound on the difference between two nodes' clocks."""
 STUCK_SECONDS = 1800.0
-"""Minimum duration of STUCK_ATTEMPTS attempts together, so that a shorter outage does not end the run."""
+"""Minimum total duration of STUCK_ATTEMPTS attempts, so that shorter outages do not end the run."""
 CAUSES = {
     'done': 'completed',
     'preempted': 'preempted',
@@ -52,31 +52,31 @@ CAUSES = {
     'mistake': 'user error',
     'lost': 'ended without a report',
 }
-"""Description of each cause for which an attempt ends."""
+"""Description of each cause of an attempt's end."""
 
 
 @dataclass
 class Attempt:
-    """Record of one start or restart of a training run. Times are seconds since 1970 by the clock of the first node.
+    """Record of one start or restart of a training run. Times are in seconds since 1970 on the first node's clock.
 
     Attributes:
         number: Index of the attempt within the run, from 0.
         begin: Time when the attempt began.
         end: Time when the attempt ended, or the time of its last record if the end was not recorded.
-        first: Number of batches that the run had completed when the attempt began its first batch; None if it began
-            none.
+        first: Number of batches that the run had completed when the attempt's first batch began; None if no batch
+            began.
         first_at: Time when the first batch of the attempt began.
         last: Number of batches that the run had completed when the attempt ended.
         last_at: Time when the last batch of the attempt ended.
-        status: Exit status of the node that failed first, or of the first node if none failed or the nodes share no
-            exit file; None if it was not recorded.
+        status: Exit status of the node that failed first, or of the first node if none failed or there is no shared
+            exit file; None if not recorded.
         cause: Cause of the end, a key of `CAUSES`.
         detail: Further description of the cause, such as the ranks that failed.
-        machine: Machine on which the attempt failed, or empty if it is unknown or did not fail.
-        launched: False for an attempt of `run.py` without the node entry point, which has no restart budget.
-        devices: Number of devices, one per process, or None if it was not recorded.
-        gpu: Model of the GPUs, as in planning/gpus.yaml or as the driver calls it; `cpu` without GPUs, empty if it was
-            not recorded.
+        machine: Machine on which the attempt failed; empty if unknown or if it did not fail.
+        launched: False for attempts by `run.py` without the node entry point, which do not count against max_restarts.
+        devices: Number of devices, one per process; None if not recorded.
+        gpu: GPU model, as in planning/gpus.yaml or as reported by the driver; `cpu` without GPUs, empty if not
+            recorded.
     """
 
     number: int
@@ -101,18 +101,17 @@ def describe_attempt(cause: str, detail: str) -> str:
 
 
 class Clock:
-    """Clock of a run's attempts: seconds since 1970 that never jump when the system clock is set.
+    """Clock of a run's attempts: seconds since 1970, without jumps when the system clock is set.
 
-    It is the system clock at the start, and advances with time.monotonic() from then on. After a restart on the same
-    machine it continues as before, and it never goes back behind the last record of the run. Time in which the machine
-    is suspended does not count.
+    It starts with the system clock's time and advances with time.monotonic(), so it does not count time in which the
+    machine is suspended. It continues after a restart on the same machine, and is never behind the run's last record.
     """
 
     def __init__(self, run: Path | str | None = None) -> None:
         last = _last_record(run) if run is not None else {}
         now, monotonic, boot = time.time(), time.monotonic(), boot_id()
         self._offset = now - monotonic
-        with contextlib.suppress(KeyError, TypeError):  # no records
+        with contextlib.suppress(KeyError, TypeError):  # there are no records
             if last['boot'] == boot and boot:
                 self._offset = last['at'] - last['monotonic']
             else:
@@ -123,17 +122,17 @@ class Clock:
         return self.at(time.monotonic())
 
     def at(self, monotonic: float) -> float:
-        """Return the time of a value of time.monotonic() on this machine."""
+        """Convert a value of time.monotonic() on this machine to this clock's time."""
         return self._offset + monotonic
 
     def stamp(self) -> dict[str, Any]:
-        """Return the current time as keys of a record, from which the clock of a later attempt can continue."""
+        """Return the current time as fields of a record, from which a later attempt's clock can continue."""
         monotonic = time.monotonic()
         return {'at': self.at(monotonic), 'monotonic': monotonic, 'boot': boot_id()}
 
 
 def _last_record(run: Path | str) -> dict[str, Any]:
-    """Return the last complete record in attempts.jsonl of a run; empty if there is none."""
+    """Return the last complete record in a run's attempts.jsonl; empty if there is none."""
     try:
         records = parse_json_lines(files_of_run(run).read(ATTEMPTS, tail_bytes=_MAX_BYTES) or b'')
     except OSError:
@@ -142,23 +141,23 @@ def _last_record(run: Path | str) -> dict[str, Any]:
 
 
 def append_attempt(run: Path | str, event: str, attempt: Attempt, clock: Clock | None = None) -> None:
-    """Append the state of an attempt to attempts.jsonl of a run; `event` is begin, progress or end.
+    """Append the state of an attempt to a run's attempts.jsonl; `event` is begin, progress or end.
 
-    Only the process that holds the lock of the run may call it.
+    Only the process that holds the run's lock may call this.
 
     Raises:
-        OSError: The file cannot be written, or the attempt has begun and its file is no longer there.
+        OSError: The file cannot be written, or no longer exists although the attempt has begun.
     """
     record = {'event': event} | (clock or Clock()).stamp() | asdict(attempt)
     if is_url(run):
         return _append_to_object(str(run), record)
-    # A killed node can leave a partial line. A single write() to a file opened with O_APPEND leaves it at the end of
-    # the file only, and the leading newline keeps the next record off that line.
+    # A killed node can leave a partial line. With a single write() and O_APPEND, it is always the last line, and the
+    # leading newline separates it from the next record.
     line = f'\n{json.dumps(record)}\n'
-    # Create the file only at the beginning of an attempt: if the file system of the folder is no longer mounted, a new
-    # file would make the empty folder look like that of a run.
+    # Create the file only when an attempt begins: if the file system is no longer mounted, a new file would make the
+    # empty mount point look like a run.
     create = os.O_CREAT if event == 'begin' else 0
-    # os.fsync makes the record survive the loss of the node.
+    # With os.fsync, the record survives the loss of the node.
     descriptor = open_own_file(Path(run, ATTEMPTS), create | os.O_APPEND | os.O_WRONLY)
     try:
         os.write(descriptor, line.encode())
@@ -179,21 +178,21 @@ def has_begun(run: Path | str) -> bool:
 
 
 def _append_to_object(url: str, record: dict[str, Any]) -> None:
-    """Append a record to the attempts.jsonl of the run at a URL, and to its copy on a local disk of this node.
+    """Append a record to attempts.jsonl of the run at a URL, and to the file's copy on a local disk.
 
-    An object cannot be appended to, so the whole file is uploaded after each record. A record of progress replaces the
-    previous one of the same attempt, so that the object stays small: a year of records every 30 s would be hundreds of
-    megabytes, each uploaded again.
+    Objects do not support appending, so the whole file is uploaded for each record. To keep it small, a progress record
+    replaces the previous one of the same attempt: a year of records every 30 s would be hundreds of megabytes per
+    upload.
 
     Raises:
-        OSError: The object or its local copy cannot be read or written. The next call uploads this record too if it is
-            in the local copy.
+        OSError: The object or its local copy cannot be read or written. If the record is in the local copy, the next
+            call uploads it too.
     """
     path, files = working_folder(url, LAUNCH) / ATTEMPTS, files_of_run(url)
     with _update:
         path.parent.mkdir(parents=True, exist_ok=True)
         if record['event'] == 'begin' or path not in _reconciled or not path.exists():
-            # Include the records in the store, which the upload replaces.
+            # Include the records in the store, because the upload replaces them.
             records = newer_records(files.read(ATTEMPTS), path.read_bytes() if path.exists() else b'')
             _reconciled.add(path)
         else:
@@ -203,16 +202,16 @@ def _append_to_object(url: str, record: dict[str, Any]) -> None:
             records.pop()
         content = ''.join(json.dumps(each) + '\n' for each in [*records, record])
         write_atomically(path, content)
-    # Use a separate lock: a slow upload must not keep a later record from the local copy.
+    # Use a separate lock, so that a slow upload does not delay later records in the local copy.
     with _upload:
         files.write(ATTEMPTS, path.read_bytes())
 
 
 def newer_records(stored: bytes | None, local: bytes) -> list[dict[str, Any]]:
-    """Return the records to continue from: those in the store, or the local ones if they continue those in the store.
+    """Return the stored records, or the local records if these continue the stored ones.
 
-    The local copy is ahead if this node was lost before it could upload it. It is older or differs if the run continued
-    on another node, or if the object was deleted or edited.
+    The local copy is ahead if this node was lost before the upload. It is behind or different if the run continued on
+    another node, or if the object was deleted or edited.
 
     Args:
         stored: Content of the object, or None if it does not exist.
@@ -223,14 +222,14 @@ def newer_records(stored: bytes | None, local: bytes) -> list[dict[str, Any]]:
     common = in_store[:-1] if in_store and in_store[-1].get('event') == 'progress' else in_store
     if len(on_disk) < len(in_store) or on_disk[: len(common)] != common:
         return in_store
-    # Both may end with a record of progress of the same attempt.
+    # Both may end with a progress record of the same attempt.
     times = [records[-1].get('at') if records else 0.0 for records in (in_store, on_disk)]
     stored_at, local_at = (time if isinstance(time, int | float) else 0.0 for time in times)
     return on_disk if local_at >= stored_at else in_store
 
 
 def read_attempts(run: Path | str, retry: RetryPolicy = PATIENT) -> list[Attempt]:
-    """Return the attempts recorded in attempts.jsonl of a run, in order, each with the values of its last record.
+    """Return a run's attempts from attempts.jsonl in order, each with the values of its last record.
 
     Raises:
         UserError: The run has no attempts.jsonl.
@@ -246,13 +245,13 @@ def read_attempts(run: Path | str, retry: RetryPolicy = PATIENT) -> list[Attempt
     for values in parse_json_lines(content):
         event, recorded_at = values.pop('event', None), values.pop('at', None)
         values = {key: value for key, value in values.items() if key not in ('monotonic', 'boot')}
-        # A file that this program did not write may have any content.
+        # The file may have been edited, so check all fields and types.
         known = all(name in kinds and fits(kinds[name], value) for name, value in values.items())
         times = [recorded_at, *(value for value in values.values() if isinstance(value, int | float))]
         if not known or not {'number', 'begin'} <= values.keys() or not all(_is_plausible(each) for each in times):
             continue
         attempt = Attempt(**values)
-        # An attempt without an 'end' record lost its node. The time of its last record is the best estimate of its end.
+        # Without an 'end' record, the node was lost: the time of the last record is the best estimate of the end.
         if event != 'end':
             attempt.end = recorded_at
         found[attempt.number, attempt.begin] = attempt
@@ -262,13 +261,13 @@ def read_attempts(run: Path | str, retry: RetryPolicy = PATIENT) -> list[Attempt
 
 
 def record_fault(run: Path | str, machine: str, detail: str) -> None:
-    """Record a hardware fault of a machine in the run's folder; any node of a job may call it.
+    """Record a machine's hardware fault in the run's folder; any node of a job may call this.
 
     Raises:
         OSError: The file cannot be written.
     """
-    # Write one file per fault: nodes that append to one file of a network file system overwrite each other's lines. A
-    # scheduler without a shared exit file (jobset, sagemaker, skypilot) has no other record that names the machine.
+    # Write one file per fault: nodes that append to the same file on a network file system overwrite each other's
+    # lines. With schedulers without a shared exit file (jobset, sagemaker, skypilot), nothing else records the machine.
     at = time.time()
     name = re.sub(r'[^A-Za-z0-9_.-]', '_', machine)
     content = json.dumps({'at': at, 'machine': machine, 'detail': detail})
@@ -276,30 +275,30 @@ def record_fault(run: Path | str, machine: str, detail: str) -> None:
 
 
 def _assign_faults(found: list[Attempt], files: Place) -> None:
-    """Set cause, machine and detail of the attempts that a recorded hardware fault ended."""
+    """Set cause, machine and detail of attempts that were ended by a recorded hardware fault."""
     for name in sorted(name for name in files.list(FAULTS).files if name.endswith('.json')):
         try:
             fault = json.loads(files.read(f'{FAULTS}/{name}') or b'')
             at, machine, detail = float(fault['at']), str(fault['machine']), str(fault['detail'])
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue
-        # Choose the attempt nearest in time: a restart may begin within seconds of the fault, less than the clocks
-        # differ. A fault from before the first attempt belongs to a record that has been deleted.
+        # Choose the attempt nearest in time: a restart may begin within seconds of the fault, but clocks may differ by
+        # more. A fault before the first attempt belongs to a deleted record.
         begun = [each for each in found if each.begin <= at + _CLOCK_SKEW_SECONDS]
         attempt = min(begun, key=lambda each: max(each.begin - at, at - each.end), default=None)
-        # The first node sees only the consequences of a fault elsewhere: a request to stop, or a failed collective.
+        # If the fault is on another node, the first node sees only consequences: a stop request or a failed collective.
         if attempt is not None and attempt.cause in ('preempted', 'crash', 'lost'):
             attempt.cause, attempt.machine, attempt.detail = 'hardware', machine, f'{machine}: {detail}'
 
 
 def restarts_used(earlier: Sequence[Attempt]) -> int:
-    """Return the number of attempts in a row that used up a restart: they failed, and the run made no progress.
+    """Return the number of restarts used up by consecutive attempts that failed without progress of the run.
 
-    A preemption uses none. Progress is a checkpoint from which a later attempt resumed, and resets the number to 0.
+    Preemptions do not count. Progress, an attempt that resumes from a newer checkpoint, resets the number to 0.
     """
     used, furthest = 0, None
     for attempt in earlier:
-        # An attempt that begins at a later batch than all before has made progress; the first only sets the mark.
+        # An attempt that starts at a later batch than all previous ones shows progress, except the very first.
         if attempt.first is not None and (furthest is None or attempt.first > furthest):
             used, furthest = (0 if furthest is not None else used), attempt.first
         used += attempt.launched and attempt.cause not in ('preempted', 'done')
@@ -307,14 +306,14 @@ def restarts_used(earlier: Sequence[Attempt]) -> int:
 
 
 def _is_plausible(number: Any) -> bool:
-    """Return True for a time, a number of batches or an exit status that this program can have written."""
+    """Return True if a number is plausible as a time, a number of batches or an exit status."""
     return isinstance(number, int | float) and -1e11 < number < 1e11
 
 
 def reason_to_give_up(earlier: Sequence[Attempt], max_restarts: int) -> str | None:
-    """Return the reason not to restart a run, or None.
+    """Return why a run should not be restarted, or None.
 
-    The reasons are restarts used up without progress, no progress in the last attempts, and a machine with repeated
+    Possible reasons: max_restarts is exceeded, the last attempts failed at the same batch, or a machine had repeated
     hardware faults.
     """
     earlier = [attempt for attempt in earlier if attempt.launched]
@@ -325,7 +324,7 @@ def reason_to_give_up(earlier: Sequence[Attempt], max_restarts: int) -> str | No
             'cause, then raise restart.max_restarts or delete this file'
         )
     last = earlier[-HARDWARE_FAULTS:]
-    # Attempts on the same machine count even if the run made progress in between: a GPU can fail after hours.
+    # Faults on the same machine count even if the run made progress in between: a GPU can fail after hours.
     machines = {attempt.machine for attempt in last}
     if len(last) == HARDWARE_FAULTS and all(each.cause == 'hardware' for each in last) and len(machines) == 1:
         return (
@@ -333,8 +332,8 @@ def reason_to_give_up(earlier: Sequence[Attempt], max_restarts: int) -> str | No
             f'({last[-1].detail}); replace or repair the machine, and delete this file'
         )
     last = earlier[-STUCK_ATTEMPTS:]
-    # Preemptions and bad hardware are not evidence of a broken run, since the next machines may get further. A run that
-    # ends with 'mistake' is not restarted by default.
+    # Preemptions and bad hardware do not show that the run is broken, since it may get further on other machines. After
+    # a 'mistake', a run is not restarted by default.
     failed = all(attempt.cause in ('crash', 'killed', 'hang', 'lost') for attempt in last)
     if len(last) < STUCK_ATTEMPTS or not failed or len({attempt.last for attempt in last}) > 1:
         return None
@@ -373,16 +372,16 @@ class TimeBreakdown:
 
 
 def time_breakdown(attempts: Sequence[Attempt]) -> tuple[TimeBreakdown, dict[str, float]]:
-    """Return the time of a run by category, and the seconds lost to each cause for which its attempts ended.
+    """Return the time of a run by category, and the seconds lost to each cause of its attempts' ends.
 
-    The lost time is that of shutdown, downtime, startup of the next attempt, and batches that had to be repeated.
+    The lost time includes shutdown, downtime, startup of the next attempt, and batches that had to be repeated.
     """
     found = TimeBreakdown(attempts[-1].end - attempts[0].begin)
     lost: dict[str, float] = defaultdict(float)
     for index, attempt in enumerate(attempts):
         later = attempts[index + 1 :]
         began = attempt.first is not None
-        # The categories partition the elapsed time: each second of a run is counted once.
+        # Each second of the elapsed time belongs to exactly one category.
         training = attempt.last_at - attempt.first_at if began else 0.0
         ending = attempt.end - attempt.last_at if began else 0.0
         redone = _fraction_redone(attempt, later) * training
@@ -393,13 +392,13 @@ def time_breakdown(attempts: Sequence[Attempt]) -> tuple[TimeBreakdown, dict[str
         found.ending += ending
         found.down += down
         if later:
-            # Charge the startup of the next attempt to the cause too, which made that attempt necessary.
+            # Also charge the next attempt's startup to the cause, which made that attempt necessary.
             lost[attempt.cause] += ending + down + redone + _starting(later[0])
     return found, dict(lost)
 
 
 def _starting(attempt: Attempt) -> float:
-    """Return the seconds from the start of an attempt to its first batch, or to its end if it began no batch."""
+    """Return the seconds from the start of an attempt to its first batch, or to its end if no batch began."""
     return (attempt.end if attempt.first is None else attempt.first_at) - attempt.begin
 
 
@@ -408,7 +407,7 @@ def _fraction_redone(attempt: Attempt, later: Sequence[Attempt]) -> float:
     starts = [each.first for each in later if each.first is not None]
     if attempt.first is None or attempt.last is None or attempt.last == attempt.first or not starts:
         return 0.0
-    # The earliest later start counts: falling back to an older checkpoint repeats the batches of several attempts.
+    # Use the earliest start of all later attempts: an older checkpoint repeats batches of several attempts.
     kept = min(max(min(starts), attempt.first), attempt.last)
     return (attempt.last - kept) / (attempt.last - attempt.first)
 

@@ -7,14 +7,14 @@ from typing import TypeVar
 T = TypeVar('T')
 
 STORAGE_SECONDS = 10.0
-"""Maximum wait for shared storage, which may itself be the cause of a hang."""
+"""Maximum time to wait for shared storage, which may itself be the cause of a hang."""
 
 
 def call_with_limit(function: Callable[[], T], seconds: float, default: T) -> T:
-    """Return the result of a function, or the default if the function has not returned after `seconds`.
+    """Return the result of a function, or the default if the function does not return within `seconds`.
 
-    Exceptions of the function are raised here. A call that takes longer continues in a daemon thread, which cannot be
-    ended because a system call on a dead mount cannot be interrupted.
+    Exceptions of the function are raised here. After the time limit, the call continues in a daemon thread, because a
+    system call on a dead mount cannot be interrupted.
     """
     results: list[T] = []
     errors: list[BaseException] = []

@@ -1,9 +1,9 @@
 """Claims on evaluations: only one of several watchers of a run evaluates each checkpoint.
 
-A claim is a file or object `evaluations/ba1600.claim-1` beside the run's checkpoints. It can be created only if it does
-not exist, so exactly one watcher succeeds. Its owner keeps rewriting it. The evaluation has failed if the claim has not
-been rewritten for its lease, or if its owner has released it or is known to be dead. The next watcher then creates
-`ba1600.claim-2`, so the number counts the tries.
+A claim is a file or object in the run's folder, such as `evaluations/ba1600.claim-1`. It can be created only if it does
+not exist, so exactly one watcher succeeds. The owner keeps rewriting the claim. The evaluation has failed if the
+claim's lease has expired without a rewrite, or if the owner has released it or is known to be dead. The next watcher
+then creates `ba1600.claim-2`, so the number counts the tries.
 """
 
 import json
@@ -21,7 +21,7 @@ from diffusion.storage.places import Place, files_of_run
 log = logging.getLogger(__name__)
 
 EVALUATIONS = 'evaluations'
-"""Folder of a run with a file of results, claims, and a folder of images, per evaluated checkpoint."""
+"""Subfolder of a run with the results, claims and images of each evaluated checkpoint."""
 _CLAIM = re.compile(r'(ba\d+)\.claim-(\d+)')
 
 
@@ -31,9 +31,9 @@ class Claim:
 
     Args:
         name: Name of the claim's file.
-        owner: Process that holds it.
-        lease_seconds: Time without being rewritten after which it has expired.
-        job: True if a job elsewhere evaluates, so that the evaluation may continue without the owner.
+        owner: Process that holds the claim.
+        lease_seconds: Time after the last rewrite until the claim expires.
+        job: True if the evaluation is a job elsewhere, which may continue when the owner has ended.
     """
 
     files: Place
@@ -48,11 +48,11 @@ class Claim:
         return self.files.locate(self.name)
 
     def renew(self) -> None:
-        """Rewrite the claim, so that its lease begins again."""
+        """Rewrite the claim, which restarts its lease."""
         self.files.write(self.name, self.text(time.time()), in_place=True)
 
     def release(self) -> None:
-        """Give up the evaluation: it failed, and the next try is free at once."""
+        """Release the claim after a failed evaluation, so that the next try can start immediately."""
         self.files.write(self.name, self.text(0.0), in_place=True)
 
     def text(self, renewed: float) -> str:
@@ -64,7 +64,7 @@ class Claim:
 class EvaluationClaims:
     """Claims on the evaluations of a run. The methods raise OSError if the storage fails.
 
-    New claims have the given lease; `job` as in `Claim`.
+    `lease_seconds` and `job` apply to new claims; see `Claim`.
     """
 
     def __init__(self, run: str, *, lease_seconds: float, job: bool = False) -> None:
@@ -72,7 +72,7 @@ class EvaluationClaims:
         self._lease_seconds, self._job = lease_seconds, job
 
     def tries(self) -> dict[str, int]:
-        """Return the number of the last claim on each checkpoint that has one."""
+        """Return the number of the last claim on each checkpoint with claims."""
         found: dict[str, int] = {}
         for name in self._files.list(EVALUATIONS).files:
             if claim := _CLAIM.fullmatch(name):
@@ -80,10 +80,10 @@ class EvaluationClaims:
         return found
 
     def take(self, checkpoint: str, tries: int) -> Claim | None:
-        """Claim a checkpoint, and return the claim; None if another watcher holds it, or has been faster.
+        """Claim a checkpoint and return the claim; return None if another watcher holds a claim or was faster.
 
         Args:
-            tries: Number of its last claim, 0 if there is none.
+            tries: Number of the checkpoint's last claim; 0 if there is none.
         """
         if tries and not self.has_ended(checkpoint, tries):
             return None
@@ -97,13 +97,13 @@ class EvaluationClaims:
         return {name for name, tries in self.tries().items() if not self.has_ended(name, tries)}
 
     def has_ended(self, checkpoint: str, tries: int) -> bool:
-        """Return True if a claim was released or has expired, or its owner has ended and no job elsewhere evaluates."""
+        """Return True if a claim was released or has expired, or its owner has ended and no job runs elsewhere."""
         name = f'{checkpoint}.claim-{tries}'
         text = (self._files.read(f'{EVALUATIONS}/{name}') or b'').decode(errors='replace')
         try:
             content = json.loads(text)
             renewed, lease = float(content['renewed']), float(content['lease_seconds'])
-        except (ValueError, KeyError, TypeError):  # half written by a process that was killed, or just being rewritten
+        except (ValueError, KeyError, TypeError):  # half written by a killed process, or being rewritten now
             listed = self._files.list(EVALUATIONS).files.get(name)
             renewed, lease, content = (listed and listed.modified) or time.time(), self._lease_seconds, {}
         if time.time() - renewed > lease:

@@ -1,12 +1,12 @@
-"""Heartbeat files that show that the ranks of a node make progress, detection of hangs, and stack dumps of hung ranks.
+"""Heartbeat files that show the progress of a node's ranks, detection of hangs, and stack dumps of hung ranks.
 
-Each rank writes its heartbeat to the folder named by `ATTEMPT_FOLDER_VARIABLE` before each batch and before slow work
-such as a save, and dumps its stacks on `STACK_DUMP_SIGNAL`. If the variable is not set, the rank writes neither.
-`diffusion.launch.liveness` uses the same file format for the node entry point. The run lock (`run_lock`) has a format
-of its own, because other machines read it.
+Each rank writes its heartbeat to the folder in `ATTEMPT_FOLDER_VARIABLE` before each batch and before slow work such as
+a save, and dumps its stacks on `STACK_DUMP_SIGNAL`. If the variable is not set, the rank writes neither.
+`diffusion.launch.liveness` uses the same file format for the node entry point. The run lock (`run_lock`) has its own
+format, because other machines read it.
 
-The timeout of collectives follows from the longest time limit, so that the watchdog ends a run that hangs before a
-collective does: a collective that times out fails on the ranks that wait, not on the rank that hangs.
+The timeout of collectives is longer than every time limit of the watchdog, so that the watchdog ends a hanging run
+first: a collective that times out fails on the ranks that wait, not on the rank that hangs.
 """
 
 import contextlib
@@ -27,52 +27,51 @@ from diffusion.runs import environment
 from diffusion.storage.local_files import open_own_file
 
 ATTEMPT_FOLDER_VARIABLE = 'DIFFUSION_ATTEMPT_FOLDER'
-"""Environment variable with the folder of the attempt, on the local disk of the node."""
+"""Environment variable with the attempt's folder on the node's local disk."""
 STACK_DUMP_SIGNAL = signal.SIGUSR2
-"""Signal on which a process writes the stacks of all its threads."""
+"""Signal that makes a process write the stacks of all its threads."""
 HARDWARE_FAULT = 'hardware-fault.txt'
 SAVING, TRAINING = 'saving', 'training'
 HANG_SECONDS = 900.0
-"""Minimum time without a heartbeat that counts as a hang."""
+"""Default minimum time without a heartbeat after which a run counts as hanging."""
 MEDIAN_STEPS = 10
-"""Number of median batch times without a heartbeat that must also have passed before it counts as a hang."""
+"""A run counts as hanging only after this number of median batch times without a heartbeat."""
 SLOW_WORK_FACTOR = 4
-"""Factor on the time limit during the first batch, saves and evaluations; also the upper bound of every limit, as a
-multiple of the minimum time without a heartbeat."""
+"""Factor by which the time limit is longer in the first batch, saves and evaluations. Also the upper bound on all
+limits, as a multiple of HANG_SECONDS."""
 COLLECTIVE_MARGIN_SECONDS = 60.0
-"""Time for the nodes to collect the stacks of their ranks, by which the timeout of collectives exceeds the longest time
-limit of the watchdog."""
+"""Time by which the timeout of collectives exceeds the watchdog's longest time limit, for the nodes to collect the
+stacks of their ranks."""
 UNWATCHED_TIMEOUT_SECONDS = 1800.0
-"""Timeout of collectives in a run without a watchdog. A save during which the other ranks wait must fit: 14 GB (SD2
-with optimizer and one average) at 8 MB/s."""
+"""Timeout of collectives without a watchdog. It must be long enough for a save, during which the other ranks wait: 14
+GB (SD2 with optimizer and one average) at 8 MB/s."""
 
 
 class Beat(NamedTuple):
-    """Last heartbeat of a rank. Times are from time.monotonic(), which all processes of a machine share."""
+    """Last heartbeat of a rank. Times are from time.monotonic(), which is the same for all processes on a machine."""
 
     at: float
     """Time of the heartbeat."""
     batch: int
     """Number of batches that the run has completed."""
     doing: str
-    """TRAINING, or SAVING for all work that may take much longer than a batch (evaluations included)."""
+    """TRAINING, or SAVING for any work that may take much longer than a batch, such as saves and evaluations."""
     first: int
-    """Number of batches that the run had completed when this process began its first batch."""
+    """Number of batches that the run had completed when this process's first batch began."""
     first_at: float
-    """Time when the first batch of this process began."""
+    """Time when this process's first batch began."""
 
 
 def write_heartbeat(path: Path, content: str = '') -> None:
-    """Replace a heartbeat file atomically, with time.monotonic() as modification time; a failed write is ignored."""
-    # The modification time is set to time.monotonic(), because a system clock that is adjusted or a machine that is
-    # suspended must not end a healthy run. Setting the time also works on a full disk, where the new content cannot be
-    # written: a full disk does not mean that the run hangs.
+    """Replace a heartbeat file atomically, with time.monotonic() as the modification time; ignore failed writes."""
+    # Set the modification time to time.monotonic(), because an adjusted system clock or a suspended machine must not
+    # end a healthy run. On a full disk, the content cannot be written but the time can be set: the run does not hang.
     now = time.monotonic()
     unfinished = path.with_name(f'.{path.name}')
     with contextlib.suppress(OSError):
         try:
             descriptor = open_own_file(unfinished, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-            with open(descriptor, 'w', encoding='utf-8') as file:  # no fsync: it can take longer than a batch
+            with open(descriptor, 'w', encoding='utf-8') as file:  # do not fsync, which can take longer than a batch
                 file.write(content)
             os.utime(unfinished, (now, now))
             unfinished.replace(path)
@@ -86,17 +85,17 @@ def heartbeat_age(path: Path) -> float:
         age = time.monotonic() - path.stat().st_mtime
     except FileNotFoundError:
         return math.inf
-    # time.monotonic() restarts at boot, so a file from before it can appear to be from the future.
+    # time.monotonic() restarts at boot, so a file from before the boot can appear to be from the future.
     return age if age >= 0 else math.inf
 
 
 def write_stacks_on_signal(environ: Mapping[str, str] = os.environ) -> None:
-    """Make this process write the stacks of its threads to a file on SIGUSR2; call this first in a training program."""
+    """Make this process write its threads' stacks to a file on SIGUSR2; call this first in a training program."""
     folder = environ.get(ATTEMPT_FOLDER_VARIABLE)
     if folder is None:
         return
-    # faulthandler keeps the file descriptor and writes from the signal handler in C, so it works while the interpreter
-    # is blocked in a collective. The file must stay open for the life of the process.
+    # faulthandler keeps the file descriptor and writes from a signal handler in C, so it works even if the interpreter
+    # is blocked in a collective. The file must stay open until the process ends.
     stacks = open(Path(folder, f'stacks-{_rank(environ)}.txt'), 'w', encoding='utf-8')  # noqa: SIM115
     faulthandler.register(STACK_DUMP_SIGNAL, file=stacks, all_threads=True)
 
@@ -104,29 +103,29 @@ def write_stacks_on_signal(environ: Mapping[str, str] = os.environ) -> None:
 def write_rank_heartbeat(
     batch: int, doing: str, first: int, first_at: float, environ: Mapping[str, str] = os.environ
 ) -> None:
-    """Write this rank's heartbeat file with the fields of `Beat`; do nothing without `ATTEMPT_FOLDER_VARIABLE`."""
+    """Write this rank's heartbeat file, with the fields of `Beat`; do nothing without `ATTEMPT_FOLDER_VARIABLE`."""
     folder = environ.get(ATTEMPT_FOLDER_VARIABLE)
     if folder is not None:
         write_heartbeat(Path(folder, f'beat-{_rank(environ)}'), json.dumps([batch, doing, first, first_at]))
 
 
 def report_hardware_fault(text: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Report the hardware fault that ends the run to the node entry point; every rank calls this with the same text."""
+    """Report a hardware fault that ends the run to the node entry point; every rank calls this with the same text."""
     folder = environ.get(ATTEMPT_FOLDER_VARIABLE)
     if folder is not None:
-        with contextlib.suppress(OSError):  # the exit status alone is enough to act on
+        with contextlib.suppress(OSError):  # ignore faults: the exit status is sufficient
             Path(folder, HARDWARE_FAULT).write_text(text, encoding='utf-8')
 
 
 def reported_hardware_fault(folder: Path) -> str:
-    """Return the hardware fault that the ranks of a node have reported, or an empty string."""
+    """Return the hardware fault that a node's ranks have reported, or an empty string."""
     with contextlib.suppress(OSError):
         return (folder / HARDWARE_FAULT).read_text(encoding='utf-8')
     return ''
 
 
 def last_beats(folder: Path) -> dict[int, Beat]:
-    """Read the heartbeat files in a folder; return the last heartbeat of each rank that has written one, by rank."""
+    """Read the heartbeat files in a folder, and return each rank's last heartbeat, by rank."""
     found = {}
     for path in folder.glob('beat-*'):
         at = time.monotonic() - heartbeat_age(path)
@@ -136,7 +135,7 @@ def last_beats(folder: Path) -> dict[int, Beat]:
 
 def read_stacks(folder: Path) -> dict[int, str]:
     """Return the thread stacks that ranks have written to files in a folder, by rank."""
-    # A file may end within a character while its rank still writes.
+    # While a rank is writing, its file may end in the middle of a character.
     texts = {path: path.read_text(encoding='utf-8', errors='replace') for path in folder.glob('stacks-*')}
     found = {int(path.stem.rpartition('-')[2]): text for path, text in texts.items()}
     return {rank: text for rank, text in sorted(found.items()) if text}
@@ -150,8 +149,8 @@ class Watchdog:
     """Estimates the batch time from heartbeats, and reports a hang if the next heartbeat is overdue.
 
     Args:
-        begin: Start time of the processes, by the clock of their heartbeats.
-        hang_seconds: Minimum time without a heartbeat that counts as a hang.
+        begin: Start time of the processes, from time.monotonic().
+        hang_seconds: Minimum time without a heartbeat after which a run counts as hanging.
     """
 
     def __init__(self, begin: float, hang_seconds: float = HANG_SECONDS) -> None:
@@ -160,9 +159,9 @@ class Watchdog:
         self._steps: deque[float] = deque(maxlen=100)
 
     def check(self, beats: Mapping[int, Beat], now: float) -> str | None:
-        """Update the batch-time estimate from the last heartbeats; return a description of the hang if there is one."""
-        # The newest heartbeat of all ranks counts. In a healthy run every rank waits for all others in each batch, so
-        # one hung rank stops the heartbeats of all, and a rank that is merely slow does not look hung.
+        """Update the batch-time estimate from the last heartbeats; return a description of the hang, if any."""
+        # Use the newest heartbeat of all ranks. In each batch, every rank waits for all others, so a hung rank stops
+        # all heartbeats, whereas a rank that is merely slow does not look hung.
         newest = max([*beats.values(), self._newest])
         if newest.batch > self._newest.batch >= 0:
             self._steps.append((newest.at - self._newest.at) / (newest.batch - self._newest.batch))
@@ -174,23 +173,23 @@ class Watchdog:
         return f'no heartbeat for {now - newest.at:.0f} s since {since} (limit {limit:.0f} s)'
 
     def limit(self) -> float:
-        """Return the maximum time in seconds from the last heartbeat to the next; longer counts as a hang."""
-        # The median is robust against single slow batches, such as those that include a save or an evaluation.
+        """Return the time in seconds after the last heartbeat at which the run counts as hanging."""
+        # The median is robust against single slow batches, such as batches with a save or an evaluation.
         typical = MEDIAN_STEPS * statistics.median(self._steps) if self._steps else 0.0
-        # The first batch waits for cold shards and for the compiler; a save or an evaluation may take many batch times.
+        # The first batch waits for downloads and the compiler, and a save or an evaluation may take many batch times.
         slow_work = self._newest.doing == SAVING or self._newest.batch == self._newest.first
         limit = max(typical, self.hang_seconds) * (SLOW_WORK_FACTOR if slow_work else 1)
-        # Bound the limit: the timeout of collectives must be longer than every limit and is set before the first batch.
+        # Bound the limit, because the timeout of collectives, which must exceed it, is set before the first batch.
         return min(limit, longest_limit(self.hang_seconds))
 
 
 def longest_limit(hang_seconds: float) -> float:
-    """Return the upper bound in seconds of the time limits of a watchdog."""
+    """Return the upper bound in seconds on a watchdog's time limits."""
     return SLOW_WORK_FACTOR * hang_seconds
 
 
 def hang_seconds_of(environ: Mapping[str, str] = os.environ) -> float:
-    """Return the minimum time without a heartbeat that counts as a hang in this job, in seconds.
+    """Return the minimum time in seconds without a heartbeat after which this job counts as hanging.
 
     Raises:
         UserError: The environment variable is not a number above 0.
@@ -206,9 +205,9 @@ def hang_seconds_of(environ: Mapping[str, str] = os.environ) -> float:
 
 
 def collective_timeout(environ: Mapping[str, str] = os.environ) -> float:
-    """Return the default timeout in seconds of the collectives of a rank: longer than every limit of its watchdog.
+    """Return the default timeout of a rank's collectives in seconds: longer than every limit of its watchdog.
 
-    The environment is that of the rank. Only ranks that the node entry point started have a watchdog.
+    `environ` is the rank's environment. Only ranks that the node entry point has started have a watchdog.
     """
     if ATTEMPT_FOLDER_VARIABLE not in environ:
         return UNWATCHED_TIMEOUT_SECONDS
@@ -216,9 +215,9 @@ def collective_timeout(environ: Mapping[str, str] = os.environ) -> float:
 
 
 def early_timeout_warning(dist_timeout: float, hang_seconds: float) -> str | None:
-    """Return a warning if a recipe's timeout of collectives is shorter than the watchdog's longest limit, else None."""
-    # Warn instead of failing: the run is safe, since a collective that times out ends it with status 1 and the nodes
-    # keep the stacks of the ranks that still run.
+    """Return a warning if a recipe's collective timeout is shorter than the watchdog's longest limit, else None."""
+    # Only warn, because the run is safe: a collective that times out ends it with status 1, and the nodes save the
+    # stacks of the ranks that still run.
     longest = longest_limit(hang_seconds)
     if dist_timeout > longest:
         return None

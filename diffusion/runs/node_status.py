@@ -1,6 +1,6 @@
-"""Status of each node of a run that trains, in small JSON files in the run's folder; `diffusion status` reads them.
+"""Status of each node in training, in small JSON files in the run's folder, which `diffusion status` reads.
 
-The first rank of each node rewrites `status/node-N.json` about every ten seconds, from a thread of its own: a storage
+The first rank of each node rewrites `status/node-N.json` about every ten seconds, in a separate thread, because storage
 that hangs must not block training.
 """
 
@@ -19,35 +19,35 @@ from diffusion.storage.places import files_of_run, is_url
 
 FOLDER = 'status'
 NODE_VARIABLE = 'DIFFUSION_NODE'
-"""Environment variable that the node entry point sets for its workers: index of the node and number of nodes, as
+"""Environment variable that the node entry point sets for its workers: node index and number of nodes, such as
 `0/16`."""
 INTERVAL_SECONDS = 10.0
-"""Interval between two writes. The first ones come sooner: the interval starts at a second and doubles."""
+"""Interval between two writes. It starts at one second and doubles up to this value."""
 BUCKET_INTERVAL_SECONDS = 30.0
-"""The same interval in an object store, which charges for requests: a PUT and a GET request each, 120 per hour and
-node, 0.0006 USD in S3."""
+"""The same interval for an object store, which charges for requests: 120 writes per hour and node, each a PUT and a GET
+request, cost 0.0006 USD in S3."""
 _JOIN_SECONDS = 3.0
-"""Longest wait for the last write. A thread that hangs in it does not delay the end of the run any further."""
+"""Maximum wait for the last write, so that a thread that hangs does not delay the end of the run."""
 STARTING, TRAINING, EVALUATING, SAVING, ENDED = 'starting', 'training', 'evaluating', 'saving', 'ended'
 
 
 @dataclass
 class NodeStatus:
-    """Status of one node, the content of its file. All ages are elapsed seconds of the node's monotonic clock.
+    """Content of a node's status file. Elapsed times are in seconds on the node's monotonic clock.
 
     Attributes:
         node: Index of the node, from 0.
         nodes: Number of nodes.
         host: Name of the machine.
         pid: Process that wrote the file, the first rank of the node.
-        boot: Boot id of the machine; processes of one boot share the monotonic clock.
-        owner: Token of the run's lock when the process began to train, or empty if it could not be read.
+        boot: Boot id of the machine; processes with the same boot id share the monotonic clock.
+        owner: Token in the run's lock when the process started training; empty if it could not be read.
         doing: starting, training, evaluating, saving or ended.
         batch: Number of batches that the run has completed.
-        total_batches: Number of batches of the whole training, or None if it is unknown.
+        total_batches: Number of batches of the whole training, or None if unknown.
         seconds_per_batch: Recent average without evaluations and saves, or None before the second batch.
         seconds_since_batch: Time from the end of the last batch (or the start of training) to this write.
-        written_at: Time of this write by the node's monotonic clock.
+        written_at: Time of this write on the node's monotonic clock.
         written: Time of this write in seconds since 1970.
     """
 
@@ -68,7 +68,7 @@ class NodeStatus:
     def silent_seconds(self, modified: float | None) -> float:
         """Return the time since the node's last batch.
 
-        `modified` is the modification time of the file, for one of another machine; None if the storage has none.
+        `modified` is the file's modification time, or None if the storage does not report it.
         """
         same_clock = bool(self.boot) and self.boot == run_lock.boot_id()
         written = self.written if modified is None else modified
@@ -80,7 +80,7 @@ def position_of_node(environ: Mapping[str, str] = os.environ) -> tuple[int, int]
     """Return the index of this rank's node and the number of nodes; None if this is not the first rank of its node."""
     rank, world = int(environ.get('RANK', '0')), int(environ.get('WORLD_SIZE', '1'))
     if NODE_VARIABLE in environ:
-        # The nodes of a local job share one machine, where LOCAL_RANK counts the ranks of all of them.
+        # Nodes of a local job share one machine, where LOCAL_RANK numbers the ranks of all nodes together.
         node, nodes = map(int, environ[NODE_VARIABLE].split('/'))
         return (node, nodes) if rank == node * (world // nodes) else None
     local_world = int(environ.get('LOCAL_WORLD_SIZE', '1'))
@@ -89,19 +89,19 @@ def position_of_node(environ: Mapping[str, str] = os.environ) -> tuple[int, int]
 
 
 class StatusWriter:
-    """Thread that writes the status of this node to the run's folder.
+    """Thread that writes this node's status to the run's folder.
 
     Args:
-        status: The status, whose fields the training thread changes.
+        status: The status; the training thread updates its fields.
         on_write: Function that is called in the thread after each write.
     """
 
     def __init__(self, run: Path | str, status: NodeStatus, *, on_write: Callable[[], None] = lambda: None) -> None:
         self.run, self.status, self.on_write = run, status, on_write
         self.last_batch_at = time.monotonic()
-        """Time when the last batch ended, by the monotonic clock."""
+        """Time when the last batch ended, on the monotonic clock."""
         self._created = False
-        """True once the status has been written, so that its folder exists."""
+        """True once the status has been written, which means that the folder existed."""
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._write_until_done, name='status', daemon=True)
 
@@ -109,7 +109,7 @@ class StatusWriter:
         self._thread.start()
 
     def stop(self) -> None:
-        """Write the status for the last time, and wait a few seconds at most."""
+        """Write the status for the last time, and wait at most a few seconds for this."""
         self.status.doing = ENDED
         self._done.set()
         self._thread.join(_JOIN_SECONDS)
@@ -132,7 +132,7 @@ class StatusWriter:
         self.status.seconds_since_batch = now - self.last_batch_at
         self.status.written_at, self.status.written = now, time.time()
         with contextlib.suppress(OSError):  # the disk may be full, or the storage temporarily unavailable
-            # Create nothing if the run's folder is no longer mounted.
+            # If the run's folder is no longer mounted, do not create it.
             if self._created and not is_url(self.run) and not (Path(self.run) / FOLDER).is_dir():
                 return
             name = f'{FOLDER}/node-{self.status.node}.json'
@@ -141,15 +141,15 @@ class StatusWriter:
 
 
 def read_statuses(run: Path | str) -> list[tuple[NodeStatus, float]]:
-    """Return the status of each node of a run with the time since its last batch, ordered by node."""
+    """Return each node's status and the time since its last batch, ordered by node."""
     found, files = [], files_of_run(run)
     for name, version in files.list(FOLDER).files.items():
         if not name.startswith('node-'):
             continue
-        with contextlib.suppress(OSError, ValueError, TypeError):  # replaced just now, or not one of our files
+        with contextlib.suppress(OSError, ValueError, TypeError):  # the file was just replaced, or is not ours
             status = NodeStatus(**json.loads(files.read(f'{FOLDER}/{name}') or b''))
             found.append((status, status.silent_seconds(version.modified)))
-    # An earlier attempt with more nodes leaves files behind; the newest file has the current number of nodes.
+    # Ignore files left behind by an earlier attempt with more nodes; the newest file has the current number of nodes.
     newest = max((status for status, _ in found), key=lambda each: each.written, default=None)
     nodes = 0 if newest is None else newest.nodes
     return sorted(((status, age) for status, age in found if status.node < nodes), key=lambda each: each[0].node)

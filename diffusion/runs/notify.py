@@ -1,7 +1,7 @@
-"""Messages about a run to people: a webhook that receives JSON (Slack accepts it too), and a command.
+"""Messages to people about a run, through a webhook that receives JSON (Slack's too) or a command.
 
-A recipe names environment variables, which hold the URL and the command line. Neither is written to a file, so a recipe
-contains no secret, and a recipe from elsewhere runs no command.
+A recipe names the environment variables that hold the URL and the command line. Neither is written to a file, so a
+recipe contains no secrets, and a recipe from someone else cannot run commands.
 """
 
 import json
@@ -28,35 +28,35 @@ log = logging.getLogger(__name__)
 NUMBER_VARIABLE = 'DIFFUSION_ATTEMPT_NUMBER'
 """Environment variable in which the node entry point passes the number of the attempt to its workers."""
 TRAINING_EVENTS = ('loss_guard', 'checkpoint_failed')
-"""Events that only the training process can see; all others are sent by the node entry point if there is one."""
+"""Events that only the training process can detect. The node entry point, if there is one, sends all others."""
 TIMEOUT_SECONDS = 5.0
 """Timeout of a request to the webhook."""
 COMMAND_SECONDS = 30.0
 """Time after which the command is killed."""
 PAUSES_SECONDS = (1.0, 3.0)
-"""Pauses before the second and the third attempt to deliver a message."""
+"""Pauses before the second and third try to deliver a message."""
 CLOSE_SECONDS = 12.0
-"""Longest wait at the end of a process for undelivered messages, enough for a request that times out and its retry."""
+"""Maximum wait for undelivered messages at the end of a process, enough for a request that times out and a retry."""
 GOODPUT_AFTER_SECONDS = 1800.0
-"""Age of a run before its goodput is compared with `goodput_below`; the start of every run is unproductive."""
+"""Age of a run at which its goodput is first compared with `goodput_below`; every start is unproductive."""
 
 
 class NotDelivered(Exception):
-    """Raised when a message could not be delivered. The text never contains the URL or the command."""
+    """Raised when a message cannot be delivered. The text never contains the URL or the command."""
 
 
 class Notifier:
-    """Sender of the messages of one attempt of a run. Each event is sent once at most.
+    """Sender of messages about one attempt of a run. Each event is sent at most once.
 
     Args:
         config: The `notify` section of the recipe.
-        run: The run's folder or URL, whose last part is in every message as the name of the run.
-        environ: Environment with the variables that `config` names.
+        run: The run's folder or URL; its last part is the name of the run in every message.
+        environ: Environment variables, including those that `config` names.
         events: Events that this process sends.
         hide: Function that removes secrets from a text.
     """
 
-    # Each message has a thread of its own, so that a slow server delays neither training nor another message.
+    # Each message has its own thread, so that a slow server does not delay training or other messages.
 
     def __init__(
         self,
@@ -83,9 +83,9 @@ class Notifier:
         self._threads: list[threading.Thread] = []
 
     def send(self, event: str, text: str, **values: Any) -> None:
-        """Send a message in the background, unless the recipe leaves the event out or it was sent before.
+        """Send a message in the background, unless the recipe excludes the event or the event was already sent.
 
-        `values` are further fields of the JSON message.
+        `values` are additional fields of the JSON message.
         """
         if event not in self._events:
             return
@@ -104,7 +104,7 @@ class Notifier:
             thread.start()
 
     def check_goodput(self) -> None:
-        """Send the event `goodput` if the goodput of the run so far is below the bound of the recipe."""
+        """Send the event `goodput` if the run's goodput so far is below the recipe's threshold."""
         bound = self.config.goodput_below
         if bound is None or 'goodput' not in self._events:
             return
@@ -127,7 +127,7 @@ class Notifier:
 
 
 def ended_values(attempt: attempts.Attempt) -> dict[str, Any]:
-    """Return the fields of the message `ended` from the record of an attempt."""
+    """Return the fields of the message `ended`, given the record of an attempt."""
     return {'cause': attempt.cause, 'detail': attempt.detail, 'status': attempt.status, 'batch': attempt.last}
 
 
@@ -144,7 +144,7 @@ def _deliver(key: str, deliver: Callable[[dict[str, Any]], None], message: dict[
 
 
 def _post(url: str, message: dict[str, Any]) -> None:
-    # Refuse file: and ftp:, which urllib would open too.
+    # Refuse file: and ftp: URLs, which urllib would open too.
     if not url.startswith(('https://', 'http://')):
         raise NotDelivered('the URL does not start with https:// or http://')
     try:
@@ -157,11 +157,11 @@ def _post(url: str, message: dict[str, Any]) -> None:
         error.close()
         raise NotDelivered(f'HTTP status {error.code}') from None
     except (OSError, ValueError, urllib.error.URLError) as error:
-        # Report only the system's message or the type: the text of an exception may contain the URL, which is a secret.
+        # Report only the operating system's message or the exception's type: other text may contain the URL, a secret.
         cause = error.reason if isinstance(error, urllib.error.URLError) else error
         words = getattr(cause, 'strerror', None) or type(cause).__name__
         raise NotDelivered(str(words)) from None
-    except Exception as error:  # http.client raises errors of its own for a reply that is not HTTP
+    except Exception as error:  # http.client has its own exceptions for replies that are not HTTP
         raise NotDelivered(type(error).__name__) from None
 
 

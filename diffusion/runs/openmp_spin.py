@@ -1,11 +1,11 @@
-"""Short spin of OpenMP threads: how long idle CPU threads of PyTorch check for work before they sleep."""
+"""Shorten the spin of OpenMP threads: how long PyTorch's idle CPU threads check for work before they sleep."""
 
 import os
 import sys
 from collections.abc import Container, MutableMapping
 
 SPIN_COUNT = 1500
-"""Checks of an idle thread before it sleeps, about 15 us by the estimate in libgomp's env.c (100,000 per ms).
+"""Number of checks for work before an idle thread sleeps: about 15 us by the estimate in libgomp's env.c.
 
 benchmarks/busy_machine.py compares values.
 """
@@ -14,16 +14,16 @@ POLICY_VARIABLE = 'OMP_WAIT_POLICY'
 
 
 def shorten_spin(environ: MutableMapping[str, str] = os.environ, loaded: Container[str] = sys.modules) -> None:
-    """Set GOMP_SPINCOUNT for this process and its children, unless the user set it or OMP_WAIT_POLICY.
+    """Set GOMP_SPINCOUNT for this process and its children, unless the user has set it or OMP_WAIT_POLICY.
 
-    Does nothing if torch is loaded, since libgomp reads the variable only when it is loaded.
+    If torch is already loaded, this does nothing, because libgomp reads the variable only when it is loaded.
 
     Args:
         loaded: Names of imported modules.
     """
-    # libgomp's default is 300,000 checks, 3 to 15 ms. When other processes need the cores, a thread that spins keeps a
-    # core from the thread that it waits for, and a batch takes several times as long. GPU machines get the short spin
-    # too: it changes no result, and their ranks and loader workers share cores as well.
+    # libgomp's default is 300,000 checks, 3 to 15 ms. If other processes need the cores, a spinning thread occupies the
+    # core that the thread it waits for needs, and a batch takes several times as long. On GPU machines too, ranks and
+    # loader workers share cores. The short spin does not change results.
     if 'torch' not in loaded and SPIN_VARIABLE not in environ and POLICY_VARIABLE not in environ:
         environ[SPIN_VARIABLE] = str(SPIN_COUNT)
 

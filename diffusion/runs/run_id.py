@@ -1,7 +1,7 @@
-"""Identity of a run's folder in `run.json`, which shows that a checkpoint or a folder belongs to another run.
+"""Identity of a run's folder in `run.json`, used to detect checkpoints and folders of other runs.
 
-The file is written once, at the first start of the run. At each save it shows that the path still leads to the run's
-folder: a file system that is no longer mounted, or a folder that was moved, leaves a path without the file.
+The file is written once, at the first start of the run. Each save checks that the path still leads to this file: it
+does not if the file system is no longer mounted or the folder was moved.
 """
 
 import datetime
@@ -24,23 +24,23 @@ VERSION = 1
 
 
 def create_run_id(folder: Path, run_id: str = '') -> str:
-    """Write run.json into a run's folder, which must exist, with a new id or a given one, and return the run's id."""
+    """Write run.json with a new id, or the given one, into a run's existing folder; return the id."""
     run_id = run_id or uuid4().hex
     write_atomically(folder / RUN_FILE, run_file_content(run_id), create_folder=False)
     return run_id
 
 
 def run_file_content(run_id: str) -> str:
-    """Return the content of the run.json of a run that begins now."""
+    """Return the content of run.json for a run that starts now."""
     created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec='seconds')
     return json.dumps({'version': VERSION, 'id': run_id, 'created': created}) + '\n'
 
 
 def read_run_id(folder: Path) -> str | None:
-    """Return the id in the run.json of a run's folder; None if the file or the folder does not exist.
+    """Return the id in the run.json of a run's folder; None if the file does not exist.
 
     Raises:
-        UserError: The file is not a run.json of this version.
+        UserError: The file is not a valid run.json of this version.
         OSError: The file cannot be read.
     """
     path = folder / RUN_FILE
@@ -51,7 +51,7 @@ def read_run_id(folder: Path) -> str | None:
 
 
 def parse_run_id(text: str, path: str) -> str:
-    """Return the id in the content of a run.json; raise a UserError with `path` if it is not one of this version."""
+    """Return the id in the content of a run.json; raise a UserError that names `path` if the content is invalid."""
     try:
         content = json.loads(text)
         version, run_id = content['version'], content['id']
@@ -86,30 +86,30 @@ def check_run_id(folder: Path, run_id: str) -> None:
 
 
 def open_bucket_run(url: str) -> str:
-    """Return the id in the run.json of the run at a URL; write the file if it does not exist.
+    """Return the id in run.json of the run at a URL; write the file if it does not exist.
 
     Raises:
-        UserError: The store refuses the request or has no conditional writes, or the file is not a run.json.
+        UserError: The store refuses the request or lacks conditional writes, or the file is not a valid run.json.
         OSError: The store cannot be read or written.
     """
     place = StorePlace(url)
     content = place.read(RUN_FILE)
     if content is None:
-        place.create(RUN_FILE, run_file_content(uuid4().hex))  # no effect if another process was faster
+        place.create(RUN_FILE, run_file_content(uuid4().hex))  # does nothing if another process was faster
         content = place.read(RUN_FILE) or b''
     return parse_run_id(content.decode(errors='replace'), place.locate(RUN_FILE))
 
 
 def claim_working_folder(folder: Path, run_id: str) -> None:
-    """Create a node's working folder for a run; remove what another run at the same URL has left there."""
+    """Create a node's working folder for a run, after removing files of an earlier run at the same URL."""
     try:
         found = read_run_id(folder)
-    except UserError:  # a full disk has damaged the file
+    except UserError:  # the file is damaged, for example by a full disk
         found = None
     if found == run_id:
         return
     if found is not None:
-        log.warning('%s: removed, since it is of an earlier run at the same URL', folder)
+        log.warning('%s: removed, since it belongs to an earlier run at the same URL', folder)
     remove(folder)
     folder.mkdir(parents=True)
     create_run_id(folder, run_id)

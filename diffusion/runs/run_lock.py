@@ -1,10 +1,10 @@
-"""Lock on a run's folder: two jobs that save to one folder would resume from each other's checkpoints.
+"""Lock on a run's folder: two jobs that save to the same folder would resume from each other's checkpoints.
 
-The file or object run.lock names its owner, which rewrites it every few seconds. A job on the owner's machine looks for
-the owner's process. A job on any other machine can only check whether the content still changes.
+The file or object run.lock names the lock's owner, which rewrites it every few seconds. A job on the owner's machine
+checks if the owner's process exists. A job on any other machine can only check if the content still changes.
 
-An object is written only if it has not changed since it was read (compare-and-set). A file is always written, because
-file locks do not work on the file system of every cluster, so two jobs may both find the lock free.
+An object is written only if it has not changed since it was read (compare-and-set). For files, two jobs may both find
+the lock free, because file locks do not work on every cluster's file system.
 """
 
 import contextlib
@@ -27,42 +27,42 @@ from diffusion.storage import object_store
 from diffusion.storage.places import PATIENT, Place, files_of_run, is_url
 from diffusion.storage.retry import PreconditionFailed, RetryPolicy, status_of
 
-# This module avoids flock and fcntl, because network file systems of clusters are often mounted without working locks.
-# It compares no timestamps, because the clocks of two machines differ.
+# Do not use flock or fcntl here: clusters often mount network file systems without working locks. Do not compare
+# timestamps either: the clocks of two machines differ.
 LOCK = 'run.lock'
 RELEASED = '{"owner": null, "released": true}\n'
-"""Content of the lock object of a run that no job holds."""
+"""Content of a lock object that no job holds."""
 ONCE = RetryPolicy(tries=1, timeout_seconds=5.0)
-"""Policy of refreshes: the next refresh is the next try, and a store that hangs must not make the owner look dead."""
+"""Retry policy of refreshes: no retries, since the next refresh follows soon, and a short timeout."""
 LOCK_HELD_VARIABLE = 'DIFFUSION_RUN_LOCK'
-"""Environment variable that marks the workers of a node entry point, which holds the lock for them."""
+"""Environment variable by which workers know that the node entry point holds the lock for them."""
 _JOB_ID_VARIABLES = ('SLURM_JOB_ID', 'SKYPILOT_TASK_ID', 'TRAINING_JOB_NAME', 'RUN_NAME')
 """Scheduler variables that keep their value when a job is restarted."""
 REFRESH_SECONDS = 5.0
 BUCKET_REFRESH_SECONDS = 15.0
-"""Interval of the refreshes of an object, longer since a store charges for requests. A refresh takes one PUT and three
-GET requests: in S3, 240 and 720 per hour, about 0.0015 USD. Eight of them may fail before the owner looks dead."""
+"""Interval for refreshing a lock object, longer because stores charge for requests: one PUT and three GET requests per
+refresh, or about 0.0015 USD per hour in S3. The owner looks dead only after eight failed refreshes."""
 STALE_SECONDS = 120.0
-"""Time without a change of the lock after which an owner on another machine counts as dead. A file system that is busy
-with a checkpoint may be slow."""
+"""Time without a change of the lock after which an owner on another machine counts as dead. It is long because a file
+system that is busy with a checkpoint may be slow."""
 POLL_SECONDS = 0.5
 ACQUIRE_TRIES = 10
-"""Number of tries to write a free lock; each fails only if another job has just taken and released it."""
+"""Number of tries to take a free lock; a try fails only if another job has just taken and released the lock."""
 BUCKET_POLL_SECONDS = 2.0
-"""Interval at which a job that waits for a lock object reads it, with one GET request; POLL_SECONDS is for files."""
+"""Interval at which a waiting job reads a lock object (one GET request); POLL_SECONDS is for files."""
 SAME_JOB_SECONDS = 240.0
-"""Maximum wait for an earlier attempt of the same job to end on another machine. It is less than the five minutes for
-which the other nodes of this attempt wait."""
+"""Maximum time to wait for an earlier attempt of the same job to end on another machine. It is less than the five
+minutes that the other nodes of this attempt wait."""
 
 
 class LockContent(NamedTuple):
-    """Content of a lock as it was read."""
+    """Content read from a lock."""
 
     text: str
     version: str = ''
-    """Version by which a conditional write recognizes this content."""
+    """Version of the content, such as an etag, for conditional writes."""
     readable: bool = True
-    """False if the storage did not respond, so that the content is unknown."""
+    """False if the content is unknown because the storage did not respond."""
 
 
 UNREADABLE = LockContent('', readable=False)
@@ -72,8 +72,8 @@ class RunLock:
     """File or object that holds the lock of a run.
 
     Attributes:
-        in_bucket: True if it is an object.
-        path: Its path or URL.
+        in_bucket: True if the lock is an object.
+        path: Path or URL of the lock.
     """
 
     def __init__(self, run: Path | str) -> None:
@@ -81,13 +81,13 @@ class RunLock:
         self.path = self._place().locate(LOCK)
 
     def read(self, *, patient: bool = False) -> LockContent | None:
-        """Return the content, or None if there is no lock; UNREADABLE for a file whose storage fails.
+        """Return the content; None if there is no lock, UNREADABLE if it is a file and the storage fails.
 
         Args:
-            patient: True to retry.
+            patient: True to retry after storage faults.
 
         Raises:
-            OSError: Every try failed.
+            OSError: The object cannot be read.
             UserError: The store refuses the request, or the file is a link.
         """
         try:
@@ -99,7 +99,7 @@ class RunLock:
         return None if found is None else LockContent(found.content.decode(errors='replace'), found.version)
 
     def poll(self, content: LockContent) -> LockContent | None:
-        """Return the current content, UNREADABLE after a fault; cheaper than `read` if it still is `content`."""
+        """Return the current content, UNREADABLE if the storage fails; cheaper than `read` if nothing has changed."""
         if not self.in_bucket:
             return self.read()
         try:
@@ -108,11 +108,11 @@ class RunLock:
             return None if status_of(error) == 404 else UNREADABLE
 
     def write(self, text: str, expected: LockContent | None, *, patient: bool = False) -> None:
-        """Write the content.
+        """Replace the content of the lock.
 
         Args:
-            expected: The content that it replaces, or None if there was no lock.
-            patient: True to retry.
+            expected: The content to be replaced, or None if there was no lock.
+            patient: True to retry after storage faults.
 
         Raises:
             PreconditionFailed: The lock has changed since `expected` was read; only for an object.
@@ -123,14 +123,14 @@ class RunLock:
         if self.in_bucket:
             place.replace(LOCK, text.encode(), None if expected is None else expected.version)
         else:
-            # A reader may see a partial write, which counts as a change without an owner.
+            # A reader may see a partial write, which counts as a changed content without an owner.
             place.write(LOCK, text, in_place=True)
 
     def release(self, expected: LockContent) -> None:
-        """Free the lock, whose content is `expected`; raises as `write` does."""
+        """Release the lock, whose content is `expected`; raises the same errors as `write`."""
         if self.in_bucket:
-            # Overwrite the object, since stores cannot delete one on the condition of its etag: a later attempt of this
-            # job may take the lock between the last look and the deletion.
+            # Overwrite instead of deleting, because stores have no delete that is conditional on an etag: a later
+            # attempt of this job may take the lock just before the deletion.
             self.write(RELEASED, expected)
         else:
             self._place().delete([LOCK])
@@ -157,14 +157,14 @@ class Owner:
 
     token: str
     job: str
-    """Name of the job, or empty if there is none."""
+    """Name of the job; empty if it has none."""
     number: str
-    """Job id of the scheduler, or empty if there is none."""
+    """Scheduler's job id; empty if there is none."""
     attempt: int
     """Number of restarts by the scheduler, or -1 if unknown."""
     host: str
     machine: str
-    """Boot id and PID namespace. Processes with the same value can see each other."""
+    """Boot id and PID namespace. Processes with equal values can see each other."""
     pid: int
     started: str
     """Start time of the process in ticks since boot, which distinguishes it from a later process with the same id."""
@@ -173,7 +173,7 @@ class Owner:
 
     @staticmethod
     def current(environ: Mapping[str, str]) -> 'Owner':
-        """Return the record of this process as an owner of the lock."""
+        """Return an `Owner` that describes this process."""
         number = job_id(environ)
         attempt = environ.get(environment.ATTEMPT, '')
         return Owner(
@@ -189,16 +189,16 @@ class Owner:
         )
 
     def is_later_attempt_of(self, other: 'Owner') -> bool:
-        """Return True if this owner is a later attempt of the job of `other`, so that `other` must have ended."""
+        """Return True if this owner is a later attempt of the same job, which means that `other` must have ended."""
         return bool(self.number) and self.number == other.number and self.attempt > other.attempt >= 0
 
     def may_be_same_job_as(self, other: 'Owner') -> bool:
-        """Return True if both lock owners may be attempts of one job, judging by job name and id."""
+        """Return True if both owners may be attempts of the same job, judging by job name and id."""
         different_ids = self.number and other.number and self.number != other.number
         return bool(self.job) and self.job == other.job and not different_ids
 
     def is_alive(self) -> bool | None:
-        """Return True if the owner's process is running, False if not, or None if it cannot be determined here."""
+        """Return True if the owner's process is running, False if not, None if this machine cannot determine it."""
         if not self.machine or self.machine != _machine_id():
             return None
         return start_ticks(self.pid) == self.started
@@ -210,7 +210,7 @@ class Owner:
 
 
 def job_id(environ: Mapping[str, str]) -> str:
-    """Return the scheduler's id of this job, the same on all nodes and after a restart; empty if it sets none."""
+    """Return the scheduler's id of this job, the same on all nodes and after restarts; empty if none is set."""
     return next((environ[name] for name in _JOB_ID_VARIABLES if environ.get(name)), '')
 
 
@@ -218,10 +218,10 @@ def job_id(environ: Mapping[str, str]) -> str:
 def hold_run_lock(
     run: Path | str, environ: Mapping[str, str] = os.environ, *, stopped: Callable[[], bool] = lambda: False
 ) -> Iterator[Owner]:
-    """Hold the lock of a run in a `with` block; if another job takes over the lock, exit this process.
+    """Hold a run's lock in a `with` block. If another job takes over the lock, this process exits.
 
     Args:
-        stopped: Polled while waiting for an owner that may be dead; the wait ends when it returns True.
+        stopped: Polled while this process waits for another owner; the wait ends when it returns True.
 
     Raises:
         RunLocked: Another job holds the lock and is alive.
@@ -239,22 +239,22 @@ def hold_run_lock(
         yield this_owner
     finally:
         done.set()
-        # A storage that does not respond must not keep this process from ending; the lock then expires.
+        # Storage that does not respond must not prevent this process from ending. The lock then expires.
         thread.join(STORAGE_SECONDS)
         if not thread.is_alive():
             within_limit(lambda: _release(lock, this_owner))
 
 
 def _acquire(lock: RunLock, this_owner: Owner, stopped: Callable[[], bool]) -> None:
-    """Take a lock as soon as it is free; raises as `hold_run_lock` does."""
+    """Take a lock as soon as it is free; raises the same errors as `hold_run_lock`."""
     for _ in range(ACQUIRE_TRIES):
-        # A file has no atomic test-and-set, and two jobs may both find it free. The one that writes last wins; the
-        # other finds a foreign token at its next refresh and exits. For an object, only the first write succeeds.
+        # Files have no atomic compare-and-set, so two jobs may both find the lock free. The job that writes last wins;
+        # the other finds a foreign token at its next refresh and exits. For an object, only the first write succeeds.
         found = _wait_until_free(lock, this_owner, stopped)
         try:
             return lock.write(_content(this_owner, 0), found, patient=True)
         except PreconditionFailed:
-            # Another job was faster, and its owner decides; or the store does not recognize its own etags.
+            # Another job was faster, so check its owner next. Or the store does not recognize its own etags.
             time.sleep(_interval(lock, REFRESH_SECONDS, BUCKET_POLL_SECONDS))
         if stopped():
             raise RunLocked(f'{lock.path}: asked to stop while waiting for the lock', retry=True)
@@ -266,13 +266,13 @@ def _release(lock: RunLock, this_owner: Owner) -> None:
     content = lock.read()
     other = None if content is None else parse_owner(content.text)
     if content is not None and other is not None and other.token == this_owner.token:
-        # The lock expires if the store refuses to release it.
+        # If the store refuses to release the lock, it expires.
         with contextlib.suppress(PreconditionFailed, UserError):
             lock.release(content)
 
 
 def owner_of(run: Path | str) -> Owner | None:
-    """Return the owner recorded in the lock of a run, or None if there is none or it cannot be parsed."""
+    """Return the owner recorded in a run's lock, or None if there is no lock or no valid owner."""
     return parse_owner(read_lock(RunLock(run)))
 
 
@@ -281,39 +281,39 @@ def parse_owner(content: str | None) -> Owner | None:
     with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
         owner = Owner(**json.loads(content or '')['owner'])
         kinds = get_type_hints(Owner)
-        # A file that this program did not write may have any content.
+        # The file may have been edited, so check the types of all fields.
         if all(isinstance(getattr(owner, name), kinds[name]) for name in kinds) and 0 <= owner.since < 1e11:
             return owner
     return None
 
 
 def _wait_until_free(lock: RunLock, this_owner: Owner, stopped: Callable[[], bool]) -> LockContent | None:
-    """Wait until a lock has no owner or its owner is known to be dead; return its content then.
+    """Wait until a lock has no owner or its owner is known to be dead, and return the lock's content.
 
     Raises:
         RunLocked: The owner is alive, or `stopped` returned True.
         OSError: The storage has not responded for STALE_SECONDS.
     """
     content, refreshed, announced = lock.read(patient=True), False, False
-    begin = changed = responded = time.monotonic()  # after the read: its retries may take minutes
+    begin = changed = responded = time.monotonic()  # set after the read, whose retries may take minutes
     while content is not None and content.text != RELEASED:
         other = parse_owner(content.text)
         if other is not None and other.token == this_owner.token:
-            return content  # written by this process, but the answer of the store was lost
+            return content  # this process wrote it, but the store's response was lost
         if other is not None and (this_owner.is_later_attempt_of(other) or other.is_alive() is False):
             return content
-        # Any change of the content shows that its writer is alive, even if the content cannot be parsed (a reader may
-        # see a partial write). The modification time is not evidence: it is from the clock of another machine.
+        # Any change of the content shows that the owner is alive, even if the content is a partial write. The
+        # modification time shows nothing, because it is from another machine's clock.
         now, current = time.monotonic(), lock.poll(content)
         if current is not None and not current.readable:
-            # The owner cannot refresh the lock either while the storage does not respond.
+            # While the storage does not respond, the owner cannot refresh the lock either.
             changed = time.monotonic()
             if now - responded > STALE_SECONDS:
                 raise OSError(f'{lock.path}: cannot be read since {STALE_SECONDS:.0f} s')
         else:
             responded = now
             if current != content:
-                # The first content that can be read after a fault says nothing about the owner.
+                # Ignore the first change after a fault: it is a change from UNREADABLE, not by the owner.
                 refreshed = refreshed or content.readable
                 content, changed = current, time.monotonic()
                 if content is None or content.text == RELEASED:
@@ -321,8 +321,7 @@ def _wait_until_free(lock: RunLock, this_owner: Owner, stopped: Callable[[], boo
             elif now - changed > STALE_SECONDS:
                 return content
         if other is not None and (refreshed or other.is_alive()):
-            # The owner is alive. Only an earlier attempt of this job is about to end; any other job is refused
-            # immediately.
+            # The owner is alive. Wait only if it is an earlier attempt of this job, which is about to end.
             if stopped() or now - begin > _max_wait(this_owner, other):
                 raise RunLocked(
                     f'{lock.path}: {other}, trains this run; wait for it to end, or set another run name (name=...). '
@@ -339,7 +338,7 @@ def _wait_until_free(lock: RunLock, this_owner: Owner, stopped: Callable[[], boo
 
 
 def _max_wait(this_owner: Owner, other: Owner) -> float:
-    """Return the maximum seconds to wait for a live lock owner to end; 0 if the owner belongs to another job."""
+    """Return the maximum number of seconds to wait for a live owner to end; 0 if it belongs to another job."""
     if not this_owner.may_be_same_job_as(other):
         return 0.0
     return STALE_SECONDS if other.is_alive() else SAME_JOB_SECONDS
@@ -356,9 +355,9 @@ def _refresh(lock: RunLock, this_owner: Owner, done: threading.Event) -> None:
         count += 1
         try:
             _refresh_once(lock, this_owner, count)
-        # Survive any error, such as a lack of threads: without refreshes, another job would take over this run.
+        # Survive any error, even a lack of threads: without refreshes, another job would take over this run.
         except Exception as error:
-            # A file's fault shows up in the next save, and is common enough on a busy file system.
+            # Do not warn about files: faults are common on busy file systems, and lasting ones show in the next save.
             if not failing and lock.in_bucket:
                 print(f'warning: {error}; the lock of the run is not refreshed meanwhile', file=sys.stderr, flush=True)
             failing = True
@@ -367,20 +366,20 @@ def _refresh(lock: RunLock, this_owner: Owner, done: threading.Event) -> None:
 
 
 def _refresh_once(lock: RunLock, this_owner: Owner, count: int) -> None:
-    """Rewrite a lock, or exit this process if another job has taken it over; raises as `RunLock.write` does."""
-    # Try again if another job has written between reading and writing: the second try then finds the other owner.
+    """Rewrite a lock, or exit if another job has taken it over; raises the same errors as `RunLock.write`."""
+    # If another job writes between this read and write, the second try finds the other owner.
     for _ in range(2):
         content = lock.read()
         other = None if content is None else parse_owner(content.text)
         if other is not None and other.token != this_owner.token:
-            # This process was taken for dead, for example because its machine was suspended. The folder now belongs to
+            # This process was considered dead, for example because its machine was suspended. The folder now belongs to
             # the other job, and any further write would damage its run. os._exit skips all cleanup, which might write a
-            # checkpoint or delete the lock of the other job. CONFIG_ERROR keeps the scheduler from starting a retry
-            # that competes for the folder.
+            # checkpoint or delete the other job's lock. CONFIG_ERROR prevents a retry that would compete for the
+            # folder.
             print(f'error: {lock.path}: {other}, took over the lock; this process exits', file=sys.stderr, flush=True)
             os._exit(CONFIG_ERROR)
         if content is not None and content.text == RELEASED:
-            # Another job took over the lock, trained and ended: this process releases it only after its last refresh.
+            # Another job must have taken over the lock and ended: this process releases it only after its last refresh.
             reason = 'another job took over the lock and has ended; this process exits'
             print(f'error: {lock.path}: {reason}', file=sys.stderr, flush=True)
             os._exit(CONFIG_ERROR)
@@ -395,7 +394,7 @@ def _content(this_owner: Owner, count: int) -> str:
 
 
 def read_lock(lock: RunLock) -> str | None:
-    """Return the content of a lock; None if nobody holds it, empty if the storage does not respond."""
+    """Return the content of a lock; None if no job holds it, empty if the storage does not respond."""
     try:
         content = lock.read()
     except (OSError, UserError):
@@ -405,7 +404,7 @@ def read_lock(lock: RunLock) -> str | None:
 
 def _machine_id() -> str:
     """Return the boot id and PID namespace of this machine; empty if they cannot be read."""
-    # Include the PID namespace: containers on one machine share the kernel, but not their process ids.
+    # Include the PID namespace, because containers on one machine share the boot id but not process ids.
     boot = boot_id()
     try:
         return f'{boot} {os.readlink("/proc/self/ns/pid")}' if boot else ''
@@ -414,7 +413,7 @@ def _machine_id() -> str:
 
 
 def boot_id() -> str:
-    """Return the id of this machine's boot, within which all processes share the monotonic clock; empty if unknown."""
+    """Return the machine's boot id, which identifies its monotonic clock; empty if unknown."""
     try:
         return Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()
     except OSError:
@@ -422,12 +421,12 @@ def boot_id() -> str:
 
 
 def start_ticks(pid: int) -> str:
-    """Return the start time of a process in clock ticks since boot; empty if the process has ended or is a zombie."""
+    """Return a process's start time in clock ticks since boot; empty if the process has ended or is a zombie."""
     try:
         content = Path(f'/proc/{pid}/stat').read_text(encoding='utf-8', errors='replace')
     except OSError:
         return ''
-    # Parse after the last parenthesis: field 2 is the program name in parentheses, which may contain spaces and
-    # parentheses itself. Field 22 is the start time (man 5 proc).
+    # Parse after the last parenthesis: field 2 is the program's name in parentheses, which may itself contain spaces
+    # and parentheses. Field 22 is the start time (man 5 proc).
     state, *fields = content.rpartition(')')[2].split()
     return '' if state in 'ZX' else fields[18]

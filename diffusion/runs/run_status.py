@@ -17,23 +17,23 @@ from diffusion.runs.node_status import NodeStatus
 from diffusion.storage.places import PATIENT, Listing, LocalPlace, Place, StorePlace, files_of_run, is_url
 from diffusion.storage.text_tables import parse_json_lines
 
-# Files that training writes. The modules that write them import PyTorch, which this package does not.
+# Files that training writes. Their names are repeated here because the modules that write them import PyTorch.
 METRICS, TRAIN_LOSS, RECIPE, RECEIPT = 'metrics.jsonl', 'loss/train/total', 'recipe.yaml', 'receipt.json'
 _TAIL_BYTES = 2**16
-"""Size of the end of metrics.jsonl that is read, enough for the metrics of many batches."""
+"""Number of bytes read from the end of metrics.jsonl, enough for the metrics of many batches."""
 SILENT_SECONDS = 60.0
-"""Minimum time without a batch after which a running job is reported as silent."""
+"""Minimum time without a batch after which a running job counts as silent."""
 SILENT_BATCHES = 10
-"""Number of average batch times without a batch that must also have passed for a job to count as silent."""
+"""A job counts as silent only after this number of average batch times without a batch."""
 WATCH_SECONDS = 12.0
-"""Time for which the lock of another machine is watched if it may be dead. Its owner rewrites it every 5 seconds."""
+"""Time to watch a lock for changes if its owner on another machine may be dead. Owners rewrite it every 5 seconds."""
 BUCKET_WATCH_SECONDS = 40.0
-"""The same time for an object, which its owner rewrites every 15 seconds, and later while the store is slow."""
+"""The same time for a lock object, which is rewritten every 15 seconds, or less often if the store is slow."""
 
 
 @dataclass
 class RunReport:
-    """Status of a run; `diffusion status --json` prints its fields.
+    """Status of a run. `diffusion status --json` prints these fields.
 
     Attributes:
         run: The run's folder or URL.
@@ -42,17 +42,17 @@ class RunReport:
         duration: The training's length as in the recipe, such as 5000ba or 3ep, or None if unknown.
         total_batches: The training's length in batches, or None if unknown.
         batches_per_second: Recent speed without evaluations and saves, or None if unknown or not running.
-        seconds_left: Time to the end of training at that speed, or None.
-        silent_seconds: Time since the last batch on any node, or None if not training.
+        seconds_left: Time to the end of training at the recent speed, or None.
+        silent_seconds: Time since the last batch, or None if not training.
         last_loss: Last training loss in metrics.jsonl, or None.
         newest_checkpoint: Path or URL of the newest checkpoint of the run, or None.
         process: Description of the process that holds the run's lock, or None.
-        cause: How the last attempt ended, such as `preempted`, or None if it still runs or was not recorded.
+        cause: Why the last attempt ended, such as `preempted`, or None if it still runs or has no record.
         nodes: For each node of a running job: node, host, doing, batch and silent_seconds.
-        attempts: The recorded attempts; see `diffusion.runs.attempts.Attempt`. The cause of one that still runs is
+        attempts: The recorded attempts; see `diffusion.runs.attempts.Attempt`. The cause of a running attempt is
             `running`.
-        goodput: Fraction of the time since the first start that was spent in batches that count, or None.
-        last_activity: Time of the newest trace of the run, in seconds since 1970.
+        goodput: Fraction of the time since the first start that was spent in batches that were not lost, or None.
+        last_activity: Time of the run's last sign of activity, in seconds since 1970.
     """
 
     run: str
@@ -77,7 +77,7 @@ def inspect_run(run: Path | str) -> RunReport:
     """Return the status of a run from its files.
 
     Raises:
-        UserError: There are no files of a run.
+        UserError: The folder or URL contains no files of a run.
         OSError: The storage fails.
     """
     files = files_of_run(run, PATIENT)
@@ -97,7 +97,7 @@ def inspect_run(run: Path | str) -> RunReport:
     recorded = attempts.read_attempts(run) if attempts.ATTEMPTS in listing.files else []
     traces = [each.written for each, _ in found] + [each.end for each in recorded] + [_written(content)]
     if not is_url(run):
-        # Files have modification times; of objects only the times in their content are known.
+        # Use the files' modification times. For objects, only the times in their content are available.
         paths = [Path(run, name) for name in known] + ([] if newest is None else [Path(newest)])
         traces = [time for path in paths if (time := _modified(path)) is not None]
     report = RunReport(
@@ -116,7 +116,7 @@ def inspect_run(run: Path | str) -> RunReport:
         report.cause = recorded[-1].cause if recorded else None
         return report
     if recorded and recorded[-1].status is None:
-        report.attempts[-1]['cause'] = 'running'  # it would count as lost, since it has no end
+        report.attempts[-1]['cause'] = 'running'  # without an end record, its cause is 'lost'
     token = '' if owner is None else owner.token
     training = recorded[-1].first is not None if recorded and recorded[-1].launched else True
     current = [(each, age) for each, age in found if each.owner in ('', token) and each.doing != node_status.ENDED]
@@ -128,39 +128,39 @@ def inspect_run(run: Path | str) -> RunReport:
 
 
 def newest_batch(files: Place, listing: Listing) -> int | None:
-    """Return the batch of a run's newest checkpoint; None if there is none.
+    """Return the batch number of a run's newest checkpoint; None if there is none.
 
     Raises:
         OSError: The storage fails.
     """
     batches = sorted(int(name[2:]) for name in listing.folders if name[:2] == 'ba' and name[2:].isdigit())
     if isinstance(files, StorePlace):
-        # A checkpoint without a receipt is still being uploaded, or was not uploaded completely.
+        # A checkpoint without a receipt is still being uploaded or is incomplete.
         return next((each for each in reversed(batches) if files.read(f'ba{each}/{RECEIPT}') is not None), None)
     return batches[-1] if batches else None
 
 
 def _lock_text(lock: run_lock.RunLock) -> str | None:
-    """Return the content of a lock; None if nobody holds it, empty if its file cannot be read.
+    """Return the content of a lock; None if no job holds it, empty if its file cannot be read.
 
     Raises:
-        OSError: The store does not answer.
+        OSError: The store does not respond or refuses access.
     """
     try:
         content = lock.read(patient=True)
-    except UserError as error:  # the store refuses: not a mistake of this command
+    except UserError as error:  # the store refuses access, which is not a mistake in this command
         raise OSError(str(error)) from error
     return None if content is None or content.text == run_lock.RELEASED else content.text
 
 
 def _add_progress(report: RunReport, current: list[tuple[NodeStatus, float]]) -> None:
-    """Add state, progress and speed of a running job from the status of its nodes."""
-    # All nodes wait for one another in each batch, so the newest one shows the progress of the run.
+    """Add a running job's state, progress and speed, given the status of its nodes."""
+    # All nodes wait for each other in each batch, so the newest status shows the progress of the run.
     newest, silent = min(current, key=lambda each: each[1])
     seconds = newest.seconds_per_batch
     limit = max(SILENT_SECONDS, SILENT_BATCHES * (seconds or 0.0))
     if is_url(report.run):
-        limit += node_status.BUCKET_INTERVAL_SECONDS  # the status is up to this much older than the last batch
+        limit += node_status.BUCKET_INTERVAL_SECONDS  # a status may be older than the last batch by this much
     report.state = 'silent' if silent > limit else 'running'
     report.batch = max(status.batch for status, _ in current)
     report.total_batches = newest.total_batches
@@ -190,7 +190,7 @@ def _is_alive(lock: run_lock.RunLock, content: str | None) -> bool:
     alive = owner.is_alive()
     if alive is not None:
         return alive
-    # The owner rewrites the lock every few seconds. Clocks of two machines differ, so an old time is not evidence.
+    # The owner rewrites the lock every few seconds. An old time may be due to different clocks, so watch for changes.
     if lock.in_bucket:
         modified, refresh, watch = _written(content), run_lock.BUCKET_REFRESH_SECONDS, BUCKET_WATCH_SECONDS
     else:
@@ -203,13 +203,13 @@ def _is_alive(lock: run_lock.RunLock, content: str | None) -> bool:
         current = run_lock.read_lock(lock)
         if current is None:
             return False
-        if current not in ('', content):  # empty while the storage does not respond
+        if current not in ('', content):  # '' if the storage does not respond
             return True
     return False
 
 
 def _written(content: str | None) -> float:
-    """Return the time in the content of a lock when its owner wrote it, in seconds since 1970; 0 if unknown."""
+    """Return the time of the last write in the content of a lock, in seconds since 1970; 0 if unknown."""
     with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
         return float(json.loads(content or '{}').get('at', 0.0))
     return 0.0
@@ -242,7 +242,7 @@ def format_report(report: RunReport) -> str:
 
 
 def _headline(report: RunReport, recorded: list[Attempt]) -> str:
-    """Return the state of a run in a few words."""
+    """Return a run's state in a few words."""
     if report.state == 'silent' and report.silent_seconds is not None:
         return f'silent, no batch for {attempts.format_duration(report.silent_seconds)}'
     if report.state != 'ended':
@@ -253,12 +253,12 @@ def _headline(report: RunReport, recorded: list[Attempt]) -> str:
 
 
 def last_loss(metrics: Path) -> tuple[int, float] | None:
-    """Return the number of trained batches and the last training loss of a metrics file; None if it has no loss."""
+    """Return the number of trained batches and the last training loss in a metrics file; None if it has no loss."""
     return _last_loss(LocalPlace(metrics.parent).read(metrics.name, tail_bytes=_TAIL_BYTES))
 
 
 def _last_loss(metrics: bytes | None) -> tuple[int, float] | None:
-    """Return the same as `last_loss` from the end of the content of a metrics file."""
+    """Return the same as `last_loss`, given the end of a metrics file's content."""
     for values in reversed(parse_json_lines(metrics or b'')):
         step, loss = values.get('step'), values.get(TRAIN_LOSS)
         if isinstance(step, int) and isinstance(loss, float):  # else other metrics
@@ -267,10 +267,10 @@ def _last_loss(metrics: bytes | None) -> tuple[int, float] | None:
 
 
 def _duration(recipe: bytes | None) -> str | None:
-    """Return the training's length in the content of a recipe, or None if unknown."""
+    """Return the length of training, given the content of a recipe, or None if unknown."""
     try:
         content = parse_yaml((recipe or b'').decode(errors='replace'))
-    except (ValueError, yaml.YAMLError, RecursionError):  # not written by this program
+    except (ValueError, yaml.YAMLError, RecursionError):  # the file was not written by this program
         return None
     trainer = content.get('trainer') if isinstance(content, dict) else None
     duration = trainer.get('max_duration') if isinstance(trainer, dict) else None
@@ -278,7 +278,7 @@ def _duration(recipe: bytes | None) -> str | None:
 
 
 def _describe_process(content: str | None) -> str | None:
-    """Return a description of the process that holds a run's lock, and its state; None without a lock."""
+    """Return a description of the process that holds a run's lock, given the lock's content; None without a lock."""
     if content is None:
         return None
     owner = run_lock.parse_owner(content)

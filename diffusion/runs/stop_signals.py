@@ -14,29 +14,29 @@ from diffusion.exit_codes import PREEMPTED
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 REPEAT_SECONDS = 0.5
-"""Minimum time between two SIGINT that count as two Ctrl-C. One Ctrl-C can arrive twice: from the terminal, which
-signals its whole process group, and from a launcher that forwards it."""
+"""Minimum time between two SIGINT signals that count as two Ctrl-C. A single Ctrl-C can arrive twice: from the
+terminal, which signals the whole process group, and from a launcher that forwards it."""
 _START_SECONDS = 20.0
-"""Time in which a process that is still starting must end after a stop signal, before it is forced to. An orderly end
-may wait for the delivery of messages (`notify.CLOSE_SECONDS`), and for the storage of the run's folder."""
+"""Time after which a process that receives a stop signal during startup is forced to end. An orderly end may have to
+wait for the delivery of messages (`notify.CLOSE_SECONDS`) and for the run's storage."""
 
 
 class StoppedEarly(KeyboardInterrupt):
-    """Raised by a stop signal before training has begun. Libraries let a KeyboardInterrupt pass."""
+    """Raised on a stop signal before training has begun. As a KeyboardInterrupt, it passes through libraries."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f'stopped before the first batch on {signal.Signals(number).name}; nothing is lost')
 
 
 def handled_signals() -> tuple[signal.Signals, ...]:
-    """Return the stop signals that this process must handle: those that it was not started to ignore."""
-    # nohup ignores SIGHUP, and a shell script ignores SIGINT for the commands that it starts in the background.
+    """Return the stop signals that this process must handle, excluding those that its parent made it ignore."""
+    # nohup makes a process ignore SIGHUP; a shell script makes its background commands ignore SIGINT.
     optional = (signal.SIGHUP, signal.SIGINT)
     return tuple(each for each in STOP_SIGNALS if each not in optional or signal.getsignal(each) != signal.SIG_IGN)
 
 
 def describe_loss(batch: int, saved: int | None) -> str:
-    """Return a text about the batches that are lost if a run ends after `batch` batches, and has saved `saved`."""
+    """Describe the batches that are lost if a run ends after `batch` and its newest checkpoint is `saved`."""
     if saved is None:
         return f'batches 1 to {batch} are lost; there is no checkpoint' if batch else 'nothing is lost'
     newest = f'the newest checkpoint is ba{saved}'
@@ -47,13 +47,13 @@ def describe_loss(batch: int, saved: int | None) -> str:
 
 
 class RepeatedInterrupt:
-    """Detector of a second Ctrl-C; call it for every stop signal, or for every SIGINT."""
+    """Detector of a second Ctrl-C. Call `is_repeated` for every stop signal, or for every SIGINT."""
 
     def __init__(self) -> None:
         self._first: float | None = None
 
     def is_repeated(self) -> bool:
-        """Note a stop signal; return True if the first one came at least REPEAT_SECONDS ago."""
+        """Record a stop signal; return True if the first one came at least REPEAT_SECONDS ago."""
         now = time.monotonic()
         if self._first is None:
             self._first = now
@@ -61,10 +61,10 @@ class RepeatedInterrupt:
 
 
 class SignalThread:
-    """Thread that calls a function for every signal, even while the main thread is blocked outside of Python.
+    """Thread that calls a function for every signal, even while the main thread is blocked outside Python.
 
-    Python runs signal handlers in the main thread, between two bytecodes. They do not run while it waits in a
-    collective or a kernel, which may be the reason for a Ctrl-C. The signals must have a Python handler.
+    Python runs signal handlers in the main thread between two bytecode instructions, so not while it is blocked in a
+    collective or a kernel, which may be why the user presses Ctrl-C. The signals must have a Python handler.
     """
 
     def __init__(self, on_signal: Callable[[int], None]) -> None:
@@ -73,7 +73,7 @@ class SignalThread:
         self._write: int | None = None
 
     def start(self) -> None:
-        """Start the thread; call it in the main thread."""
+        """Start the thread; call this in the main thread."""
         read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._previous = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
@@ -81,12 +81,12 @@ class SignalThread:
         _pipes.add(self._write)
 
     def stop(self) -> None:
-        """End the thread; call it in the main thread."""
+        """End the thread; call this in the main thread."""
         if self._write is None:
             return
         current = signal.set_wakeup_fd(self._previous)
         if current not in (self._write, -1):
-            signal.set_wakeup_fd(current)  # keep what another library has set since then
+            signal.set_wakeup_fd(current)  # keep a descriptor that another library has set
             return
         write, self._write = self._write, None
         _pipes.discard(write)
@@ -100,11 +100,11 @@ class SignalThread:
 
 
 _pipes: set[int] = set()
-"""Descriptors to which signals of this process are written."""
+"""Pipe descriptors to which this process's signals are written."""
 
 
 def _leave_pipes() -> None:
-    # A forked process, such as a data loader worker, shares the pipe, and its signals would look like its parent's.
+    # A forked process, such as a data loader worker, shares the pipe: its signals would look like the parent's.
     if _pipes:
         _pipes.clear()
         signal.set_wakeup_fd(-1)
@@ -115,7 +115,7 @@ os.register_at_fork(after_in_child=_leave_pipes)
 
 @contextlib.contextmanager
 def stopping_early() -> Iterator[None]:
-    """Raise StoppedEarly on a stop signal in the `with` block, as long as no callback handles the signals."""
+    """Raise StoppedEarly on a stop signal in the `with` block, until a callback takes over the signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -129,7 +129,7 @@ def stopping_early() -> Iterator[None]:
             raise StoppedEarly(number)
 
     def end_if_blocked(number: int) -> None:
-        # The main thread may wait for other nodes in C++, where no handler runs.
+        # The main thread may be blocked in C++, waiting for other nodes, where no handler runs.
         if number in previous and signal.getsignal(number) in (stop, composer_handler()) and not timers:
             received.append(number)
             timers.append(threading.Timer(_START_SECONDS, _end, (number,)))
@@ -144,7 +144,7 @@ def stopping_early() -> Iterator[None]:
     except StoppedEarly:
         raise
     except BaseException as error:
-        # Libraries may replace StoppedEarly by an error of their own, and Composer's handler raises SystemExit.
+        # Libraries may replace StoppedEarly by an exception of their own, and Composer's handler raises SystemExit.
         number = received[0] if received else signal_of_exit(error)
         if number is None:
             raise
@@ -159,14 +159,14 @@ def stopping_early() -> Iterator[None]:
 
 
 def composer_handler() -> Any:
-    """Return the handler that Composer installs when it is imported, or None if it is not imported."""
-    # It raises SystemExit with the status 128 + signal.
+    """Return the signal handler that Composer installs on import, or None if Composer is not imported."""
+    # The handler raises SystemExit with the status 128 + signal.
     engine = sys.modules.get('composer.core.engine')
     return getattr(engine, 'sigterm_handler', None)
 
 
 def signal_of_exit(error: BaseException) -> int | None:
-    """Return the signal on which Composer's handler has raised SystemExit, or None."""
+    """Return the signal for which Composer's handler raised this SystemExit, or None."""
     code = error.code if isinstance(error, SystemExit) else None
     return code - 128 if isinstance(code, int) and code - 128 in STOP_SIGNALS else None
 

@@ -1,1 +1,1 @@
-"""Tasks of a recipe: train, precompute, evaluate and generate; and export of checkpoints to diffusers."""
+"""A recipe's tasks (train, precompute, evaluate and generate), and export of checkpoints to diffusers."""

@@ -1,4 +1,4 @@
-"""Options of `diffusion generate`, `diffusion evaluate` and `diffusion export`, and their checks.
+"""Options of `diffusion generate`, `diffusion evaluate` and `diffusion export`, and checks of the options.
 
 This module does not import torch, so that a wrong path or number is reported within a second instead of after 15.
 """
@@ -35,34 +35,34 @@ from diffusion.storage.local_files import check_writable
 Weights = Literal['ema', 'training']
 CheckpointPlace = Annotated[str, Option('CHECKPOINT', positional=True, files=True)]
 BATCH_OR_LATEST = re.compile(r'ba\d+|latest')
-"""Pattern of the last part of the URL of a checkpoint."""
+"""Pattern of the last part of a checkpoint's URL."""
 OPTIONS = {'num_inference_steps': '--steps', 'guidance_scale': '--guidance', 'noise_scheduler': '--scheduler'}
-"""Options of `diffusion generate`, by the key of the section `generate` that they replace."""
+"""Options of `diffusion generate`, by the key of the recipe's `generate` section that each one overrides."""
 
 
 MODEL_INDEX = 'model_index.json'
 LORA_WEIGHTS = 'pytorch_lora_weights.safetensors'
 SAFETY_CHECKER = ('stable_diffusion', 'StableDiffusionSafetyChecker')
-"""Part of published pipelines of Stable Diffusion, by the module of diffusers' pipelines and its class."""
+"""Part of published Stable Diffusion pipelines: its module in diffusers' pipelines, and its class."""
 UNSCALED = ('ddim', 'ddpm', 'dpm++', 'pndm', 'unipc')
-"""Noise schedulers of diffusion that do not scale the denoiser's input. Pipelines of transformers need such ones."""
+"""Diffusion noise schedulers that do not scale the denoiser's input, as pipelines of transformers require."""
 
 
 def exported_pipelines() -> dict[str, Family]:
-    """Return the pipelines of diffusers that `diffusion export` writes, and the families of their models."""
+    """Return the diffusers pipelines that `diffusion export` writes, and the families of their models."""
     return {pipeline: family for family in families() for pipeline in family.pipelines}
 
 
 def is_export(folder: Path) -> bool:
-    """Return True if a folder is a pipeline of diffusers, as `diffusion export` writes it."""
+    """Return True if a folder is a diffusers pipeline, as written by `diffusion export`."""
     return (folder / MODEL_INDEX).is_file()
 
 
 def check_pipeline(folder: Path) -> str:
-    """Check that a folder is a pipeline with parts of diffusers and transformers only; return its class.
+    """Check that a folder is a pipeline whose parts are all from diffusers or transformers; return its class.
 
     Raises:
-        UserError: It is another pipeline, or names other classes; importing these would run the code of their modules.
+        UserError: It is an unsupported pipeline, or names other classes; importing these would run foreign code.
     """
     place = folder / MODEL_INDEX
     content = _read_json(place)
@@ -85,16 +85,16 @@ def check_pipeline(folder: Path) -> str:
 
 
 def _is_known_class(value: list[Any]) -> bool:
-    """Return True if a part of a pipeline, [library, class], may be imported."""
+    """Return True if a part of a pipeline, given as [library, class], may be imported."""
     if len(value) != 2 or not all(isinstance(each, str) for each in value):
         return False
-    # AutoModel and its kind import the class that the part's own configuration names.
+    # Refuse AutoModel and the like, which import a class that the part's own configuration names.
     is_class = re.fullmatch(r'(?!Auto(?!encoder))[A-Z]\w*', value[1]) is not None
     return tuple(value) == SAFETY_CHECKER or (value[0] in ('diffusers', 'transformers') and is_class)
 
 
 def is_single_file(out: str | Path) -> bool:
-    """Return True if an export goes to a single file instead of a folder."""
+    """Return True if the output of an export is a single file instead of a folder."""
     return Path(out).suffix == '.safetensors'
 
 
@@ -103,13 +103,13 @@ class GenerateOptions:
     """Options of `diffusion generate`."""
 
     source: Annotated[str, Option('DIR_OR_CHECKPOINT', positional=True, files=True)]
-    """Exported folder, or the folder or URL of a checkpoint or a run."""
+    """Folder of an export, or folder or URL of a checkpoint or a run."""
     prompts: Annotated[list[str], Option('PROMPT', positional=True)]
     """Prompts; one image is generated per prompt."""
     out: Annotated[str, DIR] = 'generated'
     """Output folder for the PNG files."""
     seed: int = 0
-    """Seed of the first image; each additional image adds 1."""
+    """Seed of the first image; it increases by 1 per image."""
     steps: int | None = None
     """Number of sampling steps (default: the recipe's; 50 for an export)."""
     guidance: float | None = None
@@ -134,10 +134,10 @@ class EvaluationOptions:
     guidance_scales: Annotated[list[float] | None, Option('NUMBERS', flag='--guidance', commas=True)] = None
     """Comma-separated guidance scales; the first gives the metrics of the checkpoint (default: 7.5)."""
     prompts: Annotated[str | None, FILE] = None
-    """Prompts as .txt, .csv, .tsv or .jsonl; "own" for 120 prompts of this package (default: captions of the evaluation
-    data)."""
+    """File of prompts (.txt, .csv, .tsv or .jsonl), or "own" for this package's 120 prompts (default: captions of the
+    evaluation data)."""
     prompt_column: Annotated[str | None, Option('NAME')] = None
-    """Column of the prompts (default: found by its name)."""
+    """Column with the prompts (default: found by its name)."""
     num_images: Annotated[Count | None, Option(flag='--images')] = None
     """Number of images to generate (default: one per prompt)."""
     reference: Annotated[str | None, DIR] = None
@@ -147,13 +147,13 @@ class EvaluationOptions:
     batch_size: Count | None = None
     """Images per batch and device (default: 32)."""
     networks: Annotated[dict[str, str], Option('NAME=SOURCE', flag='--network')] = field(default_factory=dict)
-    """Path, or ORG/NAME@COMMIT, of a network: inception, clip_fid, cmmd, dino, clip_score, pick_score; can be repeated
-    (default: the published ones)."""
+    """Path or ORG/NAME@COMMIT of a network: inception, clip_fid, cmmd, dino, clip_score, pick_score; can be repeated
+    (default: the published networks)."""
     layout: Annotated[str | None, Option('NAME')] = None
-    """Scorer, geneval or t2i_compbench, in whose folder layout to write the images as well (default: none)."""
+    """Benchmark, geneval or t2i_compbench, in whose folder layout the images are also written (default: none)."""
 
     def given(self) -> dict[str, Any]:
-        """Return the keywords of the evaluator that were given.
+        """Return the evaluator's keywords that were given as options.
 
         Raises:
             UserError: The metrics are missing.
@@ -166,7 +166,7 @@ class EvaluationOptions:
 
 @dataclass
 class CheckpointOptions:
-    """Checkpoint to evaluate."""
+    """Options for the checkpoint to evaluate."""
 
     checkpoint: CheckpointPlace
     """Folder or URL of a checkpoint, or of a run (its latest checkpoint is used)."""
@@ -181,12 +181,11 @@ class ExportOptions:
     place: CheckpointPlace
     """Folder or URL of a checkpoint, or of a run (its latest checkpoint is used)."""
     out: Annotated[str, Option('DIR_OR_FILE', files=True)]
-    """Output folder, which must not exist or must be empty; or a file NAME.safetensors in the layout that ComfyUI
-    reads."""
+    """Output folder, which must be new or empty, or a file NAME.safetensors in the layout that ComfyUI reads."""
     weights: Weights | None = None
     """Weights to export: ema (averaged) or training (default: ema if the checkpoint has them)."""
     ema_width: float | None = None
-    """Width of a post-hoc EMA to export, as a fraction of the training so far, such as 0.1; needs snapshots of the
+    """Width of a post-hoc EMA to export, as a fraction of the training so far, such as 0.1; needs snapshots by the
     post_hoc_ema algorithm."""
     at: Annotated[int | None, Option('BATCH')] = None
     """Batch at which to reconstruct the average of --ema-width (default: batch of the last snapshot at or before the

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from checkpointing.run_folders import write
 from object_store import Store
 
 from diffusion.checkpointing.checkpoint_lookup import find_checkpoint
@@ -32,6 +33,18 @@ def run(store: Store, write_recipe, pictures, tmp_path, monkeypatch) -> str:
     return recipe.run_place
 
 
+@pytest.fixture
+def small_run(store: Store, tmp_path, monkeypatch) -> str:
+    """URL of a run with checkpoints of batches 2 and 4 that have no model."""
+    monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(tmp_path / 'here'))
+    monkeypatch.chdir(tmp_path)
+    url = f'{store.bucket("bucket")}/runs/run'
+    for batch in (2, 4):
+        for path in write(tmp_path, batch).iterdir():
+            store.put(f'{url}/ba{batch}', path.name, path.read_bytes())
+    return url
+
+
 @pytest.mark.cpu_seconds(10)
 def test_tasks_take_the_url_of_a_run(run, store, tmp_path, capsys):
     assert main(['generate', run, 'a cat', '--steps', '1', '--out', 'images']) == 0
@@ -50,21 +63,21 @@ def test_tasks_take_the_url_of_a_run(run, store, tmp_path, capsys):
     assert not [request for request in store.requests[before:] if 'state.pt' in request], 'the copy is used again'
 
 
-def test_wrong_url_is_a_mistake(run, tmp_path, capsys):
+def test_wrong_url_is_a_mistake(small_run, tmp_path, capsys):
     for name in ('ba3', 'other', 'ba2/state.pt'):
-        assert main(['export', f'{run}/{name}', '--out', 'exported']) == USAGE_ERROR
-        message = f'error: checkpoint: {run}/{name} is not a checkpoint or a run ('
+        assert main(['export', f'{small_run}/{name}', '--out', 'exported']) == USAGE_ERROR
+        message = f'error: checkpoint: {small_run}/{name} is not a checkpoint or a run ('
         assert message in capsys.readouterr().err.replace('\n', ' ')
     assert not (tmp_path / 'exported').exists()
 
 
-def test_newest_checkpoint_that_is_removed_during_its_download(run, store, monkeypatch):
+def test_newest_checkpoint_that_is_removed_during_its_download(small_run, store, monkeypatch):
     download = object_store.download
 
     def removed_meanwhile(url, path, **settings):
         for name in ('receipt.json', 'state.pt'):
-            store.delete(f'{run}/ba4', name)
+            store.delete(f'{small_run}/ba4', name)
         return download(url, path, **settings)
 
     monkeypatch.setattr(object_store, 'download', removed_meanwhile)
-    assert find_checkpoint(run).name == 'ba2'
+    assert find_checkpoint(small_run).name == 'ba2'

@@ -14,7 +14,7 @@ from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.tasks.evaluate import trained_model
 from diffusion.tasks.export import export
 
-BATCHES = 9
+BATCHES = 3
 PROMPT = 'a red square'
 PRX: dict[str, Any] = {
     'name': 'tiny_prx',
@@ -73,9 +73,9 @@ class Runs:
 )
 def runs(request, tmp_path_factory, tiny_recipe, ranks, small_vae):
     root = tmp_path_factory.mktemp(request.param)
-    content = tiny_recipe(root / 'runs', algorithms={'ema': {'ema_start': '2ba', 'smoothing': 0.9}})
+    content = tiny_recipe(root / 'runs', algorithms={'ema': {'ema_start': '1ba', 'smoothing': 0.9}})
     content['model'] = {'resolution': 32, 'vae': str(small_vae)} | MODELS[request.param]
-    content['trainer'] |= {'max_duration': f'{BATCHES}ba', 'save_interval': '4ba'}
+    content['trainer'] |= {'max_duration': f'{BATCHES}ba', 'save_interval': '10ba'}
     found = Runs(root, content, ranks)
     found.family = request.param  # type: ignore[attr-defined]
     return found
@@ -93,7 +93,7 @@ def test_two_ranks_give_the_curve_of_one(runs, strategy):
     )
 
 
-@pytest.mark.cpu_seconds(20)
+@pytest.mark.cpu_seconds(12)
 def test_stock_pipeline_draws_the_same_images(runs, tmp_path):
     recipe = load(runs.recipe('whole'))
     export(runs.whole(), tmp_path / 'exported', weights='ema')

@@ -137,6 +137,7 @@ def status_at_batch(run: Path, batch: int) -> RunReport:
     return found
 
 
+@pytest.mark.slow
 def test_closed_terminal_saves_and_ends(start, recipe, tmp_path):
     session = start(recipe(slow_batch=slow(tmp_path)))
     session.wait_for(tmp_path / 'reached')
@@ -179,7 +180,9 @@ def test_second_ctrl_c_ends_at_once_and_says_what_is_lost(start, recipe, tmp_pat
     assert (only.devices, only.gpu) == (1, 'cpu')
 
 
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    'number', [signal.SIGHUP, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGINT, signal.SIGTERM))]
+)
 def test_signal_before_the_first_batch_ends_at_once_without_traceback(forkserver, recipe, tmp_path, number):
     path = recipe(slow_start={'file': str(tmp_path / 'reached'), 'seconds': 60})
     process = forkserver.start(ROOT / 'run.py', path, output=tmp_path / 'log')

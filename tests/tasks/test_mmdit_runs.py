@@ -19,7 +19,7 @@ from diffusion.tasks.generate import generate
 from diffusion.tasks.precompute import precompute
 from diffusion.training.train import train
 
-BATCHES = 9
+BATCHES = 3
 PROMPT = 'a red square'
 MODELS: dict[str, dict[str, Any]] = {
     'mmdit': {'name': 'tiny_mmdit', 'depth': 2, 'dual_attention_blocks': 1, 'patch_size': 2, 'text_width': 32},
@@ -61,10 +61,10 @@ class Runs:
 @pytest.fixture(scope='module', params=['mmdit', pytest.param('dc_ae', marks=pytest.mark.slow)])
 def runs(request, tmp_path_factory, tiny_recipe, ranks, small_vae, small_dc_ae):
     root = tmp_path_factory.mktemp(request.param)
-    content = tiny_recipe(root / 'runs', algorithms={'ema': {'ema_start': '2ba', 'smoothing': 0.9}})
+    content = tiny_recipe(root / 'runs', algorithms={'ema': {'ema_start': '1ba', 'smoothing': 0.9}})
     vae = {'mmdit': small_vae, 'dc_ae': small_dc_ae}[request.param]
     content['model'] = MODELS[request.param] | {'resolution': 32, 'vae': str(vae)}
-    content['trainer'] |= {'max_duration': f'{BATCHES}ba', 'save_interval': '4ba'}
+    content['trainer'] |= {'max_duration': f'{BATCHES}ba', 'save_interval': '10ba'}
     return Runs(request.param, root, content, ranks)
 
 
@@ -81,7 +81,7 @@ def test_two_ranks_give_the_curve_of_one(runs, strategy):
     )
 
 
-@pytest.mark.cpu_seconds(20)
+@pytest.mark.cpu_seconds(12)
 def test_stock_pipeline_draws_the_same_images(runs, tmp_path):
     recipe = load(runs.recipe('whole'))
     export(runs.whole(), tmp_path / 'exported', weights='ema')
@@ -97,7 +97,7 @@ def test_stock_pipeline_draws_the_same_images(runs, tmp_path):
     assert_command_draws_the_same(model, tmp_path / 'exported', noise_scheduler='euler')
 
 
-@pytest.mark.cpu_seconds(20)
+@pytest.mark.slow
 def test_task_generate_writes_an_image(runs, tmp_path):
     runs.whole()
     words = [
@@ -120,7 +120,7 @@ def stored(runs):
     return model, out / 'small'
 
 
-@pytest.mark.cpu_seconds(20)
+@pytest.mark.slow
 def test_precomputed_encoders_give_the_losses_of_online_ones(runs, stored):
     model, folder = stored
     latents = {'dataset': {'name': 'latents'}, 'streams': {'small': {'local': str(folder), 'resolution': 32}}}

@@ -1,5 +1,6 @@
 """`diffusion export --ema-width`: export of an average of any width, reconstructed from a run's snapshots."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,11 @@ def test_run_writes_snapshots_at_interval_and_end(run):
 
 @pytest.mark.parametrize(
     ('place', 'options', 'batch'),
-    [('.', [], 8), ('latest', [], 8), ('ba8', ['--at', '6'], 6), ('ba4', [], 3)],
+    [
+        ('ba8', ['--at', '6'], 6),
+        ('ba4', [], 3),
+        *(pytest.param(place, [], 8, marks=pytest.mark.slow) for place in ('.', 'latest')),
+    ],
 )
 def test_width_with_a_snapshot_exports_that_snapshot(run, tmp_path, capsys, place, options, batch):
     command = ['export', str(run / place), '--out', str(tmp_path / 'sd'), '--ema-width', '0.1', *options]
@@ -90,7 +95,7 @@ def test_invalid_width_or_batch_is_an_error(run, tmp_path, settings, message):
     assert not (tmp_path / 'sd').exists()
 
 
-def test_missing_snapshots_error_names_the_algorithm_that_takes_them(write_recipe, tmp_path, capsys):
-    train(load(write_recipe('plain'))).close()
-    assert main(['export', str(tmp_path / 'runs/plain'), '--out', str(tmp_path / 'sd'), '--ema-width', '0.1']) == 2
+def test_missing_snapshots_error_names_the_algorithm_that_takes_them(run, tmp_path, capsys):
+    shutil.copytree(run, tmp_path / 'plain', symlinks=True, ignore=shutil.ignore_patterns(SNAPSHOT_FOLDER))
+    assert main(['export', str(tmp_path / 'plain'), '--out', str(tmp_path / 'sd'), '--ema-width', '0.1']) == 2
     assert 'plain/post_hoc_ema: no snapshots; `algorithms: {post_hoc_ema: }` takes them' in capsys.readouterr().err

@@ -68,24 +68,7 @@ def write(content, tmp_path):
     return write_file
 
 
-def test_every_shape_is_a_folder_with_shards_index_and_manifest_only(write, tmp_path):
-    precompute(load(write()))
-    out = tmp_path / 'latents'
-    assert sorted(path.name for path in out.iterdir()) == ['shapes', 'squares']
-    listed = json.loads((out / 'shapes/buckets.json').read_text())['buckets']
-    assert {name: bucket['samples'] for name, bucket in listed.items()} == {str(s): n for s, n in COUNTS.items()}
-    for shape, count in COUNTS.items():
-        folder = out / 'shapes' / str(shape)
-        index = json.loads((folder / 'index.json').read_text())
-        assert sum(shard['samples'] for shard in index['shards']) == count
-        assert {*index['shards'][0]['raw_data']['hashes']} == {'sha1', 'xxh64'}
-        assert len(index['shards']) > 1
-        names = {shard['raw_data']['basename'] for shard in index['shards']} | {'index.json', 'manifest.json'}
-        assert {path.name for path in folder.iterdir()} == names
-        assert LatentManifest.read(folder, '').shape == str(shape)
-
-
-def test_each_sample_is_read_once(write, monkeypatch):
+def test_each_sample_is_read_once_and_every_shape_is_a_folder_of_shards(write, tmp_path, monkeypatch):
     reads = Counter()
     get_item = ImageTextDataset.get_item
 
@@ -99,6 +82,20 @@ def test_each_sample_is_read_once(write, monkeypatch):
     precompute(recipe)
     assert len(reads) == sum(COUNTS.values()) + 24
     assert set(reads.values()) == {1}
+    out = tmp_path / 'latents'
+    assert sorted(path.name for path in out.iterdir()) == ['shapes', 'squares']
+    listed = json.loads((out / 'shapes/buckets.json').read_text())['buckets']
+    assert {name: bucket['samples'] for name, bucket in listed.items()} == {str(s): n for s, n in COUNTS.items()}
+    for shape, count in COUNTS.items():
+        folder = out / 'shapes' / str(shape)
+        index = json.loads((folder / 'index.json').read_text())
+        assert sum(shard['samples'] for shard in index['shards']) == count
+        assert {*index['shards'][0]['raw_data']['hashes']} == {'sha1', 'xxh64'}
+        assert len(index['shards']) > 1
+        assert index['shards'][0]['column_names'] == ['captions', 'key', 'latent_moments']
+        names = {shard['raw_data']['basename'] for shard in index['shards']} | {'index.json', 'manifest.json'}
+        assert {path.name for path in folder.iterdir()} == names
+        assert LatentManifest.read(folder, '').shape == str(shape)
 
 
 def test_finished_job_can_be_started_again_but_not_with_other_settings(write, tmp_path, caplog):
@@ -139,7 +136,19 @@ def test_output_of_a_trained_text_encoder_cannot_be_stored(write):
         precompute(load(write(latents='image+text', model={'train_text_encoder': True})))
 
 
-@pytest.mark.cpu_seconds(25)
+@pytest.mark.cpu_seconds(12)
+def test_files_are_identical_on_two_ranks_after_a_kill(write, tmp_path, ranks):
+    ranks.run(1, write('whole'))
+    path, folder = write('killed'), tmp_path / 'killed'
+    job = ranks.start(2, path, deaths={1: (12, folder)})  # writing a shard takes about ten file operations
+    job.wait_for_death(1)
+    job.kill()
+    assert [*folder.glob('**/*.mds')] and not (folder / 'squares').exists()
+    ranks.run(2, path)
+    assert contents(folder) == contents(tmp_path / 'whole')
+
+
+@pytest.mark.slow
 def test_files_are_identical_on_two_ranks_and_after_kills(write, tmp_path, ranks):
     # Not in this process, where convolutions use one thread per core and so add in another order.
     ranks.run(1, write('whole'))

@@ -124,7 +124,7 @@ def sources(tmp_path_factory, pictures, small_vae) -> Sources:
 
 # -- the real models, on the meta device --
 
-DEFAULT_REAL = ('quickstart', 'phase1', 'prx_256')
+DEFAULT_REAL = ('quickstart', 'prx_256')
 """Recipes of which the test without `slow` builds the model; the others take 5 to 10 seconds."""
 
 
@@ -326,7 +326,7 @@ def runs(tmp_path_factory, sources) -> Runs:
 @pytest.mark.parametrize(
     'path',
     [
-        pytest.param(path, id=path.stem, marks=() if path.stem in ('phase1', 'prx_256') else pytest.mark.slow)
+        pytest.param(path, id=path.stem, marks=() if path.stem == 'prx_256' else pytest.mark.slow)
         for path in RECIPES
     ],
 )

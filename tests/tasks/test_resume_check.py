@@ -2,15 +2,21 @@
 
 import logging
 import math
+import shutil
+from pathlib import Path
 
 import pytest
+import yaml
 
 from diffusion.cli import main
 from diffusion.config.load import load
 from diffusion.exit_codes import USAGE_ERROR
 from diffusion.training.train import build_trainer, train
 
-LONGER = 'trainer.max_duration=16ba'
+BATCHES = 6
+LONGER = f'trainer.max_duration={2 * BATCHES}ba'
+EPOCH = 5
+"""Batches per epoch: 40 images in batches of 8."""
 
 
 def cosine(batch: int, end: int) -> float:
@@ -18,12 +24,16 @@ def cosine(batch: int, end: int) -> float:
     return 1e-3 * (1 + math.cos(math.pi * max(0, batch - 1) / end)) / 2
 
 
-@pytest.fixture
-def finished(write_recipe):
-    """Recipe of a run that has ended after 8 batches of a cosine schedule."""
-    path = str(write_recipe(scheduler={'name': 'cosine'}))
+@pytest.fixture(scope='module')
+def finished(tmp_path_factory, tiny_recipe):
+    """Recipe of a run that has ended after 6 batches of a cosine schedule; tests that train copy the run."""
+    root = tmp_path_factory.mktemp('finished')
+    content = tiny_recipe(root / 'runs', scheduler={'name': 'cosine'})
+    content['trainer'] |= {'max_duration': f'{BATCHES}ba', 'save_interval': f'{BATCHES}ba'}
+    path = root / 'recipe.yaml'
+    path.write_text(yaml.safe_dump(content))
     train(load(path)).close()
-    return path
+    return str(path)
 
 
 class Rates:
@@ -36,29 +46,30 @@ class Rates:
         )
 
 
-def test_extended_run_says_its_learning_rate_before_and_after(finished, caplog, capsys):
-    last, now, same = cosine(7, 8), cosine(8, 16), cosine(8, 8)
-    assert now / last == pytest.approx(4.08, abs=0.01)
-    expected = f'learning rate {last:.4g} in batch 7, {now:.4g} in batch 8 ({now / last:.4g} times), {same:.4g} without'
+def test_extended_run_says_its_learning_rate_before_and_after(finished, tmp_path, caplog, capsys):
+    last, now, same = cosine(5, 6), cosine(6, 12), cosine(6, 6)
+    assert now / last == pytest.approx(2.52, abs=0.01)
+    expected = f'learning rate {last:.4g} in batch 5, {now:.4g} in batch 6 ({now / last:.4g} times), {same:.4g} without'
     assert main(['check', finished, LONGER, '--resume', '--quiet']) == 0
     out = capsys.readouterr().out
     assert expected in out
-    assert 'trainer.max_duration 8ba -> 16ba (applied: the length of the run; the learning rate follows)' in out
+    assert 'trainer.max_duration 6ba -> 12ba (applied: the length of the run; the learning rate follows)' in out
     caplog.set_level(logging.INFO, logger='diffusion')
-    trainer = build_trainer(load(finished, [LONGER]))
+    shutil.copytree(Path(finished).parent / 'runs', tmp_path / 'runs', symlinks=True)
+    trainer = build_trainer(load(finished, [LONGER, f'runs_dir={tmp_path}/runs']))
     (record,) = (each for each in caplog.records if 'learning rate' in each.message)
     assert expected in record.message and record.levelno == logging.WARNING
     rates = Rates(trainer)
     trainer.fit()
     trainer.close()
-    assert rates.found == pytest.approx({batch: cosine(batch, 16) for batch in range(8, 16)})
+    assert rates.found == pytest.approx({batch: cosine(batch, 12) for batch in range(6, 12)})
 
 
 def test_unchanged_run_resumes_without_a_line_about_its_rate(finished, caplog, capsys):
     assert main(['check', finished, '--resume', '--quiet']) == 0
     out = capsys.readouterr().out
-    assert 'ba8, no changed settings' in out
-    assert out.rstrip().endswith(f'{cosine(8, 8):.4g} in batch 8 ({cosine(8, 8) / cosine(7, 8):.4g} times)')
+    assert 'ba6, no changed settings' in out
+    assert out.rstrip().endswith(f'{cosine(6, 6):.4g} in batch 6 ({cosine(6, 6) / cosine(5, 6):.4g} times)')
     caplog.set_level(logging.INFO, logger='diffusion')
     build_trainer(load(finished)).close()
     assert 'learning rate' not in caplog.text
@@ -74,10 +85,6 @@ def test_run_without_checkpoint_starts_at_batch_0(write_recipe, capsys):
     assert 'has no checkpoint, so the run would start at batch 0' in capsys.readouterr().out
 
 
-def test_schedule_in_epochs_uses_the_length_of_an_epoch(write_recipe, capsys):
-    path = str(write_recipe(scheduler={'name': 'cosine', 't_max': '1ep'}))
-    trainer = train(load(path))
-    length = int(trainer.state.dataloader_len or 0)
-    trainer.close()
-    assert main(['check', path, 'scheduler.t_max=2ep', 'trainer.max_duration=9ba', '--resume', '--quiet']) == 0
-    assert f' {cosine(8, 2 * length):.4g} in batch 8' in capsys.readouterr().out
+def test_schedule_in_epochs_uses_the_length_of_an_epoch(finished, capsys):
+    assert main(['check', finished, 'scheduler.t_max=2ep', 'trainer.max_duration=9ba', '--resume', '--quiet']) == 0
+    assert f' {cosine(BATCHES, 2 * EPOCH):.4g} in batch 6' in capsys.readouterr().out

@@ -160,6 +160,7 @@ def test_data_without_sizes_or_pooled_text_is_refused_with_the_way_out(write, st
     assert 'manifest.json is not a manifest of version 2. To fix: precompute the latents again' in problem()
 
 
+@pytest.mark.slow
 def test_shards_of_a_model_without_sizes_have_no_new_columns(stored, tmp_path):
     stored('image+text', 'sd', {'name': 'tiny'})
     (index, *_) = sorted(tmp_path.glob(f'sd-image-text/*/{INDEX}'))
@@ -192,7 +193,7 @@ def test_stock_pipeline_generates_the_same_images(write, tmp_path, mode, negativ
     torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.cpu_seconds(20)
+@pytest.mark.slow
 def test_generate_command_draws_the_same_with_run_and_export(write, tmp_path):
     path = write('run', model={'caption_dropout_mode': 'zeros', 'caption_dropout': 0.5})
     train(load(path, ['trainer.max_duration=1ba'])).close()

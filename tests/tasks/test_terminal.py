@@ -58,6 +58,7 @@ def test_messages_and_progress_of_training_share_no_row(see, columns):
     assert 'batch 12, sampling 1 images' in screen.last_rows
 
 
+@pytest.mark.slow
 def test_progress_bar_off_means_lines_in_a_terminal(see):
     screen = see(80, 'trainer.max_duration=4ba', 'trainer.progress_bar=false')
     assert 'INFO: batch 4 of 4, loss ' in str(screen)

@@ -17,10 +17,12 @@ from evaluation.comparisons import answers_text
 from PIL import Image
 
 from diffusion import cli
+from diffusion.config.load import load
 from diffusion.evaluation import compared_images
 from diffusion.evaluation.comparison_page import read_key
 from diffusion.exit_codes import USAGE_ERROR
 from diffusion.tasks import compare
+from diffusion.training.train import train
 
 PROMPTS = [f'a {color} square' for color in ('red', 'green', 'blue', 'gray', 'pink', 'black', 'white', 'brown')]
 
@@ -285,7 +287,7 @@ def test_command_runs_without_torch_until_images_are_read(folders):
 
 
 @pytest.fixture(scope='module')
-def trained(tmp_path_factory, tiny_recipe, ranks) -> Path:
+def trained(tmp_path_factory, tiny_recipe) -> Path:
     """Folder of a run with checkpoints of batches 1 and 2, beside an export of the latter and a file of prompts."""
     folder = tmp_path_factory.mktemp('compared')
     content = tiny_recipe(folder, name='run')
@@ -293,7 +295,7 @@ def trained(tmp_path_factory, tiny_recipe, ranks) -> Path:
     content['optimizer']['lr'] = 0.05  # batches 1 and 2 draw different images
     content['generate'] = {'num_inference_steps': 2, 'guidance_scale': 3.0, 'guidance_rescale': 0.5}
     (folder / 'recipe.yaml').write_text(yaml.safe_dump(content))
-    assert ranks.start(1, folder / 'recipe.yaml').wait() == [0]
+    train(load(folder / 'recipe.yaml')).close()
     assert cli.main(['export', str(folder / 'run'), '--out', str(folder / 'export')]) == 0
     (folder / 'prompts.txt').write_text('\n'.join(f'prompt {index}' for index in range(10)))
     return folder

@@ -13,6 +13,7 @@ from diffusion.config.load import load
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.tasks.evaluate import trained_model
 from diffusion.tasks.export import export
+from diffusion.training.train import train
 
 BATCHES = 3
 PROMPT = 'a red square'
@@ -61,9 +62,9 @@ class Runs:
         return self.root / 'runs' / name
 
     def whole(self) -> Path:
-        """Return the folder of an uninterrupted run of one process."""
+        """Return the folder of an uninterrupted run of this process."""
         if not self.folder('whole').exists():
-            self.ranks.run(1, self.recipe('whole'))
+            train(load(self.recipe('whole'))).close()
         return self.folder('whole')
 
 

@@ -20,6 +20,7 @@ from diffusion.errors import UserError
 from diffusion.evaluation.feature_networks import Inception
 from diffusion.evaluation.generated_images import MANIFEST
 from diffusion.tasks.evaluate import evaluate
+from diffusion.training.train import train
 
 METRICS = ['fid', 'kid', 'clip_fid', 'cmmd', 'dino_mmd', 'precision', 'recall', 'clip_score', 'efficientnet_distance']
 IMAGES = 12
@@ -35,7 +36,7 @@ def networks(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.fixture(scope='module')
-def trained(tmp_path_factory, tiny_recipe, ranks) -> Path:
+def trained(tmp_path_factory, tiny_recipe) -> Path:
     """Recipe of a run of two batches, whose `runs_dir` tests override."""
     folder = tmp_path_factory.mktemp('trained')
     content = tiny_recipe(folder / 'runs', name='run')
@@ -43,7 +44,7 @@ def trained(tmp_path_factory, tiny_recipe, ranks) -> Path:
     content['eval_streams'] = content['streams']
     path = folder / 'recipe.yaml'
     path.write_text(yaml.safe_dump(content))
-    assert ranks.start(1, path).wait() == [0]
+    train(load(path)).close()
     return path
 
 
@@ -165,9 +166,9 @@ def test_killed_evaluation_continues_and_generates_nothing_twice(prepared, ranks
     assert sweep(killed) == sweep(run)
 
 
-@pytest.mark.cpu_seconds(30)
+@pytest.mark.cpu_seconds(15)
 def test_second_evaluation_adds_metrics_and_reuses_images_and_references(prepared):
-    recipe, run = prepared(metrics=['cmmd'])
+    recipe, run = prepared(metrics=['cmmd'], num_images=4, num_references=4)
     evaluate(load(recipe))
     files = {path: path.stat().st_mtime_ns for path in run.glob('evaluations/**/*.*') if path.suffix != '.json'}
     evaluate(load(recipe, ['evaluators.image_metrics.metrics=[clip_score]']))
@@ -197,9 +198,14 @@ def test_damaged_image_is_generated_again(prepared, caplog):
         ({'metrics': ['fidd']}, "there is no metric 'fidd'; did you mean 'fid'"),
         ({'metrics': []}, 'not a list of at least one metric'),
         ({'num_images': 10**6}, '1000000 prompts are more than'),
-        ({'size': [64, 64]}, 'the reference images have 32 x 32 pixels and the generated ones 64 x 64'),
-        ({'reference': 'gone'}, 'gone: is not a folder'),
-        ({'prompts': 'gone.csv'}, 'gone.csv: does not exist'),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ({'size': [64, 64]}, 'the reference images have 32 x 32 pixels and the generated ones 64 x 64'),
+                ({'reference': 'gone'}, 'gone: is not a folder'),
+                ({'prompts': 'gone.csv'}, 'gone.csv: does not exist'),
+            )
+        ),
         ({'networks': {'vgg': 'x'}}, "there is no network 'vgg'"),
         ({'guidance_scales': [3, 3]}, 'not a list of different numbers'),
         ({'layout': 'geneva'}, "there is no layout 'geneva'; did you mean 'geneval'"),

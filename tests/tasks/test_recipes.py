@@ -325,10 +325,7 @@ def runs(tmp_path_factory, sources) -> Runs:
 @pytest.mark.cpu_seconds(12)
 @pytest.mark.parametrize(
     'path',
-    [
-        pytest.param(path, id=path.stem, marks=() if path.stem == 'prx_256' else pytest.mark.slow)
-        for path in RECIPES
-    ],
+    [pytest.param(path, id=path.stem, marks=() if path.stem == 'prx_256' else pytest.mark.slow) for path in RECIPES],
 )
 def test_two_batches_of_the_recipe_with_a_small_model(path, runs, alone):
     run = runs.of(path.stem)

@@ -37,7 +37,7 @@ def content(tmp_path_factory, tiny_recipe):
     root = tmp_path_factory.mktemp('sdxl')
     streams = {}
     for index, (name, side) in enumerate({'small': 40, 'large': 72}.items()):
-        folder = write_image_shards(root / name, count=32, side=side, offset=100 * index)
+        folder = write_image_shards(root / name, count=16, side=side, offset=100 * index)
         streams[name] = {'local': str(folder), 'resolution': 32 * (index + 1)}
     recipe = tiny_recipe(root / 'runs', streams=streams)
     recipe['model'] |= {'name': 'tiny_sdxl', 'block_out_channels': [64, 64], 'text_layers': 2}

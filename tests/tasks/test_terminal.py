@@ -8,17 +8,17 @@ from terminal import Screen, terminal
 
 ROW = re.compile(r'\d\d:\d\d:\d\d (INFO|WARNING): \S.*| {9}\S.*|runs/\w+:|  [a-z ]+ {2,}runs/\S+|[a-z]\w+ +\d\.\d{4}')
 """A message, a further line of a message, the list of the run's files, a metric of the evaluation."""
-STATUS = re.compile(r'(\[#*\.*\] )?batch \d+ of 24, loss \d\.\d{4}, [\d.]+ (batches/s|s/batch), \d+ s left')
+STATUS = re.compile(r'(\[#*\.*\] )?batch \d+ of 12, loss \d\.\d{4}, [\d.]+ (batches/s|s/batch), \d+ s left')
 
 
 @pytest.fixture
 def recipe(write_recipe, pictures):
-    grid = {'prompts': ['a red square'], 'every': '12ba', 'num_inference_steps': 1}
+    grid = {'prompts': ['a red square'], 'every': '6ba', 'num_inference_steps': 1}
     return write_recipe(
         eval_streams={'other': {'local': str(pictures[64]), 'resolution': 32}},
         callbacks={'image_grid': grid},
         evaluators={'retrieval': {'num_captions': 4, 'num_inference_steps': 1, 'num_shown': 4}},
-        trainer={'max_duration': '24ba', 'eval_interval': '12ba', 'save_interval': '24ba', 'device': 'cpu'},
+        trainer={'max_duration': '12ba', 'eval_interval': '6ba', 'save_interval': '12ba', 'device': 'cpu'},
     )
 
 
@@ -52,10 +52,10 @@ def see(forkserver, recipe, tmp_path):
 )
 def test_messages_and_progress_of_training_share_no_row(see, columns):
     screen = see(columns)
-    assert re.search(r'INFO: batch 12, evaluation: loss=\d', str(screen))
-    assert re.search(r'INFO: batch 24 of 24, loss \d\.\d{4}, ', str(screen))
+    assert re.search(r'INFO: batch 6, evaluation: loss=\d', str(screen))
+    assert re.search(r'INFO: batch 12 of 12, loss \d\.\d{4}, ', str(screen))
     assert any(STATUS.fullmatch(row) for row in screen.last_rows)
-    assert 'batch 12, sampling 1 images' in screen.last_rows
+    assert 'batch 6, sampling 1 images' in screen.last_rows
 
 
 @pytest.mark.slow
@@ -66,10 +66,11 @@ def test_progress_bar_off_means_lines_in_a_terminal(see):
 
 
 def test_log_file_gets_plain_lines_and_evaluation_a_status_line(forkserver, see, recipe, tmp_path):
-    command = [ROOT / 'run.py', recipe, 'runs_dir=runs']
+    short = ['trainer.max_duration=4ba', 'trainer.eval_interval=4ba', 'callbacks={}']
+    command = [ROOT / 'run.py', recipe, 'runs_dir=runs', *short]
     output = forkserver.run(*command, folder=tmp_path, output=tmp_path / 'log')
     assert not set('\r\x1b') & set(output)
-    assert re.search(r'INFO: batch 24 of 24, loss \d\.\d{4}, [\d.]+ (batches/s|s/batch)\n', output)
+    assert re.search(r'INFO: batch 4 of 4, loss \d\.\d{4}, [\d.]+ (batches/s|s/batch)\n', output)
     assert output.count('\n  loss curve                 runs/run/loss.png\n') == 1
     assert 'samples.png' not in output
     screen = see(80, 'task=evaluate')

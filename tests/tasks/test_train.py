@@ -63,6 +63,16 @@ def finished(tmp_path_factory, tiny_recipe, pictures):
     return path, root / 'runs' / 'finished'
 
 
+@pytest.fixture(scope='module')
+def not_averaged(tmp_path_factory, tiny_recipe):
+    """Folder of a run that ended before its EMA began."""
+    root = tmp_path_factory.mktemp('not_averaged')
+    path = root / 'recipe.yaml'
+    path.write_text(yaml.safe_dump(tiny_recipe(root / 'runs', algorithms={'ema': {'ema_start': '100ba'}})))
+    train(load(path, ['trainer.max_duration=1ba'])).close()
+    return root / 'runs' / 'run'
+
+
 def test_run_writes_recipe_metrics_checkpoints_and_images(finished):
     _, run = finished
     files = {file.name for file in run.iterdir()}
@@ -180,12 +190,11 @@ def test_init_from_takes_averaged_weights(write_recipe, finished, tmp_path):
         ),
     ],
 )
-def test_init_from_names_key_and_way_out(write_recipe, tmp_path, finished, damage, start, message):
+def test_init_from_names_key_and_way_out(write_recipe, tmp_path, finished, not_averaged, damage, start, message):
     _, run = finished
     bad = tmp_path / 'bad'
     if start:
-        train(load(write_recipe('plain'), ['trainer.max_duration=1ba'])).close()
-        run = tmp_path / 'runs' / 'plain'
+        run = not_averaged
     shutil.copytree(run / 'latest', bad)
     damage(bad)
     path = write_recipe('other', init_from={'from': str(bad)} | start)
@@ -479,20 +488,11 @@ def test_checkpoint_is_found_by_run_folder_latest_and_name(finished):
         find_checkpoint(run / 'ba5')
 
 
-def test_missing_averaged_weights_error_names_the_start_of_ema(write_recipe, tmp_path):
-    train(
-        load(
-            write_recipe(
-                'plain',
-                algorithms={'ema': {'ema_start': '100ba'}},
-                trainer={'max_duration': '1ba', 'device': 'cpu', 'progress_bar': False},
-            )
-        )
-    ).close()
+def test_missing_averaged_weights_error_names_the_start_of_ema(not_averaged):
     with pytest.raises(
         ValueError, match=r'it has no averaged weights \(its EMA would have started at 100ba\); use --weights training'
     ):
-        weights_of(find_checkpoint(tmp_path / 'runs/plain'), 'ema')
+        weights_of(find_checkpoint(not_averaged), 'ema')
 
 
 def test_log_file_gets_lines_instead_of_a_progress_bar(write_recipe, caplog, capsys):

@@ -188,24 +188,23 @@ class ExportOptions:
     """Width of a post-hoc EMA to export, as a fraction of the training so far, such as 0.1; needs snapshots by the
     post_hoc_ema algorithm."""
     at: Annotated[int | None, Option('BATCH')] = None
-    """Batch at which to reconstruct the average of --ema-width (default: batch of the last snapshot at or before the
-    checkpoint)."""
+    """Batch for which --ema-width reconstructs the average (default: the last snapshot at or before the checkpoint)."""
     dtype: Literal['float32', 'float16', 'bfloat16'] = 'float32'
-    """Dtype of the exported weights."""
+    """Data type of the exported weights."""
     merge: bool = False
-    """Add the LoRA of a run to the weights and export the whole pipeline (default: export the LoRA alone)."""
+    """Merge the run's LoRA into the weights and export the whole pipeline (default: export only the LoRA)."""
     push: Annotated[str | None, Option('ORG/NAME')] = None
-    """Repository on the Hugging Face Hub to upload the export with its model card to, created private (default: no
-    upload)."""
+    """Repository on the Hugging Face Hub to which the export and its model card are uploaded; a new repository is
+    private (default: no upload)."""
     public: bool = False
-    """Create the repository of --push public."""
+    """Make a new repository of --push public."""
 
 
 def check_generate(options: GenerateOptions) -> None:
-    """Check the arguments of `diffusion generate`.
+    """Check the options of `diffusion generate`.
 
     Raises:
-        UserError: There is no such run, checkpoint or export, or an option is out of range or contradicts another.
+        UserError: The run, checkpoint or export does not exist, or an option is out of range or contradicts another.
     """
     if '://' in options.source:
         options.source = str(find_checkpoint(options.source))
@@ -237,10 +236,10 @@ def check_generate(options: GenerateOptions) -> None:
 
 
 def evaluation_recipe(options: CheckpointOptions, evaluation: EvaluationOptions) -> Recipe:
-    """Return the recipe of `diffusion evaluate`: that of the checkpoint, with the evaluator that the options describe.
+    """Return the recipe for `diffusion evaluate`: the checkpoint's recipe with the evaluator from the options.
 
     Raises:
-        UserError: There is no such run or checkpoint, or an option is out of range.
+        UserError: The run or checkpoint does not exist, or an option is out of range.
     """
     checkpoint, given = find_checkpoint(options.checkpoint), evaluation.given()
     place = str(options.checkpoint) if '://' in options.checkpoint else str(run_of_checkpoint(checkpoint).absolute())
@@ -249,7 +248,7 @@ def evaluation_recipe(options: CheckpointOptions, evaluation: EvaluationOptions)
     runs_dir, _, name = place.rstrip('/').rpartition('/')
     overrides = [f'runs_dir={json.dumps(runs_dir)}', f'name={json.dumps(name)}', *options.overrides]
     overrides += [f'evaluators.image_metrics.{key}={json.dumps(value)}' for key, value in given.items()]
-    # Set `task` first, so that sections which evaluation does not read may be incomplete.
+    # Set `task` when loading, so that sections that evaluation does not read may be incomplete.
     recipe = load(recipe_of_checkpoint(checkpoint), ['task=evaluate', *overrides])
     recipe.checkpoint = str(checkpoint)
     if not any(word.startswith('trainer.device=') for word in options.overrides):
@@ -263,7 +262,7 @@ def check_export(options: ExportOptions) -> Path:
     """Check the options of `diffusion export`, and return the checkpoint.
 
     Raises:
-        UserError: The output cannot be created, there is no such checkpoint, or settings contradict each other.
+        UserError: The output cannot be created, the checkpoint does not exist, or settings contradict each other.
     """
     place, out, ema_width = options.place, Path(options.out), options.ema_width
     check_writable(out.parent, '--out')
@@ -275,7 +274,7 @@ def check_export(options: ExportOptions) -> Path:
     if out.exists() and any(out.iterdir()):
         raise UserError(f'--out: {out} is not empty; remove it or give another folder')
     if ema_width is not None and options.weights is not None:
-        raise UserError('--ema-width: it reconstructs weights from snapshots; remove --weights')
+        raise UserError('--ema-width: reconstructs weights from snapshots; remove --weights')
     if ema_width is None and options.at is not None:
         raise UserError(f'--at: batch {options.at} needs --ema-width; without it, give the checkpoint of that batch')
     if ema_width is not None:
@@ -302,23 +301,23 @@ def check_export(options: ExportOptions) -> Path:
 
 
 def missing_parts(folder: Path) -> list[str]:
-    """Return the names of the parts that an exported pipeline was saved without, such as Stable Diffusion 3's T5."""
-    # The file may leave out parts that diffusers considers optional.
+    """Return the names of parts that are missing in an exported pipeline, such as Stable Diffusion 3's T5."""
+    # Parts that are optional in diffusers are null in this file.
     return [name for name, value in _read_json(folder / MODEL_INDEX).items() if value == [None, None]]
 
 
 def lora_file(path: Path) -> Path:
-    """Return the file of a LoRA, given that file or the folder that `diffusion export` wrote."""
+    """Return the file of a LoRA, given the file or the folder of an export."""
     return path / LORA_WEIGHTS if path.is_dir() else path
 
 
 def is_flow_scheduler(config: Mapping[str, Any]) -> bool:
-    """Return True if the configuration of a noise scheduler is that of a flow."""
+    """Return True if a noise scheduler's configuration is for flow matching."""
     return bool(config.get('use_flow_sigmas')) or str(config.get('_class_name')).startswith('FlowMatch')
 
 
 def _check_lora(path: str, pipeline: str) -> None:
-    """Raise UserError unless a path has a LoRA that can be added to a pipeline of this class."""
+    """Raise UserError unless a path contains a LoRA that can be added to a pipeline of this class."""
     if not lora_file(Path(path)).is_file():
         raise UserError(f'--lora: {lora_file(Path(path))} does not exist; give the output of diffusion export')
     if not is_single_file(lora_file(Path(path))):
@@ -327,13 +326,13 @@ def _check_lora(path: str, pipeline: str) -> None:
             'export, or convert the file'
         )
     if not exported_pipelines()[pipeline].pipelines[pipeline].loads_lora:
-        raise UserError(f'--lora: diffusers loads none into a {pipeline}; export the run with --merge instead')
+        raise UserError(f'--lora: diffusers cannot load a LoRA into a {pipeline}; export the run with --merge instead')
 
 
 def _check_run(source: Path, options: GenerateOptions) -> None:
     """Raise UserError if the source of `diffusion generate` is an incomplete export (a LoRA or a single file)."""
     if options.lora is not None:
-        raise UserError(f'--lora: {source} is not an exported pipeline; a run draws with its own LoRA without --lora')
+        raise UserError(f'--lora: {source} is not an exported pipeline; a run uses its own LoRA without --lora')
     if (source / LORA_WEIGHTS).is_file():
         raise UserError(
             f'{source}: is a LoRA without its base model; use the exported base model with --lora {source}, or '
@@ -349,7 +348,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file of an exported pipeline; empty if it cannot be read."""
     try:
         content = json.loads(path.read_text(encoding='utf-8'))
-    except (FileNotFoundError, ValueError):  # diffusers reports a damaged export
+    except (FileNotFoundError, ValueError):  # diffusers reports damaged exports
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -358,15 +357,15 @@ def _problems_of_export(given: Mapping[str, Any], pipeline: str, config: Mapping
     """Return error messages for sampling settings that an exported pipeline cannot use, by key.
 
     Args:
-        pipeline: Class of the pipeline.
-        config: Configuration of its noise scheduler.
+        pipeline: Name of the pipeline's class.
+        config: Configuration of the pipeline's noise scheduler.
     """
     flow, name = is_flow_scheduler(config), given.get('noise_scheduler')
     problems = sampling_problems(given, config.get('num_train_timesteps'), flow=flow)
     if name is None or 'noise_scheduler' in problems:
         return problems
     is_flow_match = scheduler_class_name(name, flow=flow).startswith('FlowMatch')
-    # Schedulers for flows only take velocities, and lack the method that pipelines of U-Nets scale their input with.
+    # Schedulers for flow matching accept only velocities, and lack the method with which U-Net pipelines scale inputs.
     family = exported_pipelines()[pipeline]
     u_net = family.u_net
     refuses_flow_match = u_net or config.get('prediction_type') == 'sample'

@@ -1,4 +1,4 @@
-"""Commands `diffusion generate`, `evaluate`, `compare` and `export`: options are checked before torch is imported."""
+"""Commands `diffusion generate`, `evaluate`, `compare` and `export`. Options are checked before torch is imported."""
 
 import os
 import signal
@@ -60,6 +60,6 @@ def run_compare(build: BuildOptions, serve: ServeOptions, analyze: AnalyzeOption
     if settings is not None:
         compare.build_page(settings)
     if serve.serve is not None:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a service manager's SIGTERM acts like Ctrl-C
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # handle a service manager's SIGTERM like Ctrl-C
         compare.serve_page(Path(serve.serve or str(build.out)), host=host, port=port)
     return 0

@@ -1,4 +1,4 @@
-"""`diffusion compare`: build a page on which people compare two models, serve it, and analyze the answers."""
+"""`diffusion compare`: build a web page on which people compare two models, serve it, and analyze the answers."""
 
 import contextlib
 import json
@@ -42,16 +42,16 @@ log = logging.getLogger(__name__)
 IMAGES, ANSWERS = 'images', 'answers'
 """Subfolders of the page's folder."""
 BATCH_SIZE = 8
-"""Number of images generated at once; an interruption loses at most so many."""
+"""Number of images generated at once, which is also the most that an interruption loses."""
 
 
 def build_page(settings: CompareSettings) -> None:
-    """Generate missing images, and write the page and its key.
+    """Generate missing images, and write the page and its key (which image is from which model).
 
-    Images are kept in the page's folder, so the next call after an interruption continues with those that are missing.
+    Images are kept in the page's folder, so a call after an interruption generates only the missing images.
 
     Raises:
-        UserError: The images of A and B are all equal, or have different shapes.
+        UserError: All images of A and B are equal, or their shapes differ.
     """
     files, about = {}, {}
     for model in (settings.a, settings.b):
@@ -65,7 +65,7 @@ def build_page(settings: CompareSettings) -> None:
         equal[prompt] = a.size == b.size and bool(np.array_equal(np.asarray(a), np.asarray(b)))
         return a, b
 
-    # Write the page last: its folder is complete once it has a page.
+    # Write the page last, to show that the folder is complete.
     write_atomically(settings.out / KEY, key.to_json())
     with atomic_file(settings.out / PAGE) as unfinished, unfinished.open('w', encoding='utf-8') as page:
         for chunk in page_chunks(key.comparison, pairs, images):
@@ -82,10 +82,10 @@ def build_page(settings: CompareSettings) -> None:
 
 
 def _images_of(model: ComparedModel, settings: CompareSettings) -> tuple[Sequence[Path], dict[str, Any]]:
-    """Return the image file of each prompt, and a description of one side for the key."""
+    """Return the image file of each prompt for one side, and a description of this side for the key."""
     if model.files:
         return model.files, {'source': model.source}
-    # Import torch and Composer, which takes 15 s, only to generate images.
+    # Import torch and Composer, which takes 15 s, only if images must be generated.
     from diffusion.tasks.compared_models import generate_images
 
     folder = settings.out / IMAGES / model.name.lower()
@@ -105,12 +105,12 @@ def _images_of(model: ComparedModel, settings: CompareSettings) -> tuple[Sequenc
 
 
 def serve_page(folder: Path, *, host: str, port: int) -> None:
-    """Serve the page of a folder until Ctrl-C, and keep the answers in its subfolder `answers`.
+    """Serve a folder's page until Ctrl-C, and store the answers in the subfolder `answers`.
 
     Args:
-        folder: Folder of the page and its key.
+        folder: Folder with the page and its key.
         host: Address to bind.
-        port: Port; 0 for a free one.
+        port: Port; 0 chooses a free one.
 
     Raises:
         UserError: The address cannot be used.
@@ -134,7 +134,7 @@ def analyze(settings: AnalyzeSettings) -> None:
     """Print the result of a comparison, and draw its figure.
 
     Raises:
-        UserError: A file cannot be used, or there are too few answers.
+        UserError: A file is invalid, or there are too few answers.
     """
     key = read_key(settings.key)
     result = analyze_answers(key, read_answers(settings.files, key.comparison, len(key.pairs)))

@@ -28,9 +28,9 @@ class ComparedModel:
 
     Args:
         name: `A` or `B`.
-        place: Path of the checkpoint, of the exported pipeline, or of the folder of images.
-        source: Place to show to people: the path, or the URL of a checkpoint that was downloaded.
-        files: Image file of each prompt if the place is a folder of images; empty for a model.
+        place: Path of the checkpoint, exported pipeline or folder of images.
+        source: Location to show to people: the path, or the URL of a downloaded checkpoint.
+        files: Image file of each prompt if `place` is a folder of images; empty for a model.
     """
 
     name: str
@@ -41,7 +41,7 @@ class ComparedModel:
 
 @dataclass(frozen=True)
 class CompareSettings:
-    """Settings of a comparison page, as in `BuildOptions`; `source` is the source of the prompts, for the key."""
+    """Settings of a comparison page, as in `BuildOptions`. `source` is where the prompts are from, for the key."""
 
     a: ComparedModel
     b: ComparedModel
@@ -59,25 +59,25 @@ class BuildOptions:
     """Options to build a page."""
 
     a: Annotated[str | None, Option(positional=True, files=True)] = None
-    """Run, checkpoint, exported pipeline, or folder of images that are numbered as the prompts."""
+    """Run, checkpoint, exported pipeline, or folder of images numbered like the prompts."""
     b: Annotated[str | None, Option(positional=True, files=True)] = None
     """The same for the other side."""
     prompts: Annotated[str | None, FILE] = None
-    """Prompts as .txt, .csv, .tsv or .jsonl; "own" for 120 prompts of this package (required)."""
+    """File of prompts (.txt, .csv, .tsv or .jsonl), or "own" for this package's 120 prompts (required)."""
     prompt_column: Annotated[str | None, Option('NAME')] = None
-    """Column of the prompts (default: found by its name)."""
+    """Column with the prompts (default: found by its name)."""
     limit: Count | None = None
     """Number of prompts to use, evenly spread over the file (default: all)."""
     out: Annotated[str | None, DIR] = None
-    """Output folder, which must not exist or be empty (required)."""
+    """Output folder, which must be new or empty (required)."""
     guidance: float | None = None
-    """Guidance scale of both; 1 turns guidance off (default: each recipe's; 7.5 for an export)."""
+    """Guidance scale of both models; 1 turns guidance off (default: each recipe's; 7.5 for an export)."""
     steps: int | None = None
-    """Number of sampling steps of both (default: each recipe's; 50 for an export)."""
+    """Number of sampling steps of both models (default: each recipe's; 50 for an export)."""
     seed: int | None = None
-    """Seed of the first prompt; each further prompt adds 1 (default: 0)."""
+    """Seed of the first prompt; it increases by 1 per prompt (default: 0)."""
     checks: Annotated[int | None, AtLeast(0)] = None
-    """Number of attention checks, pairs in which one image is damaged (default: one per 5 prompts, 2 to 6)."""
+    """Number of attention checks, which are pairs with one damaged image (default: one per 5 prompts, but 2 to 6)."""
 
 
 @dataclass
@@ -85,11 +85,11 @@ class ServeOptions:
     """Options to serve a page."""
 
     serve: Annotated[str | None, Option('DIR', files=True, const='')] = None
-    """Folder of the page to serve, to collect answers; without a value, the page just built."""
+    """Serve the page in this folder and collect answers; without a value, serve the page that was just built."""
     host: Annotated[str | None, Option('NAME')] = None
-    """Address to serve on; 0.0.0.0 for all of this machine (default: localhost)."""
+    """Address to serve on; 0.0.0.0 means all addresses of this machine (default: localhost)."""
     port: Port | None = None
-    """Port; 0 for a free one (default: 8765)."""
+    """Port; 0 chooses a free one (default: 8765)."""
 
 
 @dataclass
@@ -97,20 +97,20 @@ class AnalyzeOptions:
     """Options to analyze answers."""
 
     analyze: Annotated[list[str] | None, FILE] = None
-    """Files of answers, or folders of them."""
+    """Files of answers, or folders with such files."""
     key: Annotated[str | None, FILE] = None
-    """Key of the comparison (default: key.json beside the answers or one folder up)."""
+    """Key file of the comparison (default: key.json in the folder of the answers or its parent)."""
     png: Annotated[str | None, FILE] = None
     """PNG file for a figure of the result (default: no figure)."""
     difference: Annotated[float | None, Option('POINTS')] = None
-    """Smallest preference to detect, in percentage points above 50%, for estimating how many answers are still needed
-    (default: 5)."""
+    """Smallest preference to detect, in percentage points above 50%, from which the number of answers still needed is
+    estimated (default: 5)."""
     json: bool = False
     """Print the result as JSON."""
 
 
 def check_use(build: BuildOptions, serve: ServeOptions, analyze: AnalyzeOptions) -> None:
-    """Check that the options are those of one use of the command: building (and serving), serving, or analyzing.
+    """Check that all options belong to the same use of the command: building (and serving), serving, or analyzing.
 
     Raises:
         UserError: An option is missing, or belongs to another use.
@@ -118,7 +118,7 @@ def check_use(build: BuildOptions, serve: ServeOptions, analyze: AnalyzeOptions)
     builds = build.a is not None or (serve.serve is None and analyze.analyze is None)
     if analyze.analyze is not None and (builds or serve.serve is not None):
         other = f'A and B ({build.a})' if build.a is not None else '--serve'
-        raise UserError(f'--analyze: reads answers and does nothing else; remove {other}')
+        raise UserError(f'--analyze: only reads answers; remove {other}')
     uses = (
         (build, builds, 'A and B, to build a page'),
         (serve, serve.serve is not None, '--serve'),
@@ -145,10 +145,10 @@ def check_use(build: BuildOptions, serve: ServeOptions, analyze: AnalyzeOptions)
 
 
 def compare_settings(options: BuildOptions) -> CompareSettings:
-    """Return the settings of a page that is to be built.
+    """Return the settings of a page to be built.
 
     Raises:
-        UserError: There is no such model, file or prompt, A and B are the same, the output folder is in use, or an
+        UserError: A model, file or prompt does not exist, A and B are the same, the output folder is in use, or an
             option is out of range.
     """
     a, b, source = options.a, options.b, options.prompts
@@ -181,7 +181,7 @@ def compare_settings(options: BuildOptions) -> CompareSettings:
 
 
 def _check_out(out: Path) -> None:
-    """Raise UserError if a page cannot be written to a folder; images of an interrupted call may be there."""
+    """Raise UserError if a folder is in use; images of an interrupted call may be in it."""
     check_writable(out, '--out')
     if (out / PAGE).exists():
         raise UserError(
@@ -202,14 +202,14 @@ def _model(
 
     Args:
         name: `A` or `B`.
-        prompts: All prompts of the file; a folder of images is numbered by them.
+        prompts: All prompts in the file, by which the images in a folder are numbered.
         chosen: Indices of the prompts that are used.
     """
     path = Path(place)
     try:
         if '://' not in place and not path.exists():
             raise UserError(f'{place}: does not exist; check the path')
-        # The folder of a run has images too: its loss curve and samples.
+        # A run's folder contains images too: its loss curve and samples.
         is_run = '://' in place or (path / RECIPE).is_file() or (path.is_dir() and bool(list_checkpoints(path)))
         if not is_run and not is_export(path) and has_images(path):
             files = numbered_images(path, prompts)
@@ -223,7 +223,7 @@ def _model(
             guidance=options.guidance,
         )
         check_generate(generated)
-        # Choose the checkpoint here: a run that is being trained may have a newer one when A or B is loaded.
+        # Choose the checkpoint now: a run in training may have a newer one by the time A or B is loaded.
         found = Path(generated.source) if is_export(Path(generated.source)) else find_checkpoint(generated.source)
         return ComparedModel(name, found, f'{place} ({found.name})' if '://' in place else str(found))
     except UserError as error:
@@ -231,7 +231,7 @@ def _model(
 
 
 def check_address(host: str, port: int) -> None:
-    """Check that a page can be served at an address, before it is built.
+    """Check, before a page is built, that it can be served at an address.
 
     Raises:
         UserError: The address cannot be used.
@@ -240,10 +240,10 @@ def check_address(host: str, port: int) -> None:
 
 
 def check_serving(folder: Path) -> None:
-    """Check that a folder has a page of a comparison.
+    """Check that a folder contains a comparison page.
 
     Raises:
-        UserError: It does not, or the page is not that of its key.
+        UserError: It does not, or the page and the key do not match.
     """
     if not (folder / PAGE).is_file():
         raise UserError(f'--serve: {folder} has no {PAGE}; build the page with diffusion compare A B --out {folder}')
@@ -254,7 +254,7 @@ def check_serving(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class AnalyzeSettings:
-    """Settings of an analysis, as in `AnalyzeOptions`, but the difference is a fraction, such as 0.05."""
+    """Settings of an analysis, as in `AnalyzeOptions`, but with the difference as a fraction, such as 0.05."""
 
     files: Sequence[Path]
     key: Path
@@ -267,7 +267,7 @@ def analyze_settings(options: AnalyzeOptions) -> AnalyzeSettings:
     """Return the settings of an analysis.
 
     Raises:
-        UserError: There are no answers or there is no key, or an option is out of range.
+        UserError: The answers or the key are missing, or an option is out of range.
     """
     given = [Path(name) for name in options.analyze or ()]
     files = [file for path in given for file in (sorted(path.glob('*.json')) if path.is_dir() else [path])]

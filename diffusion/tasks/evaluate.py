@@ -27,7 +27,7 @@ from diffusion.training import components
 log = logging.getLogger(__name__)
 
 MIN_TIMEOUT_SECONDS = 1800.0
-"""Smallest timeout of collectives: a rank may generate one batch of images more than the others."""
+"""Minimum timeout of collectives, since a rank may have to generate one more batch of images than the others."""
 
 
 class TrainedModel(NamedTuple):
@@ -44,10 +44,10 @@ class TrainedModel(NamedTuple):
 
 
 def trained_model(recipe: Recipe, which: Weights | None = None) -> TrainedModel:
-    """Build a recipe's model with the weights of its checkpoint.
+    """Build a recipe's model and load the weights of the recipe's checkpoint.
 
     Args:
-        recipe: Its `checkpoint` is the checkpoint to load, null for the run's latest.
+        recipe: The recipe. Its `checkpoint` is the checkpoint to load; null means the run's latest.
         which: Averaged or training weights; None loads averaged weights if the checkpoint has them.
     """
     with claimed_checkpoint(recipe.checkpoint or recipe.run_place, recipe.task) as checkpoint:
@@ -55,7 +55,7 @@ def trained_model(recipe: Recipe, which: Weights | None = None) -> TrainedModel:
         model = components.build_model(recipe)
         if recipe.lora is not None:
             components.add_lora(recipe, model)
-        # The loaded tensors may be mapped from the file, so copy them while it is open.
+        # The loaded tensors may be memory-mapped, so copy them while the file is open.
         load_weights(model, weights, str(checkpoint))
         return TrainedModel(model, which, checkpoint.name)
 
@@ -63,8 +63,8 @@ def trained_model(recipe: Recipe, which: Weights | None = None) -> TrainedModel:
 def evaluate(recipe: Recipe) -> dict[str, float]:
     """Evaluate a recipe's checkpoint on all ranks, and write its results into the run's folder.
 
-    `evaluations/ba1600.json` has the results of a checkpoint, and `evaluation.json` the metrics of the last evaluation.
-    The averaged weights are evaluated if the checkpoint has them, else the training weights.
+    `evaluations/ba1600.json` contains a checkpoint's results, and `evaluation.json` the metrics of the last evaluation.
+    Averaged weights are evaluated if the checkpoint has them, else the training weights.
 
     Returns:
         The metrics by name.
@@ -75,7 +75,7 @@ def evaluate(recipe: Recipe) -> dict[str, float]:
     dist.initialize_dist(get_device(recipe.trainer.get('device')), timeout)
     model, which, name = trained_model(recipe)
     loader = components.build_loader(recipe, 'eval')
-    # The other keywords of the recipe's Trainer are for training.
+    # The recipe's other Trainer keywords are for training.
     kept: dict[str, Any] = {key: recipe.trainer[key] for key in ('device', 'precision') if key in recipe.trainer}
     loggers = [ProgressLine()] if has_terminal(recipe.trainer.get('progress_bar', True)) else []
     kept |= {'progress_bar': False, 'loggers': loggers}
@@ -87,7 +87,7 @@ def evaluate(recipe: Recipe) -> dict[str, float]:
     measured: dict[str, float] = {}
     details: dict[str, Any] = {}
     checkpoint = EvaluatedCheckpoint(
-        cast(LatentDiffusion, model),  # checked before it is used
+        cast(LatentDiffusion, model),  # type checked above
         loader.dataset,
         recipe.run_dir,
         name,

@@ -52,35 +52,33 @@ def export(
     push: str | None = None,
     public: bool = False,
 ) -> str:
-    """Export the model of a checkpoint as the pipeline of its family, or an autoencoder as an AutoencoderKL.
+    """Export a checkpoint's model as the pipeline of its family, or as an AutoencoderKL if it is an autoencoder.
 
-    If the run trained a LoRA, it alone is exported, as `pytorch_lora_weights.safetensors`, unless `merge` is True.
+    If the run trained a LoRA, only the LoRA is exported, as `pytorch_lora_weights.safetensors`, unless `merge` is True.
+    If `out` ends with `.safetensors`, the export is a single file in the layout that ComfyUI reads; see
+    `models.single_file`. A U-Net's LoRA then has ComfyUI's names, but diffusers' names in a folder.
 
-    If `out` ends with `.safetensors`, the pipeline is one file in the layout that ComfyUI reads; see
-    `models.single_file`. The LoRA of a U-Net has ComfyUI's names there, and diffusers' in a folder.
-
-    A folder has a model card, README.md.
+    A folder includes a model card, README.md.
 
     Args:
         place: A checkpoint or a run's folder; see `find_checkpoint`.
-        out: The output folder, which must not exist or be empty, or a file, which must not exist. It appears complete
-            or not at all.
+        out: The output folder, which must be new or empty, or a new file. The output is written atomically.
         weights: Averaged or training weights; None exports averaged weights if the checkpoint has them.
-        ema_width: Width of a post-hoc EMA to export instead, reconstructed from the run's `post_hoc_ema` snapshots; the
-            checkpoint supplies the parts that are not trained.
-        at: Batch of the post-hoc EMA; None is the batch of the last snapshot at or before the checkpoint.
+        ema_width: Width of a post-hoc EMA to export instead, which is reconstructed from the run's `post_hoc_ema`
+            snapshots. Parts that are not trained are from the checkpoint.
+        at: Batch of the post-hoc EMA; None means the last snapshot at or before the checkpoint.
         dtype: Precision of the exported weights.
-        merge: Add the LoRA of the run to the denoiser's weights, and export the pipeline.
-        push: Repository on the Hugging Face Hub, `org/name`, to upload the export to, with a model card.
-        public: Make the repository public if it does not exist; by default it is private.
+        merge: Merge the run's LoRA into the denoiser's weights, and export the pipeline.
+        push: Repository on the Hugging Face Hub, `org/name`, to which the export and a model card are uploaded.
+        public: Make a new repository public instead of private.
 
     Returns:
-        Description of the weights that were exported, such as `ema`.
+        Description of the exported weights, such as `ema`.
 
     Raises:
-        UserError: `out` is not empty, the checkpoint or a snapshot cannot be read, settings contradict each other, or
-            the format cannot represent the model, or the Hub refuses the upload.
-        ExternalError: The Hub did not answer. The export is complete, and can be uploaded later.
+        UserError: `out` is not empty, the checkpoint or a snapshot cannot be read, settings contradict each other, the
+            format cannot represent the model, or the Hub refuses the upload.
+        ExternalError: The Hub did not respond. The export is complete and can be uploaded later.
     """
     checkpoint = check_export(ExportOptions(str(place), str(out), weights, ema_width, at, dtype, merge, push, public))
     out = Path(out)
@@ -91,7 +89,7 @@ def export(
         recipe = load(recipe_of_checkpoint(checkpoint), task='generate')
         recipe.checkpoint = str(checkpoint)
         average = None if ema_width is None else average_of(checkpoint, ema_width, at=at)
-        # The average replaces all trained parameters below. Load the training weights, which each checkpoint has.
+        # The average replaces all trained parameters below, so load the training weights, which every checkpoint has.
         model, which, _ = trained_model(recipe, weights if average is None else 'training')
         if average is not None:
             load_average(model, average)
@@ -120,13 +118,13 @@ def export(
 
 
 def _denoiser_parameters(model: nn.Module) -> int | None:
-    """Return the number of parameters of a model's denoiser; None if it has none."""
+    """Return the number of parameters of a model's denoiser; None without a denoiser."""
     denoiser = getattr(model, 'denoiser', None)
     return None if denoiser is None else sum(parameter.numel() for parameter in denoiser.parameters())
 
 
 def average_of(checkpoint: Path, width: float, *, at: int | None = None) -> ReconstructedAverage:
-    """Reconstruct the average of any width from the snapshots of a checkpoint's run.
+    """Reconstruct an average of any width from the snapshots of a checkpoint's run.
 
     Args:
         width: Width of the average; see `reconstruct_average`.
@@ -136,7 +134,7 @@ def average_of(checkpoint: Path, width: float, *, at: int | None = None) -> Reco
         UserError: The checkpoint is older than the first snapshot.
     """
     run = run_of_checkpoint(checkpoint)
-    named = re.match(r'ba(\d+)', checkpoint.resolve().name)  # ba40000/ of Checkpointer, ba40000-rank0.pt of Composer
+    named = re.match(r'ba(\d+)', checkpoint.resolve().name)  # ba40000/ is by Checkpointer, ba40000-rank0.pt by Composer
     if at is None and named:
         batches = [snapshot.batch for snapshot in find_snapshots(run)]
         before = [batch for batch in batches if batch <= int(named[1])]
@@ -148,10 +146,12 @@ def average_of(checkpoint: Path, width: float, *, at: int | None = None) -> Reco
 
 @torch.no_grad()
 def load_average(model: nn.Module, average: ReconstructedAverage) -> None:
-    """Copy the values of an average into a model's trained parameters."""
+    """Copy an average's values to a model's trained parameters."""
     parameters = trained_parameters(model)
     if {name: weight.shape for name, weight in parameters.items()} != average.shapes:
-        raise UserError('--ema-width: the snapshots have another architecture than the recipe; are they from this run?')
+        raise UserError(
+            '--ema-width: the snapshots have an architecture other than the recipe; are they from this run?'
+        )
     for name, weight in parameters.items():
         weight.copy_(average.tensors[name])
 
@@ -166,7 +166,7 @@ def run_export(options: ExportOptions) -> None:
         print(f'{out}: {which} weights in the layout that ComfyUI reads')
         return
     if (Path(out) / LORA_WEIGHTS).exists():
-        # diffusers requires the name if HF_HUB_OFFLINE is set.
+        # Include weight_name, which diffusers requires if HF_HUB_OFFLINE is set.
         load_with = f"pipeline.load_lora_weights('{out}', weight_name='{LORA_WEIGHTS}')"
         print(f'{out}: {which} weights of the LoRA; load with {load_with}')
         return
@@ -178,14 +178,14 @@ def run_export(options: ExportOptions) -> None:
 
 
 def write_folder(model: nn.Module, recipe: Recipe, folder: Path, precision: torch.dtype, *, lora: bool) -> str:
-    """Write a model to a folder, and return the kind of the export: a pipeline's class, or a constant of `model_card`.
+    """Write a model to a folder; return the kind of export: a pipeline's class name, or a constant in `model_card`.
 
     Args:
-        folder: The folder, which exists.
-        lora: Write the LoRA alone.
+        folder: An existing folder.
+        lora: True to write only the LoRA.
 
     Raises:
-        UserError: The pipeline of the model's family cannot represent it.
+        UserError: The pipeline of the model's family cannot represent the model.
     """
     if isinstance(model, Autoencoder):
         _cast(model.finished(), precision).save_pretrained(folder)
@@ -199,7 +199,7 @@ def write_folder(model: nn.Module, recipe: Recipe, folder: Path, precision: torc
     for part in pipeline.components.values():
         if isinstance(part, nn.Module):
             _cast(part, precision)
-    # Hide diffusers' warnings about parts that a pipeline was built without, such as Stable Diffusion 3's T5.
+    # Hide diffusers' warnings about missing parts, such as Stable Diffusion 3's T5.
     with errors_only('diffusers.pipelines.pipeline_utils'):
         pipeline.save_pretrained(folder)
     make_readable_by_version_4(folder, pipeline)
@@ -207,10 +207,10 @@ def write_folder(model: nn.Module, recipe: Recipe, folder: Path, precision: torc
 
 
 def write_file(model: nn.Module, recipe: Recipe, file: Path, precision: torch.dtype, *, lora: bool) -> str:
-    """Write a model to a file in the layout that ComfyUI reads, and return the kind of the export; see `write_folder`.
+    """Write a model to a file in the layout that ComfyUI reads; return the kind of export as `write_folder` does.
 
     Raises:
-        UserError: There is no such layout for the model, or it cannot represent it.
+        UserError: ComfyUI has no layout for the model, or the layout cannot represent it.
     """
     assert isinstance(model, LatentDiffusion)
     if lora:
@@ -224,7 +224,7 @@ def write_file(model: nn.Module, recipe: Recipe, file: Path, precision: torch.dt
 
 
 def _cast(part: Part, dtype: torch.dtype) -> Part:
-    """Convert a part of a pipeline to a dtype in place, and return it."""
-    # diffusers overrides part.to() with a method that warns about modules that these parts do not have.
+    """Convert a pipeline part to a dtype in place, and return the part."""
+    # Do not call part.to(): diffusers overrides it with a method that warns about modules these parts do not have.
     nn.Module.to(part, dtype)
     return part

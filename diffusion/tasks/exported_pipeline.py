@@ -1,4 +1,4 @@
-"""Images from an exported pipeline of diffusers, equal to those of the run up to rounding."""
+"""Generate images with an exported diffusers pipeline, equal to the run's images up to rounding."""
 
 import inspect
 from collections.abc import Sequence
@@ -24,25 +24,25 @@ from diffusion.tasks.argument_checks import (
 
 
 class ExportedPipeline:
-    """Exported pipeline of diffusers that generates images as a `LatentDiffusion` does, up to rounding.
+    """Exported diffusers pipeline that generates the same images as a `LatentDiffusion`, up to rounding.
 
     Args:
-        lora: Exported LoRA to add, a file or a folder.
+        lora: Exported LoRA to add (a file or a folder).
 
     Raises:
-        UserError: The folder names classes that are not of diffusers or transformers.
+        UserError: The folder names classes that are not from diffusers or transformers.
     """
 
     def __init__(self, folder: Path, *, lora: Path | None = None) -> None:
         check_pipeline(folder)
         diffusers.utils.logging.disable_progress_bar()
         with without_own_deprecations():
-            # low_cpu_mem_usage needs accelerate, which is not a dependency; diffusers warns if it is not turned off.
+            # Turn off low_cpu_mem_usage, which needs accelerate (not a dependency); otherwise diffusers warns.
             self._pipeline: Any = DiffusionPipeline.from_pretrained(
                 folder,
                 local_files_only=True,
                 low_cpu_mem_usage=False,
-                use_safetensors=True,  # unpickling the file of somebody else could run any code
+                use_safetensors=True,  # unpickling a foreign file could run any code
                 **dict.fromkeys(missing_parts(folder)),
             )
         if lora is not None:
@@ -54,7 +54,7 @@ class ExportedPipeline:
 
     @property
     def noise_scheduler(self) -> str:
-        """Class of the noise scheduler that the export names."""
+        """Name of the export's noise scheduler class."""
         return type(self._pipeline.scheduler).__name__
 
     def generate(
@@ -71,8 +71,8 @@ class ExportedPipeline:
     ) -> Tensor:
         """Generate one image per prompt, float32 [B, 3, height, width] in [0, 1].
 
-        Equal seeds start from the same noise as with a checkpoint. The arguments are those of
-        `LatentDiffusion.generate`; an export takes neither a size nor a guidance rescale.
+        The arguments are those of `LatentDiffusion.generate`, except that an export supports no size and no guidance
+        rescale. A seed gives the same initial noise as with a checkpoint.
         """
         assert size is None and guidance_rescale == 0
         pipeline, prompts = self._pipeline, list(prompts)
@@ -80,8 +80,8 @@ class ExportedPipeline:
             pipeline.scheduler = scheduler_like(pipeline.scheduler, noise_scheduler)
         denoiser = pipeline.unet if hasattr(pipeline, 'unet') else pipeline.transformer
         adapter = adapter_of(denoiser)
-        # Schedulers that draw noise in every step use one generator per image, so that an image does not depend on its
-        # batch.
+        # Pass one generator per image to schedulers that draw noise in every step, so that an image does not depend on
+        # its batch.
         return adapter.draw(
             pipeline,
             prompts,
@@ -96,7 +96,7 @@ def draw_with_export(folder: Path, options: GenerateOptions) -> Tensor:
     """Generate one image per prompt with an exported pipeline, float32 [B, 3, height, width] in [0, 1].
 
     Args:
-        options: Options of `diffusion generate`, which `check_generate` has checked.
+        options: Options of `diffusion generate`, already checked by `check_generate`.
     """
     pipeline = ExportedPipeline(folder, lora=None if options.lora is None else Path(options.lora))
     return pipeline.generate(
@@ -110,11 +110,11 @@ def draw_with_export(folder: Path, options: GenerateOptions) -> Tensor:
 
 
 def scheduler_like(scheduler: Any, name: str) -> Any:
-    """Return another noise scheduler with the noise schedule of a pipeline's."""
+    """Return a noise scheduler of another class with the same noise schedule as a pipeline's scheduler."""
     config = dict(scheduler.config) | {'_class_name': type(scheduler).__name__}
     if not is_flow_scheduler(config):
         return scheduler_class(name).from_config(scheduler.config)
-    # Schedulers that sample only flows name these settings differently from those that also sample diffusion.
+    # Schedulers for flow matching alone use other names for these settings than schedulers for both.
     shift = config.get('flow_shift', config.get('shift', 1.0))
     flow = {
         'num_train_timesteps': config['num_train_timesteps'],

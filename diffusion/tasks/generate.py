@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def generate(recipe: Recipe) -> list[Path]:
-    """Generate images for the prompts of a recipe's `generate` section, and return the files."""
+    """Generate images for the prompts in a recipe's `generate` section, and return the files."""
     settings = recipe.generate
     if not settings.prompts:
         raise UserError('generate.prompts: is empty; add at least one prompt')
@@ -52,7 +52,7 @@ def generate(recipe: Recipe) -> list[Path]:
 
 
 def save_images(images: torch.Tensor, prompts: Sequence[str], folder: Path, *, seed: int) -> list[Path]:
-    """Write images [B, 3, H, W] as PNGs named by their seed and prompt, and return the files."""
+    """Write images [B, 3, H, W] as PNG files named by seed and prompt, and return the files."""
     files = []
     for index, (image, prompt) in enumerate(zip(to_images(images), prompts, strict=True)):
         words = re.sub(r'[^a-z0-9]+', '-', prompt.lower()).strip('-')[:60] or 'empty'
@@ -62,7 +62,7 @@ def save_images(images: torch.Tensor, prompts: Sequence[str], folder: Path, *, s
 
 
 def run_generate(options: GenerateOptions) -> None:
-    """Run `diffusion generate` with options that `check_generate` has checked."""
+    """Run `diffusion generate` with options already checked by `check_generate`."""
     source = Path(options.source)
     if is_export(source):
         images = draw_with_export(source, options)

@@ -1,6 +1,6 @@
-"""Upload of an export to a repository on the Hugging Face Hub, under one retry policy.
+"""Upload an export to a repository on the Hugging Face Hub, with retries.
 
-The token is that of HF_TOKEN or of `hf auth login`; it is never written.
+The token is from HF_TOKEN or `hf auth login`, and is never written to a file.
 """
 
 import warnings
@@ -17,22 +17,22 @@ from diffusion.storage.retry import GaveUp, PreconditionFailed, RetryPolicy
 from diffusion.tasks.model_card import CARD
 
 POLICY = RetryPolicy(tries=6, timeout_seconds=60.0)
-"""Six tries of a request, with pauses of 2, 8, 30, 30, 30 seconds less jitter: about a minute and a half in total."""
+"""Six tries per request, with pauses of up to 2, 8, 30, 30 and 30 seconds: about a minute and a half in total."""
 OF_THE_HUB = {'.gitattributes', CARD}
-"""Files that do not count as content: a repository with these alone may be uploaded to."""
+"""Files that do not count as content: an export may be uploaded to a repository that has only these files."""
 REFUSED_FILES = 'LFS batch API returned errors'
-"""Start of the message of huggingface_hub if the Hub refuses a file, for example because the storage is full."""
+"""Start of huggingface_hub's message if the Hub refuses a file, for example because the storage is full."""
 Answer = TypeVar('Answer')
 
 
 def check_access(repository: str, *, public: bool) -> None:
-    """Check that an export can be uploaded to a repository, before it is made.
+    """Check, before exporting, that the export can be uploaded to a repository.
 
     Args:
         repository: Name of the repository, `org/name`, which need not exist.
 
     Raises:
-        UserError: Nobody is logged in, the login may not write there, or the repository has another visibility.
+        UserError: No token is set, it does not permit writing there, or the repository has another visibility.
         ExternalError: The Hub did not answer.
     """
     page = f'{constants.ENDPOINT}/{repository}'
@@ -58,15 +58,15 @@ def check_access(repository: str, *, public: bool) -> None:
 
 
 def upload(out: Path, repository: str, card: str, *, public: bool) -> str:
-    """Upload an export with its model card in one commit, and return the address of the repository.
+    """Upload an export and its model card in one commit, and return the repository's URL.
 
     Args:
         out: The exported folder or file.
         repository: Name of the repository, which is created if it does not exist.
-        public: Make a new repository public; otherwise it is private.
+        public: Make a new repository public instead of private.
 
     Raises:
-        UserError: The Hub refuses, or the repository has files of something else.
+        UserError: The Hub refuses the upload, or the repository contains other files.
         ExternalError: The Hub did not answer.
     """
     api = _api()
@@ -84,7 +84,7 @@ def upload(out: Path, repository: str, card: str, *, public: bool) -> str:
         additions = [CommitOperationAdd(name, str(path)) for name, path in files.items() if name != CARD]
         additions.append(CommitOperationAdd(CARD, card.encode()))
         _ask(lambda: api.create_repo(repository, private=not public, exist_ok=True), repository)
-        # A second try skips the files that the first one has uploaded.
+        # Retries skip files that have already been uploaded.
         _ask(lambda: api.create_commit(repository, additions, commit_message=f'Upload {out.name}'), repository)
     except (UserError, ExternalError) as error:
         kept = f'The export is complete in {out}; upload it later with `hf upload {repository} {out}`'
@@ -97,7 +97,7 @@ def _api() -> HfApi:
 
 
 def _info(api: HfApi, repository: str) -> ModelInfo | None:
-    """Return the Hub's record of a repository, or None if it does not exist."""
+    """Return the Hub's information about a repository, or None if the repository does not exist."""
 
     def attempt() -> ModelInfo | None:
         try:
@@ -109,15 +109,15 @@ def _info(api: HfApi, repository: str) -> ModelInfo | None:
 
 
 def _ask(request: Callable[[], Answer], repository: str) -> Answer:
-    """Return the Hub's answer to a request, which is retried while the Hub does not answer."""
+    """Return the Hub's response to a request, with retries if the Hub does not respond."""
 
     def attempt() -> Answer:
         try:
             with warnings.catch_warnings():
-                # The Hub warns about the front matter, such as a license that it does not know.
+                # Ignore the Hub's warnings about the front matter, such as an unknown license.
                 warnings.simplefilter('ignore')
                 return request()
-        except RuntimeError as error:  # raised for a failed upload, with the reason as its cause
+        except RuntimeError as error:  # a failed upload; the cause has the reason
             raise error.__cause__ or error from None
         except ValueError as error:
             if not str(error).startswith(REFUSED_FILES):

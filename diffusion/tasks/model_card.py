@@ -1,4 +1,4 @@
-"""Model card of an export: README.md with the front matter of the Hugging Face Hub, written from recipe and run."""
+"""Model card of an export: README.md with Hugging Face Hub front matter, generated from the recipe and the run."""
 
 import json
 import re
@@ -23,7 +23,7 @@ from diffusion.tasks.argument_checks import LORA_WEIGHTS
 
 CARD = 'README.md'
 AUTOENCODER, LORA, SINGLE_FILE = 'AutoencoderKL', 'LoRA', 'single file'
-"""Kinds of exports other than pipelines; those are named by their class."""
+"""Kinds of exports other than pipelines, whose kind is the name of their class."""
 
 
 def model_card(
@@ -38,14 +38,13 @@ def model_card(
 ) -> str:
     """Return the model card of an export as Markdown.
 
-    It names streams, published sources and settings of training, but no paths and no value that depends on an
-    environment variable.
+    It names streams, published sources and training settings, but no paths and no values from environment variables.
 
     Args:
         weights: Description of the exported weights, such as `ema`.
-        source: Name that users load the export by: a repository or a folder.
-        written: Kind of the export: the class of a pipeline, `AutoencoderKL`, `LoRA` or `single file`.
-        file: Name of the file of a LoRA or a single file.
+        source: Repository or folder from which users load the export.
+        written: Kind of export: the class of a pipeline, `AutoencoderKL`, `LoRA` or `single file`.
+        file: Name of the file, if the export is a LoRA or a single file.
     """
     run = run_of_checkpoint(checkpoint)
     sections = [
@@ -63,7 +62,7 @@ def model_card(
 
 
 def _about(written: str, file: str) -> str:
-    """Return what was exported, as the start of a sentence."""
+    """Return the subject of the card's first sentence, which says what was exported."""
     return {
         LORA: 'A LoRA for pipelines of diffusers' + (' and for ComfyUI' if file != LORA_WEIGHTS else ''),
         SINGLE_FILE: 'A text-to-image model in one file, in the layout that ComfyUI reads',
@@ -87,7 +86,7 @@ def _front_matter(recipe: Recipe, written: str) -> dict[str, Any]:
 
 
 def _usage(recipe: Recipe, source: str, written: str, file: str) -> list[str]:
-    """Return the section that shows how to generate an image; empty for an export that generates none."""
+    """Return the section that shows how to generate an image; empty for exports that cannot generate images."""
     settings = recipe.generate
     call = f'num_inference_steps={settings.num_inference_steps}, guidance_scale={settings.guidance_scale:g}'
     prompt = repr(settings.prompts[0] if settings.prompts else 'a lighthouse at sunset')
@@ -116,12 +115,12 @@ def _usage(recipe: Recipe, source: str, written: str, file: str) -> list[str]:
 
 
 def arguments(values: Mapping[str, Any]) -> str:
-    """Return keyword arguments as source text that follows another argument."""
+    """Return keyword arguments as source code that can follow another argument."""
     return ''.join(f', {key}={value!r}' for key, value in values.items())
 
 
 def _training(recipe: Recipe, checkpoint: Path, weights: str, num_parameters: int | None) -> dict[str, str]:
-    """Return the settings of training by name."""
+    """Return the training settings by name."""
     receipt = _read_object(checkpoint / RECEIPT)
     count = '' if num_parameters is None else f', {num_parameters:,} parameters in the denoiser'
     rows = {'model': f'`{recipe.model.name}`{count}', 'weights': weights}
@@ -156,7 +155,7 @@ def _training(recipe: Recipe, checkpoint: Path, weights: str, num_parameters: in
 
 
 def _data(recipe: Recipe) -> list[str]:
-    """Return the section about the training data: the streams, and the reports of `diffusion prepare` about them."""
+    """Return the section about the training data: the streams, and their reports from `diffusion prepare`."""
     reports = {name: report for name, stream in _streams(recipe) if (report := _report_of(stream)) is not None}
     names = [*recipe.streams]
     if not names and not reports:
@@ -175,25 +174,25 @@ def _data(recipe: Recipe) -> list[str]:
 
 
 def _streams(recipe: Recipe) -> Iterator[tuple[str, StreamConfig]]:
-    """Yield the streams of training and of precomputing, by name: latents are made from images elsewhere."""
+    """Yield the streams of training and precomputing by name, since latents were made from images in other streams."""
     yield from recipe.streams.items()
     yield from recipe.precompute.streams.items()
 
 
 def _report_of(stream: StreamConfig) -> PrepareReport | None:
-    """Return the report of the preparation of a stream in a local folder, or None if there is none."""
+    """Return the report of `diffusion prepare` for a stream in a local folder, or None if there is none."""
     if stream.local is None:
         return None
     for folder in (Path(stream.local), Path(stream.local).parent):
         try:
             return PrepareReport.read(folder / REPORT)
-        except (OSError, ValueError, KeyError, TypeError):  # missing, or written by another program
+        except (OSError, ValueError, KeyError, TypeError):  # the report is missing or from another program
             continue
     return None
 
 
 def _evaluation(run: Path) -> list[str]:
-    """Return the section with the metrics of the run's last evaluation; empty if there was none."""
+    """Return the section with the metrics of the run's last evaluation; empty if the run was not evaluated."""
     metrics = _read_object(run / 'evaluation.json')
     numbers = {name: f'{value:.4g}' for name, value in metrics.items() if isinstance(value, int | float)}
     if not numbers:
@@ -214,37 +213,37 @@ def _license(recipe: Recipe) -> list[str]:
 
 
 def _licenses() -> dict[str, Mapping[str, str]]:
-    """Return the front matter for the licenses of the repositories that the families know."""
+    """Return the front matter for the licenses of the repositories that model families list."""
     return {source: front for family in families() for source, front in family.licenses.items()}
 
 
 def _sources(recipe: Recipe) -> list[str]:
-    """Return the repositories on the Hub that the export has weights of, or started from."""
+    """Return the Hub repositories whose weights the export contains or started from."""
     found = [] if (base := _base_model(recipe)) is None else [base]
     name, kwargs = recipe.model.name, recipe.model.kwargs
     defaults = registry.signature('model', name).defaults() if registry.is_own('model', name) else {}
     for key, revision in (('pretrained', 'revision'), ('vae', 'vae_revision')):
         source = kwargs.get(key, defaults.get(key))
-        # A source other than the default that has no revision may be a folder of the machine that trained.
+        # Skip other sources: one without a revision that is not the default may be a folder on the training machine.
         if _is_repository(source) and (source == defaults.get(key) or kwargs.get(revision)):
             found.append(str(source))
     return [*dict.fromkeys(found)]
 
 
 def _base_model(recipe: Recipe) -> str | None:
-    """Return the repository on the Hub with the weights that training started from, or None."""
+    """Return the Hub repository with the weights from which training started, or None."""
     start = recipe.initial_weights
     repository = None if start is None else hub_repository(start)
     return repository if _is_repository(repository) else None
 
 
 def _is_repository(source: Any) -> bool:
-    """Return True for the name of a repository on the Hub; False for a local folder or anything else."""
+    """Return True if a value is the name of a Hub repository; False for a local folder or anything else."""
     return isinstance(source, str) and REPOSITORY.fullmatch(source) is not None and not Path(source).exists()
 
 
 def _table(rows: Mapping[str, str]) -> str:
-    """Return a table of two columns as Markdown."""
+    """Return a two-column table as Markdown."""
     return '\n'.join(['| | |', '|---|---|', *(f'| {name} | {_cell(value)} |' for name, value in rows.items())])
 
 

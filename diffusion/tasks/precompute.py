@@ -1,10 +1,10 @@
 """`task: precompute`: store the outputs of the frozen encoders for a dataset, as MDS shards with a manifest.
 
-Each of `precompute.streams` becomes a folder of the same name under `precompute.out`, with one subfolder per image
-shape if it has several; samples keep their order. Shards hold the raw output of the VAE's encoder, so that the same
-latents work with any normalization and posterior sampling stays random; caption dropout is applied in training.
+Each of `precompute.streams` becomes a folder of the same name in `precompute.out`, with one subfolder per image shape
+if it has several; samples keep their order. Shards contain the raw output of the VAE's encoder, so the same latents
+work with any normalization and posterior sampling stays random. Caption dropout is applied in training.
 
-A shard holds a fixed range of samples, encoded in batches that start with the shard. Therefore its bytes do not depend
+A shard contains a fixed range of samples, encoded in batches that never cross shards. Therefore its bytes do not depend
 on the device that writes it, the number of devices, or interruptions.
 """
 
@@ -56,33 +56,33 @@ from diffusion.training.expand_streams import by_shape
 log = logging.getLogger(__name__)
 
 MIN_TIMEOUT_SECONDS = 3600.0
-"""Minimum timeout of collectives: a device that has finished waits in a barrier for those with more shards."""
+"""Minimum timeout of collectives, since a device that has finished waits in a barrier for those with more shards."""
 
 
 @dataclass(frozen=True)
 class StageOutput:
-    """Output folder of one stage (one stream of one image shape), with the state for resuming the stage."""
+    """Output folder of one stage (one stream and image shape), and the state for resuming the stage."""
 
     final: Place
-    """Output folder; a local one is renamed into place when complete, one in an object store gets its index last."""
+    """Output folder. A local folder is renamed to this when complete; in an object store, the index is written last."""
     begun: Place
-    """Folder with the state of an unfinished job: its plan, and the index entries of finished shards."""
+    """Folder with the state of an unfinished job: the job's plan, and the index entries of finished shards."""
     shards: ShardWriter
-    """Writer of the shards and their index entries."""
+    """Writer of the shards and of their index entries."""
 
     def is_there(self) -> bool:
-        """Return True if the finished output folder exists, or another file or folder has its name."""
+        """Return True if the finished output folder, or anything else with its name, exists."""
         return self.final.path.exists() if isinstance(self.final, LocalPlace) else INDEX in self.final.sizes()
 
     def put_in_place(self) -> None:
-        """Rename a local output folder to its final name, and remove the state; call it when all files are written."""
+        """Rename a local output folder to its final name and remove the state; call this when all files are written."""
         if isinstance(self.shards.data, LocalPlace) and isinstance(self.final, LocalPlace):
-            remove_unfinished(self.shards.data.path)  # temporary files of killed processes
+            remove_unfinished(self.shards.data.path)  # remove temporary files of killed processes
             replace_folder(self.shards.data.path, self.final.path)
         self.clear()
 
     def clear(self) -> None:
-        """Remove the local folder with the state of an unfinished stage; call it when the stage's output is complete.
+        """Remove the local state of an unfinished stage; call this when the stage's output is complete.
 
         State in an object store is kept.
         """
@@ -92,18 +92,18 @@ class StageOutput:
 
 @dataclass(frozen=True)
 class PrecomputeStage:
-    """Stage of `task: precompute`: encoding one stream of images of one shape into shards of latents."""
+    """Stage of `task: precompute`: encode the images of one stream and shape into shards of latents."""
 
     bucket: Bucket
-    """Stream of images, and their shape."""
+    """Stream of images, and shape of the images."""
     first: int
-    """ID of the stream's first sample in the dataset over all streams."""
+    """ID of the stream's first sample in the combined dataset of all streams."""
     samples: int
     """Number of samples."""
     manifest: LatentManifest
-    """Description of the latents, without the hash of their source."""
+    """Description of the latents, without the source's hash."""
     source: str
-    """Hash of the index of the stream of images."""
+    """Hash of the image stream's index."""
     per_shard: int
     """Number of samples per shard."""
     output: StageOutput
@@ -111,11 +111,11 @@ class PrecomputeStage:
 
     @property
     def num_shards(self) -> int:
-        """Number of shards of latents in this stream's complete output, written or not."""
+        """Number of shards of latents in this stage's complete output, written or not."""
         return -(-self.samples // self.per_shard)
 
     def ids(self, shard: int) -> range:
-        """Return the IDs of the samples that a shard of the output holds."""
+        """Return the IDs of the samples in an output shard."""
         start = self.first + shard * self.per_shard
         return range(start, min(start + self.per_shard, self.first + self.samples))
 
@@ -126,7 +126,7 @@ class PrecomputeStage:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """Settings that determine the bytes of the output shards; a job resumes only if its settings are equal."""
+        """Settings that determine the bytes of the output shards. A job resumes only if these are equal."""
         settings = {'samples': self.samples, 'samples_per_shard': self.per_shard, 'index_sha256': self.source}
         return settings | {'manifest': vars(self.manifest), 'columns': dict(self.output.shards.format.columns)}
 
@@ -137,7 +137,7 @@ def precompute(recipe: Recipe) -> None:
     An interrupted job resumes when it is started again.
 
     Raises:
-        UserError: The model has no VAE, existing output has other settings, or latents overflow their dtype.
+        UserError: The model has no VAE, existing output has other settings, or values overflow their dtype.
         DataError: A sample cannot be decoded.
     """
     components.check_device(recipe)
@@ -159,7 +159,7 @@ def precompute(recipe: Recipe) -> None:
     if dist.get_global_rank() == 0:
         for stage in stages:
             pin_plan(stage.output.begun, stage.plan, where='precompute.out')
-    dist.barrier()  # a rank must not write shards before rank 0 has checked the plan of an unfinished job
+    dist.barrier()  # no rank may write shards before rank 0 has checked the plan of an unfinished job
     _encode(recipe, dataset, model, stages)
     dist.barrier()  # rank 0 needs the shards of all ranks for the index
     if dist.get_global_rank() == 0:
@@ -170,7 +170,7 @@ def precompute(recipe: Recipe) -> None:
 
 
 def _dataset(recipe: Recipe) -> ImageTextDataset:
-    """Build the dataset of all images to encode, unshuffled; sample IDs continue from stream to stream."""
+    """Build the unshuffled dataset of all images to encode; sample IDs continue from stream to stream."""
     settings = recipe.precompute
     keywords = {'crop': settings.crop, 'min_crop_scale': settings.min_crop_scale, 'caption_choice': 'first'}
     return components.build_dataset(
@@ -211,7 +211,7 @@ def _stages(recipe: Recipe, dataset: ImageTextDataset, model: LatentDiffusion) -
 
 
 def _features_record(model: LatentDiffusion, encoder: FeatureEncoder, shape: Shape) -> dict[str, Any]:
-    """Return the fields of a manifest that describe stored features of the image encoder."""
+    """Return a manifest's fields that describe the stored features of the image encoder."""
     settings = model.representation_alignment
     assert settings is not None, 'the image encoder is that of the alignment'
     return {
@@ -228,14 +228,14 @@ def _output(recipe: Recipe, name: str, shards: ShardFormat) -> StageOutput:
         work = final.path.with_name(f'.{final.path.name}.unfinished')
         data, entries = LocalPlace(work / 'dataset'), LocalPlace(work / 'entries')
         return StageOutput(final, LocalPlace(work), ShardWriter(data, entries, shards))
-    # Nodes that write to a store need not share a disk, so the state for resuming must be in the store too.
-    # StreamingDataset ignores it: index.json does not list it.
+    # Nodes that write to a store may not share a disk, so keep the state for resuming in the store too.
+    # StreamingDataset ignores it, because index.json does not list it.
     begun = StorePlace(f'{final}/unfinished', _scratch(recipe) / name / 'unfinished')
     return StageOutput(final, begun, ShardWriter(final, begun, shards))
 
 
 def _folder(recipe: Recipe, name: str) -> LocalPlace | StorePlace:
-    """Return the subfolder `name` of the output; a folder in an object store is written through a local folder."""
+    """Return the subfolder `name` of the output. An object store's folder is written through a local folder."""
     out = recipe.precompute.out
     if is_url(out):
         return StorePlace(f'{out.rstrip("/")}/{name}', _scratch(recipe) / name)
@@ -243,15 +243,15 @@ def _folder(recipe: Recipe, name: str) -> LocalPlace | StorePlace:
 
 
 def _scratch(recipe: Recipe) -> Path:
-    """Return this rank's local folder for files that are uploaded to or downloaded from an object store."""
+    """Return this rank's local folder for files that are uploaded or downloaded."""
     return recipe.run_dir / f'precompute-{dist.get_global_rank()}'
 
 
 def _is_done(stage: PrecomputeStage) -> bool:
-    """Return True if a stage's output exists with the same settings, so that a finished job can be started again.
+    """Return True if a stage's output exists with the same settings, so that restarting a finished job is allowed.
 
     Raises:
-        UserError: The output exists and has other settings, or is not a folder of latents.
+        UserError: The output exists, but has other settings or is not a folder of latents.
     """
     final = stage.output.final
     if not stage.output.is_there():
@@ -275,9 +275,9 @@ def _is_done(stage: PrecomputeStage) -> bool:
 def _encode(
     recipe: Recipe, dataset: ImageTextDataset, model: LatentDiffusion, stages: Sequence[PrecomputeStage]
 ) -> None:
-    """Encode and write this rank's part of the missing shards; a batch never mixes samples of two shards."""
+    """Encode and write this rank's part of the missing shards; no batch mixes samples of two shards."""
     todo = [(stage, number) for stage in stages for number in stage.missing]
-    # All ranks must list the same missing shards. Without this barrier, a rank could list after another had already
+    # All ranks must list the same missing shards. Without this barrier, a rank might list them after another rank had
     # written one, and the strided split below would assign shards twice or not at all.
     dist.barrier()
     if dist.get_global_rank() == 0 and todo:
@@ -286,8 +286,8 @@ def _encode(
     batches = [_batches(stage.ids(number), recipe.precompute.batch_size) for stage, number in assigned]
     workers = recipe.loader.num_workers
     workers = default_num_workers(dist.get_local_world_size()) if workers is None else workers
-    # A plain DataLoader over indices reads exactly the samples of the missing shards, in order. Iterating over the
-    # StreamingDataset itself would pad and drop samples to make ranks equal.
+    # Use a plain DataLoader over indices, which reads exactly the samples of the missing shards, in order. Iterating
+    # over the StreamingDataset would pad and drop samples to make ranks equal.
     loader = DataLoader(
         EncoderInputs(dataset),
         collate_fn=_collate,
@@ -313,13 +313,13 @@ def _next(served: Iterator[Any]) -> Any:
     try:
         return next(served)
     except DataError as error:
-        # PyTorch raises a worker's exception again with the worker's whole traceback as the message; keep the end.
+        # PyTorch re-raises a worker's exception with the worker's whole traceback as the message; keep only the end.
         _, _, message = str(error).rpartition(f'{type(error).__qualname__}: ')
         raise DataError(message.strip()) from error
 
 
 class EncoderInputs(Dataset[tuple[dict[str, Any], dict[str, Any]]]):
-    """Dataset of model inputs by sample ID, each with the captions and key, which the output stores unchanged."""
+    """Dataset of model inputs by sample ID, each with the captions and key, which are stored unchanged."""
 
     def __init__(self, dataset: ImageTextDataset) -> None:
         self.dataset = dataset
@@ -333,7 +333,7 @@ class EncoderInputs(Dataset[tuple[dict[str, Any], dict[str, Any]]]):
 
 
 def _collate(samples: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return a batch of model inputs, and a list of the values that are stored unchanged."""
+    """Return a batch of model inputs, and a list of the values to store unchanged."""
     return default_collate([item for item, _ in samples]), [row for _, row in samples]
 
 
@@ -351,7 +351,7 @@ def _encoded(
     batch, rows = served
     moments = model.encode(batch[batch_keys.IMAGE].to(model.device))
     if settings.posterior == 'mean':
-        # The first half of the channels are means, the second half log-variances.
+        # The first half of the channels is means, the second half log-variances.
         moments = moments[:, : latent_channels(model.vae)]
     ids = batch[batch_keys.SAMPLE_ID].tolist()
     columns = {batch_keys.LATENT_MOMENTS: list(moments.cpu().numpy().astype(settings.dtype))}
@@ -367,7 +367,7 @@ def _encoded(
     for name, arrays in columns.items():
         for index, row, array in zip(ids, rows, arrays, strict=True):
             if not np.isfinite(array).all():
-                # Raise a UserError, which is not retried: the same image would be encoded to the same values again.
+                # Raise a UserError, which is not retried, because the same image would give the same values again.
                 raise UserError(
                     f'{dataset.where(index)}: its {name} are not finite in {settings.dtype}; '
                     'use precompute.dtype=float32'
@@ -377,7 +377,7 @@ def _encoded(
 
 
 def _select_captions(row: dict[str, Any], settings: PrecomputeConfig) -> None:
-    """Remove the captions of a row that are not encoded: keep all, the first or the longest (`precompute.captions`)."""
+    """Remove captions from a row according to `precompute.captions`: keep all, the first or the longest."""
     if settings.captions != 'all':
         chosen = choose_caption_index(row['captions'], settings.captions, 0)
         for name in ('captions', CAPTION_COLUMNS):
@@ -386,10 +386,10 @@ def _select_captions(row: dict[str, Any], settings: PrecomputeConfig) -> None:
 
 
 def _text(model: LatentDiffusion, captions: list[list[str]], settings: PrecomputeConfig) -> dict[str, list[np.ndarray]]:
-    """Return the text encoders' output for each sample's captions by column, one array per sample.
+    """Return the text encoders' outputs for each sample's captions, by column, with one array per sample.
 
-    The arrays are embeddings [captions, L, D], and pooled text [captions, P] if the encoders give it. For a model that
-    masks padding, they are the embeddings of tokens alone, [sum of lengths, D], and the captions' lengths.
+    The arrays are embeddings [captions, L, D] and, if the encoders provide it, pooled text [captions, P]. If the model
+    masks padding, they are the embeddings of only the tokens [sum of lengths, D], and the captions' lengths.
     """
     flat = tokenize(model.text.tokenizers, [text for texts in captions for text in texts]).to(model.device)
     outputs = [model.embed(part) for part in flat.split(settings.batch_size)]
@@ -408,7 +408,7 @@ def _text(model: LatentDiffusion, captions: list[list[str]], settings: Precomput
 
 
 def _finish(stage: PrecomputeStage) -> None:
-    """Complete a stage whose shards are written: write its manifest, then its index, and rename a local folder."""
+    """Complete a stage after all shards are written: write the manifest, then the index, and rename a local folder."""
     final, missing = stage.output.final, stage.missing
     if missing:
         raise RuntimeError(
@@ -416,7 +416,7 @@ def _finish(stage: PrecomputeStage) -> None:
         )
     shards = stage.output.shards
     index = index_text(shards.read_entries(range(stage.num_shards)))
-    # Write the index last: in an object store, a folder with an index counts as finished.
+    # Write the index last, because in an object store a folder with an index counts as finished.
     for name, text in ((MANIFEST, replace(stage.manifest, source=stage.source).text()), (INDEX, index)):
         shards.data.write(name, text)
     stage.output.put_in_place()
@@ -424,7 +424,7 @@ def _finish(stage: PrecomputeStage) -> None:
 
 
 def _list_shapes(recipe: Recipe, dataset: ImageTextDataset) -> None:
-    """Write buckets.json, a list of image shapes, beside the latents of every stream that has several shapes."""
+    """Write buckets.json, a list of image shapes, for every stream with several shapes."""
     counts = dict(zip([bucket.name for bucket in dataset.buckets], dataset.samples_per_stream.tolist(), strict=True))
     shapes = {bucket.name: bucket.shape for bucket in dataset.buckets}
     for name, stream in recipe.precompute.streams.items():
@@ -466,14 +466,14 @@ def _moments_shape(model: LatentDiffusion, shape: Shape, settings: PrecomputeCon
 
 
 def _posterior(model: LatentDiffusion, settings: PrecomputeConfig) -> str:
-    """Return the part of the posterior that is stored; an autoencoder without variance has only the mean."""
+    """Return the stored part of the posterior; an autoencoder without variance has only the mean."""
     return settings.posterior if has_variance(model.vae) else 'mean'
 
 
 def _samples_per_shard(model: LatentDiffusion, shape: Shape, settings: PrecomputeConfig) -> int:
-    """Return the samples in a shard of about `shard_mb` MB, a multiple of the batch size.
+    """Return the number of samples in a shard of about `shard_mb` MB, rounded to a multiple of the batch size.
 
-    The captions of a sample are estimated to take 512 bytes.
+    A sample's captions are assumed to take 512 bytes.
     """
     itemsize = np.dtype(settings.dtype).itemsize
     size = math.prod(_moments_shape(model, shape, settings)) * itemsize + 512

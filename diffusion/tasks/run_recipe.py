@@ -1,4 +1,4 @@
-"""Entry point of `run.py`: check the recipe, and only then import torch and run its task."""
+"""Entry point of `run.py`: check the recipe, and only then import torch and run the recipe's task."""
 
 import logging
 import os
@@ -36,7 +36,7 @@ RANK_ZERO_SECONDS = 5.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `run.py RECIPE [key=value ...]`, and return an exit status of `diffusion.exit_codes`."""
-    # A run still saves a checkpoint if its terminal is closed: SIGHUP asks it to stop, and lost output is discarded.
+    # If its terminal is closed, a run still saves a checkpoint: SIGHUP asks it to stop, and lost output is discarded.
     with discarding_lost_output():
         return _main(list(sys.argv[1:] if argv is None else argv))
 
@@ -65,25 +65,25 @@ def _main(arguments: Sequence[str]) -> int:
     except (UserError, DataError, ExternalError) as error:
         if os.environ.get('DIFFUSION_TRACEBACK'):
             traceback.print_exc()
-        # All ranks find the mistakes in a recipe, and rank 0 alone prints them. Other errors, such as a missing shard,
-        # may occur on one rank alone.
+        # All ranks find the mistakes in a recipe, so only rank 0 prints them. Other errors, such as a missing shard,
+        # may occur on a single rank.
         if rank == 0 or not isinstance(error, RecipeError):
             prefix = f'rank {rank}: ' if rank else ''
             message = str(error) if recipe is None else hide_environment(recipe, str(error))
             print(f'{prefix}error: {printable(message)}', file=sys.stderr)
         else:
-            # Composer's launcher ends all processes as soon as one has ended, and rank 0 has not printed it yet.
+            # Composer's launcher ends all processes when one has ended, so wait until rank 0 has printed the mistakes.
             time.sleep(RANK_ZERO_SECONDS)
         return exit_status(error)
     return 0
 
 
 def checked(path: str, overrides: Sequence[str]) -> Recipe:
-    """Load a recipe, and check values, number of devices, paths and output folder without importing torch.
+    """Load a recipe, and check its values, number of devices, paths and output folder without importing torch.
 
     Raises:
         RecipeError: The recipe has mistakes; the error lists all of them.
-        UserError: The task starts from something that is not a checkpoint.
+        UserError: The task needs a checkpoint, but the path is not one.
     """
     recipe = load(path, overrides)
     world_size = int(os.environ.get('WORLD_SIZE', '1'))
@@ -123,15 +123,15 @@ def run_task(recipe: Recipe) -> None:
 
 
 def print_results(recipe: Recipe) -> None:
-    """Print on rank 0 where the run's files are."""
+    """Print on rank 0 where the run's output files are."""
     if os.environ.get('RANK', '0') == '0':
         print(describe_results(recipe))
 
 
 def configure_logging() -> None:
-    """Log messages of this package from INFO on rank 0, and from WARNING on other ranks and for other packages.
+    """Set log levels: INFO for this package on rank 0, WARNING on other ranks and for other packages.
 
-    At a terminal, rank 0 reserves the last row for the status line; see `diffusion.loggers.status_line`.
+    On a terminal, rank 0 reserves the last row for the status line; see `diffusion.loggers.status_line`.
     """
     is_main = os.environ.get('RANK', '0') == '0'
     formatter = WrappingFormatter if is_main and status_line.install() else PrintableFormatter
@@ -142,7 +142,7 @@ def configure_logging() -> None:
 
 
 def describe_results(recipe: Recipe) -> str:
-    """Return a line for each kind of file that the run has, and for each list of captions of its data."""
+    """Return a line for each kind of output file of the run, and for each caption list of its data."""
     from diffusion.checkpointing.checkpoint_store import list_checkpoints
 
     run = recipe.run_dir
@@ -160,10 +160,10 @@ def describe_results(recipe: Recipe) -> str:
 
 
 def caption_files(recipe: Recipe) -> Iterator[Path]:
-    """Yield the existing lists of captions in the local folders of a recipe's streams and in the folders above."""
+    """Yield the existing caption lists in the local folders of a recipe's streams and in their parent folders."""
     from diffusion.prepare.report_content import CAPTIONS
 
-    # A training stream may have latents, and their folder is not that of the images that they were made from.
+    # Include precompute's streams: a training stream may consist of latents, whose images are in another folder.
     streams = [*recipe.streams.values(), *recipe.eval_streams.values(), *recipe.precompute.streams.values()]
     locals_ = [Path(stream.local) for stream in streams if stream.local is not None]
     candidates = dict.fromkeys(folder / CAPTIONS for local in locals_ for folder in (local, local.parent))

@@ -1,7 +1,7 @@
-"""`diffusion watch`: evaluate the checkpoints of a run as they appear, each once, by any number of watchers.
+"""`diffusion watch`: evaluate each of a run's checkpoints once, as they appear, with any number of watchers.
 
-A watcher keeps no state: the checkpoints and results in the run's folder or bucket determine what remains to be done.
-An evaluation is a process of its own, so that its failure ends neither the watcher nor the training.
+A watcher has no state of its own: the checkpoints and results in the run's folder or bucket show what remains to be
+done. Each evaluation is a separate process, whose failure does not affect the watcher or the training.
 """
 
 import json
@@ -32,32 +32,32 @@ from diffusion.storage.places import PATIENT, files_of_run, is_url
 log = logging.getLogger(__name__)
 
 MAX_TRIES = 3
-"""Number of evaluations of a checkpoint that may fail before it is given up."""
+"""Number of failed evaluations after which a checkpoint is given up."""
 RENEWALS_PER_LEASE = 5
 WATCHED = 'DIFFUSION_WATCHED'
-"""Environment variable of an evaluation that must end when the process that started it is killed."""
+"""Environment variable that makes an evaluation end when the process that started it is killed."""
 LOG_LINES = 20
-"""Last lines of the log of a failed evaluation that are shown."""
+"""Number of lines shown from the end of a failed evaluation's log."""
 
 Policy = Literal['every', 'latest']
 
 
 @dataclass
 class WatchSettings:
-    """Settings of a watcher: the checkpoints to evaluate, the command and its limits.
+    """Settings of a watcher: the checkpoints to evaluate, the command and the limits.
 
     Args:
         run: Path or URL of the run.
         command: Function from the path or URL of a checkpoint to the command that evaluates it.
-        policy: `every` evaluates all checkpoints, oldest first; `latest` only the newest one at any time.
-        only: Names of the only checkpoints to evaluate, such as `ba1600`; empty for all.
-        metrics: Metrics that a checkpoint's results must have to count as evaluated; empty for any results.
+        policy: `every` evaluates all checkpoints, oldest first; `latest` always evaluates only the newest.
+        only: Names of the checkpoints to evaluate, such as `ba1600`; empty means all.
+        metrics: Metrics without which a checkpoint does not count as evaluated; empty accepts any results.
         jobs: Maximum number of evaluations at once.
-        keep_best: Metric and number: checkpoints with its best values are pinned, so that the run keeps them.
-        lease_seconds: Time after which an evaluation that shows no sign of life is repeated.
-        elsewhere: True if the command submits a job, which continues after the command has ended.
+        keep_best: Metric and number N: the N checkpoints with the best values are pinned, so that the run keeps them.
+        lease_seconds: Time without renewal of its claim after which an evaluation is repeated.
+        elsewhere: True if the command submits a job, which continues after the command ends.
         poll_seconds: Time between two searches for new checkpoints.
-        once: End when all checkpoints are evaluated, instead of waiting for new ones.
+        once: True to end when all checkpoints are evaluated, instead of waiting for new ones.
     """
 
     run: str
@@ -75,20 +75,20 @@ class WatchSettings:
 
 @dataclass
 class _Evaluation:
-    """Evaluation that this watcher has started."""
+    """An evaluation that this watcher has started."""
 
     checkpoint: str
     claim: Claim
     process: subprocess.Popen[bytes]
     log: Path
     kept: ExitStack
-    """Prevents the run from removing the checkpoint, until closed."""
+    """Prevents the run from removing the checkpoint until this is closed."""
     renewal: ExitStack
-    """Renews the claim, until closed."""
+    """Renews the claim until this is closed."""
 
 
 class Watcher:
-    """Watcher of a run; `run` is its loop."""
+    """Watcher of a run; the method `run` is its main loop."""
 
     def __init__(self, settings: WatchSettings) -> None:
         self.settings = settings
@@ -103,8 +103,8 @@ class Watcher:
         """Evaluate checkpoints until interrupted; with `once`, until all are evaluated or have failed.
 
         Raises:
-            UserError: The settings of the evaluation are wrong, so that every checkpoint would fail; or with `once`,
-                some checkpoints could not be evaluated.
+            UserError: The settings of the evaluation are wrong, so every checkpoint would fail; or, with `once`, some
+                checkpoints could not be evaluated.
         """
         try:
             while True:
@@ -112,7 +112,7 @@ class Watcher:
                     self._collect()
                     open_ones = self._start()
                 except (OSError, ExternalError) as error:
-                    # The storage failed; running evaluations continue.
+                    # The storage failed, but running evaluations continue.
                     log.warning('%s: %s; trying again in %g s', self._place, error, self.settings.poll_seconds)
                     open_ones = True
                 if self.settings.once and not (open_ones or self._running or self._submitted):
@@ -130,7 +130,7 @@ class Watcher:
         if is_url(self._place):
             batches = published_batches(self._place)
         else:
-            # A receipt is written last, so a folder without one is still being copied or was not saved by this library.
+            # The receipt is written last: a folder without one is still being copied or was not saved by this library.
             found = [path for path in list_checkpoints(Path(self._place)) if (path / RECEIPT).is_file()]
             batches = [batch for path in found if (batch := batch_number(path)) is not None]
         names = [checkpoint_name(batch) for batch in sorted(batches)]
@@ -138,7 +138,7 @@ class Watcher:
         return names[-1:] if self.settings.policy == 'latest' else names
 
     def results(self, name: str) -> dict[str, Any] | None:
-        """Return the results of a checkpoint if they have all required metrics, else None.
+        """Return a checkpoint's results if they include all required metrics, else None.
 
         Raises:
             OSError: The storage cannot be read.
@@ -151,13 +151,13 @@ class Watcher:
         return found if complete else None
 
     def _exists(self, name: str) -> bool:
-        """Return True if a checkpoint that was just claimed exists; False if its run has removed it."""
+        """Return True if a checkpoint that was just claimed still exists, False if the run has removed it."""
         if is_url(self._place):
             return self._files.read(f'{name}/{RECEIPT}') is not None
         return still_exists(Path(self._place, name))
 
     def _start(self) -> bool:
-        """Start evaluations of checkpoints without results; return True if any such checkpoint was not given up."""
+        """Start evaluations of checkpoints without results; return True if any checkpoint still needs an evaluation."""
         own = {each.checkpoint for each in self._running + self._submitted}
         waiting = [name for name in self._checkpoints() if name not in own | self._given_up]
         waiting = [name for name in waiting if self.results(name) is None]
@@ -167,7 +167,7 @@ class Watcher:
                 break
             if tries.get(name, 0) >= MAX_TRIES:
                 if self._claims.has_ended(name, tries[name]):
-                    log.error('%s: its evaluation failed %d times; it is left alone', name, MAX_TRIES)
+                    log.error('%s: the evaluation failed %d times; giving up on this checkpoint', name, MAX_TRIES)
                     self._given_up.add(name)
                 continue
             if (claim := self._claims.take(name, tries.get(name, 0))) is not None:
@@ -175,14 +175,14 @@ class Watcher:
         return bool(set(waiting) - self._given_up)
 
     def _start_one(self, name: str, claim: Claim) -> None:
-        """Start the evaluation of a claimed checkpoint, unless its run has removed it."""
-        # Another watcher may have finished between the search for results and the claim.
+        """Start the evaluation of a claimed checkpoint, unless the run has removed the checkpoint."""
+        # Check again: another watcher may have finished between the search for results and the claim.
         if self.results(name) is not None:
             claim.release()
             return
         kept, renewal = ExitStack(), ExitStack()
         checkpoint = f'{self._place}/{name}'
-        if not is_url(self._place):  # the run sees the claim of the evaluation itself in a bucket
+        if not is_url(self._place):  # in a bucket, the run checks the evaluation's claim itself
             kept.enter_context(holding_claim(Path(checkpoint), 'evaluation'))
         if not self._exists(name):
             log.warning('%s: was removed by its run before its evaluation began; skipped', name)
@@ -193,7 +193,7 @@ class Watcher:
         path = folder / EVALUATIONS / f'{name}.log'
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, 'ab') as output:
-            # Give it a process group of its own, so that Ctrl-C reaches it only through this watcher, which then
+            # Use a separate process group, so that Ctrl-C reaches only this watcher, which then ends the evaluation and
             # releases the claim.
             process = subprocess.Popen(
                 self.settings.command(checkpoint),
@@ -201,7 +201,7 @@ class Watcher:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # End it with this watcher: the next watcher will evaluate the same checkpoint.
+                # End it if this watcher dies, because another watcher will then evaluate the same checkpoint.
                 preexec_fn=die_with_parent,
                 env=os.environ | {WATCHED: '1'},
             )
@@ -225,14 +225,14 @@ class Watcher:
         """Report evaluations that have ended.
 
         Raises:
-            UserError: An evaluation was refused because of its settings.
+            UserError: An evaluation ended because of wrong settings.
         """
         for each in [each for each in self._running if each.process.poll() is not None]:
             self._running.remove(each)
             each.renewal.close()
             status = each.process.returncode
             if status == 0 and self.settings.elsewhere:
-                # The claim is not renewed any more, and expires with its lease.
+                # From now on the claim is not renewed, and it expires with its lease.
                 log.info('%s: job submitted', each.checkpoint)
                 self._submitted.append(each)
                 continue
@@ -246,7 +246,7 @@ class Watcher:
                 each.kept.close()
 
     def _report(self, checkpoint: str) -> bool:
-        """Log the results of a checkpoint, and return True if there are any."""
+        """Log a checkpoint's results; return True if it has results."""
         found = self.results(checkpoint)
         if found is None:
             return False
@@ -256,7 +256,7 @@ class Watcher:
         return True
 
     def _failed(self, each: _Evaluation, status: int) -> None:
-        """Release the claim of an evaluation that has left no results, and log the reason."""
+        """Release the claim of an evaluation without results, and log the reason."""
         each.claim.release()
         if not self._exists(each.checkpoint):
             log.warning('%s: was removed by its run before its evaluation had read it; skipped', each.checkpoint)
@@ -268,7 +268,7 @@ class Watcher:
         log.error('%s: evaluation failed with status %d, log %s:\n%s', each.checkpoint, status, each.log, shown)
 
     def _pin_best(self) -> None:
-        """Pin the checkpoints with the best values of a metric, so that their run keeps them, and unpin the others."""
+        """Pin the checkpoints with a metric's best values, so that the run keeps them, and unpin the others."""
         if self.settings.keep_best is None:
             return
         metric, count = self.settings.keep_best
@@ -283,12 +283,12 @@ class Watcher:
             present = self._files.read(pin)
             if name in best and present is None:
                 self._files.write(pin, '')
-            elif name not in best and present == b'':  # a pin with content is the user's own
+            elif name not in best and present == b'':  # only pins by watchers are empty; keep the user's
                 self._files.delete([pin])
         log.info('best by %s: %s', metric, ', '.join(f'{name} ({values[name]:.4f})' for name in best))
 
     def _wait(self) -> None:
-        """Wait until the next search for checkpoints is due or an evaluation ends."""
+        """Wait until it is time for the next search for checkpoints, or an evaluation has ended."""
         deadline = time.monotonic() + self.settings.poll_seconds
         while time.monotonic() < deadline:
             if any(each.process.poll() is not None for each in self._running):
@@ -296,9 +296,9 @@ class Watcher:
             time.sleep(min(0.2, self.settings.poll_seconds))
 
     def _stop(self) -> None:
-        """End the evaluations of this watcher and release their claims, so that another watcher can do them.
+        """End this watcher's evaluations and release their claims, so that another watcher can repeat them.
 
-        Submitted jobs continue, and keep their claims.
+        Submitted jobs continue and keep their claims.
         """
         for each in self._submitted:
             each.kept.close()
@@ -313,7 +313,7 @@ class Watcher:
                 each.process.wait()
             each.renewal.close()
             each.kept.close()
-            with suppress(OSError, UserError):  # the claim expires
+            with suppress(OSError, UserError):  # if the storage fails, the claim expires
                 if self.results(each.checkpoint) is None:
                     each.claim.release()
 
@@ -337,10 +337,10 @@ def launch_command(
     """Return the command that submits an evaluation as a job, for `WatchSettings.command`.
 
     Args:
-        spec: Path of the job YAML; its recipe names the evaluators.
-        name: Start of the jobs' names; the name of the checkpoint is added.
-        overrides: Further overrides of the job.
-        nodes: Function that returns the number of nodes of the next job; None for that of the YAML.
+        spec: Path of the job YAML, whose recipe names the evaluators.
+        name: Prefix of the jobs' names, to which the name of the checkpoint is appended.
+        overrides: Additional overrides of the job.
+        nodes: Function that returns the number of nodes for the next job; None means the number in the YAML.
     """
     runs_dir, _, run_name = run.rstrip('/').rpartition('/')
 

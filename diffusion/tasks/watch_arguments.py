@@ -32,24 +32,24 @@ class WatchOptions:
     run: Annotated[str, Option(positional=True, files=True)]
     """Folder or URL of a run."""
     overrides: Overrides = field(default_factory=list)
-    """Overrides of values of the run's recipe, or of the job."""
+    """Overrides of values in the run's recipe or, with --launch, in the job YAML."""
     policy: Policy = 'every'
-    """Evaluate every checkpoint, oldest first, or only the latest at any time."""
+    """Evaluate every checkpoint, oldest first, or always only the latest."""
     checkpoints: Annotated[list[str], Option('NAMES', commas=True)] = field(default_factory=list)
-    """Comma-separated names of the only checkpoints to evaluate, such as ba1000,ba2000 (default: all)."""
+    """Comma-separated names of the checkpoints to evaluate, such as ba1000,ba2000 (default: all)."""
     keep_best: Annotated[str | None, Option('METRIC[:N]')] = None
-    """Pin the N checkpoints with the best values, so that the run keeps them (default: pin none; N: 1)."""
+    """Pin the N checkpoints with a metric's best values, so that the run keeps them (default: pin none; N: 1)."""
     launch: Annotated[str | None, Option('SPEC', files=True)] = None
     """Job YAML, submitted for each checkpoint (default: evaluate on this machine)."""
     max_nodes: Count | None = None
-    """Give each job as many nodes as Slurm or Kubernetes has free, at most N (default: the job YAML's number)."""
+    """Give each job all nodes that are free in Slurm or Kubernetes, but at most N (default: the job YAML's number)."""
     processes: Count = 1
     """Number of processes, one per GPU."""
     jobs: Count = 1
     """Maximum number of evaluations at once."""
     lease: Annotated[str | None, Option('TIME')] = None
-    """Time without a sign of life after which an evaluation is repeated, such as 6h (default: 10m on this machine, 12h
-    for jobs, which includes their time in the queue)."""
+    """Time without a renewed claim after which an evaluation counts as dead and is repeated, such as 6h (default: 10m
+    on this machine; 12h for jobs, including their time in the queue)."""
     poll: Annotated[str, Option('TIME')] = '30s'
     """Time between two searches for new checkpoints."""
     once: bool = False
@@ -94,7 +94,7 @@ def watch_settings(options: WatchOptions, evaluation: EvaluationOptions) -> Watc
                 raise UserError(
                     f'--max-nodes: {options.max_nodes} is less than the {spec.nodes} nodes of {options.launch}'
                 )
-            free_nodes(spec)  # report mistakes now, not at the first checkpoint
+            free_nodes(spec)  # report mistakes now instead of at the first checkpoint
             nodes = partial(nodes_of_job, spec, options.max_nodes)
         command = launch_command(options.launch, spec.name, run, options.overrides, nodes)
     else:
@@ -118,7 +118,7 @@ def watch_settings(options: WatchOptions, evaluation: EvaluationOptions) -> Watc
 
 
 def nodes_of_job(spec: JobSpec, most: int) -> int:
-    """Return the number of nodes of an evaluation: as many as are free, from those of the job spec to a maximum."""
+    """Return the number of nodes for an evaluation: the free nodes, but at least the job spec's and at most `most`."""
     try:
         free = free_nodes(spec)
     except ExternalError as error:

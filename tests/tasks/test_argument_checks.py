@@ -100,7 +100,7 @@ def test_sources_without_a_pipeline_are_refused_with_the_way_out(tmp_path, capsy
     (lora / 'pytorch_lora_weights.safetensors').touch()
     assert f'use the exported base model with --lora {lora}, or the folder of the run' in problem(lora)
     prx = pipeline(tmp_path / 'prx', 'PRXPipeline', FLOW)
-    assert '--lora: diffusers loads none into a PRXPipeline; export the run' in problem(prx, '--lora', str(lora))
+    assert '--lora: diffusers cannot load a LoRA into a PRXPipeline; export' in problem(prx, '--lora', str(lora))
     (pickled := tmp_path / 'lora.bin').touch()
     assert f'--lora: {pickled} is not a .safetensors file, and pickled' in problem(sd3, '--lora', str(pickled))
     file = tmp_path / 'model.safetensors'

@@ -149,11 +149,11 @@ BAD: dict[str, tuple[list[str], str]] = {
     'key without analyze': (['a', 'b', '--key', 'key.json'], '--key: needs --analyze; add that'),
     'analyze and build': (
         ['a', '--analyze', 'x.json'],
-        '--analyze: reads answers and does nothing else; remove A and B',
+        '--analyze: only reads answers; remove A and B',
     ),
     'analyze and serve': (
         ['--serve', 'page', '--analyze', 'x.json'],
-        '--analyze: reads answers and does nothing else; rem',
+        '--analyze: only reads answers; remove',
     ),
     'analyze nothing': (['--analyze', 'none.json'], '--key: there is no key.json near none.json; give the one beside'),
     'difference': (

@@ -82,7 +82,7 @@ def test_width_without_a_snapshot_is_reconstructed(run, tmp_path):
     [
         (
             {'ema_width': 0.1, 'weights': 'training'},
-            '--ema-width: it reconstructs weights from snapshots; remove --weights',
+            '--ema-width: reconstructs weights from snapshots; remove --weights',
         ),
         ({'at': 8}, '--at: batch 8 needs --ema-width'),
         ({'ema_width': 0.1, 'at': 9}, 'batch 9 is not between 1 and 8'),

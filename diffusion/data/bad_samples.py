@@ -2,8 +2,8 @@
 
 Skipping bad samples would give ranks batches of different sizes. The choice of the replacement depends only on the
 seed, the sample id, the epoch and the attempt, so batches are the same on any number of ranks and after a resume. The
-replacement's content, including its crop and caption, is served under the id of the bad sample, which keys noise,
-timestep and caption dropout. So a batch that also holds the replacement itself does not train on identical inputs.
+replacement's image, crop and caption are served under the id of the bad sample, which seeds noise, timestep and caption
+dropout. So a batch that contains the replacement twice does not train on identical inputs.
 """
 
 import json
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 8
 MIN_REPLACED = 8
-"""Maximum number of replaced samples that never stops a run: they are too few to estimate a rate from."""
+"""Number of replaced samples that is always tolerated: too few to estimate a rate from."""
 
 
 class BadSample(DataError):
@@ -32,11 +32,11 @@ class BadSample(DataError):
 
 
 def replacement(seed: int, sample_id: int, epoch: int, attempt: int, *, samples: int) -> int:
-    """Return the row number, in the same shard, of the sample that replaces an undecodable one.
+    """Return the row number of the sample that replaces an undecodable one, in the same shard.
 
     Args:
         sample_id: Id of the undecodable sample.
-        attempt: Number of the attempt, from 1; the sample chosen by an earlier attempt may be undecodable too.
+        attempt: Attempt number, from 1: the sample chosen by an earlier attempt may be undecodable too.
         samples: Number of rows in the shard.
     """
     word, *_ = philox((attempt, sample_id & 0xFFFFFFFF, epoch & 0xFFFFFFFF, 0), (seed, int(Purpose.REPLACEMENT)))
@@ -45,11 +45,11 @@ def replacement(seed: int, sample_id: int, epoch: int, attempt: int, *, samples:
 
 @dataclass
 class SampleCounts:
-    """Numbers of samples that a run has loaded, and replaced as undecodable, on all ranks so far.
+    """Counts of samples that a run has loaded and replaced so far, summed over all ranks.
 
     Attributes:
         served: Number of samples loaded, including replaced ones.
-        replaced: Number of samples that were replaced because they cannot be decoded.
+        replaced: Number of samples replaced because they cannot be decoded.
     """
 
     served: int = 0
@@ -67,10 +67,10 @@ class SampleCounts:
 
 
 def quarantine(path: Path, notes: Sequence[str], batch: int) -> None:
-    """Append one line per replaced (undecodable) sample to a JSON Lines file; call this on one rank only.
+    """Append one line per replaced sample to a JSON Lines file; call this on one rank only.
 
-    The file is created if it does not exist, but not its folder, which a lost mount would hide. If it cannot be
-    written, a warning is logged.
+    The file is created if it does not exist. Its folder is not created: a missing folder may mean a lost mount. If the
+    file cannot be written, a warning is logged.
 
     Args:
         notes: One JSON object per replaced sample, as text.
@@ -84,10 +84,10 @@ def quarantine(path: Path, notes: Sequence[str], batch: int) -> None:
 
 
 class ReplacedSamples(Callback):
-    """Callback that logs `data/replaced_samples`: undecodable samples replaced on all ranks since the run started.
+    """Callback that logs `data/replaced_samples`, the number of samples replaced on all ranks since the run started.
 
     Args:
-        tally: Counts that the training loader keeps; the loader stops the run if too many samples are replaced.
+        tally: Counts from the training loader, which stops the run if too many samples are replaced.
     """
 
     def __init__(self, tally: SampleCounts) -> None:

@@ -1,4 +1,4 @@
-"""Choice of one of an image's captions: the first, the longest, or a random one, evenly or by weights."""
+"""Choose one of an image's captions: the first, the longest, or a random one (uniform or weighted)."""
 
 import math
 from collections import Counter
@@ -11,14 +11,14 @@ from diffusion.errors import UserError
 
 CaptionChoice = Literal['first', 'random', 'longest']
 CAPTION_COLUMNS = 'caption_columns'
-"""Column with a list of the source column of each caption, in a dataset with captions from several columns."""
+"""Column that names the source column of each caption, in a dataset with captions from several columns."""
 
 
 def captions_of(sample: dict[str, Any], where: str) -> list[str]:
-    """Return the captions of a dataset sample as a list, from its column `captions` (a list) or `caption` (a string).
+    """Return a sample's captions as a list, from its column `captions` (a list) or `caption` (a string).
 
     Args:
-        where: Stream and row of the sample, to start the error message.
+        where: Stream and row of the sample, for the error message.
 
     Raises:
         BadSample: The sample has no captions, or they are not strings.
@@ -34,11 +34,11 @@ def captions_of(sample: dict[str, Any], where: str) -> list[str]:
 
 
 def choose_caption_index(captions: list[str], rule: CaptionChoice, draw: float, chances: Sequence[float] = ()) -> int:
-    """Return the index of the chosen caption, to select data stored per caption, such as text embeddings.
+    """Return the index of the chosen caption; it also selects data stored per caption, such as text embeddings.
 
     Args:
-        draw: Uniform random number in [0, 1), which `random` uses.
-        chances: Chance of each caption under `random`, from `caption_chances`; empty for equal chances.
+        draw: Uniform random number in [0, 1), used by the rule `random`.
+        chances: Probability of each caption under `random`, from `caption_chances`; empty for equal probabilities.
     """
     if rule == 'longest':
         return max(range(len(captions)), key=lambda index: len(captions[index]))
@@ -46,16 +46,16 @@ def choose_caption_index(captions: list[str], rule: CaptionChoice, draw: float, 
         return 0
     if not chances:
         return int(draw * len(captions))
-    # The sum of the chances may be rounded to less than 1: draws above it choose the last caption with a chance.
+    # Rounding may leave the sum below 1: draws above it choose the last caption with a nonzero probability.
     last = max(index for index, chance in enumerate(chances) if chance > 0)
     return next((index for index, end in enumerate(accumulate(chances)) if draw < end), last)
 
 
 def caption_chances(sample: Mapping[str, Any], weights: Mapping[str, float]) -> list[float]:
-    """Return the chance of each caption of a sample, given the weights of the columns that captions are from.
+    """Return the probability of each caption of a sample, given the weights of the columns of the captions.
 
-    The weights are those of the columns that the sample has captions of; captions of one column share its weight. Empty
-    for a sample of a dataset that does not name the columns.
+    The weights are normalized over the columns in which the sample has captions; captions from one column share its
+    weight. Empty if the dataset does not record the columns.
 
     Raises:
         BadSample: None of its columns has a weight.

@@ -13,10 +13,10 @@ Started = TypeVar('Started')
 
 
 class CudaPrefetchLoader(BucketedLoader):
-    """Data loader that copies the next batch from pinned memory to the GPU, on its own CUDA stream, during a step.
+    """Data loader that copies the next batch from pinned memory to the GPU during a step, on a separate CUDA stream.
 
-    The loader is one batch ahead of the trainer. The data position in a checkpoint is not affected, because Composer
-    counts the samples that were trained on.
+    The loader is one batch ahead of the trainer. This does not affect the data position in a checkpoint, because
+    Composer counts only samples already trained on.
     """
 
     def __iter__(self) -> Iterator[Any]:
@@ -25,14 +25,14 @@ class CudaPrefetchLoader(BucketedLoader):
 
 
 class HostToDeviceCopier:
-    """Asynchronous copies of batches to a GPU, on a CUDA stream separate from the computation."""
+    """Copies batches to a GPU asynchronously, on a CUDA stream separate from the computation."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream: Any = torch.cuda.Stream(device)
 
     def start(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-        """Start copying a batch to the GPU; return the copy, usable after `finish`, and an event that marks its end."""
+        """Start copying a batch to the GPU; return the copy, usable after `finish`, and the event that ends it."""
         with torch.cuda.stream(self.stream):
             copied = {
                 name: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
@@ -56,14 +56,14 @@ class HostToDeviceCopier:
 def prefetch_one(
     items: Iterator[Item], start: Callable[[Item], Started], finish: Callable[[Started], Item]
 ) -> Iterator[Item]:
-    """Yield the finished items in order, each only after the work on the following item has been started.
+    """Yield the finished items in order, starting the work on the next item before each yield.
 
     Args:
-        items: The items; an exception that the iterator raises is raised after the items before it.
-        start: Starts the work on an item without waiting for it.
-        finish: Returns the item after its work.
+        items: The items. If the iterator raises an exception, the items before it are yielded first.
+        start: Starts the work on an item and returns immediately.
+        finish: Waits for the work and returns the finished item.
     """
-    # A list of zero or one item: zero before the first item.
+    # Holds the item in progress, if any: empty before the first item.
     started: list[Started] = []
     while True:
         upcoming, error = [], None
@@ -72,7 +72,7 @@ def prefetch_one(
         except StopIteration:
             pass
         except Exception as caught:
-            # The item that was started before is good and comes first. Raising now would drop it.
+            # Raise later: raising now would drop the item already started, which is good and comes first.
             error = caught
         yield from map(finish, started)
         if error is not None:

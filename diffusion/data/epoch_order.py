@@ -1,13 +1,12 @@
-"""Order of the samples of an epoch: each sample once in an evaluation, and numbered copies in training.
+"""Order of the samples of an epoch: evaluation serves each sample once, and training numbers repeated samples.
 
 Streaming drops the samples of a stream that do not fill a global batch, and repeats samples if they do not divide
-evenly over the devices. So a validation loss would depend on the number of devices.
+evenly over the devices. With that order, a validation loss would depend on the number of devices.
 
-A stream with `proportion`, `repeat` or `choose` above its size, or with fewer samples than a global batch, serves
-samples repeatedly. Streaming passes one integer per sample from the order of the epoch to the reader. The integer here
-is the *numbered id*, sample + occurrence * num_samples: the first copy in the order of the epoch has occurrence 0 and
-the sample's own id. The order depends on seed and epoch only, hence so do occurrences, and not on ranks, workers or
-resumption.
+In training, a stream repeats samples if `proportion`, `repeat` or `choose` exceeds its size, or if it has fewer samples
+than a global batch. Streaming passes one integer per sample to the reader. Here, this integer is the *numbered id*,
+sample + occurrence * num_samples: the first copy of a sample in the epoch has occurrence 0, so its numbered id is the
+sample id. The order and the occurrences depend only on seed and epoch, not on ranks, workers or resumption.
 """
 
 from collections.abc import Sequence
@@ -18,27 +17,26 @@ from numpy.typing import NDArray
 from streaming.base.spanner import Spanner
 
 NO_SAMPLE = -1
-"""Streaming's value for the absence of a sample."""
+"""Value that Streaming uses for "no sample"."""
 
 
 @dataclass(frozen=True)
 class EvaluationOrder:
-    """Samples of the batches of an evaluation.
+    """Sample ids of each batch of an evaluation.
 
     Args:
         batches: Sample ids, int64 [G, R, B], for G global batches, R ranks and B samples per rank. All samples of a
-            global batch are of one stream. The places after the last sample of a stream repeat it.
-        counts: Number of samples of each rank in each global batch that are not repetitions, int64 [G, R]. They come
-            first.
+            global batch are from one stream. Slots after the last sample of a stream repeat that sample.
+        counts: Number of samples per global batch and rank that are not repetitions, int64 [G, R]. These come first.
     """
 
     batches: NDArray[np.int64]
     counts: NDArray[np.int64]
 
     def for_workers(self, workers: int) -> NDArray[np.int64]:
-        """Return the samples of each worker in the order of serving, int64 [R, workers, samples].
+        """Return the sample ids that each worker serves, in order, int64 [R, workers, samples].
 
-        A DataLoader takes its batches from its workers in turn. Missing samples are `NO_SAMPLE`.
+        A DataLoader takes batches from its workers in turn. Missing samples are `NO_SAMPLE`.
         """
         count, ranks, size = self.batches.shape
         turns = -(-count // workers)
@@ -54,7 +52,7 @@ def evaluation_order(samples: Sequence[NDArray[np.int64]], *, ranks: int, batch_
     for ids in samples:
         missing = -len(ids) % size
         full = np.concatenate([ids, np.repeat(ids[-1:], missing)])
-        # Neighbors go to different ranks, so that the ranks share the samples of an incomplete batch evenly.
+        # Give consecutive samples to different ranks, so that an incomplete batch is spread evenly over the ranks.
         batches.append(full.reshape(-1, batch_size, ranks).transpose(0, 2, 1))
         own = np.full((len(full) // size, ranks), batch_size)
         own[-1] = [batch_size - (missing + rank) // ranks for rank in range(ranks)]
@@ -63,7 +61,7 @@ def evaluation_order(samples: Sequence[NDArray[np.int64]], *, ranks: int, batch_
 
 
 class OccurrenceSpanner(Spanner):
-    """Streaming's table of the shard and row of each sample, which also takes numbered ids."""
+    """Streaming's lookup of the shard and row of a sample, extended to accept numbered ids."""
 
     def __init__(self, spanner: Spanner) -> None:
         self.__dict__.update(vars(spanner))
@@ -80,7 +78,7 @@ def numbered_ids(sample_ids: NDArray[np.int64], num_samples: int) -> NDArray[np.
     """
     if np.bincount(sample_ids).max(initial=0) <= 1:
         return sample_ids
-    # Streaming's ids are sorted runs, which a stable sort merges without comparing all of them.
+    # Streaming's ids consist of sorted runs, which a stable sort (timsort for int64) merges quickly.
     order = np.argsort(sample_ids, kind='stable')
     ordered = sample_ids[order]
     is_first = np.concatenate([[True], ordered[1:] != ordered[:-1]])

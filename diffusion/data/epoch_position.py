@@ -1,13 +1,13 @@
-"""Derive the position of the training data from Composer's timestamp, in checkpoints and when an epoch starts.
+"""Derive the training data's position from Composer's timestamp, both in checkpoints and at the start of an epoch.
 
-Composer 0.32.1 asks a StreamingDataset for its own position when it saves. At the end of an epoch the two disagree:
-the timestamp is at the start of the next epoch, the dataset at the finished one, because it counts an epoch when its
-iteration begins. The checkpoint then holds sample 0 of the finished epoch, and the resumed run serves that epoch twice
-(Streaming issue 869, Composer issue 3725). The dataset also counts iterations that are not training, such as an
-evaluation on the training data, and a new dataset of a second `fit` counts from 0.
+Composer 0.32.1 asks a StreamingDataset for its own position when it saves. At the end of an epoch the two disagree: the
+timestamp is at the start of the next epoch, but the dataset still at the finished epoch, because it counts an epoch
+only when iteration begins. The checkpoint then holds sample 0 of the finished epoch, and the resumed run serves that
+epoch twice (Streaming issue 869, Composer issue 3725). The dataset also counts iterations that are not training, such
+as an evaluation on the training data, and a new dataset for a second `fit` counts from 0.
 
-`keep_data_position` wraps the methods of Composer that move positions between the two. It can be removed once
-Composer saves the timestamp's epoch and sets it when an epoch begins.
+`keep_data_position` wraps the Composer methods that transfer the position between the two. It can be removed once
+Composer saves the timestamp's epoch and sets the dataset's epoch when an epoch begins.
 """
 
 import functools
@@ -32,10 +32,10 @@ def streaming_dataset(state: State) -> StreamingDataset | None:
 
 
 def position_to_save(dataset: StreamingDataset, timestamp: Timestamp) -> dict[str, Any]:
-    """Return the dataset's state at the position of the timestamp.
+    """Return the dataset's state dict for the timestamp's position.
 
     Raises:
-        DataError: The dataset is in another epoch than the run, so a resumed run would continue with other samples.
+        DataError: The dataset and the run are in different epochs, so a resumed run would continue with other samples.
     """
     epoch, sample = timestamp.epoch.value, timestamp.sample_in_epoch.value
     found = dataset.state_dict(sample, from_beginning=True)
@@ -52,33 +52,33 @@ def place_dataset(dataset: StreamingDataset, timestamp: Timestamp) -> None:
     """Make the dataset's next iteration start at the position of the timestamp; a collective call."""
     wanted = timestamp.epoch.value, timestamp.sample_in_epoch.value
     found = private_attribute(dataset, '_resume')(World.detect(), dataset.next_epoch)
-    # The ranks of a node share the position: all of them must have read it before the first one writes it.
+    # The ranks of a node share the position in memory: all of them must have read it before any of them writes it.
     dist.barrier()
     if found == wanted:
         return
-    # A position before `next_epoch` counts as stale.
+    # Streaming ignores a position whose epoch is before `next_epoch`.
     dataset.next_epoch = wanted[0]
     dataset.load_state_dict(dataset.state_dict(wanted[1], from_beginning=True) | {'epoch': wanted[0]})
     dist.barrier()
 
 
 def is_last_batch(state: State) -> bool:
-    """Return True if training ends with this batch."""
+    """Return True if this is the last batch of training."""
     end = state.max_duration
     assert end is not None
     if state.timestamp >= end:
         return True
-    # Composer's timestamp at BATCH_CHECKPOINT has not counted the epoch yet that ends with this batch.
+    # At BATCH_CHECKPOINT, Composer's timestamp does not yet count the epoch that ends with this batch.
     last_of_epoch = state.timestamp.batch_in_epoch.value == state.dataloader_len
     return last_of_epoch and state.timestamp.to_next_epoch() >= end
 
 
 def keep_data_position() -> None:
-    """Make Composer's timestamp the only owner of the training data's position, in every Trainer of this process."""
+    """Make Composer's timestamp the only source of the data position, for every Trainer in this process."""
     collect = private_attribute(State, '_dataset_state_dict')
     iterate = private_attribute(Trainer, '_iter_dataloader')
     spin = private_attribute(Trainer, '_spin_dataloaders_to_cur_epoch')
-    if hasattr(collect, '__wrapped__'):  # replaced by an earlier call
+    if hasattr(collect, '__wrapped__'):  # already wrapped by an earlier call
         return
 
     @functools.wraps(collect)

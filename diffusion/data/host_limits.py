@@ -25,24 +25,24 @@ from diffusion.storage.host_memory import available_memory
 log = logging.getLogger(__name__)
 
 ORDER_BYTES = 8
-"""Shared memory per sample of an epoch, on every machine: the sample order that Streaming creates for each epoch."""
+"""Bytes of shared memory per sample of an epoch, on every machine, for Streaming's sample order."""
 SHUFFLE_BYTES = 72
-"""Memory per sample of an epoch in the process that creates that order; measured with 10 million samples."""
+"""Bytes of memory per sample of an epoch in the process that creates this order; measured with 10 million samples."""
 SHARD_SHM_BYTES = 17
-"""Shared memory per shard: state, access time and signature."""
+"""Bytes of shared memory per shard: state, access time and signature."""
 TENSORS = 6
-"""Tensors per batch; each is an open file while it is passed from a worker to the main process."""
+"""Tensors per batch; each is an open file while it passes from a worker to the main process."""
 OPEN_FILES = 200
 """Other open files per process."""
 FILES_PER_WORKER = 10
 """Other open files per worker."""
 MIN_LEFTOVER_BYTES = 64 * 2**20
-"""Maximum size of shared memory left behind by dead runs that is not reported."""
+"""Shared memory left behind by dead runs is reported if it exceeds this size."""
 
 
 @dataclass(frozen=True)
 class HostProblem:
-    """Shortage of a resource of this machine, such as memory, as a message; `fatal` if the run cannot work with it."""
+    """Message about a shortage on this machine, such as too little memory; `fatal` if the run cannot work at all."""
 
     message: str
     fatal: bool
@@ -51,7 +51,7 @@ class HostProblem:
 def check_machine(loader: BucketedLoader) -> None:
     """Check before training that every machine has enough memory, open files and disk; log a warning per shortage.
 
-    A collective, which every rank must call; one process per machine does the checks.
+    This is a collective call: every rank must make it. One process per machine does the checks.
 
     Raises:
         UserError: A shortage on some machine is fatal; raised on all ranks.
@@ -87,7 +87,7 @@ def shared_memory_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
             f'{dataset.epoch_size} samples, the rest for batches of {loader.num_workers} workers per device), '
             f'{bytes_text(free)} free. To fix: enlarge it with docker run --shm-size or mount -o remount,size=, or '
             'lower loader.epoch_size or loader.num_workers',
-            # The estimate for batches assumes that every prefetch slot is full, so on its own it only warns.
+            # The estimate for batches assumes that every prefetch slot is full, so exceeding it is only a warning.
             fatal=order > free,
         )
 
@@ -121,7 +121,7 @@ def open_file_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
 
 
 def disk_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
-    """Yield a problem for each disk without space for the shards still to be downloaded (at most `cache_limit`)."""
+    """Yield a problem for each disk without enough space for the shards not yet downloaded (at most `cache_limit`)."""
     dataset = loader.dataset
     # Several streams may share a disk, so add up the missing shards of each device.
     missing: dict[int, int] = {}
@@ -151,15 +151,15 @@ def disk_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
 
 
 def cache_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
-    """Yield a problem if `cache_limit` cannot hold the shards in use at a time (fatal) or a whole shuffle block."""
+    """Yield a problem if `cache_limit` is smaller than the shards in use at a time (fatal) or than a shuffle block."""
     dataset = loader.dataset
     if dataset.cache_budget is None:
         return
     fetched = [shard for stream, shards in dataset.shards_of_streams() if stream.source for shard in shards]
     largest, whole = max(shard.get_max_size() for shard in fetched), sum(shard.get_raw_size() for shard in fetched)
     limit = dataset.cache_budget.limit_bytes
-    # Each process reads one shard while it downloads the next. With less space than that, processes evict each other's
-    # shards before these have been read.
+    # Each process reads one shard while it downloads the next. With less space, processes evict each other's shards
+    # before they have been read.
     least = min(2 * _processes(loader), len(fetched)) * largest
     if limit < least:
         yield HostProblem(
@@ -195,7 +195,7 @@ def warn_about_leftovers() -> None:
 
 
 def unmapped_files(folder: Path) -> list[Path]:
-    """Return this user's shared memory files of Streaming that no visible process uses, as left by killed runs."""
+    """Return this user's Streaming files in shared memory that no visible process has mapped, left by killed runs."""
     # Streaming names its files by a six-digit number per dataset, such as 000003_locals.
     ours = [path for path in folder.glob('[0-9]' * 6 + '_*') if _is_owned(path)]
     maps = ''.join(_read_or_empty(path) for path in Path('/proc').glob('[0-9]*/maps')) if ours else ''
@@ -218,7 +218,7 @@ def _read_or_empty(path: Path) -> str:
 
 
 def _processes(loader: BucketedLoader) -> int:
-    """Return the number of processes on this machine that load samples: its workers, or its ranks if there are none."""
+    """Return the number of processes on this machine that load samples: its workers or, without workers, its ranks."""
     return max(1, loader.num_workers) * dist.get_local_world_size()
 
 
@@ -229,9 +229,9 @@ def _batch_bytes(loader: BucketedLoader) -> int:
 
 
 def _shuffled_together(loader: BucketedLoader) -> int:
-    """Return the number of samples per machine that are shuffled together; the cache should hold all their shards.
+    """Return the number of samples that are shuffled together per machine; the cache should hold all their shards.
 
-    If the dataset is not shuffled, it is the number of samples that all processes of the machine download ahead.
+    Without shuffling, return the number of samples that all processes of the machine download ahead.
     """
     dataset = loader.dataset
     if not dataset.shuffle:

@@ -1,4 +1,4 @@
-"""Read an untrusted image file as upright sRGB pixels: the one decoder of users' images, for all commands."""
+"""Read an untrusted image file as upright sRGB pixels. All commands decode users' images with this module."""
 
 import io
 import re
@@ -18,34 +18,34 @@ from PIL import ExifTags, Image, ImageCms, ImageColor, ImageFile, ImageOps, Unid
 from diffusion.data.image_repair import ends_with_stray_bytes, without_stray_bytes, without_texts
 
 MAX_CACHED_PROFILE_BYTES = 2**20
-"""Size above which the transform of a profile is not kept, so that the cache stays small."""
+"""Color transforms of larger profiles are not cached, to keep the cache small."""
 MAX_SRGB_DIFFERENCE = 2
-"""Maximum difference to sRGB, in levels of 255, of a profile that is treated as sRGB: its pixels are not converted."""
+"""Profiles that change no 8-bit value by more than this are treated as sRGB: pixels are not converted."""
 FORMATS = ('JPEG', 'PNG', 'WEBP', 'GIF', 'BMP', 'TIFF', *(['AVIF'] if 'avif' in features.get_supported() else []))
-"""Formats that need no extra package, by Pillow's names."""
+"""Formats that need no extra package, by their names in Pillow."""
 MAX_PIXELS = 100_000_000
 """Default maximum of width times height; a decoded RGB image of this size takes 300 MB."""
 PNG_START = b'\x89PNG\r\n\x1a\n'
 PNG_END = b'IEND\xaeB`\x82'
-"""Name and checksum of the last chunk of a PNG, which has no content."""
+"""Name and checksum of a PNG's last chunk, which is always empty."""
 SIDEWAYS = range(5, 9)
-"""EXIF orientations that exchange width and height."""
+"""EXIF orientations that swap width and height."""
 MIN_OVERSAMPLING = 2
-"""Minimum ratio of crop size to target size after a JPEG is decoded at a reduced size.
+"""Minimum ratio of crop size to target size for a JPEG decoded at a reduced size.
 
-Measured on photographs and a zone plate: at 2, the result has a PSNR of 50 dB relative to a full decode and aliases
-about as much as bicubic. At 1, which is 15% faster, it has 46 dB and aliases like a box filter, ten times as much as
+Measured on photographs and a zone plate: a ratio of 2 gives a PSNR of 50 dB relative to a full decode and about as much
+aliasing as bicubic. A ratio of 1 is 15% faster, but gives 46 dB and the aliasing of a box filter, ten times that of
 Lanczos.
 """
 HARMLESS_WARNINGS = re.compile('Invalid SOS parameters|Unknown Adobe color transform')
 """libjpeg warnings that do not affect any pixel; some cameras write such files."""
 STRAY_WARNING = re.compile('Corrupt JPEG data: ([0-9]+) extraneous bytes before marker 0x(d9|da|c4)')
-"""libjpeg warning of bytes after the data of a scan: before the end of the image, another scan, or its tables."""
+"""libjpeg warning about extra bytes after a scan's data, before the end of the image, the next scan or its tables."""
 _pillow_globals = threading.RLock()
 
 
 class UnreadableImage(ValueError):
-    """Error for a file that is not an image that can be read; its message is the explanation."""
+    """Raised for a file that cannot be read as an image; the message says why."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -55,23 +55,23 @@ class UnreadableImage(ValueError):
 
 @dataclass(frozen=True)
 class DecodedImage:
-    """A decoded and corrected image, and properties of its file that determine how it is stored."""
+    """A decoded and corrected image, with those properties of its file that determine how it is stored."""
 
     image: Image.Image
     """Upright RGB image in sRGB, without metadata."""
     width: int
-    """Width of the upright image in the file, in pixels; `image` is smaller if a JPEG was decoded smaller."""
+    """Width in pixels of the upright image in the file; `image` may be a JPEG decoded at a reduced size."""
     height: int
     format: str
-    """Format of the file by Pillow's name, such as JPEG or PNG."""
+    """Format of the file, named as in Pillow, such as JPEG or PNG."""
     lossless: bool
-    """True for PNG files, mostly drawings and screenshots, and for SVG: they are stored losslessly."""
+    """True for PNG (mostly drawings and screenshots) and SVG files, which are stored losslessly."""
     is_unmodified: bool
     """True for a JPEG, PNG or WebP file that needed no correction, so that any decoder returns these pixels."""
     is_repaired: bool = False
     """True for a JPEG with stray bytes outside of its segments; its pixels are complete."""
     pixels: np.ndarray | None = None
-    """The pixels of `image`, uint8 [H, W, 3], if they are at hand."""
+    """The pixels of `image`, uint8 [H, W, 3], if already available."""
 
 
 def read_image(
@@ -88,10 +88,11 @@ def read_image(
     Args:
         encoded: The file; may be damaged or not an image at all.
         background: Color of transparent areas, in any notation that Pillow accepts.
-        max_pixels: Maximum width times height, compared with the header of the file before it is decoded.
-        extra_formats: Formats besides `FORMATS` to decode, by their names in Pillow, where they are registered.
-        resized_to: Returns the largest (width, height) that an image of some width and height will be resized to. If
-            given, libjpeg decodes a JPEG at 1/2, 1/4 or 1/8 of its size, if that is `MIN_OVERSAMPLING` times as large.
+        max_pixels: Maximum width times height, checked against the file's header before decoding.
+        extra_formats: Additional formats to decode besides `FORMATS`, by the names under which they are registered in
+            Pillow.
+        resized_to: Returns the largest (width, height) to which an image of the given width and height will be resized.
+        If set, JPEGs are decoded at 1/2, 1/4 or 1/8 size where that leaves at least `MIN_OVERSAMPLING` times that size.
         first_frame: Read the first frame of an animation instead of rejecting it.
 
     Raises:
@@ -121,10 +122,10 @@ def read_image(
 
 
 def to_upright_srgb(image: Image.Image, *, background: str = 'white') -> Image.Image:
-    """Return an image that Pillow has opened as `read_image` returns that of a file; the given one is not changed.
+    """Convert an image opened with Pillow as `read_image` does for files; the given image is not changed.
 
     Raises:
-        UnreadableImage: It cannot be decoded, or has pixels of unknown range.
+        UnreadableImage: The image cannot be decoded, or the range of its pixel values is unknown.
     """
     with strict_pillow(Image.MAX_IMAGE_PIXELS or MAX_PIXELS), unreadable():
         pixels = decode_other(image)
@@ -146,8 +147,8 @@ def _read_checked(
     image = _open(encoded, formats)
     name = 'JPEG' if image.format == 'MPO' else cast(str, image.format)  # JPEG from a phone, with a preview appended
     check_pixels(image.width, image.height, max_pixels)
-    # The second frame of a phone's MPO is a preview, so a JPEG is never an animation. A HEIC file may hold several
-    # photographs, and Pillow opens the primary one.
+    # A JPEG is never an animation: the second frame of a phone's MPO file is a preview. A HEIC file may contain several
+    # photographs, of which Pillow opens the primary one.
     if not first_frame and name not in ('JPEG', 'HEIF') and getattr(image, 'n_frames', 1) > 1:
         raise UnreadableImage('animated', 'the file has several frames or pages')
     array, is_repaired, factor, (width, height) = None, False, 1, image.size
@@ -192,7 +193,7 @@ def check_pixels(width: int, height: int, max_pixels: int) -> None:
 
 
 def _open(encoded: bytes, formats: Sequence[str]) -> Image.Image:
-    """Open an image, and check that the file is complete where its format allows this."""
+    """Open an image and, if its format allows, check that the file is complete."""
     expected = _signature(encoded)
     try:
         if expected == 'PNG':
@@ -221,8 +222,9 @@ def _signature(encoded: bytes) -> str | None:
 
 
 def _check_png(encoded: bytes) -> None:
-    """Raise an error if a PNG file has no last chunk, or if the checksum of one of its chunks is wrong."""
-    # Pillow does not check them when it decodes, only in `verify`, which leaves the image unusable: open another one.
+    """Raise UnreadableImage if a PNG file has no end chunk, or if the checksum of a chunk is wrong."""
+    # Pillow checks these only in `verify`, not when decoding. `verify` leaves the image unusable, so open it
+    # separately.
     if PNG_END not in encoded:
         raise UnreadableImage('truncated', 'the last chunk is missing or incomplete')
     with Image.open(io.BytesIO(encoded), formats=['PNG']) as image:
@@ -238,24 +240,24 @@ def _check_webp(encoded: bytes) -> None:
 def jpeg_reduction(size: tuple[int, int], resized: tuple[int, int]) -> int:
     """Return the factor (1, 2, 4 or 8) by which to reduce a JPEG while decoding it, before it is resized.
 
-    After the reduction, it has at least MIN_OVERSAMPLING times the size that it is resized to, unless the factor is 1.
-    libjpeg decodes faster only by these factors.
+    The reduced image is at least MIN_OVERSAMPLING times the size to which it will be resized, unless the factor is 1.
+    These are the only factors that make libjpeg decode faster.
     """
     largest = min(size[0] / resized[0], size[1] / resized[1]) / MIN_OVERSAMPLING
     return max((factor for factor in (2, 4, 8) if factor <= largest), default=1)
 
 
 def _decode_jpeg(encoded: bytes, image: Image.Image, factor: int) -> tuple[Image.Image, np.ndarray | None, bool]:
-    """Decode a JPEG; return also its pixels if it is RGB, and True if stray bytes after a scan were ignored.
+    """Decode a JPEG. Return the image, its pixels if it is RGB, and True if stray bytes after a scan were ignored.
 
-    It is rejected if libjpeg warns of missing or corrupt data.
+    The image is rejected if libjpeg warns about missing or corrupt data.
 
-    The image is smaller than that of the file by `factor`, rounded up.
+    Width and height are divided by `factor` and rounded up.
     """
-    # Pillow ignores these warnings and returns an image with missing pixels made up by libjpeg. simplejpeg raises
-    # ValueError for every warning, so decode again without checks after one that is known to be harmless.
+    # Pillow ignores libjpeg's warnings and returns an image in which libjpeg made up the missing pixels. simplejpeg
+    # raises ValueError for every warning, so decode again without checks if the warning is known to be harmless.
     colorspace = {'L': 'GRAY', 'RGB': 'RGB', 'CMYK': 'CMYK'}[image.mode]
-    # simplejpeg takes the largest of libjpeg's factors that leaves at least these sides.
+    # simplejpeg uses the largest of libjpeg's reduction factors that leaves at least this height and width.
     least = (0, 0) if factor == 1 else (-(-image.height // factor), -(-image.width // factor))
     decode = partial(simplejpeg.decode_jpeg, encoded, colorspace, min_height=least[0], min_width=least[1])
     is_repaired = False
@@ -269,7 +271,7 @@ def _decode_jpeg(encoded: bytes, image: Image.Image, factor: int) -> tuple[Image
             reason = 'truncated' if 'Premature end of JPEG' in str(error) else 'undecodable'
             raise UnreadableImage(reason, str(error)) from error
         pixels = decode(strict=False)
-    if image.mode == 'CMYK':  # Adobe stores inverted CMYK, which Pillow handles and simplejpeg does not
+    if image.mode == 'CMYK':  # Adobe stores inverted CMYK; Pillow handles this, but simplejpeg does not
         if factor > 1:
             image.draft(None, (image.width // factor, image.height // factor))
         image.load()
@@ -287,7 +289,7 @@ def decode_other(image: Image.Image) -> Image.Image:
         return _scale_to_8_bits(image)
     if image.mode == '1':
         gray = image.convert('L')
-        if 'transparency' in image.info:  # it is 0 or 1 in the file, but is compared with 0 and 255 in mode L
+        if 'transparency' in image.info:  # the file stores 0 or 1, but mode L uses 0 or 255
             gray.info['transparency'] = 255 * bool(image.info['transparency'])
         return gray
     if image.mode == 'I':
@@ -296,7 +298,7 @@ def decode_other(image: Image.Image) -> Image.Image:
 
 
 def _scale_to_8_bits(image: Image.Image) -> Image.Image:
-    # Pillow's conversion clips values above 255 instead of scaling, which makes the image almost completely white.
+    # Pillow's conversion clips values above 255 instead of scaling them, which makes the image almost white.
     gray16 = np.asarray(image).astype(np.uint32)
     gray = Image.fromarray(((gray16 * 255 + 32767) // 65535).astype(np.uint8))
     transparent = image.info.get('transparency')
@@ -308,7 +310,7 @@ def _scale_to_8_bits(image: Image.Image) -> Image.Image:
 def _to_opaque_srgb(
     pixels: Image.Image, profile: bytes | None, background: tuple[int, ...]
 ) -> tuple[Image.Image, bool]:
-    """Convert to sRGB and fill transparent areas with the background; return the image, and True if nothing changed."""
+    """Convert to sRGB and fill transparent areas with the background. Return the image, and True if nothing changed."""
     if not pixels.has_transparency_data:
         plain = pixels.convert('RGB') if pixels.mode == 'P' else pixels
         return to_srgb(plain, profile), is_srgb(plain, profile)
@@ -319,20 +321,20 @@ def _to_opaque_srgb(
 
 
 def orientation_of(image: Image.Image) -> int:
-    """Return the EXIF orientation of an image that was opened, 1 (upright) to 8."""
-    # A JPEG XL file states its orientation outside of EXIF, and libjxl applies it; the EXIF block does not count
-    # (ISO/IEC 18181-2). A file that stores a JPEG is the exception: it is decoded as that JPEG.
+    """Return the EXIF orientation of an opened image, from 1 (upright) to 8."""
+    # A JPEG XL file stores its orientation outside of EXIF, and libjxl applies it; the orientation in EXIF must be
+    # ignored (ISO/IEC 18181-2). The exception is a file that wraps a JPEG: it is decoded as that JPEG.
     if image.format == 'JXL' and not getattr(image, 'jpeg', False):
         return 1
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
-    except Exception:  # a damaged EXIF block; treat the image as one without EXIF
+    except Exception:  # the EXIF block is damaged; ignore it
         return 1
     return orientation if orientation in range(2, 9) else 1
 
 
 def apply_orientation(image: Image.Image, orientation: int) -> Image.Image:
-    """Apply an EXIF orientation to an image; return the same object if it is upright already."""
+    """Apply an EXIF orientation to an image; return the same object if it is already upright."""
     if orientation == 1:
         return image
     # Pixels from simplejpeg have no EXIF, and `exif_transpose` reads the orientation from the image itself.
@@ -342,7 +344,7 @@ def apply_orientation(image: Image.Image, orientation: int) -> Image.Image:
 
 @contextmanager
 def unreadable() -> Iterator[None]:
-    """Turn any exception of a decoder into an UnreadableImage."""
+    """Convert any exception raised by a decoder into UnreadableImage."""
     try:
         yield
     except UnreadableImage:
@@ -356,7 +358,7 @@ def unreadable() -> Iterator[None]:
 def strict_pillow(max_pixels: int) -> Iterator[None]:
     """Make Pillow reject truncated files, use our pixel limit, and issue no warnings."""
     # Other libraries set these globals of Pillow too, so set them for each image and restore them afterwards. The lock
-    # admits one thread at a time: a second one would take the values of the first for the original ones.
+    # admits one thread at a time: otherwise, a second thread would save and later restore the values set by the first.
     with _pillow_globals, warnings.catch_warnings():
         lenient, pixels = ImageFile.LOAD_TRUNCATED_IMAGES, Image.MAX_IMAGE_PIXELS
         ImageFile.LOAD_TRUNCATED_IMAGES, Image.MAX_IMAGE_PIXELS = False, max_pixels
@@ -368,15 +370,15 @@ def strict_pillow(max_pixels: int) -> Iterator[None]:
 
 
 def to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
-    """Convert an image from its ICC profile to sRGB; the result has mode RGB, and may be the image itself.
+    """Convert an image from its ICC profile to sRGB. The result has mode RGB and may be the same object.
 
-    Like an image viewer, it ignores a profile that cannot be read or that has other channels than the image: the image
-    is treated as sRGB, and CMYK is converted without a profile.
+    A profile is ignored, as in image viewers, if it cannot be read or does not match the image's channels. The image is
+    then treated as sRGB, and CMYK is converted without a profile.
     """
     transform = _transform(profile, image.mode) if profile else None
     if transform is None:
-        # `convert` copies, so return an RGB image itself. An image that was opened from a file is converted all the
-        # same: it has a subclass of Image, which holds the file's metadata.
+        # `convert` copies, so return an RGB image as is. An image opened from a file is converted even so, because it
+        # is an instance of a subclass of Image that keeps the file's metadata.
         return image if image.mode == 'RGB' and type(image) is Image.Image else image.convert('RGB')
     converted = ImageCms.applyTransform(image, transform)
     assert converted is not None  # applyTransform returns None only for in-place conversion
@@ -389,7 +391,7 @@ def is_srgb(image: Image.Image, profile: bytes | None) -> bool:
 
 
 def _transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
-    """Return the transform from an ICC profile to sRGB; None if it changes nothing or the profile is unusable."""
+    """Return the transform from an ICC profile to sRGB, or None if it changes nothing or the profile is unusable."""
     return (_cached_transform if len(profile) <= MAX_CACHED_PROFILE_BYTES else _built_transform)(profile, mode)
 
 
@@ -403,7 +405,7 @@ def _built_transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | 
             renderingIntent=ImageCms.Intent.RELATIVE_COLORIMETRIC,
             flags=ImageCms.Flags.BLACKPOINTCOMPENSATION,
         )
-        # Pixels of another mode than RGB must be converted in any case.
+        # Pixels in modes other than RGB must be converted in any case.
         return None if mode == 'RGB' and _is_identity(transform) else transform
     except (ImageCms.PyCMSError, OSError, ValueError, TypeError):
         return None

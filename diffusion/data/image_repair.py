@@ -1,4 +1,4 @@
-"""Parse JPEG and PNG files, and remove the parts that decoders refuse: stray bytes, and large or damaged texts."""
+"""Parse JPEG and PNG files, and remove parts that decoders reject: stray bytes, and large or damaged text chunks."""
 
 import re
 import struct
@@ -10,18 +10,18 @@ import simplejpeg
 
 START, END, SCAN = b'\xff\xd8', b'\xff\xd9', b'\xff\xda'
 SEGMENT_MARKER = re.compile(rb'\xff[\xc0-\xcf\xda-\xdf\xe0-\xef\xfe]')
-"""Marker of a segment with a length."""
+"""Matches the marker of a JPEG segment that has a length field."""
 AFTER_SCAN = re.compile(rb'\xff[\x01-\xcf\xd8-\xfe]')
-"""Marker that ends the data of a scan. In the data, 0 follows 255, and restart markers are part of the data."""
+"""Matches the marker that ends a scan's data. Escaped 0xFF bytes (0xFF00) and restart markers belong to the data."""
 
 BUFFERED_BYTES = 9
-"""Number of bytes after the data of a scan that libjpeg may have read ahead."""
+"""Number of bytes that libjpeg may read ahead beyond a scan's data."""
 MAX_TEXT_BYTES = 1_000_000
-"""Maximum size of a text that states the orientation, in bytes."""
+"""Maximum size in bytes of a PNG text chunk that is read for the orientation."""
 MAX_PROFILE_BYTES = 16 * 2**20
-"""Maximum size of a color profile, in bytes; a larger one is ignored."""
+"""Maximum size of a color profile in bytes; larger profiles are ignored."""
 ORIENTATION_TEXTS = (b'Raw profile type exif', b'Raw profile type APP1', b'XML:com.adobe.xmp')
-"""Keywords of the texts that can state an orientation: EXIF as ImageMagick writes it, and XMP."""
+"""Keywords of PNG text chunks that may contain the orientation: EXIF as written by ImageMagick, and XMP."""
 HEADER_BYTES = 8
 
 
@@ -35,9 +35,9 @@ def header_segments(jpeg: bytes) -> Iterator[bytes]:
 
 
 def without_stray_bytes(jpeg: bytes) -> bytes:
-    """Return a JPEG without the bytes between its segments; the same object if there are none.
+    """Return a JPEG without stray bytes between its segments; the same object if there are none.
 
-    The data of scans is kept as it is, and so is everything after the last segment that is found.
+    The data of scans and everything after the last recognized segment are kept unchanged.
     """
     kept, at = [START], len(START)
     while not jpeg.startswith(END, at):
@@ -57,13 +57,13 @@ def without_stray_bytes(jpeg: bytes) -> bytes:
 def ends_with_stray_bytes(jpeg: bytes, count: int, marker: bytes, colorspace: str) -> bool:
     """Return True if the only fault of a JPEG is stray bytes after the complete data of one scan.
 
-    Damaged data may end early as well, so that the rest of it looks like stray bytes. Complete data fills the unused
-    bits of its last byte with ones; damaged data does so only by chance.
+    The rest of a damaged scan may also look like stray bytes. In a complete scan, the unused bits of the last byte are
+    ones; in a damaged scan, this is so only by chance.
 
     Args:
-        count: Number of bytes that libjpeg has skipped; a few more may be in its buffer.
+        count: Number of bytes that libjpeg skipped; a few more may be in its buffer.
         marker: The marker that follows the stray bytes.
-        colorspace: Color space to decode to, by simplejpeg's name.
+        colorspace: Color space to decode to, as named by simplejpeg.
     """
     for end in scan_ends(jpeg):
         start = end - count
@@ -74,7 +74,7 @@ def ends_with_stray_bytes(jpeg: bytes, count: int, marker: bytes, colorspace: st
             found = _decoded(data + jpeg[end:], colorspace)
             return found is not None and np.array_equal(found, pixels)
 
-        # Find the last byte that changes a pixel, then the number of its unused low bits: flip ever fewer of them until
+        # Find the last byte that affects a pixel, then count its unused low bits: flip fewer and fewer of them until
         # the pixels stay the same. All of these bits are ones if the data is complete.
         used = next((at for at in range(start - BUFFERED_BYTES, start) if is_enough(jpeg[:at])), start)
         last = jpeg[used - 1]
@@ -87,7 +87,7 @@ def ends_with_stray_bytes(jpeg: bytes, count: int, marker: bytes, colorspace: st
 
 
 def _decoded(jpeg: bytes, colorspace: str) -> np.ndarray | None:
-    """Return the pixels of a JPEG; None if libjpeg warns."""
+    """Return the pixels of a JPEG, or None if libjpeg warns."""
     try:
         return simplejpeg.decode_jpeg(jpeg, colorspace)
     except ValueError:
@@ -95,7 +95,7 @@ def _decoded(jpeg: bytes, colorspace: str) -> np.ndarray | None:
 
 
 def scan_ends(jpeg: bytes) -> Iterator[int]:
-    """Yield the position after the data of each scan of a JPEG without stray bytes between its segments."""
+    """Yield the end position of each scan's data, for a JPEG without stray bytes between its segments."""
     at = len(START)
     while SEGMENT_MARKER.match(jpeg, at):
         is_scan, at = jpeg.startswith(SCAN, at), _segment_end(jpeg, at)
@@ -112,10 +112,10 @@ def _segment_end(jpeg: bytes, start: int) -> int:
 
 
 def without_texts(png: bytes) -> tuple[bytes, bytes | None]:
-    """Return a PNG without its texts and its color profile, and the profile, or None if it is missing or damaged.
+    """Return a PNG without text chunks and color profile, and the profile (None if it is missing or damaged).
 
-    Texts of less than `MAX_TEXT_BYTES` that can state the orientation are kept. At most `MAX_PROFILE_BYTES` are
-    decompressed. If another part of the file is damaged, the file is returned unchanged from there on.
+    Text chunks that may contain the orientation are kept if they are smaller than `MAX_TEXT_BYTES`. Profiles above
+    `MAX_PROFILE_BYTES` are ignored. If another part of the file is damaged, everything from there on is left unchanged.
     """
     kept, profile = [png[:HEADER_BYTES]], None
     for kind, content, chunk in _chunks(png):
@@ -127,7 +127,7 @@ def without_texts(png: bytes) -> tuple[bytes, bytes | None]:
 
 
 def _chunks(png: bytes) -> Iterator[tuple[bytes, bytes, bytes]]:
-    """Yield kind, content and all bytes of each chunk; the rest after the last complete one has the kind b''."""
+    """Yield (kind, content, whole chunk) for each chunk; the kind is b'' for the rest after the last complete chunk."""
     at = HEADER_BYTES
     while at + 12 <= len(png):
         (size,) = struct.unpack_from('>I', png, at)
@@ -143,25 +143,25 @@ def _is_intact(chunk: bytes) -> bool:
 
 
 def _profile(content: bytes) -> bytes | None:
-    """Return the profile in an iCCP chunk: a name, a zero, the compression method 0, and the compressed profile."""
+    """Return the profile in an iCCP chunk: a name, a zero byte, compression method 0, and the compressed profile."""
     return _decompressed(content.partition(b'\0')[2][1:], MAX_PROFILE_BYTES)
 
 
 def _states_orientation(kind: bytes, content: bytes) -> bool:
-    """Return True if a text can state the orientation and is small."""
+    """Return True if a text chunk is small and may contain the orientation."""
     keyword, _, rest = content.partition(b'\0')
     if keyword not in ORIENTATION_TEXTS or len(content) > MAX_TEXT_BYTES:
         return False
     if kind == b'zTXt':
         return _decompressed(rest[1:], MAX_TEXT_BYTES) is not None
     if kind == b'iTXt' and rest[:1] == b'\1':
-        text = rest[2:].split(b'\0', 2)  # language, translated keyword, text
+        text = rest[2:].split(b'\0', 2)  # the parts are language, translated keyword and text
         return len(text) == 3 and _decompressed(text[2], MAX_TEXT_BYTES) is not None
     return True
 
 
 def _decompressed(compressed: bytes, most: int) -> bytes | None:
-    """Return zlib data decompressed; None if it is damaged or has more than `most` bytes."""
+    """Decompress zlib data; return None if it is damaged or decompresses to more than `most` bytes."""
     stream = zlib.decompressobj()
     try:
         found = stream.decompress(compressed, most + 1)

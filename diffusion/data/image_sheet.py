@@ -1,4 +1,4 @@
-"""Sheets of captioned images, drawn as one PNG or written as HTML.
+"""Contact sheets of captioned images, drawn as one PNG or written as HTML.
 
 This module does not import torch, so that data preparation can use it too.
 """
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SHEET_WIDTH = 1500
-"""Width in pixels of a PNG if the number of columns is not set."""
+"""Width in pixels of a PNG sheet if the number of columns is not set."""
 MARGIN, LINE_HEIGHT = 8, 13
 GAP = 4
-"""Width in pixels of the white column between two images of a figure in a PNG."""
+"""Width in pixels of the white gap between two images of a figure in a PNG sheet."""
 FIGURES = 'figures'
-"""Text in the PNG of a sheet: JSON with the caption of each figure, and the boxes (left, top, width, height) and sizes
-(width, height before enlarging or shrinking) of its images, so that a report can cut them out."""
+"""Key of a text chunk in a PNG sheet: JSON with each figure's caption, and the boxes (left, top, width, height) and
+original sizes (width, height) of its images, so that a report can cut the images out."""
 CAPTION_LINES = 3
 """Maximum number of lines per caption in a PNG; HTML shows captions in full."""
 GRAY, LIGHT_GRAY = (110, 110, 110), (220, 220, 220)
@@ -50,7 +50,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Section:
-    """Section of a sheet: figures of equal size under a title, which may be empty."""
+    """Section of a sheet: figures of equal size under a title; the title may be empty."""
 
     title: str
     figures: Sequence[Figure]
@@ -71,7 +71,7 @@ def png_bytes(image: Image.Image) -> bytes:
 
 
 def save_image(image: Image.Image, path: Path) -> None:
-    """Write an image to a PNG file atomically, with the captions and places of figures if it is a sheet."""
+    """Write an image to a PNG file atomically; a sheet keeps the captions and positions of its figures."""
     text = PngImagePlugin.PngInfo()
     if FIGURES in image.info:
         text.add_itxt(FIGURES, image.info[FIGURES])
@@ -80,7 +80,7 @@ def save_image(image: Image.Image, path: Path) -> None:
 
 
 def size_on_sheet(image: Image.Image, side: int) -> tuple[int, int]:
-    """Return width and height that keep an image's aspect ratio and have the area of a square with the given side."""
+    """Return the width and height with the image's aspect ratio and the area of a square with the given side."""
     aspect = image.width / image.height
     width = min(SHEET_WIDTH - 2 * MARGIN, round(side * math.sqrt(aspect)))
     return width, max(1, round(width / aspect))
@@ -89,9 +89,9 @@ def size_on_sheet(image: Image.Image, side: int) -> tuple[int, int]:
 def enlarged_size(image: Image.Image, side: int) -> tuple[int, int]:
     """Return width and height at which to draw an image in a PNG, with about the area of side x side pixels.
 
-    A larger image has the size that `size_on_sheet` returns; a smaller one is enlarged by an integer factor.
+    A larger image is shrunk to the size from `size_on_sheet`; a smaller one is enlarged by an integer factor.
     """
-    # The factor is an integer, so that all pixels of a small image have the same size.
+    # Use an integer factor, so that all pixels of a small image are drawn at the same size.
     natural = math.sqrt(image.width * image.height)
     if natural >= side:
         return size_on_sheet(image, side)
@@ -103,9 +103,9 @@ def draw_sheet(sections: Sequence[Section], *, columns: int | None = None, side:
     """Draw sections one below the other in a single image, with the first lines of each caption below its figure.
 
     Args:
-        columns: Figures per row; None for as many as fit into SHEET_WIDTH.
+        columns: Figures per row; None means as many as fit into SHEET_WIDTH.
         side: Side in pixels of a square image on the sheet; other images have the same area. Smaller images are
-            enlarged without smoothing by the integer factor that comes nearest to it.
+            enlarged without smoothing, by the integer factor that comes nearest to this area.
     """
     strips = [_strip(section, columns, side) for section in sections]
     height = sum(strip.height for strip in strips) + MARGIN
@@ -181,7 +181,7 @@ def html_figures(figures: Iterable[Figure], *, side: int | None = None) -> str:
 
     Args:
         figures: Images and captions; captions are HTML-escaped.
-        side: Display size of images, as in `draw_sheet`; None for their own resolution.
+        side: Display size of images, as in `draw_sheet`; None means their own resolution.
     """
     blocks = []
     for figure in figures:
@@ -206,5 +206,5 @@ def _html_image(image: Image.Image | bytes, side: int | None) -> str:
 
 
 def _decoded(image: Image.Image | bytes) -> Image.Image:
-    """Return an image of a figure as a PIL image, to measure or draw it; bytes of a JPEG or PNG are opened first."""
+    """Return a figure's image as a PIL image, to measure or draw it; encoded bytes (JPEG or PNG) are decoded first."""
     return Image.open(io.BytesIO(image)) if isinstance(image, bytes) else image

@@ -28,18 +28,18 @@ def image_sizes(
 ) -> Tensor:
     """Return the sizes of a cropped and resized image in pixels, int64 [6].
 
-    They are the original height and width, the top and left of the crop, and the target height and width. The crop is
-    in coordinates of the image after resizing, since Podell et al. resize images before they crop them.
+    The six numbers are original height and width, top and left of the crop, and target height and width. The crop
+    position refers to the resized image, since Podell et al. (SDXL) resize images before cropping them.
 
     Args:
         box: Crop of the encoded image before resizing.
         image: Width and height of the encoded image, upright.
-        original: Width and height before any resizing; None (unknown) for those of the encoded image.
-        flipped: The crop is mirrored; the sizes are then those of the same crop from the mirrored image.
+        original: Width and height before any resizing; None (unknown) means those of the encoded image.
+        flipped: Whether the crop is mirrored; if so, the sizes describe the same crop of the mirrored image.
     """
     width, height = image if original is None else original
     left = image[0] - box.left - box.width if flipped else box.left
-    # The aspect ratio of the box is that of the shape, rounded to whole pixels, so both sides have nearly one scale.
+    # Box and shape have the same aspect ratio up to rounding, so the scale is nearly the same for both sides.
     top, left = round(box.top * shape.height / box.height), round(left * shape.width / box.width)
     return torch.tensor([height, width, top, left, shape.height, shape.width], dtype=torch.int64)
 
@@ -54,22 +54,20 @@ def original_size(sample: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 class ImageTextDataset(BucketedDataset):
-    """Streaming dataset of images, uint8 [3, H, W] in the shape of their bucket, and caption tokens [E, L].
+    """Streaming dataset of images, uint8 [3, H, W] with the shape of their bucket, and caption tokens [E, L].
 
     Args:
         buckets: Streams whose samples hold `image` (an encoded image) and `captions` or `caption`.
         batch_size: Samples per device per batch.
         tokenizers: One per text encoder (E); empty for a model without text.
-        image_sizes: Add the sizes of each image, int64 [6], for a model that takes them; see
+        image_sizes: Add the sizes of each image, int64 [6], for a model conditioned on them; see
             `diffusion.data.image_text`.
-        crop: Crop in the bucket's aspect ratio: `center` of the image, or `random`.
-        min_crop_scale: Smallest side of a random crop, as a fraction of the largest crop that fits.
-        flip: Mirror half of the images at random. Captions that mention left or right become wrong.
-        caption_choice: Caption to use if there are several: the first, the longest, or a random one in each epoch.
-        caption_weights: Weights of the captions' columns in the source of `diffusion prepare`, such as {original: 0.3,
-            recaptioned: 0.7}, for the random choice; None chooses evenly.
-        seed: Seed of crops, flips and caption choice.
-        streaming: Keyword arguments for StreamingDataset.
+        crop: Position of the crop, which has the bucket's aspect ratio: `center` or `random`. min_crop_scale: Minimum
+        side length of a random crop, as a fraction of the largest crop that fits. flip: Mirror half of the images at
+        random. Captions that mention left or right become wrong. caption_choice: Caption to use if there are several:
+        the first, the longest, or a random one in each epoch. caption_weights: For the random choice, weights of the
+        source columns of captions (see `diffusion prepare`), such as {original: 0.3, recaptioned: 0.7}; None means
+        uniform. seed: Seed of crops, flips and caption choice. streaming: Keyword arguments for StreamingDataset.
     """
 
     def __init__(
@@ -109,7 +107,7 @@ class ImageTextDataset(BucketedDataset):
         return item
 
     def _image(self, sample: dict[str, Any], index: int) -> dict[str, Any]:
-        """Return the batch entries of a sample's image, cropped and resized to its bucket's shape, uint8 [3, H, W]."""
+        """Return the batch entries for a sample's image: uint8 [3, H, W], cropped and resized to its bucket's shape."""
         shape = self.bucket_of(index).shape
         draw = self.draws(index, Purpose.CROP)[:3] if self.crop == 'random' else (0.0, 0.0, 0.0)
         flip = self.flip and self.draws(index, Purpose.FLIP)[0] < 0.5

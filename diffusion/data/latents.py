@@ -29,9 +29,9 @@ from diffusion.models.vae import Vae, latent_statistics
 
 MANIFEST = 'manifest.json'
 VERSION = 2
-"""Version of the manifest; latents with another one are refused."""
+"""Version of the manifest format; latents with another version are rejected."""
 TEXT_LENGTHS = 'text_lengths'
-"""Column with the number of tokens of each caption, if text embeddings are stored without padding."""
+"""Column with the number of tokens per caption, present if text embeddings are stored without padding."""
 
 
 @dataclass(frozen=True)
@@ -49,27 +49,27 @@ class LatentManifest:
     posterior: str
     """`sample`: mean and log-variance are stored; `mean`: only the mean."""
     dtype: str
-    """Type of the stored numbers."""
+    """Data type of the stored latents."""
     crop: str = 'center'
-    """Crop of the images that was encoded: `center`, or `random` with its minimum scale and seed."""
+    """Crop of each image that was encoded: `center`, or `random` with its minimum scale and seed."""
     text_encoder: str | None = None
     """Fingerprint of the text encoders that made the stored embeddings; None if they run during training."""
     text_output: str = 'last'
-    """Stored output of the text encoders, `TextConditioner.output`."""
+    """Which output of the text encoders is stored; see `TextConditioner.output`."""
     text_padding: str = 'kept'
-    """`kept`: L embeddings per caption are stored; `removed`: those of its tokens, for models that mask padding."""
+    """`kept`: all L embeddings per caption are stored; `removed`: only those of real tokens, if models mask padding."""
     image_sizes: bool = False
     """True if the sizes of the images are stored."""
     image_encoder: str | None = None
-    """Fingerprint of the image encoder that made the stored features for representation alignment; None for none."""
+    """Fingerprint of the image encoder that made the stored features for representation alignment, or None."""
     image_encoder_source: str = ''
-    """Folder or repository of the image encoder, with its revision; for the reader, not compared in training."""
+    """Folder or repository of the image encoder, with its revision; for information only, not compared in training."""
     features_shape: list[int] | None = None
-    """Height and width of the grid of features, and their width."""
+    """Height and width of the feature grid, and number of channels."""
     captions: str = 'all'
-    """Captions stored per sample: `all`, `first` or `longest`."""
+    """Which captions of a sample are stored: `all`, `first` or `longest`."""
     source: str = ''
-    """SHA-256 of the index of the encoded images."""
+    """SHA-256 of the index.json of the dataset of images that was encoded."""
     version: int = VERSION
 
     def text(self) -> str:
@@ -84,7 +84,7 @@ class LatentManifest:
             where: Name of the stream or its URL, for the error message.
 
         Raises:
-            UserError: The folder has no manifest, or it has another version.
+            UserError: The folder has no manifest, or the manifest has another version.
         """
         path = folder / MANIFEST
         if not path.exists():
@@ -102,8 +102,8 @@ class LatentManifest:
 
 
 def weights_fingerprint(module: nn.Module) -> str:
-    """Return the first 16 hex digits of a SHA-256 over the names, shapes and values of a module's weights."""
-    # Values are rounded to float16, so that the same weights loaded in float32 and in float16 agree.
+    """Return the first 16 hex digits of the SHA-256 of the names, shapes and values of a module's weights."""
+    # Round values to float16, so that the same weights loaded as float32 and as float16 have the same fingerprint.
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
         digest.update(f'{name}{tuple(tensor.shape)}'.encode())
@@ -136,11 +136,11 @@ def manifest_of(
 
 
 def features_shape(encoder: FeatureEncoder, shape: Shape, *, token_side: int) -> list[int]:
-    """Return height, width and number of features of the grid of an image's tokens, as manifests record it.
+    """Return height, width and channels of the feature grid for an image's tokens, as recorded in manifests.
 
     Args:
         shape: Size of the image in pixels.
-        token_side: Side in pixels of the square of the image that a token covers.
+        token_side: Side in pixels of the image square covered by one token.
     """
     return [shape.height // token_side, shape.width // token_side, encoder.width]
 
@@ -160,7 +160,7 @@ def _padded(embeds: torch.Tensor, lengths: Sequence[int], caption: int, size: in
 
 
 def read_manifest(bucket: Bucket) -> LatentManifest:
-    """Read the manifest.json of a stream of precomputed latents, from the stream's remote if there is one."""
+    """Read the manifest.json of a stream of precomputed latents, from the stream's remote if it has one."""
     assert isinstance(bucket.stream, VerifiedStream)
     return LatentManifest.read(bucket.stream.fetch_sidecar(MANIFEST).parent, f'streams.{bucket.name}')
 
@@ -169,17 +169,17 @@ class LatentsDataset(BucketedDataset):
     """Streaming dataset of precomputed latents, for training without the VAE.
 
     Samples hold VAE posterior moments, float32 [C or 2C, H, W], caption tokens [E, L], and text embeddings [L, D] and
-    pooled text [P] if stored. Stored features of an image encoder, [N, F] for N tokens, are returned only if asked for.
+    pooled text [P] if stored. Stored features of an image encoder, [N, F] for N tokens, are returned only on request.
 
     Args:
         buckets: Streams made by `task: precompute`, each with a manifest next to its shards.
         batch_size: Samples per device per batch.
         tokenizers: One per text encoder (E).
-        image_sizes: Add the stored sizes of each image, int64 [6], for a model that takes them.
+        image_sizes: Add the stored sizes of each image, int64 [6], for a model conditioned on them.
         image_features: Add the stored features of an image encoder, for training with representation alignment.
         caption_choice: Caption to use if there are several: the first, the longest, or a random one in each epoch.
-        caption_weights: Weights of the captions' columns in the source of `diffusion prepare`, such as {original: 0.3,
-            recaptioned: 0.7}, for the random choice; None chooses evenly.
+        caption_weights: For the random choice, weights of the source columns of captions (see `diffusion prepare`),
+            such as {original: 0.3, recaptioned: 0.7}; None means uniform.
         seed: Seed of the caption choice.
         streaming: Keyword arguments for StreamingDataset.
     """
@@ -231,7 +231,7 @@ class LatentsDataset(BucketedDataset):
                 raise UserError(f'model.representation_alignment: {no_features_problem(bucket.name)}')
 
     def item(self, sample: dict[str, Any], index: int) -> dict[str, Any]:
-        """Return a sample's latent moments and caption tokens, and the text embeddings and sizes that are needed.
+        """Return a sample's latent moments and caption tokens, plus text embeddings, sizes and features if used.
 
         Raises:
             BadSample: The stored values are not finite, or there is no caption.
@@ -258,14 +258,14 @@ class LatentsDataset(BucketedDataset):
         return item
 
     def _finite(self, sample: dict[str, Any], name: str, index: int) -> torch.Tensor:
-        """Return a stored array of a sample as a tensor; raise BadSample if a value is not finite."""
+        """Return one of a sample's stored arrays as a tensor; raise BadSample if a value is not finite."""
         values = torch.from_numpy(sample[name].copy())
         if not values.isfinite().all():
             raise BadSample(f'{self.where(index)}: its {name} are not finite; precompute them again')
         return values
 
     def _all_or_none(self, found: Sequence[bool], problem: str) -> bool:
-        """Return True if a property is found in all streams, False if in none; raise UserError if only in some."""
+        """Return True if all streams have a property and False if none has; raise UserError if only some have it."""
         if any(found) and not all(found):
             names = ', '.join(bucket.name for bucket, has in zip(self.buckets, found, strict=True) if not has)
             raise UserError(f'streams: {names} {problem}')
@@ -277,8 +277,8 @@ class LatentsDataset(BucketedDataset):
         """Check before training that the stored latents and text embeddings were made by the model's own encoders.
 
         Raises:
-            UserError: The weights or the latent statistics differ, the model trains the text encoders whose output is
-                stored, or it attends to padding that is not stored.
+            UserError: The weights or the latent statistics differ, text embeddings are stored but the model trains its
+                text encoders, or the model attends to padding that is not stored.
         """
         if self.with_text:
             self._check_text(text, train_text_encoder)
@@ -299,13 +299,13 @@ class LatentsDataset(BucketedDataset):
                     )
 
     def check_features(self, encoder: FeatureEncoder, *, token_side: int) -> None:
-        """Check before training that the stored features were made by the model's own image encoder for its tokens.
+        """Check before training that the stored features match the model's image encoder and token grid.
 
         Args:
-            token_side: Side in pixels of the square of the image that a token of the denoiser covers.
+            token_side: Side in pixels of the image square covered by one token of the denoiser.
 
         Raises:
-            UserError: The weights of the encoder or the grid of the tokens differ.
+            UserError: The encoder's weights or the token grid differ.
         """
         expected = weights_fingerprint(encoder)
         for bucket, manifest in zip(self.buckets, self.manifests, strict=True):
@@ -324,7 +324,7 @@ class LatentsDataset(BucketedDataset):
                 )
 
     def _check_text(self, text: TextConditioner, train_text_encoder: bool) -> None:
-        """Raise UserError if the stored text embeddings are not of these text encoders, or if these are trained."""
+        """Raise UserError if the model trains its text encoders, or if other ones made the stored embeddings."""
         names = ', '.join(f'streams.{bucket.name}' for bucket in self.buckets)
         if train_text_encoder:
             raise UserError(

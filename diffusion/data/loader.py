@@ -1,4 +1,4 @@
-"""Data loader that numbers its batches within the epoch and makes all ranks stop at the same batch on any failure."""
+"""Data loader that numbers batches within an epoch and, on any failure, stops all ranks at the same batch."""
 
 import contextlib
 import datetime
@@ -40,16 +40,17 @@ from diffusion.runs.stop_signals import STOP_SIGNALS
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
-"""Interval of the checks for failures of other processes, while a rank waits for its workers."""
+"""Interval in seconds at which a rank checks other processes for failures while it waits for its workers."""
 WORKER_EXIT_SECONDS = 5.0
-"""Maximum wait for a worker to exit after its connection broke, and for all of them to end after a failure."""
+"""Maximum wait in seconds for a worker to exit after its connection broke, and for all workers after a failure."""
 
 
 class _EndOfWorkers:
-    """Wrapper of the event that ends PyTorch's workers, so that a killed worker cannot block this process.
+    """Wrapper around the event that tells PyTorch's workers to exit, so that a killed worker cannot block this process.
 
-    Workers check the event between samples. A worker that is killed during the check holds the event's lock forever,
-    and PyTorch takes that lock in the training process when it finds the dead worker, and when it ends the others.
+    Workers check the event between samples. A worker killed during the check holds the event's lock forever. The
+    training process then blocks on that lock, because PyTorch sets the event when it finds the dead worker and when it
+    shuts the others down.
     """
 
     def __init__(self, event: Event) -> None:
@@ -60,29 +61,29 @@ class _EndOfWorkers:
         return self._is_set
 
     def set(self) -> None:
-        """Set the event, unless its lock is held for WORKER_EXIT_SECONDS."""
+        """Set the event, but give up if its lock is still held after WORKER_EXIT_SECONDS."""
         self._is_set = True
         thread = threading.Thread(target=self._event.set, name='end of the workers', daemon=True)
-        # Python raises RuntimeError for new threads while it exits; PyTorch then terminates the remaining workers.
+        # While Python exits, starting a thread raises RuntimeError; PyTorch then terminates the remaining workers.
         with contextlib.suppress(RuntimeError):
             thread.start()
             thread.join(WORKER_EXIT_SECONDS)
 
 
 class BucketedLoader(StreamingDataLoader):
-    """StreamingDataLoader that numbers its batches, never ends an epoch early, and raises errors on all ranks together.
+    """StreamingDataLoader that numbers its batches, never ends an epoch early, and raises errors on all ranks at once.
 
-    The index of a global batch within its epoch is the same on any number of devices and after any resume, so random
-    draws may be keyed by that index.
+    The index of a global batch within its epoch does not depend on the number of devices or on resumes, so it can seed
+    random draws.
 
-    All ranks iterate in lockstep: before each batch they agree that every rank has one. If a rank has none, all ranks
-    raise the same `DataError` at the same batch.
+    All ranks iterate in lockstep: before each batch they check that every rank has one. Otherwise, all ranks raise the
+    same `DataError` at the same batch.
 
     Args:
         stratified: Add a timestep quantile to each sample, for `Objective.timesteps: stratified`.
-        timeout: Maximum wait for a batch from a worker, in seconds; 0 for no limit.
-        max_bad_samples: Maximum fraction of samples that may be replaced because they cannot be decoded.
-        quarantine: JSON Lines file that lists each replaced sample.
+        timeout: Maximum wait for a batch from a worker, in seconds; 0 means no limit.
+        max_bad_samples: Maximum fraction of samples replaced because they cannot be decoded.
+        quarantine: JSON Lines file in which each replaced sample is listed.
         num_workers: Worker processes per device.
         settings: Keyword arguments for StreamingDataLoader.
     """
@@ -100,10 +101,11 @@ class BucketedLoader(StreamingDataLoader):
         num_workers: int = 0,
         **settings: Any,
     ) -> None:
-        # PyTorch's timeout only serves to poll: `_next_batch` catches it, checks for failures, and calls next() again.
+        # PyTorch's timeout is used only for polling: `_next_batch` catches it, checks for failures, and calls next()
+        # again.
         poll_seconds = min(timeout or math.inf, POLL_SECONDS) if num_workers else 0
-        # PyTorch draws a seed each time that it starts the workers, which a resume does once more. Give it a generator
-        # of its own, so that the random numbers of dropout layers do not depend on the number of starts.
+        # PyTorch draws a seed each time it starts the workers, and a resume starts them once more. Give it a separate
+        # generator, so that the random numbers of dropout layers do not depend on how often workers were started.
         settings = {'collate_fn': dataset.image_block.collate, 'generator': torch.Generator()} | settings
         super().__init__(dataset, num_workers=num_workers, timeout=poll_seconds, **settings)
         if stratified and not dataset.elastic:
@@ -116,25 +118,25 @@ class BucketedLoader(StreamingDataLoader):
         self.quarantine = quarantine
         self.tally = SampleCounts()
         self.wait_seconds = 0.0
-        """Time that this rank has waited for its own workers, excluding the wait for other ranks."""
+        """Seconds that this rank has waited for its own workers, excluding waits for other ranks."""
         self._gloo: torch.distributed.ProcessGroup | None = None
 
     def __iter__(self) -> Iterator[Any]:
         world = World.detect()
-        # `_resume` is private to StreamingDataset: it reads the position of a loaded checkpoint, which no public method
-        # returns. Call it before the workers start, because they increment `next_epoch`, and the position of an earlier
-        # epoch counts as stale.
+        # StreamingDataset's private `_resume` reads the position from a loaded checkpoint; no public method returns it.
+        # Call it before the workers start: they increment `next_epoch`, and positions from earlier epochs are ignored.
         _, sample_in_epoch = private_attribute(self.dataset, '_resume')(world, self.dataset.next_epoch)
         assert self.batch_size is not None
         first = sample_in_epoch // (self.batch_size * world.num_ranks)
-        # StreamingDataLoader.state_dict() reads this count. Its __iter__, which maintains it, is bypassed here: it is a
-        # generator, and an exception ends a generator, so next() could not be called again after a timeout.
+        # StreamingDataLoader.state_dict() reads this count. StreamingDataLoader.__iter__ would maintain it, but is
+        # bypassed here: it is a generator, which ends at the first exception, so next() could not be called again after
+        # a timeout.
         self.num_samples_yielded = 0
         worker_batches: Iterator[Any] | None = None
         for index in itertools.count(first):
             batch, problem, begin = None, None, time.perf_counter()
-            # Hold every error until all ranks have agreed on this batch: a rank that raised here would leave the others
-            # waiting for it in a collective of the model until the timeout of the process group.
+            # Hold every error until all ranks have checked this batch: if one rank raised here, the others would wait
+            # for it in one of the model's collectives until the process group times out.
             try:
                 worker_batches = self._start_workers() if worker_batches is None else worker_batches
                 batch = self._next_batch(worker_batches)
@@ -162,8 +164,8 @@ class BucketedLoader(StreamingDataLoader):
 
     def _start_workers(self) -> Iterator[Any]:
         worker_batches = DataLoader.__iter__(self)
-        # PyTorch's SIGCHLD handler raises in the main thread as soon as a worker dies. In the middle of a forward pass,
-        # the other ranks would then wait for this one in a collective. So remove our workers from the handler's list;
+        # PyTorch's SIGCHLD handler raises in the main thread as soon as a worker dies. If that happens during a forward
+        # pass, the other ranks wait for this one in a collective. So remove our workers from the handler's list;
         # `_next_batch` detects a dead worker within POLL_SECONDS, and all ranks stop at the same batch.
         if isinstance(worker_batches, _MultiProcessingDataLoaderIter):
             if private_attribute(worker_batches, '_worker_pids_set'):
@@ -185,7 +187,7 @@ class BucketedLoader(StreamingDataLoader):
             try:
                 return next(worker_batches, None)
             except RuntimeError as error:
-                # PyTorch has no class for its timeout.
+                # PyTorch raises a plain RuntimeError for the timeout.
                 if 'DataLoader timed out' not in str(error):
                     raise
                 self.dataset.check_failures()
@@ -197,7 +199,7 @@ class BucketedLoader(StreamingDataLoader):
                     ) from error
 
     def _end_workers(self, worker_batches: Iterator[Any] | None) -> None:
-        # If the iterator is left to the garbage collector, PyTorch waits 5 s for each worker.
+        # Shut the workers down here: if the iterator is garbage-collected instead, PyTorch waits 5 s for each worker.
         if isinstance(worker_batches, _MultiProcessingDataLoaderIter):
             for worker in private_attribute(worker_batches, '_workers'):
                 worker.kill()
@@ -205,8 +207,8 @@ class BucketedLoader(StreamingDataLoader):
             self._iterator = None
 
     def _early_end(self, index: int) -> str | None:
-        """Return an error message if the epoch ended too early, before the batch number `index`, otherwise None."""
-        # Streaming ends an epoch early, without an exception, if a shard is missing; so count the batches.
+        """Return an error message if the epoch ended too early, just before batch number `index`, otherwise None."""
+        # Streaming silently ends an epoch early if a shard is missing, so count the batches.
         if self.dataset.elastic:
             expected = self.dataset.epoch_size // self.dataset.global_batch
         else:
@@ -218,7 +220,7 @@ class BucketedLoader(StreamingDataLoader):
         )
 
     def _report_problem(self, error: Exception, worker_batches: Iterator[Any] | None) -> str:
-        """Share an exception's error message with the processes of this machine, so that they stop, and return it."""
+        """Share an exception's message with the other processes on this machine, so that they stop; return it."""
         assert self.dataset.failures is not None
         dead = None
         if not isinstance(error, UserError | DataError):
@@ -264,7 +266,7 @@ class BucketedLoader(StreamingDataLoader):
         return True
 
     def _raise_on_all_ranks(self, problem: str | None) -> NoReturn:
-        """Raise a DataError with the error messages of all ranks, on every rank; a collective call."""
+        """Raise a DataError on every rank, with the error messages of all ranks; a collective call."""
         problems = [problem] if self._gloo is None else dist.all_gather_object(problem, group=self._gloo)
         raise DataError('\n'.join(dict.fromkeys(each for each in problems if each is not None)))
 
@@ -272,7 +274,7 @@ class BucketedLoader(StreamingDataLoader):
         """Count the undecodable samples replaced in a batch and append them to the quarantine file; a collective call.
 
         Raises:
-            DataError: More than the fraction `max_bad_samples` of all samples was replaced so far.
+            DataError: The fraction of samples replaced so far exceeds `max_bad_samples`.
         """
         self.tally.replaced += replaced
         all_notes = [notes] if self._gloo is None else dist.all_gather_object(notes, group=self._gloo)
@@ -286,18 +288,18 @@ class BucketedLoader(StreamingDataLoader):
             raise DataError(f'{problem}{pointer}. To fix: prepare the data again, or raise the limit')
 
     def _gather_copies(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the ids and occurrences of all samples in the global batch in rank order, [2, G]; a collective."""
+        """Return ids and occurrences of all samples of the global batch in rank order, [2, G]; a collective call."""
         copies = torch.stack([batch[batch_keys.SAMPLE_ID], batch[batch_keys.OCCURRENCE]])
         if dist.get_world_size() == 1:
             return copies
         return torch.cat(list(dist.all_gather(copies, group=self._gloo_group())), dim=1)
 
     def _gloo_group(self) -> torch.distributed.ProcessGroup | None:
-        """Return the loader's process group for CPU tensors, created on first use; None without torch.distributed."""
+        """Return a process group for CPU tensors, created on first use, or None without torch.distributed."""
         if self._gloo is None and torch.distributed.is_initialized():
-            # NCCL does not take CPU tensors, and on the GPU the all-reduce would wait for all queued kernels.
-            # The default group's timeout is not inherited: one rank may be saving a checkpoint for minutes, and a hang
-            # must be found by the watchdog first.
+            # NCCL does not accept CPU tensors, and an all-reduce on the GPU would wait for all queued kernels. Do not
+            # use the default group's timeout: one rank may be saving a checkpoint for minutes, and the watchdog must
+            # detect a hang first.
             timeout = datetime.timedelta(seconds=collective_timeout())
             group = torch.distributed.new_group(backend='gloo', timeout=timeout)
             self._gloo = cast(torch.distributed.ProcessGroup, group)
@@ -305,22 +307,22 @@ class BucketedLoader(StreamingDataLoader):
 
 
 def dead_workers(worker_batches: Iterator[Any] | None, error: Exception) -> str | None:
-    """Return a message about the DataLoader workers whose death caused `error`, with the likely reason for each.
+    """Return a message about the DataLoader workers whose death caused `error`, with the likely reasons.
 
-    The message is empty if no worker died, and None if the loader has no worker processes.
+    The message is empty if no worker died, or None if the loader has no worker processes.
     """
     if not isinstance(worker_batches, _MultiProcessingDataLoaderIter):
         return None
     workers = private_attribute(worker_batches, '_workers')
-    # A dying process closes its connections before its parent can reap it. So PyTorch may report a killed worker as a
-    # ConnectionResetError, EOFError or BrokenPipeError of this process. Wait for the exit status.
+    # A dying process closes its connections before its parent can reap it. So a killed worker may first appear in this
+    # process as ConnectionResetError, EOFError or BrokenPipeError. Wait for the exit status.
     if isinstance(error, OSError | EOFError) and 'in DataLoader worker process' not in str(error):
         sentinels = [worker.sentinel for worker in workers]
         ending = connection.wait(sentinels, timeout=WORKER_EXIT_SECONDS)
         for worker in workers:
             if worker.sentinel in ending:
                 worker.join()
-    # A worker that has served all its samples exits with status 0.
+    # Workers that have served all their samples exit with status 0.
     ended = [(number, worker) for number, worker in enumerate(workers) if worker.exitcode]
     return '; '.join(
         f'DataLoader worker {number} (pid {worker.pid}) {describe_exit(worker.exitcode)}' for number, worker in ended
@@ -335,24 +337,24 @@ LIKELY_CAUSES = {
 
 
 def describe_exit(exit_code: int) -> str:
-    """Return as text how a process ended and the likely reason, from its nonzero exit code (negative for a signal)."""
+    """Describe how a process ended and why, from its nonzero exit code (negative for a signal)."""
     if exit_code > 0:
         return f'exited with status {exit_code}'
     return f'was killed by {signal.Signals(-exit_code).name}{LIKELY_CAUSES.get(signal.Signals(-exit_code), "")}'
 
 
 def without_repetitions(batch: dict[str, torch.Tensor], count: int) -> dict[str, torch.Tensor]:
-    """Return an evaluation's batch without its repeated samples, with the key `IS_COUNTED`.
+    """Return an evaluation batch without its repeated samples, and add the key `IS_COUNTED`.
 
-    A rank that has only repetitions keeps one, not counted, since under FSDP all ranks must make the same forward
-    passes.
+    A rank with only repetitions keeps one of them, marked as not counted: under FSDP, every rank must run the same
+    forward passes.
     """
     kept = {name: tensor[: max(1, count)] for name, tensor in batch.items()}
     return kept | {batch_keys.IS_COUNTED: torch.arange(max(1, count)) < count}
 
 
 def timestep_quantiles(seed: int, batch: Mapping[str, torch.Tensor], copies: torch.Tensor, rank: int) -> torch.Tensor:
-    """Return a stratified timestep quantile in [0, 1) for each sample in a rank's part of a global batch, float64 [B].
+    """Return a stratified timestep quantile in [0, 1) for each sample of a rank's batch, float64 [B].
 
     Args:
         batch: This rank's batch of B samples.
@@ -378,14 +380,14 @@ def _split(batch: dict[str, torch.Tensor], size: int | float) -> list[dict[str, 
 
 
 def ignore_stop_signals(worker: int) -> None:
-    """Make a DataLoader worker ignore the stop signals; pass it to the loader as `worker_init_fn`."""
-    # These signals ask a run to stop and reach its whole process group. The main process first finishes the current
-    # batch (see `Preemption`). It needs its workers until then, and ends them afterwards.
+    """Make a DataLoader worker ignore stop signals; pass this function to the loader as `worker_init_fn`."""
+    # These signals ask a run to stop, and reach its whole process group. The main process first finishes the current
+    # batch (see `Preemption`). Until then, it needs its workers; it shuts them down afterwards.
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def default_num_workers(devices_on_node: int) -> int:
-    """Return the default number of DataLoader workers per device: the CPU cores per device less one, at most 8."""
+    """Return the default number of DataLoader workers per device: CPU cores per device minus 1, at most 8."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
     return max(0, min(8, cores // max(1, devices_on_node) - 1))

@@ -1,6 +1,6 @@
-"""Cache of shards shared by the jobs of a machine, or of several machines on a file system that all mount.
+"""Shard cache shared by all jobs on a machine, or on several machines that mount the same file system.
 
-Layout of a cache folder, which all jobs that use it follow:
+Layout of a cache folder, the same for all jobs that use it:
 
     .used_bytes.json                      total size of the shards, if a job limits it (CacheBudget)
     bucket-laion-512-1f0c8a6e2b7d/        one dataset: the end of its URL and a hash of the URL
@@ -13,9 +13,10 @@ Layout of a cache folder, which all jobs that use it follow:
 A shard may be evicted while a process reads it: an open file stays readable, and the next read finds the shard missing
 and downloads it again.
 
-One process downloads a shard while the others wait for its lock, so that the shard leaves the object store once. The
-lock of a killed process ends, but that of a stopped node does not, and a node with a bad network holds it for minutes.
-So a process waits for another one not much longer than its own download would take, and then downloads the shard too.
+One process downloads a shard while the others wait for its lock, so that each shard is fetched from the object store
+only once. A killed process releases its lock, but a stopped node does not, and a node with a bad network may hold a
+lock for minutes. So a process waits for another not much longer than its own download would take, and then downloads
+the shard too.
 """
 
 import contextlib
@@ -41,37 +42,37 @@ VERSION = re.compile(r'/[0-9a-f]{16}/')
 SHARD_MARKER = '.mds'
 """Substring of the file names of all shards, compressed or not."""
 RECORD = '.used_bytes.json'
-"""Name of the file with the used size of a folder, written by all processes that share the folder."""
+"""Name of the file that records how much space a folder uses, written by all processes that share the folder."""
 RECOUNT_SECONDS = 600.0
-"""Time after which the files are counted again, since a job without a limit does not record its shards."""
+"""Interval after which files are counted again, because jobs without a limit do not record their shards."""
 SLACK = 0.01
-"""Fraction of the limit that an eviction frees in addition. Evictions should be rare, because each lists all files."""
+"""Extra space freed per eviction, as a fraction of the limit. Evictions should be rare: each one lists all files."""
 PATIENCE_SECONDS = 10.0
-"""Time to wait for another process that evicts shards, and shortest time to wait for one that downloads a shard."""
+"""Time to wait while another process evicts shards, and minimum time to wait while one downloads a shard."""
 PATIENCE_FACTOR = 3.0
-"""Time to wait for another process's download, as a multiple of the time that this process needs for one."""
+"""Time to wait for another process's download, as a multiple of the expected time of our own download."""
 ASSUMED_BYTES_PER_SECOND = 20e6
-"""Speed of this process's downloads before its first."""
+"""Assumed download speed of this process before its first download."""
 
 
 def home(cache: Path, remote: str) -> Path:
-    """Return the path inside the folder `cache` that holds the cached dataset of the URL `remote`."""
+    """Return the folder inside `cache` for the dataset at the URL `remote`."""
     readable = re.sub(r'[^A-Za-z0-9]+', '-', remote.partition('://')[2] or remote).strip('-')[-40:]
     return cache / f'{readable}-{hashlib.sha256(remote.rstrip("/").encode()).hexdigest()[:12]}'
 
 
 def version(home: Path, digest: str, stream: str) -> Path:
-    """Return the cache folder of one version of a dataset, for a stream to use as its local folder.
+    """Return the cache folder of one version of a dataset, to be used as a stream's local folder.
 
-    A dataset that is rewritten at the same URL gets another version, identified by the SHA-256 of its index.
+    A dataset rewritten at the same URL gets a new version, identified by the SHA-256 of its index.
     """
-    # StreamingDataset refuses two streams with the same local folder, so each stream gets a symbolic link of its own to
-    # the version's folder.
+    # StreamingDataset rejects two streams with the same local folder, so each stream gets its own symbolic link to the
+    # version's folder.
     return home / digest[:16] / 'as' / re.sub(r'[^A-Za-z0-9._-]+', '_', stream)
 
 
 def create_version(home: Path, digest: str, stream: str) -> Path:
-    """Create the cache folder of one version of a dataset, the local folder of a stream, and return its path."""
+    """Create and return the cache folder of one version of a dataset, to be used as a stream's local folder."""
     alias = version(home, digest, stream)
     alias.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -87,15 +88,15 @@ def write_if_changed(path: Path, content: bytes) -> None:
 
 
 def touch(path: str | Path) -> None:
-    """Set the access time of a cached shard to now, so that the cache evicts other shards first."""
-    # File systems update it once per day (relatime) or never (noatime). Keep the modification time: it is part of the
-    # signature that shows whether a shard has changed since it was checked.
+    """Set a cached shard's access time to now, so that other shards are evicted first."""
+    # File systems update the access time only once per day (relatime) or never (noatime). Keep the modification time:
+    # it is part of the signature that shows whether a shard has changed since it was verified.
     with contextlib.suppress(OSError):
         os.utime(path, ns=(time.time_ns(), os.stat(path).st_mtime_ns))
 
 
 class CachedShard(NamedTuple):
-    """File of a shard in a limited folder; sorts by the time of the last access, oldest first."""
+    """Shard file in a limited folder; sorts by last access, oldest first."""
 
     accessed: int
     """Access time in ns."""
@@ -103,11 +104,11 @@ class CachedShard(NamedTuple):
     """Size in bytes."""
     path: str
     folder: Path
-    """The limited folder."""
+    """The limited folder that contains the shard."""
 
 
 class Record(NamedTuple):
-    """How much of a limited folder is used."""
+    """Used space of a limited folder."""
 
     used_bytes: int
     """Total size of the shards in the folder, including those being downloaded."""
@@ -119,11 +120,10 @@ class CacheBudget:
     """Limit on the total size of downloaded shards; the least recently used ones are evicted to make room.
 
     Args:
-        folders: The limited folders, each with the names of its shards relative to the folder, or with None for a cache
-            folder, where the shards of all datasets count. No other file is ever evicted.
-        limit_bytes: Maximum total size of all shards, including those being downloaded; infinite if only a full disk
-            limits them.
-        wait: Called repeatedly while another process evicts; an exception that it raises ends the wait.
+        folders: The limited folders, each with the relative paths of its shards, or with None for a cache folder, where
+            the shards of all datasets count. No other file is ever evicted.
+        limit_bytes: Maximum total size of all shards, including those being downloaded; infinite if the only limit is
+        the disk. wait: Called repeatedly while another process evicts; it may raise an exception to end the wait.
     """
 
     def __init__(
@@ -136,15 +136,16 @@ class CacheBudget:
 
     @contextlib.contextmanager
     def reserve(self, path: Path, size: int) -> Iterator[None]:
-        """Evict enough shards for a new one of `size` bytes at `path`, and record its size.
+        """Evict enough shards to make room for a new one of `size` bytes at `path`, and record its size.
 
-        Inside the block, create the file, or a temporary folder with the size in its name, so that others count it.
+        Inside the `with` block, create the file, or a temporary folder with the size in its name, so that others count
+        it.
         """
-        # Evict and reserve under locks, which all jobs that share the folders take. Otherwise, two processes would
-        # count the same free space and together exceed the limit.
+        # Evict and reserve while holding locks shared by all jobs that use the folders. Otherwise, two processes would
+        # both count on the same free space and exceed the limit.
         with self._locked():
-            # A cache of 2 TB has 30,000 files, and listing them for each download would take 0.15 s. A failed download
-            # or another job's `evict` makes a record too large, which the next count corrects.
+            # Use the records: a 2 TB cache has 30,000 files, and listing them takes 0.15 s per download. A failed
+            # download or another job's `evict` leaves a record too large; the next count corrects it.
             records = self._read_records()
             if records is None or sum(record.used_bytes for record in records.values()) + size > self.limit_bytes:
                 records = self._count_and_evict(size)
@@ -156,7 +157,7 @@ class CacheBudget:
             yield
 
     def make_scratch_folder(self, path: Path, size: int) -> Path:
-        """Create a temporary folder next to a shard's path to download the shard into, after evicting enough others.
+        """Evict shards to make room, and create a temporary folder next to a shard's path for its download.
 
         Args:
             size: Size of the download in bytes, including the unpacked shard if it is compressed.
@@ -165,7 +166,7 @@ class CacheBudget:
             return locks.make_scratch_folder(path, size)
 
     def evict(self, size: int) -> int:
-        """Evict shards with at least `size` bytes in total, or all, and return how many bytes that freed."""
+        """Evict shards until at least `size` bytes are freed or no shard is left; return the bytes freed."""
         with self._locked():
             return sum(shard.size for shard in _evict(self._shards_and_reservations()[0], size))
 
@@ -177,15 +178,15 @@ class CacheBudget:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            # Every process takes the locks in the same order, or two could wait for each other.
+            # Take the locks in the same order in every process, to avoid deadlock.
             for folder in sorted(self.folders):
                 seconds = 0.0 if folder in self._without_lock else PATIENCE_SECONDS
                 try:
                     stack.enter_context(locks.hold_path_lock(folder / 'room', locks.wait_at_most(seconds, self.wait)))
                     self._without_lock.discard(folder)
                 except locks.WaitedTooLong:
-                    # Two processes without the lock may record or evict at the same time. The limit is then exceeded
-                    # by a few shards until the next count.
+                    # Without the lock, two processes may record or evict at the same time. The limit may then be
+                    # exceeded by a few shards until the next count.
                     if seconds:
                         log.warning(
                             '%s: another process has held its lock for %.0f s; limiting its size without the lock. '
@@ -197,13 +198,13 @@ class CacheBudget:
             yield
 
     def _read_records(self) -> dict[Path, Record] | None:
-        """Return the records of all folders; None if one is missing, damaged or old."""
+        """Return the records of all folders, or None if one is missing, damaged or old."""
         records = {}
         for folder in self.folders:
             try:
                 record = Record(**json.loads((folder / RECORD).read_text()))
-                # A process that was killed while it wrote leaves half of a record (ValueError or TypeError below). The
-                # age may be negative, since clocks of nodes differ.
+                # A process killed during a write leaves a partial record (ValueError or TypeError below). The age may
+                # be negative, since the nodes' clocks differ.
                 if abs(time.time() - record.counted_at) > RECOUNT_SECONDS:
                     return None
             except (OSError, ValueError, TypeError):
@@ -223,7 +224,7 @@ class CacheBudget:
         return {folder: Record(count, time.time()) for folder, count in used.items()}
 
     def _shards_and_reservations(self) -> tuple[list[CachedShard], dict[Path, int]]:
-        """Return the shards on the disk, and the size in bytes of the downloads in progress in each folder."""
+        """Return the shards on disk, and the bytes reserved for downloads in progress in each folder."""
         shards, reserved = [], dict.fromkeys(self.folders, 0)
         for folder, names in self.folders.items():
             start = len(str(folder)) + 1
@@ -241,7 +242,7 @@ class CacheBudget:
 
 
 def _evict(shards: list[CachedShard], size: float) -> list[CachedShard]:
-    """Remove the least recently used shards, at least `size` bytes or all, and return them."""
+    """Remove and return the least recently used shards, with at least `size` bytes in total if there are so many."""
     evicted, freed = [], 0
     for shard in sorted(shards):
         if freed >= size:
@@ -254,9 +255,9 @@ def _evict(shards: list[CachedShard], size: float) -> list[CachedShard]:
 
 
 def _entries(folder: str | Path) -> Iterator[os.DirEntry[str]]:
-    """Yield all files and folders below a folder, without the content of hidden folders."""
-    # Hidden folders hold incomplete downloads. Symbolic links are not followed: each stream's link leads to the folder
-    # that contains it, and its shards would count twice.
+    """Yield all files and folders below a folder, except the contents of hidden folders."""
+    # Hidden folders contain incomplete downloads. Do not follow symbolic links: each stream's link points to a folder
+    # above it, so shards would count twice.
     with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
             yield entry
@@ -265,11 +266,11 @@ def _entries(folder: str | Path) -> Iterator[os.DirEntry[str]]:
 
 
 class DownloadTurns:
-    """Turns of one process at downloading files into folders that other processes download into too.
+    """Lets one process take turns with others at downloading files into shared folders.
 
     Args:
         name: Owner of the files, for messages, such as `streams.photos`.
-        wait: Called repeatedly while another process downloads; an exception that it raises ends the wait.
+        wait: Called repeatedly while another process downloads; it may raise an exception to end the wait.
     """
 
     def __init__(self, name: str, wait: Callable[[], None]) -> None:
@@ -281,14 +282,14 @@ class DownloadTurns:
 
     @contextlib.contextmanager
     def take(self, path: Path, size: int, is_complete: Callable[[], bool]) -> Iterator[Path | None]:
-        """Hold the turn to download a file inside the block, after waiting for other processes that download it.
+        """Wait while other processes download a file, then hold the right to download it during the `with` block.
 
-        Yields a path to name the temporary folder by; this process holds the lock of that path. It is `path` itself, or
-        `path` with a number after too long a wait. Yields None if another process has completed the file.
+        Yields the path that this process has locked, for naming the temporary folder: `path` itself, or `path` with a
+        number if the wait was too long. Yields None if another process has completed the file.
 
         Args:
             size: Size of the download in bytes.
-            is_complete: Returns True if the file exists and is undamaged; called if the file has changed.
+            is_complete: Returns True if the file exists and is undamaged; called when the file has changed.
         """
         patience = self.patience_seconds(size)
         known = _signature(path)
@@ -296,16 +297,17 @@ class DownloadTurns:
         def wait() -> None:
             nonlocal known
             self.wait()
-            # The file may be written by a process that holds another lock than the one that this process waits for.
+            # The process that writes the file may hold a different lock than the one we wait for.
             if (found := _signature(path)) != known:
                 known = found
                 if is_complete():
                     raise _IsComplete
 
-        # Processes that gave up waiting download one after another, not all at once: each waits for the next lock.
+        # After giving up on a lock, wait for the next one, so that impatient processes download one at a time.
         for number in itertools.count():
             locked = path if not number else path.with_name(f'{path.name}.{number}')
-            # A shard that was evicted is downloaded again. Do not wait a second time for a lock that was not released.
+            # An evicted shard is downloaded again. Do not wait a second time for a lock that was not released the first
+            # time.
             seconds = 0.0 if locked in self._given_up else patience
             with contextlib.ExitStack() as stack:
                 try:
@@ -322,8 +324,8 @@ class DownloadTurns:
                 return
 
     def record(self, size: int, seconds: float) -> None:
-        """Record that this process has downloaded `size` bytes in this time."""
-        # The fastest download: an outage of the store must not make this process wait for a stopped one.
+        """Record that this process downloaded `size` bytes in `seconds`."""
+        # Keep the highest speed: after a store outage, a low speed would mean long waits for stopped processes.
         self._bytes_per_second = max(self._bytes_per_second or 0.0, size / max(seconds, 1e-3))
 
     def patience_seconds(self, size: int) -> float:
@@ -332,7 +334,7 @@ class DownloadTurns:
         return max(PATIENCE_SECONDS, PATIENCE_FACTOR * own_seconds)
 
     def _warn(self, path: Path, seconds: float) -> None:
-        """Warn, the first time, that another process's download takes too long."""
+        """Warn once that another process's download takes too long."""
         if self._has_warned:
             return
         self._has_warned = True
@@ -346,11 +348,11 @@ class DownloadTurns:
 
 
 class _IsComplete(Exception):
-    """Another process has downloaded the file."""
+    """Raised when another process has completed the file."""
 
 
 def _signature(path: Path) -> int | None:
-    """Return the signature of a file, which changes when the file does; None if it does not exist."""
+    """Return a signature that changes when the file changes, or None if the file does not exist."""
     with contextlib.suppress(FileNotFoundError):
         return file_signature(path)
     return None

@@ -1,8 +1,8 @@
-"""What the processes of a machine share: the first failure of a dataset, and the names in shared memory.
+"""State shared by the processes of a machine: a dataset's first failure, and names in shared memory.
 
-Streaming's workers wait for each other's downloads indefinitely, and a download thread that fails only ends its
-worker's epoch early, with a log line. So the first process that fails writes its message to a file, and all others
-check for the file whenever they wait.
+Streaming's workers wait indefinitely for each other's downloads. If a download thread fails, Streaming only logs a line
+and ends that worker's epoch early. So the first process that fails writes its message to a file, and all others check
+for the file whenever they wait.
 """
 
 import contextlib
@@ -25,18 +25,19 @@ from diffusion.storage import locks
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05
-"""Minimum interval between checks of the file: one takes 3 us, and Streaming's threads check several times a sample."""
+"""Minimum interval between checks of the file: a check takes 3 us, and threads check several times per sample."""
 SHM = Path('/dev/shm')
 LOCK = Path(tempfile.gettempdir()) / 'diffusion-streaming.lock'
 TIMEOUT_SECONDS = 15.0
-"""Maximum wait for another job: long enough to open local data, and short enough if the other job hangs."""
+"""Maximum wait for another job in seconds: enough to open local data, and bearable if the other job hangs."""
 
 
 class Failures:
     """Message of the first failure among a dataset's processes on this machine, shared so that all of them stop.
 
     Args:
-        path: Path of the message file, the same in all processes of the dataset and different for every other dataset.
+        path: Path of the message file: the same in all processes of the dataset, and different from that of any other
+            dataset.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,9 +51,9 @@ class Failures:
         self.path.unlink(missing_ok=True)
 
     def report(self, message: str) -> None:
-        """Share the message of this process's failure, unless another process has already reported a failure."""
-        # A reader must never see a partial message: write to a temporary file first. os.link fails if the target
-        # exists, unlike a rename, so the first message, which names the cause, stays in place.
+        """Share this process's failure message, unless another process has already reported a failure."""
+        # Write to a temporary file first, so that readers never see a partial message. Unlike a rename, os.link fails
+        # if the target exists, so the first message, which names the cause, is kept.
         unfinished = self.path.with_name(f'.{self.path.name}.{os.getpid()}.{threading.get_ident()}')
         try:
             unfinished.write_text(message, encoding='utf-8')
@@ -65,7 +66,7 @@ class Failures:
         self._last_poll = 0.0
 
     def message(self, *, now: bool = False) -> str | None:
-        """Return the message of the first failure, or None without a failure; up to POLL_SECONDS old unless `now`."""
+        """Return the first failure's message, or None; the answer is up to POLL_SECONDS old unless `now` is set."""
         if self._message is None and (now or time.monotonic() - self._last_poll > POLL_SECONDS):
             self._last_poll = time.monotonic()
             with contextlib.suppress(FileNotFoundError):
@@ -73,10 +74,9 @@ class Failures:
         return self._message
 
     def check(self, *, now: bool = False) -> None:
-        """Raise an error with the message of the first failure, if any; up to POLL_SECONDS late unless `now`.
+        """Raise DataError if a process has failed; this may be up to POLL_SECONDS late unless `now` is set.
 
-        Raises:
-            DataError: A process has failed.
+        Raises: DataError: A process has failed; the message is that of the first failure.
         """
         message = self.message(now=now)
         if message is not None:
@@ -84,10 +84,10 @@ class Failures:
 
 
 class FailureEvent(threading.Event):
-    """Event that Streaming's threads check in order to stop; also set when another process has failed."""
+    """Event that stops Streaming's threads; it is also set when another process has failed."""
 
-    # Streaming's threads wait for a shard in loops that end only when their event is set, and each worker has an event
-    # of its own. If a shard's download fails in one worker, threads of the others would wait for it forever.
+    # Streaming's threads wait for a shard in loops that end only when their event is set, and each worker has its own
+    # event. If a download fails in one worker, the threads of the other workers would wait for the shard forever.
 
     def __init__(self, failures: Failures) -> None:
         super().__init__()
@@ -100,25 +100,25 @@ class FailureEvent(threading.Event):
 
 @contextlib.contextmanager
 def one_job_at_a_time() -> Iterator[None]:
-    """Hold a lock of this machine while the block creates a dataset; a collective call.
+    """Hold a machine-wide lock while the `with` block creates a dataset; a collective call.
 
     If the lock cannot be taken, a warning is logged and the block runs without the lock.
     """
-    # Streaming's get_shm_prefix() looks for a free name in shared memory on each rank and claims it only afterwards. If
-    # two jobs start on one machine at the same time, one fails with `FileExistsError`. If the names of a killed job
-    # vanish during the search, as when ranks restart, the ranks find different ones. Streaming also takes a name if a
-    # killed job has left only some of its files in shared memory: the position of a resumed job among them would make
-    # the new job skip the beginning of its data. Remove this module when Streaming claims an unused name in one step.
+    # Streaming's get_shm_prefix() searches for a free name in shared memory on each rank and claims it only later, so:
+    # (1) If two jobs start on one machine at the same time, one fails with `FileExistsError`. (2) If a killed job's
+    # names vanish during the search, as when ranks restart, ranks find different names. (3) Streaming also accepts a
+    # name for which a killed job has left only some files in shared memory. If these include a resume position, the new
+    # job skips the beginning of its data. Remove this module once Streaming claims an unused name atomically.
     with contextlib.ExitStack() as stack:
         if dist.get_local_rank() == 0:
             try:
-                # Do not remove the lock file afterwards: /tmp is sticky, so another user could not.
+                # Never remove the lock file: /tmp has the sticky bit, so other users could not remove it.
                 stack.enter_context(locks.hold_lock(LOCK, locks.wait_at_most(TIMEOUT_SECONDS, lambda: None)))
             except locks.WaitedTooLong:
                 log.warning('%s: held by another job for %d s; continuing without the lock', LOCK, TIMEOUT_SECONDS)
             except OSError as error:
                 log.warning('%s: cannot be opened (%s); continuing without the lock', LOCK, error)
-        # One rank per machine takes the lock; the others wait here until it holds the lock.
+        # One rank per machine takes the lock; the other ranks wait here for it.
         dist.barrier()
         with _unused_name_on_all_ranks():
             yield
@@ -126,7 +126,7 @@ def one_job_at_a_time() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unused_name_on_all_ranks() -> Iterator[None]:
-    """Let Streaming use, on all ranks of a machine, the largest of the unused numbers that they have found."""
+    """Make Streaming use the same number on all ranks of a machine: the largest unused number that any rank found."""
     find, machine = private_attribute(prefix, '_check_and_find_retrying'), os.uname().nodename
 
     def agreed(*arguments: Any, **settings: Any) -> int:
@@ -134,7 +134,7 @@ def _unused_name_on_all_ranks() -> Iterator[None]:
         number = -1
         try:
             number = _unused(find(*arguments, **settings))
-        except ValueError as caught:  # another dataset of this machine uses the local folder
+        except ValueError as caught:  # another dataset on this machine uses the local folder
             error = caught
         found = dist.all_gather_object((machine, number))
         if error is not None:
@@ -149,7 +149,7 @@ def _unused_name_on_all_ranks() -> Iterator[None]:
 
 
 def _unused(number: int) -> int:
-    """Return the first number, from this one on, that is not the prefix of a file in shared memory."""
+    """Return the first number, starting from `number`, that is not the prefix of a file in shared memory."""
     used = {path.name[:6] for path in SHM.glob('[0-9]' * 6 + '_*')}
     while f'{number:06}' in used:
         number += 1

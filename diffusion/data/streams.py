@@ -47,7 +47,7 @@ keep_data_position()
 
 
 MAX_SHARE_ERROR = 0.01
-"""Relative error of a stream's share of an epoch above which a warning is logged."""
+"""Warn if the relative error of a stream's share of an epoch exceeds this value."""
 
 
 @dataclass(frozen=True)
@@ -62,26 +62,25 @@ class Bucket:
 class BucketedDataset(VerifiedDataset):
     """Base class of datasets over several streams, each with its own image shape; subclasses implement `item`.
 
-    Samples carry their id, epoch and occurrence in it, which key all randomness. The `index` that a method takes is a
-    numbered id (`diffusion.data.epoch_order`), which for the first copy of a sample in an epoch is its id.
+    Samples carry their id, epoch, and occurrence within the epoch, which seed all random draws. Methods take a numbered
+    id (`diffusion.data.epoch_order`) as `index`; for the first copy of a sample in an epoch, it equals the sample id.
 
     Args:
         buckets: The streams.
         batch_size: Samples per device per batch.
-        columns: Columns that every sample must have; one of each tuple is enough.
+        columns: Columns that every sample must have; of each tuple, one column is enough.
         seed: Seed of crops, flips and caption choice, in [0, 2**32).
-        elastic: True (training) serves whole global batches, the same on any number of devices, and leaves samples that
-            do not fill a batch for another epoch. False (evaluation) serves every sample once per epoch, in the same
-            order each time (`diffusion.data.epoch_order`).
-        substitute: Replace samples that cannot be decoded by others of the same shard
-            (`diffusion.data.bad_samples`).
-        caption_choice: Caption to use if there are several.
-        caption_weights: Weights of the captions' columns for the random choice; None chooses evenly.
-        streaming: Keyword arguments for VerifiedDataset and StreamingDataset.
+        elastic: True (training) serves whole global batches that are the same on any number of devices; samples that do
+            not fill a batch wait for another epoch. False (evaluation) serves every sample once per epoch, always in
+            the same order (`diffusion.data.epoch_order`).
+        substitute: Replace samples that cannot be decoded with others from the same shard
+        (`diffusion.data.bad_samples`). caption_choice: Caption to use if there are several. caption_weights: For the
+        random choice, weights of the captions' source columns; None means uniform. streaming: Keyword arguments for
+        VerifiedDataset and StreamingDataset.
     """
 
     copies = 'each with its own crop, caption, timestep and noise'
-    """Difference between the copies of a sample that an epoch repeats, for log messages."""
+    """How the copies of a sample within an epoch differ, for log messages."""
 
     def __init__(
         self,
@@ -103,8 +102,8 @@ class BucketedDataset(VerifiedDataset):
         self.substitute = substitute
         self.caption_choice: CaptionChoice = caption_choice
         self.caption_weights = caption_weights
-        # Streaming's constructor derives a `proportion` for every stream. The private `_proportion` is not None only if
-        # the recipe set one.
+        # Streaming's constructor derives a `proportion` for every stream. The private `_proportion` is None unless the
+        # recipe set it.
         given = [bucket.stream for bucket in buckets if private_attribute(bucket.stream, '_proportion') is not None]
         self.is_proportional = bool(given) or streaming.get('epoch_size') is not None
         super().__init__({bucket.name: bucket.stream for bucket in buckets}, batch_size=batch_size, **streaming)
@@ -119,9 +118,9 @@ class BucketedDataset(VerifiedDataset):
 
     @property
     def global_batch(self) -> int:
-        """Number of samples that this dataset serves per batch, over all devices."""
+        """Number of samples per batch, summed over all devices."""
         assert isinstance(self.batch_size, int)
-        # Streaming's own view of the ranks, private, and fixed when the dataset was created.
+        # Streaming's private view of the ranks, fixed when the dataset was created.
         return self.batch_size * self._parallel_rank_world.num_ranks
 
     def __getitem__(self, at: int) -> dict[str, Any]:  # type: ignore[override]
@@ -131,12 +130,12 @@ class BucketedDataset(VerifiedDataset):
     def read(self, at: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return a stored sample, and its tensors with its id and epoch.
 
-        With `substitute`, both are of another sample if it cannot be decoded. Before a sample is given up, its shard is
-        hashed again, and downloaded again if it is damaged.
+        With `substitute`, both come from another sample if this one cannot be decoded. Before giving up on a sample,
+        its shard is hashed again and, if damaged, downloaded again.
 
         Raises:
-            BadSample: The sample cannot be decoded, nor can `MAX_ATTEMPTS` replacements if `substitute` is set.
-            DataError: The shard cannot be read, or is damaged and has no remote; such errors are never substituted.
+            BadSample: The sample and, with `substitute`, `MAX_ATTEMPTS` replacements cannot be decoded.
+            DataError: The shard cannot be read, or it is damaged and has no remote; such samples are never replaced.
         """
         errors: list[str] = []
         index = int(at)
@@ -146,7 +145,8 @@ class BucketedDataset(VerifiedDataset):
                 item = self.item(sample, index)
                 break
             except BadSample as error:
-                # Do not replace the samples of a damaged shard one by one: download it again, or name it in an error.
+                # Do not replace a damaged shard's samples one by one: download the shard again, or report it in an
+                # error.
                 if self.check_again(int(self.spanner[index][0])):
                     continue
                 errors.append(str(error))
@@ -157,7 +157,7 @@ class BucketedDataset(VerifiedDataset):
                         f'{errors[0]}; {MAX_ATTEMPTS} other samples of its shard cannot be decoded either'
                     ) from error
             index = self._replacement(int(at), len(errors))
-        # Always set the key, since collating takes the keys of the first sample of a batch.
+        # Always set the key: collation takes the keys from the first sample of a batch.
         if self.substitute:
             item[batch_keys.REPLACED] = self._replacement_note(int(at), index, errors) if errors else ''
         return sample, item | self.identity(at)
@@ -166,15 +166,15 @@ class BucketedDataset(VerifiedDataset):
         """Return the tensors of a stored sample with this index, without its id and epoch; subclasses implement this.
 
         Raises:
-            BadSample: The sample was read and cannot be decoded.
+            BadSample: The sample was read but cannot be decoded.
         """
         raise NotImplementedError
 
     def choose_caption(self, sample: dict[str, Any], index: int) -> tuple[int, str]:
-        """Return the number and the text of the caption that a sample has in this epoch.
+        """Return the index and the text of the caption chosen for a sample in this epoch.
 
         Raises:
-            BadSample: The sample has no captions, or none of the columns of its captions has a weight.
+            BadSample: The sample has no captions, or none of its captions' columns has a weight.
         """
         draw = self.draws(index, Purpose.CAPTION_CHOICE)[0]
         try:
@@ -186,7 +186,7 @@ class BucketedDataset(VerifiedDataset):
         return chosen, captions[chosen]
 
     def _check_caption_columns(self) -> None:
-        """Raise UserError if captions are chosen by the weights of their columns, and no stream has the columns."""
+        """Raise UserError if caption weights are set but no stream records the captions' columns."""
         weights = self.caption_weights
         if weights is not None and not any(CAPTION_COLUMNS in self.columns_of(bucket) for bucket in self.buckets):
             raise UserError(
@@ -195,7 +195,7 @@ class BucketedDataset(VerifiedDataset):
             )
 
     def columns_of(self, bucket: Bucket) -> set[str]:
-        """Return the columns of a bucket's samples; those of a grown dataset may differ between its shards."""
+        """Return the columns of a bucket's samples; shards added to a dataset later may have different columns."""
         index = self.buckets.index(bucket)
         shards = [shard for shard, stream in zip(self.shards, self.stream_per_shard, strict=True) if stream == index]
         return set().union(*(shard.column_names for shard in shards))  # type: ignore[attr-defined]
@@ -213,17 +213,17 @@ class BucketedDataset(VerifiedDataset):
         return f'streams.{self.bucket_of(index).name}: sample {sample} (row {row} of {reader.raw_data.basename})'
 
     def current_epoch(self) -> int:
-        """Return the number of the epoch that this dataset serves now, counted from 0."""
-        # Streaming increments `next_epoch` when an iteration starts; before the first one it is 0.
+        """Return the number of the current epoch, counted from 0."""
+        # Streaming increments `next_epoch` when an iteration starts; before the first iteration, it is 0.
         return max(self.next_epoch - 1, 0)
 
     def draws(self, index: int, purpose: Purpose) -> tuple[float, float, float, float]:
-        """Return four uniform random numbers in [0, 1), keyed by seed, purpose, sample, epoch and occurrence."""
+        """Return four uniform random numbers in [0, 1), seeded by seed, purpose, sample, epoch and occurrence."""
         occurrence, sample = divmod(int(index), self.num_samples)
         return keyed_uniforms(self.seed, purpose, sample, epoch_word(self.current_epoch(), occurrence))
 
     def identity(self, index: int) -> dict[str, int]:
-        """Return the sample's id, epoch and occurrence as batch entries, which key its random draws on the device."""
+        """Return a sample's id, epoch and occurrence as batch entries; they seed its random draws on the device."""
         occurrence, sample = divmod(int(index), self.num_samples)
         return {
             batch_keys.SAMPLE_ID: sample,
@@ -232,8 +232,8 @@ class BucketedDataset(VerifiedDataset):
         }
 
     def _replacement(self, index: int, attempt: int) -> int:
-        """Return the numbered id of the sample that replaces an undecodable one at this attempt (1, 2, ...)."""
-        # A sample of the same shard has the same shape, so the batch stays uniform, and is already on the local disk.
+        """Return the numbered id of the replacement for an undecodable sample at this attempt (1, 2, ...)."""
+        # A sample from the same shard is already on the local disk and has the same shape, so the batch stays uniform.
         shard, _ = self.spanner[index]
         first = int(self.sample_offset_per_shard[shard])
         samples = int(self.samples_per_shard[shard])
@@ -252,15 +252,15 @@ class BucketedDataset(VerifiedDataset):
         return json.dumps(line | {'epoch': self.current_epoch(), 'error': errors[0]}, default=str)
 
     def load_state_dict(self, obj: dict[str, Any]) -> None:
-        """Set the position in the epoch where a resumed run continues, from a checkpoint.
+        """Set the position in the epoch from a checkpoint, so that a resumed run continues there.
 
-        The position is rounded down to a multiple of the current global batch, and to at most the end of the epoch.
+        The position is clipped to the end of the epoch and rounded down to a multiple of the current global batch.
         """
         if self.elastic:
-            # Streaming would replace `num_canonical_nodes` and `shuffle_seed` by those of the state for the rest of the
-            # run. Keep the dataset's own values: SameRun has compared them with the checkpoint's, and if the data may
-            # change, the recipe decides. Streaming also accepts a position within a batch, or beyond the end of the
-            # epoch, if the batch size or the data have changed.
+            # Streaming would take `num_canonical_nodes` and `shuffle_seed` from the checkpoint for the rest of the run.
+            # Keep the dataset's own values: SameRun has compared them with the checkpoint's, and if the data may
+            # change, the recipe decides. After a change of batch size or data, Streaming would also accept a position
+            # inside a batch or beyond the end of the epoch.
             position = min(obj['sample_in_epoch'], self.epoch_size) // self.global_batch * self.global_batch
             order = {'num_canonical_nodes': self.num_canonical_nodes, 'shuffle_seed': self.shuffle_seed}
             obj = obj | order | {'sample_in_epoch': position}
@@ -271,9 +271,9 @@ class BucketedDataset(VerifiedDataset):
 
         See `diffusion.config.device_checks` for the reason.
         """
-        # Streaming reads a stream's `choose` and `proportion`, and the dataset's `epoch_size` and `length`, only when
-        # an epoch begins or the length is requested. So they can be replaced here, after its constructor has computed
-        # them and before the first epoch. Every rank computes the same numbers from the same indexes.
+        # Streaming computes `choose` and `proportion` of each stream, and `epoch_size` and `length` of the dataset, in
+        # its constructor, but reads them only when an epoch begins or the length is requested. So they can be replaced
+        # here. Every rank computes the same numbers from the same indexes.
         if self.num_canonical_nodes is None:
             self.num_canonical_nodes = default_canonical_nodes(self.global_batch)
         self._check_order(self.num_canonical_nodes)
@@ -289,15 +289,15 @@ class BucketedDataset(VerifiedDataset):
         self.length = self.epoch_size // self._parallel_rank_world.num_ranks
         granularity = sampling_granularity(int(self.samples_per_stream.max()))
         self.sampling_granularity = max(self.sampling_granularity, granularity)
-        # Streaming's private method for the default block size, which depends only on num_canonical_nodes. Call it now
-        # instead of at the first epoch, so that the fingerprint contains the value.
+        # This private method of Streaming sets the default block size, which depends only on num_canonical_nodes. Call
+        # it now rather than at the first epoch, so that the fingerprint contains the value.
         self._set_shuffle_block_size(self._parallel_rank_world)
         assert all(stream.choose % self.global_batch == 0 for stream in self.streams)
         assert self.length * self._parallel_rank_world.num_ranks == self.epoch_size
 
     @cached_property
     def evaluation_order(self) -> EvaluationOrder:
-        """Order of an epoch that serves every sample once, for a dataset that is not elastic."""
+        """Order of an epoch that serves every sample once, for a dataset with `elastic=False`."""
         assert not self.elastic and isinstance(self.batch_size, int)
         # Always use the samples of epoch 0: a stream with `choose` draws different samples in each epoch.
         samples = [self.resample_streams(0, index)[1] for index in range(len(self.streams))]
@@ -309,7 +309,7 @@ class BucketedDataset(VerifiedDataset):
         return sum(-(-int(stream.choose) // self.global_batch) for stream in self.streams) * self.batch_size
 
     def resample_streams(self, epoch: int, stream_id: int | None = None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the shuffle units and the numbered ids of the samples of an epoch; Streaming shuffles them."""
+        """Return the shuffle units and numbered sample ids of an epoch; Streaming calls this and shuffles the ids."""
         units, samples = super().resample_streams(epoch, stream_id)
         return units, numbered_ids(samples, self.num_samples) if self.elastic else samples
 
@@ -322,7 +322,7 @@ class BucketedDataset(VerifiedDataset):
         return self.evaluation_order.for_workers(world.workers_per_rank)[rank, world.worker_of_rank]
 
     def _batches_of_streams(self, proportions: Sequence[float]) -> list[int]:
-        """Return the number of batches per epoch of each stream; proportions are kept to within one batch."""
+        """Return the number of batches per epoch for each stream; rounding changes each by less than one batch."""
         if not self.is_proportional:
             return [
                 whole_batches(int(stream.choose), self.global_batch) // self.global_batch for stream in self.streams
@@ -346,7 +346,7 @@ class BucketedDataset(VerifiedDataset):
                 raise UserError(f'{where}: {problem}')
 
     def _log_epoch(self, bucket: Bucket, samples: int, share: float) -> None:
-        """Log a stream's samples per epoch; warn if rounding changes its proportion or it is smaller than a batch."""
+        """Log a stream's samples per epoch; warn if rounding changes its proportion or it cannot fill a batch."""
         if not self._unique_rank_world.is_leader:
             return
         taken = bucket.stream.choose
@@ -384,17 +384,17 @@ class BucketedDataset(VerifiedDataset):
 
 
 def fingerprint(dataset: BucketedDataset, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all data settings that determine a run's samples, their order and their content, to compare on resume.
+    """Return all data settings that determine which samples a run sees, in which order; compared on resume.
 
     Streaming's own state holds only the position in the epoch. If the batch size, a stream or the shuffle block size
     has changed, Streaming resumes with different samples and reports nothing.
 
-    Values are JSON types. Paths and URLs are left out, since data may move; so are the numbers of devices and workers
-    and the prefetching.
+    Values are JSON types. Not included are paths and URLs, since data may move, the number of devices and workers, and
+    prefetching.
 
     Args:
         dataset: The dataset before its first epoch begins.
-        settings: Name of the dataset component and its keyword arguments that change samples, such as `crop`.
+        settings: Name of the dataset component and those of its arguments that affect samples, such as `crop`.
     """
     order = ('batching_method', 'shuffle', 'shuffle_algo', 'shuffle_seed', 'shuffle_block_size')
     sampling = ('num_canonical_nodes', 'partition_algo', 'sampling_method', 'sampling_granularity')
@@ -409,14 +409,14 @@ def fingerprint(dataset: BucketedDataset, settings: Mapping[str, Any]) -> dict[s
             )
         },
     }
-    # Keywords of a user's dataset class may be of any type: compare those that JSON does not have as strings.
+    # Arguments of a user's dataset class may have any type; types unknown to JSON are compared as strings.
     return json.loads(json.dumps(values, default=str))
 
 
 def _of_stream(bucket: Bucket, position: int, samples: int) -> dict[str, Any]:
     stream = bucket.stream
     return {
-        'position': position,  # sample ids, which key all randomness, are numbered across streams
+        'position': position,  # sample ids seed all random draws and are numbered across streams
         'shape': str(bucket.shape),
         'choose': int(stream.choose),
         'samples': samples,
@@ -425,5 +425,5 @@ def _of_stream(bucket: Bucket, position: int, samples: int) -> dict[str, Any]:
 
 
 def index_hash(stream: Stream) -> str:
-    """Return the SHA-256 of a stream's index.json, which contains the hashes of its shards if they have any."""
+    """Return the SHA-256 of a stream's index.json, which contains the shards' hashes if they have any."""
     return hashlib.sha256(Path(stream.local, stream.split or '', 'index.json').read_bytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""Decode an image, crop it, and resize it to its bucket's shape, as uint8; the model normalizes it on the device."""
+"""Decode, crop and resize an image to its bucket's shape, as uint8; the model normalizes it on the device."""
 
 import contextlib
 import io
@@ -34,13 +34,13 @@ from diffusion.models import batch_keys
 Pixels = NDArray[np.uint8]
 """Image as uint8 [height, width, 3] in RGB order."""
 MAX_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 89_478_485)
-"""Largest image that is decoded, in pixels; Pillow, too, rejects a larger one as a decompression bomb."""
+"""Maximum size of an image in pixels; Pillow also rejects larger ones as decompression bombs."""
 JPEG_START = b'\xff\xd8\xff'
 CORRECTIONS = (b'Exif\0', b'ICC_PROFILE\0', b'http://ns.adobe.com/xap/')
-"""First bytes of the segments of a JPEG that can state an orientation or colors other than sRGB."""
+"""First bytes of JPEG segments that may specify an orientation or a color space other than sRGB."""
 FAST_COLOR_SPACES = ('YCbCr', 'RGB', 'Gray')
 MAX_FREE = 2
-"""Maximum number of unused buffers that are kept for later batches."""
+"""Maximum number of unused buffers kept for later batches."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class Crop:
     """Crop settings of a dataset and the random draws of one sample.
 
     Attributes:
-        rule: Position of the crop, the center or random.
-        min_scale: Smallest side of a random crop, as a fraction of the largest crop that fits.
-        draw: Three uniform numbers in [0, 1) for the size, left and top of a random crop.
+        rule: Position of the crop: center or random.
+        min_scale: Minimum side length of a random crop, as a fraction of the largest crop that fits.
+        draw: Three uniform random numbers in [0, 1) for the size, left and top of a random crop.
         flip: Mirror the crop horizontally.
     """
 
@@ -71,23 +71,23 @@ class Crop:
 
 
 def decode_for_model(encoded: bytes | Image.Image, shape: Shape, crop: Crop = Crop()) -> Tensor:
-    """Return an image as the model gets it: decoded, cropped and resized to a shape, uint8 [3, height, width]."""
+    """Return an image as input for the model: decoded, cropped and resized to a shape, uint8 [3, height, width]."""
     pixels = resize_and_flip(decode_crop(encoded, shape, crop).pixels, shape, crop)
     return to_planar(pixels, torch.empty((3, shape.height, shape.width), dtype=torch.uint8))
 
 
 def resize_and_flip(pixels: Pixels, shape: Shape, crop: Crop) -> Pixels:
-    """Return decoded pixels resized to a shape, and mirrored if the crop's `flip` is set."""
+    """Resize decoded pixels to a shape, and mirror them if the crop's `flip` is set."""
     pixels = resize(pixels, shape)
     return cv2.flip(pixels, 1) if crop.flip else pixels  # type: ignore[return-value] # cv2's stubs do not keep the dtype
 
 
 class DecodedCrop(NamedTuple):
-    """Pixels of a crop before resizing to its shape, and where in the encoded image the crop is."""
+    """Pixels of a crop before resizing, and its position in the encoded image."""
 
     pixels: Pixels
     box: CropBox
-    """The crop in pixels of the encoded image, even if that was decoded at a reduced size."""
+    """The crop in pixels of the encoded image, even if the image was decoded at a reduced size."""
     image: tuple[int, int]
     """Width and height of the encoded image, upright."""
 
@@ -96,10 +96,10 @@ def decode_crop(encoded: bytes | Image.Image, shape: Shape, crop: Crop) -> Decod
     """Return the decoded crop of an image, before resizing; a much larger JPEG is decoded at 1/2, 1/4 or 1/8 size.
 
     Raises:
-        UnreadableImage: The bytes are not an image, or a damaged one.
+        UnreadableImage: The bytes are not an image, or the image is damaged.
     """
-    # Measured on JPEGs of 512 px resized to 256 px: 1219 images per CPU second with reduced decoding by simplejpeg, 203
-    # with a full decode and bicubic resizing by Pillow.
+    # Throughput for 512 px JPEGs resized to 256 px: 1219 images per CPU second with reduced decoding by simplejpeg, and
+    # 203 with a full decode and bicubic resizing by Pillow.
     found = _decode_jpeg_crop(encoded, shape, crop) if isinstance(encoded, bytes) else None
     if found is not None:
         return found
@@ -112,14 +112,14 @@ def decode_crop(encoded: bytes | Image.Image, shape: Shape, crop: Crop) -> Decod
 def resize(pixels: Pixels, shape: Shape) -> Pixels:
     """Resize pixels to a shape with antialiased bicubic filtering, rows first.
 
-    The result is within two gray levels of that of Pillow before version 13, which resizes the rows first too.
+    The result differs by at most two gray levels from Pillow before version 13, which also resizes rows first.
     """
-    # PyTorch's filter is six times as fast as Pillow's. OpenCV's `INTER_AREA` aliases like a box filter, and its other
-    # filters are not antialiased at all.
+    # PyTorch's filter is six times as fast as Pillow's. OpenCV's `INTER_AREA` aliases like a box filter, and OpenCV's
+    # other filters are not antialiased at all.
     if pixels.shape[:2] == (shape.height, shape.width):
         return pixels
-    # PyTorch uses vectorized code for interleaved (channels-last) pixels, which it detects from the strides, including
-    # the stride of the batch dimension of size one. Hence unsqueeze before permute.
+    # PyTorch uses vectorized code for interleaved (channels-last) pixels, which it detects by their strides, including
+    # that of the batch dimension. So unsqueeze before permute.
     image = torch.from_numpy(np.ascontiguousarray(pixels)).unsqueeze(0).permute(0, 3, 1, 2)
     size = [shape.height, shape.width]
     result = torch.nn.functional.interpolate(image, size=size, mode='bicubic', antialias=True)
@@ -127,10 +127,10 @@ def resize(pixels: Pixels, shape: Shape) -> Pixels:
 
 
 def decode(encoded: bytes | Image.Image) -> Image.Image:
-    """Decode a full image by `read_image`: upright, in sRGB, transparency composited over white.
+    """Decode a full image with `read_image`: upright, in sRGB, with transparency composited over white.
 
     Raises:
-        UnreadableImage: The bytes are not an image, or a damaged one.
+        UnreadableImage: The bytes are not an image, or the image is damaged.
     """
     if isinstance(encoded, bytes):
         return read_image(encoded, max_pixels=MAX_PIXELS, first_frame=True).image
@@ -138,7 +138,7 @@ def decode(encoded: bytes | Image.Image) -> Image.Image:
 
 
 def crop_box(width: int, height: int, shape: Shape, crop: Crop) -> CropBox:
-    """Return the rectangle to crop from an image of this size, in the target shape's aspect ratio to whole pixels."""
+    """Return the rectangle to crop from an image of this size: the target's aspect ratio, rounded to whole pixels."""
     scale = min(width / shape.width, height / shape.height)
     widest, highest = (
         max(1, min(side, round(scale * target))) for side, target in ((width, shape.width), (height, shape.height))
@@ -154,21 +154,21 @@ def crop_box(width: int, height: int, shape: Shape, crop: Crop) -> CropBox:
 
 
 def _decode_jpeg_crop(encoded: bytes, shape: Shape, crop: Crop) -> DecodedCrop | None:
-    """Decode the crop of a JPEG with libjpeg-turbo; return None if the image has to be decoded by Pillow."""
-    # Anything unusual goes to `decode`, which then decides if the image is damaged: other formats, rotation, colors
-    # other than sRGB, CMYK, oversized images, and files that libjpeg-turbo rejects.
+    """Decode the crop of a JPEG with libjpeg-turbo, or return None if Pillow must decode the image."""
+    # Leave unusual images to `decode`, which decides if they are damaged: other formats, rotation, color spaces other
+    # than sRGB, CMYK, oversized images, and files that libjpeg-turbo rejects.
     if not encoded.startswith(JPEG_START) or not _is_upright_srgb(encoded):
         return None
     try:
-        header: Any = simplejpeg.decode_jpeg_header(encoded)  # its stubs declare the sides as SupportsInt
+        header: Any = simplejpeg.decode_jpeg_header(encoded)  # the type stubs declare the sides as SupportsInt
         height, width, color_space, _ = header
         if color_space not in FAST_COLOR_SPACES or width * height > MAX_PIXELS:
             return None
         box = crop_box(width, height, shape, crop)
         reduction = jpeg_reduction((box.width, box.height), (shape.width, shape.height))
         smallest = {'min_width': math.ceil(width / reduction), 'min_height': math.ceil(height / reduction)}
-        # Subsampled color has at most half the resolution. If the result is half the size as well, it need not be
-        # interpolated: 6% faster, at a PSNR of 53 dB relative to smooth upsampling.
+        # Subsampled color channels have at most half the resolution. If the result is at most half the size too, skip
+        # smooth upsampling: decoding is 6% faster, with a PSNR of 53 dB relative to smooth upsampling.
         fast_color = min(box.width / shape.width, box.height / shape.height) >= MIN_OVERSAMPLING
         pixels = simplejpeg.decode_jpeg(encoded, fastupsample=fast_color, **(smallest if reduction > 1 else {}))
     except ValueError:
@@ -177,20 +177,20 @@ def _decode_jpeg_crop(encoded: bytes, shape: Shape, crop: Crop) -> DecodedCrop |
 
 
 def _is_upright_srgb(encoded: bytes) -> bool:
-    """Return True if nothing in a JPEG rotates or mirrors it, or states colors that differ from sRGB."""
+    """Return True if a JPEG specifies no rotation or mirroring, and no colors that differ from sRGB."""
     if not any(content.startswith(CORRECTIONS) for content in header_segments(encoded)):
         return True
     try:
         image = Image.open(io.BytesIO(encoded), formats=['JPEG'])
         return orientation_of(image) == 1 and is_srgb(image, image.info.get('icc_profile'))
-    except Exception:  # leave it to `decode`, which then raises the same error
+    except Exception:  # `decode` will raise the same error
         return False
 
 
 def reduce_box(box: CropBox, reduction: int) -> CropBox:
-    """Return a crop rectangle in the coordinates of an image that was decoded smaller by this factor."""
-    # Rounding moves an edge by at most half a pixel of the reduced image. Since the crop is at least MIN_OVERSAMPLING
-    # times the target's size there, that is at most a quarter of a pixel of the result.
+    """Return a crop rectangle in the coordinates of an image decoded at a size reduced by this factor."""
+    # Rounding moves an edge by at most half a pixel of the reduced image. There, the crop is at least MIN_OVERSAMPLING
+    # (2) times the target size, so the edge moves by at most a quarter of a pixel in the result.
     left, top = (round(edge / reduction) for edge in (box.left, box.top))
     right, bottom = (round(edge / reduction) for edge in (box.left + box.width, box.top + box.height))
     return CropBox(left, top, right - left, bottom - top)
@@ -202,18 +202,19 @@ def _crop_pixels(pixels: Pixels, box: CropBox) -> Pixels:
 
 def to_planar(pixels: Pixels, out: Tensor) -> Tensor:
     """Copy pixels [H, W, 3] into `out`, a contiguous uint8 tensor [3, H, W], and return `out`."""
-    # OpenCV's split takes a sixth of the time of PyTorch's permute and copy.
+    # OpenCV's split is six times as fast as PyTorch's permute and copy.
     cv2.split(pixels, list(out.numpy()))
     return out
 
 
 class ImageBlock:
-    """Allocator of the memory that the images of the next batch are decoded into.
+    """Allocator of the memory into which the next batch's images are decoded.
 
-    A block belongs to the batch that is collated from it. Its memory is reused once no tensor refers to it.
+    Each batch owns the memory block from which it is collated. The block is reused once no tensor refers to it.
 
     Args:
-        batch_size: Images per batch. Batches of another size or order are copied, as without this class.
+        batch_size: Images per batch. Batches with another size or order are copied, as they would be without this
+            class.
     """
 
     def __init__(self, batch_size: int) -> None:
@@ -225,16 +226,16 @@ class ImageBlock:
     def place(self, shape: Sequence[int]) -> Tensor:
         """Return an uninitialized tensor, uint8 [3, H, W], to decode the next image of a batch into.
 
-        Images of a batch are adjacent in memory, so that `collate` makes the batch without copying them.
+        Images of a batch are adjacent in memory, so that `collate` can build the batch without copying.
         """
-        # An image of another shape starts a new batch, since batches never mix shapes.
+        # An image with another shape starts a new batch, since batches never mix shapes.
         if self._block is None or self._used == self.batch_size or self._block.shape[1:] != tuple(shape):
             self._block, self._used = self._new_block((self.batch_size, *shape)), 0
         self._used += 1
         return self._block[self._used - 1]
 
     def collate(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Collate samples into a batch, images as [B, 3, H, W] without a copy; pass to the loader as `collate_fn`."""
+        """Collate samples without copying the images, [B, 3, H, W]; pass this method to the loader as `collate_fn`."""
         batch = default_collate([{name: item[name] for name in item if name != batch_keys.IMAGE} for item in items])
         if batch_keys.IMAGE in items[0]:
             batch[batch_keys.IMAGE] = as_batch([item[batch_keys.IMAGE] for item in items])
@@ -246,30 +247,30 @@ class ImageBlock:
         """Return uninitialized memory for a batch of images: shared in a worker, otherwise recycled if possible."""
         size = math.prod(shape)
         if get_worker_info() is not None:
-            # A worker passes its batch through shared memory, and a tensor elsewhere would be copied into it. PyTorch's
-            # default_collate allocates there with this private method too. The memory is not recycled, because a worker
-            # cannot know when the main process is done with it.
+            # A worker passes its batches through shared memory, so allocate there to save a copy. PyTorch's
+            # default_collate uses this private method too. The memory is not recycled, because a worker cannot know
+            # when the main process is done with it.
             new_shared = private_attribute(torch.UntypedStorage, '_new_shared')
             return torch.empty(0, dtype=torch.uint8).set_(new_shared(size)).view(*shape)
-        # Recycle the buffer of a freed batch: its pages are mapped, so the kernel need not zero new ones.
+        # Recycle a freed batch's buffer: its pages are already mapped, so the kernel need not zero new pages.
         memory = bytearray()
         with contextlib.suppress(IndexError):
             memory = self._free.pop()
         if not size <= len(memory) <= 2 * size:
             memory = bytearray(size)
         array = np.frombuffer(memory, np.uint8, count=size)
-        # Reuse a buffer only when nothing can read it. torch.from_numpy keeps a reference to the array for as long as
-        # any tensor or view uses the memory, and no other reference to the array exists. So its finalizer runs exactly
-        # when the last of them is gone. That may be in any thread; append and pop of a deque are atomic, so each buffer
-        # is handed out once. At interpreter exit no buffer is needed, hence no `atexit`.
+        # Reuse a buffer only when nothing can read it. torch.from_numpy holds the only reference to the array, for as
+        # long as any tensor or view uses the memory. So the array's finalizer runs exactly when the last of them is
+        # gone. This may happen in any thread; since append and pop of a deque are atomic, no buffer is handed out
+        # twice. At interpreter exit, no buffer is needed, so disable `atexit`.
         weakref.finalize(array, self._free.append, memory).atexit = False
         return torch.from_numpy(array).view(*shape)
 
 
 def as_batch(images: Sequence[Tensor]) -> Tensor:
-    """Return images of one shape as a batch: a view if they are adjacent and in order in memory, otherwise a copy."""
-    # Compare addresses instead of trusting the call order: a dataset may have decoded an image that it then replaced
-    # because the sample was bad, which leaves a gap in the block.
+    """Return images of equal shape as a batch: a view if they are adjacent and in order in memory, otherwise a copy."""
+    # Compare addresses instead of trusting the call order: if a dataset decoded an image and then replaced it because
+    # the sample was bad, the block has a gap.
     first = images[0]
     memory, begin, size = first.untyped_storage().data_ptr(), first.storage_offset(), first.numel()
     for number, image in enumerate(images):

@@ -1,4 +1,4 @@
-"""StreamingDataset that serves only verified shards, and stops all of its processes when one of them fails."""
+"""StreamingDataset that serves only verified shards and, if one of its processes fails, stops all of them."""
 
 import contextlib
 import logging
@@ -36,13 +36,13 @@ TOUCH_INTERVAL_SECONDS = 60.0
 
 
 class VerifiedDataset(StreamingDataset):
-    """StreamingDataset over named streams that checks the size and hash of each shard before it serves samples of it.
+    """StreamingDataset over named streams that verifies each shard's size and hash before serving its samples.
 
     It replaces Streaming's `prepare_shard`, `get_item` and error handling. Streaming trusts any file that exists, ends
     an epoch early without an exception if a shard is missing, and may hang with several workers.
 
     Args:
-        cache_folder: Cache folder that jobs may share, for the shards of streams whose `local` folder is inside it.
+        cache_folder: Cache folder, which jobs may share; holds the shards of streams whose `local` folder is inside it.
         cache_limit: Maximum total size of downloaded shards, such as `500gb`.
         streaming: Keyword arguments for StreamingDataset.
     """
@@ -79,17 +79,17 @@ class VerifiedDataset(StreamingDataset):
         self._create_shared_state()
 
     def get_item(self, sample_id: int, retry: int = 7) -> Any:
-        """Return a sample from a shard that has not changed since it was checked.
+        """Return a sample, making sure that its shard has not changed since it was verified.
 
         Args:
             sample_id: Index of the sample in the dataset.
-            retry: Number of times to check the shard again if it changed or disappeared.
+            retry: Number of retries if the shard changed or disappeared.
 
         Raises:
             DataError: The shard cannot be read or downloaded, or it keeps changing.
         """
-        # Another job may evict or replace the file at any time, and a reader holds no lock. So read optimistically,
-        # then compare the file's signature with that of the moment it was checked, and start over if they differ.
+        # Another job may evict or replace the file at any time, because readers hold no lock. So read optimistically,
+        # then compare the file's signature with the one stored when it was verified, and start over if they differ.
         shard_id, row = self.spanner[sample_id]
         for _ in range(1 + retry):
             if self._shard_states[shard_id] != _ShardState.LOCAL:
@@ -97,8 +97,8 @@ class VerifiedDataset(StreamingDataset):
             try:
                 sample = self.shards[shard_id][row]
             except Exception:
-                # An error in an unchanged shard is real, such as a column that cannot be decoded. In a changed shard it
-                # is a consequence of the change.
+                # An error in an unchanged shard is real, for example a column that cannot be decoded. In a changed
+                # shard, the change may have caused the error.
                 if self._is_unchanged(shard_id):
                     raise
             else:
@@ -113,12 +113,12 @@ class VerifiedDataset(StreamingDataset):
         )
 
     def check_again(self, shard_id: int) -> bool:
-        """Compare a shard with the hash in its index again, once per process; return True if its file was replaced.
+        """Verify a shard's hash again, at most once per process; return True if its file was replaced.
 
-        Call this for a sample that cannot be decoded: bits of a disk can change without a new modification time.
+        Call this for a sample that cannot be decoded: bits on a disk can flip without a new modification time.
 
         Raises:
-            DataError: The shard is damaged, and cannot be downloaded.
+            DataError: The shard is damaged and cannot be downloaded.
         """
         if shard_id in self._checked_again:
             return False
@@ -129,7 +129,7 @@ class VerifiedDataset(StreamingDataset):
         return int(self._signatures[shard_id]) != before
 
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
-        """Check a shard, and download it if it is missing or damaged; only one process per machine does so at a time.
+        """Verify a shard, and download it if missing or damaged; only one process per machine works on it at a time.
 
         Args:
             blocking: Wait if another process is preparing the shard, instead of returning immediately.
@@ -137,42 +137,43 @@ class VerifiedDataset(StreamingDataset):
         Raises:
             DataError: The shard cannot be read or downloaded, or another process has failed.
         """
-        # `_shard_states` is private to StreamingDataset: one byte per shard, in memory shared by all ranks and workers
-        # on this machine. Here, REMOTE means "not checked yet". A process claims a shard by changing REMOTE to
-        # PREPARING under the lock, and owns it until it sets LOCAL, or REMOTE again after an error. Streaming's own
-        # prepare_shard leaves the state at PREPARING after an exception, and all others wait for the shard forever.
+        # StreamingDataset's private `_shard_states` has one byte per shard, in memory shared by all ranks and workers
+        # on this machine. Here, REMOTE means "not verified yet". A process claims a shard by changing REMOTE to
+        # PREPARING under the lock, and owns it until it sets LOCAL or, after an error, REMOTE. After an exception,
+        # Streaming's own prepare_shard leaves the state at PREPARING, so all other processes wait for the shard
+        # forever.
         while not self._claim(shard_id):
             if not blocking or self._shard_states[shard_id] == _ShardState.LOCAL:
                 return
-            # The process that claimed the shard may have been killed before it could reset the state. Its rank then
-            # reports the failure.
+            # The process that claimed the shard may have been killed before it could reset the state. In that case, its
+            # rank reports the failure.
             self.check_failures()
             time.sleep(TICK)
         try:
             self.check_failures(now=True)
             self._stream_of(shard_id).prepare_shard(self.shards[shard_id])
-            # Another job may have evicted the shard again. Then `get_item` finds it missing and retries.
+            # If another job has already evicted the shard again, `get_item` finds it missing and retries.
             with contextlib.suppress(FileNotFoundError):
                 self._signatures[shard_id] = file_signature(self._path(shard_id))
         except BaseException as error:
-            # Report the failure before the state is reset: a process that claims the shard next checks for failures
-            # first, and so stops instead of trying the same download. BaseException: a KeyboardInterrupt must not leave
-            # the shard claimed either.
+            # Report the failure before resetting the state: the next process to claim the shard first checks for
+            # failures, so it stops instead of trying the same download. Catch BaseException, because a
+            # KeyboardInterrupt must not leave the shard claimed either.
             if isinstance(error, DataError):
                 self._report_failure(error)
             elif isinstance(error, Exception):
                 self._report_failure(f'{self._address(shard_id)}: {describe_error(error)}')
             self._shard_states[shard_id] = _ShardState.REMOTE
             raise
-        # Set last: from now on other processes read the shard and compare it with the signature.
+        # Set this last: from now on, other processes read the shard and compare it with the signature.
         self._shard_states[shard_id] = _ShardState.LOCAL
 
     def on_exception(self, future: Future) -> None:
-        """Report the exception of a finished Streaming thread, if any, to the other processes on this machine.
+        """If a Streaming thread ended with an exception, report it to the other processes on this machine.
 
-        Streaming registers this as a callback of the thread's future. It raises nothing.
+        Streaming registers this as a callback of the thread's future. It never raises.
         """
-        # Streaming re-raises here, but an executor only logs what a callback raises: the epoch would end early.
+        # Streaming re-raises here, but the executor only logs a callback's exceptions, so the epoch would end early.
         error = future.exception()
         if error is not None:
             self._report_failure(error)
@@ -181,8 +182,8 @@ class VerifiedDataset(StreamingDataset):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.check_failures()
         assert self.failures is not None
-        # Streaming's __iter__ creates a plain Event unless this private attribute exists; its threads stop when the
-        # event is set. It cannot be created in the constructor, because its lock cannot be pickled for workers.
+        # Streaming's threads stop when this event is set. Streaming's __iter__ creates a plain Event unless this
+        # private attribute exists. Do not create it in the constructor: its lock cannot be pickled for workers.
         self._event = FailureEvent(self.failures)
         try:
             yield from super().__iter__()
@@ -192,14 +193,14 @@ class VerifiedDataset(StreamingDataset):
 
     def _each_sample_id(self, it: _Iterator) -> Iterator[int]:
         yield from super()._each_sample_id(it)
-        # Streaming's private generator also ends, without an exception, when its event is set. Check here instead of in
-        # __iter__, where Streaming would first wait for its threads, which may be in the middle of a download.
+        # Streaming's private generator also ends without an exception when its event is set. Check for failures here:
+        # in __iter__, Streaming would first wait for its threads, which may be in the middle of a download.
         self.check_failures()
         if it.yield_index < it.total and not it.should_exit():
             raise DataError(f'{self.names()}: the epoch ended after {it.yield_index} of {it.total} samples')
 
     def check_failures(self, *, now: bool = False) -> None:
-        """Raise an error if another process of the dataset on this machine has failed; call this while waiting.
+        """Raise DataError if another of the dataset's processes on this machine has failed; call this while waiting.
 
         Raises:
             DataError: Another process has failed; the error has that process's message.
@@ -219,13 +220,13 @@ class VerifiedDataset(StreamingDataset):
             yield stream, self.shards[first : first + count]
 
     def shards_in_progress(self) -> list[str]:
-        """Return the stream and file name of each shard that this machine's processes check or download now."""
+        """Return the stream and file name of each shard that this machine's processes are verifying or downloading."""
         claimed = np.flatnonzero(self._shard_states.numpy() == _ShardState.PREPARING)
         return [self._address(int(shard_id)) for shard_id in claimed]
 
     def _claim(self, shard_id: int) -> bool:
-        """Claim an unchecked shard for this process; return False if it is checked or claimed by another process."""
-        # Most calls end here, without the lock.
+        """Claim an unverified shard for this process; return False if it is already verified or claimed."""
+        # Most calls return here without taking the lock.
         if self._shard_states[shard_id] != _ShardState.REMOTE:
             return False
         with self._states_locked():
@@ -235,16 +236,16 @@ class VerifiedDataset(StreamingDataset):
             return True
 
     def _invalidate(self, shard_id: int) -> None:
-        """Mark a shard as unchecked, so that it is checked again before it is served."""
-        # Leave a shard alone that another process has already claimed.
+        """Mark a shard as unverified, so that it is verified again before it is served."""
+        # Do nothing if another process has already claimed the shard.
         with self._states_locked():
             if self._shard_states[shard_id] == _ShardState.LOCAL:
                 self._shard_states[shard_id] = _ShardState.REMOTE
 
     def _states_locked(self) -> FileLock:
-        """Return the lock to hold while changing the state of a shard; all processes on this machine share the lock."""
-        # Create it on first use, as Streaming does, in each process: it contains a threading lock, which cannot be
-        # pickled for workers. The path is private to Streaming, and unique to this dataset on the machine.
+        """Return the lock to hold while changing a shard's state, shared by all processes on this machine."""
+        # Like Streaming, create the lock on first use in each process: it contains a threading lock, which cannot be
+        # pickled for workers. The path is Streaming's private attribute, unique to this dataset on the machine.
         if not hasattr(self, '_cache_filelock'):
             self._cache_filelock = FileLock(self._cache_filelock_path)
         return self._cache_filelock
@@ -255,7 +256,7 @@ class VerifiedDataset(StreamingDataset):
         return False
 
     def _touch_shard(self, shard_id: int) -> None:
-        """Update a shard's access time, so that the cache keeps it, at most once every TOUCH_INTERVAL_SECONDS."""
+        """Update a shard's access time, at most once per TOUCH_INTERVAL_SECONDS, so that the cache keeps the shard."""
         now = time.monotonic()
         if now - self._touched.get(shard_id, now - TOUCH_INTERVAL_SECONDS) >= TOUCH_INTERVAL_SECONDS:
             self._touched[shard_id] = now
@@ -281,7 +282,7 @@ class VerifiedDataset(StreamingDataset):
         return DataError(message)
 
     def _make_cache_budget(self, cache: Path | None, limit: float) -> CacheBudget | None:
-        """Return a limit on all downloaded shards, in the cache and local folders; None if no stream has a remote."""
+        """Return the size limit for downloaded shards in the cache and local folders; None without remotes."""
         folders: dict[Path, set[str] | None] = {}
         for stream, shards in self.shards_of_streams():
             if stream.home is not None and cache is not None:
@@ -293,8 +294,8 @@ class VerifiedDataset(StreamingDataset):
         return CacheBudget(folders, limit, self.check_failures) if folders else None
 
     def _create_shared_state(self) -> None:
-        """Create the shard signatures and the failure file that a machine's processes share; a collective call."""
-        # Streaming's private prefix is unique to this dataset among the live jobs of the machine.
+        """Create the shard signatures and the failure file shared by a machine's processes; a collective call."""
+        # Streaming's private prefix is unique to this dataset among all running jobs on the machine.
         prefix = f'{self._shm_prefix_int:06}'
         # A killed run may have left shared memory with the same prefix. With the number of shards in the name, an
         # existing file has the required size.
@@ -305,7 +306,7 @@ class VerifiedDataset(StreamingDataset):
             self._signatures = SharedArray(self.num_shards, np.uint64, name)
             self._signatures.numpy()[:] = 0
             weakref.finalize(self, _remove_lock_files, prefix, os.getpid())
-        # The other ranks attach only after the array exists and is zero, which no signature is.
+        # Other ranks attach only once the array exists and is all zeros; no signature is zero.
         dist.barrier()
         if not self._unique_rank_world.is_local_leader:
             self._signatures = SharedArray(self.num_shards, np.uint64, name)
@@ -313,10 +314,10 @@ class VerifiedDataset(StreamingDataset):
 
 
 def _remove_lock_files(prefix: str, process: int) -> None:
-    """Remove the lock files of a dataset, when it is garbage-collected or its process ends."""
-    # Streaming leaves them, and considers the number of a dataset used as long as they exist: each run would add two
-    # files to the folder, and each start would look at those of all earlier runs. Forked workers inherit this finalizer
-    # and must not run it.
+    """Remove a dataset's lock files; runs when the dataset is garbage-collected or its process ends."""
+    # Streaming never deletes these files, and treats a dataset's number as used while they exist: each run would add
+    # two files to the folder, and each start would go through the files of all earlier runs. Forked workers inherit
+    # this finalizer and must not run it.
     if os.getpid() != process:
         return
     for name in (BARRIER_FILELOCK, CACHE_FILELOCK):
@@ -340,24 +341,25 @@ def describe_error(error: BaseException) -> str:
 
 
 def _fetch_indexes(streams: list[VerifiedStream]) -> None:
-    """Download and set the index of each stream, and check that all machines have the same; a collective call.
+    """Download and set each stream's index, and check that all machines have the same ones; a collective call.
 
-    One process per machine downloads the files index.json.
+    One process per machine downloads the index.json files.
 
     Raises:
-        UserError: An index on some machine does not exist, cannot be accessed, or is not one of MDS shards; raised on
+        UserError: On some machine, an index does not exist, cannot be accessed, or does not list MDS shards; raised on
             all ranks.
         DataError: A store does not answer, or machines have different indexes; raised on all ranks.
     """
     result = _fetch_indexes_once(streams) if dist.get_local_rank() == 0 else (None, [])
-    # Gather even after an error: a rank that raised alone would leave the others waiting in this collective.
+    # Gather even after an error: if one rank raised alone, the others would wait in this collective forever.
     found = dist.all_gather_object(result)
     problems = [problem for problem, _ in found if problem is not None]
     if problems:
-        # The class decides the exit status. A user's mistake remains when the store is back, so it takes precedence.
+        # The class determines the exit status. UserError takes precedence: a user's mistake remains once the store is
+        # back.
         kind = UserError if any(isinstance(problem, UserError) for problem in problems) else DataError
         raise kind('\n'.join(dict.fromkeys(map(str, problems))))
-    # Results come in rank order, and local rank 0 is the first rank of its machine.
+    # Results are in rank order, and local rank 0 is the first rank of its machine.
     local_digests = found[dist.get_global_rank() - dist.get_local_rank()][1]
     for stream, digest, *others in zip(
         streams, local_digests, *(digests for _, digests in found if digests), strict=True
@@ -370,7 +372,7 @@ def _fetch_indexes(streams: list[VerifiedStream]) -> None:
 
 
 def _fetch_indexes_once(streams: list[VerifiedStream]) -> tuple[UserError | DataError | None, list[str]]:
-    """Download each stream's index.json; return the first error or None, and the SHA-256 of each index."""
+    """Download each stream's index.json; return the first error (or None) and each index's SHA-256."""
     digests = []
     for stream in streams:
         try:

@@ -1,8 +1,7 @@
-"""Streams that serve a shard only after its size and hash have been checked against its index.
+"""Streams that serve a shard only after its size and hash have been verified against the index.
 
-Streaming trusts any file that exists, even if it has just found its hash to be wrong, or if an earlier run left it
-truncated. Here, a shard is checked when a run first needs it, and a download is checked before it is renamed to its
-final name.
+Streaming trusts any existing file, even if its hash has just turned out to be wrong, or if an earlier run left it
+truncated. Here, a shard is verified when a run first needs it, and a download before it is renamed to its final name.
 """
 
 import hashlib
@@ -42,26 +41,26 @@ DEFAULTS = {
     'validate_hash': None,
     'keep_zip': False,
 }
-"""StreamingDataset's defaults for settings that a stream does not have itself."""
+"""StreamingDataset's defaults for settings that are not set on a stream."""
 EVICTIONS = 3
-"""Number of times to evict shards from a full disk for one new shard, before the run ends with an error."""
+"""How many times to evict shards from a full disk to make room for one new shard, before giving up with an error."""
 EVICTED_SHARDS = 4
-"""Space to free each time, in multiples of the new shard's size."""
+"""Space to free per eviction, as a multiple of the new shard's size."""
 RESTORE = 'restore it, or prepare the data again'
 RESTART = 'start the same command again when the store responds; the data may be intact'
 
 
 class VerifiedStream(Stream):
-    """Stream whose shards are checked before use, and downloaded again if they are damaged.
+    """Stream whose shards are verified before use, and downloaded again if damaged.
 
     Args:
         name: The stream's name in the recipe.
         cache: The cache folder; the stream is cached if its `local` folder is inside it.
-        wait: Called repeatedly while waiting for files; an exception that it raises ends the wait.
-        defaults: Values of the settings that the stream does not have.
+        wait: Called repeatedly while waiting for files; it may raise an exception to end the wait.
+        defaults: Values for settings that are not set on the stream.
 
     Attributes:
-        cache_budget: Limit on the size of downloaded shards, set by the dataset; None for no limit.
+        cache_budget: Limit on the size of downloaded shards, set by the dataset; None means no limit.
         on_disk: The downloaded shards, set by the dataset; some are evicted when the disk is full.
         has_warned: True after a warning that the disk is full.
         home: The dataset's folder in the cache, or None if the stream is not cached.
@@ -79,8 +78,8 @@ class VerifiedStream(Stream):
         defaults: Mapping[str, Any] = DEFAULTS,
     ) -> None:
         # Copy the attributes instead of calling Stream.__init__: a Stream does not keep its arguments, and
-        # Stream.validate_weights() tests with hasattr() which of `proportion`, `repeat` and `choose` were given. So an
-        # attribute must be absent if its argument was. Replace this if Stream gets a copy method.
+        # Stream.validate_weights() uses hasattr() to find which of `proportion`, `repeat` and `choose` were given. So
+        # if an argument was not given, its attribute must be missing. Replace this if Stream gets a copy method.
         vars(self).update(vars(stream))
         self.apply_default(dict(defaults))
         self.name = name
@@ -102,17 +101,17 @@ class VerifiedStream(Stream):
         return Path(self.local, self.split)
 
     def fetch_index(self) -> str:
-        """Download the stream's index.json if it has changed, and return its SHA-256; call this once per machine.
+        """Download the stream's index.json if it has changed, and return the SHA-256; call this once per machine.
 
-        If the remote cannot be reached, the local index is used, if there is one.
+        If the remote cannot be reached, the local index is used if it exists.
 
         Raises:
-            UserError: The index does not exist, cannot be accessed, or is not one of MDS shards.
+            UserError: The index does not exist, cannot be accessed, or does not list MDS shards.
             DataError: The store does not answer.
         """
-        # A dataset that was rewritten at the same URL has another index. In a cache it gets another folder, so that
-        # jobs that still read the old version are not disturbed. In a stream's own folder, the hashes in the new index
-        # identify the shards that have to be downloaded again.
+        # A dataset rewritten at the same URL has a new index. In a cache, it gets a new folder, so that jobs still
+        # reading the old version are not disturbed. In a stream's own folder, the hashes in the new index identify the
+        # shards to download again.
         folder = self.home / self.split if self.home is not None else self.folder
         content = self._newest_index(folder / INDEX)
         if self.home is None:
@@ -126,26 +125,26 @@ class VerifiedStream(Stream):
         return digest
 
     def use_index(self, digest: str) -> None:
-        """Set the local folder of a cached stream to that of the index with this SHA-256; call this on every rank."""
+        """Set a cached stream's local folder to that of the index with this SHA-256; call this on every rank."""
         if self.home is not None:
             self.local = str(shard_cache.version(self.home, digest, self.name))
 
     def set_up_local(self, shards: list[Reader], cache_usage_per_shard: NDArray[np.int64]) -> None:
-        """Mark all shards as not present, in one process per machine; StreamingDataset's constructor calls this."""
-        # Streaming would mark every existing file as LOCAL. Without that mark, each shard is checked by `prepare_shard`
-        # when it is first needed.
+        """Mark all shards as missing; StreamingDataset's constructor calls this in one process per machine."""
+        # Streaming would mark every existing file as LOCAL. Without that mark, `prepare_shard` verifies each shard when
+        # it is first needed.
         if self.source is not None:
             locks.remove_stale_scratch(self.folder.resolve())
         cache_usage_per_shard[:] = 0
 
     def prepare_shard(self, shard: Reader) -> int:
-        """Check a shard's files, and download or unpack those that are missing or damaged.
+        """Verify a shard's files, and download or unpack those that are missing or damaged.
 
         Returns:
-            0, in place of the change of the cache's size that StreamingDataset expects.
+            Always 0; StreamingDataset expects the change in cache size, which is not tracked this way here.
 
         Raises:
-            DataError: A file is damaged or missing, and cannot be downloaded or unpacked.
+            DataError: A file is damaged or missing and cannot be downloaded or unpacked.
         """
         for raw, zipped in shard.file_pairs:
             path = self.folder / raw.basename
@@ -161,15 +160,15 @@ class VerifiedStream(Stream):
         return 0  # only used for Streaming's own cache_limit, which is never set
 
     def touch(self, path: str | Path) -> None:
-        """Set a downloaded shard's access time to now, so that others are evicted first; do nothing for local data."""
+        """Set a downloaded shard's access time to now, so that other shards are evicted first; no-op for local data."""
         if self.source is not None:
             shard_cache.touch(path)
 
     def fetch_sidecar(self, name: str) -> Path:
-        """Return the path of a small file next to the shards, such as manifest.json, after downloading it again.
+        """Download a small file next to the shards again, such as manifest.json, and return its path.
 
         Raises:
-            UserError: The file exists neither in the remote nor locally, or cannot be accessed.
+            UserError: The file exists neither remotely nor locally, or cannot be accessed.
             DataError: The file does not exist locally, and the store does not answer.
         """
         path = self.folder / name
@@ -191,7 +190,7 @@ class VerifiedStream(Stream):
         assert self.source is not None
         files = [raw] if zipped is None else [zipped, raw]
         size = sum(file.bytes for file in files)
-        # The shard states in shared memory only coordinate the processes of this job. Turns coordinate the jobs and
+        # The shard states in shared memory coordinate only the processes of this job. `turns` coordinates the jobs and
         # nodes that share a cache, so that only one of them downloads the shard.
         with self.turns.take(path, size, lambda: find_damage(path, raw, self.validate_hash) is None) as locked:
             if locked is None or (zipped is None and self._link_from_other_version(path, raw)):
@@ -218,7 +217,7 @@ class VerifiedStream(Stream):
                     ) from error
 
     def _evict_some(self, path: Path, size: int) -> bool:
-        """Remove some downloaded shards from a disk without space for `size` bytes at `path`; return False if none."""
+        """Evict downloaded shards from a disk that has no room for `size` bytes; return False if there are none."""
         # Free space for several shards: other processes download at the same time, and other programs fill the disk.
         freed = 0 if self.on_disk is None else self.on_disk.evict(EVICTED_SHARDS * size)
         if freed and not self.has_warned:
@@ -233,16 +232,16 @@ class VerifiedStream(Stream):
         return freed > 0
 
     def _link_from_other_version(self, path: Path, raw: FileInfo) -> bool:
-        """Link a shard that another version of the dataset in the cache has too; return False if none has it.
+        """Hard-link a shard from another cached version of the dataset; return False if none has it.
 
-        A dataset that grew by `diffusion prepare --append` has the shards of the version before, unchanged.
+        A dataset extended with `diffusion prepare --append` keeps the previous version's shards unchanged.
         """
         if self.home is None or not raw.hashes:
             return False
         for other in self.home.glob(f'*/{self.split}/{raw.basename}' if self.split else f'*/{raw.basename}'):
             if find_damage(other, raw, self.validate_hash) is not None:
                 continue
-            # The cache counts both names, so that its limit is kept: evicting one of them may free nothing.
+            # The cache counts both links, to stay within its limit: evicting one of them may free nothing.
             reserved = nullcontext() if self.cache_budget is None else self.cache_budget.reserve(path, raw.bytes)
             # os.link fails if the other file has just been evicted, or if the file system has no hard links.
             with suppress(OSError), reserved:
@@ -254,20 +253,20 @@ class VerifiedStream(Stream):
     def _download_and_unpack(
         self, path: Path, locked: Path, files: Sequence[FileInfo], compression: str | None
     ) -> None:
-        """Download a shard to a temporary folder, unpack it if it is compressed, check it, and rename it to `path`.
+        """Download a shard to a temporary folder, unpack it if compressed, verify it, and rename it to `path`.
 
         Args:
             path: Final path of the raw shard.
-            locked: Path whose lock this process holds, which shows others that the temporary folder is in use.
-            files: The raw file, or the compressed and the raw file.
-            compression: Compression algorithm of the first of two files.
+            locked: Path whose lock this process holds; the lock shows others that the temporary folder is in use.
+            files: The raw file only, or the compressed file and the raw file.
+            compression: Compression algorithm of the compressed file.
 
         Raises:
-            DamagedDownload: The file has another size or hash than in the index, or cannot be unpacked.
+            DamagedDownload: The file's size or hash differs from the index, or it cannot be unpacked.
         """
         assert self.source is not None
-        # A file has its final name only if it is complete and undamaged: download into a hidden folder in the same file
-        # system, then rename atomically. The folder of a killed process is removed by `remove_stale_scratch`.
+        # Only complete and undamaged files may have their final name: download into a hidden folder on the same file
+        # system, then rename atomically. `remove_stale_scratch` removes the folder of a killed process.
         size, begin = sum(file.bytes for file in files), time.monotonic()
         scratch = (self.cache_budget or locks).make_scratch_folder(locked, size)
         try:
@@ -281,8 +280,8 @@ class VerifiedStream(Stream):
                 downloaded = unpacked
             os.replace(downloaded, path)
         except (FileNotFoundError, DamagedDownload) as error:
-            # A cluster's file system releases the locks of a node that is stopped or cut off for a minute. A job that
-            # starts on another node then removes this folder as stale.
+            # A cluster file system releases the locks of a node that is stopped or disconnected for a minute. A job
+            # that starts on another node then removes this folder as stale.
             if scratch.exists():
                 raise
             raise DamagedDownload(f'another process removed the temporary folder {scratch}') from error
@@ -293,7 +292,7 @@ class VerifiedStream(Stream):
     def _restore_from_zip(
         self, path: Path, raw: FileInfo, zipped: FileInfo | None, compression: str | None, found: str
     ) -> None:
-        """Unpack a shard of local data from its compressed file, after the raw file was found missing or damaged.
+        """Unpack a local shard from its compressed file, after its raw file was found missing or damaged.
 
         Raises:
             DataError: There is no compressed file, or the compressed file is damaged.
@@ -311,7 +310,7 @@ class VerifiedStream(Stream):
             shutil.rmtree(scratch, ignore_errors=True)
 
     def _newest_index(self, path: Path) -> bytes:
-        """Return the content of the remote index.json, or of the local one at `path` if the remote is unreachable."""
+        """Return the remote index.json, or the local one at `path` if the remote is unreachable."""
         where = f'streams.{self.name}'
         local = path.read_bytes() if path.is_file() else None
         if self.source is None:
@@ -325,7 +324,7 @@ class VerifiedStream(Stream):
         except (GaveUp, UserError) as error:
             if local is None:
                 way_out = 'check that it is a folder of MDS shards with an index.json that this machine can access'
-                # A file that still is not an index after all tries is a user's mistake, not an outage.
+                # If the file is still not an index after all retries, it is a user's mistake, not an outage.
                 refused = isinstance(error, UserError) or isinstance(error.__cause__, DamagedDownload)
                 raise (UserError if refused else DataError)(f'{where}.remote: {error}; {way_out}') from error
             log.warning('%s: %s; using the local copy %s', where, error, path)
@@ -343,8 +342,8 @@ class VerifiedStream(Stream):
         """
         assert self.source is not None
         content = self.source.read(INDEX)
-        # An index has no hash to check against, and a truncated one is not valid JSON: parse it to detect that, so that
-        # the download is tried again.
+        # There is no hash to verify an index with. Parse it, so that a truncated index, which is not valid JSON, is
+        # downloaded again.
         try:
             files_in_index(content)
         except ValueError as error:
@@ -352,7 +351,7 @@ class VerifiedStream(Stream):
         return content
 
     def _check_index(self, content: bytes, path: str) -> None:
-        """Raise UserError if the content of an index.json is unusable or unsafe; warn if its shards have no hashes."""
+        """Raise UserError if an index.json is unusable or unsafe; warn if its shards have no hashes."""
         where = f'streams.{self.name}'
         try:
             files = files_in_index(content)
@@ -384,8 +383,8 @@ class VerifiedStream(Stream):
             )
 
     def _remove_shards_without_hashes(self, folder: Path, content: bytes) -> None:
-        """If the index has changed, remove local shards without hashes, so that they are downloaded again."""
-        # An old shard and a new one of the same size can be distinguished only by a hash.
+        """If the index has changed, remove local shards that have no hashes, so that they are downloaded again."""
+        # Only a hash can distinguish an old shard from a new one of the same size.
         path = folder / INDEX
         if self.source is None or not path.exists() or path.read_bytes() == content:
             return
@@ -396,10 +395,10 @@ class VerifiedStream(Stream):
 
 @contextmanager
 def hidden_remotes(streams: Sequence[VerifiedStream]) -> Iterator[None]:
-    """Set all streams' remotes to None inside the block, so that StreamingDataset's constructor downloads nothing."""
-    # The constructor downloads the index of a stream with a remote without checks, and get_shm_prefix() raises "Reused
-    # local directory" for it if another job uses the folder, or if a killed job has left the folder's name in shared
-    # memory. Streaming has no setting for either. Remove this when jobs can share local folders.
+    """Set all streams' remotes to None within the `with` block, so that StreamingDataset() downloads nothing."""
+    # For a stream with a remote, the constructor downloads the index without checks, and get_shm_prefix() raises
+    # "Reused local directory" if another job uses the folder or a killed job left its name in shared memory. Neither
+    # can be turned off. Remove this when Streaming lets jobs share local folders.
     remotes = [stream.remote for stream in streams]
     for stream in streams:
         stream.remote = None
@@ -427,15 +426,15 @@ def files_in_index(index: bytes) -> list[FileInfo]:
 
 
 def _unpacked(path: Path, raw: FileInfo, compression: str | None, folder: Path | None = None) -> Path:
-    """Unpack a shard next to its compressed file, or into `folder`, check the result, and return its path.
+    """Unpack a shard next to its compressed file or into `folder`, verify the result, and return its path.
 
     Raises:
-        DamagedDownload: The file cannot be unpacked, or the result has another size or hash than in the index.
+        DamagedDownload: The file cannot be unpacked, or the result's size or hash differs from the index.
     """
     unpacked = (folder or path.parent) / PurePosixPath(raw.basename).name
     try:
         content = decompress(compression, path.read_bytes())
-    except Exception as error:  # every decompression library has exceptions of its own
+    except Exception as error:  # each decompression library has its own exceptions
         raise DamagedDownload(f'{type(error).__name__}: {error}') from error
     unpacked.write_bytes(content)
     _check_download(unpacked, raw)

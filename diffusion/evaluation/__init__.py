@@ -1,1 +1,1 @@
-"""Evaluation of trained models: retrieval accuracy and sheets of images."""
+"""Evaluation of trained models: retrieval accuracy, human comparisons and image sheets."""

@@ -1,4 +1,4 @@
-"""Images of one side of a comparison, read from a folder of files with the numbers of their prompts."""
+"""Read one side's images of a comparison from a folder of files numbered by prompt."""
 
 import json
 import re
@@ -12,27 +12,27 @@ from diffusion.errors import UserError
 
 IMAGE_ENDINGS = ('.png', '.jpg', '.jpeg', '.webp')
 MANIFEST = 'images.json'
-"""Manifest of images that `diffusion evaluate` has generated; `generated_images.MANIFEST`, which needs torch."""
+"""Manifest of generated images, as `generated_images.MANIFEST`; importing that module needs torch."""
 _LEADING, _TRAILING = re.compile(r'^\d+'), re.compile(r'\d+$')
 
 
 def has_images(folder: Path) -> bool:
-    """Return True if a folder has image files, or images that `diffusion evaluate` has generated."""
+    """Return True if a folder has image files or a manifest of images from `diffusion evaluate`."""
     return folder.is_dir() and bool(_image_files(folder))
 
 
 def numbered_images(folder: Path, prompts: Sequence[str]) -> list[Path]:
     """Return the image file of each prompt.
 
-    The number is at the start of a file's name, such as `00012-a-red-cube.png`, or else at its end. Numbers are
-    consecutive, and may start anywhere.
+    A file's number is at the start of its name, such as `00012-a-red-cube.png`, or otherwise at the end. Numbers must
+    be consecutive and may start anywhere.
 
     Args:
-        folder: Folder of the images; one of `diffusion generate`, or one below `evaluations/` in a run's folder.
+        folder: Folder with the images, for example from `diffusion generate` or under `evaluations/` in a run's folder.
 
     Raises:
-        UserError: Files have no number or the same one, numbers are missing, there are more or fewer images than
-            prompts, or images were generated for other prompts.
+        UserError: A file has no number, two files have the same number, a number is missing, the counts of images and
+            prompts differ, or images were generated for other prompts.
     """
     _check_manifest(folder, prompts)
     by_number: dict[int, Path] = {}
@@ -67,7 +67,7 @@ def _image_files(folder: Path) -> list[Path]:
 
 
 def _check_manifest(folder: Path, prompts: Sequence[str]) -> None:
-    """Raise UserError if `diffusion evaluate` has generated the images of a folder for other prompts."""
+    """Raise UserError if `diffusion evaluate` generated a folder's images for other prompts."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding='utf-8'))
     except FileNotFoundError:
@@ -80,26 +80,26 @@ def _check_manifest(folder: Path, prompts: Sequence[str]) -> None:
 
 
 def _prompt_of(file: Path) -> str | None:
-    """Return the prompt that a PNG of `diffusion evaluate` was generated for; None for other files."""
+    """Return the prompt for which `diffusion evaluate` generated a PNG, or None for other files."""
     if file.suffix.lower() != '.png':
         return None
     try:
         with Image.open(file) as image:
-            # Other programs write their own values under the key `prompt`.
+            # Other programs also use the key `prompt`, for other values.
             found = image.info.get('prompt') if 'guidance_scale' in image.info else None
     except (OSError, SyntaxError, ValueError):
-        # The file is damaged, which `read_image` reports, or has larger texts than `diffusion evaluate` writes.
+        # The file is damaged (`read_image` reports this), or has larger text chunks than `diffusion evaluate` writes.
         return None
     return found if isinstance(found, str) else None
 
 
 def read_image(file: Path) -> Image.Image:
-    """Read an image: upright, in RGB with the colors of sRGB, transparency over white, and without metadata.
+    """Read an image as upright sRGB without metadata, with transparency composited over white.
 
     Raises:
-        UserError: It is not an image, or a damaged one.
+        UserError: The file is not an image, or it is damaged.
     """
-    # The pages of a blind comparison, which `diffusion compare` writes, must not wait for the decoders' imports.
+    # Import late: `diffusion compare` must not wait for the decoders' imports.
     from diffusion.data.image_reading import UnreadableImage
     from diffusion.data.image_reading import read_image as read_content
 

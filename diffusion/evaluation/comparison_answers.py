@@ -1,4 +1,4 @@
-"""Answers of people to a comparison page: reading, checking and joining the files that the page writes."""
+"""Read, validate and merge the answer files saved by a comparison page."""
 
 import json
 import logging
@@ -14,12 +14,12 @@ from diffusion.evaluation.comparison_page import SIDES
 log = logging.getLogger(__name__)
 
 QUESTIONS = {'quality': 'image quality', 'alignment': 'prompt alignment'}
-"""Questions about each pair of images, by the name that answers use."""
+"""Questions about each pair of images, keyed by the name used in answers."""
 CHOICES = (*SIDES, 'tie')
 MAX_FAILED_CHECKS = 0.2
-"""Fraction of attention checks that a person may fail and still count."""
+"""Raters who fail a larger fraction of attention checks are excluded."""
 MAX_BYTES = 2**22
-"""Size of a file of answers: 4 MiB, thousands of pairs."""
+"""Maximum size of an answer file: 4 MiB, enough for thousands of pairs."""
 _RATER = re.compile(r'[0-9a-f]{16}')
 _MASK = 2**64 - 1
 
@@ -31,7 +31,7 @@ class Answer:
     Args:
         pair: Index of the pair in the comparison.
         question: Key of `QUESTIONS`.
-        choice: `first` or `second` image of the pair, as stored, or `tie`; not its side on the screen.
+        choice: `first` or `second` for the image's position in the stored pair (not its side on the screen), or `tie`.
         rater: Identifier of the person, 16 hex digits.
     """
 
@@ -42,9 +42,9 @@ class Answer:
 
 
 def checksum(text: str) -> str:
-    """Return FNV-1a of a text in UTF-8, 64 bits as 16 hex digits, which the page computes too.
+    """Return the 64-bit FNV-1a hash of a text in UTF-8 as 16 hex digits; the page computes the same hash.
 
-    It finds files that were edited or cut. It is not a defense against a person who wants to deceive.
+    It detects files that were edited or truncated, but does not protect against deliberate manipulation.
     """
     value = 0xCBF29CE484222325
     for byte in text.encode():
@@ -53,29 +53,30 @@ def checksum(text: str) -> str:
 
 
 def answers_json(comparison: str, rater: str, answers: Iterable[Answer]) -> str:
-    """Return the content of a file of answers, as the page writes it."""
+    """Return the content of an answer file, exactly as the page would write it."""
     rows = [{'pair': each.pair, 'question': each.question, 'choice': each.choice} for each in answers]
     content = {'comparison': comparison, 'rater': rater, 'answers': rows}
     return json.dumps(content | {'checksum': checksum(_canonical(content))}, indent=1) + '\n'
 
 
 def _canonical(content: Mapping[str, Any]) -> str:
-    """Return the text whose checksum the page writes: comparison, person and answers, in this order."""
+    """Return the text that the checksum covers: comparison, rater and answers, in this order."""
     lines = [str(content['comparison']), str(content['rater'])]
     lines += [f'{each["pair"]} {each["question"]} {each["choice"]}' for each in content['answers']]
     return '\n'.join(lines)
 
 
 def parse_answers(text: str | bytes, where: str, comparison: str, pairs: int) -> list[Answer]:
-    """Return the answers in the content of a file.
+    """Parse the content of an answer file.
 
     Args:
-        where: Its name, for messages.
+        where: The file's name, for error messages.
         comparison: Identifier of the comparison, from its key.
-        pairs: Number of pairs of the comparison, attention checks included.
+        pairs: Number of pairs in the comparison, including attention checks.
 
     Raises:
-        UserError: It is not a file of answers, is of another comparison, was changed, or has an answer twice.
+        UserError: The file is not an answer file, belongs to another comparison, was modified, or answers a question
+            twice.
     """
     try:
         content = json.loads(text)
@@ -95,7 +96,7 @@ def parse_answers(text: str | bytes, where: str, comparison: str, pairs: int) ->
         raise UserError(f'{where}: its rater {str(rater)[:40]!r} is not one that the page makes; remove the file')
     seen = set()
     for answer in found:
-        # JSON has True, 1.0 and "1" too, which the comparisons would take for 1.
+        # Check types, because JSON may contain true or 1.0, which compare equal to 1 in Python.
         known = type(answer.pair) is int and type(answer.question) is str and type(answer.choice) is str
         known = known and answer.question in QUESTIONS and answer.choice in CHOICES
         if not known or not 0 <= answer.pair < pairs:
@@ -108,10 +109,10 @@ def parse_answers(text: str | bytes, where: str, comparison: str, pairs: int) ->
 
 
 def read_answers(files: Sequence[Path], comparison: str, pairs: int) -> list[Answer]:
-    """Read files of answers; if there are two files of one person, the one that continues the other counts.
+    """Read answer files; if one rater has two files, the longer one, which continues the other, counts.
 
     Raises:
-        UserError: A file cannot be used, or two files of one person contradict each other.
+        UserError: A file cannot be used, or two files from one rater contradict each other.
     """
     by_rater: dict[str, tuple[Path, set[Answer]]] = {}
     for file in files:
@@ -140,12 +141,12 @@ def read_answers(files: Sequence[Path], comparison: str, pairs: int) -> list[Ans
 
 
 def failed_checks(answers: Iterable[Answer], damaged: Mapping[int, str]) -> dict[str, float]:
-    """Return the fraction of attention checks that each person failed, for those who saw any.
+    """Return the fraction of attention checks that each rater failed, for raters who saw any.
 
-    A person fails a check by not preferring the intact image in quality.
+    A rater fails a check by not choosing the undamaged image for quality.
 
     Args:
-        damaged: Image, `first` or `second`, that is damaged in each pair that is an attention check.
+        damaged: Damaged image (`first` or `second`) of each pair that is an attention check, keyed by pair index.
     """
     seen: dict[str, list[bool]] = {}
     for answer in answers:

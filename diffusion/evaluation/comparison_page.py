@@ -1,7 +1,7 @@
-"""Builder of the comparison page: one HTML file with all images, which does not tell the model of an image.
+"""Build the comparison page: one HTML file with all images that does not reveal which model made which image.
 
-Images of both models are re-encoded in the same way from their pixels alone, at one size per pair: no metadata, file
-name or file format is left that would tell them apart.
+Images of both models are re-encoded from their pixels in the same way, at the same size per pair. So no metadata, file
+name or file format can tell the models apart.
 """
 
 import base64
@@ -20,9 +20,9 @@ from PIL import Image
 from diffusion.errors import UserError
 
 KEY = 'key.json'
-"""Name of the file of a key."""
+"""Name of the key's file."""
 Side = Literal['first', 'second']
-"""Image of a pair, as stored in the page, which shows it on the left or right at random for each person."""
+"""Position of an image in the stored pair; the page shows it on the left or right at random for each rater."""
 SIDES: tuple[Side, Side] = ('first', 'second')
 
 
@@ -33,9 +33,9 @@ class Pair:
     Args:
         prompt: Index of the prompt.
         text: The prompt.
-        a: Image that is from A; None for an attention check, which has an image and a damaged copy of it.
-        source: Model, `a` or `b`, of the image of an attention check; else None.
-        damaged: Image of an attention check that is damaged; else None.
+        a: Which image is from A; None for an attention check, whose images are an image and its damaged copy.
+        source: For an attention check, the model whose image is shown, `a` or `b`; otherwise None.
+        damaged: For an attention check, which image is damaged; otherwise None.
     """
 
     prompt: int
@@ -47,15 +47,15 @@ class Pair:
 
 @dataclass(frozen=True)
 class ComparisonKey:
-    """Key of a comparison.
+    """Key of a comparison: reveals which model made which image.
 
     Args:
-        comparison: Random identifier of the comparison, 16 hex digits, which the page and its answers carry.
-        a: Description of A: its `source`, and how its images were generated.
+        comparison: Random identifier of the comparison, 16 hex digits, also stored in the page and its answers.
+        a: Description of A: its `source` and how its images were generated.
         b: Description of B.
-        prompts: Source of the prompts.
+        prompts: Where the prompts come from.
         pairs: Pairs, in the page's order.
-        token: Secret of the server's address.
+        token: Secret part of the server's URL.
     """
 
     comparison: str
@@ -66,23 +66,23 @@ class ComparisonKey:
     token: str = field(default_factory=lambda: secrets.token_urlsafe(16))
 
     def damaged(self) -> dict[int, str]:
-        """Return the damaged image of each pair that is an attention check."""
+        """Return which image is damaged for each pair that is an attention check."""
         return {index: pair.damaged for index, pair in enumerate(self.pairs) if pair.damaged is not None}
 
     def to_json(self) -> str:
-        """Return the content of the key's file."""
+        """Return this key as JSON text, to write to its file."""
         return json.dumps(asdict(self), indent=1, ensure_ascii=False) + '\n'
 
 
 def make_pairs(prompts: Sequence[str], checks: int, rng: random.Random) -> list[Pair]:
-    """Return a pair per prompt and attention checks, in random order and with random sides.
+    """Return one pair per prompt plus the attention checks, in random order and with random sides.
 
     Args:
-        checks: Number of attention checks, at most that of prompts.
-        rng: Source of randomness; `secrets.SystemRandom()` cannot be predicted from the page.
+        checks: Number of attention checks, at most the number of prompts.
+        rng: Random number generator; use `secrets.SystemRandom()`, which cannot be predicted from the page.
     """
     pairs = [Pair(index, text, rng.choice(SIDES)) for index, text in enumerate(prompts)]
-    # Use as many checks with images of A as of B, so that seeing images a second time favors neither.
+    # Alternate between images of A and B, so that seeing images a second time favors neither model.
     for number, index in enumerate(rng.sample(range(len(prompts)), checks)):
         pairs.append(Pair(index, prompts[index], None, 'ab'[number % 2], rng.choice(SIDES)))  # type: ignore[arg-type]
     rng.shuffle(pairs)
@@ -90,15 +90,15 @@ def make_pairs(prompts: Sequence[str], checks: int, rng: random.Random) -> list[
 
 
 def new_comparison() -> str:
-    """Return a random identifier of a comparison."""
+    """Return a random identifier for a new comparison."""
     return secrets.token_hex(8)
 
 
 def read_key(path: Path) -> ComparisonKey:
-    """Read the file of a key.
+    """Read a key from its file.
 
     Raises:
-        UserError: The file does not exist, or is not a key.
+        UserError: The file does not exist or is not a key.
     """
     try:
         content = json.loads(path.read_text(encoding='utf-8'))
@@ -116,18 +116,18 @@ TEMPLATE = Path(__file__).parent / 'assets' / 'comparison.html'
 PAGE = 'index.html'
 """Name of the page's file."""
 JPEG_QUALITY = 92
-"""JPEG quality of the images of both models; colors are not subsampled."""
+"""JPEG quality of all images; chroma is not subsampled."""
 MAX_ASPECT_RATIO_ERROR = 0.02
-"""Relative difference of the aspect ratios of two images that are stretched to one size."""
+"""Two images may be stretched to the same size if their aspect ratios differ by at most this fraction."""
 MOSAIC_CELLS = 14
-"""Cells along the longer side of a damaged image."""
+"""Number of mosaic cells along the longer side of a damaged image."""
 
 ImagesOf = Callable[[int], tuple[Image.Image, Image.Image]]
-"""Function from the index of a prompt to the RGB images of A and B."""
+"""Function that returns the RGB images of A and B for a prompt index."""
 
 
 def page_chunks(comparison: str, pairs: Sequence[Pair], images: ImagesOf) -> Iterator[str]:
-    """Yield the HTML of a page in parts, so that only the images of one pair are in memory.
+    """Yield a page's HTML in parts, so that only one pair of images is in memory at a time.
 
     Args:
         comparison: Identifier of the comparison.
@@ -147,7 +147,7 @@ def page_chunks(comparison: str, pairs: Sequence[Pair], images: ImagesOf) -> Ite
 
 
 def pair_images(pair: Pair, a: Image.Image, b: Image.Image) -> tuple[Image.Image, Image.Image]:
-    """Return the first and the second image of a pair, of one size."""
+    """Return the first and second image of a pair, at the same size."""
     a, b = at_one_size(a, b, where=f'prompt {pair.prompt + 1} ({pair.text[:60]!r})')
     if pair.a is not None:
         return (a, b) if pair.a == 'first' else (b, a)
@@ -157,10 +157,10 @@ def pair_images(pair: Pair, a: Image.Image, b: Image.Image) -> tuple[Image.Image
 
 
 def at_one_size(a: Image.Image, b: Image.Image, *, where: str) -> tuple[Image.Image, Image.Image]:
-    """Enlarge the smaller of two images to the size of the other one.
+    """Enlarge the smaller of two images to the size of the larger one.
 
     Raises:
-        UserError: They have different aspect ratios.
+        UserError: The images have different aspect ratios.
     """
     if abs(a.width * b.height / (a.height * b.width) - 1) > MAX_ASPECT_RATIO_ERROR:
         raise UserError(
@@ -168,13 +168,13 @@ def at_one_size(a: Image.Image, b: Image.Image, *, where: str) -> tuple[Image.Im
             'their shape: crop the images to one aspect ratio'
         )
     size = max(a.size, b.size, key=lambda sides: sides[0] * sides[1])
-    # Different sizes would reveal the model of an image.
+    # Different sizes would reveal which model made an image.
     enlarged = [each if each.size == size else each.resize(size, Image.Resampling.LANCZOS) for each in (a, b)]
     return enlarged[0], enlarged[1]
 
 
 def damaged_copy(image: Image.Image) -> Image.Image:
-    """Return an image for an attention check: a coarse mosaic with noise that leaves the motif barely visible."""
+    """Return a damaged image for an attention check: a coarse, noisy mosaic with a barely visible subject."""
     scale = MOSAIC_CELLS / max(image.size)
     cells = image.resize([max(1, round(side * scale)) for side in image.size], Image.Resampling.BOX)
     noise = np.random.default_rng(0).normal(0, 40, (cells.height, cells.width, 3))
@@ -183,13 +183,13 @@ def damaged_copy(image: Image.Image) -> Image.Image:
 
 
 def data_uri(image: Image.Image) -> str:
-    """Return an RGB image as the data URI of a JPEG without metadata."""
+    """Encode an RGB image as a JPEG without metadata, and return it as a data URI."""
     buffer = io.BytesIO()
-    # Make a new image, since Pillow would write the comment and the profile in `info`.
+    # Copy the pixels to a new image, since Pillow would also write the comment and color profile from `info`.
     Image.fromarray(np.asarray(image)).save(buffer, 'JPEG', quality=JPEG_QUALITY, subsampling=0)
     return 'data:image/jpeg;base64,' + base64.b64encode(buffer.getvalue()).decode()
 
 
 def _json(content: object) -> str:
-    """Return JSON that can stand inside of a script element."""
+    """Return JSON that is safe inside a script element."""
     return json.dumps(content, separators=(',', ':')).replace('<', '\\u003c')

@@ -1,4 +1,4 @@
-"""Result of a comparison by people: who is excluded, the preference per question, as text, JSON and figure."""
+"""Results of a human comparison: excluded raters and the preference per question, as text, JSON and figure."""
 
 import logging
 import math
@@ -19,7 +19,7 @@ from diffusion.storage.atomic import atomic_file
 
 CONFIDENCE = 0.95
 POWER = 0.8
-"""Statistical power: probability that a sufficient number of answers finds a difference."""
+"""Statistical power: probability of finding a true difference with the recommended number of answers."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,10 @@ class Preference:
         high: Upper end.
         wins: Fraction of answers that prefer A.
         ties: Fraction of answers without preference.
-        agreement: Krippendorff's alpha: 1 if all people agree, 0 for as much agreement as by chance; NaN if no prompt
-            has answers of two people.
-        by_rater: Part of the variance of `share` that comes from the choice of people.
-        by_prompt: Part that comes from the choice of prompts.
-        by_answer: Part that comes from single answers.
+        agreement: Krippendorff's alpha: 1 if all raters agree, 0 if agreement is at chance level; NaN if no prompt was
+            answered by two raters.
+        by_rater: Part of the variance of `share` due to the choice of raters. by_prompt: Part due to the choice of
+        prompts. by_answer: Part due to individual answers.
     """
 
     share: float
@@ -59,11 +58,11 @@ class Preference:
 
     @property
     def differs(self) -> bool:
-        """True if the interval excludes one half."""
+        """True if the confidence interval excludes 0.5."""
         return not self.low <= 0.5 <= self.high
 
     def sentence(self, subject: str, a: str = 'A', b: str = 'B') -> str:
-        """Return a sentence that says whether A and B differ.
+        """Return a sentence on the preference and on its significance.
 
         Args:
             subject: Question, such as `image quality`.
@@ -74,12 +73,12 @@ class Preference:
         return f'{subject}: {a} and {b} differ; people prefer {a if self.share > 0.5 else b}. {interval}'
 
     def people_needed(self, difference: float) -> int | None:
-        """Return the number of people needed to show a difference with these prompts and a power of 80%.
+        """Return the number of raters needed to show a difference with these prompts and a power of 80%.
 
         Args:
-            difference: Distance of the true preference from one half, such as 0.05 for 55%.
+            difference: Distance of the true preference from 50%, such as 0.05 for 55%.
 
-        Returns: The number, at least 2; None if these prompts are too few for any number of people.
+        Returns: The number, at least 2; None if no number of raters is enough with so few prompts.
         """
         left = _variance_needed(difference) - self.by_prompt
         if left <= 0:
@@ -87,15 +86,15 @@ class Preference:
         return max(2, math.ceil(self.raters * (self.by_rater + self.by_answer) / left))
 
     def factor_needed(self, difference: float) -> float:
-        """Return the factor for both people and prompts that is needed to show a difference with a power of 80%.
+        """Return the factor by which raters and prompts must both grow to show a difference with a power of 80%.
 
-        If k times the people each answer k times the prompts, there are k^2 times the answers.
+        If k times the raters each answer k times the prompts, there are k^2 times the answers.
 
         Args:
-            difference: Distance of the true preference from one half, such as 0.05 for 55%.
+            difference: Distance of the true preference from 50%, such as 0.05 for 55%.
         """
         variance = _variance_needed(difference)
-        # v = c / k + d / k^2 is a quadratic equation in 1 / k.
+        # Solve v = c / k + d / k^2, a quadratic equation in 1 / k.
         clustered, single = self.by_rater + self.by_prompt, self.by_answer
         if clustered + single <= variance:
             return 1.0
@@ -105,28 +104,28 @@ class Preference:
 
 
 def _variance_needed(difference: float) -> float:
-    """Return the largest variance of a mean at which a difference is significant with the probability `POWER`."""
+    """Return the maximum variance of a mean for which a difference is significant with probability `POWER`."""
     normal = NormalDist()
     return (difference / (normal.inv_cdf((1 + CONFIDENCE) / 2) + normal.inv_cdf(POWER))) ** 2
 
 
 def analyze_preference(values: ArrayLike, raters: ArrayLike, prompts: ArrayLike) -> Preference:
-    """Return the preference for A over B, with a confidence interval clustered by person and by prompt.
+    """Return the preference for A over B, with a confidence interval clustered by rater and by prompt.
 
-    The variance of the mean is V(person) + V(prompt) - V(answer), each with the correction G / (G - 1) of its G
-    clusters; all answers of a person about a prompt are one cluster of V(answer) (Cameron, Gelbach and Miller 2011,
-    https://doi.org/10.1198/jbes.2010.07136). It is at least V(answer), that of independent answers. The interval is
-    that of Wilson (1927) for as many independent answers as have this variance (Dean and Pagano 2015,
-    https://doi.org/10.1093/jssam/smv024), with a quantile of Student's t with min(people, prompts) - 1 degrees of
-    freedom. Unlike mean +- t x standard error, it holds near 0 and 1 too.
+    The variance of the mean is V(rater) + V(prompt) - V(answer), each corrected by G / (G - 1) for its G clusters; in
+    V(answer), all answers of a rater to a prompt are one cluster (Cameron, Gelbach and Miller 2011,
+    https://doi.org/10.1198/jbes.2010.07136). Its lower bound is V(answer), the variance for independent answers. The
+    interval is Wilson's (1927) for the number of independent answers with this variance (Dean and Pagano 2015,
+    https://doi.org/10.1093/jssam/smv024), with a quantile of Student's t with min(raters, prompts) - 1 degrees of
+    freedom. Unlike mean +- t x standard error, it is also valid near 0 and 1.
 
     Args:
-        values: Answers [N]: 1 prefers A, 0 prefers B, 0.5 neither.
-        raters: Person of each answer [N].
+        values: Answers [N]: 1 for A, 0 for B, 0.5 for no preference.
+        raters: Rater of each answer [N].
         prompts: Prompt of each answer [N].
 
     Raises:
-        UserError: There are fewer than two people or two prompts.
+        UserError: There are fewer than two raters or fewer than two prompts.
     """
     rows, row_of = np.unique(np.asarray(raters), return_inverse=True)
     columns, column_of = np.unique(np.asarray(prompts), return_inverse=True)
@@ -136,18 +135,17 @@ def analyze_preference(values: ArrayLike, raters: ArrayLike, prompts: ArrayLike)
     answers = np.asarray(values, dtype=float)
     count, mean, clusters = len(answers), float(answers.mean()), min(len(rows), len(columns))
     errors = answers - mean
-    # A person gives several answers about one prompt if it has several images.
+    # A rater answers several times for a prompt that has several images.
     cells, cell_of = np.unique(row_of * len(columns) + column_of, return_inverse=True)
     by_rater, by_prompt = _variance(errors, row_of, len(rows)), _variance(errors, column_of, len(columns))
     single = _variance(errors, cell_of, len(cells))
-    # If people and prompts differ by chance only, the difference may be smaller than the variance of independent
-    # answers, or negative.
+    # If raters and prompts differ only by chance, this may be negative or below the variance of independent answers.
     clustered = by_rater + by_prompt - single
     variance, freedom = (clustered, clusters - 1) if clustered > single else (single, len(cells) - 1)
     if single > 0:
         ratio = variance / (mean * (1 - mean))
     else:
-        # All answers are equal, so that their variance is unknown: count each person, or prompt, as one answer.
+        # All answers are equal, so their variance is unknown: count each rater (or prompt) as one answer.
         ratio, single = 1 / clusters, 0.25 / clusters
     low, high = wilson_interval(mean, ratio, float(stdtrit(freedom, (1 + CONFIDENCE) / 2)))
     return Preference(
@@ -167,13 +165,13 @@ def analyze_preference(values: ArrayLike, raters: ArrayLike, prompts: ArrayLike)
 
 
 def _variance(errors: np.ndarray, cluster_of: np.ndarray, clusters: int) -> float:
-    """Return the variance of the mean of errors [N] that are correlated within clusters [N], numbered from 0."""
+    """Return the variance of the mean of errors [N] that are correlated within clusters (indices [N] from 0)."""
     totals = np.bincount(cluster_of, errors, clusters)
     return float((totals**2).sum()) / len(errors) ** 2 * clusters / (clusters - 1)
 
 
 def wilson_interval(mean: float, ratio: float, quantile: float) -> tuple[float, float]:
-    """Return the values p with |mean - p| <= quantile sqrt(ratio p (1 - p)): Wilson's interval of a proportion.
+    """Return Wilson's interval for a proportion: all p with |mean - p| <= quantile sqrt(ratio p (1 - p)).
 
     Args:
         mean: Observed proportion.
@@ -190,11 +188,11 @@ def krippendorff_alpha(values: np.ndarray, units: np.ndarray) -> float:
     """Return Krippendorff's alpha for nominal values (Content Analysis, 2004, chapter 11).
 
     Args:
-        values: Values [N] of single answers.
-        units: Index of the prompt of each answer [N]; prompts with a single answer are ignored.
+        values: Values of the answers [N].
+        units: Prompt index of each answer [N]; prompts with only one answer are ignored.
 
     Returns:
-        1 for full agreement, 0 for that by chance; NaN if there is nothing to compare.
+        1 for full agreement, 0 for agreement at chance level; NaN if there is nothing to compare.
     """
     kinds, kind_of = np.unique(values, return_inverse=True)
     counts = np.zeros((int(units.max()) + 1, len(kinds)))
@@ -214,18 +212,18 @@ def krippendorff_alpha(values: np.ndarray, units: np.ndarray) -> float:
 log = logging.getLogger(__name__)
 
 COLORS = {'A': '#2b50cc', 'neither': '#d3d8e0', 'B': '#c2570c'}
-"""Colors of the figure: blue and orange, which people who are color-blind can tell apart."""
+"""Colors of the figure: blue and orange, which color-blind people can tell apart."""
 
 
 @dataclass(frozen=True)
 class ComparisonResult:
-    """Result of a comparison by people.
+    """Result of a human comparison.
 
     Args:
         preferences: Preference for A over B for each question, by the keys of `QUESTIONS`.
-        raters: Number of people who count.
-        excluded: Fraction of attention checks that each excluded person has failed.
-        unchecked: Number of people who count without having seen an attention check.
+        raters: Number of raters who count.
+        excluded: Fraction of attention checks that each excluded rater failed.
+        unchecked: Number of raters who count although they saw no attention check.
     """
 
     a: str
@@ -237,21 +235,21 @@ class ComparisonResult:
 
 
 def analyze_answers(key: ComparisonKey, answers: Sequence[Answer]) -> ComparisonResult:
-    """Return the result of a comparison; people who fail more than a fifth of their attention checks are excluded.
+    """Return a comparison's result; raters who fail more than 20% of their attention checks are excluded.
 
     Args:
-        answers: Answers of all people, attention checks included.
+        answers: Answers of all raters, including attention checks.
 
     Raises:
-        UserError: Too few people or prompts are left for a confidence interval.
+        UserError: Too few raters or prompts are left for a confidence interval.
     """
     failed = failed_checks(answers, key.damaged())
     excluded = {rater: fraction for rater, fraction in sorted(failed.items()) if fraction > MAX_FAILED_CHECKS}
-    # Attention checks do not compare A with B.
+    # Leave out attention checks: they do not compare A with B.
     counting = [each for each in answers if each.rater not in excluded and key.pairs[each.pair].a is not None]
     raters = {each.rater for each in counting}
     preferences = {}
-    # A prompt may be in the file several times, for several images each.
+    # A prompt may occur several times in the file, to compare several images for it.
     for question, subject in QUESTIONS.items():
         own = [each for each in counting if each.question == question]
         values = [0.5 if each.choice == 'tie' else float(each.choice == key.pairs[each.pair].a) for each in own]
@@ -270,7 +268,7 @@ def result_text(result: ComparisonResult, difference: float) -> str:
     """Return the result as a table and sentences for a terminal.
 
     Args:
-        difference: Preference to detect, as its distance from one half, such as 0.05 for 55%.
+        difference: Preference to detect, as distance from 50%, such as 0.05 for 55%.
     """
     header = ('prefer A', 'neither', 'prefer B', 'preference for A', 'answers', 'people', 'prompts', 'agreement')
     rows = {QUESTIONS[question]: _row(found) for question, found in result.preferences.items()}
@@ -294,7 +292,7 @@ def result_text(result: ComparisonResult, difference: float) -> str:
 
 
 def _row(found: Preference) -> tuple[str, ...]:
-    """Return the cells of a question in the table."""
+    """Return the table cells for one question."""
     shares = [f'{share:.1%}' for share in (found.wins, found.ties, found.losses)]
     interval = f'{found.share:.1%} [{found.low:.1%}, {found.high:.1%}]'
     agreement = 'unknown' if math.isnan(found.agreement) else f'{found.agreement:.2f}'
@@ -302,7 +300,7 @@ def _row(found: Preference) -> tuple[str, ...]:
 
 
 def _needed(found: Preference, difference: float) -> str:
-    """Return the answers that would show a difference."""
+    """Describe how many answers would show a difference."""
     people, factor = found.people_needed(difference), found.factor_needed(difference)
     if people is not None and people <= found.raters:
         return 'these answers are enough'
@@ -314,10 +312,10 @@ def _needed(found: Preference, difference: float) -> str:
 
 
 def result_json(result: ComparisonResult, difference: float) -> dict[str, Any]:
-    """Return the result as JSON types; agreement that is unknown is null.
+    """Return the result as JSON types; null means that the agreement is unknown.
 
     Args:
-        difference: As for `result_text`.
+        difference: See `result_text`.
     """
     questions = {}
     for question, found in result.preferences.items():
@@ -336,7 +334,7 @@ def result_json(result: ComparisonResult, difference: float) -> dict[str, Any]:
 
 
 def draw_result(result: ComparisonResult, path: Path) -> None:
-    """Draw the answers to each question and the preference with its 95% interval to a PNG file."""
+    """Plot the answers to each question, and the preference with its 95% interval, to a PNG file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -374,7 +372,7 @@ def draw_result(result: ComparisonResult, path: Path) -> None:
 
 
 def counted_people(count: int) -> str:
-    """Return a number with its noun: `1 person`, `3 people`."""
+    """Return a count with its noun: `1 person`, `3 people`."""
     return f'{count} {"person" if count == 1 else "people"}'
 
 

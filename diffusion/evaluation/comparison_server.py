@@ -1,6 +1,6 @@
 """HTTP server that serves one comparison page and collects its answers, one file per person.
 
-It serves nothing else, reads no path from a request, and takes no request without the token of the comparison.
+It serves nothing else, uses no path from a request, and rejects requests without the comparison's token.
 """
 
 import hmac
@@ -22,13 +22,13 @@ from diffusion.storage.atomic import write_atomically
 log = logging.getLogger(__name__)
 
 MAX_RATERS = 10_000
-"""Maximum number of people who can answer, so that nobody with the token can fill the disk."""
+"""Maximum number of raters, so that nobody with the token can fill the disk."""
 TIMEOUT_SECONDS = 30.0
-"""Seconds within which a request must arrive."""
+"""Maximum time in seconds for a request to arrive."""
 
 
 class Refused(Exception):
-    """Refusal of a request, with the HTTP status and the text for the person who answers."""
+    """Raised to reject a request, with the HTTP status and a message for the rater."""
 
     def __init__(self, status: HTTPStatus, text: str) -> None:
         super().__init__(text)
@@ -36,10 +36,10 @@ class Refused(Exception):
 
 
 class AnswerFolder:
-    """Folder of the answers of a comparison, one file per person, named by the page's random identifier of the person.
+    """Folder of a comparison's answers: one file per rater, named after the rater's random identifier.
 
     Args:
-        folder: The folder, which is created with the first answers.
+        folder: The folder; it is created when the first answers arrive.
     """
 
     def __init__(self, folder: Path, key: ComparisonKey) -> None:
@@ -47,11 +47,10 @@ class AnswerFolder:
         self._lock = threading.Lock()
 
     def save(self, body: bytes) -> None:
-        """Check answers that a page has sent, and write them; they replace at most as many earlier ones of the same
-        person.
+        """Validate and save answers sent by a page, replacing the same rater's earlier answers unless those were more.
 
         Raises:
-            Refused: They cannot be used, or would remove answers that the person has sent before.
+            Refused: The answers cannot be used, or would remove answers that the rater sent before.
         """
         try:
             answers = self._parse(body, 'these answers')
@@ -59,12 +58,12 @@ class AnswerFolder:
             raise Refused(HTTPStatus.BAD_REQUEST, str(error)) from error
         if not answers:
             raise Refused(HTTPStatus.BAD_REQUEST, 'these answers are empty')
-        rater = answers[0].rater  # 16 hex digits, so that the path stays in the folder
+        rater = answers[0].rater  # 16 hex digits, so the path stays inside the folder
         path = self.folder / f'{rater}.json'
         with self._lock:
             before = 0
             if path.exists():
-                with suppress(UserError):  # a file that somebody has changed is replaced
+                with suppress(UserError):  # if the file was modified by hand, replace it
                     before = len(self._parse(path.read_bytes(), str(path)))
                 if before > len(answers):
                     raise Refused(HTTPStatus.CONFLICT, 'more answers of yours were saved before; they are kept')
@@ -77,11 +76,11 @@ class AnswerFolder:
                 text = f'the server could not write them ({error.strerror})'
                 raise Refused(HTTPStatus.INTERNAL_SERVER_ERROR, text) from error
         total = len(QUESTIONS) * len(self.key.pairs)
-        if before == 0 or before < total == len(answers):  # a page sends its answers after every pair
+        if before == 0 or before < total == len(answers):  # a page sends all its answers after every pair
             log.info('%s: %d of %d answers', rater, len(answers), total)
 
     def files(self) -> list[Path]:
-        """Return the files of answers."""
+        """Return all answer files."""
         return sorted(self.folder.glob('*.json'))
 
     def _parse(self, body: bytes, where: str) -> list[Answer]:
@@ -89,11 +88,11 @@ class AnswerFolder:
 
 
 def make_server(page: bytes, answers: AnswerFolder, *, host: str, port: int) -> PageServer:
-    """Return a server that is bound to its address; `serve_forever` serves.
+    """Return a server bound to its address; call `serve_forever` to start it.
 
     Args:
-        host: Address to bind; `0.0.0.0` for all of this machine.
-        port: Port; 0 for any that is free.
+        host: Address to bind; `0.0.0.0` means all addresses of this machine.
+        port: Port; 0 means any free port.
 
     Raises:
         UserError: The address cannot be used.
@@ -102,7 +101,7 @@ def make_server(page: bytes, answers: AnswerFolder, *, host: str, port: int) -> 
 
 
 def _handler(page: bytes, answers: AnswerFolder) -> type[BaseHTTPRequestHandler]:
-    """Return the handler of the requests for a page."""
+    """Return the class that handles the requests of a page."""
 
     class Handler(BaseHTTPRequestHandler):
         server_version, sys_version = 'comparison', ''
@@ -154,6 +153,6 @@ def _handler(page: bytes, answers: AnswerFolder) -> type[BaseHTTPRequestHandler]
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Write nothing: the base class prints addresses, which have the token."""
+            """Log nothing: the base class would print URLs, which contain the token."""
 
     return Handler

@@ -1,4 +1,4 @@
-"""Checkpoint that evaluators measure, the file of its results, and the exchange of results between ranks."""
+"""Checkpoint passed to evaluators, its results file, and the exchange of results between ranks."""
 
 import json
 import logging
@@ -22,15 +22,15 @@ from diffusion.storage.atomic import write_atomically
 
 Result = TypeVar('Result')
 RaiseTogether = Callable[[str], AbstractContextManager[None]]
-"""Context, given a text for messages, that raises an error of one rank on all of them; a collective."""
+"""Returns a context manager that raises any rank's error on all ranks, given a text for messages; a collective."""
 
 
 def gather_rows(parts: Sequence[Tensor], indices: Sequence[int]) -> Tensor:
-    """Return the rows of all ranks, in the order of their indices; a collective.
+    """Gather the rows of all ranks, ordered by index; a collective call.
 
     Args:
-        parts: Rows of this rank on the CPU, tensors [n, D] of any number of rows; none if it has no rows.
-        indices: Index of each row among those of all ranks, 0, 1, 2, ...
+        parts: This rank's rows on the CPU, as tensors [n, D] with any n; empty if it has no rows.
+        indices: Global index of each of this rank's rows; over all ranks, indices are 0, 1, 2, ...
     """
     own = torch.cat(list(parts)) if parts else None
     if dist.get_world_size() == 1:
@@ -44,11 +44,11 @@ def gather_rows(parts: Sequence[Tensor], indices: Sequence[int]) -> Tensor:
 
 
 def from_rank_zero(compute: Callable[[], Result], raise_together: RaiseTogether) -> Result:
-    """Return on all ranks what a function returns on rank 0, which must be small and can be pickled; a collective.
+    """Return rank 0's result of a function on all ranks; a collective. The result must be small and picklable.
 
     Args:
-        compute: The function; an error that it raises is raised on all ranks.
-        raise_together: As in `EvaluatedCheckpoint`.
+        compute: Function to call on rank 0; if it raises an error, all ranks raise.
+        raise_together: See `EvaluatedCheckpoint`.
     """
     answer: list[Result | None] = [None]
     with raise_together('rank 0'):
@@ -63,16 +63,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EvaluatedCheckpoint:
-    """Checkpoint that evaluators measure, on all ranks.
+    """Checkpoint to evaluate, on all ranks.
 
     Args:
-        model: Its model on the device, in evaluation mode.
+        model: The checkpoint's model on the device, in evaluation mode.
         name: The checkpoint's name: `ba` and the number of batches, such as `ba1600`.
-        weights: Kind of its weights, `ema` or `training`.
-        sharded: True if the denoiser is sharded over the ranks, so that all of them must make the same forward passes.
+        weights: Which weights the model has, `ema` or `training`.
+        sharded: True if the denoiser is sharded over the ranks, which must then run the same forward passes.
         on_progress: Called after each batch of images, to show that the rank makes progress.
-        should_stop: Returns True if this process received a stop signal, so that an evaluation must end early.
-        raise_together: `diffusion.checkpointing.rank_agreement.raise_on_all_ranks`; the default serves one rank.
+        should_stop: Returns True if this process received a stop signal and the evaluation must end early.
+        raise_together: `diffusion.checkpointing.rank_agreement.raise_on_all_ranks`; the default is for a single rank.
     """
 
     model: LatentDiffusion
@@ -92,7 +92,7 @@ class EvaluatedCheckpoint:
         return self.run_dir / EVALUATIONS / self.name
 
     def batches_of(self, images: GeneratedImages) -> Iterator[tuple[range, list[Tensor]]]:
-        """Yield this rank's batches, as `GeneratedImages.own_batches` does; a collective if the model is sharded."""
+        """Yield this rank's batches from `GeneratedImages.own_batches`; a collective if the model is sharded."""
         for batch in images.own_batches(self.model, together=self.sharded, should_stop=self.should_stop):
             yield batch
             self.on_progress()
@@ -103,7 +103,7 @@ class EvaluationResult:
     """Results of an evaluator.
 
     Args:
-        details: Entries for the checkpoint's file of results, such as the metrics of each guidance scale.
+        details: Further entries for the checkpoint's results file, such as the metrics of each guidance scale.
     """
 
     metrics: dict[str, float]
@@ -113,7 +113,7 @@ class EvaluationResult:
 def results_of(
     checkpoint: EvaluatedCheckpoint, metrics: Mapping[str, float], details: Mapping[str, Any], *, seconds: float
 ) -> dict[str, Any]:
-    """Return the content of a checkpoint's file of results: metrics and details of all evaluators, and the duration."""
+    """Return the content of a checkpoint's results file: all evaluators' metrics and details, and the duration."""
     about = {'checkpoint': checkpoint.name, 'batch': int(checkpoint.name[2:]), 'weights': checkpoint.weights}
     return {**about, 'metrics': dict(metrics), **details, 'seconds': seconds}
 
@@ -121,8 +121,8 @@ def results_of(
 def write_results(run_dir: Path, name: str, results: Mapping[str, Any]) -> Path:
     """Write the results of a checkpoint to `evaluations/NAME.json`, and return the path.
 
-    The file keeps the metrics of an earlier evaluation of the same checkpoint and weights, and its guidance scales with
-    other image settings.
+    The file keeps earlier metrics of the same checkpoint and weights, and guidance scales evaluated with other image
+    settings.
     """
     path = run_dir / EVALUATIONS / f'{name}.json'
     merged = dict(results)
@@ -138,7 +138,7 @@ def write_results(run_dir: Path, name: str, results: Mapping[str, Any]) -> Path:
 
 
 def read_results(path: Path) -> dict[str, Any] | None:
-    """Return the content of a file of results; None if it does not exist, or cannot be understood, which is logged."""
+    """Return the content of a results file, or None if it does not exist or (after a warning) is invalid."""
     try:
         return parse_results(path.read_bytes(), str(path))
     except FileNotFoundError:
@@ -146,11 +146,11 @@ def read_results(path: Path) -> dict[str, Any] | None:
 
 
 def parse_results(content: bytes | None, where: str) -> dict[str, Any] | None:
-    """Parse the content of a file of results; return None if there is none or, after a warning, if it is invalid.
+    """Parse the content of a results file; return None if there is none or (after a warning) if it is invalid.
 
     Args:
         content: Content of the file; None if it does not exist.
-        where: Its path or URL, for messages.
+        where: The file's path or URL, for messages.
     """
     if content is None:
         return None

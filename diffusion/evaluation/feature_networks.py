@@ -1,7 +1,8 @@
-"""Feature networks: they turn each image into a row of features, to compute distances between sets of images.
+"""Feature networks: map each image to a feature vector, to compute distances between sets of images.
 
-A distance depends on the network, on its weights, and on how images are resized and scaled for it. Each class follows
-the published convention, which it names. Shapes: N images, D features per image, S the side of a network's input.
+A distance depends on the network, its weights, and how images are resized and scaled for the network. Each class
+follows a published convention, cited in its docstring. Shapes: N images, D features per image, S side of the network's
+input.
 """
 
 import hashlib
@@ -35,7 +36,7 @@ INCEPTION_LAYERS = (
     *('Mixed_5b', 'Mixed_5c', 'Mixed_5d', 'Mixed_6a', 'Mixed_6b', 'Mixed_6c', 'Mixed_6d', 'Mixed_6e'),
     *('Mixed_7a', 'Mixed_7b', 'Mixed_7c', 'AvgPool'),
 )
-"""Layers of torch-fidelity's network up to its 2048 features, in the order of its forward pass."""
+"""Layers of torch-fidelity's network up to the 2048 features, in forward order."""
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 DINO_SIDE = 224
@@ -43,17 +44,17 @@ EFFICIENTNET_SIDE = 224
 
 
 class FeatureNetwork(nn.Module, ABC):
-    """Frozen network from images to features.
+    """Frozen network that maps images to features.
 
     Args:
         side: S, width and height of the network's input.
         resize: `clean` for `clean_resize`, `bicubic` for `bicubic_resize`.
-        mean: Mean of each color, subtracted from pixels in [0, 1].
-        std: Divisor of each color after that.
+        mean: Mean of each color channel, subtracted from pixels in [0, 1].
+        std: Standard deviation of each color channel; pixels are divided by it.
     """
 
     name: ClassVar[str]
-    """Name of the network, after which distances are named."""
+    """Name of the network; also used in the names of distances."""
     mean: Tensor
     std: Tensor
 
@@ -70,7 +71,7 @@ class FeatureNetwork(nn.Module, ABC):
         """Return the features of images on the network's device, float32 [N, D].
 
         Args:
-            images: uint8 [3, H, W] each; they can differ in size.
+            images: Images, uint8 [3, H, W] each; sizes may differ.
         """
         for image in images:
             if image.dtype != torch.uint8 or image.ndim != 3 or image.shape[0] != 3:
@@ -84,7 +85,7 @@ class FeatureNetwork(nn.Module, ABC):
         """Return the features [N, D] of resized and scaled images [N, 3, S, S]."""
 
     def description(self) -> dict[str, Any]:
-        """Return what features depend on: name, side, way of resizing, and a hash of the weights, as 32 hex digits."""
+        """Return all that features depend on: name, side, resizing, and a hash of the weights (32 hex digits)."""
         digest = xxh3_128()
         for key, tensor in sorted(self.state_dict().items()):
             digest.update(f'{key} {tensor.dtype} {list(tensor.shape)}'.encode())
@@ -93,22 +94,22 @@ class FeatureNetwork(nn.Module, ABC):
 
 
 class Inception(FeatureNetwork):
-    """InceptionV3 of 2015 with the 2048 features of FID, as torch-fidelity's class, after the resizing of clean-fid.
+    """The 2015 InceptionV3 with FID's 2048 features: torch-fidelity's network with clean-fid's resizing.
 
-    FID: Heusel et al., https://arxiv.org/abs/1706.08500. torch-fidelity has converted TensorFlow's weights.
+    FID: Heusel et al., https://arxiv.org/abs/1706.08500. torch-fidelity converted the weights from TensorFlow.
 
     Args:
-        weights: torch-fidelity's file of weights; None downloads it into PyTorch's cache.
+        weights: torch-fidelity's weights file; None downloads it to PyTorch's cache.
 
     Raises:
-        UserError: The file does not exist, or is not one of this network; or torch-fidelity is not installed.
+        UserError: The file does not exist or is not for this network, or torch-fidelity is not installed.
         ExternalError: The file cannot be downloaded.
     """
 
     name = 'Inception'
 
     def __init__(self, weights: str | None = None) -> None:
-        # The TensorFlow graph takes (x - 128) / 128 of pixels from 0 to 255.
+        # The TensorFlow graph expects (x - 128) / 128 for pixels from 0 to 255.
         super().__init__(INCEPTION_SIDE, resize='clean', mean=[128 / 255] * 3, std=[128 / 255] * 3)
         module = _import('torch_fidelity.feature_extractor_inceptionv3', 'eval')
         path = _inception_file() if weights is None else Path(weights)
@@ -116,12 +117,12 @@ class Inception(FeatureNetwork):
             raise UserError(f'{path}: does not exist; it must be {INCEPTION_FILE} from {INCEPTION_URL}')
         content = path.read_bytes()
         try:
-            # torch-fidelity unpickles whatever the file contains, so look first whether it contains only tensors.
+            # torch-fidelity unpickles anything, so first check that the file contains only tensors.
             with warnings.catch_warnings():
                 warnings.simplefilter('ignore')
                 torch.load(io.BytesIO(content), 'cpu', weights_only=True)
             self.network = module.FeatureExtractorInceptionV3('inception', ['2048'], io.BytesIO(content))
-        except Exception as error:  # bytes that are not a pickle of tensors can raise any class
+        except Exception as error:  # invalid bytes can raise any exception class
             if (code := code_to_run(error)) is not None:
                 raise UserError(f'{path}: {code}, so it is not loaded; download it from {INCEPTION_URL}') from error
             digest = hashlib.sha256(content).hexdigest()[:8]
@@ -131,23 +132,23 @@ class Inception(FeatureNetwork):
             ) from error
 
     def forward(self, pixels: Tensor) -> Tensor:
-        # The network's own forward pass takes bytes and resizes them without antialiasing.
+        # Run the layers one by one: the network's forward() takes uint8 and resizes without antialiasing.
         for layer in INCEPTION_LAYERS:
             pixels = getattr(self.network, layer)(pixels)
         return pixels.flatten(1)
 
 
 class Clip(FeatureNetwork):
-    """Image encoder of CLIP: its projected embedding, not scaled to length 1.
+    """CLIP's image encoder; features are the projected embedding, not normalized.
 
     CMMD is defined with `openai/clip-vit-large-patch14-336` and `bicubic` (Jayasumana et al.,
     https://arxiv.org/abs/2401.09603), CLIP-FID with `openai/clip-vit-base-patch32` and `clean` (Kynkäänniemi et al.,
     https://arxiv.org/abs/2203.06026).
 
     Args:
-        source: Folder, or repository on the Hub, of a CLIP model of transformers.
+        source: Folder or Hub repository of a CLIP model in transformers format.
         revision: Commit of the repository.
-        resize: As in `FeatureNetwork`.
+        resize: See `FeatureNetwork`.
     """
 
     name = 'CLIP'
@@ -164,15 +165,15 @@ class Clip(FeatureNetwork):
 
 
 class Dino(FeatureNetwork):
-    """DINOv2 or DINOv3: the class token after the last norm, of images of 224 pixels.
+    """DINOv2 or DINOv3; features are the class token after the final norm, for images of 224 pixels.
 
     Stein et al., https://arxiv.org/abs/2306.04675, found that distances with `facebook/dinov2-large` agree better with
-    people than those with Inception.
+    human judgment than distances with Inception.
 
     Args:
-        source: Folder, or repository on the Hub, of a model of transformers.
+        source: Folder or Hub repository of a model in transformers format.
         revision: Commit of the repository.
-        side: Width and height that images are resized to.
+        side: Width and height to which images are resized.
     """
 
     name = 'DINO'
@@ -187,10 +188,10 @@ class Dino(FeatureNetwork):
 
 
 class EfficientNetLite0(FeatureNetwork):
-    """EfficientNet-Lite0 with the mean of its last 1280 features; a Python package has its ImageNet weights.
+    """EfficientNet-Lite0; features are the mean of the last 1280 channels. A Python package contains the weights.
 
-    For machines without access to the weights of the other networks. Its distances are numbers of their own, and are
-    not to be compared with published FIDs.
+    Use it on machines that cannot download the weights of the other networks. Do not compare its distances with
+    published FIDs.
     """
 
     name = 'EfficientNet-Lite0'
@@ -207,14 +208,14 @@ class EfficientNetLite0(FeatureNetwork):
 
 
 def _inception_file() -> Path:
-    """Return the path of Inception's weights in PyTorch's cache, downloading them if they are not there."""
+    """Return the path of Inception's weights in PyTorch's cache, after downloading them if needed."""
     path = Path(torch.hub.get_dir(), 'checkpoints', INCEPTION_FILE)
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         torch.hub.download_url_to_file(INCEPTION_URL, str(path), hash_prefix='6726825d', progress=False)
-    except (URLError, TimeoutError, ConnectionError, RuntimeError) as error:  # RuntimeError if the hash differs
+    except (URLError, TimeoutError, ConnectionError, RuntimeError) as error:  # RuntimeError means that the hash differs
         raise ExternalError(
             f'{INCEPTION_URL}: cannot be downloaded ({error}); copy the file to {path}, or give its path'
         ) from error
@@ -222,7 +223,7 @@ def _inception_file() -> Path:
 
 
 def _import(module: str, extra: str) -> Any:
-    """Import a module of an optional dependency, which has no types."""
+    """Import a module of an optional dependency that has no type hints."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
@@ -232,15 +233,15 @@ def _import(module: str, extra: str) -> Any:
 def clean_resize(image: Tensor, side: int) -> Tensor:
     """Resize an image with an antialiased bicubic filter and without rounding, as clean-fid does.
 
-    Parmar et al., https://arxiv.org/abs/2104.11222: without antialiasing, or with rounding to 8 bits, FID changes by
-    more than the difference between good models.
+    Without antialiasing, or with rounding to 8 bits, FID changes by more than good models differ (Parmar et al.,
+    https://arxiv.org/abs/2104.11222).
 
     Args:
         image: uint8 [3, H, W].
         side: Width and height of the result.
 
     Returns:
-        float32 [3, side, side], from 0 to 255.
+        Pixels from 0 to 255, float32 [3, side, side].
     """
     planes = [Image.fromarray(plane.astype(np.float32)) for plane in image.cpu().numpy()]
     resized = [np.asarray(plane.resize((side, side), Image.Resampling.BICUBIC)) for plane in planes]
@@ -248,13 +249,13 @@ def clean_resize(image: Tensor, side: int) -> Tensor:
 
 
 def bicubic_resize(image: Tensor, side: int) -> Tensor:
-    """Resize an image with PyTorch's bicubic interpolation, as the authors of CMMD do: without antialiasing.
+    """Resize an image with PyTorch's bicubic interpolation without antialiasing, as CMMD's authors do.
 
     Args:
         image: uint8 [3, H, W].
         side: Width and height of the result.
 
     Returns:
-        float32 [3, side, side]; about 0 to 255, since the filter overshoots.
+        Pixels from about 0 to 255 (the filter overshoots), float32 [3, side, side].
     """
     return functional.interpolate(image[None].float(), (side, side), mode='bicubic')[0]

@@ -1,4 +1,4 @@
-"""Images that a checkpoint generates for a prompt set: made by all ranks, kept in a folder, and never made twice."""
+"""Images that a checkpoint generates for a prompt set: generated once, by all ranks, and kept in a folder."""
 
 import json
 import logging
@@ -23,22 +23,22 @@ from diffusion.storage.atomic import atomic_folder, write_atomically
 log = logging.getLogger(__name__)
 
 MANIFEST = 'images.json'
-"""File of a folder of images that names the checkpoint and the settings, written before the first image."""
+"""File in an image folder that records the checkpoint and the settings, written before the first image."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of generated images.
+    """Settings for generating images.
 
     Args:
-        guidance_scale: Scale of classifier-free guidance; 1 turns it off.
+        guidance_scale: Classifier-free guidance scale; 1 turns guidance off.
         num_inference_steps: Steps of the noise scheduler per image.
         noise_scheduler: Name from `diffusion.config.sampling_checks.SCHEDULERS`.
         negative_prompt: Prompt that guidance moves away from.
-        size: Height and width in pixels; None for those of the model.
-        seed: Seed of the first image; each further image has the next one.
+        size: Height and width in pixels; None means the model's own.
+        seed: Seed of the first image; each following image uses the next seed.
         guidance_rescale: Strength of rescaling the guided prediction, from 0 to 1.
-        batch_size: Images that are generated at once. It is part of the settings, since it changes the last bits.
+        batch_size: Images generated at once. It counts as a setting because it affects the images' last bits.
     """
 
     guidance_scale: float = 7.5
@@ -66,23 +66,23 @@ class ImageGenerator(Protocol):
         guidance_rescale: float,
         noise_scheduler: str,
     ) -> Tensor:
-        """Generate one image per prompt, as `LatentDiffusion.generate` does."""
+        """Generate one image per prompt; see `LatentDiffusion.generate`."""
         ...
 
 
 class GeneratedImages:
-    """Images of a prompt set by one checkpoint with one guidance scale, in a folder.
+    """Images for a prompt set from one checkpoint at one guidance scale, kept in a folder.
 
-    The images are in batches of consecutive prompts, whatever the number of ranks, so that an image has the same bits
-    on any of them. A batch is a subfolder, renamed when it is complete: a job that was killed continues with the
-    batches that are missing. Ranks of other nodes need not see the folder; each reads only its own batches.
+    Batches consist of consecutive prompts regardless of the number of ranks, so that images are bitwise the same on any
+    number. Each batch is a subfolder, renamed when complete: after a job is killed, the next one generates only the
+    missing batches. Nodes need not share the folder: each rank reads only its own batches.
 
     Args:
         prompts: One prompt per image.
-        checkpoint: Name of the checkpoint and of its weights, such as `ba1600, ema weights`.
+        checkpoint: Name of the checkpoint and its weights, such as `ba1600, ema weights`.
 
     Raises:
-        UserError: The folder has images of another checkpoint, other prompts or other settings.
+        UserError: The folder has images from another checkpoint, other prompts or other settings.
     """
 
     def __init__(self, folder: Path, prompts: Sequence[str], sampling: Sampling, checkpoint: str) -> None:
@@ -97,38 +97,38 @@ class GeneratedImages:
     def below(
         cls, folder: Path, prompts: Sequence[str], sampling: Sampling, checkpoint: str, *, name: str | None = None
     ) -> 'GeneratedImages':
-        """Return images in a subfolder that is named by the guidance scale and a hash of prompts and settings.
+        """Return images in a subfolder named after the guidance scale and a hash of prompts and settings.
 
-        Images with other settings are in other subfolders, so that nothing has to be removed to try other settings.
+        Images with other settings go to other subfolders, so nothing must be removed to try other settings.
         """
         key = xxh3_128_hexdigest(json.dumps([list(prompts), asdict(sampling), checkpoint]).encode())[:8]
         return cls(folder / f'{name or f"guidance-{sampling.guidance_scale:g}"}-{key}', prompts, sampling, checkpoint)
 
     def batches(self) -> list[range]:
-        """Return the images of each batch, as indices of their prompts."""
+        """Return the prompt indices of each batch."""
         count, size = len(self.prompts), self.sampling.batch_size
         return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
     def path(self, index: int) -> Path:
-        """Return the file of the image of a prompt."""
+        """Return the path of the image for a prompt index."""
         return self._batch_folder(index // self.sampling.batch_size) / f'{index:06d}.png'
 
     def own_batches(
         self, model: ImageGenerator, *, together: bool = False, should_stop: Callable[[], bool] = lambda: False
     ) -> Iterator[tuple[range, list[Tensor]]]:
-        """Yield the indices and images, uint8 [3, H, W], of each batch of this rank; generate those that are missing.
+        """Yield indices and images, uint8 [3, H, W], of each of this rank's batches; generate missing ones.
 
         Args:
-            together: Make the same forward passes on all ranks, for a sharded model; a collective. Otherwise it is not
-                a collective: ranks have different numbers of batches.
-            should_stop: Return True to end before the next batch.
+            together: Run the same forward passes on all ranks, for a sharded model. Only then is this a collective
+                call; otherwise, ranks may have different numbers of batches.
+            should_stop: Returns True to stop before the next batch.
 
         Raises:
-            ExternalError: `should_stop` has returned True, with `together` on any rank.
+            ExternalError: `should_stop` returned True on this rank or, with `together`, on any rank.
         """
 
         def is_needed(generates: bool) -> bool:
-            """Return True if this rank must make the forward passes of a batch; with `together`, if any rank must."""
+            """Return True if this rank or, with `together`, any rank must run the forward passes of a batch."""
             own = generates, should_stop()
             answers = dist.all_gather_object(own) if together else [own]
             if any(stops for _, stops in answers):
@@ -139,7 +139,7 @@ class GeneratedImages:
         for first in range(0, len(batches), world):
             number = first + dist.get_global_rank()
             if number >= len(batches):
-                # If this rank has no batch left, it still takes part in the forward passes of the others.
+                # A rank that has no batches left still takes part in the other ranks' forward passes.
                 if together and is_needed(False):
                     self._generated(model, batches[first])
                 continue
@@ -157,7 +157,7 @@ class GeneratedImages:
         return self.folder / f'batch-{number:05d}'
 
     def _check_manifest(self, wanted: dict[str, Any]) -> None:
-        """Write the manifest if the folder has none, else compare it; all ranks may do so at once."""
+        """Write the manifest, or compare it if the folder has one; safe to call on all ranks at once."""
         path = self.folder / MANIFEST
         if not path.exists():
             write_atomically(path, json.dumps(wanted, indent=2) + '\n')
@@ -176,7 +176,7 @@ class GeneratedImages:
             )
 
     def _generated(self, model: ImageGenerator, indices: range) -> Tensor:
-        """Return the images of prompts, float [B, 3, H, W]."""
+        """Generate and return the images for prompts, float [B, 3, H, W]."""
         sampling = self.sampling
         return model.generate(
             [self.prompts[index] for index in indices],
@@ -190,7 +190,7 @@ class GeneratedImages:
         )
 
     def _write(self, number: int, indices: range, pixels: Tensor) -> list[Tensor]:
-        """Write the images of a batch, and return them as they will be read."""
+        """Write a batch's images, and return them as they will be read back."""
         images = to_images(pixels)
         with atomic_folder(self._batch_folder(number)) as unfinished:
             for index, image in zip(indices, images, strict=True):
@@ -198,7 +198,7 @@ class GeneratedImages:
         return [_as_tensor(image) for image in images]
 
     def _text_of(self, index: int) -> PngImagePlugin.PngInfo:
-        """Return the text that a PNG carries: its prompt and how it was generated."""
+        """Return the text chunks for a PNG: its prompt and generation settings."""
         text = PngImagePlugin.PngInfo()
         sampling = {**asdict(self.sampling), 'seed': self.sampling.seed + index, 'checkpoint': self.checkpoint}
         for key, value in {'prompt': self.prompts[index], **sampling}.items():
@@ -206,7 +206,7 @@ class GeneratedImages:
         return text
 
     def _read(self, number: int, indices: range) -> list[Tensor] | None:
-        """Return the images of a batch; None if there are none, or if they are damaged, after removing them."""
+        """Read a batch's images; return None if they do not exist or are damaged (damaged ones are removed)."""
         folder = self._batch_folder(number)
         if not folder.is_dir():
             return None

@@ -33,38 +33,34 @@ from diffusion.storage.atomic import atomic_folder
 log = logging.getLogger(__name__)
 
 AREA_TOLERANCE = 1.25
-"""Largest ratio of the areas of generated and reference images; the images of aspect ratio buckets differ by less."""
+"""Maximum ratio of the areas of generated and reference images; aspect ratio buckets differ by less."""
 
 
 class ImageMetrics:
-    """Evaluator of generated images: FID, KID, CMMD, CLIP score and others, at one or several guidance scales.
+    """Evaluator of generated images: FID, KID, CMMD, CLIP score and others, at one or more guidance scales.
 
-    All ranks generate and measure; the results do not depend on their number. Every image is kept as a PNG with its
-    prompt, seed, guidance scale and checkpoint, and an evaluation that was interrupted continues with the images that
-    are missing. The first guidance scale gives the checkpoint's metrics; the others are listed beside them.
+    All ranks generate and measure; results do not depend on the number of ranks. Every image is kept as a PNG with its
+    prompt, seed, guidance scale and checkpoint; after an interruption, only missing images are generated. The
+    checkpoint's metrics are those at the first guidance scale; those at other scales are listed separately.
 
     Args:
         metrics: Names from `diffusion.config.image_metrics.IMAGE_METRICS`.
-        prompts: A `.txt`, `.csv`, `.tsv` or `.jsonl` with prompts; `own` for the 120 of this package; null for captions
-            of the evaluation data.
-        prompt_column: Column or key of the prompts; null finds it.
-        num_images: Number of images; null for one per prompt or, with captions, one per evaluation image. With a
-            prompt file, its first prompts.
-        images_per_prompt: Images per prompt, with different seeds.
-        guidance_scales: Scales of classifier-free guidance; 1 turns it off.
-        reference: Folder of reference images; null for the images of the evaluation data.
-        num_references: Number of reference images, evenly spread; null for all.
-        reference_features: Folder that keeps the features of the reference images, which runs may share; null for
-            `evaluations/reference` in the run's folder.
-        networks: Sources that replace those of `diffusion.config.image_metrics.NETWORKS`, by name: a local path, or
-            `ORG/NAME@COMMIT`.
-        num_inference_steps: Steps of the noise scheduler per image.
-        noise_scheduler: Name from `diffusion.config.sampling_checks.SCHEDULERS`.
-        negative_prompt: Prompt that guidance moves away from.
-        size: Height and width of the images in pixels; null for those of the model.
-        seed: Seed of the first image; each further image has the next one.
-        batch_size: Images per batch. It is one of the settings of the images, since it changes their last bits.
-        layout: Also write the images in the folder layout of a scorer, `geneval` or `t2i_compbench`.
+        prompts: A `.txt`, `.csv`, `.tsv` or `.jsonl` file with prompts; `own` means this package's 120 prompts; null
+            means captions from the evaluation data.
+        prompt_column: Column or key of the prompts; null means automatic detection. num_images: Number of images to
+        generate, for the first prompts of a prompt file; null means one per prompt or, with captions, one per
+        evaluation image. images_per_prompt: Number of images per prompt, with different seeds. guidance_scales:
+        Classifier-free guidance scales; 1 turns guidance off. reference: Folder of reference images; null means the
+        images of the evaluation data. num_references: Number of reference images, evenly spaced in the data; null means
+        all. reference_features: Folder where features of the reference images are kept; runs may share it. Null means
+        `evaluations/reference` in the run's folder. networks: Sources that override those in
+        `diffusion.config.image_metrics.NETWORKS`, by name: a local path or `ORG/NAME@COMMIT`. num_inference_steps:
+        Steps of the noise scheduler per image. noise_scheduler: Name from
+        `diffusion.config.sampling_checks.SCHEDULERS`. negative_prompt: Prompt that guidance moves away from. size:
+        Height and width of the images in pixels; null means the model's own. seed: Seed of the first image; each
+        following image uses the next seed. batch_size: Images per batch. Changing it generates all images again,
+        because it affects their last bits. layout: Also write the images in the folder layout of an external scorer:
+        `geneval` or `t2i_compbench`.
     """
 
     def __init__(
@@ -113,11 +109,11 @@ class ImageMetrics:
         self.layout = layout
 
     def __call__(self, checkpoint: EvaluatedCheckpoint) -> EvaluationResult:
-        """Generate images, keep them below the checkpoint's folder, and measure them; a collective.
+        """Generate images, keep them in the checkpoint's folder, and measure them; a collective call.
 
         Raises:
-            UserError: There are too few prompts or images, the reference images have another resolution, or a network
-                cannot be loaded.
+            UserError: There are too few prompts or images, the reference images have a different resolution, or a
+                network cannot be loaded.
         """
         prompts = self._prompts(checkpoint)
         texts = [each.text for each in prompts]
@@ -175,7 +171,7 @@ class ImageMetrics:
         return repeated[: self.num_images]
 
     def _check_count(self, count: int) -> None:
-        """Log which metrics are biased for so few images."""
+        """Warn about metrics that are biased with so few images."""
         if dist.get_global_rank() != 0:
             return
         for name in self.metrics:
@@ -194,7 +190,7 @@ class ImageMetrics:
         return FolderImages(Path(self.reference), self.num_references)
 
     def _check_area(self, checkpoint: EvaluatedCheckpoint, images: ReferenceImages) -> None:
-        """Raise UserError if the first reference image is of another resolution than the generated ones."""
+        """Raise UserError if the first reference image and the generated images differ in resolution."""
         grid = checkpoint.model.latent_grid
         size = [side * grid.cell for side in grid.shape(self.sampling['size'])[1:]]
         height, width = images[0].shape[1:]
@@ -217,14 +213,14 @@ class ImageMetrics:
         extractors: Mapping[str, FeatureNetwork],
         scorers: Mapping[str, TextImageScore],
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the features [N, D] by network and the scores [N] by metric of all images; a collective."""
+        """Return features [N, D] by network and scores [N] by metric, for all images; a collective call."""
         features: dict[str, list[Tensor]] = {name: [] for name in extractors}
         scores: dict[str, list[Tensor]] = {name: [] for name in scorers}
         indices: list[int] = []
         with checkpoint.raise_together('image_metrics'), get_precision_context(checkpoint.precision):
             for own, images in checkpoint.batches_of(generated):
                 indices += own
-                # Metrics are defined with networks in single precision.
+                # Metrics are defined for networks in single precision.
                 with torch.autocast(checkpoint.model.device.type, enabled=False):
                     for name, network in extractors.items():
                         features[name].append(network.features(images).cpu())
@@ -243,7 +239,7 @@ class ImageMetrics:
         references: Mapping[str, Tensor],
         raise_together: RaiseTogether,
     ) -> dict[str, float]:
-        """Return the metrics by name, computed by rank 0 for all ranks; a collective."""
+        """Return the metrics by name; rank 0 computes them for all ranks. A collective call."""
 
         def compute() -> dict[str, float]:
             values = {}
@@ -267,13 +263,13 @@ def write_geneval(images: GeneratedImages, prompts: Sequence[Prompt], per_prompt
     Source: https://github.com/djghosh13/geneval. The prompts must come from its `evaluation_metadata.jsonl`.
 
     Args:
-        images: The images, `per_prompt` in a row for each prompt.
-        prompts: One per image.
-        per_prompt: Images per prompt; GenEval takes 4.
+        images: The images, `per_prompt` consecutive ones for each prompt.
+        prompts: One prompt per image.
+        per_prompt: Images per prompt; GenEval uses 4.
         folder: New folder; replaced if it exists.
 
     Raises:
-        UserError: The prompts have no metadata, or an image is missing in this folder since another node has it.
+        UserError: The prompts have no metadata, or an image is missing here because another node generated it.
     """
     with _replaced(folder) as unfinished:
         for index, prompt in enumerate(prompts):
@@ -290,7 +286,7 @@ def write_geneval(images: GeneratedImages, prompts: Sequence[Prompt], per_prompt
 
 
 def write_t2i_compbench(images: GeneratedImages, prompts: Sequence[Prompt], per_prompt: int, folder: Path) -> None:
-    """Write images as `samples/PROMPT_000012.png`, for the scorers of T2I-CompBench, which read the prompt there.
+    """Write images as `samples/PROMPT_000012.png` for T2I-CompBench, whose scorers read the prompt from the name.
 
     Source: https://github.com/Karine-Huang/T2I-CompBench. Arguments and errors as for `write_geneval`.
     """
@@ -298,7 +294,7 @@ def write_t2i_compbench(images: GeneratedImages, prompts: Sequence[Prompt], per_
         (unfinished / 'samples').mkdir()
         for index, prompt in enumerate(prompts):
             name = re.sub(r'[/\x00-\x1f]', ' ', prompt.text).strip()
-            # File names have at most 255 bytes; the prompts of the benchmark are far shorter.
+            # File names have at most 255 bytes; the benchmark's prompts are far shorter.
             name = name.encode()[:230].decode(errors='ignore')
             _copy(images.path(index), unfinished / 'samples' / f'{name}_{index:06d}.png')
 
@@ -310,7 +306,7 @@ LAYOUTS: dict[str, Callable[[GeneratedImages, Sequence[Prompt], int, Path], None
 
 
 def _replaced(folder: Path) -> AbstractContextManager[Path]:
-    """Return the context of a new folder, after removing the one of an earlier evaluation."""
+    """Return a context manager for a new folder, after removing the folder of an earlier evaluation."""
     if folder.exists():
         shutil.rmtree(folder)
     return atomic_folder(folder)

@@ -1,8 +1,8 @@
-"""Metrics of `diffusion.config.image_metrics`: distances between sets of images, scores of images, and their networks.
+"""Compute the metrics in `diffusion.config.image_metrics`: distances between image sets, and image scores.
 
-Distances are computed on features; a feature network gives one row per image. They compute in float64, on the device of
-their arguments, and do not depend on the order of the rows. `DISTANCES` chooses the features that a distance is named
-after (Inception, CLIP, DINOv2).
+Distances are computed on features, one row per image from a feature network. They are computed in float64 on the device
+of their arguments, and do not depend on row order. `DISTANCES` lists the feature network of each distance (Inception,
+CLIP, DINOv2).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,18 +23,18 @@ from diffusion.evaluation.feature_networks import Clip, Dino, EfficientNetLite0,
 from diffusion.models.pretrained import load_pretrained
 
 BLOCK_ROWS = 4096
-"""Rows of a block of a matrix of distances or kernel values: 134 MB with as many columns."""
+"""Rows and columns per block when a matrix of distances or kernel values is computed: 134 MB per block."""
 CMMD_SIGMA = 10.0
-"""Width of the Gaussian kernel of CMMD."""
+"""Width of CMMD's Gaussian kernel."""
 CMMD_SCALE = 1000.0
-"""Factor of CMMD, which brings its values near those of FID."""
+"""Scale factor of CMMD, so that values are of similar size as FID."""
 NEIGHBORS = 3
-"""Neighbors that define the manifold of precision and recall."""
+"""Number of nearest neighbors that define the manifold for precision and recall."""
 
 
 @dataclass
 class Moments:
-    """Number, sum and sum of outer products of features, which add up over batches and ranks.
+    """Count, sum and sum of outer products of features; all three can be added up over batches and ranks.
 
     Args:
         total: Sum of the features, float64 [D].
@@ -67,13 +67,14 @@ class Moments:
 
 
 def frechet_distance(images: Moments, references: Moments) -> float:
-    """Return the squared Fréchet distance between two normal distributions: FID on Inception's features.
+    """Return the squared Fréchet distance between two normal distributions: FID, if computed on Inception features.
 
     |m1 - m2|^2 + Tr(C1 + C2 - 2 (C1 C2)^(1/2)), equation 6 of Heusel et al., https://arxiv.org/abs/1706.08500. The
-    trace of the root is that of the symmetric (C1^(1/2) C2 C1^(1/2))^(1/2), which has no negative eigenvalues.
+    trace of the square root equals that of the symmetric (C1^(1/2) C2 C1^(1/2))^(1/2), which has no negative
+    eigenvalues.
 
     Raises:
-        UserError: One of the sets has fewer than two images.
+        UserError: One of the sets has fewer than 2 images.
     """
     for each in (images, references):
         if each.count < 2:
@@ -87,18 +88,18 @@ def frechet_distance(images: Moments, references: Moments) -> float:
 
 
 def kernel_distance(images: Tensor, references: Tensor) -> float:
-    """Return the unbiased squared maximum mean discrepancy with a cubic kernel: KID on Inception's features.
+    """Return the unbiased squared MMD with a cubic kernel: KID, if computed on Inception features.
 
-    The kernel is (x y / D + 1)^3, as in Bińkowski et al., https://arxiv.org/abs/1801.01401. Their estimate is the mean
-    over random subsets, since the matrices of all images were too large; here they are computed in blocks, so that the
-    result has no random error of its own. For sets of the same distribution its mean is 0, so that it can be negative.
+    The kernel is (x y / D + 1)^3, as in Bińkowski et al., https://arxiv.org/abs/1801.01401. They average over random
+    subsets, because the matrices for all images were too large. Here, the matrices are computed in blocks, which avoids
+    the random error of subsets. The estimate has mean 0 for two sets from the same distribution, so it can be negative.
 
     Args:
         images: Features [N, D].
         references: Features [M, D].
 
     Raises:
-        UserError: One of the sets has fewer than two images.
+        UserError: One of the sets has fewer than 2 images.
     """
     if min(len(images), len(references)) < 2:
         raise UserError(
@@ -120,9 +121,9 @@ def kernel_distance(images: Tensor, references: Tensor) -> float:
 
 
 def gaussian_distance(images: Tensor, references: Tensor) -> float:
-    """Return the squared maximum mean discrepancy with a Gaussian kernel, times 1000: CMMD on CLIP's embeddings.
+    """Return the squared MMD with a Gaussian kernel, times 1000: CMMD, if computed on CLIP embeddings.
 
-    The features are scaled to length 1, and the kernel is exp(-|x - y|^2 / (2 * 10^2)), with the biased estimate of
+    Features are scaled to length 1, the kernel is exp(-|x - y|^2 / (2 * 10^2)), and the estimate is biased, as in
     Jayasumana et al., https://arxiv.org/abs/2401.09603.
 
     Args:
@@ -146,16 +147,16 @@ def gaussian_distance(images: Tensor, references: Tensor) -> float:
 
 
 def precision_and_recall(images: Tensor, references: Tensor, neighbors: int = NEIGHBORS) -> tuple[float, float]:
-    """Return how many images are realistic, and how many references the images cover, both from 0 to 1.
+    """Return the fraction of images that are realistic, and the fraction of references that the images cover.
 
-    Precision is the fraction of images that lie in the manifold of the references: within the distance from some
-    reference to its third nearest reference. Recall is the same with the sets exchanged (Kynkäänniemi et al.,
-    https://arxiv.org/abs/1904.06991, equations 1 to 3).
+    Precision is the fraction of images in the manifold of the references: no farther from some reference than that
+    reference's k-th nearest neighbor among the references. Recall is the same with the sets swapped (Kynkäänniemi et
+    al., https://arxiv.org/abs/1904.06991, equations 1 to 3).
 
     Args:
         images: Features [N, D].
         references: Features [M, D].
-        neighbors: The k of the k nearest neighbors.
+        neighbors: Number k of nearest neighbors.
 
     Raises:
         UserError: One of the sets has no more than `neighbors` images.
@@ -175,7 +176,7 @@ def _kernel_sum(first: Tensor, second: Tensor, kernel: Callable[[Tensor, Tensor,
     Args:
         first: Features [N, D].
         second: Features [M, D].
-        kernel: Function of the inner products [n, m] and of the rows [n, D] and [m, D] of a block.
+        kernel: Function of a block's inner products [n, m] and its rows [n, D] and [m, D].
     """
     total = torch.zeros((), dtype=torch.float64, device=first.device)
     for rows in first.double().split(BLOCK_ROWS):
@@ -185,8 +186,8 @@ def _kernel_sum(first: Tensor, second: Tensor, kernel: Callable[[Tensor, Tensor,
 
 
 def _fraction_inside(points: Tensor, centers: Tensor, neighbors: int) -> float:
-    """Return the fraction of points within the radius of any center, the distance to its k-th nearest other center."""
-    # The nearest center of a center is itself.
+    """Return the fraction of points within any center's radius: the distance to its k-th nearest other center."""
+    # Ask for one more neighbor, because each center is its own nearest neighbor.
     radii = torch.cat(
         [_distances(rows, centers).kthvalue(neighbors + 1, dim=1).values for rows in centers.split(BLOCK_ROWS)]
     )
@@ -195,7 +196,7 @@ def _fraction_inside(points: Tensor, centers: Tensor, neighbors: int) -> float:
 
 
 def _distances(first: Tensor, second: Tensor) -> Tensor:
-    """Return the Euclidean distances of rows [N, M], exact for equal rows."""
+    """Return Euclidean distances between rows, [N, M]; the distance of equal rows is exactly 0."""
     return torch.cdist(first, second, compute_mode='donot_use_mm_for_euclid_dist')
 
 
@@ -203,14 +204,14 @@ CLIP_SCORE_SCALE = 100.0
 
 
 class TextImageScore(nn.Module):
-    """Score of images for their prompts: the cosine similarity of their CLIP embeddings, scaled.
+    """Scores how well images match their prompts: the scaled cosine similarity of their CLIP embeddings.
 
-    `clip_score` is max(100 cos, 0) with `openai/clip-vit-large-patch14` (Hessel et al., https://arxiv.org/abs/2104.08718,
-    in the scale of torchmetrics). `pick_score` is cos times the model's learned scale with
+    `clip_score` is max(100 cos, 0) with `openai/clip-vit-large-patch14` (Hessel et al.,
+    https://arxiv.org/abs/2104.08718, scaled as in torchmetrics). `pick_score` is cos times the learned scale of
     `yuvalkirstain/PickScore_v1` (Kirstain et al., https://arxiv.org/abs/2305.01569).
 
     Args:
-        source: Folder, or repository on the Hub, of a CLIP model of transformers with its tokenizer and preprocessor.
+        source: Folder or Hub repository of a CLIP model in transformers format, with its tokenizer and preprocessor.
         revision: Commit of the repository.
 
     Raises:
@@ -233,14 +234,14 @@ class TextImageScore(nn.Module):
         """Return the score of each image for its prompt on the network's device, float32 [N].
 
         Args:
-            images: uint8 [3, H, W] each; they can differ in size.
-            prompts: One per image; longer ones than the network's text length are truncated.
+            images: Images, uint8 [3, H, W] each; sizes may differ.
+            prompts: One prompt per image; prompts above the network's text length are truncated.
         """
         device = self.network.logit_scale.device
-        network, tokenizer = cast(Any, self.network), cast(Any, self._tokenizer)  # their annotations are too narrow
+        network, tokenizer = cast(Any, self.network), cast(Any, self._tokenizer)  # annotated too narrowly
         length = network.config.text_config.max_position_embeddings
         text = tokenizer(list(prompts), padding=True, truncation=True, max_length=length, return_tensors='pt')
-        pixels = [self._processor(each, return_tensors='pt')['pixel_values'] for each in images]  # of any sizes
+        pixels = [self._processor(each, return_tensors='pt')['pixel_values'] for each in images]  # any sizes
         seen = network.get_image_features(pixel_values=torch.cat(pixels).to(device))
         read = network.get_text_features(**text.to(device))
         similarity = functional.cosine_similarity(clip_features(seen).float(), clip_features(read).float(), dim=1)
@@ -250,7 +251,7 @@ class TextImageScore(nn.Module):
 
 
 Distance = Callable[[Tensor, Tensor], float]
-"""Function of the features of generated images [N, D] and of reference images [M, D]."""
+"""Function of the features of generated images [N, D] and reference images [M, D]."""
 
 
 def _frechet(images: Tensor, references: Tensor) -> float:
@@ -267,18 +268,18 @@ DISTANCES: dict[str, Distance] = {
     'recall': lambda images, references: precision_and_recall(images, references)[1],
     'efficientnet_distance': _frechet,
 }
-"""Metrics of features; the others are means of the scores of single images."""
+"""Metrics computed on features; all other metrics are means of per-image scores."""
 
 
 def build_network(name: str, sources: Mapping[str, str]) -> FeatureNetwork | TextImageScore:
     """Load a network of `NETWORKS`.
 
     Args:
-        sources: Sources that replace the defaults, by name: a local path, or `ORG/NAME@COMMIT`.
+        sources: Sources that override the defaults, by name: a local path or `ORG/NAME@COMMIT`.
 
     Raises:
-        UserError: It cannot be loaded; the message names the key.
-        ExternalError: It cannot be downloaded.
+        UserError: The network cannot be loaded; the message names the recipe key.
+        ExternalError: The network cannot be downloaded.
     """
     where = f'networks.{name}'
     source = sources.get(name, NETWORKS[name])
@@ -300,7 +301,7 @@ def build_network(name: str, sources: Mapping[str, str]) -> FeatureNetwork | Tex
 
 
 def _split(source: str) -> tuple[str, str | None]:
-    """Return the folder or repository, and the commit of a repository, that a source names."""
+    """Split a source into the folder or repository, and the repository's commit."""
     if Path(source).is_dir():
         return source, None
     repository, _, revision = source.partition('@')

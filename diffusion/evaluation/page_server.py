@@ -1,4 +1,4 @@
-"""HTTP server of a page, bound to an address with a clear message if that fails."""
+"""HTTP server for a page, with a clear error message if its address cannot be used."""
 
 import socket
 import socketserver
@@ -9,14 +9,14 @@ from diffusion.errors import UserError
 
 
 class PageServer(ThreadingHTTPServer):
-    """Server that is bound to its address; `serve_forever` serves.
+    """Server bound to its address; call `serve_forever` to start it.
 
     Args:
-        host: Address to listen at; `0.0.0.0` for all of this machine.
-        port: Port; 0 for any free one.
+        host: Address to listen on; `0.0.0.0` means all addresses of this machine.
+        port: Port; 0 means any free port.
 
     Raises:
-        UserError: The port is in use, or the address is not one of this machine.
+        UserError: The port is in use, or the address does not belong to this machine.
     """
 
     def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
@@ -27,15 +27,15 @@ class PageServer(ThreadingHTTPServer):
         except OSError as error:
             problem = f'cannot serve on {host}:{port} ({error.strerror or error})'
             remedy = 'use another one (0 for any that is free), or another --host'
-            # Raise `from None`: with the OSError as its cause, this mistake would be classified as a transient fault.
+            # Raise `from None`: with an OSError as cause, this user error would be classified as a transient fault.
             raise UserError(f'--port: {problem}; {remedy}') from None
 
     def server_bind(self) -> None:
-        """Bind the socket, without asking a name server for the name of the address as the base class does."""
+        """Bind the socket; unlike the base class, do not look up the host name of the address by DNS."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def handle_error(self, request: object, client_address: object) -> None:
-        # A browser that closes its connection is not an error; the base class would print its traceback.
+        # A browser closing its connection is not an error, but the base class would print a traceback.
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Prompt sets of an evaluation: files as their authors publish them, captions of a dataset, and a set of our own."""
+"""Prompt sets for evaluations: files as published by benchmark authors, a dataset's captions, and our own set."""
 
 import csv
 import json
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
     from diffusion.data.streams import BucketedDataset
 
 OWN = 'own'
-"""Name of the prompts of this package where a file of prompts can be given."""
+"""Name that selects this package's prompts wherever a prompt file can be given."""
 
 OWN_PROMPTS = Path(__file__).with_name('prompts.csv')
 """120 prompts in 12 categories, such as colors, counting and text."""
 PROMPT_COLUMNS = ('prompt', 'prompts', 'caption', 'text')
-"""Names of a column of prompts, in any case, the first that exists; DrawBench has `Prompts`, PartiPrompts `Prompt`."""
+"""Case-insensitive names of the prompt column; the first match is used (DrawBench has `Prompts`)."""
 CATEGORY_COLUMN = 'category'
 DELIMITERS = {'.csv': ',', '.tsv': '\t'}
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Prompt of an evaluation.
+    """Prompt for an evaluation.
 
     Args:
-        category: Category within its set, or an empty string.
-        metadata: Its whole row in a JSONL file, which GenEval's scorer needs.
+        category: Category within the prompt set, or an empty string.
+        metadata: The prompt's whole row in a JSONL file, needed by GenEval's scorer.
     """
 
     text: str
@@ -39,22 +39,22 @@ class Prompt:
 
 
 def own_prompts() -> list[Prompt]:
-    """Return the 120 prompts of this package, in 12 categories of 10."""
+    """Return this package's 120 prompts, in 12 categories of 10."""
     return read_prompts(OWN_PROMPTS)
 
 
 def read_prompts(file: Path, column: str | None = None) -> list[Prompt]:
-    """Read the prompts of a file.
+    """Read prompts from a file.
 
-    A `.txt` has a prompt per line. A `.csv` or `.tsv` has a line of column names, and a `.jsonl` an object per line;
-    their prompts are in the first column of `PROMPT_COLUMNS`, and their categories in `category`. DrawBench,
-    PartiPrompts and GenEval are read as they are published.
+    A `.txt` file has one prompt per line. A `.csv` or `.tsv` file starts with a line of column names, and a `.jsonl`
+    file has one object per line; prompts are in the first existing column of `PROMPT_COLUMNS`, and categories in
+    `category`. DrawBench, PartiPrompts and GenEval can be read as published.
 
     Args:
-        column: Name of the column or key of the prompts; None for the first of `PROMPT_COLUMNS`.
+        column: Column or key with the prompts; None means the first existing one of `PROMPT_COLUMNS`.
 
     Raises:
-        UserError: The file does not exist, is of another kind, has no such column, or has an empty prompt.
+        UserError: The file does not exist, has another type, lacks the column, or has an empty prompt.
     """
     if not file.is_file():
         raise UserError(f'{file}: does not exist; give a .txt, .csv, .tsv or .jsonl with prompts')
@@ -71,12 +71,12 @@ def read_prompts(file: Path, column: str | None = None) -> list[Prompt]:
 
 
 def caption_prompts(dataset: 'BucketedDataset', count: int) -> list[Prompt]:
-    """Return the first captions of images that are evenly spread over a dataset.
+    """Return the first caption of each of `count` images, evenly spaced in a dataset.
 
     Raises:
-        UserError: The dataset has fewer images.
+        UserError: The dataset has fewer images than that.
     """
-    # Files of prompts are read without importing torch, which this needs.
+    # Import late: this import needs torch, which is not needed to read prompt files.
     from diffusion.data.caption_choice import captions_of
 
     if count > int(dataset.size):
@@ -86,11 +86,11 @@ def caption_prompts(dataset: 'BucketedDataset', count: int) -> list[Prompt]:
 
 
 def _prompt(where: str, row: dict[str, Any], column: str | None) -> Prompt:
-    """Return the prompt of a row.
+    """Return the prompt in a row.
 
     Args:
         where: File and line, for messages.
-        column: As in `read_prompts`.
+        column: See `read_prompts`.
     """
     named = {name.strip().lower(): name for name in reversed(row)}
     names = [column] if column is not None else [named[name] for name in PROMPT_COLUMNS if name in named]
@@ -108,22 +108,22 @@ def _prompt(where: str, row: dict[str, Any], column: str | None) -> Prompt:
 
 
 def _text_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (position, columns) of each line that is not blank."""
+    """Yield (position, columns) for each nonblank line."""
     for number, line in enumerate(file.read_text(encoding='utf-8-sig').splitlines(), start=1):
         if line.strip():
             yield f'{file} line {number}', {'prompt': line}
 
 
 def _table_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Return (position, columns) of each row of a CSV or TSV."""
-    # PartiPrompts has quotation marks within its cells that do not quote them.
+    """Return (position, columns) for each row of a CSV or TSV file."""
+    # In PartiPrompts (TSV), quotation marks inside cells are literal.
     tabs = file.suffix.lower() == '.tsv'
     quoting = csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL
     return csv_rows(file, str(file), delimiter=DELIMITERS[file.suffix.lower()], quoting=quoting)
 
 
 def _json_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (position, object) of each line of a JSONL that is not blank."""
+    """Yield (position, object) for each nonblank line of a JSONL file."""
     for number, line in enumerate(file.read_text(encoding='utf-8-sig').split('\n'), start=1):
         where = f'{file} line {number}'
         if not line.strip():
@@ -138,7 +138,7 @@ def _json_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def categories(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
-    """Return the indices of the prompts of each category, in order of first appearance."""
+    """Return the prompt indices of each category; categories are in order of first appearance."""
     found: dict[str, list[int]] = {}
     for index, prompt in enumerate(prompts):
         found.setdefault(prompt.category, []).append(index)

@@ -1,4 +1,4 @@
-"""Reference images of distances, and files of their features, so that they are computed once."""
+"""Reference images for distances, and files that cache their features."""
 
 import json
 from collections.abc import Mapping
@@ -25,11 +25,11 @@ from diffusion.storage.atomic import atomic_file
 BATCH_SIZE = 64
 IMAGE_ENDINGS = ('.png', '.jpg', '.jpeg', '.webp', '.gif', '.bmp', '.tif', '.tiff', '.avif')
 PIXELS = 'upright, sRGB, transparency over white'
-"""Description of how files become pixels; features of files that were read in another way are not reused."""
+"""How files are converted to pixels; features computed with another conversion are not reused."""
 
 
 class ReferenceImages(Protocol):
-    """Reference images of a distance."""
+    """Reference images for a distance."""
 
     def __len__(self) -> int: ...
 
@@ -38,7 +38,7 @@ class ReferenceImages(Protocol):
         ...
 
     def description(self) -> dict[str, Any]:
-        """Return a description of the images, as JSON types: equal descriptions have equal images."""
+        """Return a description of the images as JSON types; equal descriptions mean equal images."""
         ...
 
 
@@ -46,7 +46,7 @@ class DatasetImages:
     """Images of a dataset, cropped and resized as for validation.
 
     Args:
-        limit: Number of images, evenly spread over the dataset; None for all.
+        limit: Number of images, evenly spaced in the dataset; None means all.
     """
 
     def __init__(self, dataset: BucketedDataset, limit: int | None = None) -> None:
@@ -82,10 +82,10 @@ class DatasetImages:
 
 
 class FolderImages:
-    """Images of a folder and its subfolders, in the order of their paths, at their own size.
+    """Images in a folder and its subfolders, sorted by path, at their own size.
 
     Args:
-        limit: Number of images, evenly spread; None for all.
+        limit: Number of images, evenly spaced; None means all.
 
     Raises:
         UserError: The folder does not exist or has too few images.
@@ -117,25 +117,25 @@ class FolderImages:
 
 
 class ReferenceFeatures:
-    """Features of reference images, kept in a file per network with a description of both.
+    """Features of reference images, cached in one file per network with a description of images and network.
 
     Args:
-        folder: Folder of the files, which may be shared by runs.
+        folder: Folder of the files; runs may share it.
     """
 
     def __init__(self, folder: Path, images: ReferenceImages) -> None:
         self.folder, self.images = folder, images
 
     def of(self, networks: Mapping[str, FeatureNetwork], checkpoint: EvaluatedCheckpoint) -> dict[str, Tensor]:
-        """Return the features [M, D] of the images by each network, computed by all ranks if they are not kept.
+        """Return each network's features [M, D] of the images; all ranks compute those that are not cached.
 
-        A collective. Rank 0 alone reads and writes the files; the result of the other ranks is undefined.
+        A collective call. Only rank 0 reads and writes the files; on other ranks, the result is undefined.
 
         Args:
-            checkpoint: The checkpoint whose images are compared, for progress and errors.
+            checkpoint: The checkpoint whose images are compared; used for progress and errors.
 
         Raises:
-            UserError: A file has features of other images, of another network, or of images resized in another way.
+            UserError: A file's features are from other images, another network, or another kind of resizing.
         """
         descriptions = {
             name: {'images': self.images.description(), **network.description()} for name, network in networks.items()
@@ -157,7 +157,7 @@ class ReferenceFeatures:
         return kept | computed
 
     def _read(self, name: str, description: Mapping[str, Any]) -> Tensor | None:
-        """Return the features in a file after comparing its description; None if there is no file."""
+        """Return the features in a file after checking its description, or None if there is no file."""
         path = self.folder / f'{name}.safetensors'
         if not path.exists():
             return None
@@ -176,12 +176,12 @@ class ReferenceFeatures:
         return features
 
     def _compute(self, networks: Mapping[str, FeatureNetwork], checkpoint: EvaluatedCheckpoint) -> dict[str, Tensor]:
-        """Return the features of all images by each network, on all ranks; a collective."""
+        """Compute each network's features of all images, on all ranks; a collective call."""
         if not networks:
             return {}
         rows: dict[str, list[Tensor]] = {name: [] for name in networks}
         indices: list[int] = []
-        # Batches have a fixed composition, so that an image has the same features on any number of ranks.
+        # Batches have a fixed composition, so that an image's features do not depend on the number of ranks.
         count, stride = len(self.images), dist.get_world_size() * BATCH_SIZE
         with checkpoint.raise_together('image_metrics: reference images'):
             for start in range(dist.get_global_rank() * BATCH_SIZE, count, stride):

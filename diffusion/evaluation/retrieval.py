@@ -1,6 +1,6 @@
-"""Evaluator `retrieval`: fraction of generated images that are nearest to the real image with the same caption.
+"""Evaluator `retrieval`: fraction of generated images whose nearest real image has the same caption.
 
-The nearest image has the smallest pixel difference. Use it to measure how well a model has learned a small dataset.
+The nearest image has the smallest pixel difference. Use this to measure how well a model has learned a small dataset.
 """
 
 import logging
@@ -24,18 +24,18 @@ SHEET_TITLE = 'Generated image (left) and real image (right) of each caption'
 
 
 class Retrieval:
-    """Evaluator that generates images from a dataset's captions and looks up the nearest real image of each.
+    """Evaluator that generates images from a dataset's captions and finds the nearest real image of each.
 
-    One image is generated per caption, with the caption's index as its seed. The nearest real image is the one with
-    the smallest mean squared pixel difference. Top-1 is the fraction of captions that get their own image as the
-    nearest. This score measures how well the model has learned to match training images with captions, and does not
-    measure generalization to new captions.
+    One image is generated per caption, with the caption's index as its seed. The nearest real image is the one with the
+    smallest mean squared pixel difference. Top-1 is the fraction of captions for which the nearest image is the
+    caption's own image. This score measures how well the model learned to match training images with captions, not how
+    well it generalizes to new captions.
 
     The evaluator also writes `samples.png`, a sheet of generated and real images with their captions.
 
     Args:
-        num_captions: Number of captions, evenly spread over the dataset.
-        guidance_scale: Scale of classifier-free guidance; 1 turns it off.
+        num_captions: Number of captions, evenly spaced in the dataset.
+        guidance_scale: Classifier-free guidance scale; 1 turns guidance off.
         num_inference_steps: Steps of the noise scheduler per image.
         noise_scheduler: Name from `diffusion.config.sampling_checks.SCHEDULERS`.
         batch_size: Images generated per batch.
@@ -63,9 +63,9 @@ class Retrieval:
         self.columns = columns
 
     def __call__(self, checkpoint: EvaluatedCheckpoint) -> EvaluationResult:
-        """Generate and look up the images: return the top-1 fraction as `retrieval_top1`, and write `samples.png`.
+        """Generate and look up images; return the top-1 fraction as `retrieval_top1`, and write `samples.png`.
 
-        A collective: all ranks generate. The result does not depend on their number.
+        A collective call: all ranks generate. The result does not depend on the number of ranks.
         """
         dataset = checkpoint.dataset
         count = int(dataset.size)

@@ -1,4 +1,4 @@
-"""`diffusion data bench`: measure data loading per stage and per number of workers, and compare with a GPU's demand."""
+"""`diffusion data bench`: measure data loading by stage and worker count, and compare with a GPU's demand."""
 
 import gc
 import itertools
@@ -25,7 +25,7 @@ from diffusion.training.components import build_dataset, build_loader
 MAX_SAMPLES = 512
 """Maximum number of samples for timing the stages."""
 MAX_BATCH = 64
-"""Maximum batch size for timing; a recipe's global batch is for many devices."""
+"""Maximum batch size for timing; a recipe's global batch may be larger, since it is for many devices."""
 
 Result = TypeVar('Result')
 
@@ -63,10 +63,10 @@ def bench(recipe: Recipe, *, gpu: GPU, workers: Sequence[int], batches: int = 20
     """Time the loading of a recipe's training streams, and print a table of stages and one of worker counts.
 
     Args:
-        gpu: GPU to estimate the demand of.
+        gpu: GPU whose demand is estimated.
         workers: Worker counts to time.
         batches: Batches to time for each worker count.
-        mfu: Fraction of the GPU's peak FLOP/s that training reaches.
+        mfu: Fraction of the GPU's peak FLOP/s reached in training.
 
     Raises:
         UserError: A stream cannot be read.
@@ -91,7 +91,7 @@ def _print_stages(recipe: Recipe, gpu: GPU, mfu: float) -> tuple[float, float | 
     """Time each stage of data loading in one process, and print a table.
 
     Returns:
-        Samples per second of one core, and the GPU's demand in samples per second or the reason why it is unknown.
+        Samples per second on one core, and the GPU's demand in samples per second (or why it is unknown).
     """
     dataset = build_dataset(
         recipe,
@@ -113,7 +113,7 @@ def _print_stages(recipe: Recipe, gpu: GPU, mfu: float) -> tuple[float, float | 
     print('|---|---|---|---|---|')
     first = next(iter(clock.stages.values()))
     for name, stage in {**clock.stages, 'total': BenchStage(clock.seconds, first.bytes)}.items():
-        # A stage of a few samples may be shorter than the resolution of the clock.
+        # With few samples, a stage may take less time than the clock can resolve.
         seconds = max(stage.seconds, 1e-9)
         print(f'| {name} | {stage.seconds / count * 1e3:.3f} | {100 * stage.seconds / clock.seconds:.0f} ', end='')
         print(f'| {count / seconds:.0f} | {stage.bytes / 1e6 / seconds:.0f} |')
@@ -121,11 +121,11 @@ def _print_stages(recipe: Recipe, gpu: GPU, mfu: float) -> tuple[float, float | 
 
 
 def make_samples(dataset: BucketedDataset, indices: Sequence[int], batch: int) -> Clock:
-    """Make samples and batches as in training, with center crops and first captions; return the time of each stage."""
+    """Make samples and batches as in training, with center crops and first captions; return each stage's time."""
     clock, items = Clock(), []
     for number, index in enumerate(indices):
         items.append(_make_sample(dataset, index, clock))
-        # Samples are in the order of their buckets, and a batch cannot mix shapes.
+        # Samples are ordered by bucket, and a batch cannot mix shapes.
         end_of_bucket = number + 1 == len(indices) or dataset.bucket_of(indices[number + 1]) != dataset.bucket_of(index)
         if len(items) == batch or end_of_bucket:
             size = sum(tensor.nbytes for item in items for tensor in item.values())
@@ -136,7 +136,7 @@ def make_samples(dataset: BucketedDataset, indices: Sequence[int], batch: int) -
 
 def _make_sample(dataset: BucketedDataset, index: int, clock: Clock) -> dict[str, torch.Tensor]:
     """Make one sample, add the time of each stage to `clock`, and return the sample's tensors."""
-    # This repeats `ImageTextDataset.item` and `LatentsDataset.item` step by step, which have no hooks for timing.
+    # Repeat the steps of `ImageTextDataset.item` and `LatentsDataset.item`, which have no hooks for timing.
     shard, row = dataset.spanner[index]
     size = len(dataset.shards[shard].get_sample_data(row))  # type: ignore[attr-defined]
     sample: Mapping[str, Any] = clock.time('read', size, lambda: dataset.get_item(index))
@@ -175,11 +175,11 @@ def _print_loader_rates(recipe: Recipe, workers: Sequence[int], batches: int) ->
 
 def loader_rate(recipe: Recipe, workers: int, batches: int) -> float:
     """Return the measured samples per second of a loader with this many workers, over several epochs if needed."""
-    # Streaming rejects two live datasets with the same local folder: collect the one of the previous measurement.
+    # Streaming rejects two live datasets with the same local folder, so garbage-collect the previous one.
     gc.collect()
     loader = build_loader(replace(recipe, loader=replace(recipe.loader, num_workers=workers)))
     served = itertools.chain.from_iterable(itertools.repeat(loader))
-    # Consume the batches that the workers prefetch while they start, so that only steady throughput is measured.
+    # Skip the batches that workers prefetch at startup, so that only steady throughput is measured.
     for _ in range((recipe.loader.prefetch_factor or 2) * workers + 1):
         next(served)
     begin = time.perf_counter()
@@ -188,9 +188,9 @@ def loader_rate(recipe: Recipe, workers: int, batches: int) -> float:
 
 
 def demand(recipe: Recipe, dataset: BucketedDataset, gpu: GPU, mfu: float) -> float | str:
-    """Return an estimate of the samples per second that a GPU trains on, or the reason why there is none.
+    """Estimate how many samples per second a GPU trains on, or return the reason why this is unknown.
 
-    A training step counts as three forward passes: a backward pass costs as much as two.
+    A training step counts as three forward passes, because a backward pass costs as much as two of them.
     """
     try:
         model = ModelCosts(recipe.model, recipe.imports)

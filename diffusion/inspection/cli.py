@@ -19,14 +19,14 @@ from diffusion.planning.gpus import find_gpu, load_gpus
 from diffusion.prepare.remove_cli import DatasetPlace, check_dataset, run_remove
 
 Sections = dict[str, dict[str, StreamConfig]]
-"""Streams by section, such as `precompute.streams`, and name."""
+"""Streams, keyed by section (such as `precompute.streams`) and by name."""
 SECTIONS = ('streams', 'eval_streams', 'precompute.streams')
 LOOK_NEEDS = {
     'streams': ('dataset',),
     'eval_streams': ('dataset', 'eval_dataset'),
     'precompute.streams': ('precompute.crop', 'precompute.min_crop_scale'),
 }
-"""Paths of a recipe that the samples of a section's streams depend on, besides those of all sections."""
+"""Recipe paths that affect the samples of a section's streams, besides the paths common to all sections."""
 
 
 def add_arguments(parser: Any) -> None:
@@ -38,7 +38,7 @@ def add_arguments(parser: Any) -> None:
 
 @dataclass
 class DataOptions:
-    """Recipe and streams of it."""
+    """Options that select a recipe and its streams."""
 
     recipe: RecipeFile
     """YAML file of the recipe."""

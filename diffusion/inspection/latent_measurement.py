@@ -27,14 +27,14 @@ from diffusion.training.components import build_dataset
 
 @dataclass(frozen=True)
 class LatentMeasurement:
-    """Statistics of an autoencoder's unnormalized latents, as training sees them: samples of the posterior."""
+    """Statistics of an autoencoder's unnormalized latents, sampled from the posterior as in training."""
 
     mean: Tensor
     """Mean per channel, float64 [C]."""
     std: Tensor
     """Standard deviation per channel, float64 [C]."""
     total_std: float
-    """Standard deviation of all values around their common mean."""
+    """Standard deviation of all values around the mean over all channels."""
     images: int
     """Number of images."""
 
@@ -42,7 +42,7 @@ class LatentMeasurement:
 def measure(vae: Vae, batches: Iterable[Tensor]) -> LatentMeasurement:
     """Measure the latents of batches of images, uint8 [B, 3, 8H, 8W]."""
     channels = latent_channels(vae)
-    # Sums of at most about 10**8 values of the order of 1: float64 leaves ten digits.
+    # Sums have at most about 10**8 terms of order 1, so float64 leaves ten digits.
     total, squares, count, images = torch.zeros(channels).double(), torch.zeros(channels).double(), 0, 0
     device = next((parameter.device for parameter in vae.parameters()), torch.device('cpu'))
     for batch in batches:
@@ -52,7 +52,7 @@ def measure(vae: Vae, batches: Iterable[Tensor]) -> LatentMeasurement:
         total += mean.sum(dim=(0, 2, 3))
         squares += mean.square().sum(dim=(0, 2, 3))
         if log_variance.shape[1]:
-            # The variance of a sample is the variance of its mean plus the mean of its variance.
+            # Law of total variance: a sample's variance is the variance of the mean plus the mean of the variance.
             squares += log_variance.clamp(-30.0, 20.0).exp().sum(dim=(0, 2, 3))
         count += mean.numel() // channels
         images += len(batch)
@@ -64,13 +64,13 @@ def measure(vae: Vae, batches: Iterable[Tensor]) -> LatentMeasurement:
 def measure_latents(
     source: str, location: str, *, resolution: int, samples: int = 2000, batch_size: int = 16, seed: int = 0
 ) -> None:
-    """Measure an autoencoder's latents on images of a dataset, and print the values for its config.json.
+    """Measure an autoencoder's latents on a dataset's images, and print the values for its config.json.
 
     Args:
         source: The autoencoder, as for `model.vae`.
-        location: Folder or URL of a dataset that `diffusion prepare` has written.
-        resolution: Side in pixels of the images, which are cropped at the center and resized.
-        samples: Number of images, chosen at random; all if the dataset has fewer.
+        location: Folder or URL of a dataset written by `diffusion prepare`.
+        resolution: Side in pixels to which center-cropped images are resized.
+        samples: Number of images, chosen at random; a smaller dataset is used whole.
     """
     if source == PIXELS:
         raise UserError(f'{PIXELS}: pixels are not normalized, so there is nothing to measure; give an autoencoder')
@@ -84,12 +84,12 @@ def measure_latents(
 
 
 def _dataset(location: str, resolution: int, batch_size: int) -> BucketedDataset:
-    """Return the dataset of a folder or URL: images, cropped at the center, without captions."""
+    """Return the dataset at a folder or URL: center-cropped images without captions."""
     remote = is_url(location)
     aspects = not remote and Path(location, BUCKETS).is_file()
     place: Any = {'remote' if remote else 'local': location}
     stream = StreamConfig(resolution, aspects=aspects, **place)
-    # The dataset is for a model without text, so that captions are not read.
+    # Declare a model without text, so that captions are not read.
     recipe = Recipe('measure-latents', batch_size, Component('autoencoder'))
     return build_dataset(
         recipe, streams={'images': stream}, component=Component('image_text'), batch_size=batch_size, shuffle=False
@@ -99,7 +99,7 @@ def _dataset(location: str, resolution: int, batch_size: int) -> BucketedDataset
 def _batches(dataset: BucketedDataset, chosen: np.ndarray, ends: np.ndarray, batch_size: int) -> Iterable[Tensor]:
     """Yield the chosen images of a dataset in batches of one shape, uint8 [B, 3, 8H, 8W].
 
-    `ends` are the numbers of samples up to the end of each stream.
+    `ends` holds the cumulative number of samples at the end of each stream.
     """
     with tqdm(total=len(chosen), desc='latents', unit='image', disable=None) as progress:
         for start, end in zip([0, *ends[:-1]], ends, strict=True):
@@ -111,7 +111,7 @@ def _batches(dataset: BucketedDataset, chosen: np.ndarray, ends: np.ndarray, bat
 
 
 def _report(found: LatentMeasurement, source: str, location: str) -> str:
-    """Return the text that `diffusion data measure-latents` prints."""
+    """Return the output of `diffusion data measure-latents` as text."""
     values = {
         name: '[' + ', '.join(f'{value:.5f}' for value in each.tolist()) + ']'
         for name, each in (('latents_mean', found.mean), ('latents_std', found.std))

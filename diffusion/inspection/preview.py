@@ -26,7 +26,7 @@ from diffusion.storage.atomic import write_atomically
 from diffusion.training.components import build_dataset, evaluation_dataset
 
 Sections = Mapping[str, Mapping[str, StreamConfig]]
-"""Streams by section, such as `precompute.streams`, and name."""
+"""Streams, keyed by section (such as `precompute.streams`) and by name."""
 SIDE = 176
 """Side in pixels at which a square image is drawn; other shapes are drawn with the same area."""
 
@@ -40,13 +40,13 @@ def look(
     seed: int = 0,
     decode: bool = False,
 ) -> None:
-    """Draw samples of some of a recipe's streams, per image shape, into one PNG or HTML file.
+    """Draw samples from a recipe's streams, grouped by image shape, into one PNG or HTML file.
 
     Args:
         samples: Number of random samples per bucket.
-        seed: Seed of the choice of samples; crops, flips and captions are those of the first epoch of a run.
-        decode: Download the model's VAE, if it is not local, to decode latents. Otherwise, a VAE in a local folder is
-            used, or without one the first three latent channels are drawn.
+        seed: Seed for choosing samples; crops, flips and captions are those of a run's first epoch.
+        decode: Decode latents even if the model's VAE must be downloaded. If not set, latents are decoded only with a
+            local VAE; without one, the first three latent channels are drawn.
 
     Raises:
         UserError: A stream cannot be read.
@@ -93,27 +93,27 @@ def _component(recipe: Recipe, section: str) -> Component:
 
 
 def _image(item: Mapping[str, Any], manifest: LatentManifest | None, vae: Vae | None) -> Image.Image:
-    """Return a sample's image, or for a sample of latents a drawing of their mean."""
+    """Return a sample's image or, for latents, a drawing of their mean."""
     pixels = item[batch_keys.IMAGE] if manifest is None else _pixels(item[batch_keys.LATENT_MOMENTS], manifest, vae)
     return Image.fromarray(pixels.permute(1, 2, 0).numpy())
 
 
 @torch.no_grad()
 def _pixels(moments: Tensor, manifest: LatentManifest, vae: Vae | None) -> Tensor:
-    """Return the mean of latents as uint8 pixels [3, H, W]: decoded, or without a VAE its first three channels."""
+    """Return the latents' mean as uint8 pixels [3, H, W]: decoded or, without a VAE, the first three channels."""
     latent_mean, latent_std = (torch.tensor(values) for values in (manifest.latent_mean, manifest.latent_std))
     mean = moments[: len(latent_mean)].float()
     if vae is not None:
         pixels = decode_latents(vae, mean[None])[0] / 2 + 0.5
     else:
-        # Show three standard deviations on each side of the channel's mean.
+        # The color range covers three standard deviations on each side of the channel's mean.
         standard = ((mean - latent_mean.view(-1, 1, 1)) / latent_std.view(-1, 1, 1))[:3]
         pixels = (standard / 6 + 0.5).expand(3, -1, -1)
     return (pixels.clamp(0, 1) * 255).round().to(torch.uint8)
 
 
 def _caption(item: Mapping[str, Any], tokenizers: Sequence[PreTrainedTokenizerBase]) -> str:
-    """Return a sample's caption decoded from its tokens, which shows where the tokenizer truncated it."""
+    """Return a sample's caption decoded from tokens, which shows where the tokenizer truncated it."""
     if batch_keys.INPUT_IDS not in item or not tokenizers:
         return ''
     ids = item[batch_keys.INPUT_IDS][0].tolist()
@@ -123,7 +123,7 @@ def _caption(item: Mapping[str, Any], tokenizers: Sequence[PreTrainedTokenizerBa
 
 
 def _vae(recipe: Recipe, *, download: bool) -> Vae | None:
-    """Load the model's VAE from a local folder, or with `download` also from the Hub; None if it is not local."""
+    """Load the model's VAE from a local folder or, with `download`, from the Hub; None if it is not local."""
     values = registry.keywords('model', recipe.model)
     own_tiny = registry.is_own('model', recipe.model.name) and recipe.model.name.startswith('tiny')
     bundled = str(TINY_VAE) if own_tiny else None

@@ -35,7 +35,7 @@ from diffusion.training.expand_streams import by_shape
 
 Manifest = Mapping[str, Any]
 Sections = Mapping[str, Mapping[str, StreamConfig]]
-"""Streams by section, such as `precompute.streams`, and name."""
+"""Streams, keyed by section (such as `precompute.streams`) and by name."""
 
 
 def source_of(stream: StreamConfig) -> RemoteFolder:
@@ -47,17 +47,17 @@ def source_of(stream: StreamConfig) -> RemoteFolder:
 
 @dataclass(frozen=True, order=True)
 class Defect:
-    """Problem found in a dataset's shard, or in a range of the shard's rows."""
+    """Problem found in a shard or in a range of its rows."""
 
     shard: str
     """File name of the shard."""
     first: int
-    """First row; -1 for the whole shard."""
+    """First affected row; -1 means the whole shard."""
     last: int
-    """Last row; -1 for the whole shard."""
+    """Last affected row; -1 means the whole shard."""
     problem: str
     harmless: bool = False
-    """True if the loader still serves the rows; reported as a warning."""
+    """True if the loader still serves the rows; the problem is then only a warning."""
 
     def __str__(self) -> str:
         rows = f', rows {self.first}-{self.last}' if self.last > self.first else f', row {self.first}'
@@ -66,7 +66,7 @@ class Defect:
 
 @dataclass
 class ShardResult:
-    """Result of checking one shard: the samples and bytes that were read, and the defects that were found."""
+    """Result of checking one shard: number of samples and bytes read, and the defects found."""
 
     samples: int = 0
     bytes: int = 0
@@ -77,7 +77,7 @@ def read_index(source: RemoteFolder) -> list[dict[str, Any]]:
     """Return the entries of a stream's index.json, one per shard."""
     try:
         with source.files('index.json') as folder:
-            if not (folder / 'index.json').is_file():  # reading a pipe would wait for a writer
+            if not (folder / 'index.json').is_file():  # avoid pipes: reading would block
                 raise FileNotFoundError(f'{folder / "index.json"} is not a file')
             entries = json.loads((folder / 'index.json').read_text(encoding='utf-8'))['shards']
             for entry in entries:
@@ -89,7 +89,7 @@ def read_index(source: RemoteFolder) -> list[dict[str, Any]]:
         raise UserError(
             f'{source.url}: cannot read index.json ({error}); check the path or URL, and your access to it'
         ) from error
-    except Exception as error:  # any class: the content may be any JSON
+    except Exception as error:  # arbitrary JSON may raise any class
         raise UserError(
             f'{source.url}: index.json is not an index of MDS shards ({error!r}); prepare the data again'
         ) from error
@@ -97,8 +97,8 @@ def read_index(source: RemoteFolder) -> list[dict[str, Any]]:
 
 
 def stream_manifest(source: RemoteFolder) -> Manifest:
-    """Return the content of manifest.json of a stream of latents: the encoders and settings that made them."""
-    from diffusion.data.latents import MANIFEST, LatentManifest  # slow: imports diffusers
+    """Return the manifest.json of a stream of latents, which records the encoders and settings used."""
+    from diffusion.data.latents import MANIFEST, LatentManifest  # slow: this imports diffusers
 
     try:
         with source.files(MANIFEST) as folder:
@@ -110,16 +110,17 @@ def stream_manifest(source: RemoteFolder) -> Manifest:
 
 
 def check_shard(source: RemoteFolder, entry: Mapping[str, Any], manifest: Manifest | None) -> ShardResult:
-    """Read a whole shard, and check its size, its hash and every sample.
+    """Read a whole shard, and check its size, hash and samples.
 
     Args:
         entry: The shard's entry in the index.
-        manifest: The manifest of a stream of latents, otherwise None.
+        manifest: The manifest, if it is a stream of latents; otherwise None.
     """
     raw, name = FileInfo(**entry['raw_data']), entry['raw_data']['basename']
     result = ShardResult()
     stored = FileInfo(**entry['zip_data']) if entry.get('zip_data') else raw
-    # Streaming unpacks a compressed shard next to it, and may remove the compressed file: check the raw one instead.
+    # Streaming unpacks a compressed shard into the same folder and may remove the compressed file, so check the raw
+    # file.
     if stored is not raw and '://' not in source.url and Path(source.url, raw.basename).exists():
         stored = raw
     try:
@@ -130,14 +131,14 @@ def check_shard(source: RemoteFolder, entry: Mapping[str, Any], manifest: Manife
             if stored is not raw and (folder / stored.basename).exists():
                 packed, folder = (folder / stored.basename).read_bytes(), Path(scratch)
                 (folder / raw.basename).write_bytes(decompress(entry['compression'], packed))
-            # Read the rows of a damaged shard too: the report then shows how many samples are lost.
+            # Read rows even if the shard is damaged, so that the report shows how many samples are lost.
             if (folder / raw.basename).exists():
                 result.bytes = (folder / raw.basename).stat().st_size
                 problems = _row_problems(MDSReader.from_json(str(folder), '', dict(entry)), manifest, result)
                 result.defects += _merge_rows(name, problems)
     except (GaveUp, UserError) as error:
         result.defects.append(Defect(name, -1, -1, f'it cannot be downloaded ({error})'))
-    except Exception as error:  # decompression libraries raise any class on damaged data
+    except Exception as error:  # decompression libraries raise various classes for damaged data
         result.defects.append(Defect(name, -1, -1, f'it cannot be read ({error!r})'))
     return result
 
@@ -150,7 +151,7 @@ def _row_problems(reader: MDSReader, manifest: Manifest | None, result: ShardRes
         except IndexError:
             yield row, 'it is past the end of the file', False
             continue
-        except Exception as error:  # each column encoding raises classes of its own
+        except Exception as error:  # each column encoding raises its own classes
             yield row, f'it cannot be read ({error!r})', False
             continue
         result.samples += 1
@@ -159,7 +160,7 @@ def _row_problems(reader: MDSReader, manifest: Manifest | None, result: ShardRes
 
 
 def _merge_rows(shard: str, problems: Iterator[tuple[int, str, bool]]) -> Iterator[Defect]:
-    """Merge consecutive rows with the same problem into one defect, such as the missing rows of a truncated shard."""
+    """Merge consecutive rows with the same problem, such as missing rows of a truncated shard, into one defect."""
     ranges: dict[tuple[str, bool], Defect] = {}
     for row, problem, harmless in problems:
         previous = ranges.get((problem, harmless))
@@ -173,7 +174,7 @@ def _merge_rows(shard: str, problems: Iterator[tuple[int, str, bool]]) -> Iterat
 
 
 def sample_problems(sample: Mapping[str, Any], manifest: Manifest | None) -> Iterator[tuple[str, bool]]:
-    """Yield (problem, harmless) for each problem of a sample; harmless if the loader still serves the sample."""
+    """Yield (problem, harmless) for each problem of a sample; harmless means that the loader still serves it."""
     return itertools.chain(
         _image_problems(sample) if 'image' in sample else (),
         _caption_problems(sample) if {'captions', 'caption'} & sample.keys() else (),
@@ -182,8 +183,8 @@ def sample_problems(sample: Mapping[str, Any], manifest: Manifest | None) -> Ite
 
 
 def _image_problems(sample: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
-    """Yield (problem, harmless) if an image is damaged or its size differs from the columns width and height."""
-    # libjpeg-turbo warns of stray bytes in a JPEG; `decode` ignores the harmless ones, as the loader does.
+    """Yield (problem, harmless) if an image is damaged or its size differs from columns `width` and `height`."""
+    # libjpeg-turbo warns about stray bytes in a JPEG; like the loader, `decode` ignores harmless ones.
     encoded, warning, size = sample['image'], None, None
     if isinstance(encoded, bytes) and encoded.startswith(JPEG_START):
         try:
@@ -200,7 +201,7 @@ def _image_problems(sample: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     if warning is not None:
         yield f'its image can be decoded, but libjpeg reports: {warning}', True
     stated = sample.get('width'), sample.get('height')
-    # Sides may be swapped: the columns may hold the size before or after the EXIF rotation.
+    # Width and height may be swapped: the columns may hold the size before or after the EXIF rotation.
     if all(isinstance(side, int | np.integer) for side in stated) and stated not in (size, size[::-1]):
         yield f'its image has {size[0]}x{size[1]} pixels, but its columns state {stated[0]}x{stated[1]}', True
 
@@ -217,7 +218,7 @@ def _caption_problems(sample: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
 
 
 def _latent_problems(sample: Mapping[str, Any], manifest: Manifest) -> Iterator[tuple[str, bool]]:
-    """Yield (problem, harmless) for latents and text embeddings that are not finite or contradict the manifest."""
+    """Yield (problem, harmless) if latents or text embeddings are not finite or contradict the manifest."""
     for name in (batch_keys.LATENT_MOMENTS, batch_keys.TEXT_EMBEDS, batch_keys.TEXT_POOLED):
         if name in sample and not np.isfinite(sample[name]).all():
             yield f'its {name} are not finite', False
@@ -227,7 +228,7 @@ def _latent_problems(sample: Mapping[str, Any], manifest: Manifest) -> Iterator[
     shape = sample[batch_keys.LATENT_MOMENTS].shape
     channels = len(manifest['latent_mean']) * (2 if manifest['posterior'] == 'sample' else 1)
     images = parse_shape(manifest['shape'])
-    # The manifest does not hold the VAE's downscaling factor, which is a power of two.
+    # The manifest does not record the VAE's downscaling factor, but it is a power of two.
     sizes = {(images.height // factor, images.width // factor) for factor in (1, 2, 4, 8, 16, 32, 64)}
     if len(shape) != 3 or shape[0] != channels or tuple(shape[1:]) not in sizes:
         yield (
@@ -248,12 +249,12 @@ class VerifyReport:
     """Result of verifying one stream.
 
     Attributes:
-        shards: Number of shards that were read.
+        shards: Number of shards read.
         total_shards: Number of shards in the stream.
-        samples: Number of samples that were read.
-        bytes: Bytes that were read, uncompressed.
-        seconds: Wall-clock time from the first shard to the last, with all processes.
-        defects: Problems of single shards.
+        samples: Number of samples read.
+        bytes: Number of uncompressed bytes read.
+        seconds: Wall-clock time for all shards, with all processes.
+        defects: Problems of individual shards.
     """
 
     shards: int = 0
@@ -263,11 +264,11 @@ class VerifyReport:
     seconds: float = 0.0
     defects: list[Defect] = field(default_factory=list)
     problem: str | None = None
-    """Problem of the whole stream, or None."""
+    """Problem with the whole stream, or None."""
 
     @property
     def is_sound(self) -> bool:
-        """True if the stream has no problems apart from harmless ones."""
+        """True if the stream has no problems, or only harmless ones."""
         return self.problem is None and all(defect.harmless for defect in self.defects)
 
     def lines(self, name: str) -> Iterator[str]:
@@ -291,7 +292,7 @@ def verify(sections: Sections, *, sample: float = 1.0, seed: int = 0, jobs: int 
         jobs: Number of processes.
 
     Returns:
-        The exit status: 0, or 3 if the data has defects.
+        Exit status: 0, or 3 if the data has defects.
     """
     sound = True
     with _pool(jobs) as pool:
@@ -305,7 +306,7 @@ def verify(sections: Sections, *, sample: float = 1.0, seed: int = 0, jobs: int 
 
 
 def _with_shapes(section: str, streams: Mapping[str, StreamConfig]) -> dict[str, StreamConfig]:
-    """Return the streams, each one with several aspect-ratio buckets expanded into one stream per image shape."""
+    """Return the streams, expanding those with several aspect ratio buckets into one stream per image shape."""
     try:
         return by_shape(streams)
     except (UserError, DataError) as error:
@@ -313,7 +314,7 @@ def _with_shapes(section: str, streams: Mapping[str, StreamConfig]) -> dict[str,
 
 
 def verify_stream(source: RemoteFolder, *, sample: float = 1.0, seed: int = 0, pool: Executor) -> VerifyReport:
-    """Check the shards of one stream and return a report; `sample` as in `verify`."""
+    """Check one stream's shards and return a report; for `sample`, see `verify`."""
     report = VerifyReport()
     try:
         entries = read_index(source)
@@ -338,7 +339,7 @@ def verify_stream(source: RemoteFolder, *, sample: float = 1.0, seed: int = 0, p
 
 
 def _results(pool: Executor, tasks: Sequence[tuple[Any, ...]]) -> Iterator[ShardResult]:
-    """Check one shard per task, the arguments of `check_shard`; yield results as they complete, with a progress bar."""
+    """Call `check_shard` with each task's arguments; yield results as they complete, with a progress bar."""
     futures: list[Future[ShardResult]] = [pool.submit(check_shard, *task) for task in tasks]
     try:
         for future in tqdm(as_completed(futures), total=len(futures), unit=' shards', leave=False, disable=None):
@@ -348,17 +349,18 @@ def _results(pool: Executor, tasks: Sequence[tuple[Any, ...]]) -> Iterator[Shard
             '--jobs: a process died in a decoder or ran out of memory; use --jobs 1 to see where'
         ) from error
     finally:
-        # Cancel the rest: after an error or Ctrl-C, the executor would check all remaining shards before it shuts down.
+        # Cancel the rest after an error or Ctrl-C; otherwise, the executor checks all remaining shards before shutting
+        # down.
         for future in futures:
             future.cancel()
 
 
 def _pool(jobs: int) -> Executor:
-    """Return an executor with this many processes, or for one job an executor that runs calls in this process."""
+    """Return an executor with this many processes; for one job, it runs calls in this process."""
     if jobs == 1:
         return _InlineExecutor()
-    # A fork server's children share its imports, which take seconds, and do not inherit this process's threads and
-    # held locks, unlike a plain fork.
+    # A fork server imports modules only once (this takes seconds) and, unlike a plain fork, its children do not inherit
+    # this process's threads and held locks.
     context = multiprocessing.get_context('forkserver')
     context.set_forkserver_preload(['diffusion.inspection.verify'])
     return ProcessPoolExecutor(jobs, mp_context=context)

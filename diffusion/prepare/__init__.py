@@ -7,36 +7,36 @@ Modules, in the order of the data flow:
 | command | `cli` | options of `diffusion prepare` |
 | | `settings` | settings from YAML files and command-line options, validated |
 | | `pipeline` | runs all steps; resumable at any point |
-| | `work_dir` | layout and lock of the work folder; shares for several machines |
+| | `work_dir` | layout and lock of the work folder; divides parts among machines |
 | source | `source` | the source interface: a source has parts, a part yields entries (image, captions, metadata) |
 | | `folder_source` | image files in a folder; `caption_files` reads captions from tables, or beside an image |
-| | `webdataset` | tar files written by img2dataset; `tar_reading` reads a damaged tar up to the damage |
+| | `webdataset` | tar files from img2dataset; `tar_reading` reads a damaged tar up to the damage |
 | | `parquet` | Parquet and Arrow files with an image column; `image_table` finds the columns and reads the rows |
-| | `huggingface_source` | a split of a Hugging Face dataset, read by the readers above |
-| | `dataset_choice` | files and card of a dataset; what to read: configuration, layout and split |
-| | `dataset_splits` | configurations and splits by the card of a dataset, and by names of folders and files |
-| | `hub_repository` | lists and downloads the files of a dataset on the Hub at one commit |
+| | `huggingface_source` | a split of a Hugging Face dataset, read with the readers above |
+| | `dataset_choice` | chooses what to read of a dataset: configuration, layout and split |
+| | `dataset_splits` | finds configurations and splits in a dataset's card, or by names of folders and files |
+| | `hub_repository` | lists and downloads a Hub dataset's files at one commit |
 | | `openmoji` | emoji from an installed package, rendered at each size |
 | | `file_listing` | lists and sorts files in a local folder or an object store |
-| | `extra_columns` | converts metadata to JSON types; computes columns by a user's function |
-| plan | `input_plan` | settings, versions and parts, fixed before work begins; divides parts among jobs |
-| jobs | `worker_pool` | runs jobs in local processes, on Ray or another engine |
+| | `extra_columns` | converts metadata to JSON types; computes columns with a user's function |
+| plan | `input_plan` | settings, versions and parts, fixed before work starts; divides parts among jobs |
+| jobs | `worker_pool` | runs jobs in local processes, on Ray, or on another engine |
 | parts | `convert_part` | converts one input part into one folder of shards |
-| | `process_sample` | converts an entry into a sample per bucket that it fills, or rejects it with a reason |
-| | `image_decoding` | decodes an image file by `data.image_reading`, also in optional formats; encodes it for storage |
-| | `optional_formats` | HEIC, JPEG XL and SVG, which need extra packages; `svg_process` renders SVG |
-| | `filters` | cleans captions; limits on size, aspect ratio, caption length and metadata columns |
+| | `process_sample` | converts an entry into one sample per matching bucket, or rejects it with a reason |
+| | `image_decoding` | decodes images (including optional formats) with `data.image_reading`; encodes them for storage |
+| | `optional_formats` | HEIC, JPEG XL and SVG, which need extra packages; `svg_process` renders SVG files |
+| | `filters` | cleans captions; limits size, aspect ratio, caption length and metadata values |
 | | `image_hashes` | exact and perceptual hashes; search for duplicates |
-| | `part_shards` | shards and tables of a part: all inputs, kept and rejected, and all stored samples |
-| shards | `catalog` | the tables of all parts combined; removes duplicates, holds images out |
-| | `output_folders` | the output datasets, local or in an object store, and the jobs that write final shards |
+| | `part_shards` | shards and tables of a part: all inputs (kept and rejected) and all stored samples |
+| shards | `catalog` | combined tables of all parts; removes duplicates and holds out images |
+| | `output_folders` | output datasets, local or in an object store, and the jobs that write final shards |
 | changes | `append` | adds a delivery to a finished dataset |
-| | `remove` | removes images from it; finds latents and runs that were made from it |
+| | `remove` | removes images from a dataset; finds latents and runs made from it |
 | | `remove_cli` | options of `diffusion data remove` |
-| | `shard_rewriting` | copies shards without some samples, also shards without a record, such as latents |
-| | `dataset_record` | the record of a dataset: its settings, deliveries and shards |
-| | `image_record` | keys, hashes and shards of the images of a delivery |
+| | `shard_rewriting` | copies shards without some samples, including shards without a record, such as latents |
+| | `dataset_record` | a dataset's record: its settings, deliveries and shards |
+| | `image_record` | keys, hashes and shards of a delivery's images |
 | report | `counts_report` | counts as JSON, as text and as an HTML page |
-| | `report_content` | thumbnails, histograms, lengths of captions in CLIP tokens, captions of the training images |
-| | `dataset_reports` | the report of several deliveries together |
+| | `report_content` | thumbnails, histograms, and the training images' captions with their lengths in CLIP tokens |
+| | `dataset_reports` | combined report of several deliveries |
 """

@@ -1,9 +1,9 @@
-"""Add a delivery of images to a finished dataset: new shards and new indexes; the bytes of old shards stay the same.
+"""Add a delivery of images to a finished dataset with new shards and indexes; old shards stay unchanged.
 
-The delivery is converted in a work folder as in a first preparation, and compared with the images of the dataset. Its
-shards and tables are then put into the dataset, where nothing refers to them until the record is replaced
-(`dataset_record`); the indexes follow. If the process is killed, each bucket is either the old or the grown one, and
-the next start of the same command finishes it. If another process changes the dataset, the comparison is repeated.
+The delivery is converted in a work folder, as for a new dataset, and compared with the dataset's images. Its shards and
+tables are then put into the dataset, where nothing refers to them until the record is replaced (`dataset_record`), and
+after it the indexes. If the process is killed, each bucket is either in the old or in the new state, and running the
+same command again finishes the work. If another process changes the dataset meanwhile, the comparison is repeated.
 """
 
 import logging
@@ -43,26 +43,26 @@ from diffusion.storage.shard_writer import differences
 log = logging.getLogger(__name__)
 
 DUPLICATE_KEY = 'duplicate_key'
-"""Rejection reason of an image with the same key as another image of the dataset."""
+"""Rejection reason for an image that has the same key as another image in the dataset."""
 REMOVED = 'removed'
-"""Rejection reason of an image that was removed from the dataset earlier."""
+"""Rejection reason for an image that was removed from the dataset earlier."""
 PRESENT = 'already in the dataset'
-"""Kind of skipped images in the report: the dataset has them under the same key, so they are not rejected."""
+"""How the report calls images that the dataset already has under the same key; they do not count as rejected."""
 COMPUTED = 'columns_from'
-"""Setting with a path; a dataset records the hash of the file instead of the path."""
+"""Setting that is a path; a dataset records the file's hash instead of the path."""
 BASE = 'base'
-"""File of the work folder that names the version of the dataset that the delivery was compared with."""
+"""File in the work folder with the version of the dataset with which the delivery was compared."""
 
 
 def append(
     settings: PrepareSettings, *, source: Source | None = None, run: Run | None = None, share: Share | None = None
 ) -> PrepareReport | None:
-    """Add the images of a source to the dataset at `settings.out`, or resume an addition that was stopped.
+    """Add a source's images to the dataset at `settings.out`, or resume an interrupted addition.
 
-    All added images are for training; the held-out images stay the same, and `hold_out` must be that of the dataset.
+    All added images are for training. The held-out images do not change, and `hold_out` must equal the dataset's.
 
     Args:
-        settings: Settings of the preparation; those that affect samples must be equal to the dataset's.
+        settings: Settings of the preparation; those that affect samples must equal the dataset's.
 
     Returns:
         The report of this delivery, or None if `share` is given.
@@ -83,20 +83,20 @@ def append(
 
 
 def inherited_settings(out: str) -> dict[str, Any]:
-    """Return the settings of the dataset at `out` that its deliveries share, as the content of a YAML file.
+    """Return the settings shared by all deliveries of the dataset at `out`, as the content of a YAML file.
 
     Raises:
-        UserError: There is no dataset, or its record has another format.
+        UserError: There is no dataset, or its record has a different format.
     """
     settings = dict(RecordedDataset(out, Path()).record.settings)
-    del settings[COMPUTED]  # the dataset has the hash of the file, but not its path
+    del settings[COMPUTED]  # the dataset records the file's hash, not its path
     return settings
 
 
 def check_same_settings(settings: PrepareSettings, dataset: RecordedDataset) -> None:
-    """Raise UserError with each setting that affects samples and differs from that of the dataset."""
+    """Raise UserError that lists each setting that affects samples and differs from the dataset's."""
     there, now = dataset.record.settings, comparable_settings(settings.content_settings())
-    if there['sizes'] != now['sizes']:  # `buckets` makes no difference for a single size
+    if there['sizes'] != now['sizes']:  # `buckets` has no effect for a single size
         now['buckets'] = there['buckets']
     if there[COMPUTED] and not now[COMPUTED]:
         file = there[COMPUTED]['file']
@@ -110,7 +110,7 @@ def check_same_settings(settings: PrepareSettings, dataset: RecordedDataset) -> 
 
 
 class _Addition(Preparation):
-    """The steps of one call of `append`, which holds the lock of the work folder."""
+    """Steps of one `append` call, during which the work folder is locked."""
 
     def __init__(
         self, settings: PrepareSettings, source: Source, run: Run | None, work: WorkFolder, dataset: RecordedDataset
@@ -123,9 +123,9 @@ class _Addition(Preparation):
         self.repeated_keys = 0
 
     def execute(self, share: Share | None) -> PrepareReport | None:
-        """Run all steps that are not done yet; return the report, or None after converting one machine's share."""
+        """Run all remaining steps; return the report, or None after converting only one machine's share."""
         start = time.monotonic()
-        # An earlier start, of this command or another, may have been killed before the indexes were replaced.
+        # An earlier command, `--append` or another one, may have been killed before it replaced the indexes.
         finish_change(self.dataset)
         self.source = at_planned_version(self.source, self.work)
         plan = self.remaining_plan()
@@ -144,7 +144,7 @@ class _Addition(Preparation):
         return report
 
     def remaining_plan(self) -> InputPlan:
-        """Return the plan of the parts that no earlier delivery of the same source has had."""
+        """Return a plan of the parts that no earlier delivery from the same source contained."""
         plan = InputPlan.make(self.settings, self.source)
         known = self.dataset.known_parts(plan.settings['source'])
         heads = enumerate(plan.parts.heads)
@@ -152,9 +152,9 @@ class _Addition(Preparation):
         return replace(plan, parts=PartList(plan.parts[number] for number in remaining))
 
     def forget_other_plan(self, plan: InputPlan) -> None:
-        """Remove the work of an earlier start if it is in the dataset by now, or if its input has changed since.
+        """Remove work of an earlier start if it is already in the dataset or its input has changed since.
 
-        Work on another source, or with other settings, is kept for `write_or_check` to refuse.
+        Work on another source or with other settings is kept; `write_or_check` raises an error for it.
         """
         if not self.work.plan.exists():
             return
@@ -162,7 +162,7 @@ class _Addition(Preparation):
         if saved.settings != plan.settings or saved.fingerprint == plan.fingerprint:
             return
         self.discard_other_version()
-        # The input may have grown since a start that was killed before it put anything into the dataset.
+        # The input may have grown since an earlier start that was killed before putting anything into the dataset.
         if plan.parts:
             log.warning('%s: the input changed since the last (interrupted) run; starting over', self.work.path)
         self.work.clear()
@@ -178,20 +178,20 @@ class _Addition(Preparation):
         )
 
     def add(self, plan: InputPlan, start: float) -> PrepareReport:
-        """Compare the converted delivery with the dataset and put it in; repeat if another process was faster."""
+        """Compare the converted delivery with the dataset and add it; repeat if the dataset changed meanwhile."""
         while True:
             try:
                 return self.add_to_version(plan, start)
             except PreconditionFailed as error:
                 log.warning('%s; comparing the delivery with the new version', error)
                 self.dataset.refresh()
-                check_same_settings(self.given, self.dataset)  # it may have been prepared again
-                if not self.remaining_plan().parts:  # another process has added the same delivery
+                check_same_settings(self.given, self.dataset)  # the dataset may have been prepared again
+                if not self.remaining_plan().parts:  # another process added the same delivery
                     self.discard_other_version()
                     return self.nothing_to_do()
 
     def add_to_version(self, plan: InputPlan, start: float) -> PrepareReport:
-        """Add the converted delivery to the dataset; raise PreconditionFailed if it has changed since it was read."""
+        """Add the converted delivery; raise PreconditionFailed if the dataset has changed since it was read."""
         self.start_on_version(plan)
         catalog = Catalog.read(self.folders(plan), self.buckets)
         earlier = self.dataset.earlier_images()
@@ -205,7 +205,7 @@ class _Addition(Preparation):
         self.add_notes(report, plan)
         report.seconds, report.date = time.monotonic() - start, utc_now()
         report.save(staging / delivery.report)
-        # Put all files of the delivery into the dataset before the record names them.
+        # Put all files of the delivery into the dataset before the record refers to them.
         for path in sorted(path for path in staging.rglob('*') if path.is_file()):
             self.dataset.folder.put(path.relative_to(staging).as_posix(), path)
         grown = replace(self.dataset.record, deliveries=[*self.dataset.record.deliveries, delivery])
@@ -218,7 +218,7 @@ class _Addition(Preparation):
         return report
 
     def start_on_version(self, plan: InputPlan) -> None:
-        """Remove the results that an earlier start derived from another version of the dataset."""
+        """Remove results that an earlier start derived from another version of the dataset."""
         self.token = self.dataset.token(plan.fingerprint)
         folder = delivery_folder(len(self.dataset.record.deliveries), self.token)
         base = self.work.path / BASE
@@ -228,11 +228,11 @@ class _Addition(Preparation):
         self.first = {bucket: self.dataset.next_shard(bucket) for bucket in self.buckets}
 
     def discard_other_version(self) -> None:
-        """Remove the unused results of comparing the delivery with another version of the dataset."""
+        """Remove unused results of comparing the delivery with another version of the dataset."""
         staging, base = self.outputs[TRAIN].staging, self.work.path / BASE
         packed = (path.relative_to(staging.packed).as_posix() for path in staging.packed.rglob('*.mds.json'))
-        # Shards and tables may be in the dataset already. Another process that has added the same delivery to the same
-        # version has put the same files there, and uses them.
+        # Shards and tables may already be in the dataset. Keep those in use: another process may have added the same
+        # delivery to the same version, and thus the same files.
         used = self.dataset.shard_names()
         self.dataset.folder.delete(sorted({name.removesuffix('.json') for name in packed} - used))
         folder = base.read_text(encoding='utf-8') if base.exists() else None
@@ -242,24 +242,24 @@ class _Addition(Preparation):
             remove(path)
 
     def first_shard(self, bucket: str) -> int:
-        """Return the number of the first new shard of a bucket, above those of all old shards."""
+        """Return the number for a bucket's first new shard, higher than those of all old shards."""
         return self.first[bucket]
 
     def drop_duplicates(self, catalog: Catalog, earlier: EarlierImages) -> list[tuple[int, str]]:
-        """Reject the images that duplicate one of the dataset, of the delivery, or one that was removed.
+        """Reject images that duplicate an image in the dataset, in the delivery, or among removed images.
 
-        Return the row number of each of the first duplicates, and the key of its original, for the report.
+        Return (row number, key of the original) for the first few duplicates, for the report.
         """
         kept = catalog.kept
         names = ('exact_hash', 'perceptual_hash', 'is_flat')
         exact, perceptual, is_flat = (catalog.columns[name][kept] for name in names)
-        # Removed images are found by their pixels even if there is no search for duplicates.
+        # Removed images are recognized by their pixels even if duplicates are not searched for.
         mode = self.settings.duplicates
         first = 0 if mode != 'none' else len(earlier) - earlier.removed_count
         known_exact, known_perceptual, known_is_flat = (earlier.hashes[name][first:] for name in names)
         count = len(known_exact)
-        # Search the old images for the new ones: a search among all, as in a first preparation, would take minutes and
-        # 16 GB with a hundred million old images, however small the delivery.
+        # Search only for the new images among the old ones. A search among all pairs, as for a new dataset, would take
+        # minutes and 16 GB with a hundred million old images, even for a small delivery.
         near = mode == 'near'
         known = known_exact, known_perceptual, ~known_is_flat & near
         limit = self.settings.max_distance
@@ -281,7 +281,7 @@ class _Addition(Preparation):
         return catalog.reject_duplicates(kept[rows], original)
 
     def make_report(self, catalog: Catalog, plan: InputPlan, split: int) -> PrepareReport:
-        """Return the report of the delivery; images that the dataset has already are skipped."""
+        """Return the delivery's report; images that the dataset already has count as skipped."""
         report = super().make_report(catalog, plan, split)
         if self.present.count:
             report.passed_over = dict(report.passed_over)
@@ -289,7 +289,7 @@ class _Addition(Preparation):
         return report
 
     def add_notes(self, report: PrepareReport, plan: InputPlan) -> None:
-        """Add messages to the report of the delivery: rejected keys, other versions of packages, the new size."""
+        """Add notes to the delivery's report: rejected keys, changed package versions, and the new size."""
         if self.repeated_keys:
             report.notes.append(
                 f'{self.repeated_keys} images have the key of another image of the dataset, with other pixels; put a '
@@ -306,7 +306,7 @@ class _Addition(Preparation):
             )
 
     def write_reports(self, catalog: Catalog, repeats: list[tuple[int, str]]) -> PrepareReport:
-        """Write and return the report of the whole dataset; its page has thumbnails of the new delivery."""
+        """Write and return the whole dataset's report; its page shows thumbnails of the new delivery."""
         report = report_of(self.dataset)
         page = report_page(
             report,
@@ -323,11 +323,11 @@ class _Addition(Preparation):
 
 
 def reject_known(catalog: Catalog, earlier: EarlierImages) -> tuple[NamedCount, int]:
-    """Reject the images of a delivery that have the key of an image that the dataset has or had.
+    """Reject a delivery's images whose keys belong to images that are or were in the dataset.
 
     Returns:
         The images that the dataset already has with the same pixels, which do not count as rejected, and the number of
-        images rejected because an image with other pixels has their key.
+            images rejected because their key belongs to an image with different pixels.
     """
     kept = catalog.kept
     same_key = earlier.find_keys(catalog.key_hashes()[kept])

@@ -1,4 +1,4 @@
-"""Captions in files: a CSV, JSONL or Parquet file for a folder of images, or .txt and .json files beside an image."""
+"""Read captions from files: a CSV, JSONL or Parquet file for an image folder, or .txt and .json files beside images."""
 
 import json
 import os
@@ -16,50 +16,50 @@ from diffusion.prepare.source import CaptionText, Entry, Unfit, captions_in, cap
 from diffusion.storage.text_tables import csv_rows
 
 FILE_COLUMNS = ('file', 'file_name')
-"""Names of the column with the path of an image; the second is that of Hugging Face's imagefolder."""
+"""Names of the column with image paths; `file_name` is the name in Hugging Face's imagefolder format."""
 CAPTION_COLUMNS = ('captions', 'caption', 'text')
-"""Names of the column with the captions, in order of precedence; the last is that of Hugging Face's imagefolder."""
+"""Names of the caption column, in order of precedence; `text` is the name in Hugging Face's imagefolder format."""
 _REJECTED_ROWS = ('no_caption', 'caption_not_text', 'caption_not_utf8')
-"""Reasons to reject a row here, where its position is known, instead of when its image is converted."""
+"""Reasons for rejecting a row here, where its position is known, rather than when its image is converted."""
 NO_PATH = ('no_file_name', 'not_json', 'outside_folder')
-"""Problems of rows that have no path of an image in the folder."""
+"""Problems of rows without a valid image path inside the folder."""
 _DRIVE = re.compile('[A-Za-z]:[/\\\\]')
 TEXT_COLUMN = 'txt'
-"""Name of the .txt file among several caption columns; the others are keys of the .json file."""
+"""Name that stands for the .txt file among the caption columns; other names are keys of the .json file."""
 
 
 @dataclass(frozen=True)
 class CaptionRow:
-    """Row of a captions file: path of an image relative to the image folder, its captions and the other columns."""
+    """Row of a caption file: an image's path relative to the image folder, its captions, and other columns."""
 
     where: str
-    """Position for messages, such as `captions.csv line 7`."""
+    """Position of the row, for messages, such as `captions.csv line 7`."""
     file: str
-    """The path as it is written; the value as text if it is not a path."""
+    """The path as written in the file; if the value is not a path, its text."""
     captions: list[str]
     metadata: dict[str, Any]
     caption_columns: list[str]
-    """The column of each caption, if they are from several; otherwise empty."""
+    """The source column of each caption if there are several columns; otherwise empty."""
     problem: str | None = None
     """Reason why the row cannot be used, such as `no_caption`."""
 
     @property
     def paths(self) -> list[str]:
-        """Normalized paths that the file may have: as written, and with its backslashes as separators."""
+        """Normalized candidates for the path: as written, and with backslashes as separators."""
         return [os.path.normpath(path) for path in dict.fromkeys((self.file, self.file.replace('\\', '/')))]
 
 
 def read_caption_rows(file: Path, caption_columns: Sequence[str] = ()) -> Iterator[CaptionRow]:
-    """Yield the rows of a CSV with columns `file` and `caption`, or of a JSONL with `file` and `caption` or `captions`.
+    """Yield rows of a caption file with columns `file` and `caption` (or, except in CSV, `captions`).
 
-    The `file_name` and `text` of Hugging Face's imagefolder are accepted too. A row without a usable caption or path
-    has a problem.
+    The imagefolder names `file_name` and `text` are accepted too. A row without a usable caption or path has `problem`
+    set.
 
     Args:
-        caption_columns: Columns with captions; a row of a JSONL may lack some. Empty for the common names.
+        caption_columns: Columns with captions; rows of a JSONL file may lack some. Empty means the common names.
 
     Raises:
-        UserError: The file does not exist or cannot be parsed, or no row has a column of paths and one of captions.
+        UserError: The file does not exist or cannot be parsed, or no row has both a path column and a caption column.
     """
     wanted = (FILE_COLUMNS, caption_columns or CAPTION_COLUMNS)
     columns: dict[str, None] = {}
@@ -74,7 +74,7 @@ def read_caption_rows(file: Path, caption_columns: Sequence[str] = ()) -> Iterat
 
 def _caption_row(where: str, row: dict[str, Any], caption_columns: Sequence[str]) -> CaptionRow:
     image, caption = (_column(row, names) for names in (FILE_COLUMNS, CAPTION_COLUMNS))
-    # A row may have both `caption` and `captions`; the one that is not read is not metadata.
+    # If a row has both `caption` and `captions`, the one that is not read does not become metadata.
     used = {image, 'caption', 'captions', *(caption_columns or [caption])}
     others = {name: value for name, value in row.items() if name not in used}
     if caption_columns:
@@ -90,7 +90,7 @@ def _caption_row(where: str, row: dict[str, Any], caption_columns: Sequence[str]
 
 
 def _path_problem(path: Any) -> str | None:
-    """Return the reason why the path of a row's image cannot be used, or None."""
+    """Return the reason why a row's image path cannot be used, or None."""
     if not isinstance(path, str) or not path.strip() or '\0' in path:
         return 'no_file_name'
     forms = (path, path.replace('\\', '/'))
@@ -100,7 +100,7 @@ def _path_problem(path: Any) -> str | None:
 
 
 def _caption_problem(captions: Sequence[Any]) -> str | None:
-    """Return the reason why none of a row's captions can be used, if it is one of `_REJECTED_ROWS`, or None."""
+    """Return the reason (one of `_REJECTED_ROWS`) why none of a row's captions can be used, or None."""
     try:
         usable_captions(captions)
     except Unfit as unfit:
@@ -113,12 +113,12 @@ def _either(names: Sequence[str]) -> str:
 
 
 def _column(row: Container[str], names: Sequence[str]) -> str | None:
-    """Return the first of the names that a row has as a column."""
+    """Return the first of the names that is a column of a row."""
     return next((name for name in names if name in row), None)
 
 
 def _check(caption_columns: Sequence[str], where: str) -> Callable[[Sequence[str]], None]:
-    """Return a function that raises an error if the columns of a table lack one that is needed."""
+    """Return a function that raises an error if a table lacks a required column."""
 
     def check(columns: Sequence[str]) -> None:
         for names in (FILE_COLUMNS, *([(name,) for name in caption_columns] or [CAPTION_COLUMNS])):
@@ -131,9 +131,9 @@ def _check(caption_columns: Sequence[str], where: str) -> Callable[[Sequence[str
 
 
 def _rows(file: Path, caption_columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Return the (position, columns) of each row; a position is text such as 'captions.csv line 7'.
+    """Yield (position, columns) for each row; a position is a text such as 'captions.csv line 7'.
 
-    The columns are None for a line of a JSONL that is not a JSON object.
+    If a line of a JSONL file is not a JSON object, its columns are None.
     """
     readers: dict[str, Callable[[Path, Sequence[str]], Iterator[tuple[str, dict[str, Any] | None]]]] = {
         '.csv': _csv_rows,
@@ -148,7 +148,7 @@ def _rows(file: Path, caption_columns: Sequence[str]) -> Iterator[tuple[str, dic
 
 
 def _csv_rows(file: Path, caption_columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    # Keep bytes that are not UTF-8 as surrogates; `_caption_problem` rejects their row.
+    # Keep bytes that are not UTF-8 as surrogates; `_caption_problem` rejects such rows.
     check = _check(caption_columns, f'{file.name} line 1')
     return csv_rows(file, file.name, check=check, errors='surrogateescape')
 
@@ -165,9 +165,9 @@ def _jsonl_rows(file: Path, _: Sequence[str]) -> Iterator[tuple[str, dict[str, A
             try:
                 row = json.loads(line)
                 problem = '' if isinstance(row, dict) else f'is {type(row).__name__}'
-            except (ValueError, RecursionError) as error:  # ValueError includes a number of more than 4300 digits
+            except (ValueError, RecursionError) as error:  # ValueError also covers numbers above 4300 digits
                 row, problem = None, f'is not JSON ({error})'
-            # The first line shows whether the file is a JSONL at all.
+            # If the first line is not valid, the file is not a JSONL file at all.
             if problem and not found:
                 raise UserError(f'{where}: {problem}; write one object with `file` and `caption` per line')
             found = True
@@ -195,12 +195,13 @@ def read_sidecars(
 ) -> None:
     """Set the captions and the metadata of an entry.
 
-    The captions are `captions` in the .json file if it is a list, else those in the .txt file, else `caption` in the
-    .json file, a text or a list of texts.
+    The captions are `captions` in the .json file if that is a list; otherwise the .txt file's; otherwise `caption` in
+    the .json file, which may be a string or a list of strings.
 
     Args:
-        entry: The entry; it gets a problem if the text is not UTF-8, or the only captions are in an unreadable .json.
-        caption_columns: Keys of the .json file with captions, and `txt` for the .txt file; empty for the rule above.
+        entry: The entry; its problem is set if the text is not UTF-8, or if the only captions are in an unreadable
+            .json file.
+        caption_columns: Keys of the .json file with captions, and `txt` for the .txt file; empty means the rule above.
     """
     entry.metadata = {} if columns is None else read_columns(columns)
     captions, caption = (entry.metadata.get(name) for name in ('captions', 'caption'))

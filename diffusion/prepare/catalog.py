@@ -1,7 +1,8 @@
-"""Tables in memory of all inputs and samples of a preparation: rejected, kept or held out; position of each sample.
+"""In-memory tables of all inputs (rejected, kept or held out) and samples (with their position) of a preparation.
 
-They combine the tables of all parts; a part is the unit of input that one job converts, such as a tar. An input takes
-34 bytes of memory and a sample 22, so 100 million images in three buckets take 10 GB; keys and captions stay on disk.
+They combine the tables of all parts; a part is the unit of input that one job converts, such as a tar file. Each input
+takes 34 bytes of memory and each sample 22, so 100 million images in three buckets take 10 GB; keys and captions stay
+on disk.
 """
 
 from collections import Counter
@@ -20,7 +21,7 @@ from diffusion.prepare.source import NAMES_SHOWN, NamedCount, count_named
 from diffusion.storage.atomic import atomic_file
 
 DUPLICATE = 'duplicate'
-"""Rejection reason of duplicates."""
+"""Rejection reason for duplicates."""
 REJECTED, TRAIN, HELD_OUT = -1, 0, 1
 """Values of `Catalog.split`."""
 NUMBERS = {
@@ -31,7 +32,7 @@ NUMBERS = {
     'perceptual_hash': np.uint64,
     'is_flat': np.bool_,
 }
-"""Numeric columns of the table of inputs, with their types."""
+"""Numeric columns of the table of inputs and their types."""
 
 
 @dataclass(frozen=True)
@@ -39,20 +40,20 @@ class Samples:
     """Table with one row per stored sample, one array per column, sorted by input and then by bucket."""
 
     image: np.ndarray
-    """Row of its image in the catalog, int64."""
+    """Catalog row of the sample's image, int64."""
     bucket: np.ndarray
     """Bucket number, int16."""
     shard: np.ndarray
-    """Number of the shard of the part that holds the sample, uint32."""
+    """Number of the part's shard that contains the sample, uint32."""
     offset: np.ndarray
-    """Offset of the sample in that shard in bytes, counted from the end of the header, uint32."""
+    """Offset of the sample in this shard in bytes, counted from the end of the header, uint32."""
     size: np.ndarray
     """Size of the sample in bytes, uint32."""
 
 
 @dataclass
 class Catalog:
-    """Table with one row per input, stored as one array per column, and the table of the samples stored from them."""
+    """Table with one row per input, stored as one array per column, and the table of samples made from them."""
 
     parts: Sequence[Path]
     """Folders of the parts, in order."""
@@ -64,13 +65,13 @@ class Catalog:
     """The columns in `NUMBERS`."""
     samples: Samples
     rejected: dict[str, NamedCount]
-    """Rejected inputs by reason; includes duplicates after `drop_duplicates`."""
+    """Rejected inputs by reason; after `drop_duplicates`, this includes duplicates."""
     first_row: np.ndarray
-    """Row of the first input of each part, int64, and the number of rows at the end."""
+    """Row of the first input of each part, int64, followed by the total number of rows."""
 
     @classmethod
     def read(cls, parts: Sequence[Path], buckets: Sequence[str]) -> 'Catalog':
-        """Read the tables that were written for each part of the input, and combine them; no image is held out yet."""
+        """Read and combine the tables written for each part of the input; no image is held out yet."""
         rejected: dict[str, NamedCount] = {}
         split, columns, samples, counts = [], {name: [] for name in NUMBERS}, [], []
         for folder in parts:
@@ -109,26 +110,26 @@ class Catalog:
         return found[self.split[self.samples.image[found]] == split]
 
     def first_sample(self, image: int | np.integer) -> int:
-        """Return the number of the sample of an image in its smallest bucket, given the row of the image."""
+        """Return the number of an image's sample in its smallest bucket, given the image's row."""
         return int(np.searchsorted(self.samples.image, image))
 
     def stored_sample(self, number: int | np.integer) -> dict[str, Any]:
-        """Return a sample by its number; reads it from its part on disk."""
+        """Read the sample with this number from its part on disk."""
         folder = self.parts[int(self.part[self.samples.image[number]])]
         place = (int(column[number]) for column in (self.samples.shard, self.samples.offset, self.samples.size))
         return read_sample(folder, *place)
 
     def key(self, row: int) -> str:
-        """Return the key (ID within the source, such as a path) of the input in a row; read from disk."""
+        """Read the key (ID within the source, such as a path) of the input in a row from disk."""
         part = int(self.part[row])
         return read_inputs(self.parts[part], ['key'])['key'][int(row - self.first_row[part])].as_py()
 
     def captions(self, images: np.ndarray) -> Iterator[pa.ListArray]:
-        """Return the captions of the images in these rows, which are sorted: for each part, a list per image."""
+        """Return the captions of the images in these sorted rows: for each part, one list per image."""
         return self._lists('captions', images)
 
     def caption_columns(self, images: np.ndarray) -> Counter[str]:
-        """Return the number of captions of the images in these rows by source column, if the columns are named."""
+        """Return the number of captions per source column for the images in these rows, if columns are recorded."""
         total: Counter[str] = Counter()
         for found in self._lists('caption_columns', images):
             counts = found.flatten().value_counts()
@@ -143,15 +144,15 @@ class Catalog:
             yield found.take(rows - self.first_row[number]).combine_chunks()
 
     def drop_duplicates(self, mode: str, *, max_distance: int, saved: Path) -> list[tuple[int, str]]:
-        """Mark images that are duplicates of an earlier one as rejected.
+        """Mark images that duplicate an earlier image as rejected.
 
         Args:
             mode: `none`, `exact` or `near`.
-            max_distance: Maximum number of bits in which the perceptual hashes of near-duplicates may differ.
-            saved: File that caches the result of the search for a resumed preparation, since the search may be slow.
+            max_distance: Maximum number of bits in which the perceptual hashes of near-duplicates differ.
+            saved: File that caches the search result for a resumed preparation, since the search may be slow.
 
         Returns:
-            (row number, key of the original) of the first `NAMES_SHOWN` duplicates, for the report.
+            (row number, key of the original) for the first `NAMES_SHOWN` duplicates, for the report.
         """
         if mode == 'none':
             return []
@@ -168,54 +169,53 @@ class Catalog:
 
         Args:
             rows: Row numbers of the duplicates.
-            original: Returns the key of the original of the i-th of them.
+            original: Function that returns the key of the i-th duplicate's original.
 
         Returns:
-            (row number, key of the original) of the first `NAMES_SHOWN`, for the report.
+            (row number, key of the original) for the first `NAMES_SHOWN` duplicates, for the report.
         """
         shown = [(int(row), original(index)) for index, row in enumerate(rows[:NAMES_SHOWN])]
         self.reject(rows, DUPLICATE, [f'{self.key(row)} (duplicate of {name})' for row, name in shown])
         return shown
 
     def reject(self, rows: np.ndarray, reason: str, names: Sequence[str] | None = None) -> None:
-        """Mark images as rejected for a reason; `names` replaces the keys of the first `NAMES_SHOWN` in the report."""
+        """Mark images as rejected for a reason; in the report, `names` replaces the keys of the first `NAMES_SHOWN`."""
         self.split[rows] = REJECTED
         if len(rows):
             keys = [self.key(int(row)) for row in rows[:NAMES_SHOWN]] if names is None else names
             count_named(self.rejected, reason, len(rows), keys)
 
     def hold_out(self, count: int) -> None:
-        """Hold out the `count` kept images with the smallest hashes of their keys (XXH3, 64 bits).
+        """Hold out the `count` kept images whose keys have the smallest 64-bit XXH3 hashes.
 
-        No two kept images are duplicates of each other after `drop_duplicates`, so no training image duplicates a
-        held-out one.
+        After `drop_duplicates`, no two kept images are duplicates, so no training image duplicates a held-out image.
         """
         if not count:
             return
         kept = self.kept
         keys = self.key_hashes()[kept]
-        # Break ties between equal keys by the hash of the pixels, so that the result does not depend on input order.
+        # Break ties between equal keys by pixel hash, so that the result does not depend on input order.
         order = np.lexsort((self.columns['exact_hash'][kept], keys))
         self.split[kept[order[:count]]] = HELD_OUT
 
     def key_hashes(self) -> np.ndarray:
-        """Return the hash of the key of each input, uint64."""
+        """Return the key hash of each input, uint64."""
         return np.concatenate([key_hashes(read_inputs(folder, ['key'])['key'].to_pylist()) for folder in self.parts])
 
     def _search(self, kept: np.ndarray, mode: str, max_distance: int) -> np.ndarray:
         """Search the kept images for duplicates; return the result of `image_hashes.duplicates`."""
         from diffusion.prepare.image_hashes import duplicates
 
-        # Noise determines the perceptual hashes of flat images, which would make unrelated ones near-duplicates.
+        # Perceptual hashes of flat images are determined by noise, so unrelated flat images could seem near-duplicates.
         meaningful = ~self.columns['is_flat'][kept] if mode == 'near' else np.zeros(len(kept), bool)
         exact, perceptual = self.columns['exact_hash'][kept], self.columns['perceptual_hash'][kept]
         return duplicates(exact, perceptual, meaningful, max_distance=max_distance)
 
 
 def _read_samples(folder: Path, buckets: Sequence[str], *, first_row: int) -> Samples:
-    """Read the table of samples of a part whose first input is in row `first_row` of the catalog."""
+    """Read a part's table of samples; the part's first input is in row `first_row` of the catalog."""
     rows = read_samples(folder)
-    # Map the few distinct names to numbers instead of up to 100 million strings in Python.
+    # Map only the few distinct names to numbers, rather than up to 100 million strings in Python.
     names = rows['bucket'].combine_chunks().dictionary_encode()
     codes = np.array([buckets.index(name) for name in names.dictionary.to_pylist()], np.int16)
     return Samples(
@@ -226,7 +226,7 @@ def _read_samples(folder: Path, buckets: Sequence[str], *, first_row: int) -> Sa
 
 
 def _count_rejected(rows: pa.Table, rejected: dict[str, NamedCount]) -> np.ndarray:
-    """Add the inputs that a part's table lists as rejected to `rejected`: per reason, their number and first keys.
+    """Add a part's rejected inputs to `rejected`: their number and first keys, per reason.
 
     Returns:
         REJECTED or TRAIN for each input of the part, int8.
@@ -244,5 +244,5 @@ def _count_rejected(rows: pa.Table, rejected: dict[str, NamedCount]) -> np.ndarr
 
 
 def key_hashes(keys: Iterable[str]) -> np.ndarray:
-    """Return the hashes of keys for comparisons, uint64: XXH3 of their UTF-8 bytes."""
+    """Return hashes of keys to compare them by, uint64: XXH3 of their UTF-8 bytes."""
     return np.array([xxhash.xxh3_64_intdigest(key.encode()) for key in keys], np.uint64)

@@ -1,4 +1,4 @@
-"""Command line of `diffusion prepare`; the modules that handle images are imported when the command runs."""
+"""Command line of `diffusion prepare`; modules that handle images are imported only when the command runs."""
 
 import argparse
 import sys
@@ -21,7 +21,7 @@ SOURCES = {
     'huggingface': 'prepare a split of a Hugging Face dataset, from the Hub or a folder',
     'openmoji': 'prepare emoji rendered at any size, captioned with their names',
 }
-"""Subcommands and their help texts: `recipe`, and one per kind of source."""
+"""Subcommands with help texts: `recipe`, and one per kind of source."""
 
 
 @dataclass
@@ -29,10 +29,10 @@ class ExecutionOptions:
     """Options of `diffusion prepare` that are not settings of the dataset."""
 
     append: bool = False
-    """Add the images to the finished dataset at --out; settings that are left out are those of the dataset."""
+    """Add the images to the finished dataset at --out; settings that are not given are taken from the dataset."""
     share: Annotated[str | None, Option('I/N')] = None
-    """Convert only share I of N, counted from 0, such as 3/16, on N machines with a common work folder or with --parts.
-    The same command without --share then finishes the dataset (default: convert all)."""
+    """Convert only share I of N, counted from 0, such as 3/16, on N machines with a shared work folder or with --parts.
+    Then finish the dataset with the same command without --share (default: convert all)."""
     engine: Literal['processes', 'ray'] = 'processes'
     """Run the jobs in processes of this machine or on a Ray cluster."""
 
@@ -49,7 +49,7 @@ class RecipeOptions(ExecutionOptions):
 
 @dataclass
 class SourceOptions(ExecutionOptions):
-    """Options of `diffusion prepare` with a kind of source, besides its settings."""
+    """Options of `diffusion prepare SOURCE`, besides settings."""
 
     set: Annotated[list[str], Option('KEY=VALUE', repeated=True)] = field(default_factory=list)
     """Set any setting, such as filters.min_side=512; can be given several times."""
@@ -75,10 +75,10 @@ def _add_options(parser: argparse.ArgumentParser, source: str) -> None:
 
 
 def run_prepare(args: argparse.Namespace) -> int:
-    """Run `diffusion prepare`: convert images to a dataset, print the report, and return the exit status.
+    """Run `diffusion prepare`: convert images to a dataset and print the report.
 
     Returns:
-        Exit status: 0, 3 if more than the fraction `max_rejected` of the inputs was rejected, or 130 if interrupted.
+        Exit status: 0 for success, 3 if the fraction of rejected inputs exceeds `max_rejected`, 130 if interrupted.
     """
     from diffusion.prepare.append import append
     from diffusion.prepare.pipeline import prepare
@@ -87,7 +87,7 @@ def run_prepare(args: argparse.Namespace) -> int:
 
     settings, options = _settings(args), ExecutionOptions(**given_options(ExecutionOptions, args))
     share = None if options.share is None else Share.parse(options.share)
-    if not sys.stderr.isatty():  # progress bars are shown only on a terminal
+    if not sys.stderr.isatty():  # progress bars appear only on a terminal
         print(f'preparing {settings.out}', file=sys.stderr)
     try:
         report = (append if options.append else prepare)(settings, run=run_on(options.engine, settings), share=share)
@@ -131,7 +131,7 @@ def _settings(args: argparse.Namespace) -> 'PrepareSettings':
 
 
 def _inherit(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the existing dataset's settings, as defaults for an addition to it."""
+    """Return the existing dataset's settings, as defaults for adding to it."""
     from diffusion.prepare.append import inherited_settings
 
     return inherited_settings(str(values['out'])) if values.get('out') else {}

@@ -1,6 +1,6 @@
-"""Convert one part of the input into one folder of shards, which is renamed into place when complete.
+"""Convert one part of the input into one folder of shards, which gets its final name when complete.
 
-A part is the unit of input that one job converts, such as a tar or 1000 image files.
+A part is the unit of input that one job converts, such as a tar file or 1000 image files.
 """
 
 import base64
@@ -53,47 +53,47 @@ from diffusion.storage import mds
 from diffusion.storage.atomic import atomic_folder
 
 SHARD_BYTES = 64 * 10**6
-"""Maximum size of a shard of a part; each one is held in memory until it is full."""
+"""Maximum size of a part's shards; each shard is held in memory until it is full."""
 THUMBNAILS_FILE = 'thumbnails.json'
-"""File of a part with thumbnails of rejected images."""
+"""File in a part's folder with thumbnails of rejected images."""
 COUNTS_FILE = 'part.json'
-"""File of a part with its counts."""
+"""File in a part's folder with its counts."""
 THUMBNAILS_PER_REASON = 6
 DECODER_REASONS = ('undecodable', 'truncated')
-"""Rejection reasons that the report lists with the messages of the decoder."""
+"""Rejection reasons for which the report lists the decoder's messages."""
 MAX_DETAIL = 200
-"""Maximum length of such a message, in characters."""
+"""Maximum length of a decoder's message in characters."""
 ATTEMPTS = 4
-"""Attempts at reading a part before the preparation fails."""
+"""Number of attempts to read a part before the preparation fails."""
 BACKOFF_SECONDS = 1.0
-"""Seconds before the second attempt at reading a part; doubles with each attempt."""
+"""Delay before the second attempt to read a part; it doubles with each further attempt."""
 
 
 @dataclass
 class PartCounts:
-    """Counts of one converted part of the input, for the progress bar and the report."""
+    """Counts for one converted part of the input, used by the progress bar and the report."""
 
     size: int
-    """Size of the part in the progress bar, in the unit of `Part.size`."""
+    """Size of the part for the progress bar, in the unit of `Part.size`."""
     inputs: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     """Number of rejected inputs by reason."""
     columns: set[str] = field(default_factory=set)
     """Names of the metadata columns."""
     passed_over: dict[str, NamedCount] = field(default_factory=dict)
-    """Files that neither are images nor belong to one, by suffix; they do not count as inputs."""
+    """Files that are neither images nor belong to one, by suffix; they do not count as inputs."""
     details: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Messages of the decoder by rejection reason, with the number of images."""
+    """Decoder messages with the number of images for each, by rejection reason."""
     repaired: NamedCount = field(default_factory=NamedCount)
-    """Images that were converted although their files have stray bytes."""
+    """Images converted although their files contain stray bytes."""
 
 
 @dataclass(frozen=True)
 class PartJob:
     """Job that converts one part of the input into a folder.
 
-    The folder has shards with samples of all buckets mixed, tables of all inputs and of all samples, and thumbnails of
-    rejected inputs.
+    The folder contains shards in which samples of all buckets are mixed, tables of all inputs and samples, and
+    thumbnails of rejected inputs.
     """
 
     number: int
@@ -103,20 +103,20 @@ class PartJob:
     folder: Path
     """Output folder of the part; exists only when complete."""
     url: str | None = None
-    """URL in an object store where its shards and then its tables are written; None keeps all in the folder."""
+    """Object store URL for the part's shards and, after them, its tables; None means that all stay in the folder."""
     stored: Mapping[str, int] | None = None
-    """Size of each object at `url` by name, if an earlier start or another machine has converted the part."""
+    """Sizes of the objects at `url` by name, if an earlier start or another machine converted the part."""
 
     @property
     def name(self) -> str:
         return f'part {self.number} ({self.part.name})'
 
     def __call__(self, note: Note) -> PartCounts:
-        """Convert the part, unless its output folder exists from an earlier start; return its counts.
+        """Convert the part, unless an earlier start has done so; return its counts.
 
         Raises:
-            UserError: The part does not exist, or permission is denied.
-            DataError: The part still cannot be read after `ATTEMPTS` attempts.
+            UserError: The part does not exist or permission is denied.
+            DataError: The part cannot be read in `ATTEMPTS` attempts.
         """
         for attempt in range(ATTEMPTS):
             if self.folder.is_dir():
@@ -124,7 +124,7 @@ class PartJob:
             try:
                 return self._prepare(note)
             except _Unreadable as error:
-                # Waiting does not help if a file or a permission is missing; other errors may be temporary.
+                # Retries do not help if a file or a permission is missing; other errors may be temporary.
                 permanent = isinstance(error.__cause__, FileNotFoundError | NotADirectoryError | PermissionError)
                 if permanent or attempt == ATTEMPTS - 1:
                     raise (UserError if permanent else DataError)(
@@ -145,7 +145,8 @@ class PartJob:
                 store_tables(unfinished, self.url)
                 return counts
         except OSError:
-            # Renaming fails if another machine had the same part and finished first. Its folder has the same bytes.
+            # Renaming fails if another machine converted the same part and finished first; its folder has the same
+            # content.
             if not self.folder.is_dir():
                 raise
             return read_counts(self.folder, self.part)
@@ -208,7 +209,7 @@ class PartJob:
         counts.inputs = len(inputs)
         counts.repaired = NamedCount(len(repaired), list(repaired)[:NAMES_SHOWN])
         shards.flush()
-        # The folder is flushed and renamed as a whole.
+        # no need to flush each file: the folder is flushed and renamed as a whole
         write_tables(folder, inputs, stored)
         (folder / THUMBNAILS_FILE).write_text(json.dumps(thumbnails), encoding='utf-8')
         summary = {
@@ -224,14 +225,14 @@ class PartJob:
         return counts
 
     def _is_full(self, pending: Sequence[tuple[int, Candidate]]) -> bool:
-        """Return True if the images fill a batch for the columns' function; if there is no function, one image does."""
+        """Return True if there are enough images to call the columns' function (one, if there is no function)."""
         if self.settings.columns_from is None:
             return bool(pending)
         pixels = sum(each.decoded.width * each.decoded.height for _, each in pending)
         return len(pending) >= BATCH_IMAGES or pixels >= BATCH_PIXELS
 
     def _compute(self, pending: Sequence[tuple[int, Candidate]]) -> list[dict[str, Any]]:
-        """Return the columns that the settings' function computes for each image; empty without a function."""
+        """Return the columns that the user's function computes for each image; empty without a function."""
         path, images = self.settings.columns_from, [each for _, each in pending]
         if path is None or not images:
             return [{} for _ in images]
@@ -241,7 +242,7 @@ class PartJob:
             )
         except UserError:
             raise
-        except Exception as error:  # a bug in the user's function; the traceback follows
+        except Exception as error:  # a bug in the user's function; keep the traceback
             keys = f'{images[0].entry.key!r} to {images[-1].entry.key!r}'
             raise RuntimeError(f'{self.name}, images {keys}: {path}: {error!r}') from error
         for each, columns in zip(images, found, strict=True):
@@ -254,7 +255,7 @@ class PartJob:
 
     @contextmanager
     def _naming(self, entry: Entry) -> Iterator[None]:
-        """Add the image's name to any exception other than a rejection, since such an exception is a bug."""
+        """Add the image's name to any exception except a rejection: such an exception is a bug."""
         try:
             yield
         except Unfit:
@@ -263,9 +264,9 @@ class PartJob:
             raise RuntimeError(f'{self.name}, image {entry.key!r}: {error!r}') from error
 
     def _entries(self, note: Note) -> Iterator[Entry | PassedOver]:
-        """Yield the images of the part with their captions; name each one by `note`, in case it kills the process."""
-        # `_write` reads and writes in one loop, so only this wrapper can distinguish an OSError of the source, which is
-        # retried, from one of the work folder, such as a full disk, which is not.
+        """Yield the part's images with captions; pass each one's name to `note` first, in case it kills the process."""
+        # `_write` reads and writes in one loop. This wrapper marks an OSError from the source, which is retried, so
+        # that it differs from an OSError in the work folder (such as a full disk), which is not retried.
         try:
             for entry in self.source.read(self.part):
                 note(f'image {entry.key!r}')
@@ -276,11 +277,11 @@ class PartJob:
 
 
 class _Unreadable(Exception):
-    """The source raised an OSError while it read a part; `__cause__` holds it."""
+    """Raised when the source raised an OSError while reading a part; `__cause__` is the OSError."""
 
 
 class _ShardBuffer:
-    """Writer of a part's shards; it buffers one shard in memory, and writes the shard when full."""
+    """Writes a part's shards; buffers one shard in memory, and writes it when full."""
 
     def __init__(self, place: ShardPlace, format_: mds.ShardFormat) -> None:
         self.place = place
@@ -293,7 +294,7 @@ class _ShardBuffer:
         """Add an encoded sample.
 
         Returns:
-            Number of its shard, its offset after the header of that shard in bytes, and its size in bytes.
+            The sample's shard number, its offset in bytes after the shard's header, and its size in bytes.
         """
         if self._samples and self._bytes + len(sample) > SHARD_BYTES:
             self.flush()
@@ -312,7 +313,7 @@ class _ShardBuffer:
 
 
 def read_counts(folder: Path, part: Part) -> PartCounts:
-    """Read the counts that were saved when a part of the input was converted."""
+    """Read the counts saved when a part was converted."""
     content = read_json(folder / COUNTS_FILE)
     return PartCounts(
         part.size,
@@ -326,13 +327,13 @@ def read_counts(folder: Path, part: Part) -> PartCounts:
 
 
 def read_sample(folder: Path, shard: int, offset: int, size: int) -> dict[str, Any]:
-    """Return a stored sample of a converted part, given its shard, offset and size as in its `SampleRow`."""
+    """Read a stored sample of a converted part, given the shard, offset and size from its `SampleRow`."""
     (encoded,) = read_stored(folder, shard, [offset], [size])
     return format_of(folder).decode(encoded)
 
 
 def _thumbnails(entry: Entry, unfit: Unfit, settings: PrepareSettings) -> list[dict[str, str]]:
-    """Return a list of one thumbnail of a rejected image, for the report; an empty list if it cannot be decoded."""
+    """Return a list with a rejected image's thumbnail for the report; empty if the image cannot be decoded."""
     try:
         image = decode_image(
             entry.image or b'',

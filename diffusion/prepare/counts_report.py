@@ -18,10 +18,10 @@ REPORT = 'report.json'
 
 @dataclass
 class HeldOut:
-    """Counts of the images that were held out of a training set and written to a dataset of their own."""
+    """Counts of the images held out from the training set and written to a separate dataset."""
 
     out: str
-    """Folder of that dataset."""
+    """Folder of the held-out dataset."""
     pictures: int
     """Number of images."""
     buckets: dict[str, int]
@@ -32,7 +32,7 @@ class HeldOut:
 
 @dataclass
 class PrepareReport:
-    """Report of a preparation: counts, settings and statistics of a dataset, saved as report.json beside its shards.
+    """Report of a preparation: a dataset's counts, settings and statistics, saved as report.json beside its shards.
 
     `inputs` is the sum of `pictures`, held-out images, rejected inputs and skipped files.
     """
@@ -40,7 +40,7 @@ class PrepareReport:
     source: str
     arguments: dict[str, Any]
     max_rejected: float = 1.0
-    """Maximum fraction of rejected inputs for the preparation to pass."""
+    """Maximum fraction of inputs that may be rejected for the preparation to pass."""
     versions: dict[str, str] = field(default_factory=dict)
     license: str | None = None
     pictures: int = 0
@@ -56,11 +56,11 @@ class PrepareReport:
     rejected: dict[str, NamedCount] = field(default_factory=dict)
     """Rejected inputs by reason."""
     details: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Messages of the decoder by rejection reason, with the number of images."""
+    """Decoder messages with the number of images for each, by rejection reason."""
     repaired: NamedCount = field(default_factory=NamedCount)
-    """Images that were converted although their files have stray bytes; kept unless rejected as duplicates."""
+    """Images converted although their files contain stray bytes; kept unless rejected as duplicates."""
     passed_over: dict[str, NamedCount] = field(default_factory=dict)
-    """Skipped files by suffix: they are not images of a known format and do not belong to one."""
+    """Skipped files by suffix: files that are not images of a known format and do not belong to one."""
     inputs: int | None = None
     """Number of inputs (images, captions, rows or files): kept, rejected and skipped."""
     notes: list[str] = field(default_factory=list)
@@ -72,9 +72,9 @@ class PrepareReport:
     date: str | None = None
     """Time when the dataset was finished or last changed, in UTC."""
     seconds: float = 0.0
-    """Elapsed time of the last start in seconds."""
+    """Elapsed time of the most recent start in seconds."""
     deliveries: list[dict[str, Any]] = field(default_factory=list)
-    """Date, source and counts of each delivery of a dataset that was added to; empty for a dataset of one."""
+    """Date, source and counts of each delivery, if the dataset has several; empty if it has only one."""
     removed: int = 0
     """Number of images that were removed after their delivery."""
 
@@ -166,7 +166,7 @@ def count_lines(title: str, counts: Mapping[str, NamedCount]) -> list[str]:
 
 
 def utc_now() -> str:
-    """Return the present time in UTC, such as 2026-11-25T20:04:13Z."""
+    """Return the current time in UTC, such as 2026-11-25T20:04:13Z."""
     return datetime.now(timezone.utc).strftime('%Y-%m-%dT%H:%M:%SZ')
 
 
@@ -238,7 +238,7 @@ def _summary(report: PrepareReport) -> str:
 
 
 def _deliveries(report: PrepareReport) -> list[str]:
-    """Return the section of the deliveries of a dataset that was added to; empty for a dataset of one."""
+    """Return the section about deliveries; empty if the dataset has only one."""
     if len(report.deliveries) < 2:
         return []
     names = list(report.deliveries[0])
@@ -248,7 +248,7 @@ def _deliveries(report: PrepareReport) -> list[str]:
 
 
 def _held_out(held_out: HeldOut | None, shown: Iterable[Figure]) -> list[str]:
-    """Return the section of the held-out images; empty without them."""
+    """Return the section about held-out images; empty if there are none."""
     return [] if held_out is None else ['<h2>Held out</h2>', _bucket_bars(held_out), _figures(held_out.out, shown)]
 
 
@@ -260,13 +260,13 @@ def _table(values: Mapping[str, Any]) -> str:
 
 
 def _bucket_bars(dataset: PrepareReport | HeldOut) -> str:
-    """Return an HTML table of the samples and the size of each bucket."""
+    """Return an HTML table with the number and size of samples in each bucket."""
     sizes = {name: f'{dataset.bytes.get(name, 0) / 1e6:,.1f} MB' for name in dataset.buckets}
     return _bars({name: (count, sizes[name]) for name, count in dataset.buckets.items()})
 
 
 def _bars(counts: Mapping[str, tuple[int, str]]) -> str:
-    """Return an HTML table of counts with a bar for each."""
+    """Return an HTML table of counts, each with a bar."""
     largest = max((count for count, _ in counts.values()), default=1) or 1
     rows = [
         f'<tr><th>{html.escape(name)}</th><td class="number">{count:,}</td><td class="number">{html.escape(extra)}</td>'
@@ -288,7 +288,7 @@ def _histogram(name: str, values: Mapping[str, Any]) -> str:
 
 
 def _details(reason: str, found: Mapping[str, int]) -> str:
-    """Return an HTML table of the messages of the decoder for one rejection reason."""
+    """Return an HTML table of decoder messages for one rejection reason."""
     rows = _bars({message: (count, '') for message, count in found.items()})
     return f'<p>Messages of the decoder, {html.escape(reason)}:</p>{rows}'
 

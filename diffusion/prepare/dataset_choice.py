@@ -31,20 +31,20 @@ from diffusion.storage.places import is_url
 
 CARD = 'README.md'
 MAX_HEADER_BYTES = 2**20
-"""Maximum size of a header; a larger one is refused, since the YAML is written by strangers."""
+"""Maximum size of a dataset card's header; larger ones are rejected, since the YAML is untrusted."""
 
 
 @dataclass(frozen=True)
 class DatasetListing:
-    """The listed files of a dataset."""
+    """A dataset's listed files and its card."""
 
     title: str
-    """Name for the report, with the commit if it is on the Hub."""
+    """Name for the report; includes the commit if the dataset is on the Hub."""
     files: list[File]
-    """Files that are not hidden."""
+    """All files that are not hidden."""
     hidden: list[PassedOver]
     path: str
-    """Path or pattern in the dataset that the user named; empty for all of it."""
+    """Path or pattern within the dataset given by the user; empty means the whole dataset."""
     hub: Hub
     card: dict[str, Any]
 
@@ -53,8 +53,8 @@ class DatasetListing:
         """List the files of a dataset, and read its card.
 
         Args:
-            location: A folder, or the name of a dataset on the Hub; a folder takes precedence.
-            commit: Commit to list on the Hub instead of the revision in the location.
+            location: A folder, or the name of a dataset on the Hub; folders take precedence.
+            commit: Commit on the Hub, used instead of the revision in the location.
 
         Raises:
             UserError: There is no such dataset, access is denied, or the card is invalid.
@@ -77,9 +77,9 @@ class DatasetListing:
 
     @property
     def license(self) -> str | None:
-        """The license that the card states, such as `cc-by-4.0`, with its name and link if it is `other`.
+        """License stated in the card, such as `cc-by-4.0`; if it is `other`, with name and link.
 
-        Empty if the dataset should have a card, but states none; None for a folder without a card.
+        Empty if no license is stated; None for a folder without a card.
         """
         value = self.card.get('license')
         names = [str(name) for name in (value if isinstance(value, list) else [value]) if name]
@@ -94,13 +94,13 @@ class DatasetListing:
 
     @contextmanager
     def copy(self, url: str) -> Iterator[Path]:
-        """Yield a local copy of a file of the dataset, given its URL."""
+        """Yield a local copy of one of the dataset's files, given its URL."""
         with self.hub.copies([file for file in self.files if file.url == url]) as paths:
             yield paths[url]
 
 
 def read_card(text: bytes, where: str) -> dict[str, Any]:
-    """Return the YAML header of a dataset card; empty if it has none.
+    """Return a dataset card's YAML header; empty if it has none.
 
     Raises:
         UserError: The header is not valid YAML.
@@ -113,7 +113,7 @@ def read_card(text: bytes, where: str) -> dict[str, Any]:
     if len(header) > MAX_HEADER_BYTES:
         raise UserError(f'{where}: its YAML header has {len(header)} characters; shorten a local copy')
     try:
-        # Aliases could expand to gigabytes, and no card needs them.
+        # YAML aliases could expand to gigabytes, and no card needs them.
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(header, yaml.SafeLoader)):
             raise UserError(f'{where}: its YAML header has aliases; remove them from a local copy')
         content = yaml.safe_load(header)
@@ -123,7 +123,7 @@ def read_card(text: bytes, where: str) -> dict[str, Any]:
 
 
 def _check_folder(location: str) -> None:
-    """Raise UserError if a location cannot be a dataset outside the Hub: no folder, or the cache of a repository."""
+    """Raise UserError if a location is not a local dataset: not a folder, or the cache of a Hub repository."""
     is_elsewhere = (is_pattern(location) or is_url(location)) and not location.startswith(('http://', 'https://'))
     if not os.path.exists(location) and not is_elsewhere:
         raise UserError(
@@ -144,23 +144,23 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     'arrow': (parquet.ARROW_SUFFIX,),
     'folder': (),
 }
-"""Layouts, with the suffixes of their files; suffixes of images depend on the settings."""
+"""File suffixes of each layout; suffixes of images depend on the settings."""
 TABLE_SUFFIXES = ('.csv', '.tsv', '.jsonl', '.json')
-"""Suffixes of tables that hold no images, at most their addresses."""
+"""Suffixes of tables that contain no images, though they may contain image URLs."""
 STATE = 'state.json'
-"""File that `save_to_disk` of `datasets` writes beside its Arrow files, with their names and the split."""
+"""File that `datasets`' save_to_disk() writes beside its Arrow files, with their names and the split."""
 INFO = 'dataset_info.json'
-"""File beside it, with the features."""
+"""File beside `state.json`, with the features."""
 SPLITS = 'dataset_dict.json'
-"""File of several saved datasets, one folder per split."""
+"""File that save_to_disk() writes for a dictionary of datasets, which has one folder per split."""
 ARCHIVE_SUFFIXES = ('.zip', '.7z', '.rar')
 MAX_TABLE_BYTES = 2**26
-"""Maximum size of a table that is read to name its columns in a message."""
+"""Maximum size of a table that is read in order to list its columns in a message."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Files of a dataset to read, and their layout."""
+    """Which of a dataset's files to read, and their layout."""
 
     layout: str
     """A key of LAYOUTS."""
@@ -168,7 +168,7 @@ class Choice:
     files: list[File]
     """Data files of the split."""
     others: list[PassedOver]
-    """Files that are not read, with the reason for each."""
+    """Files that are skipped, with the reason for each."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class Chooser:
 
     dataset: DatasetListing
     location: str
-    """The dataset in messages."""
+    """How messages refer to the dataset."""
     split: str | None
     config: str | None
     image_suffixes: tuple[str, ...]
@@ -187,7 +187,7 @@ class Chooser:
         """Return the files to read.
 
         Raises:
-            UserError: There is no such split or configuration, several to choose from, or no images.
+            UserError: The split or configuration does not exist or is ambiguous, or there are no images.
         """
         dataset = self.dataset
         files = [file for file in dataset.files if is_inside(file.name, dataset.path)]
@@ -200,11 +200,11 @@ class Chooser:
         return found
 
     def _saved(self, files: list[File]) -> Choice | None:
-        """Return the files to read if `save_to_disk` wrote the dataset, otherwise None."""
+        """Return the files to read if the dataset was written by `save_to_disk`, otherwise None."""
         dataset, by_name = self.dataset, {file.name: file for file in files}
         roots: dict[str, dict[str, str]] = {}
         for folder in self._saved_folders(files):
-            # A folder with a dictionary of datasets has one folder per split.
+            # For a dictionary of datasets, save_to_disk() writes one folder per split.
             parent, _, name = folder.rstrip('/').rpartition('/')
             root = f'{parent}/' if parent else ''
             is_split = folder and any(file.name == root + SPLITS for file in dataset.files)
@@ -228,15 +228,15 @@ class Chooser:
         return Choice('arrow', split, splits[split], _others(files, splits[split], splits))
 
     def _saved_folders(self, files: list[File]) -> list[str]:
-        """Return the folders that `save_to_disk` wrote, each with a slash at its end, sorted."""
-        # Other programs write a state.json too.
+        """Return the sorted folders written by `save_to_disk`, each with a trailing slash."""
+        # Other programs also write files named state.json.
         saved = {file.name.rpartition('/')[0] for file in self.data_files('arrow', files)}
         saved |= {file.name.removesuffix(INFO).rstrip('/') for file in files if f'/{file.name}'.endswith(f'/{INFO}')}
         states = (file.name.removesuffix(STATE) for file in files if f'/{file.name}'.endswith(f'/{STATE}'))
         return sorted(folder for folder in states if folder.rstrip('/') in saved)
 
     def _by_names(self, files: list[File]) -> Choice:
-        """Return the files to read by the card of the dataset and by the names of its files."""
+        """Return the files to read according to the dataset's card and its file names."""
         chosen, splits = self._config(files)
         prefix = f'{chosen.folder}/' if chosen.folder else ''
         candidates = [file for file in files if file.name.startswith(prefix)]
@@ -257,7 +257,7 @@ class Chooser:
         return Choice(layout, split, splits[split], others)
 
     def _refuse_unnamed(self, splits: Mapping[str, list[File]], none: Sequence[File]) -> None:
-        """Refuse to choose between a split such as `test` and files of no split, if there is no split for training."""
+        """Raise UserError if there is no training split, but both a split such as `test` and files without a split."""
         if none and self.split is None and all(split_in(split) != TRAIN for split in splits):
             raise UserError(
                 f'{self.location}: has the split {", ".join(splits)}, and {len(none)} files of no split, such as '
@@ -265,8 +265,8 @@ class Chooser:
             )
 
     def _config(self, files: Sequence[File]) -> tuple[DataFiles, dict[str, list[File]]]:
-        """Return the configuration to read, and the files by split that match the card's patterns for it."""
-        # If the card has no configurations, folders CONFIG/SPLIT count as such, as in the Hub's own Parquet copies.
+        """Return the configuration to read, and the files that match the card's patterns for it, by split."""
+        # If the card lists no configurations, treat folders CONFIG/SPLIT as such, as in the Hub's own Parquet copies.
         paths = (file.name.split('/') for file in files if file.name.lower().endswith(parquet.SUFFIX))
         folders = {
             path[0]
@@ -279,10 +279,10 @@ class Chooser:
             splits = chosen.splits_of(files)
             if splits or not named:
                 return chosen, splits
-        return choose_config(None, folders, self.config, self.location), {}  # the user named files, not the card
+        return choose_config(None, folders, self.config, self.location), {}  # the user chose the files
 
     def _refuse_overlap(self, splits: Mapping[str, list[File]], chosen: str) -> None:
-        """Refuse a split that shares a file with one for testing, which the patterns of a card may cause."""
+        """Raise UserError if a card's patterns put the same file in the chosen split and in a test split."""
         names = {file.name for file in splits[chosen]}
         for split, group in splits.items():
             shared = next((file.name for file in group if file.name in names), None)
@@ -293,8 +293,8 @@ class Chooser:
                 )
 
     def _layout(self, files: Sequence[File]) -> str:
-        """Return the layout of some files: the one with the most bytes, since a dataset of Parquet files may have a few
-        images for its card. Images without captions do not count beside tables, which may name them by path.
+        """Return the layout with the most bytes: a dataset of Parquet files may also contain a few images for its card.
+        If there are tables, images without captions do not count, because the tables may refer to them by path.
         """
         found = {layout: data for layout in LAYOUTS if (data := self.data_files(layout, files))}
         if len(found) > 1 and 'folder' in found:
@@ -315,7 +315,7 @@ class Chooser:
         raise UserError(f'{self.location}: has no Parquet files, tars, Arrow files or images')
 
     def _refuse_table(self, file: File) -> None:
-        """Refuse a table of addresses; return if it has none."""
+        """Raise UserError if a table contains URLs instead of images."""
         if file.size > MAX_TABLE_BYTES:
             return
         line = self.dataset.read(file).decode('utf-8-sig', 'replace').partition('\n')[0]
@@ -329,7 +329,7 @@ class Chooser:
             raise UserError(download_first(file.url, address, caption, suffix=Path(file.name).suffix))
 
     def data_files(self, layout: str, files: Sequence[File]) -> list[File]:
-        """Return the files that hold the data of a layout, by suffix; captions beside images are not included."""
+        """Return the data files of a layout, by suffix; captions beside images are not included."""
         if layout == 'folder':
             suffixes = tuple(f'.{suffix}' for suffix in self.image_suffixes)
             return [file for file in files if file.name.lower().endswith(suffixes)]
@@ -338,7 +338,7 @@ class Chooser:
 
 
 def is_metadata(file: File) -> bool:
-    """Return True for a captions file of an imagefolder."""
+    """Return True if a file is the caption file of an imagefolder dataset."""
     return file.name.rpartition('/')[2].lower() in METADATA_FILES
 
 
@@ -349,7 +349,7 @@ def _others(
     *,
     of_config: Sequence[File] = (),
 ) -> list[PassedOver]:
-    """Return the files that are not read, each with its split or another reason."""
+    """Return the skipped files, each with its split or another reason."""
     used = {file.name for file in chosen}
     reasons = {file.name: 'other configuration or no split' for file in of_config}
     reasons |= {file.name: f'split {split}' for split, group in splits.items() for file in group}
@@ -357,10 +357,10 @@ def _others(
 
 
 def saved_files(state: bytes, where: str) -> tuple[list[str], str | None]:
-    """Return the names of the Arrow files of a saved dataset in order, and its split, from its state.json.
+    """Return a saved dataset's Arrow files in order, and its split, from its state.json.
 
     Raises:
-        UserError: The file is damaged, or the rows of the dataset are not in the order of its files.
+        UserError: The file is damaged, or the dataset's rows are not in the order of its files.
     """
     try:
         content: dict[str, Any] = json.loads(state)

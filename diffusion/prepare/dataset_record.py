@@ -1,15 +1,15 @@
-"""Record of a prepared dataset that can grow and shrink: its settings, deliveries and shards.
+"""Record of a prepared dataset: settings, deliveries and shards. It allows images to be added and removed.
 
-    dataset.json                        the record; replacing it adds a delivery or removes images, all at once
+    dataset.json                        the record; replacing it adds a delivery or removes images, atomically
     deliveries/00000-1f0c8a6e/          one folder per delivery: the input of one preparation or append
         images.parquet                  keys and hashes of its images, and the shards that hold them (image_record)
         shards.json                     index entries of its shards by bucket
         parts.json                      names and stamps of the parts of its input
         report.json                     its report
-    removed-9d3c1e44.parquet            hashes of the keys and the pixels of removed images
+    removed-9d3c1e44.parquet            hashes of the keys and pixels of removed images
 
-All files but `dataset.json` are written once, under new names. The files that training reads, `index.json` and
-`buckets.json`, and the report of the whole dataset follow from the record; `update_indexes` brings them up to date.
+All files except `dataset.json` are written only once, under new names. The files that training reads (`index.json` and
+`buckets.json`) and the report of the whole dataset are derived from the record by `update_indexes`.
 """
 
 import hashlib
@@ -32,32 +32,32 @@ from diffusion.storage.retry import PreconditionFailed
 
 RECORD = 'dataset.json'
 VERSION = 2
-"""Version of the record's format; a dataset with another version is refused."""
+"""Version of the record's format; datasets with another version are rejected."""
 IMAGES = 'images.parquet'
 SHARDS = 'shards.json'
 PARTS = 'parts.json'
 FETCHES = 16
-"""Number of files that are downloaded in parallel."""
+"""Number of files to download in parallel."""
 Entries = Mapping[str, list[dict[str, Any]]]
 """Index entries of shards by bucket."""
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """One input that was added to a dataset; the values are paths relative to the dataset's folder."""
+    """One input added to a dataset; paths are relative to the dataset's folder."""
 
     source: dict[str, Any]
     """Settings of the source."""
     fingerprint: str
-    """Fingerprint of its plan."""
+    """Fingerprint of the delivery's plan."""
     images: str
-    """Table of its images."""
+    """Path of the table of its images."""
     shards: str
-    """Index entries of its shards by bucket, as JSON."""
+    """Path of a JSON file with the index entries of its shards by bucket."""
     parts: str
-    """Stamps of the parts of its input by name, as JSON."""
+    """Path of a JSON file with the stamps of its input's parts, by name."""
     report: str
-    """Its report."""
+    """Path of its report."""
 
 
 @dataclass(frozen=True)
@@ -65,20 +65,20 @@ class DatasetRecord:
     """Content of dataset.json."""
 
     settings: dict[str, Any]
-    """Settings that all deliveries share (`comparable_settings`)."""
+    """Settings shared by all deliveries (`comparable_settings`)."""
     deliveries: list[Delivery] = field(default_factory=list)
     removed: str | None = None
     """Path of the table of removed images; None if no image was removed."""
     removed_count: int = 0
-    """Number of removed images, without held-out ones."""
+    """Number of removed images, not counting held-out ones."""
     removed_held_out: int = 0
-    """Number of removed images of the held-out dataset, if this is the training set beside it."""
+    """If this is a training set with a held-out dataset beside it, number of images removed from the latter."""
     indexes: dict[str, list[str]] = field(default_factory=dict)
-    """SHA-256 of every index.json that a bucket has had, oldest first. Latents name the index they were made from."""
+    """SHA-256 of each version of a bucket's index.json, oldest first. Latents record the index they were made from."""
     kept: list[str] = field(default_factory=list)
-    """Shards that were replaced by a removal of images, which running jobs may still read."""
+    """Shards replaced when images were removed; running jobs may still read them."""
     obsolete: list[str] = field(default_factory=list)
-    """Files to delete when the indexes are up to date."""
+    """Files to delete once the indexes are up to date."""
 
     def content(self) -> bytes:
         """Return the content of dataset.json."""
@@ -86,10 +86,10 @@ class DatasetRecord:
 
     @classmethod
     def parse(cls, content: bytes, where: object) -> 'DatasetRecord':
-        """Return the record from the content of dataset.json.
+        """Parse the content of dataset.json.
 
         Raises:
-            UserError: It is damaged, or has another format.
+            UserError: The content is damaged or has another format.
         """
         try:
             values = json.loads(content)
@@ -106,13 +106,13 @@ class DatasetRecord:
 
 
 def comparable_settings(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that all deliveries of a dataset must share, given `PrepareSettings.content_settings`."""
+    """Return the subset of `PrepareSettings.content_settings` that all deliveries of a dataset must share."""
     shared = {name: value for name, value in sorted(content.items()) if name not in ('source', 'key_prefix')}
     return json.loads(json.dumps(shared))
 
 
 class RecordedDataset:
-    """A prepared dataset and the record that was read from it."""
+    """A prepared dataset and the record read from it."""
 
     def __init__(self, place: str, scratch: Path) -> None:
         self.folder = place_at(place, scratch)
@@ -126,7 +126,7 @@ class RecordedDataset:
         """Read the record again.
 
         Raises:
-            UserError: The folder has no record, or it is damaged.
+            UserError: The folder has no record, or the record is damaged.
         """
         found = self.folder.read_version(RECORD)
         if found is None:
@@ -137,31 +137,31 @@ class RecordedDataset:
         self.version, self.record = found.version, DatasetRecord.parse(found.content, self.folder)
 
     def token(self, *purpose: str) -> str:
-        """Return 8 hex digits that name the files of one change to this version of the dataset.
+        """Return 8 hex digits for the file names of one change to this version of the dataset.
 
-        The same change to the same version has the same names and writes the same content, so that it can be resumed.
-        Any other change has other names, so that no two processes write different content to one file.
+        The same change to the same version always gets the same names and writes the same content, so it can be
+        resumed. Any other change gets other names, so no two processes write different content to the same file.
         """
         return hashlib.sha256('\0'.join([self.record.content().decode(), *purpose]).encode()).hexdigest()[:8]
 
     def commit(self, record: DatasetRecord) -> None:
-        """Replace the record; this is the moment when a change takes place.
+        """Replace the record; this makes a change take effect.
 
         Raises:
-            PreconditionFailed: Another process has changed the dataset since `refresh`.
+            PreconditionFailed: Another process has changed the dataset since `refresh` was called.
         """
         self.folder.replace(RECORD, record.content(), self.version)
         self.refresh()
 
     def json(self, name: str) -> Any:
-        """Return the content of a JSON file of the record; the caller must not change it."""
-        # Files of the record never change under their names, so each is read once.
+        """Return the content of one of the record's JSON files; the caller must not modify it."""
+        # The record's files never change once written, so read each only once.
         if name not in self._read:
             self._read[name] = json.loads(self.path(name).read_text(encoding='utf-8'))
         return self._read[name]
 
     def path(self, name: str) -> Path:
-        """Return a local path of a file of the record, which is downloaded if necessary.
+        """Return a local path of one of the record's files, after downloading it if necessary.
 
         Raises:
             UserError: The file does not exist.
@@ -172,12 +172,12 @@ class RecordedDataset:
         return path
 
     def paths(self, names: Iterable[str]) -> list[Path]:
-        """Return local paths of files of the record, downloaded in parallel."""
+        """Return local paths of several of the record's files, downloaded in parallel."""
         with ThreadPoolExecutor(FETCHES) as threads:
             return list(threads.map(self.path, names))
 
     def entries(self, deliveries: list[Delivery] | None = None) -> dict[str, list[dict[str, Any]]]:
-        """Return the index entries of all shards by bucket, in the order of the deliveries."""
+        """Return the index entries of all shards by bucket, in delivery order."""
         found: dict[str, list[dict[str, Any]]] = {}
         deliveries = self.record.deliveries if deliveries is None else deliveries
         self.paths(delivery.shards for delivery in deliveries if delivery.shards not in self._read)
@@ -187,19 +187,19 @@ class RecordedDataset:
         return found
 
     def shard_names(self) -> set[str]:
-        """Return the paths of all shards of the dataset, and of replaced ones that are kept."""
+        """Return the paths of all the dataset's shards, including replaced ones that are kept."""
         used = (
             f'{bucket}/{shard["raw_data"]["basename"]}' for bucket, shards in self.entries().items() for shard in shards
         )
         return {*used, *self.record.kept}
 
     def earlier_images(self) -> EarlierImages:
-        """Return the hashes of all images, held-out and removed ones included."""
+        """Return the hashes of all images, including held-out and removed ones."""
         removed = None if self.record.removed is None else self.path(self.record.removed)
         return EarlierImages.read(self.paths(delivery.images for delivery in self.record.deliveries), removed)
 
     def known_parts(self, source: Mapping[str, Any]) -> dict[str, set[str]]:
-        """Return the stamps of the parts in earlier deliveries from a source, by name of the part."""
+        """Return the stamps of all parts in earlier deliveries from a source, by part name."""
         known: dict[str, set[str]] = {}
         for delivery in self.record.deliveries:
             if delivery.source == source:
@@ -208,14 +208,14 @@ class RecordedDataset:
         return known
 
     def next_shard(self, bucket: str) -> int:
-        """Return the number of the next new shard of a bucket, higher than that of any present or former shard."""
+        """Return the number for a bucket's next new shard, higher than that of any current or former shard."""
         names = (name.rpartition('/') for name in self.shard_names())
         return max((int(file.split('.')[1]) + 1 for folder, _, file in names if folder == bucket), default=0)
 
     def update_indexes(self) -> None:
-        """Bring index.json and buckets.json of all buckets up to date with the record, each atomically.
+        """Update index.json and buckets.json of all buckets to match the record; each file is replaced atomically.
 
-        Several processes may do this at once, and none brings back an older version.
+        Several processes may do this at once; none of them restores an older version.
         """
         for name in [f'{bucket}/{mds.INDEX}' for bucket in self.record.indexes]:
             self._update(name)
@@ -224,8 +224,8 @@ class RecordedDataset:
 
     def _update(self, name: str) -> None:
         while True:
-            # Read the file first, then the record. If the file is unchanged when it is replaced, no process with a
-            # newer record has written it.
+            # Read the file before the record. The conditional write then fails if another process with a newer record
+            # has written the file in the meantime.
             found = self.folder.read_version(name)
             self.refresh()
             content = index_files(self.entries())[name].encode()
@@ -238,7 +238,7 @@ class RecordedDataset:
                 continue
 
     def delete_obsolete(self) -> None:
-        """Delete the files that a change has replaced; call it when the indexes are up to date."""
+        """Delete the files that a change replaced; call this once the indexes are up to date."""
         while self.record.obsolete:
             self.folder.delete(self.record.obsolete)
             try:
@@ -248,13 +248,13 @@ class RecordedDataset:
 
 
 def index_hashes(entries: Entries) -> Iterator[tuple[str, str]]:
-    """Yield each bucket and the SHA-256 of its index.json."""
+    """Yield (bucket, SHA-256 of its index.json) for each bucket."""
     for bucket, shards in entries.items():
         yield bucket, hashlib.sha256(mds.index_text(shards).encode()).hexdigest()
 
 
 def with_indexes(record: DatasetRecord, entries: Entries) -> DatasetRecord:
-    """Return the record with the hashes of the buckets' current indexes at the end of their lists."""
+    """Return the record with the hashes of the buckets' current indexes appended to its lists."""
     indexes = {bucket: list(hashes) for bucket, hashes in record.indexes.items()}
     for bucket, digest in index_hashes(entries):
         if indexes.setdefault(bucket, [])[-1:] != [digest]:
@@ -263,12 +263,12 @@ def with_indexes(record: DatasetRecord, entries: Entries) -> DatasetRecord:
 
 
 def delivery_folder(number: int, token: str) -> str:
-    """Return the path of the folder of a delivery; see `write_delivery`."""
+    """Return the path of a delivery's folder; see `write_delivery`."""
     return f'deliveries/{number:05}-{token}'
 
 
 def write_delivery(dataset: Path, number: int, token: str, plan: InputPlan, entries: Entries) -> Delivery:
-    """Write the files of a delivery into a local dataset folder, except the table of its images and its report."""
+    """Write a delivery's files, except its table of images and its report, into a local dataset folder."""
     folder = delivery_folder(number, token)
     files = (f'{folder}/{name}' for name in (IMAGES, SHARDS, PARTS, REPORT))
     delivery = Delivery(plan.settings['source'], plan.fingerprint, *files)
@@ -278,13 +278,13 @@ def write_delivery(dataset: Path, number: int, token: str, plan: InputPlan, entr
 
 
 def write_indexes(entries: Entries, dataset: Path) -> None:
-    """Write index.json for each bucket, and buckets.json for each resolution with aspect-ratio buckets."""
+    """Write index.json for each bucket, and buckets.json for each resolution with aspect ratio buckets."""
     for name, content in index_files(entries).items():
         write_atomically(dataset / name, content)
 
 
 def index_files(entries: Entries) -> dict[str, str]:
-    """Return the contents of the files that `write_indexes` writes, by name."""
+    """Return the contents of the index files (see `write_indexes`), by name."""
     files = {f'{bucket}/{mds.INDEX}': mds.index_text(shards) for bucket, shards in entries.items()}
     by_size: dict[str, dict[Shape, dict[str, int]]] = {}
     for bucket, shards in entries.items():

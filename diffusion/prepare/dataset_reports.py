@@ -1,4 +1,4 @@
-"""Reports of a dataset that grew or shrank: report.json, report.html and captions.txt, brought up to date."""
+"""Update a dataset's report.json, report.html and captions.txt after images were added or removed."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,9 +14,9 @@ from diffusion.storage.atomic import write_atomically
 
 
 def finish_change(dataset: RecordedDataset) -> None:
-    """Finish the last change to a dataset if the process that made it was killed: indexes, reports, obsolete files.
+    """If the last change to a dataset was interrupted, finish it: indexes, reports and obsolete files.
 
-    Do nothing if they are up to date. A page that is written here has no thumbnails of the images.
+    Do nothing if all are up to date. An HTML page written here has no thumbnails.
     """
     dataset.folder.clean()
     dataset.update_indexes()
@@ -28,7 +28,7 @@ def finish_change(dataset: RecordedDataset) -> None:
 
 
 def report_of(dataset: RecordedDataset) -> PrepareReport:
-    """Return the report of a whole dataset from those of its deliveries."""
+    """Return the report of a whole dataset, merged from its deliveries' reports."""
     paths = dataset.paths(delivery.report for delivery in dataset.record.deliveries)
     reports = [PrepareReport.read(path) for path in paths]
     counts = {'removed': dataset.record.removed_count, 'removed_held_out': dataset.record.removed_held_out}
@@ -36,7 +36,7 @@ def report_of(dataset: RecordedDataset) -> PrepareReport:
 
 
 def write_report_files(dataset: RecordedDataset, report: PrepareReport, page: str, captions: Sequence[str]) -> None:
-    """Write report.json, report.html and captions.txt of a dataset; report.json last, as `finish_change` expects."""
+    """Write a dataset's report.html, captions.txt and, last (as `finish_change` expects), report.json."""
     folder = dataset.scratch
     write_atomically(folder / HTML_REPORT, page)
     write_captions(dataset, captions)
@@ -46,7 +46,7 @@ def write_report_files(dataset: RecordedDataset, report: PrepareReport, page: st
 
 
 def write_captions(dataset: RecordedDataset, captions: Sequence[str]) -> None:
-    """Write captions.txt of a dataset."""
+    """Write a dataset's captions.txt."""
     path = dataset.scratch / CAPTIONS
     write_atomically(path, ''.join(f'{caption}\n' for caption in captions))
     dataset.folder.put(CAPTIONS, path)
@@ -61,7 +61,7 @@ def caption_lines(dataset: RecordedDataset) -> list[str]:
 def _is_current(dataset: RecordedDataset, report: PrepareReport) -> bool:
     """Return True if the dataset's report.json counts the same deliveries and images as `report`."""
     if len(report.deliveries) == 1 and dataset.record.removed is None:
-        return True  # the report of the preparation itself
+        return True  # report of the preparation itself
     found = dataset.folder.read(REPORT)
     path = dataset.scratch / f'found-{REPORT}'
     with suppress(ValueError, TypeError, KeyError, AttributeError):
@@ -78,10 +78,10 @@ def _is_current(dataset: RecordedDataset, report: PrepareReport) -> bool:
 def merged_report(
     reports: Sequence[PrepareReport], entries: Entries, *, removed: int, removed_held_out: int = 0
 ) -> PrepareReport:
-    """Return the report of a dataset: sums of counts and histograms, and one line per delivery.
+    """Return a dataset's report: summed counts and histograms, and one line per delivery.
 
     Args:
-        entries: Index entries of the dataset's shards by bucket, with the numbers of samples that are left.
+        entries: Index entries of the dataset's shards by bucket, with current numbers of samples.
     """
     first, last = reports[0], reports[-1]
     samples = {bucket: sum(shard['samples'] for shard in shards) for bucket, shards in entries.items()}
@@ -119,7 +119,7 @@ def merged_report(
 
 
 def delivery_line(report: PrepareReport) -> dict[str, Any]:
-    """Return date, source and counts of one delivery."""
+    """Return the date, source and counts of one delivery."""
     rejected = {reason: entry.count for reason, entry in sorted(report.rejected.items())}
     return {
         'date': report.date,
@@ -133,7 +133,7 @@ def delivery_line(report: PrepareReport) -> dict[str, Any]:
 
 
 def _merged_statistics(statistics: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return histograms with the sums of the counts; minimum and maximum are the only quantiles that can be merged."""
+    """Return histograms with summed counts; of the quantiles, only minimum and maximum can be merged."""
     merged: dict[str, Any] = {}
     for name in statistics[0]:
         found = [each[name] for each in statistics if sum(each.get(name, {}).get('counts', ()))]
@@ -150,7 +150,7 @@ def _merged_statistics(statistics: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def without_names(report: PrepareReport, keys: frozenset[str]) -> PrepareReport:
-    """Return a report without these keys in its lists of examples; the counts stay."""
+    """Return a report with these keys removed from its lists of examples; counts do not change."""
 
     def kept(counts: dict[str, NamedCount]) -> dict[str, NamedCount]:
         return {
@@ -167,6 +167,6 @@ def without_names(report: PrepareReport, keys: frozenset[str]) -> PrepareReport:
 
 
 def _names_any(name: str, keys: frozenset[str]) -> bool:
-    """Return True if an example in a report is one of these keys, or the duplicate of one."""
+    """Return True if an example in a report is one of these keys or a duplicate of one of them."""
     key, _, original = name.removesuffix(')').partition(' (duplicate of ')
     return name in keys or key in keys or original in keys

@@ -1,7 +1,8 @@
-"""Configurations and splits (train, validation, test) of a dataset: by its card, or by names as in `datasets`.
+"""Find a dataset's configurations and splits (train, validation, test) by its card or, as `datasets` does, by names.
 
-Names decide in this order: `data/NAME-00000-of-00002.parquet` belongs to the split NAME; else a folder may be named
-after a split, such as `test/0000.parquet`; else a file, such as `images-val-0000.tar`; else all files are `train`.
+Names are interpreted in this order: files like `data/NAME-00000-of-00002.parquet` belong to the split NAME; otherwise,
+folders may be named after splits (`test/0000.parquet`), or else files (`images-val-0000.tar`); if none is, all files
+are `train`.
 """
 
 import re
@@ -20,9 +21,10 @@ KEYWORDS = {
     'validation': ('validation', 'valid', 'dev', 'val'),
     'test': ('test', 'testing', 'eval', 'evaluation'),
 }
-"""Words in names by split, in lower case."""
+"""Lowercase words that indicate a split in names."""
 _SPLIT_OF_WORD = {word: split for split, words in KEYWORDS.items() for word in words}
-# The separators of `datasets`: a word is preceded by one or by nothing, and followed by one or by a digit.
+# As in `datasets`, a word must be preceded by a separator, a digit or the start, and followed by one of these or the
+# end.
 _WORD = re.compile(rf'(?:^|[-._ 0-9])({"|".join(sorted(_SPLIT_OF_WORD, key=len, reverse=True))})(?=$|[-._ 0-9])', re.I)
 _SHARDED = re.compile(r'data/([\w.]+)-\d{5}-of-\d{5}[^/]*')
 _SHARD_START = re.compile(rf'({"|".join(_SPLIT_OF_WORD)})(?:[-_. ]?\d[^/]*)?\.(?:parquet|tar|tar\.gz|tgz|arrow)', re.I)
@@ -31,17 +33,17 @@ Named = TypeVar('Named')
 
 @dataclass(frozen=True)
 class DataFiles:
-    """Files of one configuration of a dataset."""
+    """Files of one of a dataset's configurations."""
 
     config: str | None = None
-    """Name of the configuration; None if the card has none."""
+    """Name of the configuration; None if the card lists none."""
     folder: str = ''
     """Folder of the files, relative to the dataset."""
     patterns: Mapping[str, list[str]] = field(default_factory=dict)
-    """Patterns of the files by split; empty if the names of the files decide."""
+    """File patterns by split; empty if splits are determined by file names."""
 
     def splits_of(self, files: Sequence[File]) -> dict[str, list[File]]:
-        """Return the files that the patterns name, by split, without splits that have none."""
+        """Return the files that match the patterns, by split; splits without files are left out."""
         prefix = f'{self.folder}/' if self.folder else ''
         inside = [file for file in files if file.name.startswith(prefix)]
         splits: dict[str, list[File]] = {}
@@ -54,14 +56,14 @@ class DataFiles:
 
 
 def choose_config(listed: Any, folders: Iterable[str], wanted: str | None, where: str) -> DataFiles:
-    """Return the files of the configuration to read: the one that the user named, the only one, or the default one.
+    """Return the files of the configuration to read: the one requested, the only one, or the default.
 
     Args:
-        listed: `configs` of the dataset's card; None if there are none.
-        folders: Folders that count as configurations if the card has none.
+        listed: `configs` from the dataset's card, or None.
+        folders: Folders to treat as configurations if the card lists none.
 
     Raises:
-        UserError: There is no such configuration, there are several without a default, or the card is invalid.
+        UserError: The configuration does not exist, there are several without a default, or the card is invalid.
     """
     if not listed and wanted is None and len(set(folders)) < 2:
         return DataFiles()
@@ -84,7 +86,7 @@ def choose_config(listed: Any, folders: Iterable[str], wanted: str | None, where
 
 
 def _patterns(value: Any, where: str) -> dict[str, list[str]]:
-    """Return the patterns of a card's `data_files` by split; files without a split are for training."""
+    """Return the patterns in a card's `data_files` by split; files without a split are for training."""
     if isinstance(value, dict):
         value = [{'split': split, 'path': path} for split, path in value.items()]
     elif value is not None and (not isinstance(value, list) or all(isinstance(each, str) for each in value)):
@@ -100,7 +102,7 @@ def _patterns(value: Any, where: str) -> dict[str, list[str]]:
 
 
 def split_in(name: str) -> str | None:
-    """Return the split that one piece of a path names, such as `test` for `test-0001.tar`; None if it names none."""
+    """Return the split named by one component of a path, such as `test` for `test-0001.tar`, or None."""
     found = _WORD.search(name)
     return None if found is None else _SPLIT_OF_WORD[found[1].lower()]
 
@@ -108,15 +110,15 @@ def split_in(name: str) -> str | None:
 def group_by_split(
     files: Iterable[Named], name: Callable[[Named], str], *, by_file: bool = True
 ) -> tuple[dict[str, list[Named]], list[Named]]:
-    """Group files by the splits that their paths name.
+    """Group files by the splits named in their paths.
 
     Args:
-        name: Returns the path of a file relative to the dataset.
-        by_file: If no folder is named after a split, look at the names of the files too. If false, all of them must
-            name one, since the names of images are ordinary words, such as `test-pattern.png`.
+        name: Returns a file's path relative to the dataset.
+        by_file: If no folder is named after a split, use file names too. If False, file names count only if all of them
+            name a split, since image names may contain such words, as in `test-pattern.png`.
 
     Returns:
-        Files by split, and those that belong to none because only others have a split in their path.
+        Files by split, and files without a split, if other files' paths do name one.
     """
     files = list(files)
     for split_of, may_lack in ((_sharded_split, True), (_folder_split, True), (_file_split, by_file)):
@@ -146,10 +148,10 @@ def _file_split(path: str) -> str | None:
 
 
 def choose_split(splits: Iterable[str], wanted: str | None, where: str) -> str:
-    """Return the split to read: the one that the user named, else the only one, else `train`.
+    """Return the split to read: the one requested, otherwise the only one, otherwise `train`.
 
     Raises:
-        UserError: There is no such split, or there are several but no `train`.
+        UserError: The split does not exist, or there are several but none is `train`.
     """
     names = list(splits)
     if wanted is None and (len(names) == 1 or TRAIN in names):
@@ -165,13 +167,13 @@ def choose_split(splits: Iterable[str], wanted: str | None, where: str) -> str:
 
 
 def refuse_mixed_splits(location: str, names: Sequence[str], kind: str) -> None:
-    """Refuse a folder that has files of several splits, unless all of them are for training.
+    """Raise UserError if a folder has files from several splits, unless all of them are for training.
 
     Names that may be ordinary words count only if every file has one: `images/train` and `images/val` are splits, but
-    `vehicles/train` beside `vehicles/plane` has images of trains. Two kinds of names always count: a folder directly in
-    the location that is named after a split, and files such as `test-00000-of-00002.parquet` unless they are images.
+    `vehicles/train` beside `vehicles/plane` contains images of trains. Two kinds of names always count: top-level
+    folders named after a split, and files such as `test-00000-of-00002.parquet` that are not images.
     """
-    # The names of images are words, so only their folders count.
+    # Image names may contain any word, so only their folders count.
     splits, none = group_by_split(names, _without_file if kind == 'folder' else str)
     if none or len(splits) < 2 or all(split_in(split) in (None, TRAIN) for split in splits):
         splits = _certain_splits(names, kind)
@@ -193,7 +195,7 @@ def _without_file(name: str) -> str:
 
 
 def _certain_splits(names: Sequence[str], kind: str) -> dict[str, list[str]]:
-    """Return the files whose names cannot be ordinary words, by split."""
+    """Return the files whose split is certain because their names cannot be ordinary words, by split."""
     splits: dict[str, list[str]] = {}
     for name in names:
         first, slash, _ = name.partition('/')
@@ -210,9 +212,7 @@ def _quoted(location: str, inside: str) -> str:
 
 
 def _pattern(wanted: Sequence[str], names: Sequence[str]) -> str | None:
-    """Return the folder or the pattern of the files of one split, such as `data/train-*.parquet`; None if neither has
-    exactly these files.
-    """
+    """Return a folder or pattern, such as `data/train-*.parquet`, with exactly the files of one split, or None."""
     *folders, last = wanted[0].split('/')
     at = next((number for number, piece in enumerate(folders) if split_in(piece) is not None), None)
     if at is not None:
@@ -221,6 +221,6 @@ def _pattern(wanted: Sequence[str], names: Sequence[str]) -> str | None:
         word = _WORD.search(last)
         end = 0 if word is None else word.end(1)
         suffix = last[max(end, last.find('.', end)) :]
-        end += last[end : end + 1] in ('-', '_', ' ')  # include a separator, so that `train-*` excludes `train2`
+        end += last[end : end + 1] in ('-', '_', ' ')  # end at a separator: `train-*` excludes `train2`
         found = '/'.join([*folders, f'{last[:end]}{"*" if last[end:] != suffix else ""}{suffix}'])
     return found if [name for name in names if is_inside(name, found)] == list(wanted) else None

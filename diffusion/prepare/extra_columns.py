@@ -1,4 +1,4 @@
-"""Metadata columns: conversion to JSON values, and computation by a user's function before the filters."""
+"""Metadata columns: convert them to JSON values, and compute new ones with a user's function before filtering."""
 
 import datetime
 import decimal
@@ -20,19 +20,19 @@ FUNCTION = 'columns'
 """Name of the function in the user's file."""
 BATCH_IMAGES = 64
 BATCH_PIXELS = 2**26
-"""Limits of a batch; the pixels are those of the decoded images, 200 MB."""
+"""Maximum number of pixels of the decoded images in a batch; takes 200 MB."""
 RESERVED = ('caption_length', 'perceptual_hash', 'source_height', 'source_width', 'language')
-"""Columns that this package computes itself; a user's function may not."""
+"""Columns computed by this package, which a user's function must not compute."""
 
 
 def json_value(value: Any) -> Any:
-    """Convert a value to JSON types: NaN and infinity to None, decimals and durations to numbers, others to text."""
+    """Convert a value to JSON types: NaN and infinity become None, decimals and durations numbers, others text."""
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, str):
         return value.encode(
             'utf-8', 'replace'
-        ).decode()  # JSON escapes can hold lone surrogates, which are not valid UTF-8
+        ).decode()  # JSON escapes may contain lone surrogates, which are not valid UTF-8
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, decimal.Decimal):
@@ -51,7 +51,7 @@ def json_value(value: Any) -> Any:
 def read_columns(text: bytes) -> dict[str, Any]:
     """Parse a JSON object into metadata columns.
 
-    Invalid text returns a single column `bad_metadata` with the error, so that the image can still be used.
+    If the text is invalid, return a single column `bad_metadata` with the error, so that the image can still be used.
     """
     try:
         columns = json_value(json.loads(text))
@@ -61,12 +61,12 @@ def read_columns(text: bytes) -> dict[str, Any]:
 
 
 def source_hash(path: str) -> str:
-    """Return the SHA-256 of the user's file; a dataset records it to identify the function that computed columns."""
+    """Return the SHA-256 of the user's file, recorded in the dataset to identify the function that computed columns."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def file_problem(path: str) -> str | None:
-    """Return the reason why a file cannot be used, without running it; None if it can be read."""
+    """Return the reason why a file cannot be read, or None; the file is not executed."""
     if not path.endswith('.py'):
         return f'{path} is not a Python file; give one with a function `{FUNCTION}`'
     try:
@@ -79,15 +79,15 @@ def file_problem(path: str) -> str | None:
 def compute_columns(
     path: str, images: Sequence[Image.Image], captions: Sequence[Sequence[str]]
 ) -> list[dict[str, Any]]:
-    """Return the columns of each image of a batch, as JSON values, by the function in the user's file.
+    """Compute the columns of each image in a batch with the function in the user's file; return JSON values.
 
     Args:
-        path: The file; it is run once per process.
+        path: The user's file; it is executed once per process.
         images: B decoded images in RGB, at their original size.
 
     Raises:
-        UserError: The file has no such function, or the function does not return a dictionary of columns with B values
-            each. Exceptions of the file and the function themselves are raised as they are.
+        UserError: The file lacks the function, or the function does not return a dictionary of columns with B values
+            each. Exceptions raised by the file or the function are passed on unchanged.
     """
     found = _function(str(Path(path).resolve()))(list(images), [list(each) for each in captions])
     if not isinstance(found, Mapping):
@@ -99,7 +99,7 @@ def compute_columns(
     for name, values in found.items():
         if not isinstance(name, str) or name in RESERVED:
             raise UserError(f'{path}: {FUNCTION}() returned the column {name!r}; use another name')
-        values = values.tolist() if hasattr(values, 'tolist') else values  # an array of NumPy or PyTorch
+        values = values.tolist() if hasattr(values, 'tolist') else values  # a NumPy or PyTorch array
         if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != len(images):
             count = len(values) if isinstance(values, Sequence) and not isinstance(values, str) else 'no list of'
             raise UserError(
@@ -112,10 +112,10 @@ def compute_columns(
 
 @functools.cache
 def _function(path: str) -> Any:
-    """Run the user's file and return its function."""
+    """Execute the user's file and return its function."""
     spec = importlib.util.spec_from_file_location(f'computed_columns_{Path(path).stem}', path)
     assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look up their module here
     spec.loader.exec_module(module)
     function = getattr(module, FUNCTION, None)
     if not callable(function):

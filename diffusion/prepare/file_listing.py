@@ -26,20 +26,20 @@ from diffusion.storage.bucket_interface import ObjectInfo
 from diffusion.storage.places import is_url
 
 IN_MEMORY = 300_000
-"""Maximum number of files to sort in memory, which takes 120 MB."""
+"""Maximum number of files to sort in memory; so many files take 120 MB."""
 BLOCK = 2000
-"""Files that are written and read at a time."""
+"""Number of files written and read at a time."""
 
 
 class File(NamedTuple):
     """A file in a local folder or an object store."""
 
     url: str
-    """Path, or URL such as s3://bucket/key; the argument of `local_copy`."""
+    """Path, or URL such as s3://bucket/key; can be passed to `local_copy`."""
     size: int
     """Size in bytes."""
     stamp: str
-    """Text that changes with the content: size and modification time of a local file, or the ETag of an object."""
+    """Changes when the content changes: a local file's size and modification time, or an object's ETag."""
     name: str
     """Path relative to the listed location, with forward slashes."""
 
@@ -48,7 +48,7 @@ by_name = attrgetter('name')
 
 
 class SortedFiles(Iterable[File]):
-    """Files in the order of their names, which may be iterated several times; many are in a file in TMPDIR."""
+    """Files sorted by name; can be iterated several times. Long lists are kept in a file in TMPDIR."""
 
     def __init__(self, files: Iterable[File]) -> None:
         rest = iter(files)
@@ -62,7 +62,7 @@ class SortedFiles(Iterable[File]):
 
 
 class _Run:
-    """Sorted files in a temporary file, in blocks that are preceded by their size."""
+    """Sorted files stored in a temporary file, in blocks that are each preceded by their size."""
 
     def __init__(self, files: Iterable[File]) -> None:
         self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
@@ -85,11 +85,11 @@ class _Run:
 
 
 MAX_EXPANDED = 1_000_000
-"""Maximum number of locations that braces may expand to."""
+"""Maximum number of locations to which braces may expand."""
 
 
 def list_files(location: str, suffixes: Collection[str] | None) -> tuple[list[File], list[PassedOver]]:
-    """List files sorted by name, or in the order of the braces in `location`; and skipped ones.
+    """List files sorted by name, or in the order of the braces in `location`, and skipped files.
 
     Hidden files, those in hidden folders, those with other suffixes, and broken links are skipped.
 
@@ -97,16 +97,16 @@ def list_files(location: str, suffixes: Collection[str] | None) -> tuple[list[Fi
         location: A folder, searched recursively; a single file with any suffix; a webdataset-style pattern with braces,
             such as s3://bucket/laion/{00000..00099}.tar; or a pattern with `*`, `?` or `**`, such as
             s3://bucket/data/train-*.parquet.
-        suffixes: Suffixes to keep, in lower case, such as `.tar`; compared without regard to case. None keeps all
-            files and allows an empty result.
+        suffixes: Lowercase suffixes to keep, such as `.tar`; matched case-insensitively. None keeps all files and
+        allows an empty result.
 
     Raises:
-        UserError: No file was found, a file named by the braces is missing, a folder links to one that contains it, or
-            the store denies access.
+        UserError: No file was found, a file listed by the braces is missing, a folder contains a link to a parent
+            folder, or the store denies access.
         OSError: The store does not respond.
     """
     location = location.removeprefix('file://')
-    # Braces in the name of an existing folder are part of the name.
+    # If a folder with this exact name exists, braces are part of its name.
     wanted = [location] if os.path.exists(location) else expand_braces(location)
     if wanted != [location] and is_pattern(location):
         raise UserError(f'{location}: has braces and wildcards; use one of them')
@@ -126,17 +126,17 @@ def list_files(location: str, suffixes: Collection[str] | None) -> tuple[list[Fi
 
 
 def list_sorted(location: str) -> tuple[SortedFiles, list[PassedOver]]:
-    """List all files of a folder, or those that match a pattern with wildcards, with little memory.
+    """List all files in a folder, or those that match a pattern with wildcards, using little memory.
 
     Args:
-        location: As for `list_files`, without braces.
+        location: As for `list_files`, but without braces.
 
     Returns:
-        The files sorted by name, hidden ones too, and the broken links.
+        The files sorted by name, including hidden ones, and the broken links.
 
     Raises:
-        UserError: No file matches, the folder does not exist, links to one that contains it, or cannot be read, or the
-            store denies access.
+        UserError: No file matches; the folder does not exist, cannot be read, or contains a link to a parent folder; or
+            the store denies access.
         OSError: The store does not respond.
     """
     location = location.removeprefix('file://')
@@ -160,10 +160,10 @@ def list_sorted(location: str) -> tuple[SortedFiles, list[PassedOver]]:
 
 @contextmanager
 def local_copy(url: str, *, size: int | None = None) -> Iterator[Path]:
-    """Yield a local path of a file; an object is copied to TMPDIR, and the copy is removed when the block ends.
+    """Yield a local path of a file; objects are copied to TMPDIR, and the copy is removed after the `with` block.
 
     Args:
-        size: Expected size of an object in bytes; a download of another size is retried.
+        size: Expected size of an object in bytes; a download with another size is retried.
 
     Raises:
         UserError: The object does not exist, or permission or credentials are missing.
@@ -182,9 +182,9 @@ def local_copy(url: str, *, size: int | None = None) -> Iterator[Path]:
 
 
 def as_utf8(text: str) -> str:
-    """Return a file name as valid UTF-8; bytes that are not UTF-8 and lone surrogates become backslash escapes."""
-    # Python reads undecodable bytes of a file name as surrogates (surrogateescape). JSON can hold other surrogates,
-    # which surrogateescape rejects.
+    """Return a file name as valid UTF-8; invalid bytes and lone surrogates become backslash escapes."""
+    # Python represents undecodable bytes in file names as surrogates (surrogateescape). JSON may contain other
+    # surrogates, which surrogateescape rejects.
     try:
         encoded = text.encode('utf-8', 'surrogateescape')
     except UnicodeEncodeError:
@@ -193,19 +193,19 @@ def as_utf8(text: str) -> str:
 
 
 def stem_of(file: File, suffix: str) -> str:
-    """Return the name of a file without `suffix`; a name with another suffix is returned unchanged."""
-    # Removing any suffix would give 00000.tar and 00000.tgz the same stem.
+    """Return a file's name without `suffix`; a name with a different suffix is returned unchanged."""
+    # Do not remove just any suffix: 00000.tar and 00000.tgz would have the same stem.
     return file.name[: -len(suffix)] if file.name.endswith(suffix) else file.name
 
 
 def single_file_part(file: File, suffix: str) -> Part:
-    """Return a part (unit of input that one job converts) that consists of one file, such as a tar."""
+    """Return a part (the unit of input that one job converts) that consists of one file, such as a tar file."""
     stem = stem_of(file, suffix)
     return Part(part_name(stem), {'url': file.url, 'size': file.size, 'stem': stem}, file.size, file.stamp)
 
 
 def with_passed_over(parts: Sequence[Part], files: Sequence[PassedOver]) -> list[Part]:
-    """Return parts, the first of them with the counts of the listed files that are in no part, for the report."""
+    """Return the parts with the skipped files counted in the first part, for the report."""
     counts: dict[str, NamedCount] = {}
     for file in files:
         count_named(counts, file.kind, 1, [file.key])
@@ -215,7 +215,7 @@ def with_passed_over(parts: Sequence[Part], files: Sequence[PassedOver]) -> list
 def part_name(text: str) -> str:
     """Return a unique name for a part of the input, made from a text such as a file's name.
 
-    Characters other than letters, digits, dots and dashes are replaced; a hash of the text is then added.
+    Characters other than letters, digits, dots and dashes are replaced, and a hash of the text is appended.
     """
     plain = re.sub(r'[^A-Za-z0-9.-]+', '_', text).strip('._')[-80:]
     if plain == text:
@@ -238,9 +238,7 @@ def is_pattern(location: str) -> bool:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return True if a path matches a pattern of `*` and `?`, which match no slash, `**` for any number of folders, and
-    sets such as `[0-4]`.
-    """
+    """Return True if a path matches a pattern of `*`, `?`, `[0-4]` (these match no slash) and `**` (any folders)."""
     expression = ''
     for piece in re.split(r'(\*\*/|\*\*|\*|\?|\[[^\]]+\])', pattern):
         if piece.startswith('[') and piece.endswith(']'):
@@ -256,14 +254,14 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def is_inside(name: str, path: str) -> bool:
-    """Return True if a file is the one at a path, below it, or matches it as a pattern; an empty path has all files."""
+    """Return True if a file is at a path, below it, or matches it as a pattern; an empty path includes all files."""
     if not path or name == path or name.startswith(f'{path}/'):
         return True
     return (is_pattern(path) or '[' in path) and matches(name, path)
 
 
 def _list_matching(location: str, suffixes: Collection[str] | None) -> tuple[list[File], list[PassedOver]]:
-    """List the files that match a pattern, sorted; names are relative to the folder before the first wildcard."""
+    """List files that match a pattern, sorted; names are relative to the folder before the first wildcard."""
     base, pattern = _split_pattern(location)
     listed, unread = _list(base or '.')
     found = sorted((file for file in listed if matches(file.name, pattern)), key=by_name)
@@ -276,7 +274,7 @@ def _list_matching(location: str, suffixes: Collection[str] | None) -> tuple[lis
 
 
 def _split_pattern(location: str) -> tuple[str, str]:
-    """Return the folder before the first wildcard of a location, and the rest, a pattern of names in it."""
+    """Split a location into the folder before the first wildcard, and the pattern for names inside it."""
     start = re.split(r'[*?\[]', location, maxsplit=1)[0]
     return start[: start.rfind('/') + 1], location[start.rfind('/') + 1 :]
 
@@ -288,7 +286,7 @@ def _check_matches(location: str, base: str, files: Iterable[File]) -> None:
 
 
 def _split_by_suffix(files: Iterable[File], suffixes: Collection[str] | None) -> tuple[list[File], list[PassedOver]]:
-    """Return the files with one of some suffixes, and the others, including hidden ones; None keeps all suffixes."""
+    """Return the files with one of the suffixes, and all others, including hidden ones; None keeps all suffixes."""
     endings = ('',) if suffixes is None else tuple(suffixes)
     found: list[File] = []
     others: list[PassedOver] = []
@@ -316,7 +314,7 @@ def _alternatives(inside: str, location: str) -> list[str]:
 
 def _list_expanded(wanted: list[str], location: str) -> list[File]:
     """List the expanded locations; names are relative to the folder before the first brace."""
-    # List that folder once instead of making one request per file.
+    # List this folder once instead of making one request per file.
     base = location.partition('{')[0].rpartition('/')[0] + '/'
     base = base if '/' in location.partition('{')[0] else '.'
     listed, _ = _list(base)
@@ -329,7 +327,7 @@ def _list_expanded(wanted: list[str], location: str) -> list[File]:
 
 
 def _list(location: str) -> tuple[list[File], list[PassedOver]]:
-    """List all files below a folder, or the file itself; and links that lead nowhere."""
+    """List all files below a folder, or the file itself, and broken links."""
     if is_url(location):
         return [*_files_of_store(location, object_store.list_objects(location))], []
     broken: list[PassedOver] = []
@@ -337,13 +335,13 @@ def _list(location: str) -> tuple[list[File], list[PassedOver]]:
 
 
 def _walk(location: str, broken: list[PassedOver]) -> Iterator[File]:
-    """Yield all files below a local folder and the folders that it links to, or the file itself.
+    """Yield all files below a local folder (following links to folders), or the file itself.
 
     Args:
-        broken: List that broken links are added to.
+        broken: List to which broken links are added.
 
     Raises:
-        UserError: There is no such folder, it cannot be read, or it links to a folder that contains the link.
+        UserError: The folder does not exist, cannot be read, or contains a link to a parent folder.
     """
     root = os.path.normpath(location)
     if os.path.isfile(root):
@@ -375,7 +373,7 @@ def _raise_listing_error(error: OSError) -> None:
 
 
 def _files_of_store(location: str, objects: Iterable[ObjectInfo]) -> Iterator[File]:
-    """Yield the files of an object store folder, or the object itself, given the metadata of its objects."""
+    """Yield an object store folder's files, or the object itself, from the metadata of its objects."""
     prefix = object_store.split(location)[1]
     root = location.removesuffix(prefix).rstrip('/') + '/'
     base = prefix if not prefix or prefix.endswith('/') else f'{prefix}/'

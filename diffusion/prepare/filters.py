@@ -1,4 +1,4 @@
-"""Clean captions; filter images by size, aspect ratio, length of the captions and numeric metadata columns."""
+"""Clean captions; filter images by size, aspect ratio, caption length and numeric metadata columns."""
 
 import math
 import re
@@ -14,25 +14,25 @@ from diffusion.storage.text_tables import is_misread
 MIN_LENGTH = 1
 """Default minimum length of a caption in characters."""
 MAX_LENGTH = 10_000
-"""Default maximum length of a caption in characters; a longer text is a web page, not a caption."""
+"""Default maximum length of a caption in characters; longer texts are web pages rather than captions."""
 _SURROGATES = re.compile('[\ud800-\udfff]')
 _REMOVED = re.compile(
-    '[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f'  # control characters except white space
+    '[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f'  # control characters except whitespace
     '\u00ad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufeff\ufff9-\ufffb]'  # zero width, text direction
 )
 _JOINERS = '\u200c\u200d'
-"""Zero-width characters to keep: Persian spelling and composed emoji need them."""
+"""Zero-width characters to keep, because Persian spelling and composed emoji need them."""
 
 
 def clean_captions(raw: Sequence[Any], *, min_length: int = MIN_LENGTH, max_length: int = MAX_LENGTH) -> list[str]:
-    """Return an image's cleaned captions in their order, without unusable and repeated ones; see `usable_captions`."""
+    """Return an image's cleaned captions in order, without unusable or repeated ones; see `usable_captions`."""
     return list(usable_captions(raw, min_length=min_length, max_length=max_length))
 
 
 def usable_captions(
     raw: Sequence[Any], *, min_length: int = MIN_LENGTH, max_length: int = MAX_LENGTH
 ) -> dict[str, int]:
-    """Return an image's cleaned captions in their order, each with the index of the first raw caption that gives it.
+    """Return an image's cleaned captions in order, each with the index of the first raw caption that yields it.
 
     Raises:
         Unfit: No caption is usable: no_caption, caption_not_text, caption_not_utf8, caption_too_short or
@@ -52,7 +52,7 @@ def usable_captions(
 
 
 def clean_text(text: str) -> str:
-    """Return text in NFC on one line with single spaces, without control characters and zero-width characters."""
+    """Normalize text: NFC, one line, single spaces, no control characters or zero-width characters."""
     text = _REMOVED.sub('', _SURROGATES.sub('\ufffd', text))
     return ' '.join(unicodedata.normalize('NFC', text).split())
 
@@ -65,7 +65,7 @@ def _clean_caption(caption: Any, min_length: int, max_length: int) -> str:
     if is_misread(caption):
         raise Unfit('caption_not_utf8', f'the caption {caption[:40]!r} was not written as UTF-8')
     # Check the raw length first: NFC normalization of 100 kB of combining accents takes minutes in Python. Cleaning
-    # shortens a text (white space, combining characters), so compare with a multiple of the maximum.
+    # shortens texts (whitespace, combining characters), so compare with a multiple of the maximum.
     too_long = len(caption) > 4 * max_length
     text = '' if too_long else clean_text(caption)
     if too_long or len(text) > max_length:
@@ -85,36 +85,36 @@ Missing = Literal['keep', 'reject']
 
 @dataclass
 class ValueRange:
-    """Inclusive range of allowed values of a metadata column."""
+    """Range of allowed values (inclusive) for a metadata column."""
 
     min: float | None = None
-    """Smallest allowed value; null for no limit."""
+    """Smallest allowed value; null means no limit."""
     max: float | None = None
-    """Largest allowed value; null for no limit."""
+    """Largest allowed value; null means no limit."""
 
 
 @dataclass
 class Filters:
-    """Limits on images and captions; an image outside of them is rejected."""
+    """Limits for images and captions; images outside these limits are rejected."""
 
     min_side: int = 1
     """Minimum length of the shorter side in pixels."""
     max_aspect: float | None = None
-    """Maximum ratio of the longer to the shorter side; null for no limit."""
+    """Maximum ratio of the longer to the shorter side; null means no limit."""
     min_caption: int = MIN_LENGTH
-    """Minimum caption length in characters; shorter captions are dropped, and images left without one are rejected."""
+    """Minimum caption length in characters; shorter captions are dropped, and images without any left are rejected."""
     max_caption: int = MAX_LENGTH
-    """Maximum caption length in characters, like `min_caption`; 10,000 is about ten times the longest model prompt."""
+    """Maximum caption length in characters, as for `min_caption`; 10,000 is about 10 times the longest model prompt."""
     columns: dict[str, ValueRange] = field(default_factory=dict)
     """Ranges by column name, ignoring case, such as `aesthetic_score: {min: 4.5}`."""
     missing: Missing = 'reject'
-    """keep or reject images without a numeric value in a column of `columns`."""
+    """Whether to keep or reject images without a numeric value for a column in `columns`."""
 
     def check(self) -> None:
-        """Check that the limits themselves are valid, before images are read.
+        """Check that the limits are valid, before images are read.
 
         Raises:
-            UserError: A limit is invalid, or nothing can pass it.
+            UserError: A limit is invalid or impossible to satisfy.
         """
         if self.min_side < 1:
             raise UserError(f'filters.min_side: {self.min_side} is not positive; give pixels')
@@ -137,7 +137,7 @@ class Filters:
             )
 
     def image_problem(self, width: int, height: int, captions: Sequence[str]) -> str | None:
-        """Return the reason to reject an image by its size or its captions, such as `too_small`, or None to keep it."""
+        """Return the reason to reject an image for its size or captions, such as `too_small`, or None to keep it."""
         if min(width, height) < self.min_side:
             return 'too_small'
         if self.max_aspect is not None and max(width, height) > self.max_aspect * min(width, height):
@@ -149,22 +149,22 @@ class Filters:
         return None
 
     def column_problem(self, metadata: Mapping[str, Any]) -> str | None:
-        """Return the reason to reject an image by its columns, such as `aesthetic_score_below_4.5`, or None."""
+        """Return the reason to reject an image for its columns, such as `aesthetic_score_below_4.5`, or None."""
         values = {name.casefold(): value for name, value in metadata.items()}
         found = (self._column_problem(name.casefold(), limits, values) for name, limits in self.columns.items())
         return next((problem for problem in found if problem is not None), None)
 
     def columns_in(self, metadata: Mapping[str, Any]) -> list[str]:
-        """Return the names of the filtered columns that exist in `metadata`, ignoring case."""
+        """Return the names of filtered columns that exist in `metadata`, ignoring case."""
         names = {name.casefold() for name in metadata}
         return [name for name in self.columns if name.casefold() in names]
 
     def unknown_column_notes(self, seen: Collection[str], available: Collection[str] = ()) -> list[str]:
-        """Return a message for the report for each filtered column that no image has, such as a misspelled one.
+        """Return a note for the report for each filtered column that no image has, which may be misspelled.
 
         Args:
-            seen: Names in `columns` that at least one image has.
-            available: All metadata columns of the images, for the message.
+            seen: Names from `columns` that at least one image has.
+            available: All metadata columns of the images, to list in the note.
         """
         return [
             f'filters.columns.{name}: no image has this column; available columns: {sorted(available) or "none"}'
@@ -184,7 +184,7 @@ class Filters:
 
 
 def _number(value: Any) -> float | None:
-    """Return a value as a finite float, or None; text is parsed, since CSV columns are text."""
+    """Return a value as a finite float, or None; strings are parsed, since CSV columns are strings."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):

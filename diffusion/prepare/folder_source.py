@@ -1,4 +1,4 @@
-"""Source for image files in a local or object store folder, with captions beside them or in one CSV or JSONL."""
+"""Source for image files in a local or object store folder, with captions beside them or in a caption file."""
 
 import itertools
 import json
@@ -44,51 +44,51 @@ from diffusion.prepare.source import (
 from diffusion.storage.places import is_url
 
 METADATA_FILES = ('metadata.jsonl', 'metadata.csv', 'metadata.parquet')
-"""Captions files of Hugging Face's imagefolder, in order of precedence."""
+"""Names of caption files in Hugging Face's imagefolder format, in order of precedence."""
 BESIDE = ('txt', 'json')
-"""Kinds of the files beside an image that hold its captions: text, with the suffix in the settings, and JSON."""
+"""Kinds of caption files beside an image: text (with the suffix from the settings) and JSON."""
 OTHER_TEXT = 'caption'
-"""Suffix of text files that other programs write beside images; they are read if the settings name it."""
+"""Suffix of text files that other programs write beside images; read only if selected in the settings."""
 TABLE_KINDS = ('.csv', '.jsonl', '.json', '.parquet', '.tsv', '.xlsx')
-"""Kinds of files that may be tables of captions under another name."""
+"""Suffixes of files that may be caption tables with an unexpected name."""
 PART_IMAGES = 1000
-"""Images per part."""
+"""Number of images per part."""
 MIN_IMAGES = 32
-"""Minimum number of images for a job of its own, to be worth its start and its files."""
+"""Minimum number of images per job; smaller jobs are not worth the overhead."""
 DOWNLOADS = 16
 """Number of objects to download at the same time."""
 
 
 @dataclass(frozen=True)
 class FolderSource:
-    """Images in a folder and its subfolders, in parts of 1000; the key of an image is its path relative to the folder.
+    """Images in a folder and its subfolders, in parts of 1000; an image's key is its path relative to the folder.
 
-    If there is no captions file, the captions of `a.jpg` are read as in img2dataset's `files` format: `captions` in
-    `a.json`, else those in `a.txt` (`caption_text`), else `caption` in `a.json`; other columns of `a.json` are
-    metadata. A captions file is a CSV with columns `file` and `caption`, or a JSONL with `file` and `caption` or
-    `captions`; other columns are metadata. If no image has such a file beside it, a `metadata.jsonl` or `metadata.csv`
-    in the folder is the captions file, as in Hugging Face's imagefolder.
+    Without a caption file, captions of `a.jpg` are read as in img2dataset's `files` format: `captions` in `a.json`,
+    otherwise `a.txt` (`caption_text`), otherwise `caption` in `a.json`; other keys of `a.json` become metadata. A
+    caption file is a CSV file with columns `file` and `caption`, or a JSONL file with `file` and `caption` or
+    `captions`; other columns become metadata. If no image has captions beside it, a `metadata.jsonl` or `metadata.csv`
+    in the folder is used as caption file, as in Hugging Face's imagefolder.
     """
 
     location: str
     captions: str | None = None
-    """Captions file, local or in an object store."""
+    """Caption file, local or in an object store."""
     caption_text: CaptionText = 'whole'
     """Content of a .txt file; see `SourceSettings.caption_text`."""
     caption_column: str | Sequence[str] | None = None
-    """Columns of the captions file, or keys of the .json and `txt` for the .txt; None for the rule above."""
+    """Columns of the caption file, or keys of .json files and `txt` for .txt files; None means the rule above."""
     image_suffixes: tuple[str, ...] = IMAGE_SUFFIXES
-    """Suffixes of the images, in lower case and without a dot."""
+    """Image suffixes, in lower case and without a dot."""
     caption_suffix: str = 'txt'
-    """Suffix of the text files, in lower case and without a dot."""
+    """Suffix of text files with captions, in lower case and without a dot."""
 
     def parts(self) -> Sequence[Part]:
-        """Split the images into parts, which jobs convert in parallel; the rows of a captions file are stored in them.
+        """Split the images into parts, to be converted by parallel jobs; parts include the caption file's rows.
 
-        The list of many files is in TMPDIR; with a captions file it is in memory, as each row may be about any image.
+        A long list of files is kept in TMPDIR, or in memory with a caption file, whose rows may refer to any image.
 
         Raises:
-            UserError: There are no images, the folder cannot be listed, or the captions file is invalid.
+            UserError: There are no images, the folder cannot be listed, or the caption file is invalid.
         """
         if expand_braces(self.location) != [self.location] and not os.path.exists(self.location):
             listed, others = list_files(self.location, None)
@@ -106,7 +106,7 @@ class FolderSource:
                 image_of_folder.setdefault(file.name.rpartition('/')[0], file.name)
             has_table = has_table or file.name.lower() in METADATA_FILES
         if not is_pattern(self.location):
-            # The splits of images follow from their folders, so one image of each folder is enough.
+            # An image's split depends only on its folder, so one image per folder is enough.
             refuse_mixed_splits(self.location, [*image_of_folder.values()], 'folder')
         if self.captions is None and image_of_folder:
             parts, captioned = self._parts_in_order(files, broken)
@@ -124,18 +124,18 @@ class FolderSource:
         elsewhere: Collection[str] = (),
         copy: Callable[[str], AbstractContextManager[Path]] = local_copy,
     ) -> PartList:
-        """Split the images among some files into parts, as `parts` does with all files of the folder.
+        """Split the images among the given files into parts, as `parts` does for the whole folder.
 
         Args:
-            listed: Files, with the captions of the images.
-            others: Files to count as skipped.
-            metadata: Captions files of an imagefolder, each for the images in its folder and below; None finds one in
-                the folder itself.
-            elsewhere: Names of images that are deliberately not listed; rows about them are skipped.
-            copy: Yields a local copy of a captions file, given its URL.
+            listed: Images and files with their captions.
+            others: Further files, counted as skipped.
+            metadata: Caption files in imagefolder format, each for the images in its folder and below; None means the
+                one in the folder itself.
+            elsewhere: Names of images that were left out on purpose; caption file rows about them are skipped. copy:
+            Yields a local copy of a caption file, given its URL.
 
         Raises:
-            UserError: There are no images, or a captions file is invalid.
+            UserError: There are no images, or a caption file is invalid.
         """
         files = {file.name: file for file in listed}
         images = self._images(files.values())
@@ -170,22 +170,22 @@ class FolderSource:
         return parts
 
     def read(self, part: Part) -> Iterator[Entry]:
-        """Yield the images of a part in order, with their captions and metadata."""
+        """Yield a part's images in order, with captions and metadata."""
         images = [_ImageFile(**values) for values in part.where['pictures']]
         if not is_url(self.location):
             yield from map(self._entry, images)
             return
         with ThreadPoolExecutor(DOWNLOADS) as threads:
-            # Download groups of images, since `map` over all would download the whole part ahead of the reader.
+            # Download in groups: mapping over all images would download the whole part ahead of the reader.
             for start in range(0, len(images), DOWNLOADS):
                 yield from threads.map(self._entry, images[start : start + DOWNLOADS])
 
     def divide(self, part: Part, count: int) -> list[Part]:
-        """Return at most `count` parts with the images of a part in order, and at least 32 in each but the last."""
+        """Split a part into at most `count` parts in order, each (except the last) with at least 32 images."""
         return divide_images(part, count)
 
     def _parts_in_order(self, files: Iterable[File], broken: Iterable[PassedOver]) -> tuple[PartList, bool]:
-        """Split sorted files into parts, with the captions beside the images; return also if an image has one."""
+        """Split sorted files into parts with captions from beside the images; also return if any image has one."""
         passed_over: dict[str, NamedCount] = {}
         captioned = False
 
@@ -212,7 +212,7 @@ class FolderSource:
         return [file for file in files if self._is_image(file)]
 
     def _notes(self, passed_over: Mapping[str, NamedCount], captioned: bool) -> tuple[str, ...]:
-        """Return hints about files that are not read but may hold the captions."""
+        """Return hints about skipped files that may contain the captions."""
         notes = []
         others = passed_over.get(f'.{OTHER_TEXT}')
         if others is not None:
@@ -239,20 +239,20 @@ class FolderSource:
                     text, columns = (_read(image.beside[kind]) if kind in image.beside else None for kind in BESIDE)
                     named = column_list(self.caption_column)
                     read_sidecars(entry, text, columns, rule=self.caption_text, caption_columns=named)
-            except PermissionError:  # concerns only this file; other I/O errors stop the part
+            except PermissionError:  # affects only this file; other I/O errors stop the part
                 entry.problem = 'unreadable'
         return entry
 
     def _paired_in_order(self, files: Iterable[File], passed_over: dict[str, NamedCount]) -> Iterator['_ImageFile']:
-        """Yield each image with the files beside it that hold its captions, which are not read yet.
+        """Yield each image with the caption files beside it, which are not read yet.
 
-        The files are not held in memory, as their order puts those of one stem together.
+        Files need not be held in memory, because in sorted order, files with the same stem are close together.
 
         Args:
-            passed_over: Counts by kind; files that are neither images nor beside one are added to them.
+            passed_over: Counts by kind; files that are neither images nor belong to one are added.
         """
-        # All names that begin with the stem of an image and a dot follow each other, among them its captions, and such
-        # spans of names are nested or apart.
+        # All names that begin with an image's stem and a dot, including its captions, are consecutive. Two such spans
+        # of names are either nested or disjoint.
         spans: list[_Span] = []
         waiting: deque[tuple[File, _Span]] = deque()
 
@@ -296,10 +296,10 @@ class FolderSource:
         copy: Callable[[str], AbstractContextManager[Path]],
         notes: list[str],
     ) -> Iterator['_ImageFile']:
-        """Yield the images in the order of the captions files, then those that no file lists, as rejected ones.
+        """Yield images in the order of the caption files, then images not listed in any of them, as rejected.
 
-        A row of a missing or repeated image, or without a caption, is yielded as a rejected image too. If no row names
-        an image, `notes` gets a hint.
+        Rows without a caption and rows about missing or repeated images are also yielded as rejected. If no row matches
+        an image, a hint is added to `notes`.
         """
         unknown = None
         seen: set[str] = set()
@@ -312,7 +312,8 @@ class FolderSource:
                     if any(name in elsewhere for name in names):
                         continue
                     name = next((name for name in names if name in files), names[-1])
-                    # Accept a suffix in another case, as in a.JPG for a.jpg; the first such row indexes the files.
+                    # Accept a suffix that differs in case, such as a.JPG for a.jpg; the first such row builds an index
+                    # of the files.
                     if name not in files and not row.problem:
                         by_suffix = by_suffix or {_lower_suffix(each): each for each in files}
                         name = by_suffix.get(_lower_suffix(name), name)
@@ -338,14 +339,14 @@ class FolderSource:
 
 
 def _lower_suffix(name: str) -> str:
-    """Return a path with its suffix in lower case."""
+    """Return a path with a lowercase suffix."""
     stem, dot, suffix = name.rpartition('.')
     return f'{stem}{dot}{suffix.lower()}'
 
 
 @dataclass
 class _ImageFile:
-    """Image file with its captions or their location; all values are JSON types, to be stored in the plan."""
+    """Image file with its captions or their location; all values are JSON types, so they can be stored in the plan."""
 
     key: str
     stamp: str = ''
@@ -353,32 +354,32 @@ class _ImageFile:
     size: int = 0
     captions: list[str] = field(default_factory=list)
     beside: dict[str, str] = field(default_factory=dict)
-    """URLs of its text and .json file, by kind, a value of `BESIDE`."""
+    """URLs of the image's text and .json files, by kind (see `BESIDE`)."""
     metadata: dict[str, Any] = field(default_factory=dict)
     problem: str | None = None
     caption_columns: list[str] = field(default_factory=list)
-    """The column of each caption, if they are from several."""
+    """The source column of each caption, if there are several columns."""
 
     def content(self) -> dict[str, Any]:
         """Return the values to store in the plan."""
-        # A plan can have ten million images, and most have no caption columns.
+        # Omit empty caption columns: a plan may have ten million images, most of them without such columns.
         return {name: value for name, value in vars(self).items() if value or name != 'caption_columns'}
 
 
 @dataclass
 class _Span:
-    """Files with names that begin with the same stem and a dot."""
+    """Files whose names begin with the same stem and a dot."""
 
     prefix: str
     beside: dict[str, File] = field(default_factory=dict)
-    """The files that hold captions of images with this stem, by kind."""
+    """Caption files for images with this stem, by kind."""
     has_image: bool = False
     open: bool = True
-    """True until a file is listed that is not in the span."""
+    """True until a file outside the span is listed."""
 
 
 def _with_captions(file: File, beside: Mapping[str, File]) -> _ImageFile:
-    """Return an image with the files beside it that hold its captions, by kind."""
+    """Return an image with the caption files beside it, by kind."""
     found = {kind: beside[kind] for kind in BESIDE if kind in beside}
     stamp = ' '.join([file.stamp, *(other.stamp for other in found.values())])
     image = _ImageFile(file.name, stamp, file.url, file.size, beside={kind: each.url for kind, each in found.items()})
@@ -395,13 +396,13 @@ def _stem(file: File) -> str:
 
 
 def kind_beside(file: File, caption_suffix: str) -> str | None:
-    """Return `txt` for a text file of captions, `json` for a .json file, None for others; case does not matter."""
+    """Return `txt` for a caption text file, `json` for a .json file, or None for others; case is ignored."""
     suffix = file.name.rpartition('.')[2].lower()
     return 'txt' if suffix == caption_suffix else 'json' if suffix == 'json' else None
 
 
 def texts_beside(images: Iterable[File], files: Iterable[File], caption_suffix: str) -> dict[str, dict[str, File]]:
-    """Return the files with captions beside some images: by the stem of the image and by kind."""
+    """Return the caption files beside some images, by image stem and kind."""
     stems = {_stem(image) for image in images}
     found: dict[str, dict[str, File]] = {}
     for file in files:
@@ -412,7 +413,7 @@ def texts_beside(images: Iterable[File], files: Iterable[File], caption_suffix: 
 
 
 def metadata_in(folder: str, files: Iterable[File]) -> list[File]:
-    """Return the captions file of a folder, in a list, or an empty list; the case of its name does not matter."""
+    """Return a list with a folder's caption file, or an empty list; the case of its name is ignored."""
     prefix = f'{folder}/' if folder else ''
     names = [f'{prefix}{name}' for name in METADATA_FILES]
     found = {
@@ -422,7 +423,7 @@ def metadata_in(folder: str, files: Iterable[File]) -> list[File]:
 
 
 def _put_beside(beside: dict[str, File], kind: str, file: File) -> File | None:
-    """Add a file to those of an image by kind; prefer `a.txt` to `a.TXT`, and return the other one, if any."""
+    """Add a file to an image's caption files; prefer `a.txt` to `a.TXT`, and return the unused one, if any."""
     other = beside.get(kind)
     if other is not None and other.name.rpartition('.')[2].islower():
         return file
@@ -431,7 +432,7 @@ def _put_beside(beside: dict[str, File], kind: str, file: File) -> File | None:
 
 
 def _others(read: Iterable[File], files: Iterable[File], tables: Collection[str]) -> Iterator[PassedOver]:
-    """Yield the files that are not read; `tables` are URLs of captions files."""
+    """Yield the skipped files; `tables` are URLs of caption files."""
     used = {file.name for file in read}
     yield from (PassedOver(file.name) for file in files if file.name not in used and file.url not in tables)
 
@@ -445,7 +446,7 @@ def _parts(images: Iterable[_ImageFile]) -> PartList:
 
 
 def divide_images(part: Part, count: int) -> list[Part]:
-    """Return at most `count` parts with the images of a part in order; see `FolderSource.divide`."""
+    """Split a part into at most `count` parts in order; see `FolderSource.divide`."""
     images = part.where['pictures']
     step = max(MIN_IMAGES, math.ceil(len(images) / count))
     found = []
@@ -457,7 +458,7 @@ def divide_images(part: Part, count: int) -> list[Part]:
 
 
 def _part(number: int, images: Sequence[_ImageFile]) -> Part:
-    # The key and the name are part of the plan: renaming them would change the fingerprint of every prepared dataset.
+    # This key and the name below are part of the plan: renaming them changes the fingerprint of every prepared dataset.
     where = {'pictures': [image.content() for image in images]}
     stamp = xxhash.xxh3_128_hexdigest(json.dumps(where))
     return Part(f'pictures-{number:06}', where, max(1, sum(image.size for image in images)), stamp)

@@ -1,4 +1,4 @@
-"""Datasets on the Hugging Face Hub: names, listings at one commit, and downloads that are checked against them."""
+"""Datasets on the Hugging Face Hub: names, file listings at one commit, and downloads verified against these."""
 
 import hashlib
 import os
@@ -25,16 +25,16 @@ PREFIX = 'hf://datasets/'
 ENDPOINT = 'https://huggingface.co'
 POLICY = RetryPolicy()
 DOWNLOADS = 8
-"""Number of files to download at the same time per process; the Hub limits the requests per user."""
+"""Number of files to download at the same time per process; the Hub limits requests per user."""
 HASHED_BYTES = 2**20
 MAX_PATH_CHARACTERS = 1024
-"""Maximum length of a row's path to request from the Hub: servers refuse or drop requests with longer ones."""
+"""Maximum length of a path requested from the Hub: servers reject or drop requests with longer paths."""
 Answer = TypeVar('Answer')
 
 
 @dataclass(frozen=True)
 class HubName:
-    """Name of a dataset on the Hub, with a revision and a path or a pattern in it if they are given."""
+    """Name of a dataset on the Hub, optionally with a revision and with a path or pattern inside the dataset."""
 
     repository: str
     revision: str | None = None
@@ -42,12 +42,12 @@ class HubName:
 
 
 def parse_name(location: str) -> HubName | None:
-    """Return the parts of `org/dataset[@revision]` or `hf://datasets/org/dataset[@revision][/path]`; None for others.
+    """Parse `org/dataset[@revision]` or `hf://datasets/org/dataset[@revision][/path]`; return None for others.
 
-    The address of the dataset's page, or of a folder or file in it, is accepted too.
+    The URL of the dataset's web page, or of a folder or file in it, is accepted too.
 
     Raises:
-        UserError: The URL is of something else on the Hub, such as a model.
+        UserError: The URL refers to something else on the Hub, such as a model.
     """
     for host in (ENDPOINT, endpoint()):
         if location.startswith(f'{host}/datasets/'):
@@ -57,7 +57,7 @@ def parse_name(location: str) -> HubName | None:
     if not location.startswith('hf://'):
         found = re.fullmatch(rf'{name}(?:@([\w./-]+))?', location)
         return None if found is None else HubName(found[1], found[2])
-    # A revision such as refs/convert/parquet has slashes, or %2F for them in a URL.
+    # Revisions such as refs/convert/parquet contain slashes, or %2F in URLs.
     rest = r'(?:@(refs/(?:convert|pr)/[\w.-]+|[^/]+))?(?:/(.*))?'
     found = re.fullmatch(f'{PREFIX}{name}{rest}', location, re.DOTALL)
     if found is None:
@@ -74,20 +74,20 @@ def _name_of(url: str) -> HubName:
 
 @dataclass(frozen=True)
 class Hub:
-    """The Hub at HF_ENDPOINT; the URL of a file names a commit, so that its content does not change."""
+    """The Hub at HF_ENDPOINT. File URLs contain a commit, so the content at a URL never changes."""
 
     token_variable: str | None = None
-    """Name of the environment variable with the token; None uses HF_TOKEN or the login of `hf auth login`."""
+    """Environment variable with the token; None means HF_TOKEN or the token saved by `hf auth login`."""
 
     def list_repository(self, name: str, revision: str | None) -> tuple[str, list[File]]:
-        """Return the commit that a dataset's revision has now, and its files; None is the main branch.
+        """Return the current commit of a dataset's revision, and its files; None means the main branch.
 
-        The stamp of a file is `sha256:` and its hash if it is stored as a large file, otherwise `git:` and its blob.
+        A file's stamp is `sha256:HASH` if it is stored as a large file, otherwise `git:BLOB`.
 
         Raises:
-            UserError: There is no such repository or revision, it is not accessible, or offline mode is on.
+            UserError: The repository or revision does not exist or is not accessible, or offline mode is on.
             GaveUp: The Hub did not answer.
-            DataError: Something else answered.
+            DataError: The response did not come from a Hub.
         """
         from huggingface_hub import constants
 
@@ -111,11 +111,11 @@ class Hub:
 
     @contextmanager
     def copies(self, files: Sequence[File]) -> Iterator[dict[str, Path]]:
-        """Yield local paths of files by URL: those of the Hub are downloaded to TMPDIR, checked, and removed afterward.
+        """Yield local paths of files by URL; Hub files are downloaded to TMPDIR, verified, and removed afterward.
 
         Raises:
-            UserError: A file does not exist, or may not be read.
-            GaveUp: The Hub did not answer, or a file had another size or hash every time.
+            UserError: A file does not exist or may not be read.
+            GaveUp: The Hub did not answer, or a file's size or hash was wrong in every attempt.
             OSError: The local disk is full.
         """
         remote = [file for file in files if is_on_hub(file.url)]
@@ -134,13 +134,13 @@ class Hub:
             yield paths
 
     def read_beside(self, table: str, path: str) -> bytes:
-        """Return the image that a row of a table names by path; its hash is not checked.
+        """Return the image at the path given in a table's row; its hash is not checked.
 
         Args:
-            path: Path relative to the table, or to the repository.
+            path: Path relative to the table or to the repository.
 
         Raises:
-            Unfit: The path leaves the repository, or there is no such file. Other errors are those of `copies`.
+            Unfit: The path leads outside the repository, or the file does not exist. Other errors are as in `copies`.
         """
         from huggingface_hub.errors import EntryNotFoundError
 
@@ -160,14 +160,14 @@ class Hub:
         raise Unfit('missing_file', f'{root} has no file {paths[0]!r}')
 
     def read_end(self, file: File, size: int) -> bytes:
-        """Return the last bytes of a file, at most `size`; their hash is not checked."""
+        """Return up to `size` bytes from the end of a file, without checking its hash."""
         from huggingface_hub import hf_hub_url
 
         name = _name_of(file.url)
         where = {'repo_type': 'dataset', 'revision': name.revision, 'endpoint': endpoint()}
         address = hf_hub_url(name.repository, name.path, **where)
         ranges = {'Range': f'bytes={max(0, file.size - size)}-'}
-        # A server that does not know ranges answers with the whole file.
+        # Servers that do not support ranges send the whole file.
         return _ask(lambda: self._get(address, ranges).content[-size:], file.url, name.repository, name.revision)
 
     def _download(self, file: File, folder: Path) -> Path:
@@ -176,7 +176,7 @@ class Hub:
         name = _name_of(file.url)
 
         def attempt() -> Path:
-            # Give the client a folder per file, since it writes lock files and metadata beside the copies.
+            # Give the client a separate folder per file, since it writes lock files and metadata beside copies.
             own = Path(tempfile.mkdtemp(dir=folder))
             path = hf_hub_download(
                 name.repository,
@@ -199,40 +199,40 @@ class Hub:
         return _ask(attempt, file.url, name.repository, name.revision)
 
     def _get(self, url: str, headers: Mapping[str, str]) -> Any:
-        """Return the answer to a request of the Hub; errors are those of huggingface_hub."""
-        # This is the documented module, but it does not declare which names it exports.
+        """Send a request to the Hub and return the response; errors are raised as huggingface_hub's exceptions."""
+        # This is the documented module, although it does not declare its exported names.
         from huggingface_hub.utils import (
             build_hf_headers,  # pyright: ignore[reportPrivateImportUsage]
             get_session,  # pyright: ignore[reportPrivateImportUsage]
             hf_raise_for_status,  # pyright: ignore[reportPrivateImportUsage]
         )
 
-        # HfApi is not used because its listing has no timeout.
+        # Do not use HfApi: its listing has no timeout.
         own = build_hf_headers(token=token_of(self.token_variable) or False, library_name='diffusion-recipes')
         response = get_session().get(url, headers={**own, **headers}, timeout=POLICY.timeout_seconds)
         hf_raise_for_status(response)
         return response
 
     def _get_json(self, url: str) -> tuple[Any, str | None]:
-        """Return the answer to an API request, and the query of its next page."""
+        """Return the response to an API request, and the query for the next page."""
         response = self._get(url, {})
-        # Return the query alone: the token must not be sent to another host.
+        # Return only the query: the token must not be sent to another host.
         following = response.links.get('next', {}).get('url')
         return response.json(), None if following is None else urlsplit(following).query
 
 
 def is_on_hub(url: str) -> bool:
-    """Return True if the URL of a file is one on the Hub."""
+    """Return True if a file's URL is on the Hub."""
     return url.startswith(PREFIX)
 
 
 def endpoint() -> str:
-    """Return the address of the Hub, from HF_ENDPOINT if it is set."""
+    """Return the Hub's URL, from HF_ENDPOINT if it is set."""
     return (os.environ.get('HF_ENDPOINT') or ENDPOINT).rstrip('/')
 
 
 def token_of(variable: str | None) -> str | None:
-    """Return the token in an environment variable; if None is given, that of HF_TOKEN or `hf auth login`, or None.
+    """Return the token in an environment variable; for None, return that of HF_TOKEN or `hf auth login`, if any.
 
     Raises:
         UserError: The variable is not set.
@@ -259,14 +259,14 @@ def _file(name: str, commit: str, entry: dict[str, Any]) -> File:
 
 
 def _check(path: Path, file: File) -> None:
-    """Raise DamagedDownload unless a downloaded file has the size and the hash of its listing."""
+    """Raise DamagedDownload if a downloaded file's size or hash differs from the listing."""
     size = path.stat().st_size
     if file.size >= 0 and size != file.size:
         raise DamagedDownload(f'received {size} of {file.size} bytes')
     kind, _, wanted = file.stamp.partition(':')
     if not wanted:
         return
-    # Git's hash of a file begins with its type and size.
+    # Git hashes a file's type and size before its content.
     digest = hashlib.sha256() if kind == 'sha256' else hashlib.sha1(f'blob {size}\0'.encode(), usedforsecurity=False)
     with path.open('rb') as content:
         while block := content.read(HASHED_BYTES):
@@ -276,7 +276,7 @@ def _check(path: Path, file: File) -> None:
 
 
 def _ask(request: Callable[[], Answer], url: str, name: str, revision: str | None) -> Answer:
-    """Return the Hub's answer to a request, which is retried while the Hub does not answer."""
+    """Return the Hub's response to a request, retrying while the Hub does not answer."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     def attempt() -> Answer:
@@ -284,10 +284,10 @@ def _ask(request: Callable[[], Answer], url: str, name: str, revision: str | Non
             try:
                 return request()
             except LocalEntryNotFoundError as error:
-                # huggingface_hub raises this for any failed request of metadata, so that it looks like a missing file.
+                # huggingface_hub raises this for any failed metadata request, as if the file were missing.
                 raise error.__cause__ or ConnectionError(str(error)) from None
             except RuntimeError as error:
-                # hf_xet, which transfers large files, raises no other class.
+                # hf_xet, which transfers large files, raises only this class.
                 raise ConnectionError(str(error)) from error
         except Exception as error:
             reason = _refusal(error, name, revision)
@@ -299,7 +299,7 @@ def _ask(request: Callable[[], Answer], url: str, name: str, revision: str | Non
 
 
 def _refusal(error: Exception, name: str, revision: str | None) -> str | None:
-    """Return the reason why the Hub refuses a request, with the way out; None for other errors."""
+    """Return why the Hub rejected a request and how to fix it, or None for other errors."""
     from huggingface_hub import errors
 
     page = f'{endpoint()}/datasets/{name}'
@@ -327,10 +327,10 @@ def _refusal(error: Exception, name: str, revision: str | None) -> str | None:
 
 @cache
 def _turn_off_progress_bars() -> None:
-    """Turn off the progress bars of huggingface_hub, which shows one per file."""
+    """Turn off the progress bars of huggingface_hub, which would show one per file."""
     from huggingface_hub.utils import disable_progress_bars  # pyright: ignore[reportPrivateImportUsage]  # as above
     from tqdm import tqdm
 
     disable_progress_bars()
-    # Otherwise, even a bar that is off creates a system semaphore, and Python warns about it when a worker ends.
+    # By default, even a disabled bar creates a system semaphore, about which Python warns when a worker ends.
     tqdm.set_lock(threading.RLock())

@@ -1,10 +1,10 @@
-"""Source for Hugging Face datasets, on the Hub or in a local folder: one split of one configuration, in any layout.
+"""Source for Hugging Face datasets on the Hub or in a local folder: one split of one configuration, in any layout.
 
-The files of the split are read by the readers of the other sources: Parquet, webdataset tars, image files with their
-captions, or Arrow files that `save_to_disk` wrote. Files on the Hub are read at one commit, a part at a time.
+The split's files are read by the readers of the other sources: Parquet files, webdataset tar files, image files with
+captions, or Arrow files written by `save_to_disk`. Files on the Hub are read at one fixed commit, one part at a time.
 
 The package `datasets` is not used: it stops at the first damaged file, image or row, silently drops files that match no
-split and images that no row names, and needs another package per object store.
+split and images not listed in any row, and needs another package per object store.
 """
 
 import os
@@ -28,33 +28,33 @@ from diffusion.storage.places import is_url
 from diffusion.storage.retry import GaveUp, error_text
 
 FOOTER_BYTES = 2**18
-"""Bytes at the end of a Parquet file on the Hub that are read for its columns; few files have a larger footer."""
+"""Number of bytes to read from the end of a Parquet file on the Hub for its columns; few files have larger footers."""
 IMAGES_AT_ONCE = 64
-"""Number of image files to download before they are read."""
+"""Number of image files to download at a time before reading them."""
 
 
 @dataclass(frozen=True)
 class HuggingFaceSource:
     """One split of a Hugging Face dataset: `org/dataset[@revision]`, a `hf://datasets/` path or pattern, or a folder.
 
-    A folder is a snapshot of a repository, written by `hf download`, or was written by `save_to_disk`. Files of other
-    splits and configurations are skipped and counted. The key of an image is that of the reader of its layout.
+    A folder is either a repository snapshot from `hf download` or a dataset saved by `save_to_disk`. Files of other
+    splits and configurations are skipped and counted. Images have the same keys as in the layout's own source.
     """
 
     location: str
     split: str | None = None
-    """Split to read; None reads `train`, or the only split."""
+    """Split to read; None means `train` or the only split."""
     config: str | None = None
-    """Configuration to read; None reads the default one, or the only one."""
+    """Configuration to read; None means the default or the only one."""
     token_variable: str | None = None
-    """Name of the environment variable with the token for the Hub."""
+    """Environment variable with the Hub token."""
     image_column: str | None = None
     caption_column: str | Sequence[str] | None = None
     caption_text: CaptionText = 'whole'
     image_suffixes: tuple[str, ...] = IMAGE_SUFFIXES
     caption_suffix: str = 'txt'
     commit: str | None = None
-    """Commit to read on the Hub instead of the revision in the location."""
+    """Commit on the Hub, used instead of the revision in the location."""
 
     @property
     def _hub(self) -> Hub:
@@ -66,7 +66,7 @@ class HuggingFaceSource:
 
     @property
     def _captions(self) -> dict[str, Any]:
-        """Keyword arguments for the readers of captions in files beside the images."""
+        """Keyword arguments for readers of captions in files beside the images."""
         return {
             'caption_text': self.caption_text,
             'caption_column': self.caption_column,
@@ -74,7 +74,7 @@ class HuggingFaceSource:
         }
 
     def pinned_to(self, parts: Iterable[Mapping[str, Any]]) -> 'HuggingFaceSource':
-        """Return the source at the commit that an earlier start listed, given the parts of its plan."""
+        """Return the source pinned to the commit that an earlier start listed, given its plan's parts."""
         places = (place for part in parts for place in (part['where'], *part['where'].get('pictures', ())))
         planned = next((parse_name(place['url']) for place in places if place.get('url', '').startswith('hf://')), None)
         wanted = None if planned is None or os.path.exists(self.location) else parse_name(self.location)
@@ -86,7 +86,8 @@ class HuggingFaceSource:
         """List the dataset, choose the configuration and the split, and split its files into parts.
 
         Raises:
-            UserError: There is no such dataset, split or configuration, access is denied, or the dataset has no images.
+            UserError: The dataset, split or configuration does not exist, access is denied, or the dataset has no
+                images.
             DataError: The Hub does not answer.
         """
         dataset = self._listing()
@@ -106,11 +107,11 @@ class HuggingFaceSource:
         return [replace(part, where={'layout': choice.layout, **part.where}) for part in parts]
 
     def divide(self, part: Part, count: int) -> list[Part]:
-        """Return at most `count` parts with the images of a part in order; a file of rows stays one part."""
+        """Split a part of images into at most `count` parts in order; a file of rows stays one part."""
         return divide_images(part, count) if 'pictures' in part.where else [part]
 
     def read(self, part: Part) -> Iterator[Entry | PassedOver]:
-        """Yield the images of a part with captions and metadata, as the reader of its layout does."""
+        """Yield a part's images with captions and metadata, using the reader for its layout."""
         where = part.where
         if where['layout'] == 'folder':
             yield from self._read_images(part)
@@ -137,7 +138,7 @@ class HuggingFaceSource:
             ) from error
 
     def _image_parts(self, choice: Choice, dataset: DatasetListing, chooser: Chooser) -> Sequence[Part]:
-        """Return the parts of the images of a split, with the captions beside them or in metadata files."""
+        """Split image files into parts, with captions from beside them or from metadata files."""
         images, others = choice.files, [*dataset.hidden, *choice.others]
         paired = texts_beside(images, dataset.files, self.caption_suffix)
         beside = [file for each in paired.values() for file in each.values()]
@@ -162,7 +163,7 @@ class HuggingFaceSource:
         )
 
     def _read_images(self, part: Part) -> Iterator[Entry]:
-        """Yield the images of a part; those on the Hub are downloaded in groups."""
+        """Yield a part's images; images on the Hub are downloaded in groups."""
         images = part.where['pictures']
         for start in range(0, len(images), IMAGES_AT_ONCE):
             group = images[start : start + IMAGES_AT_ONCE]
@@ -180,7 +181,7 @@ class HuggingFaceSource:
                 yield from folder.read(replace(part, where={'pictures': local}))
 
     def _check_columns(self, file: File) -> None:
-        """Raise UserError for a wrong column name, before any work is done."""
+        """Raise UserError for a wrong column name before any work is done."""
         if file.size and is_on_hub(file.url):
             check_columns(pa.BufferReader(self._hub.read_end(file, FOOTER_BYTES)), self._columns, file.url)
         elif file.size and not is_url(file.url):
@@ -188,7 +189,7 @@ class HuggingFaceSource:
 
 
 def _metadata_of(images: Sequence[File], files: Sequence[File]) -> list[File]:
-    """Return the captions files of the folders that have some images, one per folder, inner folders first."""
+    """Return the caption files that apply to some images, at most one per folder, inner folders first."""
     tables = [file for file in files if is_metadata(file)]
     prefixes = sorted({table.name.removesuffix(table.name.rpartition('/')[2]) for table in tables}, reverse=True)
     used = [prefix for prefix in prefixes if any(image.name.startswith(prefix) for image in images)]
@@ -196,7 +197,7 @@ def _metadata_of(images: Sequence[File], files: Sequence[File]) -> list[File]:
 
 
 def _files_on_hub(image: Mapping[str, Any]) -> list[File]:
-    """Return an image in a plan and its captions as files on the Hub; the image's stamp has the stamps of all."""
+    """Return a planned image and its captions as Hub files; the image's stamp combines the stamps of all."""
     if not is_on_hub(image.get('url', '')):
         return []
     beside, stamps = image.get('beside', {}).values(), image['stamp'].split(' ')

@@ -1,4 +1,4 @@
-"""Decode an image of a source, also in an optional format, or reject it with a reason; encode it for storage."""
+"""Decode a source image (including optional formats) or reject it with a reason; encode it for storage."""
 
 import io
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from diffusion.prepare.source import Unfit
 __all__ = ['FORMATS', 'MAX_PIXELS', 'DecodedImage', 'Unfit', 'covering_size', 'decode_image', 'encode', 'shrink']
 
 FULL_CHROMA_QUALITY = 95
-"""JPEG quality at and above which chroma is stored at full resolution."""
+"""At this JPEG quality and above, chroma is stored at full resolution."""
 
 
 def decode_image(
@@ -34,19 +34,19 @@ def decode_image(
     svg_side: int = 0,
     resized_to: Callable[[int, int], tuple[int, int]] | None = None,
 ) -> DecodedImage:
-    """Read an image by `data.image_reading.read_image`, also in the optional formats.
+    """Read an image with `data.image_reading.read_image`, including optional formats.
 
     Args:
         encoded: The file; may be damaged or not an image at all.
         background: Color of transparent areas, in any notation that Pillow accepts.
-        max_pixels: Maximum width times height, compared with the header of the file before it is decoded.
+        max_pixels: Maximum width times height, checked against the file's header before decoding.
         formats: Names of optional formats to decode: heic, jxl and svg (`optional_formats`).
-        svg_side: Minimum of the shorter side of an SVG drawing, in pixels.
-        resized_to: Returns the largest (width, height) that an image of some width and height will be resized to; a
-            JPEG that is much larger is decoded smaller.
+        svg_side: Minimum length in pixels of the shorter side of a rendered SVG drawing.
+        resized_to: Returns the largest (width, height) to which an image of the given width and height will be resized;
+            much larger JPEGs are decoded at a reduced size.
 
     Raises:
-        Unfit: The image is rejected for one of the reasons of `read_image`, or for SVG also svg_text, svg_other_file or
+        Unfit: The image is rejected for one of `read_image`'s reasons or, for SVG, svg_text, svg_other_file or
             svg_too_complex. No other exception is raised for any input.
     """
     is_svg = 'svg' in formats and looks_like_svg(encoded)
@@ -67,9 +67,9 @@ def decode_image(
 def encode(image: Image.Image, *, lossless: bool, jpeg_quality: int) -> bytes:
     """Encode an image without metadata as PNG or JPEG; deterministic."""
     file = io.BytesIO()
-    # Copy `info`, which belongs to the caller.
+    # Copy the image, because its `info` belongs to the caller.
     stripped = image.copy() if image.info else image
-    stripped.info = {}  # Pillow would write location, camera and comments into the new file
+    stripped.info = {}  # otherwise, Pillow writes location, camera and comments to the file
     if lossless:
         stripped.save(file, 'PNG', compress_level=6)
     else:
@@ -79,7 +79,7 @@ def encode(image: Image.Image, *, lossless: bool, jpeg_quality: int) -> bytes:
 
 
 def covering_size(width: int, height: int, shape: Shape) -> tuple[int, int]:
-    """Return the smallest (width, height) of an image of this size that covers a shape; never a larger one."""
+    """Return the smallest size with this aspect ratio that covers a shape, but no larger than (width, height)."""
     scale = max(shape.width / width, shape.height / height)
     if scale >= 1:
         return width, height
@@ -87,16 +87,16 @@ def covering_size(width: int, height: int, shape: Shape) -> tuple[int, int]:
 
 
 def shrink(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """Downscale an image to a (width, height); return the same object if it already has that size."""
+    """Downscale an image to (width, height); return the same object if it already has this size."""
     if size == image.size:
         return image
-    # Reduce by an integer factor first, which is faster; with a gap of 3.0 or more the result is practically the same
-    # (Pillow's documentation).
+    # With `reducing_gap`, Pillow first reduces by an integer factor, which is faster; according to Pillow's
+    # documentation, the result is practically the same with a gap of 3.0 or more.
     return image.resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)
 
 
 def _check_jxl(encoded: bytes, max_pixels: int) -> None:
-    """Raise UnreadableImage if the header of a JPEG XL file states too many pixels or an animation."""
+    """Raise UnreadableImage if a JPEG XL file's header specifies too many pixels or an animation."""
     header = read_jxl_header(encoded)
     if header is not None:
         check_pixels(header.width, header.height, max_pixels)

@@ -1,4 +1,4 @@
-"""Exact and perceptual hashes of images, and the search for duplicates and near-duplicates among them."""
+"""Exact and perceptual image hashes, and search for duplicates and near-duplicates."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -13,33 +13,33 @@ from PIL import Image
 from diffusion.errors import UserError
 
 THUMBNAIL_SIDE = 32
-"""Side of the thumbnail that is hashed, in pixels."""
+"""Side in pixels of the thumbnail that is hashed."""
 LOW_FREQUENCIES = 8
-"""DCT frequencies per direction in the perceptual hash: 8 x 8 = 64 bits."""
+"""Number of DCT frequencies per direction in the perceptual hash: 8 x 8 = 64 bits."""
 FLAT_LEVELS = 4.0
-"""Standard deviation of a thumbnail, in levels of 255, below which noise determines the perceptual hash."""
+"""If a thumbnail's standard deviation (of 8-bit values) is lower, its perceptual hash is determined by noise."""
 MAX_DISTANCE = 8
-"""Maximum supported Hamming distance of near-duplicates, in bits."""
+"""Maximum supported Hamming distance between near-duplicates in bits."""
 ALL_PAIRS_LIMIT = 2048
-"""Maximum number of hashes to compare in all pairs."""
+"""Maximum number of hashes for which all pairs are compared."""
 MAX_COMPARISONS_PER_HASH = 1000
-"""Comparisons per hash after which a search with more, smaller groups is tried."""
+"""With more comparisons per hash, a search with smaller and more groups is tried."""
 MAX_PAIRS_PER_HASH = 16
-"""Maximum number of near pairs per hash to hold in memory."""
+"""Maximum number of near-duplicate pairs per hash to hold in memory."""
 MAX_TABLES = 1000
 """Maximum number of sorted tables in one search."""
 CHUNK = 2**18
-"""Hashes that are compared with a sorted table at a time; with intermediate results they fit into a CPU's cache."""
+"""Number of hashes to compare with a sorted table at a time; with intermediate results, they fit in the CPU cache."""
 
 
 def exact_hash(image: Image.Image, pixels: np.ndarray | None = None, size: tuple[int, int] | None = None) -> int:
-    """Return a 64-bit hash (XXH3) of the size and RGB pixels of an image.
+    """Return a 64-bit XXH3 hash of an image's size and RGB pixels.
 
     Args:
-        pixels: Its pixels, uint8 [H, W, 3], which saves copying them; None takes them from the image.
-        size: (width, height) of the file, if the image was decoded smaller; None takes that of the image.
+        pixels: The image's pixels, uint8 [H, W, 3], to avoid a copy; None means to take them from the image.
+        size: (width, height) in the file, if the image was decoded at a reduced size; None means the image's size.
     """
-    # Include the size: images of one color with the same number of pixels have the same bytes.
+    # Include the size: single-color images with the same number of pixels have the same bytes.
     width, height = size or image.size
     state = xxhash.xxh3_64(f'{width}x{height}:'.encode())
     if pixels is None:
@@ -49,29 +49,29 @@ def exact_hash(image: Image.Image, pixels: np.ndarray | None = None, size: tuple
 
 
 class PerceptualHash(NamedTuple):
-    """Hash of the appearance of an image."""
+    """Hash of an image's appearance."""
 
     bits: int
-    """64 bits."""
+    """The 64-bit hash."""
     is_flat: bool
     """True if the image has too little contrast for the hash to be meaningful."""
 
 
 def perceptual_hash(image: Image.Image) -> PerceptualHash:
-    """Return a 64-bit hash; few of its bits change when an image is resized, recompressed or slightly edited.
+    """Return a 64-bit hash of which few bits change if the image is resized, recompressed or slightly edited.
 
     pHash (Zauner 2010, Implementation and Benchmarking of Perceptual Image Hash Functions): take the DCT of a 32 x 32
-    thumbnail, keep the lowest 8 x 8 frequencies, and set a bit for each that is above their median.
+    thumbnail, keep the lowest 8 x 8 frequencies, and set a bit for each value above their median.
     """
     pixels = _thumbnail(image)
     # Use integer arithmetic, so that the hash is the same on every machine.
     low = _cosines() @ pixels.astype(np.int64) @ _cosines().T
-    bits = (low > np.sort(low, axis=None)[31]).ravel()  # 32 of 64 are above, unless values are equal
+    bits = (low > np.sort(low, axis=None)[31]).ravel()  # 32 of 64 values are above the median, unless there are ties
     return PerceptualHash(int.from_bytes(np.packbits(bits).tobytes(), 'big'), float(pixels.std()) < FLAT_LEVELS)
 
 
 def duplicates(exact: np.ndarray, perceptual: np.ndarray, meaningful: np.ndarray, *, max_distance: int) -> np.ndarray:
-    """Return, for each image, the index of the first kept image that it duplicates, or -1 if it is kept itself.
+    """For each image, return the index of the first kept image that it duplicates, or -1 if it is kept itself.
 
     An image is a duplicate of an earlier kept one if their exact hashes are equal, or if their perceptual hashes differ
     in at most `max_distance` bits. Images with equal exact hashes must have equal perceptual hashes.
@@ -79,14 +79,14 @@ def duplicates(exact: np.ndarray, perceptual: np.ndarray, meaningful: np.ndarray
     Args:
         exact: Exact hashes, uint64 [N], in order of precedence.
         perceptual: Perceptual hashes, uint64 [N].
-        meaningful: Bool [N], False to ignore the perceptual hash of an image.
-        max_distance: Hamming distance in bits, 0 to 8.
+        meaningful: Bool [N]; False means that the image's perceptual hash is ignored.
+        max_distance: Maximum Hamming distance in bits, 0 to 8.
 
     Raises:
         UserError: `max_distance` is out of range.
     """
-    # Compare distinct perceptual hashes with each other: first replace each image by the first one with an equal exact
-    # hash, then those by the first one with an equal perceptual hash.
+    # Compare only distinct perceptual hashes: first replace each image with the first image that has the same exact
+    # hash, then with the first one that has the same perceptual hash.
     check_distance(max_distance)
     first = _first_of_equal(exact)
     unique = np.flatnonzero(first == np.arange(len(exact)))
@@ -96,7 +96,8 @@ def duplicates(exact: np.ndarray, perceptual: np.ndarray, meaningful: np.ndarray
     repeated = np.full(len(exact), -1)
     found = _greedy(perceptual[distinct], max_distance)
     repeated[distinct[found >= 0]] = distinct[found[found >= 0]]
-    # An image that was replaced is a duplicate of its replacement, or of the image that the replacement duplicates.
+    # A replaced image is a duplicate of its replacement or, if the replacement is itself a duplicate, of that one's
+    # original.
     root = first[first]
     return np.where(repeated[root] >= 0, repeated[root], np.where(root == np.arange(len(exact)), -1, root))
 
@@ -107,15 +108,16 @@ def find_known(
     *,
     max_distance: int,
 ) -> np.ndarray:
-    """Return, for each image, the index of the first known one that it duplicates, or -1.
+    """For each image, return the index of the first known image that it duplicates, or -1.
 
-    This is fast for few images and many known ones: it reads the hashes of the latter without sorting them. Unlike in
-    `duplicates`, each known image counts, whether or not it duplicates another.
+    This is fast for few images and many known ones, because it does not sort the known hashes. Unlike in `duplicates`,
+    a known image counts even if it duplicates another one.
 
     Args:
-        known: Exact hashes, perceptual hashes and `meaningful` of images, as for `duplicates`; three arrays [N].
-        images: The same of the images to look up [M].
-        max_distance: Hamming distance in bits, 0 to 8.
+        known: Exact hashes, perceptual hashes and `meaningful` of the known images, as for `duplicates`; three arrays
+            [N].
+        images: The same for the images to look up; three arrays [M]. max_distance: Maximum Hamming distance in bits, 0
+        to 8.
     """
     check_distance(max_distance)
     found = _first_near(known[0], images[0], 0)
@@ -130,10 +132,10 @@ def find_known(
 
 
 def check_distance(max_distance: int) -> None:
-    """Check that a maximum Hamming distance of near-duplicates is supported.
+    """Check that a maximum Hamming distance for near-duplicates is supported.
 
     Raises:
-        UserError: It is out of range.
+        UserError: The distance is out of range.
     """
     if not 0 <= max_distance <= MAX_DISTANCE:
         raise UserError(f'max_distance={max_distance} is out of range; give 0 to {MAX_DISTANCE} bits')
@@ -141,7 +143,7 @@ def check_distance(max_distance: int) -> None:
 
 @lru_cache(maxsize=1)
 def _cosines() -> np.ndarray:
-    """Return the rows of the DCT matrix for `perceptual_hash`, as integers [LOW_FREQUENCIES, THUMBNAIL_SIDE]."""
+    """Return the lowest rows of the DCT matrix as integers, [LOW_FREQUENCIES, THUMBNAIL_SIDE]."""
     # Values have 14 bits, so that no sum overflows int64.
     frequencies, samples = np.arange(LOW_FREQUENCIES)[:, None], np.arange(THUMBNAIL_SIDE) + 0.5
     cosines = np.cos(np.pi / THUMBNAIL_SIDE * frequencies * samples)
@@ -150,25 +152,25 @@ def _cosines() -> np.ndarray:
 
 
 def _thumbnail(image: Image.Image) -> np.ndarray:
-    """Return the brightness (luma) of an image averaged to 32 x 32 pixels for its perceptual hash, uint8 [32, 32]."""
+    """Return an image's luma averaged to 32 x 32 pixels, uint8 [32, 32], for the perceptual hash."""
     return np.asarray(image.convert('L').resize((THUMBNAIL_SIDE, THUMBNAIL_SIDE), Image.Resampling.BOX))
 
 
 def _first_of_equal(values: np.ndarray) -> np.ndarray:
-    """Return, for each value, the index of the first value equal to it."""
+    """For each value, return the index of the first equal value."""
     _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
     return first[inverse]
 
 
 def _greedy(hashes: np.ndarray, distance: int) -> np.ndarray:
-    """Return, for each of distinct perceptual hashes, the index of the kept hash that it is near to, or -1 if kept."""
+    """For each of distinct perceptual hashes, return the index of a near hash that is kept, or -1 if kept itself."""
     if distance == 0:
         return np.full(len(hashes), -1)
     pairs = _near_pairs(hashes, distance)
     if pairs is not None:
         return _resolve(len(hashes), *pairs)
-    # There are too many near pairs for memory, so most images are duplicates and few are kept. Split in halves: compare
-    # the second half with the kept images of the first half, and then its remaining images with each other.
+    # There are too many near pairs for memory, so most images are duplicates and few are kept. Split the hashes in
+    # halves: compare the second half with the kept hashes of the first half, then its remaining hashes with each other.
     middle = len(hashes) // 2
     found = np.concatenate([_greedy(hashes[:middle], distance), np.full(len(hashes) - middle, -1)])
     kept = np.flatnonzero(found[:middle] < 0)
@@ -181,11 +183,11 @@ def _greedy(hashes: np.ndarray, distance: int) -> np.ndarray:
 
 
 def _resolve(count: int, later: np.ndarray, earlier: np.ndarray) -> np.ndarray:
-    """Return, for each of `count` images, the index of the kept image that it duplicates, or -1 if it is kept itself.
+    """For each of `count` images, return the index of the kept image that it duplicates, or -1 if kept itself.
 
-    The pairs of near images, (later[i], earlier[i]), are visited in the order of the images.
+    Pairs of near images, (later[i], earlier[i]), are visited in image order.
     """
-    # An image is rejected only for an image that is kept: near is not transitive.
+    # Reject an image only if it is near a kept image: being near is not transitive.
     found = np.full(count, -1)
     order = np.lexsort((earlier, later))
     for image, original in zip(later[order].tolist(), earlier[order].tolist(), strict=True):
@@ -197,7 +199,7 @@ def _resolve(count: int, later: np.ndarray, earlier: np.ndarray) -> np.ndarray:
 def _near_pairs(hashes: np.ndarray, distance: int) -> tuple[np.ndarray, np.ndarray] | None:
     """Return all pairs of hashes that differ in at most `distance` bits, as arrays of (later, earlier) indices.
 
-    None if they are too many to hold in memory.
+    Return None if there are too many pairs to hold in memory.
     """
     if len(hashes) <= ALL_PAIRS_LIMIT:
         later, earlier = np.tril_indices(len(hashes), -1)
@@ -211,12 +213,12 @@ def _near_pairs(hashes: np.ndarray, distance: int) -> tuple[np.ndarray, np.ndarr
 
 
 def _pairs_by_blocks(hashes: np.ndarray, distance: int, blocks: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the pairs of `_near_pairs`, comparing only hashes that are equal in some of `blocks` blocks of bits.
+    """Return the same as `_near_pairs`, but compare only hashes that are equal in some of `blocks` blocks of bits.
 
-    None if there are too many pairs, or too many comparisons are needed.
+    Return None if there are too many pairs or comparisons.
     """
     # Near hashes are equal under at least one mask. For each mask, sort by the masked bits, so that candidates are
-    # adjacent, and compare each hash with those before it in its group.
+    # adjacent, and compare each hash with earlier hashes in its group.
     found = [(np.empty(0, np.int64), np.empty(0, np.int64))]
     compared = near = 0
     positions = np.arange(len(hashes))
@@ -239,9 +241,9 @@ def _pairs_by_blocks(hashes: np.ndarray, distance: int, blocks: int) -> tuple[np
 
 
 def _first_near(kept: np.ndarray, hashes: np.ndarray, distance: int) -> np.ndarray:
-    """Return, for each hash, the index in `kept` of the first that differs in at most `distance` bits, or -1."""
-    # Sort the smaller array, and pass through the larger. Most hashes of the larger are not near any of the smaller: a
-    # table of one byte per entry excludes them in a tenth of the time of a binary search.
+    """For each hash, return the index of the first hash in `kept` that differs in at most `distance` bits, or -1."""
+    # Sort the smaller array, and iterate over the larger one. Most hashes in the larger array are not near any in the
+    # smaller one: a table with one byte per entry excludes them ten times as fast as a binary search.
     swapped = len(hashes) < len(kept)
     few, many = (hashes, kept) if swapped else (kept, hashes)
     found = np.full(len(hashes), len(kept))
@@ -264,7 +266,7 @@ def _first_near(kept: np.ndarray, hashes: np.ndarray, distance: int) -> np.ndarr
 
 
 class KeyTable:
-    """Table for fast membership tests: it excludes most keys that are not in a set, and has false positives."""
+    """Table for fast membership tests, similar to a Bloom filter: no false negatives, few false positives."""
 
     def __init__(self, keys: np.ndarray) -> None:
         self._bits = min(26, max(8, len(keys).bit_length() + 4))
@@ -272,16 +274,16 @@ class KeyTable:
         self._table[self._entry(keys)] = True
 
     def may_contain(self, keys: np.ndarray) -> np.ndarray:
-        """Return True for all keys in the table and about 1 of 16 others, and False for the rest."""
+        """Return True for all keys in the table and for about 1 in 16 others; False for the rest."""
         return self._table[self._entry(keys)]
 
     def _entry(self, keys: np.ndarray) -> np.ndarray:
-        # Multiplicative hashing (Knuth, The Art of Computer Programming 3, 6.4), by 2**64 over the golden ratio.
+        # Multiplicative hashing by 2**64 divided by the golden ratio (Knuth, The Art of Computer Programming 3, 6.4).
         return keys * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(64 - self._bits)
 
 
 def _blocks_of_search(few: int, many: int, distance: int) -> int:
-    """Return the number of blocks for `_first_near`, estimated to be the fastest."""
+    """Return the number of blocks that is estimated to be fastest for `_first_near`."""
 
     def nanoseconds(blocks: int) -> float:
         bits = 64 * (blocks - distance) / blocks
@@ -295,9 +297,9 @@ def _matches(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield the pairs that differ in at most `distance` bits, as arrays of indices into `hashes` and `ordered`.
 
-    Hash i is compared with `ordered[first[i] : first[i] + counts[i]]`.
+    Compare hash i with `ordered[first[i] : first[i] + counts[i]]`.
     """
-    # Step k compares the k-th candidate of every hash in one vector operation, so the number of steps is the size of
+    # Step k compares every hash with its k-th candidate in one vector operation, so the number of steps is the size of
     # the largest group.
     active, offset = np.flatnonzero(counts), 0
     while len(active):
@@ -311,15 +313,15 @@ def _matches(
 def _within(differences: np.ndarray, distance: int) -> np.ndarray:
     """Return True for each value with at most `distance` bits set."""
     for _ in range(distance):
-        differences = differences & (differences - np.uint64(1))  # clears the lowest set bit
+        differences = differences & (differences - np.uint64(1))  # clear the lowest set bit
     return differences == 0
 
 
 def _masks(distance: int, blocks: int) -> list[np.uint64]:
-    """Return a bit mask for each choice of `blocks - distance` blocks of the 64 bits.
+    """Return a bit mask for each choice of `blocks - distance` out of `blocks` blocks of the 64 bits.
 
-    Two hashes within the distance differ in at most `distance` blocks, so they are equal under at least one mask (Manku
-    et al. 2007, Detecting near-duplicates for web crawling).
+    Hashes within the distance differ in at most `distance` blocks, so they are equal under at least one mask (Manku et
+    al. 2007, Detecting near-duplicates for web crawling).
     """
     edges = [round(64 * block / blocks) for block in range(blocks + 1)]
     of_block = [(1 << stop) - (1 << start) for start, stop in pairwise(edges)]
@@ -327,9 +329,9 @@ def _masks(distance: int, blocks: int) -> list[np.uint64]:
 
 
 def _numbers_of_blocks(count: int, distance: int) -> list[int]:
-    """Return the numbers of blocks to try in `_pairs_by_blocks` for `count` hashes, estimated to be fastest first."""
+    """Return the numbers of blocks to try in `_pairs_by_blocks`, by estimated speed, fastest first."""
 
-    # More blocks give more masks, each with a sort, but smaller groups and so fewer comparisons.
+    # More blocks mean more masks (each needs a sort), but smaller groups and thus fewer comparisons.
     def nanoseconds(blocks: int) -> float:
         bits = 64 * (blocks - distance) / blocks
         return comb(blocks, distance) * (10 * log2(count) + 10 * count / 2**bits)

@@ -1,7 +1,7 @@
-"""Table of the images of one delivery: their keys and hashes, and the shards that hold their samples.
+"""Table of one delivery's images: their keys, their hashes, and the shards with their samples.
 
-A prepared dataset keeps one such table per delivery, so that a later delivery can be compared with its images, and
-images can be found by key. The keys and hashes of removed images are in a table without the keys themselves.
+A prepared dataset keeps one such table per delivery, to compare later deliveries with its images and to find images by
+key. Another table has the hashes of removed images, including the hashes of their keys, but not the keys.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ HASHES = {
     'perceptual_hash': pa.uint64(),
     'is_flat': pa.bool_(),
 }
-"""Columns for comparing images. `key_hash` is the XXH3 of the key; see `image_hashes` for the others."""
+"""Columns for comparing images. `key_hash` is the key's XXH3 hash; for the others, see `image_hashes`."""
 REMOVED_SCHEMA = pa.schema(HASHES)
 IMAGE_SCHEMA = pa.schema(
     {
@@ -33,8 +33,8 @@ IMAGE_SCHEMA = pa.schema(
         'shards': pa.list_(pa.uint32()),
     }
 )
-"""`held_out` marks images in the held-out dataset, which have no samples here. `buckets` and `shards` are parallel: the
-bucket and the shard number of each sample of the image."""
+"""`held_out` marks images in the held-out dataset, which have no samples here. `buckets` and `shards` are parallel
+lists: bucket and shard number of each of the image's samples."""
 
 
 def write_images(
@@ -43,8 +43,8 @@ def write_images(
     """Write the table of a dataset's images.
 
     Args:
-        shard_of_sample: Number of the final shard of each sample.
-        split: TRAIN for a training set, to list the held-out images too; HELD_OUT for the held-out dataset.
+        shard_of_sample: Number of the final shard for each sample.
+        split: TRAIN for a training set (its table also lists the held-out images); HELD_OUT for the held-out dataset.
     """
     names = pa.array(list(buckets), pa.string())
     with atomic_file(path) as unfinished, pq.ParquetWriter(unfinished, IMAGE_SCHEMA, compression='zstd') as writer:
@@ -56,8 +56,8 @@ def write_images(
             if not len(rows):
                 continue
             keys = read_inputs(folder, ['key'])['key'].take(rows - first).combine_chunks()
-            # The samples of an image are adjacent in the catalog. Concatenate the ranges of all rows in `samples`: row
-            # i has samples[ends[i] : ends[i + 1]], which is empty for an image of the other split.
+            # An image's samples are adjacent in the catalog. Concatenate the ranges of all rows in `samples`: row i has
+            # samples[ends[i] : ends[i + 1]], which is empty if the image is in the other split.
             starts, stops = (np.searchsorted(catalog.samples.image, rows, side=side) for side in ('left', 'right'))
             counts = np.where(catalog.split[rows] == split, stops - starts, 0)
             ends = np.concatenate([[0], np.cumsum(counts)])
@@ -75,12 +75,12 @@ def write_images(
 
 
 def read_images(path: Path, columns: Sequence[str] = tuple(IMAGE_SCHEMA.names)) -> pa.Table:
-    """Read some columns of the table of a delivery's images."""
+    """Read columns of a delivery's image table."""
     return pq.read_table(path, columns=list(columns))
 
 
 def read_rows(path: Path, rows: np.ndarray) -> pa.Table:
-    """Read some rows, given by their sorted numbers, of the table of a delivery's images, without loading all of it."""
+    """Read the rows with these sorted numbers from a delivery's image table, without loading the whole table."""
     with pq.ParquetFile(path) as file:
         found = [IMAGE_SCHEMA.empty_table()]
         for group, first, stop in _row_groups(file):
@@ -91,7 +91,7 @@ def read_rows(path: Path, rows: np.ndarray) -> pa.Table:
 
 
 def copy_without_rows(path: Path, rows: np.ndarray, target: Path) -> None:
-    """Write a copy of the table of a delivery's images without some rows."""
+    """Write a copy of a delivery's image table without some rows."""
     with (
         pq.ParquetFile(path) as file,
         atomic_file(target) as unfinished,
@@ -105,7 +105,7 @@ def copy_without_rows(path: Path, rows: np.ndarray, target: Path) -> None:
 
 
 def _row_groups(file: pq.ParquetFile) -> Iterator[tuple[int, int, int]]:
-    """Yield number, first row and row after the last of each row group, the unit in which a Parquet file is read."""
+    """Yield (number, first row, end row) of each row group, the unit in which a Parquet file is read."""
     first = 0
     for group in range(file.num_row_groups):
         stop = first + file.metadata.row_group(group).num_rows
@@ -121,21 +121,21 @@ def write_removed(path: Path, table: pa.Table) -> None:
 
 @dataclass(frozen=True)
 class EarlierImages:
-    """Hashes of the images that a dataset has or had before a delivery, in order; those that were removed come last.
+    """Hashes of the images that a dataset has or had before a delivery, in order; removed images come last.
 
-    An image takes 25 bytes of memory.
+    Each image takes 25 bytes of memory.
     """
 
     hashes: Mapping[str, np.ndarray]
     """The columns in `HASHES`."""
     tables: Sequence[tuple[int, Path]]
-    """Number of images and path of the table of each delivery."""
+    """Number of images and path of the table, for each delivery."""
     removed_count: int
-    """Number of removed images at the end."""
+    """Number of removed images, which are at the end."""
 
     @classmethod
     def read(cls, images: Sequence[Path], removed: Path | None) -> 'EarlierImages':
-        """Read the tables of all deliveries, and that of the removed images if there is one."""
+        """Read all deliveries' tables and, if it exists, the table of removed images."""
         tables = [read_images(path, list(HASHES)) for path in images]
         gone = [] if removed is None else [pq.read_table(removed)]
         joined = pa.concat_tables([*tables, *gone, REMOVED_SCHEMA.empty_table()])
@@ -147,11 +147,11 @@ class EarlierImages:
         return len(self.hashes['key_hash'])
 
     def is_removed(self, index: int | np.ndarray) -> np.ndarray:
-        """Return True for the index of a removed image."""
+        """Return True if an index is that of a removed image."""
         return np.asarray(index) >= len(self) - self.removed_count
 
     def name(self, index: int) -> str:
-        """Return the key of an image, for the report; a removed one has none."""
+        """Return an image's key, for the report; keys of removed images are not known."""
         for count, path in self.tables:
             if index < count:
                 return read_images(path, ['key'])['key'][index].as_py()
@@ -159,7 +159,7 @@ class EarlierImages:
         return 'a removed image'
 
     def find_keys(self, hashes: np.ndarray) -> np.ndarray:
-        """Return the index of the last image with each of these hashes of keys, int64; -1 if there is none."""
+        """For each key hash, return the index of the last image that has it, int64, or -1 if there is none."""
         known = self.hashes['key_hash']
         order = np.argsort(known, kind='stable')
         at = np.searchsorted(known[order], hashes, side='right') - 1

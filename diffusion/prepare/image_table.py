@@ -1,4 +1,4 @@
-"""Read a table's rows with images and captions (Parquet or Arrow) as entries; find columns by given or common names."""
+"""Read rows with images and captions from Parquet or Arrow tables; find columns by given or common names."""
 
 import errno
 import os
@@ -22,25 +22,25 @@ IMAGE_COLUMNS = ('image', 'jpg', 'jpeg', 'png', 'webp', 'image_bytes', 'img')
 CAPTION_COLUMNS = ('captions', 'caption', 'txt', 'text')
 KEY_COLUMN = 'key'
 URL_COLUMNS = ('url', 'image_url', 'img_url', 'imageurl', 'image_link', 'urls', 'image_urls')
-"""Names of columns with the addresses of images, in lower case."""
+"""Lowercase names of columns with image URLs."""
 URL = re.compile(r'(https?|ftp)://', re.IGNORECASE)
 
 ReadImage = Callable[[str], bytes]
-"""Function that returns the image file at a path of a row, or raises `Unfit` with the reason why it cannot."""
+"""Function that returns the image file at the path in a row, or raises `Unfit` with the reason why it cannot."""
 
 
 @dataclass(frozen=True)
 class ColumnNames:
-    """Names of the columns as the user gave them; None to find a column by its common names."""
+    """Column names given by the user; None means that a column is found by its common names."""
 
     image: str | None = None
     caption: str | Sequence[str] | None = None
-    """One column, or several; training then chooses among their captions by weights."""
+    """One column or several. With several, training chooses among their captions by weight."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of a table that are read."""
+    """Columns to read from a table."""
 
     image: str
     captions: tuple[str, ...]
@@ -48,7 +48,7 @@ class Columns:
     others: list[str]
     """Names of the metadata columns."""
     where: str
-    """File of the table, for messages."""
+    """The table's file, for messages."""
 
     @property
     def has_several_captions(self) -> bool:
@@ -61,13 +61,13 @@ class Columns:
 
 
 def find_columns(schema: pa.Schema, names: ColumnNames, where: str, *, suffix: str = '.parquet') -> Columns:
-    """Return the columns of a table; the case of common names does not matter.
+    """Return a table's columns; common names are matched case-insensitively.
 
     Args:
-        suffix: Suffix of the file, which decides how img2dataset can read it.
+        suffix: The file's suffix, which determines how img2dataset can read it.
 
     Raises:
-        UserError: A column is missing or of a wrong type, or the table has addresses instead of images.
+        UserError: A column is missing or has a wrong type, or the table contains URLs instead of images.
     """
     if names.image is None and _find_column(schema, IMAGE_COLUMNS) is None:
         address = _find_column(schema, URL_COLUMNS)
@@ -93,10 +93,10 @@ def find_columns(schema: pa.Schema, names: ColumnNames, where: str, *, suffix: s
 
 
 def download_first(where: str, url_column: str, caption_column: str | None, *, suffix: str = '.parquet') -> str:
-    """Return the message for a table of addresses: the commands that download the images and prepare them."""
+    """Return the error message for a table of URLs, with commands that download and prepare the images."""
     caption = caption_column or 'CAPTION'
     table, first = where, ''
-    if suffix == '.arrow':  # a format that img2dataset does not read
+    if suffix == '.arrow':  # img2dataset does not read other formats
         table, suffix, first = 'urls.parquet', '.parquet', 'save it as urls.parquet with to_parquet() of `datasets`, '
     return (
         f'{where}: column {url_column!r} has addresses of images, not images; {first}download them, each file of the '
@@ -111,15 +111,15 @@ def download_first(where: str, url_column: str, caption_column: str | None, *, s
 def entry_of(
     values: dict[str, Any], columns: Columns, stem: str, row: int, seen: set[str], read_image: ReadImage | None
 ) -> Entry:
-    """Return a row as an entry; its key is the stem of the file plus the `key` column or the number of the row.
+    """Return a row as an entry; its key is the file's stem plus the `key` column or the row number.
 
     Args:
-        seen: Keys of the rows before; the row's key is added.
-        read_image: Reads images that the table names by path; None rejects them.
+        seen: Keys of earlier rows; this row's key is added.
+        read_image: Reads images to which the table refers by path; None means that such rows are rejected.
 
     Raises:
-        UserError: The image column has addresses.
-        OSError: The image at a path cannot be read at the moment.
+        UserError: The image column contains URLs.
+        OSError: The image at a path cannot be read right now.
     """
     key = values[columns.key] if columns.key else None
     entry = Entry(f'{stem}/row-{row}' if key is None else f'{stem}/{json_value(key)}')
@@ -152,22 +152,22 @@ def entry_of(
 
 
 def raise_if_io_error(error: BaseException) -> None:
-    """Raise an error of reading again if it is a fault of the disk or the network, not damage in the file."""
-    # pyarrow raises OSError for damaged files as well, but without an errno. A real I/O error must propagate, since it
-    # is retried, while damage is reported.
+    """Raise a read error again if it comes from disk or network rather than from damage in the file."""
+    # pyarrow also raises OSError for damaged files, but without an errno. Real I/O errors must propagate, since they
+    # are retried, whereas damage is reported.
     if isinstance(error, OSError) and error.errno is not None:
         raise error
 
 
 def paths_inside(path: str, folder: str) -> list[str]:
-    """Return the possible meanings of a row's path, which may start at the table's folder or at the dataset's root.
+    """Return the candidates for a row's path, which may be relative to the table's folder or to the dataset's root.
 
     Args:
-        path: Path in a row; its backslashes may be separators.
+        path: Path in a row; backslashes may be separators.
         folder: Folder of the table, relative to the root; empty if it is the root.
 
     Raises:
-        Unfit: The path is absolute or leaves the dataset.
+        Unfit: The path is absolute or leads outside the dataset.
     """
     forms = dict.fromkeys((path, path.replace('\\', '/')))
     bases = dict.fromkeys((folder, ''))
@@ -180,10 +180,10 @@ def paths_inside(path: str, folder: str) -> list[str]:
 
 @dataclass(frozen=True)
 class LocalImages:
-    """Reader of the image files that the rows of a table name by path: relative to the table, or to the dataset."""
+    """Reads image files by the paths in a table's rows, relative to the table or to the dataset."""
 
     root: str
-    """Folder of the dataset; files outside are not read."""
+    """The dataset's folder; files outside it are never read."""
     folder: str
     """Folder of the table, relative to the root; empty if it is the root."""
 
@@ -191,10 +191,11 @@ class LocalImages:
         """Return the image file at a path.
 
         Raises:
-            Unfit: It is outside the dataset, missing, or must not be read.
-            OSError: It cannot be read at the moment.
+            Unfit: The file is outside the dataset or missing, or permission is denied.
+            OSError: The file cannot be read right now.
         """
-        # Compare the paths as text: the files of a snapshot in the Hub's cache are links to files beside the snapshot.
+        # Compare paths as text, without resolving links: files of a snapshot in the Hub's cache link to files outside
+        # it.
         root = os.path.abspath(self.root)
         if os.path.isabs(path) and os.path.normpath(path).startswith(root.rstrip('/') + '/'):
             names = [os.path.relpath(os.path.normpath(path), root)]
@@ -216,10 +217,10 @@ class LocalImages:
 
 @dataclass(frozen=True)
 class StoreImages:
-    """Reader of the objects that the rows of a table in an object store name by path, as `LocalImages` reads files."""
+    """Reads objects by the paths in the rows of a table in an object store; the counterpart of `LocalImages`."""
 
     root: str
-    """URL of the folder of the dataset; objects outside are not read."""
+    """URL of the dataset's folder; objects outside it are never read."""
     folder: str
     """Folder of the table, relative to the root; empty if it is the root."""
 
@@ -227,9 +228,9 @@ class StoreImages:
         """Return the object at a path.
 
         Raises:
-            Unfit: It is outside the dataset or missing.
+            Unfit: The object is outside the dataset or missing.
             UserError: The store denies access.
-            OSError: It cannot be read at the moment.
+            OSError: The object cannot be read right now.
         """
         for name in paths_inside(path, self.folder):
             try:
@@ -241,7 +242,7 @@ class StoreImages:
 
 
 def image_path(image: object) -> str | None:
-    """Return the path or address of an image if its row has one and no bytes, otherwise None."""
+    """Return an image's path or URL if the row has no image bytes, otherwise None."""
     if isinstance(image, dict):
         image = None if isinstance(image.get('bytes'), bytes) else image.get('path')
     return image if isinstance(image, str) else None
@@ -259,7 +260,7 @@ def _resolve_column(schema: pa.Schema, given: str | None, common_names: Sequence
 
 
 def _find_column(schema: pa.Schema, common_names: Sequence[str]) -> str | None:
-    """Return the schema's column that has the first matching common name, ignoring case, or None if none matches."""
+    """Return the column with the first common name that matches, ignoring case, or None."""
     spelled = {name.lower(): name for name in reversed(schema.names)}
     return next((spelled[name] for name in common_names if name in spelled), None)
 
@@ -273,7 +274,7 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def row_values(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    """Return the rows of a batch: times as text, and bytes of text that are not UTF-8 as surrogates."""
+    """Return a batch's rows; times become text, and bytes in strings that are not UTF-8 become surrogates."""
     try:
         return _times_to_text(batch).to_pylist()
     except UnicodeDecodeError:
@@ -282,7 +283,7 @@ def row_values(batch: pa.RecordBatch) -> list[dict[str, Any]]:
 
 
 def _times_to_text(batch: pa.RecordBatch) -> pa.RecordBatch:
-    # Arrow has nanoseconds and Python's datetime does not, so `to_pylist` cannot convert every value.
+    # `to_pylist` cannot convert every time value, because Python's datetime has no nanoseconds.
     arrays = [
         array.cast(pa.string()) if pa.types.is_temporal(array.type) and not pa.types.is_duration(array.type) else array
         for array in batch.columns

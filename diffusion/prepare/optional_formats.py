@@ -1,4 +1,4 @@
-"""Image formats that need extra packages, HEIC, JPEG XL and SVG; they are read only if `formats` names them."""
+"""Image formats that need extra packages (HEIC, JPEG XL and SVG); read only if listed in the setting `formats`."""
 
 import atexit
 import contextlib
@@ -18,7 +18,7 @@ from diffusion.prepare import svg_process
 from diffusion.prepare.source import IMAGE_SUFFIXES, Unfit
 
 OptionalFormat = Literal['heic', 'jxl', 'svg']
-"""Value of the setting `formats`."""
+"""Possible values in the setting `formats`."""
 _START = re.compile(rb'(\xef\xbb\xbf)?\s*<(\?xml|!--|!DOCTYPE svg|svg)')
 
 
@@ -27,7 +27,7 @@ class _Requirement(NamedTuple):
     module: str
     package: str
     pillow_name: str
-    """Pillow's name of the format; empty if Pillow does not read it."""
+    """Pillow's name for the format; empty if Pillow does not read it."""
 
 
 REQUIREMENTS: dict[str, _Requirement] = {
@@ -36,21 +36,21 @@ REQUIREMENTS: dict[str, _Requirement] = {
     'svg': _Requirement(('svg',), 'resvg_py', 'resvg-py', ''),
 }
 _RATIOS = (0, 1, Fraction(12, 10), Fraction(4, 3), Fraction(3, 2), Fraction(16, 9), Fraction(5, 4), 2)
-"""Ratios of width to height that a JPEG XL header names by their number; 0 is followed by the width itself."""
+"""Width-to-height ratios by their number in a JPEG XL header; with 0, the header contains the width itself."""
 
 
 def image_suffixes(formats: Collection[str]) -> tuple[str, ...]:
-    """Return the suffixes of all image files that are read, in lower case and without a dot."""
+    """Return the suffixes of all image files to read, in lower case and without a dot."""
     return (*IMAGE_SUFFIXES, *(suffix for name in formats for suffix in REQUIREMENTS[name].suffixes))
 
 
 def packages_of(formats: Collection[str]) -> list[str]:
-    """Return the pip packages that read these formats; their versions affect the pixels."""
+    """Return the pip packages that decode these formats; their versions affect the pixels."""
     return [REQUIREMENTS[name].package for name in formats]
 
 
 def require_packages(formats: Collection[str]) -> None:
-    """Raise UserError if the package that reads one of these formats is not installed."""
+    """Raise UserError if the package for one of these formats is not installed."""
     missing = [name for name in formats if importlib.util.find_spec(REQUIREMENTS[name].module) is None]
     if missing:
         raise UserError(
@@ -60,13 +60,13 @@ def require_packages(formats: Collection[str]) -> None:
 
 
 def format_of_suffix(kind: str) -> str | None:
-    """Return the value of `formats` that reads files of a suffix such as `.heif`, or None if there is none."""
+    """Return the value of `formats` for a suffix such as `.heif`, or None."""
     suffix = kind.removeprefix('.')
     return next((name for name, needed in REQUIREMENTS.items() if suffix in needed.suffixes), None)
 
 
 def pillow_formats(formats: Sequence[str]) -> tuple[str, ...]:
-    """Let Pillow read these formats, and return its names for them."""
+    """Register these formats with Pillow, and return Pillow's names for them."""
     if 'heic' in formats:
         import pillow_heif  # type: ignore[import-not-found]  # an extra
 
@@ -79,7 +79,7 @@ def pillow_formats(formats: Sequence[str]) -> tuple[str, ...]:
 
 
 class JxlHeader(NamedTuple):
-    """Properties of a JPEG XL file that its header states."""
+    """Properties in a JPEG XL file's header."""
 
     width: int
     height: int
@@ -87,13 +87,13 @@ class JxlHeader(NamedTuple):
 
 
 def read_jxl_header(encoded: bytes) -> JxlHeader | None:
-    """Return the header of a JPEG XL file (ISO/IEC 18181-1, annexes A and D), or None for another file.
+    """Parse a JPEG XL file's header (ISO/IEC 18181-1, annexes A and D); return None for other files.
 
     Raises:
         ValueError: The header is incomplete.
     """
-    # pillow-jxl-plugin decodes an image when it opens it, before its size could be compared with the limit, and shows
-    # the first frame of an animation without a warning.
+    # Parse the header ourselves: pillow-jxl-plugin decodes an image on opening, before its size can be checked, and
+    # returns the first frame of an animation without a warning.
     codestream = _jxl_codestream(encoded)
     if codestream is None:
         return None
@@ -121,7 +121,7 @@ def read_jxl_header(encoded: bytes) -> JxlHeader | None:
 
 
 def _jxl_codestream(encoded: bytes) -> bytes | None:
-    """Return the beginning of the codestream of a JPEG XL file; None if the file is not JPEG XL."""
+    """Return the beginning of a JPEG XL file's codestream, or None if it is not JPEG XL."""
     if encoded.startswith(b'\xff\x0a'):
         return encoded
     if not encoded.startswith(b'\0\0\0\x0cJXL \r\n\x87\n'):
@@ -132,7 +132,7 @@ def _jxl_codestream(encoded: bytes) -> bytes | None:
         if size == 1:
             size, header = int.from_bytes(encoded[start + 8 : start + 16], 'big'), 16
         if kind in (b'jxlc', b'jxlp'):
-            return encoded[start + header + (4 if kind == b'jxlp' else 0) :]  # the content of jxlp follows its number
+            return encoded[start + header + (4 if kind == b'jxlp' else 0) :]  # jxlp content follows a number
         if size < header:  # a size of 0 marks the last box
             break
         start += size
@@ -140,7 +140,7 @@ def _jxl_codestream(encoded: bytes) -> bytes | None:
 
 
 class _Bits:
-    """Reader of numbers of any number of bits, the lowest bit of a byte first."""
+    """Reads numbers of any bit width, starting with the lowest bit of each byte."""
 
     def __init__(self, content: bytes) -> None:
         self._value = int.from_bytes(content, 'little')
@@ -156,12 +156,12 @@ class _Bits:
 
 
 def looks_like_svg(encoded: bytes) -> bool:
-    """Return True if a file begins as an XML or SVG file does."""
+    """Return True if a file begins like an XML or SVG file."""
     return _START.match(encoded) is not None
 
 
 def render_svg(svg: bytes, *, side: int, max_pixels: int) -> bytes:
-    """Return a drawing as a PNG with transparency, rendered in another process, since it may crash or hang.
+    """Render a drawing as a PNG with transparency, in another process, since rendering may crash or hang.
 
     Raises:
         Unfit: The drawing is rejected: undecodable, svg_text, svg_other_file, svg_too_complex or too_many_pixels.
@@ -170,9 +170,9 @@ def render_svg(svg: bytes, *, side: int, max_pixels: int) -> bytes:
 
 
 class _Renderer:
-    """The process that renders, started with the first drawing and after each crash."""
+    """Process that renders drawings; started for the first drawing and after each crash."""
 
-    # Starting a process for each drawing would take a tenth of a second.
+    # Keep the process: starting one per drawing would take a tenth of a second.
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -197,7 +197,7 @@ class _Renderer:
         return answer
 
     def close(self) -> int | None:
-        """End the process and return its exit status, or None if there is none; the next drawing starts another one."""
+        """End the process and return its exit status, or None without a process; the next drawing starts a new one."""
         process, self._process = self._process, None
         if process is None:
             return None
@@ -206,7 +206,7 @@ class _Renderer:
         return process.returncode
 
     def _end(self) -> Unfit:
-        """Return the reason to reject the drawing, given how the process ended."""
+        """Return the reason to reject the drawing, according to how the process ended."""
         status = self.close()
         if status == -signal.SIGALRM:
             return Unfit('svg_too_complex', f'rendering took more than {svg_process.TIMEOUT_SECONDS} seconds')

@@ -1,7 +1,7 @@
-"""Destination of a prepared dataset, and the jobs that write its final shards by copying samples from converted parts.
+"""Destination of a prepared dataset, and jobs that write its final shards by copying samples from converted parts.
 
-The destination is a local folder, renamed into place when complete, or an object store. The final shards are planned in
-advance and written in parallel.
+The destination is an object store or a local folder, which gets its final name when complete. The final shards are
+planned in advance and written in parallel.
 
 In an object store, indexes are uploaded last, since a folder with an index counts as complete.
 """
@@ -29,7 +29,7 @@ from diffusion.storage.shard_writer import ShardWriter
 
 
 def output_of(out: str, staging: Staging, work: WorkFolder, *, overwrite: bool) -> 'FolderOutput | StoreOutput':
-    """Return the destination of the dataset at a folder or URL; `staging` holds it until it is complete."""
+    """Return the destination for the dataset at a folder or URL; `staging` holds the dataset until it is complete."""
     if is_url(out):
         return StoreOutput(out.rstrip('/'), staging, work)
     return FolderOutput(Path(out).resolve(), staging, work, overwrite=overwrite)
@@ -48,14 +48,14 @@ class FolderOutput:
         self.overwrite = overwrite
 
     def report(self) -> PrepareReport | None:
-        """Return the report of the dataset that is already in the output; None if it is missing or cannot be parsed."""
+        """Return the report of the dataset already at the destination, or None if it is missing or cannot be parsed."""
         path = self.out / REPORT
         return _parsed_report(path) if path.is_file() else None
 
     def check(self) -> None:
-        """Raise UserError if the output is not empty or cannot be replaced; called before any work is done."""
+        """Raise UserError if the destination is not empty or cannot be replaced; call this before any work is done."""
         self._check_free()
-        # The dataset is renamed from the work folder, which is only possible within a file system.
+        # The dataset is renamed from the work folder, which is possible only within one file system.
         parent = next(path for path in self.out.parents if path.exists())
         if parent.stat().st_dev != self.work.path.stat().st_dev:
             raise UserError(
@@ -63,24 +63,24 @@ class FolderOutput:
             )
 
     def bucket(self, name: str) -> Place:
-        """Return the folder to write the final shards of a bucket to, given by its name such as `512px`."""
+        """Return the folder for the final shards of the bucket with this name, such as `512px`."""
         return LocalPlace(self.staging.dataset / name)
 
     def set_aside(self) -> None:
-        """Move the existing dataset that `put_in_place` will replace into the work folder; idempotent."""
+        """Move the existing dataset, which `put_in_place` will replace, into the work folder; idempotent."""
         if self.staging.dataset.exists() and self.out.exists():
             self._check_free()
             self.out.rename(self.staging.replaced)
 
     def put_in_place(self) -> None:
-        """Move the complete dataset to the output; idempotent."""
-        # The folder is missing if an earlier start was killed between moving the dataset and removing the work folder.
+        """Move the complete dataset to its destination; idempotent."""
+        # The staging folder is missing if an earlier start was killed after moving the dataset.
         if self.staging.dataset.exists():
-            self._check_free()  # another process may have written to it since the first check
+            self._check_free()  # another process may have written to the folder since the first check
             replace_folder(self.staging.dataset, self.out, aside=self.staging.replaced)
 
     def _check_free(self) -> None:
-        """Raise UserError unless the output folder is empty, or is a dataset that may be replaced."""
+        """Raise UserError unless the output folder is empty or contains a dataset that may be replaced."""
         out = self.out
         if os.path.ismount(out):
             raise UserError(f'{out}: is a mount point, which cannot be replaced atomically; give a folder inside it')
@@ -98,7 +98,7 @@ class FolderOutput:
 
 
 class StoreOutput:
-    """Dataset in an object store folder; the process that writes a shard uploads it and removes its local copy."""
+    """Dataset in an object store folder; the process that writes a shard also uploads it and removes the local copy."""
 
     def __init__(self, out: str, staging: Staging, work: WorkFolder) -> None:
         self.staging = staging
@@ -109,7 +109,7 @@ class StoreOutput:
         return _parsed_report(self.folder.fetch(REPORT, again=True)) if REPORT in self.folder.sizes() else None
 
     def check(self) -> None:
-        # If there is a plan, the objects are shards that an earlier start uploaded.
+        # If a plan exists, the objects are shards uploaded by an earlier start.
         if not self.work.plan.exists() and self.folder.sizes():
             raise UserError(
                 f'{self.folder}: is not empty; remove its objects, give another out, or add --append to add to it'
@@ -123,7 +123,7 @@ class StoreOutput:
 
     def put_in_place(self) -> None:
         """Upload all files except the shards, indexes last, and check the sizes of all objects."""
-        # A reader takes a folder with an index for a complete dataset, so indexes go after everything else.
+        # Readers consider a folder with an index a complete dataset, so upload indexes last.
         dataset, packed = self.staging.dataset, self.staging.packed
         files = {path.relative_to(dataset).as_posix(): path for path in dataset.rglob('*') if path.is_file()}
         for name in sorted(files, key=lambda name: (files[name].name in (mds.INDEX, BUCKETS), name)):
@@ -135,7 +135,7 @@ class StoreOutput:
         found = self.folder.sizes()
         for name, size in expected.items():
             if found.get(name) != size:
-                # Remove the record of this object, so that the next start writes it again and keeps all others.
+                # Remove the record of this object, so that the next start writes only this object again.
                 self.work.complete.unlink()
                 if name in entries:
                     entries[name].unlink()
@@ -157,16 +157,16 @@ class ShardJob:
     """Job that writes one final shard of a bucket by copying its samples, in input order, from converted parts."""
 
     folders: Mapping[int, Path]
-    """Folders of the parts by number."""
+    """Folders of the parts, by part number."""
     bucket: str
     shards: ShardWriter
     number: int
     part: np.ndarray
     """Part number of each sample."""
     shard: np.ndarray
-    """Shard number of each sample within its part."""
+    """Number of each sample's shard within its part."""
     offset: np.ndarray
-    """Offset of each sample after the header of that shard, in bytes."""
+    """Offset in bytes of each sample after that shard's header."""
     size: np.ndarray
     """Size of each sample in bytes."""
 
@@ -181,7 +181,7 @@ class ShardJob:
 
     def _samples(self, note: Note) -> Iterator[bytes]:
         """Yield the encoded samples of this final shard, read from the shards of converted parts."""
-        # Samples of one source shard are adjacent and in order, so that each source shard is opened once.
+        # Samples from the same source shard are adjacent and in order, so each source shard is opened only once.
         where = np.stack([self.part, self.shard.astype(np.int64)], axis=1)
         starts = [0, *(np.flatnonzero(np.any(where[1:] != where[:-1], axis=1)) + 1).tolist(), len(where)]
         for start, stop in pairwise(starts):
@@ -194,7 +194,7 @@ class ShardJob:
 def plan_shards(
     catalog: Catalog, numbers: np.ndarray, bucket: str, *, shards: ShardWriter, first: int = 0
 ) -> Iterator[ShardJob]:
-    """Yield the jobs that write a bucket's final shards: the given samples in order, as many per shard as fit."""
+    """Yield jobs that write a bucket's final shards from the given samples, in order, as many per shard as fit."""
     samples = catalog.samples
     for number, span in enumerate(shards.format.cut(samples.size[numbers]), first):
         chosen = numbers[span.start : span.stop]

@@ -1,4 +1,4 @@
-"""Source for Parquet files with an image column, as img2dataset and Hugging Face write them; reader of Arrow files."""
+"""Source for Parquet files with an image column, as written by img2dataset or Hugging Face; reads Arrow files too."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -38,11 +38,11 @@ from diffusion.storage.places import is_url
 SUFFIX = '.parquet'
 ARROW_SUFFIX = '.arrow'
 DOWNLOADS = 16
-"""Objects that are downloaded at the same time, if the rows name images in an object store."""
+"""Number of objects to download at the same time if rows refer to images in an object store."""
 BATCH_ROWS = 64
-"""Rows converted at a time, which bounds memory: a row holds a whole image file."""
+"""Number of rows converted at a time; kept low to limit memory, because a row may contain a whole image file."""
 PART_BYTES = 512 * 2**20
-"""Size above which a local file is split into several parts, each with whole row groups."""
+"""Local files above this size are split into several parts of whole row groups."""
 _ARROW_FILE_MAGIC = b'ARROW1'
 
 
@@ -50,21 +50,21 @@ _ARROW_FILE_MAGIC = b'ARROW1'
 class ParquetSource:
     """Parquet files in a folder, a single file, or a pattern with braces; each file is one part, or several if large.
 
-    The image column holds bytes, Hugging Face's struct of bytes and path, or paths. A path without bytes is read if it
-    is a file in the same folder, local or in an object store. Columns that are not named are detected by common names,
-    ignoring case. The key of a row is the stem of the file plus its `key` column or its row number.
+    The image column contains bytes, Hugging Face's struct of bytes and path, or paths. A path without bytes is read if
+    the file is in the same folder, local or in an object store. Unless set, columns are found by common names, ignoring
+    case. A row's key is the file's stem plus the `key` column or the row number.
     """
 
     location: str
     image_column: str | None = None
     caption_column: str | Sequence[str] | None = None
-    """Caption column, or several: strings or lists of strings."""
+    """Caption column(s), with strings or lists of strings."""
 
     def parts(self) -> list[Part]:
-        """Split the input into parts, which jobs convert in parallel: files, or ranges of row groups of large files.
+        """Split the input into parts, to be converted by parallel jobs: files, or ranges of row groups of large files.
 
         Raises:
-            UserError: There is no file, the location cannot be listed, or the first file lacks a column.
+            UserError: There are no files, the location cannot be listed, or the first file lacks a column.
         """
         files, others = list_files(self.location, (SUFFIX,))
         if not is_pattern(self.location):
@@ -76,7 +76,7 @@ class ParquetSource:
     def read(self, part: Part) -> Iterator[Entry]:
         """Yield one image with captions and metadata per row of a part.
 
-        A damaged file yields the rows before the damage, then an entry that reports it.
+        For a damaged file, yield the rows before the damage, then an entry that reports the damage.
         """
         names, url = ColumnNames(self.image_column, self.caption_column), part.where['url']
         with local_copy(url, size=part.where['size']) as path:
@@ -84,7 +84,7 @@ class ParquetSource:
 
 
 def images_of(location: str, table: str) -> ReadImage:
-    """Return the reader of the images that the rows of a table in a folder or an object store name by path."""
+    """Return a reader for images to which a table's rows refer by path, in a folder or an object store."""
     folder = os.path.dirname(table)
     if is_url(table):
         location = location.rstrip('/')
@@ -97,7 +97,7 @@ def images_of(location: str, table: str) -> ReadImage:
 
 
 def check_columns(file: str | pa.NativeFile, names: ColumnNames, where: str) -> None:
-    """Raise UserError for a wrong column name before any work is done, given a Parquet file or the end of one."""
+    """Raise UserError for a wrong column name before any work is done, given a Parquet file or its end."""
     try:
         schema = pq.read_schema(file)
     except (pa.ArrowException, OSError):
@@ -106,10 +106,10 @@ def check_columns(file: str | pa.NativeFile, names: ColumnNames, where: str) -> 
 
 
 def parquet_entries(path: Path, part: Part, names: ColumnNames, *, images: ReadImage | None) -> Iterator[Entry]:
-    """Yield the rows of a part of a Parquet file; if it is damaged, those before the damage and an entry about it.
+    """Yield the rows of a part of a Parquet file; if damaged, the rows before the damage and an entry about it.
 
     Args:
-        part: Part with the URL of the file, its stem, and the row groups if it is not the whole file, in `where`.
+        part: Part whose `where` has the file's URL, its stem and, unless it is the whole file, the row groups.
     """
     where = part.where
     with path.open('rb') as opened:
@@ -127,10 +127,10 @@ def parquet_entries(path: Path, part: Part, names: ColumnNames, *, images: ReadI
 
 
 def arrow_entries(path: Path, part: Part, names: ColumnNames, *, images: ReadImage | None) -> Iterator[Entry]:
-    """Yield the rows of a part that is an Arrow file, in its stream or file format; else as `parquet_entries`."""
+    """Yield the rows of an Arrow file (stream or file format); otherwise like `parquet_entries`."""
     where = part.where
     try:
-        # `datasets` writes files of 500 MB, and one batch is needed at a time, so map the file.
+        # Memory-map the file: `datasets` writes files of 500 MB, but only one batch is needed at a time.
         opened = pa.memory_map(str(path))
         schema, batches = _open_arrow(opened)
     except (pa.ArrowException, OSError) as error:
@@ -158,8 +158,8 @@ def _open_arrow(file: pa.NativeFile) -> tuple[pa.Schema, Iterator[pa.RecordBatch
 
 
 def parquet_parts(file: File) -> list[Part]:
-    """Return the parts of a file: the whole file, or several ranges of row groups if it is local and large."""
-    # A remote file stays one part: each part would download the whole file.
+    """Return a file's parts: the whole file or, if it is local and large, several ranges of row groups."""
+    # A remote file stays one part, because each part would download the whole file.
     whole = single_file_part(file, SUFFIX)
     if is_url(file.url) or file.size <= PART_BYTES:
         return [whole]
@@ -180,10 +180,10 @@ def parquet_parts(file: File) -> list[Part]:
 def _entries(
     batches: Iterator[pa.RecordBatch], columns: Columns, stem: str, row: int, images: ReadImage | None
 ) -> Iterator[Entry]:
-    """Yield the rows of batches, numbered from `row`; see `parquet_entries`."""
+    """Yield the rows of batches, numbered starting from `row`; see `parquet_entries`."""
     seen: set[str] = set()
     while True:
-        # Errors of reading the file are damage; those of `images` are not, and pass through.
+        # Errors from reading the file count as damage; errors from `images` do not, and propagate.
         try:
             rows = row_values(next(batches))
         except StopIteration:
@@ -200,7 +200,7 @@ def _entries(
 def _with_readers(
     rows: Sequence[dict[str, Any]], columns: Columns, images: ReadImage | None
 ) -> Iterator[tuple[dict[str, Any], ReadImage | None]]:
-    """Yield each row with the reader of its image; objects in a store are downloaded in groups, not one by one."""
+    """Yield each row with a reader for its image; objects in a store are downloaded in groups."""
     if not isinstance(images, StoreImages):
         yield from ((values, images) for values in rows)
         return

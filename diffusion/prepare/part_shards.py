@@ -1,10 +1,10 @@
-"""Shards and tables of a converted part; the shards are in its folder, or in an object store until they are packed.
+"""Shards and tables of a converted part; shards are in the part's folder or, until packed, in an object store.
 
-A part is the unit of input that one job converts, such as a tar. In an object store, a preparation needs local disk
-space only for the shards that are being written, and for the tables of its images.
+A part is the unit of input that one job converts, such as a tar file. With an object store, a preparation needs local
+disk space only for the image tables and the shards being written.
 
-So machines without a common folder can convert shares of one input, and a preparation can resume after the loss of its
-disk. A part counts as stored when its tables are there; they are written last, as one object.
+This lets machines without a shared folder convert shares of one input, and lets a preparation resume after losing its
+disk. A part counts as stored once its tables, which are written last as one object, are in the store.
 """
 
 import json
@@ -27,22 +27,22 @@ from diffusion.storage import mds, object_store
 from diffusion.storage.places import StorePlace
 
 LOCATION = 'shards.txt'
-"""File of a part with the URL of its shards, if they are in an object store."""
+"""File in a part's folder with the URL of its shards, if they are in an object store."""
 GAP_BYTES = 2**20
-"""Maximum gap between two samples that one request reads: reading it takes less time than another request."""
+"""Maximum gap between two samples read with one request: reading the gap is faster than a second request."""
 SPAN_BYTES = 2**22
-"""Number of bytes after which a new request begins."""
+"""Start a new request after this many bytes."""
 REQUESTS = 8
 """Number of parallel requests for the samples of one shard."""
 TABLES = 'tables.zip'
-"""Object with all files of a part's folder, which has no shards."""
+"""Object with all files in a part's folder (which contains no shards)."""
 
 
 class ShardPlace:
-    """Place where the shards of a part are written.
+    """Place where a part's shards are written.
 
     Args:
-        url: URL of its shards in an object store; None is the folder.
+        url: URL of the shards in an object store; None means the folder.
     """
 
     def __init__(self, folder: Path, url: str | None) -> None:
@@ -52,23 +52,23 @@ class ShardPlace:
             (folder / LOCATION).write_text(url, encoding='utf-8')
 
     def writing(self, name: str) -> AbstractContextManager[Path]:
-        """Return a context of a path to write a shard to, which stores it when the block succeeds."""
+        """Return a context manager with the path for a new shard; if the block succeeds, the shard is stored."""
         return nullcontext(self._folder / name) if self._store is None else self._store.writing(name)
 
 
 def read_stored(folder: Path, shard: int, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[bytes]:
-    """Yield encoded samples of a converted part.
+    """Yield encoded samples from one shard of a converted part.
 
     Args:
-        offsets: Offset of each sample after the header of the shard in bytes, ascending.
+        offsets: Offset in bytes of each sample after the shard's header, ascending.
         sizes: Size of each sample in bytes.
 
     Raises:
         DataError: The shard is too short.
-        UserError: It was deleted from the store, or the store refuses access.
+        UserError: The shard was deleted from the store, or the store denies access.
     """
     name = mds.shard_name(shard)
-    # Another preparation may have used the same folder in this process.
+    # The time distinguishes this part from one that another preparation in this process wrote to the same folder.
     url, headers = _stored_shards(folder, (folder / mds.INDEX).stat().st_mtime_ns)
     truncated = DataError(f'{folder / name}: was truncated after it was written; remove {folder} and start again')
     if url is None:
@@ -83,7 +83,7 @@ def read_stored(folder: Path, shard: int, offsets: Sequence[int], sizes: Sequenc
         return
 
     def read(span: tuple[int, int]) -> list[bytes]:
-        """Return the samples from the first to before the second of two numbers."""
+        """Return the samples in a half-open range of numbers, with one request."""
         first, last = span[0], span[1] - 1
         begin, end = offsets[first], offsets[last] + sizes[last]
         try:
@@ -104,7 +104,7 @@ def read_stored(folder: Path, shard: int, offsets: Sequence[int], sizes: Sequenc
 
 
 def _cuts(offsets: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Return the number of the first sample of each request, and the number of samples."""
+    """Return the number of each request's first sample, followed by the total number of samples."""
     cuts = [0]
     for number in range(1, len(offsets)):
         end = offsets[number - 1] + sizes[number - 1]
@@ -120,10 +120,10 @@ def format_of(folder: Path) -> mds.ShardFormat:
 
 @lru_cache(maxsize=64)
 def _stored_shards(folder: Path, written: int) -> tuple[str | None, list[int]]:
-    """Return the URL of a part's shards, and the size of the header of each; None if they are in its folder.
+    """Return the URL of a part's shards (None if they are in its folder), and the header size of each.
 
     Args:
-        written: Modification time of its index, which distinguishes it from an earlier part in the same folder.
+        written: Modification time of the part's index; distinguishes the part from an earlier one in the same folder.
     """
     location = folder / LOCATION
     if not location.exists():
@@ -142,7 +142,7 @@ def _entries(folder: Path) -> list[tuple[mds.ShardFormat, int]]:
 
 
 def store_tables(folder: Path, url: str) -> None:
-    """Write the files of a complete part's folder to the store; its shards must be there."""
+    """Upload the files in a complete part's folder to the store, where its shards must already be."""
     archive = _beside(folder)
     try:
         with zipfile.ZipFile(archive, 'x') as file:
@@ -154,9 +154,9 @@ def store_tables(folder: Path, url: str) -> None:
 
 
 def list_stored(url: str) -> dict[str, dict[str, int]]:
-    """Return the size in bytes of each object of each part that is in the store, by name of its folder and own name.
+    """Return the size in bytes of all stored objects of all parts, by folder name and object name.
 
-    `url` is the URL of the object store folder of a preparation.
+    `url` is the preparation's folder in the object store.
     """
     found: dict[str, dict[str, int]] = defaultdict(dict)
     for path, size in StorePlace(url).sizes().items():
@@ -166,10 +166,10 @@ def list_stored(url: str) -> dict[str, dict[str, int]]:
 
 
 def fetch_tables(url: str, folder: Path, sizes: Mapping[str, int]) -> bool:
-    """Fill an empty folder with the tables of a part; if the part is damaged, leave it empty and return False.
+    """Download a part's tables into an empty folder; if the part is damaged, leave it empty and return False.
 
     Args:
-        sizes: Size in bytes of each object of the part by name.
+        sizes: Size in bytes of each of the part's objects, by name.
     """
     archive = _beside(folder)
     try:
@@ -177,7 +177,7 @@ def fetch_tables(url: str, folder: Path, sizes: Mapping[str, int]) -> bool:
         with zipfile.ZipFile(archive) as file:
             file.extractall(folder)
         entries = json.loads((folder / mds.INDEX).read_text(encoding='utf-8'))['shards']
-        # A rule of the bucket may have deleted shards.
+        # A lifecycle rule of the bucket may have deleted shards.
         shards = (entry['raw_data'] for entry in entries)
         complete = all(sizes.get(shard['basename']) == shard['bytes'] for shard in shards)
     except (zipfile.BadZipFile, FileNotFoundError, KeyError, json.JSONDecodeError):
@@ -191,7 +191,7 @@ def fetch_tables(url: str, folder: Path, sizes: Mapping[str, int]) -> bool:
 
 
 def _beside(folder: Path) -> Path:
-    """Return the path of a temporary file beside the unfinished folder of a part, removed with it if left behind."""
+    """Return the path of a temporary file beside a part's unfinished folder; leftovers are removed with the folder."""
     return folder.with_name(f'{folder.name}.zip')
 
 
@@ -218,20 +218,20 @@ SAMPLE_SCHEMA = pa.schema(
 
 @dataclass
 class InputRow:
-    """Row of one input in a table of its part: its key, rejection reason, captions and measurements.
+    """Row of one input in its part's table: key, rejection reason, captions and measurements.
 
-    If it was rejected, the values that are unknown stay zero or empty.
+    If the input was rejected, unknown values stay zero or empty.
     """
 
     key: str
     reason: str = ''
-    """Reason for rejection; empty if kept."""
+    """Rejection reason; empty if the input is kept."""
     captions: list[str] = field(default_factory=list)
     """Cleaned captions."""
     caption_columns: list[str] = field(default_factory=list)
-    """Column of the source that each caption is from; empty if there is only one column."""
+    """Source column of each caption; empty if there is only one column."""
     width: int = 0
-    """Width of the decoded image in pixels, before it is resized."""
+    """Width in pixels of the decoded image before resizing."""
     height: int = 0
     caption_length: int = 0
     """Length of the longest caption in characters."""
@@ -243,39 +243,39 @@ class InputRow:
 
 @dataclass(frozen=True)
 class SampleRow:
-    """Row of one stored sample in a table of its part: its input, bucket and position; an image has one per bucket."""
+    """Row of one stored sample in its part's table: input, bucket and position; an image has one sample per bucket."""
 
     row: int
-    """Row of its input in the table of inputs."""
+    """Row of the sample's input in the table of inputs."""
     bucket: str
-    """Folder of its bucket, such as `512px/640x384`."""
+    """Folder of the sample's bucket, such as `512px/640x384`."""
     shard: int
-    """Number of the shard of the part that holds the sample."""
+    """Number of the part's shard that contains the sample."""
     offset: int
-    """Offset of the sample in that shard in bytes, counted from the end of the header."""
+    """Offset in bytes of the sample in that shard, counted from the end of the header."""
     size: int
     """Size of the sample in bytes."""
 
 
 def write_tables(folder: Path, inputs: Sequence[InputRow], samples: Sequence[SampleRow]) -> None:
-    """Write the tables of one part to the part's unfinished folder; the same rows give the same bytes."""
+    """Write a part's tables to its unfinished folder; the same rows always give the same bytes."""
     _write(folder / INPUTS, inputs, INPUT_SCHEMA)
     _write(folder / SAMPLES, samples, SAMPLE_SCHEMA)
 
 
 def read_inputs(folder: Path, columns: Sequence[str]) -> pa.Table:
-    """Read some columns of the table of inputs in a part's folder."""
+    """Read columns of the table of inputs in a part's folder."""
     return pq.read_table(folder / INPUTS, columns=list(columns))
 
 
 def read_samples(folder: Path) -> pa.Table:
-    """Read the table of samples in a part's folder, in the order of the inputs."""
+    """Read the table of samples in a part's folder, in input order."""
     return pq.read_table(folder / SAMPLES)
 
 
 def _write(path: Path, rows: Sequence[Any], schema: pa.Schema) -> None:
     columns = {name: [getattr(row, name) for row in rows] for name in schema.names}
-    # File names and JSON can contain lone surrogates, which Arrow rejects because they are not valid UTF-8.
+    # File names and JSON may contain lone surrogates, which Arrow rejects because they are not valid UTF-8.
     text = [name for name in schema.names if schema.field(name).type == pa.string()]
     columns |= {name: [value.encode('utf-8', 'backslashreplace').decode() for value in columns[name]] for name in text}
     pq.write_table(pa.table(columns, schema=schema), path, compression='zstd')

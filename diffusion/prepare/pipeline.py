@@ -1,11 +1,11 @@
-"""Run a preparation: plan -> parts -> duplicates, held-out images -> shards -> indexes and report -> outputs.
+"""Run a preparation: plan -> parts -> duplicates and held-out images -> shards -> indexes and report -> output.
 
-The plan lists the input in parts, such as tars. One job per part converts its images; duplicates are then rejected, and
-the samples of each bucket (images of one resolution or shape) are packed into final shards.
+The plan lists the input in parts, such as tar files. One job per part converts its images. Then, duplicates are
+rejected, and the samples of each bucket (images of one resolution or shape) are packed into final shards.
 
-A preparation can be stopped at any point, and the next start resumes it. Each step renames its result to the final name
-only when it is complete. The dataset depends only on the input and the settings, not on the number of processes, the
-order in which they finish, or interruptions; only `date` and `seconds` in the report vary.
+A preparation can be stopped at any point; the next start resumes it. Each step gives its result the final name only
+when complete. The dataset depends only on input and settings, not on the number of processes, the order in which they
+finish, or interruptions; only `date` and `seconds` in the report vary.
 """
 
 import time
@@ -61,22 +61,22 @@ from diffusion.storage.shard_writer import ShardWriter
 def prepare(
     settings: PrepareSettings, *, source: Source | None = None, run: Run | None = None, share: Share | None = None
 ) -> PrepareReport | None:
-    """Prepare a dataset from images and captions, or resume a preparation that was stopped.
+    """Prepare a dataset from images and captions, or resume an interrupted preparation.
 
     Args:
         source: Source to read instead of `settings.source`.
         run: Function that runs the jobs (default: processes on this machine).
-        share: Share of the input to convert, such as 3/16, before returning. Use it on several machines with a common
-            work folder or with `settings.parts`; then a call without `share` finishes the preparation.
+        share: Convert only this share of the input, such as 3/16. For use on several machines with a shared work folder
+            or `settings.parts`; a final call without `share` finishes the preparation.
 
     Returns:
         The report, or None if `share` is given.
 
     Raises:
-        UserError: A setting is invalid, the output is not empty, an input does not exist, or no image is left for
+        UserError: A setting is invalid, the output is not empty, an input does not exist, or no images are left for
             training.
-        DataError: A part cannot be read at the moment, or the processes that read it died.
-        OSError: The disk is full or fails. Finished work is kept for the next start.
+        DataError: A part cannot be read right now, or the processes that read it died. OSError: The disk is full or
+        failing. Finished work is kept for the next start.
     """
     problems = check_settings(settings)
     if problems:
@@ -89,7 +89,7 @@ def prepare(
 
 
 class Preparation:
-    """The steps of one call of `prepare`, which holds the lock of the work folder."""
+    """Steps of one `prepare` call, during which the work folder is locked."""
 
     def __init__(self, settings: PrepareSettings, source: Source, run: Run | None, work: WorkFolder) -> None:
         self.settings = settings
@@ -99,7 +99,7 @@ class Preparation:
         self.buckets = Buckets(settings.sizes, settings.aspects, step=settings.step).names
         self.splits = (TRAIN, HELD_OUT) if settings.hold_out else (TRAIN,)
         self.token = ''
-        """Part of the names of the shards, if they are added to a dataset."""
+        """Included in the names of shards that are added to an existing dataset."""
         self.format = ShardFormat(sample_columns(settings), settings.shard_bytes)
         self.outputs = {
             TRAIN: output_of(settings.out, work.train, work, overwrite=settings.overwrite),
@@ -107,15 +107,15 @@ class Preparation:
         }
 
     def execute(self, share: Share | None) -> PrepareReport | None:
-        """Run all steps that are not done yet; return the report, or None after converting one machine's share."""
+        """Run all remaining steps; return the report, or None after converting only one machine's share."""
         start = time.monotonic()
-        # `complete` is written last. If it exists, an earlier start was killed while it moved the datasets into place,
-        # and the input need not be listed again.
+        # `complete` is written last. If it exists, an earlier start was killed while moving the datasets into place, so
+        # the input need not be listed again.
         if not self.work.complete.exists():
             self.source = at_planned_version(self.source, self.work)
             plan = InputPlan.make(self.settings, self.source)
-            # A plan means that a preparation was stopped here: resume it, even if an earlier dataset is in the output.
-            # A share has nothing to resume if another machine has finished the preparation.
+            # A plan means that a preparation was interrupted here: resume it, even if the output contains an earlier
+            # dataset. A share has nothing to resume if another machine has already finished the preparation.
             resumed = share is None and self.work.plan.exists()
             finished = None if resumed else self.finished_report(plan)
             if finished is not None:
@@ -134,15 +134,15 @@ class Preparation:
         return report
 
     def pieces(self, plan: InputPlan) -> list[Piece]:
-        """Return the pieces of the input that one job converts each, in order."""
+        """Return the pieces of the input in order; each is converted by one job."""
         return pieces_of(plan, self.source)
 
     def folders(self, plan: InputPlan) -> list[Path]:
-        """Return the folders of the converted pieces in order."""
+        """Return the folders of converted pieces in order."""
         return [self.work.part(piece.name) for piece in self.pieces(plan)]
 
     def finished_report(self, plan: InputPlan) -> PrepareReport | None:
-        """Return the report of the dataset that is already in the output, if the same plan made it, otherwise None."""
+        """Return the report of the dataset already in the output if it was made with the same plan, otherwise None."""
         if self.settings.overwrite:
             return None
         reports = [self.outputs[split].report() for split in self.splits]
@@ -153,7 +153,7 @@ class Preparation:
         """Check that the datasets can be written, before any work is done.
 
         Raises:
-            UserError: An output is not empty or cannot be replaced, or held-out images would be trained on.
+            UserError: An output is not empty or cannot be replaced, or held-out images would become training images.
         """
         for split in self.splits:
             self.outputs[split].check()
@@ -166,16 +166,16 @@ class Preparation:
                 )
 
     def convert_parts(self, plan: InputPlan, share: Share | None) -> None:
-        """Convert each part of the input, or of this machine's share, into its own folder; skip parts that are done."""
+        """Convert each part of the input or of this machine's share into its own folder; skip finished parts."""
         self.work.parts.mkdir(exist_ok=True)
         stored = None
         if self.settings.parts is not None:
-            # Several preparations may share `parts`, so each plan has a folder of its own there.
+            # Several preparations may share `parts`, so each plan has its own folder there.
             stored = f'{self.settings.parts.rstrip("/")}/{plan.fingerprint[:16]}'
             self.work.store_parts(stored)
         pieces = [piece for piece in self.pieces(plan) if share is None or share.includes(piece.number)]
         remaining = [piece for piece in pieces if not self.work.part(piece.name).is_dir()]
-        # List the parts that were converted by another machine, or by an earlier start whose work folder was lost.
+        # List parts converted by other machines or by an earlier start whose work folder was lost.
         there = list_stored(stored) if stored is not None and remaining else {}
         if share is not None:
             remaining = [piece for piece in remaining if piece.name not in there]
@@ -194,8 +194,8 @@ class Preparation:
             for piece in remaining
         )
         inputs = rejected = 0
-        # `closing` stops the workers as soon as an error or Ctrl-C leaves this block, instead of when the generator is
-        # garbage collected.
+        # `closing` stops the workers as soon as an error or Ctrl-C leaves this block, rather than when the generator is
+        # garbage-collected.
         with (
             tqdm(
                 total=total_size,
@@ -215,11 +215,11 @@ class Preparation:
                 bar.update(done.size)
 
     def results(self, jobs: Iterable[WorkerJob]) -> Generator[Any, None, None]:
-        """Run jobs and yield their results; closing the generator stops the jobs."""
+        """Run jobs and yield their results; close the generator to stop the jobs."""
         yield from self.run(jobs)
 
     def finish_dataset(self, plan: InputPlan, start: float) -> None:
-        """Remove duplicates, and write the final shards, indexes and report into the work folder."""
+        """Remove duplicates, and write final shards, indexes and report to the work folder."""
         catalog = Catalog.read(self.folders(plan), self.buckets)
         repeats = catalog.drop_duplicates(
             self.settings.duplicates, max_distance=self.settings.max_distance, saved=self.work.duplicates
@@ -258,10 +258,10 @@ class Preparation:
         write_atomically(self.work.complete, (self.work.train.dataset / REPORT).read_text(encoding='utf-8'))
 
     def check_accepted(self, catalog: Catalog, notes: Iterable[str]) -> None:
-        """Check that an image is left for training; if not, remove the work folder.
+        """Raise an error and remove the work folder if no image is left for training.
 
         Args:
-            notes: Messages of the source, which may explain why no image has a caption.
+            notes: Messages from the source, which may explain why no image has a caption.
         """
         accepted, hold_out = len(catalog.kept), self.settings.hold_out
         if accepted > hold_out:
@@ -279,11 +279,10 @@ class Preparation:
     def report_and_entries(
         self, catalog: Catalog, plan: InputPlan, split: int, counts: Mapping[tuple[int, str], int]
     ) -> tuple[PrepareReport, dict[str, list[dict[str, Any]]]]:
-        """Return the report of a split whose shards are done, without `held_out`, `date` and `seconds`, and the index
-        entries of its shards by bucket.
+        """Return a split's report (without `held_out`, `date` and `seconds`) and its index entries by bucket.
 
         Args:
-            counts: Number after that of the last shard per split and bucket.
+            counts: Number following that of the last shard, per split and bucket.
         """
         report = self.make_report(catalog, plan, split)
         entries = {
@@ -294,11 +293,11 @@ class Preparation:
         return report, entries
 
     def first_shard(self, bucket: str) -> int:
-        """Return the number of the first shard of a bucket that is written."""
+        """Return the number of a bucket's first shard."""
         return 0
 
     def shards_of_samples(self, catalog: Catalog) -> np.ndarray:
-        """Return the number of the final shard of each sample, uint32; meaningless for samples that are not kept."""
+        """Return the final shard number of each sample, uint32; meaningless for samples that are not kept."""
         found = np.zeros(len(catalog.samples.image), np.uint32)
         for split, (code, bucket) in product(self.splits, enumerate(self.buckets)):
             samples = catalog.samples_in(code, split)
@@ -314,7 +313,7 @@ class Preparation:
         return ShardWriter(output.bucket(bucket), entries, self.format, self.token)
 
     def pack_shards(self, catalog: Catalog) -> dict[tuple[int, str], int]:
-        """Write the final shards that are not done yet; return the number after the last one per split and bucket."""
+        """Write the remaining final shards; return the number following the last shard, per split and bucket."""
         counts: dict[tuple[int, str], int] = {}
         kept = catalog.split[catalog.samples.image] != REJECTED
         total = int(catalog.samples.size[kept].sum())
@@ -340,7 +339,7 @@ class Preparation:
         return counts
 
     def make_report(self, catalog: Catalog, plan: InputPlan, split: int) -> PrepareReport:
-        """Return the report of a split with all counts, except the values that are known only after packing."""
+        """Return a split's report with all counts except the values known only after packing."""
         images = catalog.images(split)
         found = np.bincount(
             catalog.samples.bucket[catalog.split[catalog.samples.image] == split], minlength=len(self.buckets)
@@ -380,11 +379,11 @@ class Preparation:
         return report
 
     def notes(self, plan: InputPlan, passed_over: Iterable[str], columns: Collection[str]) -> list[str]:
-        """Return messages for the report: of the source, images of formats that were not named, copies of held-out
-        images, columns of `filters` that no input has.
+        """Return notes for the report: notes from the source, and about skipped image formats, possible copies of
+        held-out images, and filtered columns that no input has.
 
         Args:
-            passed_over: Suffixes of the files that were skipped.
+            passed_over: Suffixes of skipped files.
             columns: Names of the metadata columns of all inputs.
         """
         found = sorted(name for kind in passed_over if (name := format_of_suffix(kind)) is not None)
@@ -403,10 +402,10 @@ class Preparation:
         return notes + filters.unknown_column_notes(filters.columns_in(dict.fromkeys(columns)), columns)
 
     def put_in_place(self, report: PrepareReport) -> None:
-        """Move the complete datasets with this report to the outputs; idempotent."""
-        # Move the training set last, so that it never exists without the images that were held out from it. If it
-        # replaces an existing one, move that away first, since it may contain images that are held out now. Decide by
-        # the report, since the settings may have changed since the start that was killed here.
+        """Move the complete datasets to the outputs, given the report; idempotent."""
+        # Move the training set last, so that it never exists without its held-out images. If it replaces an existing
+        # training set, first move the old one away, since it may contain images that are now held out. Decide by the
+        # report, because the settings may have changed since an earlier start was killed here.
         if report.held_out is not None:
             self.outputs[TRAIN].set_aside()
             self.outputs[HELD_OUT].put_in_place()

@@ -1,6 +1,6 @@
 """Convert a source entry into dataset samples, one per bucket, or reject it with a reason.
 
-A bucket is a folder of shards for the images of one resolution, or of one resolution and shape.
+A bucket is a folder of shards for images of one resolution, or of one resolution and shape.
 """
 
 import io
@@ -21,14 +21,14 @@ from diffusion.prepare.source import Entry, Unfit
 
 
 class Buckets:
-    """All buckets of a dataset; a name is `512px`, or `512px/640x384` with aspect-ratio buckets.
+    """All buckets of a dataset, with names such as `512px` or, with aspect ratio buckets, `512px/640x384`.
 
     Args:
         sizes: Resolutions in pixels.
-        aspects: `none` for squares only, `sdxl` for the shapes of the SDXL table, or a list of shapes at the largest
+        aspects: `none` for squares only, `sdxl` for the shapes in SDXL's table, or a list of shapes at the largest
             size, which are scaled for the other sizes.
-        step: Divisor of the sides of all shapes, in pixels.
-        every: True if an image goes to each resolution that it fills, False if only to the largest one.
+        step: The sides of all shapes are multiples of this, in pixels. every: True puts an image in every resolution
+        that needs no upscaling, False only in the largest of them.
     """
 
     def __init__(
@@ -45,17 +45,17 @@ class Buckets:
 
     @property
     def largest_side(self) -> int:
-        """Longest side of all buckets in pixels; an image fits in each bucket if its shorter side has as many."""
+        """Longest side of all buckets in pixels; an image whose shorter side is at least as long fits all buckets."""
         return max(max(shape.width, shape.height) for shapes in self.shapes.values() for shape in shapes)
 
     def name(self, size: int, shape: Shape) -> str:
         return f'{size}px' if self.squares else f'{size}px/{shape}'
 
     def choose(self, width: int, height: int) -> list[tuple[int, Shape]]:
-        """Choose the buckets of an image of this width and height in pixels.
+        """Choose the buckets for an image of this width and height in pixels.
 
-        They are all resolutions that need no upscaling, or the largest of them if not `every`; within each, the shape
-        closest in aspect ratio.
+        These are all resolutions that need no upscaling (only the largest of them unless `every`), each with the shape
+        that is closest in aspect ratio.
 
         Returns:
             Pairs (resolution, shape) from small to large; empty if the image is smaller than every bucket.
@@ -82,40 +82,40 @@ def _scaled(shape: Shape, size: int, largest: int, step: int) -> Shape:
 
 
 COLUMNS = {'image': 'bytes', 'captions': 'json', 'width': 'int', 'height': 'int', 'key': 'str', 'metadata': 'json'}
-"""MDS encodings by column; width and height are those of the stored image, in pixels."""
+"""MDS encodings by column; `width` and `height` are the stored image's, in pixels."""
 CAPTION_COLUMNS = 'caption_columns'
-"""Column with a list of the source column of each caption, in datasets with captions from several columns."""
+"""Column that names the source column of each caption, in datasets with captions from several columns."""
 LANGUAGE_COLUMNS = ('language', 'LANGUAGE', 'lang')
-"""Metadata columns that may hold the language of the captions, in order of precedence."""
+"""Metadata columns that may contain the captions' language, in order of precedence."""
 PRIVATE_COLUMNS = frozenset({'exif', 'EXIF'})
-"""Metadata columns to remove: img2dataset copies location, camera and owner from the image file."""
+"""Metadata columns to remove: img2dataset copies location, camera and owner from image files to them."""
 MAX_JPEG_SIDE = 65_500
-"""Maximum side of a JPEG in pixels, a limit of libjpeg."""
+"""Maximum side length of a JPEG in pixels (libjpeg's limit)."""
 THUMBNAIL_SIDE = 96
-"""Maximum side of a thumbnail in the report, in pixels."""
+"""Maximum side length in pixels of thumbnails in the report."""
 
 
 def sample_columns(settings: PrepareSettings) -> dict[str, str]:
-    """Return the MDS encodings of the columns of a dataset that is prepared with some settings."""
+    """Return the MDS encodings of the columns of a dataset prepared with these settings."""
     return COLUMNS | ({CAPTION_COLUMNS: 'json'} if settings.source.caption_columns else {})
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A decoded image with its captions; the filters by columns and the buckets may still reject it."""
+    """A decoded image with its captions; column filters and buckets may still reject it."""
 
     entry: Entry
     row: InputRow
-    """Row of the part's table, with the measurements so far."""
+    """The image's row in the part's table, with the measurements so far."""
     decoded: DecodedImage
 
 
 def decode_entry(entry: Entry, row: InputRow, settings: PrepareSettings, buckets: Buckets) -> Candidate:
-    """Decode an entry (image with captions and metadata) of a source, and check its captions and its size.
+    """Decode a source's entry (image with captions and metadata), and check its captions and size.
 
-    Its measurements are written into `row`, its row of the part's table, even if the entry is then rejected.
+    Measurements are stored in `row`, its row of the part's table, even if the entry is then rejected.
     """
-    # Check the captions before the image: decoding takes most of the time.
+    # Check captions before the image, because decoding takes most of the time.
     if entry.problem is not None:
         raise Unfit(entry.problem)
     filters = settings.filters
@@ -138,12 +138,12 @@ def decode_entry(entry: Entry, row: InputRow, settings: PrepareSettings, buckets
     if problem is not None:
         raise Unfit(problem)
     row.exact_hash = exact_hash(decoded.image, decoded.pixels, (decoded.width, decoded.height))
-    # Free the pixels: many images may wait for a function that computes columns.
+    # Free the pixels: many images may be waiting for the function that computes columns.
     return Candidate(entry, row, replace(decoded, pixels=None))
 
 
 def resized_to(buckets: Buckets) -> Callable[[int, int], tuple[int, int]]:
-    """Return a function from an image's width and height to the largest (width, height) that it is stored at."""
+    """Return a function that maps an image's width and height to the largest (width, height) at which it is stored."""
 
     def largest(width: int, height: int) -> tuple[int, int]:
         sizes = [covering_size(width, height, shape) for _, shape in buckets.choose(width, height)]
@@ -155,10 +155,10 @@ def resized_to(buckets: Buckets) -> Callable[[int, int], tuple[int, int]]:
 def make_samples(
     candidate: Candidate, computed: Mapping[str, Any], *, settings: PrepareSettings, buckets: Buckets
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Return the samples to store of an image, one per bucket; the image is encoded for each of them.
+    """Return the samples to store for an image, one per bucket; the image is encoded separately for each.
 
     Returns:
-        Pairs (bucket name, sample), from the smallest resolution to the largest.
+        (bucket name, sample) pairs, from the smallest resolution to the largest.
     """
     entry, row, decoded = candidate.entry, candidate.row, candidate.decoded
     assert entry.image is not None
@@ -175,7 +175,7 @@ def make_samples(
         shared[CAPTION_COLUMNS] = row.caption_columns
     samples = []
     for size, shape in chosen:
-        # Resize from the original for each bucket, so that a bucket's bytes do not depend on the other sizes.
+        # Always resize from the original, so that a bucket's bytes do not depend on the other sizes.
         encoded, (width, height) = _stored(entry.image, decoded, shape, settings)
         samples.append((buckets.name(size, shape), shared | {'image': encoded, 'width': width, 'height': height}))
     return samples
@@ -193,7 +193,7 @@ def thumbnail(image: Image.Image) -> bytes:
 def _stored(
     encoded: bytes, decoded: DecodedImage, shape: Shape, settings: PrepareSettings
 ) -> tuple[bytes, tuple[int, int]]:
-    """Return the image file to store, either the original or resized to its bucket, and its (width, height)."""
+    """Return the image file to store, either original or resized to its bucket, and its (width, height)."""
     keep_original = settings.store == 'original'
     if keep_original and decoded.is_unmodified:
         return encoded, (decoded.width, decoded.height)
@@ -205,7 +205,7 @@ def _stored(
 
 
 def _metadata(columns: Mapping[str, Any], row: InputRow) -> dict[str, Any]:
-    """Return the metadata to store: the columns of the source and our measurements, sorted by name."""
+    """Return the metadata to store: the source's columns and our measurements, sorted by name."""
     kept = {name: json_value(value) for name, value in columns.items() if name not in PRIVATE_COLUMNS}
     measured = {
         'caption_length': row.caption_length,

@@ -1,9 +1,9 @@
-"""Remove images from a prepared dataset: only the shards that hold them are rewritten, under new names.
+"""Remove images from a prepared dataset: only the shards that contain them are rewritten, under new names.
 
-The new shards and tables are put beside the old ones. Replacing the record (`dataset_record`) removes the images; the
-indexes follow, and last the old files are deleted. If the process is killed, the dataset is whole, and the next start
-of the same command finishes the rest. The record keeps hashes of the keys and pixels, so that a later delivery does
-not bring the images back.
+New shards and tables are written beside the old ones. Replacing the record (`dataset_record`) removes the images; then
+the indexes are replaced, and the old files deleted. If the process is killed, the dataset remains consistent, and
+running the same command again finishes the rest. The record keeps hashes of keys and pixels, so that a later delivery
+does not add the images again.
 """
 
 import difflib
@@ -48,30 +48,30 @@ from diffusion.storage.retry import PreconditionFailed
 log = logging.getLogger(__name__)
 
 MAX_COMPARED_KEYS = 20_000
-"""Maximum number of keys to compare with a missing key, to suggest the nearest."""
+"""Maximum number of keys to compare with a missing key when suggesting the most similar one."""
 
 
 @dataclass
 class Selection:
-    """Images of a dataset that are to be removed, found by key or hash."""
+    """Images to remove from a dataset, found by key or hash."""
 
     rows: list[np.ndarray]
-    """Row numbers in the table of each delivery."""
+    """Row numbers of the images in each delivery's table."""
     keys: frozenset[str]
-    """Their keys."""
+    """Keys of the images."""
     shards: dict[str, set[int]]
-    """Numbers of the shards that hold their samples, by bucket."""
+    """Numbers of the shards that contain their samples, by bucket."""
     samples: Counter[str]
-    """Number of their samples by bucket."""
+    """Number of their samples, by bucket."""
     missing: list[str]
-    """Keys and hashes that no image of the dataset has or had."""
+    """Keys and hashes that belong to no current or removed image of the dataset."""
     gone: list[str]
-    """Keys and hashes of images that were removed before."""
+    """Keys and hashes of images already removed earlier."""
     copies: list[str]
-    """Keys of other images with the same pixels, which stay."""
+    """Keys of other images with the same pixels, which are not removed."""
 
     held_out: int
-    """Number of the images that are in the held-out dataset, and have no samples here."""
+    """Number of selected images that are in the held-out dataset and have no samples here."""
 
     @property
     def images(self) -> int:
@@ -81,27 +81,27 @@ class Selection:
 
 @dataclass
 class Removal:
-    """Changes that a removal has made to a dataset."""
+    """Changes made to a dataset by a removal."""
 
     selection: Selection
     rewritten: list[str] = field(default_factory=list)
-    """Paths of the old shards that were rewritten or, if no sample was left, dropped."""
+    """Paths of old shards that were rewritten or, if no sample was left, dropped."""
     old_indexes: list[str] = field(default_factory=list)
     """SHA-256 of the indexes that listed the removed samples."""
 
 
 def select(dataset: RecordedDataset, keys: Collection[str], hashes: Collection[str]) -> Selection:
-    """Find the images of a dataset by their keys, or by the hashes of their pixels (16 hexadecimal digits)."""
+    """Find a dataset's images by key, or by pixel hash (16 hexadecimal digits)."""
     pixels = {hash_: int(hash_, 16) for hash_ in hashes}
     paths = dataset.paths(delivery.images for delivery in dataset.record.deliveries)
-    # Hold the hashes of all images in memory, 16 bytes each, but not their keys.
+    # Keep the hashes of all images in memory (16 bytes each), but not their keys.
     columns = [read_images(path, ['key_hash', 'exact_hash']) for path in paths]
     hash_of = dict(zip(keys, key_hashes(keys).tolist(), strict=True))
     named = set(hash_of.values())
     for table, path in zip(columns, paths, strict=True):
         of_pixels = read_rows(path, _rows_with(table, 'exact_hash', pixels.values()))
         named |= set(of_pixels['key_hash'].to_pylist())
-    # Select all images with such a key: the samples in the shards are found by their keys.
+    # Select all images with such a key, because samples in shards are found by key.
     rows = [_rows_with(table, 'key_hash', named) for table in columns]
     tables = [read_rows(path, chosen) for path, chosen in zip(paths, rows, strict=True)]
     found = pa.concat_tables([IMAGE_SCHEMA.empty_table(), *tables])
@@ -130,7 +130,7 @@ def select(dataset: RecordedDataset, keys: Collection[str], hashes: Collection[s
 
 
 def missing_problem(dataset: RecordedDataset, missing: Sequence[str]) -> str:
-    """Return the message about keys or hashes that do not exist, each with the nearest key of the dataset."""
+    """Return an error message about keys or hashes that do not exist, with the most similar keys of the dataset."""
     lines = []
     for name, similar in _similar_keys(dataset, missing[:20]).items():
         near = difflib.get_close_matches(name, similar, n=1)
@@ -146,11 +146,11 @@ def missing_problem(dataset: RecordedDataset, missing: Sequence[str]) -> str:
 def remove(
     dataset: RecordedDataset, keys: Collection[str], hashes: Collection[str] = (), *, keep_old_shards: bool = False
 ) -> Removal:
-    """Remove images by key or by the hash of their pixels; those that do not exist are skipped.
+    """Remove images by key or pixel hash; keys and hashes that do not exist are skipped.
 
     Args:
-        hashes: Hashes of the pixels of images, 16 hexadecimal digits each.
-        keep_old_shards: Keep the old shards for jobs that are running, until `purge`.
+        hashes: Pixel hashes of images, 16 hexadecimal digits each.
+        keep_old_shards: Keep the old shards for running jobs until `purge` is called.
 
     Raises:
         UserError: No image would be left, or a shard cannot be rewritten.
@@ -172,7 +172,7 @@ def remove(
 
 
 def purge(dataset: RecordedDataset) -> list[str]:
-    """Delete the replaced shards that were kept for running jobs; return their paths."""
+    """Delete replaced shards that were kept for running jobs; return their paths."""
     finish_change(dataset)
     while dataset.record.kept:
         kept = dataset.record.kept
@@ -187,7 +187,7 @@ def purge(dataset: RecordedDataset) -> list[str]:
 
 
 def _remove_selected(dataset: RecordedDataset, selection: Selection, *, keep_old_shards: bool) -> Removal:
-    """Remove images from the version of the dataset that they were found in."""
+    """Remove images from the version of the dataset in which they were found."""
     record = dataset.record
     before = dataset.entries()
     if sum(selection.samples.values()) >= sum(shard['samples'] for shards in before.values() for shard in shards):
@@ -219,7 +219,7 @@ def _remove_selected(dataset: RecordedDataset, selection: Selection, *, keep_old
         obsolete=[*record.obsolete, *obsolete, *(() if keep_old_shards else removal.rewritten)],
     )
     changed = with_indexes(changed, dataset.entries(deliveries))
-    # Replace captions.txt before the record: a caption may identify an image, and the file has only some of them.
+    # Replace captions.txt before the record: captions may identify removed images. (The file lists only some captions.)
     write_captions(dataset, [caption for caption in caption_lines(dataset) if caption not in captions])
     removal.old_indexes = [digest for bucket, digest in index_hashes(before) if bucket in selection.samples]
     dataset.commit(changed)
@@ -229,7 +229,7 @@ def _remove_selected(dataset: RecordedDataset, selection: Selection, *, keep_old
 def _without_rows(
     dataset: RecordedDataset, delivery: Delivery, rows: np.ndarray, keys: frozenset[str], token: str
 ) -> Delivery:
-    """Write the tables of a delivery without some images; return the delivery with their names."""
+    """Write a delivery's tables without some images; return the delivery with the new tables' names."""
     folder = delivery.images.rpartition('/')[0]
     new = replace(
         delivery,
@@ -250,7 +250,7 @@ def _without_rows(
 def _without_samples(
     dataset: RecordedDataset, delivery: Delivery, selection: Selection, token: str
 ) -> tuple[dict[str, list[dict[str, Any]]], list[str], set[str]]:
-    """Rewrite the shards of a delivery that hold removed images.
+    """Rewrite a delivery's shards that contain removed images.
 
     Returns:
         The new index entries by bucket, the paths of the old shards, and the captions of the removed samples.
@@ -270,7 +270,7 @@ def _without_samples(
 
 
 def _put_removed(dataset: RecordedDataset, selection: Selection, name: str) -> None:
-    """Write the table of removed images with those of a selection, without their keys."""
+    """Write the table of removed images, adding those of a selection, without their keys."""
     tables = [_removed_table(dataset)]
     for delivery, rows in zip(dataset.record.deliveries, selection.rows, strict=True):
         tables.append(read_rows(dataset.path(delivery.images), rows).select(list(HASHES)))
@@ -292,13 +292,13 @@ def _removed_table(dataset: RecordedDataset) -> pa.Table:
 
 
 def _similar_keys(dataset: RecordedDataset, names: Sequence[str]) -> dict[str, list[str]]:
-    """Return, for each key that does not exist, the most similar keys of the dataset."""
+    """For each missing key, return the most similar keys of the dataset."""
     found: dict[str, list[str]] = {name: [] for name in names}
     for delivery in dataset.record.deliveries:
         keys: Any = read_images(dataset.path(delivery.images), ['key'])['key']
         for name, similar in found.items():
             chosen = keys
-            if len(keys) > MAX_COMPARED_KEYS:  # comparing with each of 100 million keys would take hours
+            if len(keys) > MAX_COMPARED_KEYS:  # comparing with all of 100 million keys would take hours
                 arrow: Any = pc
                 chosen = keys.filter(arrow.or_(arrow.starts_with(keys, name[:6]), arrow.ends_with(keys, name[-6:])))
             similar += chosen.slice(0, max(0, MAX_COMPARED_KEYS - len(similar))).to_pylist()
@@ -306,21 +306,21 @@ def _similar_keys(dataset: RecordedDataset, names: Sequence[str]) -> dict[str, l
 
 
 def _rows_with(table: pa.Table, column: str, values: Collection[int]) -> np.ndarray:
-    """Return the sorted numbers of a table's rows that have one of `values` in a column."""
+    """Return the sorted row numbers at which a table's column has one of `values`."""
     return np.flatnonzero(np.isin(table[column].to_numpy(), np.array(list(values), np.uint64)))
 
 
 MANIFEST = 'manifest.json'
-"""File of latents that identifies the index of the images that they were made from (`data.latents`)."""
+"""File beside latents that identifies the index of the images from which they were made (`data.latents`)."""
 STREAMS = ('streams', 'eval_streams', 'precompute.streams')
-"""Sections of a recipe that name datasets."""
+"""Sections of a recipe that refer to datasets."""
 
 
 def latents_of(indexes: Mapping[str, Sequence[str]], places: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield each folder of latents that were made from a dataset, and the bucket that they were made from.
+    """Yield (folder, bucket) for latents that were made from a dataset: their folder, and the dataset's bucket.
 
     Raises:
-        UserError: A folder has no latents.
+        UserError: A folder does not contain latents.
     """
     for place in places:
         names = index_folders(place)
@@ -334,10 +334,10 @@ def latents_of(indexes: Mapping[str, Sequence[str]], places: Sequence[str]) -> I
 
 
 def runs_with(places: Sequence[str], runs_dir: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield the name of each run that reads one of some datasets by its recipe, and the streams that do.
+    """Yield the name of each run whose recipe reads one of the datasets, and the streams that read it.
 
     Args:
-        places: Folders or URLs of datasets; a stream that reads a folder below one is found too.
+        places: Folders or URLs of datasets; streams that read a subfolder are found too.
 
     Raises:
         UserError: The folder does not exist.
@@ -360,13 +360,13 @@ def runs_with(places: Sequence[str], runs_dir: Path) -> Iterator[tuple[str, list
 
 
 def _source(place: str, name: str) -> str | None:
-    """Return the hash of the index that latents were made from; None for a folder of other shards."""
+    """Return the hash of the index from which latents were made, or None for a folder of other shards."""
     content = place_at(place).read(f'{name}/{MANIFEST}'.lstrip('/'))
     return None if content is None else json.loads(content).get('source')
 
 
 def _streams(recipe: Any, section: str) -> Mapping[str, Any]:
-    """Return the streams of a section of a recipe; empty if it has none."""
+    """Return the streams in a section of a recipe; empty if it has none."""
     for key in section.split('.'):
         recipe = recipe.get(key) if isinstance(recipe, Mapping) else None
     return recipe if isinstance(recipe, Mapping) else {}

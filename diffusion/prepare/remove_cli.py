@@ -23,33 +23,33 @@ class RemoveOptions:
     """Options of `diffusion data remove`."""
 
     dataset: DatasetPlace
-    """Folder or URL of a dataset that `diffusion prepare` wrote, or of latents."""
+    """Folder or URL of a dataset from `diffusion prepare`, or of latents."""
     keys: Path | None = None
-    """Text file with the keys of images, one per line."""
+    """Text file with the keys of the images to remove, one per line."""
     key: list[str] = field(default_factory=list)
-    """Keys of images."""
+    """Keys of the images to remove."""
     hash: Annotated[list[str], Option('HEX')] = field(default_factory=list)
-    """Hashes of pixels (exact_hash in images.parquet)."""
+    """Pixel hashes of the images to remove (exact_hash in images.parquet)."""
     image: list[Path] = field(default_factory=list)
-    """Image files, to remove those with equal pixels."""
+    """Image files; images with the same pixels are removed."""
     dry_run: bool = False
-    """Show the shards and counts, and change nothing."""
+    """Show affected shards and counts without changing anything."""
     missing_ok: bool = False
-    """Skip keys and hashes that no image has (default: refuse them)."""
+    """Skip keys and hashes that do not exist (default: exit with an error)."""
     keep_old_shards: bool = False
-    """Keep the old shards for jobs that are running; delete them later with --purge."""
+    """Keep the old shards for running jobs; delete them later with --purge."""
     purge: bool = False
-    """Delete the old shards that were kept."""
+    """Delete old shards that were kept."""
     latents: Annotated[list[str], DIR_OR_URL] = field(default_factory=list)
-    """Folders or URLs of latents to check if they were made from the dataset."""
+    """Folders or URLs of latents; shows which of them were made from the dataset."""
     runs_dir: Annotated[Path | None, DIR] = None
-    """Folder of runs, to list those that read the dataset."""
+    """Folder of runs; shows which of them read the dataset."""
     work: Annotated[Path | None, DIR] = None
     """Folder for temporary copies of a few shards (default: the temporary folder)."""
 
 
 def check_dataset(place: str) -> None:
-    """Raise UserError if a place is a path without a folder."""
+    """Raise UserError if a local path is not a folder."""
     if '://' not in place and not Path(place).is_dir():
         raise UserError(f'DATASET: {place} is not a folder; give a folder that `diffusion prepare` has written')
 
@@ -78,14 +78,14 @@ def run_remove(options: RemoveOptions) -> int:
         whole_bucket = is_url(place) and '/' not in place.partition('://')[2]
         held_out = f'{place}-held-out'
         if not whole_bucket and place_at(held_out).read(RECORD) is not None:
-            # Remove held-out images first. Otherwise a killed removal could leave a held-out image that the record of
-            # the training set no longer lists.
+            # Remove held-out images first. Otherwise, a killed removal could leave a held-out image that is no longer
+            # listed in the training set's record.
             datasets.insert(0, RecordedDataset(held_out, Path(temporary, 'held-out')))
         return _remove(options, keys, datasets)
 
 
 def _remove(options: RemoveOptions, keys: list[str], datasets: 'Sequence[RecordedDataset]') -> int:
-    """Remove images from datasets with records; the last one is the dataset that the user named."""
+    """Remove images from datasets with records; the last one is the dataset given by the user."""
     from diffusion.prepare.dataset_reports import finish_change
     from diffusion.prepare.remove import missing_problem, purge, remove, select
 
@@ -94,7 +94,7 @@ def _remove(options: RemoveOptions, keys: list[str], datasets: 'Sequence[Recorde
         for dataset in datasets:
             finish_change(dataset)
     selections = [select(dataset, keys, hashes) for dataset in datasets]
-    # A key may exist in one of the training set and its held-out dataset alone.
+    # A key may exist in only one of the two: the training set or its held-out dataset.
     missing = [name for name in selections[-1].missing if all(name in each.missing for each in selections)]
     if missing and not options.missing_ok:
         raise UserError(missing_problem(datasets[-1], missing))
@@ -118,7 +118,7 @@ def _remove(options: RemoveOptions, keys: list[str], datasets: 'Sequence[Recorde
 
 
 def _print_selection(dataset: 'RecordedDataset', selection: 'Selection', *, dry_run: bool) -> None:
-    """Print which images and shards a removal concerns."""
+    """Print which images and shards are affected by a removal."""
     if selection.gone:
         print(printable(f'{dataset.folder}: removed before: {_some(selection.gone)}'))
     if not selection.images:
@@ -135,7 +135,7 @@ def _print_selection(dataset: 'RecordedDataset', selection: 'Selection', *, dry_
 
 
 def _print_affected(options: RemoveOptions, datasets: 'Sequence[RecordedDataset]') -> None:
-    """Print the latents that were made from the datasets, and the runs that read them."""
+    """Print the latents made from the datasets, and the runs that read the datasets."""
     from diffusion.prepare.remove import latents_of
 
     stale = []
@@ -153,7 +153,7 @@ def _print_affected(options: RemoveOptions, datasets: 'Sequence[RecordedDataset]
 
 
 def _print_runs(places: Sequence[str], runs_dir: Path) -> bool:
-    """Print the runs that read one of some datasets; return True if there is one."""
+    """Print the runs that read any of the datasets; return True if there are any."""
     from diffusion.prepare.remove import runs_with
 
     runs = list(runs_with(places, runs_dir))
@@ -177,7 +177,7 @@ def _print_effect(dataset: 'RecordedDataset', rewritten: list[str], old_indexes:
 
 
 def _remove_by_scan(options: RemoveOptions, keys: list[str], scratch: Path) -> int:
-    """Remove samples from shards without a record by reading all of them."""
+    """Remove samples from shards without a record, by reading all shards."""
     from diffusion.prepare.shard_rewriting import found_keys, remove_scanned, scan, superseded
     from diffusion.storage.places import place_at
 
@@ -187,7 +187,7 @@ def _remove_by_scan(options: RemoveOptions, keys: list[str], scratch: Path) -> i
             '--missing-ok and --runs-dir apply; leave out the other options'
         )
     folder = place_at(options.dataset, scratch)
-    # Delete the old shards of a removal that was killed after it had replaced an index.
+    # Delete the old shards left by a removal that was killed after replacing an index.
     if not options.dry_run:
         folder.delete(superseded(folder, options.dataset))
     scanned = scan(folder, options.dataset, set(keys), scratch)
@@ -212,7 +212,7 @@ def _remove_by_scan(options: RemoveOptions, keys: list[str], scratch: Path) -> i
 
 
 def _keys(options: RemoveOptions) -> list[str]:
-    """Return the keys given as arguments and in the file, without repetitions."""
+    """Return the keys given as arguments and in the file, without duplicates."""
     keys = list(options.key)
     if options.keys is not None:
         try:
@@ -234,14 +234,14 @@ def _checked_hash(text: str) -> str:
 
 
 def _hash_of(path: Path, dataset: 'RecordedDataset') -> str:
-    """Return the hash of the pixels of an image file, decoded as the dataset's images were."""
+    """Return the pixel hash of an image file, decoded in the same way as the dataset's images."""
     from diffusion.prepare.image_decoding import decode_image
     from diffusion.prepare.image_hashes import exact_hash
     from diffusion.prepare.process_sample import Buckets, resized_to
     from diffusion.prepare.source import Unfit
 
     settings = dataset.record.settings
-    # If `fast_jpeg` is set, the dataset has hashes of JPEGs that were decoded smaller: decode the file in the same way.
+    # With `fast_jpeg`, the dataset's hashes are those of JPEGs decoded at a reduced size, so do the same here.
     smaller = None
     if settings.get('fast_jpeg'):
         every = settings['buckets'] == 'every'
@@ -263,5 +263,5 @@ def _hash_of(path: Path, dataset: 'RecordedDataset') -> str:
 
 
 def _some(names: Sequence[str]) -> str:
-    """Return the first names as text."""
+    """Return the first few names as text."""
     return ', '.join(names[:10]) + (f' and {len(names) - 10} more' if len(names) > 10 else '')

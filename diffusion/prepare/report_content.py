@@ -1,6 +1,6 @@
-"""Content of the report of a preparation: thumbnails, histograms, and a list of captions (captions.txt).
+"""Content of a preparation's report: thumbnails, histograms, and a list of captions (captions.txt).
 
-The list tells a user which prompts a model of the dataset can answer.
+The list shows users which prompts a model trained on the dataset should understand.
 """
 
 import base64
@@ -23,11 +23,11 @@ from diffusion.prepare.work_dir import read_json
 THUMBNAILS_PER_BUCKET = 8
 THUMBNAILS_PER_REASON = 6
 MAX_BUCKET_THUMBNAILS = 300
-"""Maximum number of thumbnails of all buckets; one takes 4 to 7 kB of the page."""
+"""Maximum number of thumbnails for all buckets together; each takes 4 to 7 kB in the page."""
 MAX_REASONS = 30
-"""Maximum number of reasons with thumbnails."""
+"""Maximum number of rejection reasons with thumbnails."""
 CLIP_TOKENS = 77
-"""Maximum number of tokens of CLIP's text encoders, with the start and the end token."""
+"""Maximum number of tokens for CLIP's text encoders, including start and end token."""
 _WORDS = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 QUANTILES = (0.0, 0.05, 0.5, 0.95, 1.0)
 SIDES = [0, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096, 8192]
@@ -35,14 +35,14 @@ ASPECTS = [0.0, 0.25, 0.33, 0.4, 0.5, 0.57, 0.67, 0.75, 0.8, 0.9, 1.0, 1.1, 1.25
 NUMBERS = [1, 2, 3, 4, 5, 6, 10, 20, 50, 100]
 TOKENS = [0, 10, 20, 30, 40, 50, 60, 70, CLIP_TOKENS + 1, 100, 150, 200, 256, 512, 1024]
 COUNTED_CAPTIONS = 10_000
-"""Maximum number of captions whose tokens are counted, which takes about a second."""
+"""Maximum number of captions whose tokens are counted; this takes about a second."""
 LENGTHS = [0, 10, 20, 30, 40, 60, 80, 100, 150, 200, 300, 500, 1000, 2000]
 CAPTIONS = 'captions.txt'
 MAX_CAPTIONS = 10_000
 
 
 def of_buckets(catalog: Catalog, buckets: Sequence[str]) -> dict[str, list[Figure]]:
-    """Return thumbnails for the report by bucket: its first training images, each with its first caption."""
+    """Return thumbnails for the report by bucket: the first training images, each with its first caption."""
     each = max(1, min(THUMBNAILS_PER_BUCKET, MAX_BUCKET_THUMBNAILS // len(buckets)))
     first = {name: catalog.samples_in(code, TRAIN)[:each] for code, name in enumerate(buckets)}
     return {name: [_figure(catalog, number) for number in numbers] for name, numbers in first.items() if len(numbers)}
@@ -57,10 +57,10 @@ def of_held_out(catalog: Catalog) -> list[Figure]:
 def of_reasons(catalog: Catalog, repeats: Sequence[tuple[int, str]]) -> dict[str, list[Figure]]:
     """Return thumbnails for the report by rejection reason: the first rejected images, each with its key.
 
-    Images that cannot be decoded are skipped. A duplicate also names the image that it duplicates.
+    Images that cannot be decoded are skipped. For duplicates, the original's key is shown too.
 
     Args:
-        repeats: (row number, key of the original) of duplicates.
+        repeats: (row number, key of the original) for duplicates.
     """
     missing = set(catalog.rejected) - {DUPLICATE}
     shown: dict[str, list[Figure]] = {}
@@ -87,15 +87,15 @@ def _figure(catalog: Catalog, number: int | np.integer, original: str | None = N
 
 
 def clip_token_counts(captions: Sequence[str]) -> np.ndarray:
-    """Return the number of CLIP tokens of each caption, int64, with the start and the end token."""
+    """Return the number of CLIP tokens of each caption, int64, including start and end token."""
     encoded = _tokenizer().encode_batch_fast(list(captions))
     return np.array([len(each.ids) + 2 for each in encoded], np.int64)
 
 
 @functools.cache
 def _tokenizer() -> Tokenizer:
-    # Build the tokenizer here instead of importing that of transformers, as training does: the import takes seconds.
-    # That one also corrects broken Unicode (ftfy), which does not matter for a count.
+    # Build the tokenizer here: importing transformers, whose tokenizer training uses, takes seconds. That tokenizer
+    # also fixes broken Unicode (ftfy), which does not matter for counts.
     tokens, merges = vocabulary()
     pairs = [(first, second) for first, _, second in (merge.partition(' ') for merge in merges)]
     ids = {token: index for index, token in enumerate(tokens)}
@@ -108,7 +108,7 @@ def _tokenizer() -> Tokenizer:
 
 
 def statistics_of(catalog: Catalog, images: np.ndarray) -> dict[str, Any]:
-    """Return histograms over the images in these rows, for the preparation report.
+    """Return histograms of the images in these rows, for the preparation report.
 
     The quantities are the shorter side and the aspect ratio before resizing, the number of captions per image, the
     length of the longest caption, and the number of CLIP tokens per caption.
@@ -125,7 +125,7 @@ def statistics_of(catalog: Catalog, images: np.ndarray) -> dict[str, Any]:
 
 
 def long_captions_note(statistics: Mapping[str, Any]) -> str | None:
-    """Return a message about the captions that are longer than CLIP's text encoders read, or None if there are none."""
+    """Return a note about captions that exceed the text length of CLIP's text encoders, or None if there are none."""
     found = statistics['captions, CLIP tokens']
     counts = np.array(found['counts'])
     share = counts[np.array(found['edges']) > CLIP_TOKENS].sum() / max(1, counts.sum())
@@ -138,27 +138,27 @@ def long_captions_note(statistics: Mapping[str, Any]) -> str | None:
 
 
 def some_captions(catalog: Catalog, images: np.ndarray) -> list[str]:
-    """Return at most COUNTED_CAPTIONS captions of the images in these rows, from images at equal distances."""
+    """Return at most COUNTED_CAPTIONS captions, from evenly spaced images among these rows."""
     chosen = _at_equal_distances(images)
     found = [caption for part in catalog.captions(chosen) for caption in part.flatten().to_pylist()]
     return list(_at_equal_distances(found))
 
 
 def caption_numbers(catalog: Catalog, images: np.ndarray) -> np.ndarray:
-    """Return the number of captions of each of the images in these rows, which are sorted."""
+    """Return the number of captions of each image in these sorted rows."""
     found = [part.value_lengths().to_numpy() for part in catalog.captions(images)]
     return np.concatenate([np.zeros(0, np.int32), *found])
 
 
 def _at_equal_distances(values: Any) -> Any:
-    """Return at most COUNTED_CAPTIONS of some values."""
+    """Return at most COUNTED_CAPTIONS evenly spaced values."""
     return values[:: max(1, -(-len(values) // COUNTED_CAPTIONS))]
 
 
 def _histogram(values: np.ndarray, edges: list[Any]) -> dict[str, Any]:
     """Return bin edges, counts and quantiles; the last bin has no upper edge."""
     counts, _ = np.histogram(values, [*edges, np.inf])
-    if not len(values):  # no image of an added delivery was kept
+    if not len(values):  # an added delivery may have no kept images
         return {'edges': edges, 'counts': counts.tolist(), 'quantiles': {}}
     quantiles = np.quantile(values, QUANTILES)
     return {
@@ -172,8 +172,8 @@ def _histogram(values: np.ndarray, edges: list[Any]) -> dict[str, Any]:
 
 def caption_list(catalog: Catalog) -> str:
     """Return the first 10,000 distinct captions of the training images, sorted, one per line."""
-    # Select before sorting: the first 10,000 of all sorted captions of a large dataset would all begin with A.
-    # Repetitions are removed in Arrow first: a dataset of labels has few distinct captions and so is read to its end.
+    # Select captions before sorting: in a large dataset, the first 10,000 sorted captions would all begin with A.
+    # Remove duplicates in Arrow first: a dataset of labels has few distinct captions, so it is read to the end.
     parts = (part.flatten().unique() for part in catalog.captions(catalog.images(TRAIN)))
     distinct: dict[str, None] = {}
     for caption in (caption for part in parts for caption in part.to_pylist()):

@@ -1,4 +1,4 @@
-"""Settings of `diffusion prepare`; the fields are the keys of its YAML file and its command-line options."""
+"""Settings of `diffusion prepare`; fields are keys of its YAML file and command-line options."""
 
 import dataclasses
 import itertools
@@ -38,7 +38,7 @@ SETTINGS_OF_SOURCE = {
     ),
     'openmoji': ('select', 'split', 'limit', 'offset', 'seed'),
 }
-"""Setting names that each source kind accepts."""
+"""Names of the settings accepted by each kind of source."""
 
 OPENMOJI_SPLITS = ('all', 'train', 'heldout')
 NAMED_ASPECTS = ('none', 'sdxl')
@@ -46,56 +46,55 @@ NAMED_ASPECTS = ('none', 'sdxl')
 
 @dataclass
 class SourceSettings:
-    """Settings of the source of the images: its kind and location, and options of each kind."""
+    """Settings of the image source: kind, location, and options for each kind."""
 
     kind: Literal['folder', 'webdataset', 'parquet', 'huggingface', 'openmoji']
-    """folder: image files; webdataset: tar files written by img2dataset; parquet: Parquet files with an image column;
+    """folder: image files; webdataset: tar files from img2dataset; parquet: Parquet files with an image column;
     huggingface: a split of a Hugging Face dataset, on the Hub or in a folder; openmoji: emoji from an installed
-    package, rendered at each of the sizes.
+    package, rendered at each size.
     """
     location: Annotated[str, Option('SRC', positional=True, files=True)] = ''
     """Folder, file, pattern, or object store folder such as s3://bucket/laion; empty for openmoji. For huggingface:
-    org/dataset[@revision], hf://datasets/org/dataset[@revision]/path, or a folder that `hf download` or `save_to_disk`
-    wrote."""
+    org/dataset[@revision], hf://datasets/org/dataset[@revision]/path, or a folder from `hf download` or
+    `save_to_disk`."""
     captions: Annotated[str | None, FILE] = None
-    """folder only: .csv with columns file and caption, or .jsonl with file and caption or captions; file_name and text
-    are accepted names too (default: a .txt or .json file beside each image, or if there are none, metadata.jsonl or
-    metadata.csv in the folder)."""
+    """folder only: a .csv file with columns file and caption, or a .jsonl file with file and caption or captions; the
+    names file_name and text are accepted too (default: a .txt or .json file beside each image or, if there are none,
+    metadata.jsonl or metadata.csv in the folder)."""
     caption_text: CaptionText = 'whole'
-    """folder, webdataset, huggingface: content of a .txt file. whole: one caption, of any number of lines; lines: one
-    caption per line, from which training chooses; first: use its first line alone."""
+    """folder, webdataset, huggingface: content of .txt files. whole: one caption, which may have several lines; lines:
+    one caption per line, among which training chooses; first: only the first line is used."""
     caption_suffix: Annotated[str, Option('SUFFIX')] = 'txt'
-    """folder, webdataset, huggingface: suffix of the text file of an image, such as caption; its case does not
-    matter."""
+    """folder, webdataset, huggingface: suffix of an image's text file, such as caption; case is ignored."""
     image_column: Annotated[str | None, Option('NAME')] = None
     """parquet and huggingface: name of the image column (default: found by common names)."""
     caption_column: Annotated[str | list[str] | None, Option('NAME', repeated=True)] = None
-    """Name of the caption column, or of several, from which training chooses by `dataset.caption_weights`: columns of a
-    table or of the captions file, or keys of the .json file beside an image, where txt is its .txt file (default: found
-    by common names)."""
+    """Name of the caption column, or of several, among which training chooses by `dataset.caption_weights`: columns of
+    a table or caption file, or keys of the .json file beside an image, with txt for its .txt file (default: found by
+    common names)."""
     config: Annotated[str | None, Option('NAME')] = None
-    """huggingface only: configuration to read (default: the default one, or the only one)."""
+    """huggingface only: configuration to read (default: the dataset's default, or its only one)."""
     token_variable: Annotated[str | None, Option('NAME')] = None
-    """huggingface only: name of the environment variable with a token for gated and private datasets (default:
-    HF_TOKEN, or the login of `hf auth login`)."""
+    """huggingface only: environment variable with a token for gated and private datasets (default: HF_TOKEN, or the
+    token saved by `hf auth login`)."""
 
     select: Literal['distinct', 'named', 'all'] = 'distinct'
-    """openmoji only. distinct: named emoji, one per family, without flags, letters and near-duplicates; named: all with
-    a name, except skin tones; all: everything, with the caption 'emoji' for unnamed ones.
+    """openmoji only. distinct: named emoji, one per family, without flags, letters and near-duplicates; named: all
+    emoji with names, except skin tones; all: everything, with the caption 'emoji' for unnamed emoji.
     """
     split: Annotated[str | None, Option('NAME')] = None
-    """huggingface: split to read; others are never mixed in (default: train, or the only one). openmoji: heldout is 1
-    of 16 families of variants, train the others (default: all)."""
+    """huggingface: split to read; splits are never mixed (default: train, or the only one). openmoji: heldout has 1 in
+    16 families of variants, train the others (default: all)."""
     limit: int | None = None
-    """openmoji only: maximum number of emoji (default: all of the selection)."""
+    """openmoji only: maximum number of emoji (default: the whole selection)."""
     offset: int = 0
     """openmoji only: number of emoji to skip at the start of the selection."""
     seed: int = 17
-    """openmoji only: seed of the order of the selection."""
+    """openmoji only: seed for the order of the selection."""
 
     @property
     def caption_columns(self) -> list[str]:
-        """The caption columns if there are several; otherwise empty, since samples need not name the column then."""
+        """The caption columns if there are several; empty otherwise, since samples need not record a single column."""
         named = column_list(self.caption_column)
         return named if len(named) > 1 else []
 
@@ -105,11 +104,11 @@ class SourceSettings:
         return 'OpenMoji' if self.kind == 'openmoji' else self.location
 
     def open(self, *, sizes: Sequence[int], formats: Sequence[str] = ()) -> Source:
-        """Return the source object for these settings.
+        """Return a source object for these settings.
 
         Args:
-            sizes: Side lengths in pixels at which openmoji renders; other sources ignore it.
-            formats: Names of the optional formats whose files are images too (`optional_formats`).
+            sizes: Side lengths in pixels at which openmoji renders; ignored by other sources.
+            formats: Optional formats whose files also count as images (`optional_formats`).
         """
         given: dict[str, Any] = {name: getattr(self, name) for name in SETTINGS_OF_SOURCE[self.kind]}
         if 'caption_suffix' in given:
@@ -138,34 +137,34 @@ class SourceSettings:
 
 @dataclass
 class PrepareSettings:
-    """All settings of `diffusion prepare`, from its YAML file and its options."""
+    """All settings of `diffusion prepare`, from YAML file and options."""
 
     source: SourceSettings
     """Source of the images."""
     out: Annotated[str, DIR_OR_URL]
-    """Output dataset: a local folder, or an object store folder such as s3://bucket/mds; must be empty or not exist."""
+    """Output dataset: a local or object store folder, such as s3://bucket/mds; must be empty or not exist."""
     sizes: Annotated[list[int], Option('PX')]
     """Side lengths of the resolution buckets, in pixels; images are never upscaled."""
     buckets: Literal['every', 'largest'] = 'every'
-    """every: an image goes to each resolution that it fills, so that training at 256 px also has the images of 512 px;
-    largest: only to the largest of them, which takes less space and suits a recipe that mixes the resolutions. OpenMoji
-    draws each emoji once per size, so there both are the same.
+    """every: store an image at each resolution that needs no upscaling, so that training at 256 px also has the images
+    of 512 px; largest: only at the largest of these, which takes less space and suits recipes that mix resolutions. For
+    openmoji, both are the same, since each emoji is drawn at every size.
     """
     aspects: Annotated[str | list[str], Option('SHAPE')] = 'none'
-    """Aspect-ratio buckets per resolution. none: images keep their own aspect ratio; sdxl: the table of the SDXL paper;
-    or a list of shapes at the largest size, such as 640x384, which are scaled for the other sizes. Each shape gets a
-    folder of shards; a recipe reads them with `aspects: true`.
+    """Aspect ratio buckets per resolution. none: images keep their own aspect ratio; sdxl: the shapes in the SDXL
+    paper; or a list of shapes at the largest size, such as 640x384, which are scaled for the other sizes. Each shape
+    gets its own folder of shards; recipes read them with `aspects: true`.
     """
     step: Annotated[int, Option('PX')] = STEP
-    """Divisor of the sides of all buckets, in pixels: 8 for U-Nets; 16 for a transformer such as PRX, whose patches are
-    2x2 latent cells; 32 or 64 for one with an autoencoder that downsamples by 32."""
+    """Sides of all buckets are multiples of this, in pixels: 8 for U-Nets; 16 for transformers such as PRX, whose
+    patches are 2x2 latent cells; 32 or 64 with an autoencoder that downsamples by 32."""
     key_prefix: Annotated[str, Option('TEXT')] = ''
-    """Text before the key of each image, such as monday/, so that deliveries whose files have equal names differ."""
+    """Prefix for the key of each image, such as monday/, to distinguish deliveries that use the same file names."""
     work: Annotated[str | None, DIR] = None
-    """Work folder, which needs as much disk space as the dataset (default: the name of the output with .work)."""
+    """Work folder, which needs as much disk space as the dataset (default: name of the output plus .work)."""
     parts: Annotated[str | None, Option('URL')] = None
-    """Object store folder for converted images until they are packed into shards, such as s3://bucket/laion-parts, so
-    that the work folder needs no space for them, and machines without a common folder convert shares of one input
+    """Object store folder, such as s3://bucket/laion-parts, for converted images until they are packed into shards. The
+    work folder then needs no space for them, and machines without a shared folder can convert shares of one input
     (default: keep them in the work folder)."""
     overwrite: bool = False
     """Replace an existing dataset."""
@@ -173,44 +172,44 @@ class PrepareSettings:
     """Number of worker processes (default: one per core)."""
     formats: list[OptionalFormat] = field(default_factory=list)
     """Formats to read besides JPEG, PNG, WebP, GIF, BMP, TIFF and AVIF: heic, jxl (JPEG XL) and svg, which need the
-    packages of the extra `formats`. SVG drawings fill every bucket. Files of formats that are not named are skipped,
-    and counted in the report."""
+    packages in the extra `formats`. SVG drawings are stored in every bucket. Files in other formats are skipped and
+    counted in the report."""
     background: Annotated[str, Option('COLOR')] = 'white'
     """Background color for transparent images."""
     max_pixels: int = MAX_PIXELS
     """Maximum width times height; larger images are rejected before they are decoded."""
     filters: Filters = field(default_factory=Filters)
-    """Limits on images and captions."""
+    """Limits for images and captions."""
     columns_from: Annotated[str | None, Option('FILE.py', files=True)] = None
-    """Python file with a function `columns(images, captions)`, which computes metadata columns of batches of images,
-    such as scores to filter by with filters.columns. The file is run as code (default: none)."""
+    """Python file with a function `columns(images, captions)` that computes metadata columns for batches of images,
+    such as scores for filters.columns. The file is executed (default: none)."""
     store: Literal['resized', 'original'] = 'resized'
     """resized: scale images down to their bucket; original: keep the bytes of files that need no correction."""
     fast_jpeg: bool = False
-    """Decode JPEGs that are at least four times as large as their largest bucket at 1/2, 1/4 or 1/8 of their size: much
-    faster for camera photographs, with differences below what JPEG itself changes. Hashes of pixels are those of the
-    smaller image, and functions of columns_from get it."""
+    """Decode JPEGs at least four times as large as their largest bucket at 1/2, 1/4 or 1/8 of their size. This is much
+    faster for camera photographs, and differences are smaller than JPEG's own loss. Pixel hashes and columns_from
+    functions use the smaller image."""
     jpeg_quality: Annotated[int, Option('Q')] = 95
     """Quality of stored JPEGs, 1 to 100; lossless images are stored as PNG."""
     duplicates: Literal['none', 'exact', 'near'] = 'none'
     """Duplicates to remove: none, exact (equal pixels), or near (also similar images)."""
     max_distance: int = 4
-    """For duplicates: near, the maximum number of bits, of 64, in which two perceptual hashes may differ."""
+    """With duplicates: near, maximum number of bits (of 64) in which two perceptual hashes may differ."""
     hold_out: int = 0
     """Number of images to write to a second dataset, OUT-held-out, instead of the training set: those with the smallest
-    hashes of their keys. With duplicates: none, copies of a held-out image may be in the training set; with exact or
-    near, they are rejected.
+    key hashes. With duplicates: none, the training set may contain copies of held-out images; with exact or near,
+    copies are rejected.
     """
     max_rejected: Annotated[float, Option('FRACTION')] = 0.01
-    """Maximum fraction of rejected inputs; the exit status is 3 if more are rejected."""
+    """Maximum fraction of inputs that may be rejected; if it is exceeded, the exit status is 3."""
     shard_mb: float = 256.0
-    """Maximum size of a shard, in MB."""
+    """Maximum size of a shard in MB."""
     license: Annotated[str | None, Option('TEXT')] = None
     """License of the images, shown in the report (default: none)."""
 
     @property
     def shard_bytes(self) -> int:
-        """Maximum size of a shard, in bytes."""
+        """Maximum size of a shard in bytes."""
         return round(self.shard_mb * 10**6)
 
     @property
@@ -219,22 +218,23 @@ class PrepareSettings:
 
     @property
     def is_remote(self) -> bool:
-        """True if the dataset is to be written to an object store, such as `s3://bucket/mds`."""
+        """True if the output is in an object store, such as `s3://bucket/mds`."""
         return is_url(self.out)
 
     @property
     def held_out(self) -> str:
-        """Output of the held-out images, beside that of the training set."""
+        """Output for held-out images, beside that of the training set."""
         if self.is_remote:
             return f'{self.out.rstrip("/")}-held-out'
         out = Path(self.out)
-        # Resolve a symbolic link: the work folder is beside its target, and the dataset is renamed from there.
+        # Resolve symbolic links: the work folder must be beside the link's target, since the dataset is renamed from
+        # there.
         out = out.resolve() if out.is_symlink() or out.name in ('', '..') else out
         return f'{out}-held-out'
 
     @property
     def fills_every_bucket(self) -> bool:
-        """True if an image goes to each resolution that it fills, False if only to the largest one."""
+        """True if an image is stored at each resolution that needs no upscaling, False if only at the largest one."""
         return self.buckets == 'every' and self.source.kind != 'openmoji'
 
     @property
@@ -245,11 +245,11 @@ class PrepareSettings:
         return out.with_name(f'{out.name}.work')
 
     def content_settings(self) -> dict[str, Any]:
-        """Return the settings that affect the bytes of the dataset; the others may change when a run is resumed."""
+        """Return the settings that affect the dataset's bytes; other settings may change when resuming."""
         values = dataclasses.asdict(self)
         for name in ('out', 'work', 'parts', 'overwrite', 'workers', 'max_rejected', 'license'):
             del values[name]
-        # Settings without an effect are left out, or have one value, so that they may change too.
+        # Leave out settings without effect, or give them a fixed value, so that they may change too.
         accepted = {'kind', *SETTINGS_OF_SOURCE[self.source.kind]} - {'token_variable'}
         if self.source.captions is not None:
             accepted -= {'caption_text', 'caption_suffix'}
@@ -269,20 +269,20 @@ def load_settings(
     *,
     inherit: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
 ) -> PrepareSettings:
-    """Load settings from a YAML file, the files that it extends, and `key=value` overrides.
+    """Load settings from a YAML file, from the files that it extends, and from `key=value` overrides.
 
     Args:
-        inherit: Called with the settings; returns those to use where the file and the overrides give none.
+        inherit: Called with the settings; returns defaults for settings given neither in the file nor in overrides.
 
     Raises:
-        RecipeError: The settings are invalid; lists all mistakes.
+        RecipeError: The settings are invalid; the message lists all mistakes.
     """
     try:
         contents = read_chain(Path(path))
     except UnreadableYAML as error:
         raise RecipeError([Problem('', str(error))], path) from error
     if inherit is not None:
-        with suppress(UnreadableYAML):  # `settings_of` reports it
+        with suppress(UnreadableYAML):  # `settings_of` reports this error
             contents = [inherit(merge_and_resolve(contents, overrides).values), *contents]
     return settings_of(*contents, overrides=overrides, path=path)
 
@@ -293,13 +293,13 @@ def settings_of(
     """Build settings from dictionaries; later dictionaries and `overrides` take precedence.
 
     Raises:
-        RecipeError: The settings are invalid; lists all mistakes after `path`.
+        RecipeError: The settings are invalid; the message lists all mistakes after `path`.
     """
     try:
         resolved = merge_and_resolve(contents, overrides)
     except UnreadableYAML as error:
         raise RecipeError([Problem('', str(error))], path) from error
-    # The dataset's report and plan record where its images came from, so a value must not be hidden in them.
+    # Report and plan record where the dataset's images came from, so values must not be hidden from them.
     what = 'cannot use an environment variable, since the report of the dataset records it; pass the value as KEY=VALUE'
     problems = [Problem(dotted(each), what) for each in resolved.from_environment] + secret_problems(resolved.values)
     if problems:
@@ -315,7 +315,7 @@ def settings_of(
 
 
 def check_settings(settings: PrepareSettings) -> list[Problem]:
-    """Return the mistakes in settings, such as values out of range; their types must be validated already."""
+    """Return all mistakes in the settings, such as values out of range; types must already be validated."""
     gather = Gatherer()
     _check_source(settings.source, gather)
     _check_sizes(settings, gather)
@@ -412,7 +412,7 @@ def _check_color(color: str, gather: Gatherer) -> None:
 
 
 def _check_folders(settings: PrepareSettings, gather: Gatherer) -> None:
-    """Add a mistake to `gather` if the output cannot be written or contains the input."""
+    """Add to `gather` a mistake if the output cannot be written or contains the input."""
     if settings.parts is not None and not is_url(settings.parts):
         gather.problem('parts', f'{settings.parts} is not in an object store; give a URL such as s3://bucket/parts')
     elif settings.parts is not None and f'{settings.parts.rstrip("/")}/'.startswith(f'{settings.out.rstrip("/")}/'):

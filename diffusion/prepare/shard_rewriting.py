@@ -1,7 +1,7 @@
-"""Rewrite MDS shards without some of their samples; the others are copied byte for byte and not decoded.
+"""Rewrite MDS shards without some of their samples; all other samples are copied as bytes, not decoded.
 
-Shards that have no record (`dataset_record`), such as latents, are all read to find the keys. Those that hold one are
-rewritten under new names, the index is replaced, and the old shards are deleted.
+If shards have no record (`dataset_record`), as for latents, all are read to find the keys. Shards that contain a key
+are rewritten under new names, the index is replaced, and the old shards are deleted.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ KEY = 'key'
 
 @dataclass
 class _Expected:
-    """Size and hashes of a shard in its index entry."""
+    """Size and hashes of a shard according to its index entry."""
 
     bytes: int
     hashes: dict[str, str]
@@ -39,8 +39,8 @@ def check_shard(path: Path, entry: Mapping[str, Any], where: str) -> None:
     """Check that a shard is intact and can be rewritten.
 
     Raises:
-        DataError: The file has another size or hash than in the index.
-        UserError: The shard is compressed, or has columns without keys or of unknown types.
+        DataError: The file's size or hash differs from the index.
+        UserError: The shard is compressed, has no column of keys, or has a column of unknown type.
     """
     problem = None
     if entry['zip_data'] is not None:
@@ -57,7 +57,7 @@ def check_shard(path: Path, entry: Mapping[str, Any], where: str) -> None:
 
 
 def keys_of(path: Path, entry: Mapping[str, Any]) -> list[str]:
-    """Return the keys of the samples of a shard, in order."""
+    """Return the keys of a shard's samples, in order."""
     return [_value(sample, entry, KEY).decode() for sample in _samples(path)]
 
 
@@ -71,10 +71,10 @@ def rewrite_shards(
     scratch: Path,
     token: str,
 ) -> tuple[list[dict[str, Any]], list[str], set[str]]:
-    """Write copies of some shards without the samples with some keys, under new names.
+    """Write copies of shards, under new names, without the samples that have one of the keys.
 
     Args:
-        holding: File names of the shards that hold such samples.
+        holding: File names of the shards that contain such samples.
 
     Returns:
         The new index entries, the paths of the old shards, and the captions of the removed samples.
@@ -106,10 +106,10 @@ def rewrite_shards(
 def rewrite_shard(
     path: Path, entry: Mapping[str, Any], keys: Collection[str], target: Path
 ) -> tuple[dict[str, Any] | None, set[str]]:
-    """Write a copy of a shard to a new file without the samples with some keys, unless none is left.
+    """Write a copy of a shard to a new file without the samples that have one of the keys, unless none is left.
 
     Returns:
-        The index entry of the new shard, None if no sample is left, and the captions of the removed samples.
+        The new shard's index entry (None if no sample is left), and the captions of the removed samples.
     """
     kept: list[bytes] = []
     captions: set[str] = set()
@@ -128,7 +128,7 @@ def _format(entry: Mapping[str, Any]) -> ShardFormat:
 
 
 def _samples(path: Path) -> Iterator[bytes]:
-    """Yield the encoded samples of a shard."""
+    """Yield a shard's encoded samples."""
     with path.open('rb') as file:
         (count,) = struct.unpack('<I', file.read(4))
         offsets = struct.unpack(f'<{count + 1}I', file.read(4 * (count + 1)))
@@ -138,7 +138,7 @@ def _samples(path: Path) -> Iterator[bytes]:
 
 
 def _value(sample: bytes, entry: Mapping[str, Any], column: str) -> bytes:
-    """Return the encoded value of one column of an encoded sample."""
+    """Return the encoded value of one column in an encoded sample."""
     varying = sum(size is None for size in entry['column_sizes'])
     sizes = iter(struct.unpack_from(f'<{varying}I', sample))
     offset = 4 * varying
@@ -155,17 +155,17 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class ScannedFolder:
-    """Folder of shards, and the shards that hold samples to remove."""
+    """Folder of shards, and which of them contain samples to remove."""
 
     name: str
     """Path relative to the dataset; empty for the dataset itself."""
     index: Versioned
-    """Content of its index.json."""
+    """Content and version of its index.json."""
     holding: dict[str, int] = field(default_factory=dict)
-    """Number of samples to remove by the file name of the shard."""
+    """Number of samples to remove, by file name of the shard."""
 
     def path(self, file: str) -> str:
-        """Return the path of a file of the folder, relative to the dataset."""
+        """Return the path of a file in the folder, relative to the dataset."""
         return _joined(self.name, file)
 
     @property
@@ -175,10 +175,10 @@ class ScannedFolder:
 
 
 def scan(folder: Place, place: str, keys: Collection[str], scratch: Path) -> list[ScannedFolder]:
-    """Find the samples with some keys in all folders of shards at a path or URL.
+    """Find samples that have one of the keys in all folders of shards at a path or URL.
 
     Raises:
-        UserError: There are no shards, or they cannot be rewritten.
+        UserError: There are no shards, or shards cannot be rewritten.
         DataError: A shard is damaged.
     """
     found = _indexed_folders(folder, place)
@@ -193,12 +193,12 @@ def scan(folder: Place, place: str, keys: Collection[str], scratch: Path) -> lis
             if count:
                 each.holding[file] = count
             elif path.is_relative_to(scratch):
-                path.unlink()  # a copy that is not needed any more
+                path.unlink()  # no longer needed copy
     return found
 
 
 def found_keys(folder: Place, scanned: Collection[ScannedFolder], keys: Collection[str]) -> set[str]:
-    """Return those of the keys that some sample has."""
+    """Return the keys that at least one sample has."""
     found: set[str] = set()
     for each in scanned:
         for entry in each.entries:
@@ -211,16 +211,16 @@ def found_keys(folder: Place, scanned: Collection[ScannedFolder], keys: Collecti
 def remove_scanned(
     folder: Place, scanned: Collection[ScannedFolder], keys: Collection[str], scratch: Path
 ) -> list[str]:
-    """Rewrite the shards that hold samples to remove and replace the indexes; return the paths of the old shards.
+    """Rewrite shards that contain samples to remove, and replace indexes; return the paths of the old shards.
 
     Raises:
-        UserError: Another process has changed an index since it was scanned.
+        UserError: Another process has changed an index since the scan.
     """
     old: list[str] = []
     for each in scanned:
         if not each.holding:
             continue
-        # The names of new shards follow from the index and the keys, so that a killed removal which is started again
+        # The names of new shards depend only on the index and the keys, so that a removal restarted after being killed
         # writes the same files. Nothing refers to them until the index is replaced.
         token = hashlib.sha256(each.index.content + '\0'.join(sorted(keys)).encode()).hexdigest()[:8]
         entries, rewritten, _ = rewrite_shards(
@@ -236,7 +236,7 @@ def remove_scanned(
 
 
 def superseded(folder: Place, place: str) -> list[str]:
-    """Return the paths of old shards that a killed removal has left; an index already lists their replacements."""
+    """Return the paths of old shards left by a killed removal; indexes already list their replacements."""
     left = []
     for each in _indexed_folders(folder, place):
         names = {entry['raw_data']['basename'] for entry in each.entries}
@@ -253,7 +253,7 @@ def index_folders(place: str) -> list[str]:
 
 
 def _update_bucket_list(folder: Place, scanned: ScannedFolder, entries: list[dict[str, Any]]) -> None:
-    """Correct the counts of a bucket in the buckets.json of the folder above it, if there is one."""
+    """Update a bucket's counts in the parent folder's buckets.json, if it exists."""
     above, _, shape = scanned.name.rpartition('/')
     name = f'{above}/{BUCKETS}' if above else BUCKETS
     while (found := folder.read_version(name)) is not None:
@@ -288,5 +288,5 @@ def _joined(folder: str, file: str) -> str:
 
 
 def _number(file: str) -> str:
-    """Return the name of a shard without its token and suffix, such as `shard.00003`."""
+    """Return a shard's name without token and suffix, such as `shard.00003`."""
     return '.'.join(file.split('.')[:2])

@@ -1,6 +1,6 @@
-"""Interface of a source of images: the input is split into parts, and each part yields images with captions.
+"""Interface for image sources: the input is split into parts, and each part yields images with captions.
 
-A part is the unit of input that one job converts, such as a tar. Implement `Source` to read another format.
+A part is the unit of input that one job converts, such as a tar file. Implement `Source` to read another format.
 """
 
 import hashlib
@@ -18,14 +18,14 @@ NAMES_SHOWN = 20
 IMAGE_SUFFIXES = ('jpg', 'jpeg', 'jpe', 'jfif', 'png', 'webp', 'gif', 'bmp', 'tif', 'tiff', 'avif')
 """File suffixes of images, in lower case and without a dot."""
 CaptionText = Literal['whole', 'lines', 'first']
-"""Content of the text file of an image; see `SourceSettings.caption_text`."""
+"""How to interpret an image's text file; see `SourceSettings.caption_text`."""
 MEMORY_BYTES = 2**26
-"""Maximum size of a list of parts to keep in memory; a larger one is kept in TMPDIR."""
+"""Maximum size of a list of parts to keep in memory; larger lists are kept in TMPDIR."""
 _COMMIT = re.compile(r'("hf://datasets/[^"@]*)@[0-9a-f]{40}(?=[/"])')
 
 
 def captions_in(text: bytes, kind: CaptionText) -> list[str]:
-    """Return the captions in a text file; if it is a JSON list, each of its strings is a caption, whatever `kind` is.
+    """Return the captions in a text file; if it is a JSON list of strings, each is a caption regardless of `kind`.
 
     Raises:
         UnicodeDecodeError: The text is not UTF-8.
@@ -38,7 +38,7 @@ def captions_in(text: bytes, kind: CaptionText) -> list[str]:
 
 
 def texts_of(value: Any) -> list[Any]:
-    """Return the captions in a value: the items of a list, or of a JSON list of texts in a text, else the value."""
+    """Return the captions in a value: items of a list or of a JSON list of strings, otherwise the value itself."""
     if isinstance(value, list):
         return value
     if isinstance(value, str) and value.lstrip()[:1] == '[':
@@ -52,12 +52,12 @@ def texts_of(value: Any) -> list[Any]:
 
 
 def column_list(given: str | Sequence[str] | None) -> list[str]:
-    """Return the columns that a setting names: none, one or several."""
+    """Return the columns given in a setting (none, one or several) as a list."""
     return [] if given is None else [given] if isinstance(given, str) else list(given)
 
 
 def captions_of_columns(values: Mapping[str, Any], columns: Sequence[str]) -> tuple[list[Any], list[str]]:
-    """Return the captions in some columns of an image, each a text or a list of texts, and the column of each."""
+    """Return the captions in the columns (strings or lists of strings), and the column of each caption."""
     captions: list[Any] = []
     names: list[str] = []
     for column in columns:
@@ -69,11 +69,11 @@ def captions_of_columns(values: Mapping[str, Any], columns: Sequence[str]) -> tu
 
 @dataclass
 class NamedCount:
-    """Number of inputs that were rejected for one reason, or skipped for one suffix, and some of their names."""
+    """Number of inputs rejected for one reason or skipped for one suffix, with some of their names."""
 
     count: int = 0
     names: list[str] = field(default_factory=list)
-    """Names of the first ones, at most `NAMES_SHOWN`."""
+    """Names of the first inputs, at most `NAMES_SHOWN`."""
 
     @property
     def shown(self) -> str:
@@ -82,14 +82,14 @@ class NamedCount:
 
 
 def count_named(counts: dict[str, NamedCount], kind: str, count: int, names: Sequence[str]) -> None:
-    """Add inputs of a kind to counts by kind, given their number and the names of the first ones."""
+    """Add inputs of one kind to counts by kind, given their number and the first names."""
     total = counts.setdefault(kind, NamedCount())
     total.count += count
     total.names += names[: NAMES_SHOWN - len(total.names)]
 
 
 def summed_counts(counts: Iterable[Mapping[str, NamedCount]]) -> dict[str, NamedCount]:
-    """Return the sums of counts by kind, with the names of the first ones."""
+    """Return the summed counts by kind, with the first names."""
     total: dict[str, NamedCount] = {}
     for each in counts:
         for kind, found in each.items():
@@ -98,7 +98,7 @@ def summed_counts(counts: Iterable[Mapping[str, NamedCount]]) -> dict[str, Named
 
 
 def summed_details(details: Iterable[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
-    """Return the sums of explanations by reason."""
+    """Return the summed counts of explanations by reason."""
     total: dict[str, dict[str, int]] = {}
     for each in details:
         for reason, found in each.items():
@@ -107,7 +107,7 @@ def summed_details(details: Iterable[Mapping[str, Mapping[str, int]]]) -> dict[s
 
 
 def count_details(details: dict[str, dict[str, int]], reason: str, found: Mapping[str, int]) -> None:
-    """Add explanations of one reason with their counts; at most `NAMES_SHOWN` different ones are kept."""
+    """Add explanations for one reason with their counts; at most `NAMES_SHOWN` distinct explanations are kept."""
     total = details.setdefault(reason, {})
     for detail, count in found.items():
         if detail in total or len(total) < NAMES_SHOWN:
@@ -116,16 +116,16 @@ def count_details(details: dict[str, dict[str, int]], reason: str, found: Mappin
 
 @dataclass(frozen=True)
 class PassedOver:
-    """File of the input that is neither an image nor belongs to one, such as `cat.svg`."""
+    """Input file that neither is an image nor belongs to one, such as `cat.svg`."""
 
     key: str
-    """Its name, for the report."""
+    """Name of the file, for the report."""
     reason: str | None = None
-    """Reason to skip it other than its suffix, such as `split test`."""
+    """Reason for skipping the file other than its suffix, such as `split test`."""
 
     @property
     def kind(self) -> str:
-        """Kind in the counts: its reason, or its suffix in lower case such as `.svg`, `hidden`, `without suffix`."""
+        """Kind under which the file is counted: the reason, the lowercase suffix, `hidden`, or `without suffix`."""
         if self.reason is not None:
             return self.reason
         if is_hidden(self.key):
@@ -135,56 +135,55 @@ class PassedOver:
 
 
 def is_hidden(name: str) -> bool:
-    """Return True if a file, or a folder of its path, begins with a dot."""
+    """Return True if any component of a file's path begins with a dot."""
     return name.startswith('.') or '/.' in name
 
 
 @dataclass(frozen=True)
 class Part:
-    """Unit of input that one process reads in order, such as a tar or a range of files."""
+    """Unit of input that one process reads in order, such as a tar file or a range of files."""
 
     name: str
     """Unique, stable name of letters, digits, dots, dashes and underscores."""
     where: dict[str, Any]
-    """JSON values that the source needs to read the part."""
+    """JSON values with which the source can read the part."""
     size: int
-    """Size in bytes, or the number of images if bytes are unknown; unit of the progress bar."""
+    """Size for the progress bar: bytes or, if unknown, number of images."""
     stamp: str
-    """Text that changes when the content changes: size and modification time of a file, or the ETag of an object."""
+    """Changes when the content changes: a file's size and modification time, or an object's ETag."""
     passed_over: Mapping[str, NamedCount] = field(default_factory=dict)
-    """Files that were listed and are in no part, by kind, for the report; no part of the plan. The first part has
-    them."""
+    """Listed files that are in no part, by kind. Only for the report, not in the plan; stored in the first part."""
     notes: tuple[str, ...] = ()
-    """Messages about the whole input for the report, such as its revision; no part of the plan. The first part has
-    them."""
+    """Notes about the whole input, such as its revision. Only for the report, not in the plan; stored in the first
+    part."""
     license: str | None = None
-    """License of the whole input for the report; no part of the plan. None if the source cannot know it, empty if the
-    input states none. The first part has it."""
+    """License of the whole input: None if the source cannot know it, empty if none is stated. Only for the report, not
+    in the plan; stored in the first part."""
 
 
 @dataclass
 class Entry:
-    """One input: an undecoded image with its captions and metadata, or the reason why the source could not read it."""
+    """One input: an undecoded image with captions and metadata, or the reason why the source could not read it."""
 
     key: str
     """Stable ID within the source, used in the report and the dataset."""
     image: bytes | None = None
     """Encoded image file, not validated."""
     captions: list[Any] = field(default_factory=list)
-    """Raw captions, which may include None, numbers and NaN."""
+    """Raw captions; may include None, numbers and NaN."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Other columns by name, such as `aesthetic_score`, as JSON values."""
     problem: str | None = None
-    """Reason why the source could not read it, such as `no_image`; shown in the report."""
+    """Reason why the source could not read the input, such as `no_image`; shown in the report."""
     caption_columns: list[str] = field(default_factory=list)
-    """The column of each caption; empty if all are from one."""
+    """The source column of each caption; empty if there is only one column."""
 
 
 class Source(Protocol):
-    """Interface of an input of images, such as a folder; must be picklable, since it is sent to other processes."""
+    """Interface for an input of images, such as a folder; must be picklable, since it is sent to other processes."""
 
     def parts(self) -> Sequence[Part]:
-        """Split the input into parts, which jobs convert in parallel; the same input gives the same parts in order.
+        """Split the input into parts for parallel jobs; the same input always gives the same parts in the same order.
 
         Raises:
             ValueError: There is nothing to read, or the input cannot be listed.
@@ -192,44 +191,44 @@ class Source(Protocol):
         ...
 
     def read(self, part: Part) -> Iterator[Entry | PassedOver]:
-        """Yield the images of a part in order with captions; each image, caption or row of the input gives one entry.
+        """Yield a part's images in order with captions; each image, caption or row of the input gives one entry.
 
-        Files in the part that it does not read, such as other members of a tar, are yielded as `PassedOver`.
+        Files that are not read, such as other members of a tar file, are yielded as `PassedOver`.
 
         Raises:
-            OSError: The part cannot be read at the moment; a retry may succeed.
+            OSError: The part cannot be read right now; a retry may succeed.
         """
         ...
 
 
 @runtime_checkable
 class DivisibleSource(Source, Protocol):
-    """Source that can divide a part into smaller ones, so that several jobs convert it."""
+    """Source that can divide a part into smaller parts, so that several jobs can convert it."""
 
     def divide(self, part: Part, count: int) -> Sequence[Part]:
-        """Return at most `count` parts with the images of a part in order; the same for the same part and count."""
+        """Split a part into at most `count` parts in order; the result depends only on the arguments."""
         ...
 
 
 @runtime_checkable
 class VersionedSource(Source, Protocol):
-    """Source of an input with versions that stay readable, such as the commits of a branch on the Hugging Face Hub."""
+    """Source whose input has versions that remain readable, such as commits on the Hugging Face Hub."""
 
     def pinned_to(self, parts: Iterable[Mapping[str, Any]]) -> Source:
-        """Return the source at the version that an earlier start of the preparation listed.
+        """Return the source pinned to the version listed by an earlier start of the preparation.
 
         Args:
-            parts: Parts of the plan of that start, as JSON objects with the fields of `Part`.
+            parts: Parts in that start's plan, as JSON objects with the fields of `Part`.
         """
         ...
 
 
 class PartList(Sequence[Part]):
-    """Parts of an input in order. Their `where`, which take 28 GB for 100 million images, are not kept in memory."""
+    """Parts of an input in order. Their `where` values (28 GB for 100 million images) are not kept in memory."""
 
     def __init__(self, parts: Iterable[Part] = ()) -> None:
         self.heads: list[Part] = []
-        """The parts without `where`, which is empty."""
+        """The parts with an empty `where`."""
         self._file = tempfile.SpooledTemporaryFile(MEMORY_BYTES)  # noqa: SIM115
         weakref.finalize(self, self._file.close)
         self._starts = array('q')
@@ -239,7 +238,7 @@ class PartList(Sequence[Part]):
             self.append(part)
 
     def append(self, part: Part) -> None:
-        """Add a part at the end."""
+        """Append a part."""
         where = json.dumps(part.where).encode()
         self._file.seek(self._end)
         self._file.write(where)
@@ -249,21 +248,22 @@ class PartList(Sequence[Part]):
         self.heads.append(replace(part, where={}))
 
     def report_in_first(self, **values: Any) -> None:
-        """Set fields of the first part that are for the report only, such as `passed_over`."""
+        """Set report-only fields, such as `passed_over`, of the first part."""
         self.heads[0] = replace(self.heads[0], **values)
 
     def fingerprint(self, **others: Any) -> str:
-        """Return the SHA-256, in hexadecimal, of the JSON of a plan with these parts and other values, keys sorted."""
+        """Return the hexadecimal SHA-256 of the JSON (sorted keys) of a plan with these parts and other values."""
         whole = self._hash.copy()
         whole.update(b'], ' + json.dumps(others, sort_keys=True).encode()[1:])
         return whole.hexdigest()
 
     def without_commits(self) -> 'PartList':
-        """Return these parts with addresses of files on the Hub that name no commit."""
+        """Return these parts with the commit removed from the URLs of files on the Hub."""
         parts = PartList()
         for part in self:
             where = json.loads(_COMMIT.sub(r'\1', json.dumps(part.where)))
-            # The stamp of images is a hash of `where`, addresses included, which has the stamp of each image.
+            # Drop the stamp of image parts: it is a hash of `where`, including URLs. `where` has each image's own
+            # stamp.
             parts.append(replace(part, where=where, stamp='' if 'pictures' in where else part.stamp))
         return parts
 
@@ -289,7 +289,7 @@ class PartList(Sequence[Part]):
 
 
 def plan_entry(part: Part) -> dict[str, Any]:
-    """Return the entry of a part in a plan: the values that the dataset depends on, without those for the report."""
+    """Return a part's entry in a plan: the values that affect the dataset, without report-only values."""
     return {'name': part.name, 'where': part.where, 'size': part.size, 'stamp': part.stamp}
 
 
@@ -299,4 +299,4 @@ class Unfit(Exception):
     def __init__(self, reason: str, detail: str = '') -> None:
         super().__init__(reason)
         self.detail = detail
-        """Explanation of the reason with the values found."""
+        """Explanation of the reason, with the offending values."""

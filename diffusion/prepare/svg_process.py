@@ -1,7 +1,7 @@
-"""Program that renders SVG drawings, run by `optional_formats` as a process of its own: a drawing can crash or hang it.
+"""Program that renders SVG drawings; `optional_formats` runs it as a separate process, since drawings may crash it.
 
-It reads requests from standard input and writes answers to standard output, until the input ends. It is run by its path
-and imports no other module of this package, so that it starts within a tenth of a second.
+It reads requests from standard input and writes answers to standard output until the input ends. It is run by path and
+imports no other module of this package, so that it starts within a tenth of a second.
 """
 
 import resource
@@ -11,13 +11,13 @@ import sys
 from xml.etree import ElementTree
 
 REQUEST = struct.Struct('<IQQ')
-"""Minimum of the shorter side in pixels, maximum of width times height, and number of bytes of the drawing."""
+"""Minimum length of the shorter side in pixels, maximum width times height, and size of the drawing in bytes."""
 ANSWER = struct.Struct('<?Q')
-"""True for a PNG, False for the reason of a rejection, and the number of bytes that follow."""
+"""True if a PNG follows or False if a rejection reason follows, and the number of bytes that follow."""
 TIMEOUT_SECONDS = 20
 MEMORY_BYTES = 4 * 2**30
 FIRST_SIDE = 64
-"""Longer side of a first small rendering, to find the aspect ratio."""
+"""Longer side in pixels of a first, small rendering that determines the aspect ratio."""
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
     while header := source.read(REQUEST.size):
         side, max_pixels, size = REQUEST.unpack(header)
         svg = source.read(size)
-        signal.alarm(TIMEOUT_SECONDS)  # its default action ends this process, even within native code
+        signal.alarm(TIMEOUT_SECONDS)  # the default action ends this process even in native code
         try:
             succeeded, content = True, render(svg, side, max_pixels)
         except Rejected as reason:
@@ -45,17 +45,17 @@ class Rejected(Exception):
 
 
 def render(svg: bytes, side: int, max_pixels: int) -> bytes:
-    """Return a drawing as a PNG with transparency; its shorter side has at least `side` pixels.
+    """Render a drawing as a PNG with transparency whose shorter side has at least `side` pixels.
 
     Raises:
-        Rejected: The drawing has text or an image of another file, or is too large.
-        Exception: It is not a valid SVG.
+        Rejected: The drawing contains text or refers to another file, or it is too large.
+        Exception: The drawing is not valid SVG.
     """
     check(svg)
     text = svg.decode('utf-8-sig')
-    # resvg allocates the size that a drawing claims, unless it gets the size of a frame to fit in.
+    # Without width and height of a frame, resvg allocates whatever size the drawing claims.
     width, height = png_size(rendered(text, FIRST_SIDE))
-    # Subtract one, since the small rendering is rounded: an image must not be smaller than its bucket.
+    # Subtract one, because the small rendering's size is rounded and an image must not be smaller than its bucket.
     frame = -(-side * max(width, height) // max(1, min(width, height) - 1))
     if frame * (-(-frame * min(width, height) // max(width, height))) > max_pixels:
         raise Rejected(f'too_many_pixels\0a drawing of {width} to {height} with a side of {side} exceeds {max_pixels}')
@@ -63,10 +63,10 @@ def render(svg: bytes, side: int, max_pixels: int) -> bytes:
 
 
 def check(svg: bytes) -> None:
-    """Raise Rejected if a drawing needs files or fonts of this machine."""
+    """Raise Rejected if a drawing needs files or fonts from this machine."""
     for element in ElementTree.fromstring(svg).iter():
         name = str(element.tag).rpartition('}')[2]
-        # resvg reads images by their path, also by an absolute one.
+        # resvg reads linked images, even by absolute path.
         links = [value for key, value in element.items() if key.rpartition('}')[2] == 'href']
         if name in ('image', 'feImage') and not all(link.strip().startswith(('data:', '#')) for link in links):
             raise Rejected(f'svg_other_file\0the drawing shows the file {links[0]}')
@@ -75,8 +75,8 @@ def check(svg: bytes) -> None:
 
 
 def rendered(svg: str, side: int) -> bytes:
-    """Return a drawing as a PNG with a longer side of `side` pixels."""
-    import resvg_py  # an extra, and `optional_formats` imports this module without it
+    """Render a drawing as a PNG whose longer side has `side` pixels."""
+    import resvg_py  # an optional dependency; `optional_formats` imports this module without it
 
     png = resvg_py.svg_to_bytes(svg_string=svg, width=side, height=side, skip_system_fonts=True)
     return bytes(png)

@@ -1,7 +1,7 @@
 """Sequential tar reader that detects damage and reports its byte offset."""
 
-# tarfile.TarFile reports no error for a file that is truncated between two members or has a bad header after the first
-# one, and loops practically forever on a header with a huge wrong size. Only its header parser is used here.
+# Use only tarfile's header parser. tarfile.TarFile reports no error if a file is truncated between two members or has a
+# bad header after the first one, and loops practically forever if a header has a huge, wrong size.
 
 import gzip
 import tarfile
@@ -12,9 +12,9 @@ from typing import IO, NamedTuple
 
 BLOCK = tarfile.BLOCKSIZE
 MAX_CONTENT = 512 * 2**20
-"""Maximum size of a member that is read, in bytes; `content` of a larger member is None."""
+"""Maximum size in bytes of a member to read; the `content` of larger members is None."""
 MAX_NAME = 2**20
-"""Maximum size of a header that describes the next member, in bytes."""
+"""Maximum size in bytes of a header that describes the next member."""
 CHUNK = 2**20
 GZIP = b'\x1f\x8b'
 
@@ -31,16 +31,16 @@ WITHOUT_CONTENT = frozenset(
         *(tarfile.FIFOTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE),
     }
 )
-"""Member types without content; their header may still have a size, such as that of a link's target."""
+"""Member types without content, although their header may state a size, such as that of a link's target."""
 
 
 class DamagedTar(Exception):
-    """A tar is damaged; the message is `cut_off`, `unreadable` (from the first byte) or `damaged`."""
+    """Raised for a damaged tar file; the message is `cut_off`, `unreadable` (from the first byte) or `damaged`."""
 
     def __init__(self, reason: str, byte: int, name: str | None) -> None:
         super().__init__(reason)
         self.byte = byte
-        """Offset of the member that cannot be read; for a compressed tar, in the uncompressed data."""
+        """Offset of the member that cannot be read; for a compressed tar file, the offset in the uncompressed data."""
         self.name = name
         """Name of that member; None if its header is damaged."""
 
@@ -51,14 +51,14 @@ class Member(NamedTuple):
     name: str
     is_file: bool
     content: bytes | None
-    """None if it is not a file or is larger than `MAX_CONTENT`."""
+    """Content; None if the member is not a file or is larger than `MAX_CONTENT`."""
 
 
 def members(path: Path) -> Iterator[Member]:
-    """Yield the members (files, links and folders) of a tar in order; the tar may be compressed with gzip.
+    """Yield the members (files, links and folders) of a tar file in order; the file may be gzip-compressed.
 
     Raises:
-        DamagedTar: The tar is damaged; raised after the members before the damage.
+        DamagedTar: The tar file is damaged; raised after yielding the members before the damage.
         OSError: The disk failed.
     """
     with path.open('rb') as file:
@@ -74,7 +74,7 @@ def members(path: Path) -> Iterator[Member]:
 
 
 class _Tar:
-    """Sequential reader of the members of an open tar file; it finds the byte offset of damage."""
+    """Reads the members of an open tar file sequentially, and determines the byte offset of damage."""
 
     def __init__(self, file: IO[bytes] | gzip.GzipFile) -> None:
         self.file = file
@@ -88,7 +88,7 @@ class _Tar:
     def members(self) -> Iterator[Member]:
         """Yield the members in order."""
         # A name or size that does not fit into a header is stored in an extra member before it; `name` and `size` hold
-        # these values until the member that they describe is reached.
+        # it until the member that it describes is reached.
         name, size, ended = None, None, False
         while True:
             if name is None and size is None:
@@ -97,7 +97,7 @@ class _Tar:
             block = self._read_exactly(BLOCK, may_end=ended)
             if block is None:
                 return
-            if not any(block):  # end-of-archive marker; another tar may follow if two were concatenated
+            if not any(block):  # end-of-archive marker; another archive may follow if two were concatenated
                 ended = True
                 continue
             ended = False
@@ -123,13 +123,13 @@ class _Tar:
             header = tarfile.TarInfo.frombuf(block, 'utf-8', 'surrogateescape')
         except (tarfile.HeaderError, ValueError) as error:
             raise self.damaged('damaged' if self._position > BLOCK else 'unreadable') from error
-        # Sparse files are not supported; their content has another layout.
+        # Sparse files, whose content has a different layout, are not supported.
         if header.size < 0 or header.type == tarfile.GNUTYPE_SPARSE:
             raise self.damaged('damaged')
         return header
 
     def _extended(self, content: bytes) -> tuple[str | None, int | None]:
-        """Return the name and size in a pax header; each record is a line such as `24 path=a/long/name.jpg`."""
+        """Return name and size from a pax header; each record is a line such as `24 path=a/long/name.jpg`."""
         name, size = None, None
         try:
             while content:
@@ -155,15 +155,15 @@ class _Tar:
             content = self._read_exactly(size)
             self._read_exactly(padding)
             return content
-        # Skip by reading: gzip streams cannot seek cheaply, and seeking past the end of a file would not show that it
-        # is truncated.
+        # Skip by reading: seeking is slow in gzip streams, and seeking past the end of a truncated file raises no
+        # error.
         remaining = size + padding
         while remaining:
             remaining -= len(self._read_exactly(min(remaining, CHUNK)) or b'')
         return b'' if size <= limit else None
 
     def _read_exactly(self, size: int, *, may_end: bool = False) -> bytes | None:
-        """Read exactly `size` bytes, or return None at the end of the file if `may_end`."""
+        """Read exactly `size` bytes; with `may_end`, return None at the end of the file."""
         data = self.file.read(size)
         self._position += len(data)
         if not data and size and may_end:

@@ -22,45 +22,45 @@ SUFFIXES = ('.tar', '.tar.gz', '.tgz')
 
 @dataclass(frozen=True)
 class WebDatasetSource:
-    """Tar files in a folder, a single tar, or a pattern with braces; each tar is a part.
+    """Tar files in a folder, a single tar file, or a pattern with braces; each tar file is one part.
 
-    A sample is a run of adjacent members with the same stem: the image `000000012.jpg`, the caption `000000012.txt` and
-    the metadata `000000012.json`. Its key is the stem of the tar plus its own, `00000/000000012`. Captions come from
-    `captions` in the JSON, else from the .txt, else from `caption` in the JSON; other JSON columns are metadata.
+    A sample is a group of adjacent members with the same stem: image `000000012.jpg`, caption `000000012.txt` and
+    metadata `000000012.json`. Its key is the tar file's stem plus its own, `00000/000000012`. Captions are taken from
+    `captions` in the .json member, otherwise from the .txt member, otherwise from `caption` in the .json member; other
+    JSON keys become metadata.
 
-    A stem ends at the first dot, as in webdataset, but that of a name with more dots such as `photo.v2.jpg` is
-    `photo.v2`. Next to an image `photo.jpg` it is a sample of its own only if it has a caption or metadata too.
+    A stem ends at the first dot, as in webdataset. But the stem of a name with more dots, such as `photo.v2.jpg`, is
+    `photo.v2`; beside an image `photo.jpg`, this is a separate sample only if it has its own caption or metadata.
 
-    Other files are skipped, such as the `00000.parquet` and `00000_stats.json` that img2dataset writes beside its
-    tars.
+    Other files are skipped, such as `00000.parquet` and `00000_stats.json`, which img2dataset writes beside tar files.
     """
 
     location: str
     caption_text: CaptionText = 'whole'
-    """Content of a .txt member; see `SourceSettings.caption_text`."""
+    """How to interpret .txt members; see `SourceSettings.caption_text`."""
     caption_column: str | Sequence[str] | None = None
-    """Keys of the JSON with captions, and `txt` for the .txt; None for the rule above."""
+    """Keys of .json members with captions, and `txt` for .txt members; None means the rule above."""
     image_suffixes: tuple[str, ...] = IMAGE_SUFFIXES
-    """Suffixes of the images, in lower case and without a dot."""
+    """Image suffixes, in lower case and without a dot."""
     caption_suffix: str = 'txt'
-    """Suffix of the text members, in lower case and without a dot."""
+    """Suffix of caption members, in lower case and without a dot."""
 
     def parts(self) -> list[Part]:
-        """Return one part (unit of input that one job converts) per tar."""
+        """Return one part (unit of input that one job converts) per tar file."""
         files, others = list_files(self.location, SUFFIXES)
         if not is_pattern(self.location):
             refuse_mixed_splits(self.location, [file.name for file in files], 'webdataset')
         return with_passed_over([single_file_part(file, SUFFIXES[0]) for file in files], others)
 
     def read(self, part: Part) -> Iterator[Entry | PassedOver]:
-        """Yield the samples in tar order; of a damaged tar, those before the damage and an entry that reports it."""
+        """Yield samples in tar order; if damaged, yield the samples before the damage and an entry that reports it."""
         with local_copy(part.where['url'], size=part.where['size']) as path:
             yield from self.read_tar(path, part.where['stem'])
 
     def read_tar(self, path: Path, stem: str) -> Iterator[Entry | PassedOver]:
-        """Yield the samples of a local tar; their keys begin with this stem. See `read`."""
-        # Reject a sample with a key that has appeared before. If both samples have an image, it is a duplicate.
-        # Otherwise the members of one sample were not adjacent, so that image and caption were read as two samples.
+        """Yield a local tar file's samples, with keys that begin with this stem; see `read`."""
+        # Reject a sample whose key has appeared before. If both samples have an image, it is a duplicate key.
+        # Otherwise, a sample's members were not adjacent, so image and caption were read as two samples.
         had_image: dict[str, bool] = {}
         try:
             for sample in _samples(path, self.image_suffixes, (self.caption_suffix, 'json')):
@@ -78,7 +78,7 @@ class WebDatasetSource:
             yield Entry(f'{stem} at byte {damage.byte}', problem=f'part_{damage}')
 
     def _entry(self, sample: '_Sample', stem: str) -> Entry:
-        """Return the entry of a sample of a tar with this stem."""
+        """Return a sample's entry, given the tar file's stem."""
         entry = Entry(_key(sample, stem))
         if sample.image is None or not sample.image.is_file:
             entry.problem = 'no_image'
@@ -94,7 +94,7 @@ class WebDatasetSource:
 
 @dataclass
 class _Sample:
-    """One image with its caption and metadata files: adjacent members of a tar with the same stem."""
+    """One image with caption and metadata: adjacent members of a tar file with the same stem."""
 
     key: str
     image_suffixes: Sequence[str]
@@ -107,7 +107,7 @@ class _Sample:
 
 
 def _samples(path: Path, image_suffixes: Sequence[str], beside: Sequence[str]) -> Iterator[_Sample | Member]:
-    """Group adjacent members of a tar with the same stem into samples; yield other members one by one.
+    """Group adjacent tar members with the same stem into samples; yield other members one by one.
 
     A repeated suffix starts a new sample. `beside` are the suffixes of captions and metadata.
     """
@@ -125,8 +125,8 @@ def _samples(path: Path, image_suffixes: Sequence[str], beside: Sequence[str]) -
                 group = _Group(key, image_suffixes)
             group.add(suffix, member)
     except DamagedTar as damage:
-        # If the damaged member belongs to another sample, the last sample is complete. Otherwise, or if the name of the
-        # damaged member is unknown, members of the last sample may be missing.
+        # If the damaged member belongs to another sample, the last sample is complete. Otherwise, or if the damaged
+        # member's name is unknown, the last sample may lack members.
         if damage.name is not None and _split(damage.name)[0] != group.key:
             yield from group.samples()
         raise
@@ -134,10 +134,10 @@ def _samples(path: Path, image_suffixes: Sequence[str], beside: Sequence[str]) -
 
 
 class _Group:
-    """Adjacent members of a tar with names that are the same up to the first dot.
+    """Adjacent tar members whose names are equal up to the first dot.
 
     Args:
-        key: The name up to the first dot, with folders.
+        key: The name up to the first dot, including folders.
         image_suffixes: Suffixes of images, in order of precedence.
     """
 
@@ -145,10 +145,10 @@ class _Group:
         self.key = key
         self._image_suffixes = image_suffixes
         self._samples: dict[str, _Sample] = {}
-        """Samples by the rest of their stem: nothing, or `v2` of `photo.v2.jpg`."""
+        """Samples by the rest of their stem: empty, or `v2` for `photo.v2.jpg`."""
 
     def has(self, suffix: str) -> bool:
-        """Return True if there is a member with this suffix, which may have dots, such as `v2.jpg`."""
+        """Return True if there is a member with this suffix; it may contain dots, such as `v2.jpg`."""
         middle, last = _split_suffix(suffix)
         return middle in self._samples and last in self._samples[middle].members
 
@@ -160,7 +160,7 @@ class _Group:
         sample.members[last] = member
 
     def samples(self) -> Iterator[_Sample | Member]:
-        """Yield the samples, and the members of other groups: masks such as `photo.mask.png` beside `photo.jpg`."""
+        """Yield samples, and members that are not samples, such as a mask `photo.mask.png` beside `photo.jpg`."""
         plain = self._samples.get('')
         has_image = plain is not None and plain.image is not None
         for middle, sample in self._samples.items():
@@ -171,14 +171,14 @@ class _Group:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Return (key, suffix) of a member, split at the first dot of the file name as webdataset does."""
+    """Split a member's path into (key, suffix) at the first dot of the file name, as in webdataset."""
     folder, slash, last = name.removeprefix('./').rpartition('/')
     stem, _, suffix = last.partition('.')
     return folder + slash + stem, suffix if stem else ''
 
 
 def _split_suffix(suffix: str) -> tuple[str, str]:
-    """Return the parts of a suffix such as `v2.jpg` before and after its last dot, the latter in lower case."""
+    """Split a suffix such as `v2.jpg` at its last dot; the part after it is returned in lower case."""
     middle, _, last = suffix.rpartition('.')
     return middle, last.lower()
 

@@ -1,6 +1,6 @@
-"""Work folder of a preparation, which makes it resumable: its layout and its lock.
+"""Work folder that makes a preparation resumable: layout and lock.
 
-Several machines can work in one folder, each on a share of the input such as 3/16.
+Several machines can work in the same folder, each on a share of the input such as 3/16.
 """
 
 import json
@@ -20,7 +20,7 @@ LOCK = 'lock'
 
 @dataclass(frozen=True)
 class Share:
-    """Share of the input that one of several machines converts: the parts whose number modulo `of` is `index`."""
+    """Share of the input converted by one of several machines: parts whose number modulo `of` equals `index`."""
 
     index: int
     of: int
@@ -41,22 +41,22 @@ class Share:
 
 
 class Staging:
-    """Folder that holds a dataset until it is complete and moved to its output."""
+    """Folder that holds a dataset until it is complete and moved to the output."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.dataset = path / 'dataset'
-        """Folder for the final dataset; a local one is renamed to the output."""
+        """Folder for the final dataset; if the output is local, the folder is renamed to it."""
         self.packed = path / 'packed'
-        """Folder with one file per finished final shard, which holds its entry for index.json."""
+        """Folder with one file per finished final shard, containing the shard's entry for index.json."""
         self.uploading = path / 'uploading'
-        """Folder with files that are being uploaded to an object store."""
+        """Folder for files being uploaded to an object store."""
         self.replaced = path / 'replaced'
-        """Path that the existing dataset of the output is moved to while it is replaced."""
+        """Path to which the output's existing dataset is moved while it is being replaced."""
 
 
 class WorkFolder:
-    """Folder that holds the state of a preparation, so that it can resume after it was stopped."""
+    """Folder with the state of a preparation, so that the preparation can resume after an interruption."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -65,30 +65,30 @@ class WorkFolder:
         self.parts = path / 'parts'
         """Folder with one folder per converted piece of the input (`input_plan.Piece`)."""
         self.stored_parts = path / 'stored-parts.txt'
-        """File with the URLs of object store folders that hold shards of converted parts, one per line."""
+        """File with the URLs of object store folders that contain shards of converted parts, one per line."""
         self.duplicates = path / 'duplicates.npy'
-        """Array with the result of the duplicate search, written when all parts are converted."""
+        """Array with the result of the duplicate search, written once all parts are converted."""
         self.train = Staging(path)
         """Folder that holds the training set until it is complete."""
         self.held_out = Staging(path / 'held-out')
         """Folder that holds the dataset of held-out images until it is complete."""
         self.complete = path / 'complete'
-        """Copy of the report; exists when the datasets are complete and only have to be moved to the outputs."""
+        """Copy of the report; exists once the datasets are complete and only need to be moved to the outputs."""
         self.append = path / 'append'
-        """Empty file; exists if the work is an addition to a dataset (`prepare --append`)."""
+        """Empty file; exists if this is an addition to a dataset (`prepare --append`)."""
 
     def store_parts(self, url: str) -> None:
-        """Note an object store folder for shards of converted parts; `remove` and `clear` delete its content."""
+        """Record an object store folder for shards of converted parts; `remove` and `clear` delete its content."""
         known = self.stored_parts.read_text(encoding='utf-8').splitlines() if self.stored_parts.exists() else []
         if url not in known:
             write_atomically(self.stored_parts, ''.join(f'{each}\n' for each in (*known, url)))
 
     def begin_append(self) -> None:
-        """Mark the work as an addition to a dataset; call it before the plan is written."""
+        """Mark the work as an addition to a dataset; call this before the plan is written."""
         write_atomically(self.append, '')
 
     def check_kind(self, *, is_append: bool) -> None:
-        """Raise UserError if unfinished work in the folder is a preparation instead of an addition, or vice versa."""
+        """Raise UserError if unfinished work in the folder is a preparation rather than an addition, or vice versa."""
         if self.plan.exists() and self.append.exists() != is_append:
             raise UserError(
                 f'{self.path}: has an unfinished {"preparation" if is_append else "addition to a dataset"}; finish it '
@@ -96,25 +96,25 @@ class WorkFolder:
             )
 
     def part(self, name: str) -> Path:
-        """Path of the folder of a converted piece of the input."""
+        """Return the path of the folder for a converted piece of the input."""
         return self.parts / name
 
     @contextmanager
     def locked(self, share: Share | None = None) -> Iterator[None]:
-        """Hold the lock of the folder inside the block, so that no other process prepares the same dataset.
+        """Lock the folder during the `with` block, so that no other process prepares the same dataset.
 
         Args:
-            share: Share of this machine; processes with other shares can then hold the lock at the same time.
+            share: This machine's share; if set, processes with other shares can hold the lock at the same time.
 
         Raises:
-            UserError: Another process holds the lock, or the file system has no locks.
-            OSError: The block raised it; the message names the folder.
+            UserError: Another process holds the lock, or the file system does not support locks.
+            OSError: Raised inside the block; the folder is added to the message.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             with ExitStack() as stack:
-                # A share holds the main lock shared, so that it excludes full runs but not other shares, and a lock of
-                # its own exclusively, so that the same share cannot run twice.
+                # A share takes the main lock in shared mode, which excludes full runs but not other shares, and its own
+                # lock in exclusive mode, so that the same share cannot run twice.
                 self._lock(LOCK, stack, shared=share is not None)
                 if share is not None:
                     self._lock(f'{LOCK}-{share.index}-of-{share.of}', stack)
@@ -122,7 +122,7 @@ class WorkFolder:
                     yield
                 finally:
                     if share is None and self.path.exists() and not self.plan.exists() and not self.complete.exists():
-                        self.remove()  # no work was begun, so do not leave an empty folder behind
+                        self.remove()  # no work was started, so do not leave an empty folder behind
         except OSError as error:
             raise OSError(
                 f'{self.path}: {error}; fix the cause and run the same command again; finished work is kept'
@@ -140,10 +140,10 @@ class WorkFolder:
             )
 
     def clear_unfinished(self, share: Share | None = None) -> None:
-        """Remove the unfinished files of killed processes; the caller must hold the lock.
+        """Remove unfinished files of killed processes; the caller must hold the lock.
 
         Args:
-            share: Share of this machine; then only files of its own parts are removed.
+            share: This machine's share; if set, only files of its own parts are removed.
         """
         if share is None:
             remove_unfinished(self.path)
@@ -152,14 +152,14 @@ class WorkFolder:
                 remove_unfinished(staging.packed, below=True)
                 remove_unfinished(staging.dataset, below=True)
             return
-        # Processes with other shares may be writing in this folder: touch only the parts of our own share.
+        # Processes with other shares may be writing to this folder, so touch only our own share's parts.
         for path in self.parts.glob(f'*{UNFINISHED}*'):
             if share.includes(int(path.name.partition('.')[0])):
                 remove(path)
 
     @contextmanager
     def cleared_after_errors(self, share: Share | None) -> Iterator[None]:
-        """Context that begins with `clear_unfinished`, and ends with it after an error: the disk may be full."""
+        """Call `clear_unfinished` at the start of the `with` block and, since the disk may be full, after errors."""
         self.clear_unfinished(share)
         try:
             yield
@@ -168,18 +168,18 @@ class WorkFolder:
             raise
 
     def clear(self) -> None:
-        """Remove everything in the folder except its locks, to start over; the caller must hold the lock."""
+        """Remove everything in the folder except the locks, to start over; the caller must hold the lock."""
         self._remove_stored_parts()
-        # Remove the plan last, since it tells the next start that there is something to clear.
+        # Remove the plan last, since its presence tells the next start that there is something to clear.
         for path in sorted(self.path.iterdir(), key=lambda path: path == self.plan):
             if path != self.append and not path.name.startswith(LOCK):
                 remove(path)
 
     def remove(self) -> None:
-        """Remove the folder and everything in it, and the shards of converted parts in object stores."""
+        """Remove the folder with everything in it, and shards of converted parts in object stores."""
         self._remove_stored_parts()
-        # `complete` and the lock go last: if this is killed, the next start finds `complete` and continues removing,
-        # instead of finding an incomplete work folder and preparing again.
+        # Remove `complete` and the lock last: if this process is killed, the next start finds `complete` and continues
+        # removing, rather than finding an incomplete work folder and preparing the dataset again.
         for path in sorted(self.path.iterdir(), key=lambda path: (path.name == LOCK, path == self.complete)):
             remove(path)
         self.path.rmdir()

@@ -1,18 +1,18 @@
-"""Run the jobs of `diffusion prepare`: in processes of this machine, or on several machines.
+"""Run the jobs of `diffusion prepare` in processes on this machine or on several machines.
 
-The process pool survives the death of a worker: it retries the job, then reports which job and which item failed. When
-a worker is killed, `multiprocessing.Pool` hangs and `ProcessPoolExecutor` fails all pending work; neither reports which
-job the worker was running.
+The process pool survives the death of a worker: it retries the job, and if the job fails again, reports the job and the
+item. By contrast, if a worker is killed, `multiprocessing.Pool` hangs and `ProcessPoolExecutor` fails all pending work,
+without reporting which job the worker was running.
 
-Several machines need access to the input at the same location, and to the work folder (NFS, Lustre). Shares do not need
-a common work folder if `PrepareSettings.parts` is in an object store.
+Several machines need the input at the same location, and a shared work folder (NFS, Lustre). Shares need no shared work
+folder if `PrepareSettings.parts` is in an object store.
 
 - Ray: `diffusion prepare RECIPE.yaml --engine ray` on a cluster started with `ray start`; without one, Ray uses only
   this machine.
-- No engine: run the command with `--share 0/16` to `--share 15/16`, one per machine, which converts a 16th of the
-  input each; then run it once without `--share`.
-- Another engine: `prepare(settings, run=function)`, where the function runs picklable jobs and yields their results.
-  For Spark: `lambda jobs: spark.sparkContext.parallelize(list(jobs)).map(run_job).toLocalIterator()`.
+- No engine: run the command with `--share 0/16` to `--share 15/16`, one per machine, to convert 1/16 of the input each;
+then run it once without `--share`.
+- Other engines: `prepare(settings, run=function)`, where the function runs picklable jobs and yields results. For
+  Spark: `lambda jobs: spark.sparkContext.parallelize(list(jobs)).map(run_job).toLocalIterator()`.
 """
 
 import multiprocessing
@@ -34,26 +34,26 @@ from diffusion.prepare.settings import PrepareSettings
 from diffusion.storage.host_memory import keep_freed_memory
 
 Note = Callable[[str], None]
-"""Callback that records the current item of a job, such as the key of an image, for the error if its process dies."""
+"""Callback that records a job's current item, such as an image's key, for the error message if the process dies."""
 
 PRELOAD = ['diffusion.prepare.convert_part', 'diffusion.prepare.output_folders', 'pandas']
-"""Modules that the forkserver imports once for all workers; pyarrow imports pandas (0.5 s) for its first array."""
+"""Modules that the fork server imports once for all workers; pyarrow imports pandas (0.5 s) for its first array."""
 DEATHS = 3
-"""Number of times that a job's process may die before the preparation fails."""
+"""The preparation fails when a job's process has died this many times."""
 NOTE_BYTES = 1024
-"""Size of the shared buffer that holds the current item of a job."""
+"""Size of the shared buffer for a job's current item."""
 
 
 class WorkerJob(Protocol):
-    """Interface of work for another process; must be picklable and idempotent, since it may run more than once."""
+    """Interface for work in another process; must be picklable and, since it may run more than once, idempotent."""
 
     @property
     def name(self) -> str:
-        """Name of this job of a preparation in messages, such as `part 3 (00003.tar)`."""
+        """Name of the job in messages, such as `part 3 (00003.tar)`."""
         ...
 
     def __call__(self, note: Note) -> Any:
-        """Run the job and return its result; `note` records the current item, which is named if the process dies."""
+        """Run the job and return its result; `note` records the current item, to be reported if the process dies."""
         ...
 
 
@@ -65,11 +65,11 @@ def run_jobs(jobs: Iterable[WorkerJob], *, workers: int) -> Iterator[Any]:
     """Run jobs in at most `workers` processes and yield their results as they finish.
 
     Raises:
-        DataError: A job's process died `DEATHS` times.
-        Exception: A job raised it; the other jobs are stopped.
+        DataError: A job's process has died `DEATHS` times.
+        Exception: Raised by a job; the other jobs are stopped.
     """
-    # If a job's process dies, the job runs again beside the others. After the second death it runs alone, since the
-    # other jobs may have used up the memory.
+    # If a job's process dies, the job runs again in parallel with others. After the second death, it runs alone, since
+    # the other jobs may have used up the memory.
     pending, retries, last_tries = iter(jobs), deque[WorkerJob](), deque[WorkerJob]()
     deaths: Counter[str] = Counter()
     idle: list[_Worker] = []
@@ -108,28 +108,30 @@ class _Worker:
     job: WorkerJob
 
     def __init__(self) -> None:
-        # Workers started by a forkserver share its imports (10 ms per start instead of 400). A plain fork would copy
-        # the caller's locks and open files without its threads, which is unsafe in a process that has imported torch.
+        # Workers started by a fork server share its imports (10 ms per start instead of 400 ms). A plain fork would
+        # copy the caller's locks and open files but not its threads, which is unsafe in a process that has imported
+        # torch.
         context = multiprocessing.get_context('forkserver')
         context.set_forkserver_preload(PRELOAD)
         _start_forkserver()
-        # The note is in shared memory, which the parent can still read after the worker was killed.
+        # The note is in shared memory, so the parent can read it even after the worker was killed.
         self._note = context.RawArray('c', NOTE_BYTES)
         self.pipe, child_pipe = context.Pipe()
         self._process = context.Process(target=_serve, args=(child_pipe, self._note, dict(os.environ)), daemon=True)
         self._process.start()
-        # Close the child's end in the parent, or a dead child would cause no EOFError and `recv` would block forever.
+        # Close the child's end in the parent. Otherwise, `recv` would block forever after the child's death instead of
+        # raising EOFError.
         child_pipe.close()
 
     @property
     def note(self) -> str:
-        """Name of the item that the job is working on, such as an image; also readable after the process died."""
+        """Item on which the job is working, such as an image's key; available even after the process died."""
         return self._note.value.decode('utf-8', 'replace')
 
     def send(self, job: WorkerJob) -> None:
         self.job = job
         self._note.value = b''
-        # If the process died between two jobs, receiving the result raises EOFError, and the job is retried.
+        # If the process died between two jobs, `receive` raises EOFError, and the job is retried.
         with suppress(ConnectionError):
             self.pipe.send(job)
 
@@ -142,8 +144,7 @@ class _Worker:
         try:
             result, job_error, worker_traceback = self.pipe.recv()
         except OSError as error:
-            # These errors are raised instead of EOFError if the process died within a message or before it read its
-            # job.
+            # Raised instead of EOFError if the process died during a message or before reading its job.
             raise EOFError from error
         if job_error is not None:
             raise job_error from _WorkerTraceback(worker_traceback)
@@ -158,7 +159,7 @@ class _Worker:
 
 
 class _WorkerTraceback(Exception):
-    """Traceback text of an exception raised in a worker, attached as its cause."""
+    """Traceback text of an exception raised in a worker; attached to the exception as its cause."""
 
     def __str__(self) -> str:
         return f'\n{self.args[0]}'
@@ -173,7 +174,7 @@ def _wait_for_any(busy: list[_Worker]) -> list[_Worker]:
 def _death_message(worker: _Worker) -> str:
     note, code = worker.note, worker.stop() or 0
     if not note and code > 0:
-        # A new process imports the caller's script, which must not begin another preparation.
+        # a new process imports the caller's script, which must not start another preparation
         return (
             f'{worker.job.name}: its process ended with status {code} before it began, with the traceback above; a '
             "script that prepares data must do so below `if __name__ == '__main__':`"
@@ -187,9 +188,9 @@ def _death_message(worker: _Worker) -> str:
 
 
 def _start_forkserver() -> None:
-    """Start the server that forks the worker processes of a preparation; they inherit that it ignores SIGINT."""
+    """Start the fork server for worker processes with SIGINT ignored, which the workers inherit."""
     # The terminal sends Ctrl-C to the whole process group. A worker that is still importing, before `_serve` ignores
-    # SIGINT, would die with a traceback of its own.
+    # SIGINT, would die with its own traceback.
     if threading.current_thread() is not threading.main_thread():
         return  # only the main thread can set signal handlers
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -200,9 +201,9 @@ def _start_forkserver() -> None:
 
 
 def _serve(pipe: Connection, shared: Any, environment: dict[str, str]) -> None:
-    """Run the jobs received through a pipe until it closes; main function of a worker."""
+    """Run jobs received through a pipe until it closes; main function of a worker."""
     keep_freed_memory()
-    os.environ.update(environment)  # the forkserver may be older than a variable that the caller set since
+    os.environ.update(environment)  # the caller may have set variables after the fork server started
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and kills its workers
 
@@ -225,14 +226,14 @@ def _exit_with_parent() -> None:
     """Wait for the parent process to end, then exit this process."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    # A daemon process is not stopped if its parent is killed with SIGKILL; it would continue to write while the next
-    # start resumes the same part. `sys.exit` would end only this thread.
+    # If the parent is killed with SIGKILL, a daemon process keeps running, and would still write while the next start
+    # resumes the same part. `sys.exit` would end only this thread.
     parent.join()
     os._exit(1)
 
 
 def run_on(engine: str, settings: PrepareSettings) -> Run:
-    """Return the function that runs jobs on an engine: `processes` (on this machine) or `ray`."""
+    """Return the function that runs jobs on the given engine: `processes` (on this machine) or `ray`."""
     if engine == 'ray':
         return partial(run_on_ray, workers=settings.workers)
     return partial(run_jobs, workers=settings.worker_count)
@@ -242,12 +243,12 @@ def run_on_ray(jobs: Iterable[WorkerJob], *, workers: int | None = None) -> Iter
     """Run jobs with Ray Data and yield their results as they finish.
 
     Args:
-        workers: Maximum number of concurrent tasks; None for one per core of the cluster.
+        workers: Maximum number of concurrent tasks; None means one per core of the cluster.
 
     Raises:
         UserError: Ray is not installed.
     """
-    # Ray starts a local cluster if there is none, which would send usage statistics to Anyscale.
+    # Without a cluster, Ray starts a local one, which would send usage statistics to Anyscale.
     os.environ.setdefault('RAY_USAGE_STATS_ENABLED', '0')
     try:
         import ray.data
@@ -258,7 +259,7 @@ def run_on_ray(jobs: Iterable[WorkerJob], *, workers: int | None = None) -> Iter
     items = [{'job': pickle.dumps(job)} for job in jobs]
     if not items:
         return
-    # One block per job: Ray schedules blocks, so a larger block would run its jobs one after the other.
+    # Use one block per job: Ray schedules blocks, so the jobs in a larger block would run one after another.
     data = ray.data.from_items(items, override_num_blocks=len(items))
     for row in data.map(_run_pickled, concurrency=workers).iter_rows():
         result, error = pickle.loads(row['outcome'])
@@ -268,13 +269,13 @@ def run_on_ray(jobs: Iterable[WorkerJob], *, workers: int | None = None) -> Iter
 
 
 def run_job(job: WorkerJob) -> Any:
-    """Run a job of `diffusion prepare` in the calling process and return its result: the function to map in Spark."""
+    """Run a job of `diffusion prepare` in this process and return its result; this is the function to map in Spark."""
     return job(lambda text: None)
 
 
 def _run_pickled(item: dict[str, Any]) -> dict[str, bytes]:
     """Run a pickled job as a Ray task; return its pickled (result, error)."""
-    # Ray would wrap an exception in several of its own, and callers could not catch UserError or DataError.
+    # Return errors, because Ray wraps raised exceptions in its own, so callers could not catch UserError or DataError.
     keep_freed_memory()
     job: WorkerJob = pickle.loads(item['job'])
     try:

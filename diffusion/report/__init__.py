@@ -1,1 +1,1 @@
-"""HTML reports of training runs: one page of a run, of several runs compared, or of all runs in a folder or bucket."""
+"""HTML reports of training runs: one run, a comparison of runs, or a table of all runs in a folder or bucket."""

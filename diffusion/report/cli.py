@@ -31,25 +31,25 @@ class ReportOptions:
     """Options of `diffusion report`."""
 
     runs: Annotated[list[str], Option('RUN', positional=True, files=True)]
-    """Folder or URL of a run; of several runs, to compare them; or a folder or URL with runs, for a table."""
+    """Folder or URL of a run; several, to compare the runs; or a folder or URL that contains runs, for a table."""
     out: Path | None = None
-    """HTML file to write (default: report.html in the folder of the run; report.html here for several runs;
-    NAME-report.html here for a URL)."""
+    """HTML file to write (default: report.html in the run's folder; for several runs, report.html in the current
+    folder; for a URL, NAME-report.html in the current folder)."""
     price: Annotated[float | None, Between(0, 1e6), Option('USD')] = None
-    """Price per GPU-hour in US dollars (default: that of the GPU in planning/gpus.yaml, if it is known)."""
+    """Price per GPU-hour in US dollars (default: the GPU's price in planning/gpus.yaml, if known)."""
     serve: bool = False
-    """Serve the page, which then updates itself, until Ctrl-C."""
+    """Serve the page, which then updates itself; stop with Ctrl-C."""
     port: Port = 8265
-    """Port for --serve; 0 for any free one."""
+    """Port for --serve; 0 means any free port."""
     host: str = '127.0.0.1'
-    """Address to listen at for --serve; an address other than localhost needs the token that is printed."""
+    """Address to listen on for --serve; addresses other than localhost require the printed token."""
 
 
 def run_report(options: ReportOptions) -> int:
     """Run `diffusion report`: write a page and print its path, or serve it until Ctrl-C.
 
     Raises:
-        UserError: A place is not a run, the page cannot be written there, or the port is in use.
+        UserError: A place is not a run, the page cannot be written, or the port is in use.
         ExternalError: The storage fails.
     """
     places = [place.rstrip('/') or place for place in options.runs]
@@ -63,7 +63,7 @@ def run_report(options: ReportOptions) -> int:
     if out.is_dir():
         raise UserError(f'--out: {out} is a folder; give the path of a file, such as {out / REPORT}')
     if is_table:
-        # Links are relative to the page, so they lead to the pages of runs only from the folder that has the runs.
+        # Links are relative to the page, so they work only if the page is in the folder that contains the runs.
         beside = not is_url(places[0]) and out.absolute().parent == Path(places[0]).absolute()
         link = (lambda name: written_report(places[0], name)) if beside else (lambda name: None)
         source: ReportSource = TableSource(TableReader(places[0], price=options.price, link=link))
@@ -80,10 +80,10 @@ def run_report(options: ReportOptions) -> int:
 
 
 def _is_run(place: str) -> bool:
-    """Return True if a place is that of a run, and not of a folder with runs.
+    """Return True if a place is a run rather than a folder of runs.
 
     Raises:
-        UserError: There is no such folder.
+        UserError: The folder does not exist.
         ExternalError: The storage fails.
     """
     if not is_url(place) and not Path(place).is_dir():
@@ -95,7 +95,7 @@ def _is_run(place: str) -> bool:
         if looks_like_a_run(files_of_run(place, PATIENT).list()):
             return True
     except OSError:
-        pass  # the next listing fails too, and says so
+        pass  # if this fails, so does the next listing, with a message
     runs_in(place)
     return False
 
@@ -121,10 +121,10 @@ def _serve(options: ReportOptions, places: list[str], *, is_table: bool) -> int:
         return ServedPage(RunsSource([f'{places[0]}/{name}'], price=options.price), seconds)
 
     def run_page(name: str) -> ServedPage | None:
-        # The table has the only valid names: others could lead out of the folder.
+        # Accept only names in the table: other names could lead outside the folder.
         return page_of(name) if is_table and name in {row['name'] for row in main.content().data['rows']} else None
 
-    main.content()  # a run that cannot be read is an error now
+    main.content()  # raise errors now if a run cannot be read
     with contextlib.suppress(KeyboardInterrupt), ReportServer(options.host, options.port, main, run_page) as server:
         print(f'{", ".join(places)}: {server.url} (Ctrl-C ends it)', flush=True)
         server.serve_forever(0.2)

@@ -1,4 +1,4 @@
-"""HTTP server of live report pages, read only, for this machine or with a token for others."""
+"""Read-only HTTP server for live report pages, for this machine or, with a token, for others."""
 
 import contextlib
 import gzip
@@ -22,12 +22,12 @@ from diffusion.report.report_source import Page, ReportSource
 POLL_SECONDS = 5.0
 """Interval at which a page asks for newer data."""
 BUCKET_SECONDS = 60.0
-"""The same for runs in an object store: their files are copied there about every minute, and each read costs money."""
+"""Interval for runs in an object store: files are copied there about once per minute, and each read costs money."""
 LOCAL_HOSTS = ('127.0.0.1', 'localhost', '::1')
 
 
 class ServedPage:
-    """Page of a server: its content is read when a request needs it, and at most once per interval of `seconds`."""
+    """Page whose content is read when a request needs it, but at most once per `seconds`."""
 
     def __init__(self, source: ReportSource, seconds: float) -> None:
         self.source, self.seconds = source, seconds
@@ -36,11 +36,11 @@ class ServedPage:
         self._read_at = 0.0
 
     def content(self) -> Page:
-        """Return the content, at most `seconds` old; while the storage fails, the last one.
+        """Return the content, at most `seconds` old; while the storage fails, return the last content.
 
         Raises:
             UserError: The run does not exist, and did not exist before. ExternalError: The storage fails, and nothing
-            was read before.
+                has been read before.
         """
         with self._lock:
             if self._page is None or time.monotonic() - self._read_at >= self.seconds * 0.8:
@@ -56,16 +56,16 @@ class ServedPage:
 
 
 class ReportServer(PageServer):
-    """Server of a report page at `/` and, for a table of runs, of each run's page at `/run/NAME/`.
+    """Server for a report page at `/` and, if it is a table of runs, for each run's page at `/run/NAME/`.
 
     Args:
-        host: Address to listen at; another one than localhost gets a token, which the page's address has.
-        port: Port; 0 for any free one.
+        host: Address to listen on; for addresses other than localhost, the page's URL contains a token.
+        port: Port; 0 means any free port.
         main: The page at `/`.
-        run_page: Function that returns the page of a run by name, or None if there is no such run.
+        run_page: Function that returns a run's page by name, or None if the run does not exist.
 
     Raises:
-        UserError: The port is in use, or the address is not one of this machine.
+        UserError: The port is in use, or the address does not belong to this machine.
     """
 
     daemon_threads = True
@@ -80,7 +80,7 @@ class ReportServer(PageServer):
 
     @property
     def url(self) -> str:
-        """Address of the page, with the token if there is one."""
+        """URL of the page, including the token if there is one."""
         host, port = self.server_address[0], self.server_address[1]
         host = socket.gethostname() if host in ('0.0.0.0', '::') else str(host)
         text = f'[{host}]' if ':' in host else host
@@ -88,20 +88,20 @@ class ReportServer(PageServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Handler of requests for a page, its data and its images."""
+    """Handler for requests for pages, their data and their images."""
 
     server: ReportServer  # type: ignore[assignment]
     protocol_version = 'HTTP/1.1'
     timeout = 60
 
     def do_GET(self) -> None:
-        with contextlib.suppress(ConnectionError, TimeoutError):  # the browser has left
+        with contextlib.suppress(ConnectionError, TimeoutError):  # the browser closed the connection
             self._answer()
 
     do_HEAD = do_GET
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: each open page asks every few seconds."""
+        """Log nothing: each open page sends a request every few seconds."""
 
     def _answer(self) -> None:
         url = urlsplit(self.path)
@@ -127,21 +127,21 @@ class _Handler(BaseHTTPRequestHandler):
         image = content.images.get(path.removeprefix('/images/').removesuffix('.webp'))
         if image is None or not path.startswith('/images/'):
             return self._send(HTTPStatus.NOT_FOUND, b'not found\n', 'text/plain')
-        # The name is a hash of the content.
+        # The image's name is a hash of its content, so the browser may cache it.
         return self._send(HTTPStatus.OK, image, 'image/webp', cache='private, max-age=86400, immutable')
 
     def _is_allowed(self, query: dict[str, list[str]]) -> bool:
-        """Return True for a request with the token or, at localhost, with a local name of the host."""
+        """Return True if a request has the token or, on localhost, a local host name."""
         if self.server.token:
             given = (query.get('token') or [''])[0]
             return hmac.compare_digest(given.encode(), self.server.token.encode())
-        # A web page of another origin that made its name point here (DNS rebinding) still sends that name.
+        # Check the Host header against DNS rebinding: another site's page whose name resolves here sends that name.
         host = self.headers.get('Host', '').rsplit(':', 1)[0].strip('[]')
         return host in LOCAL_HOSTS
 
     def _send_data(self, content: Page) -> None:
         body = json_text(content.data).encode()
-        # Leave out the time of reading, which changes although the run may not have.
+        # Leave out the time of reading, which changes even if the run has not.
         same = json_text({key: each for key, each in content.data.items() if key != 'generated'}).encode()
         tag = f'"{hashlib.sha256(same).hexdigest()[:32]}"'
         if self.headers.get('If-None-Match') == tag:
@@ -165,5 +165,5 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def run_address(name: str) -> str:
-    """Return the address of a run's page, relative to the table's."""
+    """Return the URL of a run's page, relative to the table's."""
     return f'run/{quote(name, safe="")}/'

@@ -1,6 +1,6 @@
-"""Reader of a run's metrics.jsonl, and downsampling of its curves for charts.
+"""Read a run's metrics.jsonl, and downsample its curves for charts.
 
-The file may be long, still be written, and hold NaN or cut lines.
+The file may be long, may still be growing, and may contain NaN or truncated lines.
 """
 
 import json
@@ -17,21 +17,21 @@ from diffusion.storage.text_tables import MAX_LINE_BYTES
 
 
 class Curve(NamedTuple):
-    """Points of a curve, in the order of their batches."""
+    """Points of a curve, in batch order."""
 
     x: list[int]
     y: list[float]
 
 
 def downsample(x: Sequence[int], y: Sequence[float], limit: int) -> Curve:
-    """Return at most `limit` points of a curve: the smallest and the largest value of each of limit / 2 equal parts.
+    """Return at most `limit` points of a curve: the minimum and maximum of each of limit / 2 equal parts.
 
-    The first and the last point are among them. A curve of at most `limit` points stays as it is.
+    The first and the last point are included. A curve with at most `limit` points is returned unchanged.
 
     Args:
         x: Batches, increasing.
         y: Finite values.
-        limit: Largest number of points, at least 4.
+        limit: Maximum number of points, at least 4.
     """
     if len(x) <= limit:
         return Curve([*x], [*y])
@@ -42,7 +42,7 @@ def downsample(x: Sequence[int], y: Sequence[float], limit: int) -> Curve:
 
 
 def averages(x: Sequence[int], y: Sequence[float], count: int) -> Curve:
-    """Return the averages of `count` equal parts of a curve, each at the middle of its batches."""
+    """Return the averages of `count` equal parts of a curve, each placed at the middle of the part's batches."""
     parts = _parts(range(len(x)), min(count, len(x)))
     return Curve(
         [(x[part.start] + x[part.stop - 1]) // 2 for part in parts],
@@ -51,27 +51,27 @@ def averages(x: Sequence[int], y: Sequence[float], count: int) -> Curve:
 
 
 def _parts(indices: range, count: int) -> list[range]:
-    """Return a range of indices cut into `count` parts, none of them empty, whose lengths differ by at most one."""
+    """Split a range of indices into `count` nonempty parts whose lengths differ by at most one."""
     size, start = len(indices), indices.start
     edges = [start + index * size // count for index in range(count + 1)]
     return [range(low, high) for low, high in pairwise(edges) if high > low]
 
 
 def _extremes(y: Sequence[float], part: range) -> list[int]:
-    """Return the indices of the smallest and the largest value in a part, in order; one if they are the same."""
+    """Return the indices of the minimum and maximum in a part, in order; only one index if they coincide."""
     values = y[part.start : part.stop]
     low, high = min(values), max(values)
     return sorted({part.start + values.index(low), part.start + values.index(high)})
 
 
 _SINGLE = re.compile(rb'\{"step": (\d{1,15}), "([^"\\]{1,200})": (-?(?:\d[0-9.eE+-]*|Infinity)|NaN)\}')
-"""Line with one metric. Matching it takes a quarter of the time of a JSON parser, and most lines have one metric."""
+"""Matches a line with a single metric, as most lines are; this is four times as fast as a JSON parser."""
 SKIPPED = (b'time/', b'trainer/')
-"""Prefixes of metrics that Composer logs in every batch and that only count batches and samples."""
+"""Prefixes of metrics that Composer logs for every batch and that only count batches and samples."""
 MAX_SERIES = 600
-"""Largest number of metrics that are kept; callbacks that log a metric per layer can write thousands."""
+"""Maximum number of metrics to keep; callbacks that log a metric per layer can write thousands."""
 MAX_NONFINITE = 20
-"""Largest number of batches with NaN or infinite values that are kept per metric."""
+"""Maximum number of batches with NaN or infinite values to keep per metric."""
 
 
 @dataclass
@@ -81,8 +81,8 @@ class Series:
     Attributes:
         steps: Batches, increasing.
         values: Finite values at these batches.
-        nonfinite: Batches with other values, and these values as text, such as (812, 'NaN').
-        nonfinite_count: Number of values that are NaN or infinite.
+        nonfinite: Batches with NaN or infinite values, with the value as text, such as (812, 'NaN').
+        nonfinite_count: Number of NaN or infinite values.
     """
 
     steps: 'array[int]' = field(default_factory=lambda: array('q'))
@@ -91,7 +91,7 @@ class Series:
     nonfinite_count: int = 0
 
     def add(self, step: int, value: float) -> None:
-        """Add a value; it replaces the values of the same batch and of later ones."""
+        """Add a value; it replaces the values at the same and later batches."""
         if self.steps and step <= self.steps[-1]:
             self.cut(step)
         if math.isfinite(value):
@@ -103,7 +103,7 @@ class Series:
             self.nonfinite.append((step, 'NaN' if math.isnan(value) else 'infinite'))
 
     def cut(self, step: int) -> None:
-        """Remove the values at a batch and at later ones, which the run has repeated."""
+        """Remove the values at a batch and later ones, because the run has repeated these batches."""
         keep = len(self.steps)
         while keep and self.steps[keep - 1] >= step:
             keep -= 1
@@ -114,20 +114,20 @@ class Series:
 
 
 class MetricReader:
-    """Metrics of a run by name, read from the content of metrics.jsonl as a whole or in parts.
+    """A run's metrics by name, read from metrics.jsonl at once or in pieces.
 
-    If a resumed run repeats batches, the later values count, and values of batches that it has not reached again are
-    dropped.
+    If a resumed run repeats batches, the later values count, and values at batches that it has not yet reached again
+    are dropped.
     """
 
     def __init__(self) -> None:
         self.series: dict[str, Series] = {}
         self.broken_lines = 0
-        """Number of lines that are not JSON objects, other than an unfinished last one."""
+        """Number of lines that are not JSON objects, not counting an unfinished last line."""
         self.dropped: set[str] = set()
         """Names of metrics beyond MAX_SERIES."""
         self.position = 0
-        """Number of bytes that have been read."""
+        """Number of bytes read so far."""
         self._rest = b''
         self._last_loss = -1
 
@@ -155,7 +155,7 @@ class MetricReader:
             series.add(step, value)
 
     def _values(self, lines: list[bytes]) -> Iterator[tuple[int, str, float]]:
-        """Yield batch, name and value of each metric in lines."""
+        """Yield (batch, name, value) for each metric in the lines."""
         names: dict[bytes, str] = {}
         for line in lines:
             if not line or _has_only_skipped(line):
@@ -167,12 +167,12 @@ class MetricReader:
                     text = names.get(name) or names.setdefault(name, name.decode())
                     yield int(single[1]), text, float(single[3])
                     continue
-                except ValueError:  # the line is not UTF-8, or has a number such as 1.2.3
+                except ValueError:  # the line is not UTF-8, or contains a number such as 1.2.3
                     pass
             yield from self._parsed(line)
 
     def _parsed(self, line: bytes) -> Iterator[tuple[int, str, float]]:
-        """Yield the same of a line of any form."""
+        """Yield (batch, name, value) for each metric in a line of any form."""
         try:
             values = json.loads(line) if len(line) <= 16 * MAX_LINE_BYTES else None
         except (ValueError, RecursionError):
@@ -191,14 +191,14 @@ class MetricReader:
                     yield step, name, math.inf
 
     def _rewind(self, step: int) -> None:
-        """Drop the values that an earlier attempt logged after the batch at which the run resumed."""
+        """Drop values logged by an earlier attempt after the batch at which the run resumed."""
         for name, series in self.series.items():
-            # An evaluation after `step` batches belongs to the checkpoint from which the run resumed.
+            # Keep evaluations after `step` batches: they belong to the checkpoint from which the run resumed.
             series.cut(step if name == TRAIN_LOSS else step + 1)
 
 
 def _has_only_skipped(line: bytes) -> bool:
-    """Return True for a line with only SKIPPED metrics, without parsing it."""
+    """Return True if a line has only SKIPPED metrics, without parsing it."""
     if not line.startswith(SKIPPED, line.find(b', "') + 3):
         return False
     return line.count(b', "') == sum(line.count(b', "' + name) for name in SKIPPED)

@@ -1,4 +1,4 @@
-"""Self-contained HTML page of a report: data, style, scripts and images in one file that loads nothing."""
+"""Self-contained HTML page of a report: one file with data, style, scripts and images."""
 
 import base64
 import hashlib
@@ -21,7 +21,7 @@ SCRIPTS = (
 CHART_LIBRARY = 'uPlot.iife.min.js'
 STYLES = ('uPlot.min.css', 'report.css')
 MAX_BYTES = 5_000_000
-"""Size that a page stays under."""
+"""Maximum size of a page in bytes."""
 
 
 def report_page(
@@ -32,20 +32,20 @@ def report_page(
     images: Mapping[str, bytes] | None = None,
     live_seconds: float | None = None,
 ) -> str:
-    """Return the page.
+    """Return the HTML of a report page.
 
     Args:
         data: Result of `page_data` or `run_table`.
-        places: Folders or URLs that it is about.
-        images: WebP images by key, to embed; None if a server sends them.
-        live_seconds: Interval at which the page asks its server for newer data; None for a page in a file.
+        places: Folders or URLs of the runs on the page.
+        images: WebP images to embed, by key; None if a server sends them.
+        live_seconds: Interval at which the page asks its server for newer data; None if the page is a file.
     """
     embedded = {
         key: f'data:image/webp;base64,{base64.b64encode(each).decode()}' for key, each in (images or {}).items()
     }
     content = {**data, 'live': live_seconds} | ({} if images is None else {'images': embedded})
     style = '\n'.join(_asset(name) for name in STYLES)
-    # Put the scripts into one scope, so that their names do not become properties of the window.
+    # Put all scripts in one scope, so that their names do not become properties of `window`.
     script = f'(() => {{\n{"".join(_asset(name) for name in SCRIPTS)}}})();'
     values = {
         'POLICY': _policy(style, [_asset(CHART_LIBRARY), script]),
@@ -61,14 +61,14 @@ def report_page(
 
 
 def json_for_script(content: Any) -> str:
-    """Return JSON that is safe inside of a script element, whatever texts it contains."""
+    """Return JSON that is safe inside a script element, whatever strings it contains."""
     text = json_text(content)
-    # `</script>` and `<!--` would end or change the element.
+    # `</script>` or `<!--` would otherwise end or change the element.
     return text.replace('<', '\\u003c').replace('>', '\\u003e').replace('&', '\\u0026')
 
 
 def json_text(content: Any) -> str:
-    """Return JSON with null for numbers that are NaN or infinite."""
+    """Return JSON, with null for NaN and infinite numbers."""
     try:
         return json.dumps(content, allow_nan=False, separators=(',', ':'))
     except ValueError:
@@ -84,7 +84,7 @@ def _finite(value: Any) -> Any:
 
 
 def _policy(style: str, scripts: Sequence[str]) -> str:
-    """Return a Content-Security-Policy: only these scripts and styles, and no connection but to the page's server."""
+    """Return a Content-Security-Policy: only these scripts and styles, and connections only to the page's server."""
     rules = {
         'default-src': "'none'",
         'script-src': ' '.join(_hash(each) for each in scripts),

@@ -1,4 +1,4 @@
-"""Content of report pages: of one run, of several runs compared, or the table of all runs in a folder."""
+"""Content of report pages: one run, a comparison of several runs, or a table of all runs in a folder."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,16 +17,16 @@ from diffusion.runs.run_status import TRAIN_LOSS
 from diffusion.storage.places import PATIENT, files_of_run, is_url
 
 MAX_POINTS = 2000
-"""Largest number of points of a curve."""
+"""Maximum number of points per curve."""
 MIN_POINTS = 100
 TOTAL_POINTS = 80_000
-"""Number of points of all curves of a page: 2 MB."""
+"""Maximum number of points in all curves of a page; takes 2 MB."""
 IMPORTANT_POINTS = 2000
-"""Points of the curve of the training loss, however many metrics there are."""
+"""Number of points in the training loss curve, regardless of the number of metrics."""
 
 
 def page_data(runs: Sequence[RunContent], *, total_points: int = TOTAL_POINTS) -> dict[str, Any]:
-    """Return the data of a page about runs, in the order of their colors, with about `total_points` in all curves."""
+    """Return the data of a page about runs (in the order of their colors), with about `total_points` in all curves."""
     limit = _points_per_curve([len(each.steps) for run in runs for each in run.series.values()], total_points)
     metrics = {name for run in runs for each in run.evaluations for name in (*each['metrics'], *each['losses'])}
     metrics |= {name for run in runs for each in run.evaluations for row in each['guidance'] for name in row['metrics']}
@@ -39,11 +39,11 @@ def page_data(runs: Sequence[RunContent], *, total_points: int = TOTAL_POINTS) -
 
 
 def _points_per_curve(lengths: Sequence[int], total: int) -> int:
-    """Return the largest number of points per curve that keeps all curves together at or below `total`."""
+    """Return the maximum number of points per curve so that all curves together have at most `total`."""
     low, high = MIN_POINTS, MAX_POINTS
     while low < high:
         middle = (low + high + 1) // 2
-        # A downsampled curve has averages too, one for two of its points.
+        # A downsampled curve also has averages, one per two points.
         points = sum(length if length <= middle else middle * 3 // 2 for length in lengths)
         low, high = (middle, high) if points <= total else (low, middle - 1)
     return low
@@ -81,7 +81,7 @@ def _run(run: RunContent, limit: int) -> dict[str, Any]:
 
 
 def _curve(series: Series, limit: int) -> dict[str, Any]:
-    """Return a curve: points `x`, `y`; averages `mx`, `my` if it was downsampled; and batches with NaN or infinity."""
+    """Return a curve: points `x`, `y`; if downsampled, averages `mx`, `my`; and batches with NaN or infinity."""
     x, y = downsample(series.steps, series.values, limit)
     curve: dict[str, Any] = {'x': x, 'y': [_rounded(value) for value in y], 'count': len(series.steps)}
     if len(series.steps) > limit:
@@ -93,23 +93,23 @@ def _curve(series: Series, limit: int) -> dict[str, Any]:
 
 
 def _rounded(value: float) -> float:
-    """Return a value with 6 significant digits, more than a chart can show."""
+    """Round a value to 6 significant digits, more than a chart can show."""
     return float(f'{value:.6g}')
 
 
 REPORT = 'report.html'
 """Name of a run's page in its folder."""
 _THREADS = 8
-"""Number of runs that are read at the same time; reading one is mostly waiting for the storage."""
+"""Number of runs to read at the same time; reading is mostly waiting for the storage."""
 _SHOWN_METRICS = ('fid', 'cmmd', 'clip_score', 'retrieval_top1')
-"""Metrics of the last evaluation that the table shows, if it has them; else its first ones."""
+"""Metrics of the last evaluation to show in the table; if it has none of these, its first metrics are shown."""
 
 
 def runs_in(place: str) -> list[str]:
     """Return the names of the runs in a folder or below a URL, in alphabetical order.
 
     Raises:
-        UserError: There are none.
+        UserError: There are no runs.
         ExternalError: The storage fails.
     """
     files = files_of_run(place, PATIENT)
@@ -129,11 +129,11 @@ def runs_in(place: str) -> list[str]:
 
 
 class TableReader:
-    """Reader of all runs in a folder or bucket; a second `read` reads what has been added since.
+    """Reads all runs in a folder or bucket; further calls of `read` read only what was added since.
 
     Args:
-        price: US dollars per device-hour; None for the price of each run's GPUs.
-        link: Function that returns the address of a run's page by its name, or None if it has none.
+        price: US dollars per device-hour; None means the price of each run's GPUs.
+        link: Function that returns the URL of a run's page by name, or None if there is no page.
     """
 
     def __init__(self, place: str, *, price: float | None, link: Callable[[str], str | None]) -> None:
@@ -141,7 +141,7 @@ class TableReader:
         self._readers: dict[str, RunReader] = {}
 
     def read(self) -> dict[str, Any]:
-        """Return the data of the page.
+        """Return the page's data.
 
         Raises:
             UserError: There are no runs.
@@ -159,7 +159,7 @@ class TableReader:
                 notes.append(str(error))
                 return None
 
-        # The reader watches a run of another machine that may be dead for some seconds.
+        # Use threads: if a run on another machine may be dead, its reader watches it for some seconds.
         with ThreadPoolExecutor(_THREADS) as threads:
             rows = [each for each in threads.map(row, names) if each is not None]
         return {'kind': 'table', 'generated': time.time(), 'rows': rows, 'notes': sorted(notes)}
@@ -185,14 +185,14 @@ def _table_row(run: RunContent, link: str | None) -> dict[str, Any]:
 
 
 def _kind(state: str, cause: str | None) -> str:
-    """Return the color of a state: good, bad or plain."""
+    """Return the color for a state: good, bad or plain."""
     if state == 'running' or (state == 'ended' and cause == 'done'):
         return 'good'
     return 'bad' if state == 'silent' or (state == 'ended' and cause not in (None, 'preempted')) else 'plain'
 
 
 def _last_evaluation(run: RunContent) -> str:
-    """Return the metrics of the last evaluated checkpoint, such as `FID 12.3 (ba1600)`; empty if there is none."""
+    """Return the metrics of the last evaluated checkpoint, such as `FID 12.3 (ba1600)`, or an empty string."""
     if not run.evaluations:
         return ''
     last = run.evaluations[-1]
@@ -203,50 +203,50 @@ def _last_evaluation(run: RunContent) -> str:
 
 
 def written_report(place: str, name: str) -> str | None:
-    """Return the address of a run's page, relative to that of the table in the same folder; None if there is none."""
+    """Return the URL of a run's page, relative to the table in the same folder, or None if there is no page."""
     if is_url(place):
         return None
     exists = REPORT in files_of_run(f'{place}/{name}').list().files
-    # The prefix `./` keeps a name such as `javascript:...` from being a scheme.
+    # The prefix `./` prevents a name such as `javascript:...` from acting as a URL scheme.
     return f'./{quote(name)}/{REPORT}' if exists else None
 
 
 IMAGE_BYTES = 1_700_000
-"""Size of the images of a page; embedded as base64, they take a third more."""
+"""Maximum total size of a page's images; embedded as base64, they take a third more."""
 
 
 class Page(NamedTuple):
-    """Data of a page, and the images that it shows by key."""
+    """A page's data, and the images that it shows, by key."""
 
     data: dict[str, Any]
     images: dict[str, bytes]
 
 
 class ReportSource(Protocol):
-    """Interface of a page's content."""
+    """Interface for a page's content."""
 
     title: str
     places: list[str]
 
     def read(self) -> Page:
-        """Return the content now.
+        """Return the current content.
 
         Raises:
-            UserError: A place does not have a run. ExternalError: The storage fails.
+            UserError: A place does not contain a run. ExternalError: The storage fails.
         """
         ...
 
     def write(self) -> str:
-        """Return the HTML of the page, in one file under `MAX_BYTES`; errors as for `read`."""
+        """Return the page's HTML as one file smaller than `MAX_BYTES`; raises the same errors as `read`."""
         ...
 
 
 class RunsSource:
-    """Content of the page of one run, or of several runs.
+    """Content of the page for one or several runs.
 
     Args:
         places: Folders or URLs of the runs.
-        price: US dollars per device-hour; None for the price of each run's GPUs.
+        price: US dollars per device-hour; None means the price of each run's GPUs.
     """
 
     def __init__(self, places: Sequence[str], *, price: float | None = None) -> None:
@@ -280,7 +280,7 @@ class RunsSource:
 
 
 class TableSource:
-    """Content of the page with the table of all runs in a folder or bucket."""
+    """Content of the page with a table of all runs in a folder or bucket."""
 
     def __init__(self, reader: TableReader) -> None:
         self._reader = reader

@@ -1,4 +1,4 @@
-"""Parts of a run that a report shows: checkpoints and saves, evaluations, recipe, hours and cost."""
+"""Parts of a run shown in a report: checkpoints and saves, evaluations, recipe, hours and cost."""
 
 import json
 import math
@@ -20,16 +20,16 @@ from diffusion.runs.run_status import RECEIPT
 from diffusion.storage.places import Listing, Place
 
 MAX_CHECKPOINTS = 100
-"""Number of newest checkpoints to read the receipts of."""
+"""Receipts are read for this many of the newest checkpoints."""
 TIERS = {'': 'storage of the run', 'memory_': 'memory of the nodes', 'disk_': 'disks of the nodes'}
-"""Places of checkpoints by the prefix of their metrics."""
+"""Where checkpoints are saved, by the prefix of the metrics of these saves."""
 _NAME = re.compile(r'ba(\d{1,15})')
 _PIN = re.compile(r'ba(\d{1,15})\.pinned')
 _DAMAGED = re.compile(r'ba(\d{1,15})\.damaged')
 
 
 class CheckpointReader:
-    """Reader of the receipts of a run's checkpoints, which never change."""
+    """Reads the receipts of a run's checkpoints; caches them, since they never change."""
 
     def __init__(self, files: Place) -> None:
         self.files = files
@@ -39,7 +39,7 @@ class CheckpointReader:
         """Return batch, time, bytes, devices, kind and state of the newest checkpoints, newest first.
 
         Args:
-            notes: List that gets a text for each receipt that cannot be read.
+            notes: List to which a message is added for each receipt that cannot be read.
 
         Raises:
             OSError: The storage fails.
@@ -81,7 +81,7 @@ def _receipt(content: bytes, name: str, notes: list[str]) -> dict[str, Any]:
 
 
 def saves_by_place(series: Mapping[str, Series]) -> list[dict[str, Any]]:
-    """Return the number of saves, their times and their failures for each place that a run has saved to."""
+    """Return the number of saves, their durations and their failures for each place to which a run saved."""
     found = []
     for prefix, place in TIERS.items():
         seconds, stalls = (series.get(f'checkpoint/{prefix}{name}') for name in ('save_seconds', 'stall_seconds'))
@@ -104,14 +104,14 @@ def saves_by_place(series: Mapping[str, Series]) -> list[dict[str, Any]]:
 
 _RESULTS = re.compile(r'ba\d{1,15}\.json')
 HIGHER_IS_BETTER = {'retrieval_top1'}
-"""Metrics of other evaluators than `image_metrics` that are better if higher."""
+"""Metrics of evaluators other than `image_metrics` for which higher is better."""
 
 
 def read_evaluations(files: Place, notes: list[str]) -> list[dict[str, Any]]:
-    """Return the results of a run's evaluated checkpoints, in the order of their batches.
+    """Return the results of a run's evaluated checkpoints, in batch order.
 
     Args:
-        notes: List that gets a text for each file that cannot be understood.
+        notes: List to which a message is added for each file that cannot be parsed.
 
     Raises:
         OSError: The storage fails.
@@ -129,14 +129,14 @@ def read_evaluations(files: Place, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def better_directions(names: set[str]) -> dict[str, str]:
-    """Return the better direction of each metric, `lower` or `higher`, if it is known."""
+    """Return which direction is better for each metric, `lower` or `higher`, if known."""
     found = {name: info.better for name, info in IMAGE_METRICS.items() if name in names}
     found |= dict.fromkeys(names & HIGHER_IS_BETTER, 'higher')
     return found | {name: 'lower' for name in names if name == 'loss' or name.startswith('loss_t')}
 
 
 def _results(content: bytes) -> dict[str, Any] | None:
-    """Return the parts of a results file that a page shows, or None if it is not one."""
+    """Return the parts of a results file shown on a page, or None if it is not a results file."""
     try:
         given = json.loads(content)
     except (ValueError, RecursionError):
@@ -175,21 +175,21 @@ def _number(value: Any) -> float | int | None:
 
 
 def _numbers(values: Any) -> dict[str, float | int]:
-    """Return the finite numbers of a mapping by name."""
+    """Return the finite numbers in a mapping, by name."""
     items = values.items() if isinstance(values, dict) else ()
     return {str(name): number for name, value in items if (number := _number(value)) is not None}
 
 
 HIDDEN = '<hidden>'
-"""Text in place of a value that may be a secret."""
+"""Replacement text for a value that may be a secret."""
 MAX_CHARACTERS = 200_000
-"""Length of a recipe's text that a page shows."""
+"""Maximum length of a recipe's text on a page, in characters."""
 NOT_COMPARED = {'name', 'runs_dir'}
-"""Keys that differ between any two runs."""
+"""Keys that always differ between runs."""
 
 
 def recipe_values(text: str) -> dict[str, Any]:
-    """Return the values of a recipe's YAML; empty if it cannot be understood."""
+    """Return the values in a recipe's YAML; empty if it cannot be parsed."""
     try:
         content = parse_yaml(text)
     except (ValueError, yaml.YAMLError, RecursionError):  # another program wrote the file
@@ -198,7 +198,7 @@ def recipe_values(text: str) -> dict[str, Any]:
 
 
 def without_secrets(text: str, values: Mapping[str, Any]) -> str:
-    """Return a recipe's text with values that may be secrets replaced."""
+    """Return a recipe's text in which values that may be secrets are replaced."""
     flat = flattened(values)
     for problem in secret_problems(dict(values)):
         secret = flat.get(problem.where)
@@ -208,7 +208,7 @@ def without_secrets(text: str, values: Mapping[str, Any]) -> str:
 
 
 def flattened(values: Mapping[str, Any], where: str = '') -> dict[str, Any]:
-    """Return the values of nested mappings by their dotted paths; lists count as values."""
+    """Return the values in nested mappings by dotted path; lists count as values."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         path = f'{where}.{key}' if where else str(key)
@@ -220,7 +220,7 @@ def flattened(values: Mapping[str, Any], where: str = '') -> dict[str, Any]:
 
 
 def recipe_differences(texts: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the keys with different values in the recipes: `key`, and in `values` the text of each, None if absent.
+    """Return the keys whose values differ between recipes: `key`, and `values` with each recipe's text or None.
 
     Args:
         texts: YAML of the recipes, without secrets.
@@ -237,14 +237,14 @@ def _text(value: Any) -> str:
 
 
 MAX_POINTS = 400
-"""Largest number of points of the axis; between two of them, hours are interpolated."""
+"""Maximum number of points of the axis; between points, hours are interpolated."""
 HOUR = 3600
 
 
 def batch_hours(records: Iterable[Mapping[str, Any]]) -> Curve | None:
-    """Return batches and the hours of the run's attempts up to each, increasing; None if no batch was recorded.
+    """Return batches and, for each, the run's total hours so far, increasing; None if no batch was recorded.
 
-    Time between attempts does not count. If a batch was repeated, its last time counts.
+    Time between attempts does not count. If a batch was repeated, the last time counts.
 
     Args:
         records: Records of attempts.jsonl, in order.
@@ -275,21 +275,21 @@ def batch_hours(records: Iterable[Mapping[str, Any]]) -> Curve | None:
 
 CPU = 'cpu'
 _MEMORY_TOLERANCE = 0.12
-"""Relative difference between the nominal memory in a product name, such as 80GB, and that of the driver, 79.1 GiB."""
+"""Allowed relative difference between the memory in a product name (80GB) and the driver's value (79.1 GiB)."""
 
 
 @dataclass
 class RunCost:
-    """Device-hours and price of a run, so far and to come; None for what is unknown."""
+    """Device-hours and price of a run, so far and remaining; None means unknown."""
 
     devices: int | None = None
-    """Number of devices of the last attempt."""
+    """Number of devices in the last attempt."""
     gpu: str = ''
-    """Model of its GPUs, `cpu` if it has none, or empty if it is unknown."""
+    """GPU model, `cpu` without GPUs, or empty if unknown."""
     device_hours: float | None = None
     """Device-hours of all attempts."""
     hours_left: float | None = None
-    """Hours of training left."""
+    """Remaining hours of training."""
     device_hours_left: float | None = None
     price: float | None = None
     """US dollars per device-hour."""
@@ -306,9 +306,10 @@ def run_cost(
     """Return the cost of a run.
 
     Args:
-        world_sizes: Numbers of devices in the receipts of its checkpoints, newest first, for attempts without one.
-        hours_left: Hours of training left; None if unknown.
-        price: US dollars per device-hour; None for the price of its GPUs in planning/gpus.yaml.
+        world_sizes: Numbers of devices from the run's checkpoint receipts, newest first, for attempts that did not
+            record one.
+        hours_left: Remaining hours of training; None if unknown. price: US dollars per device-hour; None means the
+        price of the run's GPUs in planning/gpus.yaml.
     """
     assumed = next(iter(world_sizes), None)
     devices = [each.devices or assumed for each in attempts]
@@ -331,14 +332,14 @@ def run_cost(
 
 
 def gpu_of_product(product: str, gpus: Mapping[str, GPU]) -> GPU | None:
-    """Return the GPU model of a driver's product name, such as `NVIDIA H100 80GB HBM3`, or None if none fits."""
+    """Return the GPU model for a driver's product name, such as `NVIDIA H100 80GB HBM3`, or None if none matches."""
     words = _words(product)
     if product.lower() in gpus:
         return gpus[product.lower()]
     memory = [int(word[:-2]) for word in words if re.fullmatch(r'\d+gb', word)]
     fitting = []
     for name, gpu in gpus.items():
-        # The first words are the family: `a100`, or `rtx` and `4090`. The form of the board follows, such as `pcie`.
+        # The first words are the family, such as `a100` or `rtx` and `4090`. The form factor follows, such as `pcie`.
         parts = _words(name)
         family = [part for part in parts if not re.fullmatch(r'\d+gb|sxm|pcie', part)]
         if not {*family} <= {*words}:

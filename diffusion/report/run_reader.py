@@ -1,6 +1,6 @@
-"""Reader of all files of a run that a report shows, in a folder or a bucket.
+"""Read all files of a run that a report needs, from a folder or a bucket.
 
-A part that cannot be read becomes a note in the page; only a run without any readable part is an error.
+A part that cannot be read becomes a note on the page; only a run without any readable part is an error.
 """
 
 import time
@@ -31,57 +31,57 @@ from diffusion.storage.text_tables import parse_json_lines
 
 T = TypeVar('T')
 _CHUNK = 2**25
-"""Bytes of metrics.jsonl that are read at a time."""
+"""Number of bytes of metrics.jsonl to read at a time."""
 _ATTEMPT_BYTES = 2**24
-"""Part of attempts.jsonl that is read for the axis of hours."""
+"""Number of bytes of attempts.jsonl to read for the axis of hours."""
 MARKS = {METRICS, ATTEMPTS, run_lock.LOCK, node_status.FOLDER, RECIPE}
-"""Files and folders that identify a run: it has at least one of them."""
+"""Files and folders that identify a run: every run has at least one of them."""
 
 
 @dataclass
 class RunContent:
-    """Content of the files of a run."""
+    """Content of a run's files."""
 
     place: str
     """The run's folder or URL."""
     name: str
     status: RunReport
     series: dict[str, Series] = field(default_factory=dict)
-    """Metrics over batches by name."""
+    """Metrics over batches, by name."""
     hours: tuple[list[int], list[float]] | None = None
-    """Batches, and hours of training up to each."""
+    """Batches, and the hours of training up to each batch."""
     lost_seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds lost by cause of the end of an attempt."""
+    """Seconds lost, by the cause that ended an attempt."""
     breakdown: dict[str, float] = field(default_factory=dict)
-    """Seconds of the run by category."""
+    """Seconds of the run, by category."""
     cost: RunCost = field(default_factory=RunCost)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     images: SampledImages = field(default_factory=SampledImages)
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     """Checkpoints, newest first."""
     saves: list[dict[str, Any]] = field(default_factory=list)
-    """Saves by place."""
+    """Saves, by place."""
     recipe: str = ''
     changes: list[dict[str, Any]] = field(default_factory=list)
-    """Changes of the recipe on resume."""
+    """Changes to the recipe on resume."""
     notes: list[str] = field(default_factory=list)
-    """Problems that were met."""
+    """Problems encountered while reading."""
 
 
 def looks_like_a_run(listing: Listing) -> bool:
-    """Return True if a folder with these files is that of a run."""
+    """Return True if a folder with these files is a run's folder."""
     names = {*listing.files, *listing.folders}
     return bool(names & MARKS) or any(name[:2] == 'ba' and name[2:].isdigit() for name in listing.folders)
 
 
 class RunReader:
-    """Reader of a run; a second `read` reads what has been added since.
+    """Reads a run; further calls of `read` read only what was added since.
 
     Args:
         place: The run's folder or URL.
-        image_bytes: Largest number of bytes of the images together; 0 for none.
-        price: US dollars per device-hour; None for the price of its GPUs in planning/gpus.yaml.
-        curves: False leaves out the metrics except for the last loss, which saves the time to read them.
+        image_bytes: Maximum total size of the images in bytes; 0 means no images.
+        price: US dollars per device-hour; None means the price of the run's GPUs in planning/gpus.yaml.
+        curves: False saves time by reading no metrics except the last loss.
     """
 
     def __init__(self, place: str, *, image_bytes: int = 0, price: float | None = None, curves: bool = True) -> None:
@@ -94,14 +94,14 @@ class RunReader:
 
     @property
     def name(self) -> str:
-        """Last part of the run's place."""
+        """Last component of the run's path or URL."""
         return self.place.rpartition('/')[2] if is_url(self.place) else Path(self.place).resolve().name
 
     def read(self) -> RunContent:
-        """Return the content of the run's files now.
+        """Return the current content of the run's files.
 
         Raises:
-            UserError: There are no files of a run.
+            UserError: The place contains no files of a run.
             ExternalError: The storage fails.
         """
         notes: list[str] = []
@@ -142,7 +142,7 @@ class RunReader:
     def _status(self) -> RunReport:
         try:
             return inspect_run(self.place)
-        except UserError:  # only a recipe so far
+        except UserError:  # there is only a recipe so far
             return RunReport(self.place, 'starting')
 
     def _read_metrics(self, listing: Listing, notes: list[str]) -> None:
@@ -152,7 +152,7 @@ class RunReader:
                 content = self._files.read(METRICS) or b''
                 self._metrics, self._metrics_version = MetricReader(), version
                 self._metrics.feed(content)
-        elif METRICS in listing.files and Path(self.place, METRICS).is_file():  # opening a pipe would wait for a writer
+        elif METRICS in listing.files and Path(self.place, METRICS).is_file():  # avoid pipes: opening one would block
             self._read_metrics_file(Path(self.place, METRICS))
         reader = self._metrics
         if not reader.position:
@@ -172,7 +172,7 @@ class RunReader:
                 )
 
     def _read_metrics_file(self, path: Path) -> None:
-        """Read what has been appended to a file, or all of it if it was replaced."""
+        """Read what was appended to a file, or the whole file if it was replaced."""
         with path.open('rb') as file:
             status = path.stat()
             identity = (status.st_dev, status.st_ino)
@@ -194,7 +194,7 @@ class RunReader:
         content.changes = [each._asdict() for each in past_changes(content.recipe)]
 
     def _complete_status(self, content: RunContent) -> None:
-        """Add the last loss, the batch and the training's length to the status of a run that has ended."""
+        """Add last loss, batch and length of training to the status of a run that has ended."""
         status, loss = content.status, content.series.get(TRAIN_LOSS, Series())
         if loss.steps:
             status.batch = max(status.batch or 0, loss.steps[-1] + 1)
@@ -225,7 +225,7 @@ class RunReader:
 
     @staticmethod
     def _seconds_per_batch(status: RunReport, recorded: Sequence[Attempt]) -> float | None:
-        """Return the recent time of a batch, as its nodes report it or on average in the last attempt that trained."""
+        """Return the recent time per batch from the nodes or, if unknown, the average of the last attempt."""
         if status.batches_per_second:
             return 1 / status.batches_per_second
         for each in reversed(recorded):

@@ -1,4 +1,4 @@
-"""Images that a run has sampled, as small WebP files for a page: image grids over time, and the last evaluation."""
+"""A run's sampled images as small WebP files for a page: image grids over time, and the last evaluation."""
 
 import io
 import json
@@ -14,30 +14,30 @@ from diffusion.data.image_sheet import FIGURES
 from diffusion.storage.places import FileVersion, Place
 
 FOLDER = 'images'
-"""Folder of a run with the sheets of the callback `image_grid`."""
+"""Folder in a run's folder with the sheets from the callback `image_grid`."""
 GENERATED = 'samples.png'
-"""Sheet of the evaluator `retrieval`: generated and real images."""
+"""Sheet from the evaluator `retrieval`: generated and real images."""
 MAX_SHEETS = 48
 SIDES = (256, 192, 128, 96, 64)
-"""Sides in pixels of an image in a page; the largest that fits is used."""
+"""Possible sizes in pixels of an image on a page; the largest that fits is used."""
 FEW_SHEETS = 12
-"""Number of sheets up to which images are made smaller to fit; further sheets are left out."""
+"""For up to this many sheets, images are made smaller to fit; further sheets are left out."""
 MAX_FIGURES = 64
-"""Largest number of images of a sheet that a page shows."""
+"""Maximum number of images per sheet on a page."""
 _SHEET = re.compile(r'ba(\d{1,15})\.png')
 _GENERATED_SHARE = 0.25
-"""Part of the bytes of a run's images that the sheet of the last evaluation may use."""
+"""Fraction of the size limit for a run's images that the sheet of the last evaluation may use."""
 _DAMAGE = (OSError, ValueError, SyntaxError, TypeError, KeyError, RecursionError, Image.DecompressionBombError)
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """Images of one moment of a run."""
+    """Images from one point in a run."""
 
     batch: int | None
-    """Number of batches that the run had completed; None for the last evaluation."""
+    """Number of batches completed at that point; None for the last evaluation."""
     figures: list[dict[str, Any]]
-    """Figures, each with its `caption` and, in `images`, the key and size of each image."""
+    """Figures, each with a `caption` and, in `images`, the key and size of each image."""
 
 
 @dataclass
@@ -48,29 +48,29 @@ class SampledImages:
     generated: Sheet | None = None
     """Sheet of the last evaluation."""
     total: int = 0
-    """Number of sheets that the run has."""
+    """Number of sheets in the run."""
     encoded: dict[str, bytes] = field(default_factory=dict)
-    """WebP images by the keys in the sheets."""
+    """WebP images, by the keys used in the sheets."""
 
 
 class SheetReader:
-    """Reader of a run's sheets, which keeps what it has encoded for the next time.
+    """Reads a run's sheets; keeps encoded images for the next call.
 
     Args:
-        max_bytes: Largest number of bytes of all images together.
+        max_bytes: Maximum total size of all images in bytes.
     """
 
     def __init__(self, files: Place, max_bytes: int) -> None:
         self.files, self.max_bytes = files, max_bytes
-        self._content = ('', '', b'')  # the last one that was read, for another side
+        self._content = ('', '', b'')  # the sheet read last, to encode it at another size
         self._known: dict[tuple[str, str, int], tuple[list[dict[str, Any]], dict[str, bytes]]] = {}
 
     def read(self, root_files: dict[str, FileVersion], notes: list[str]) -> SampledImages:
-        """Return the sheets, evenly chosen with the first and the last one, so many that they fit.
+        """Return as many sheets as fit, evenly spaced, including the first and the last.
 
         Args:
-            root_files: The files in the run's folder itself.
-            notes: List that gets a text for each image that cannot be read.
+            root_files: The files directly in the run's folder.
+            notes: List to which a message is added for each image that cannot be read.
 
         Raises:
             OSError: The storage fails.
@@ -104,7 +104,7 @@ class SheetReader:
         wanted = min(len(batches), FEW_SHEETS)
         side, size = SIDES[-1], 1
         for side in SIDES:
-            # The last sheet has the most detail, so it predicts the size of the others from above.
+            # The last sheet has the most detail, so its size is an upper estimate for the others.
             size = max(1, _bytes(self._encoded(*versions[batches[-1]], side, notes)[1]))
             if size * wanted <= limit:
                 break
@@ -122,7 +122,7 @@ class SheetReader:
     def _encoded(
         self, name: str, version: FileVersion, side: int, notes: list[str]
     ) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
-        """Return the figures of a sheet, and its images by key; none if it is damaged."""
+        """Return a sheet's figures, and its images by key; both are empty if the sheet is damaged."""
         known = (name, version.tag, side)
         if known not in self._known:
             if self._content[:2] != known[:2]:
@@ -136,11 +136,11 @@ class SheetReader:
 
 
 def encode_sheet(content: bytes, side: int) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
-    """Return the figures of a sheet with keys of images, and the images as WebP by key.
+    """Return a sheet's figures with the keys of their images, and the images as WebP, by key.
 
     Args:
-        content: PNG of the sheet.
-        side: Largest side in pixels of an image.
+        content: The sheet as PNG.
+        side: Maximum side length of an image in pixels.
     """
     encoded: dict[str, bytes] = {}
     with Image.open(io.BytesIO(content)) as opened:
@@ -161,14 +161,14 @@ def encode_sheet(content: bytes, side: int) -> tuple[list[dict[str, Any]], dict[
         for (left, top, width, height), (real_width, real_height) in zip(figure['boxes'], figure['sizes'], strict=True):
             image = sheet.crop((left, top, left + width, top + height))
             if 0 < real_width < width and 0 < real_height < height:
-                image = image.resize((real_width, real_height), Image.Resampling.NEAREST)  # undo the enlarging
+                image = image.resize((real_width, real_height), Image.Resampling.NEAREST)  # undo the enlargement
             images.append(keep(image))
         figures.append({'caption': str(figure['caption']), 'images': images})
     return figures, encoded
 
 
 def evenly_chosen(items: Sequence[int], count: int) -> list[int]:
-    """Return `count` items at even distances with the first and the last one; the last one if count is 1."""
+    """Return `count` evenly spaced items including the first and the last; if `count` is 1, return the last."""
     if count >= len(items):
         return [*items]
     if count == 1:

@@ -1,10 +1,10 @@
-"""Clients of object stores by URL scheme, with the interface `bucket_interface.Client`; requests are tried once.
+"""Object store clients by URL scheme, with the interface `bucket_interface.Client`; they do not retry requests.
 
-S3, Google and Azure are accessed through their vendors' packages, which are dependencies of Streaming.
+S3, Google and Azure are accessed through the vendors' packages, which are dependencies of Streaming.
 """
 
-# obstore is not used: its one Tokio runtime per process does not survive a fork. Measured with 0.12.1 against moto:
-# after one request in the parent process, every request in a forked child hangs, with a new client too; DataLoader
+# Do not use obstore: it has one Tokio runtime per process, which does not survive a fork. Tested with 0.12.1 against
+# moto: after one request in the parent, every request in a forked child hangs, even with a new client; DataLoader
 # workers are forked children.
 
 import io
@@ -21,7 +21,7 @@ from diffusion.storage.s3_client import S3Client
 
 
 def locate(url: str) -> Location:
-    """Return the scheme, account, bucket and key in the URL of an object or a folder of an object store.
+    """Split the URL of an object or folder in an object store into scheme, account, bucket and key.
 
     Raises:
         UserError: The scheme is not supported, or the URL has no bucket.
@@ -40,7 +40,7 @@ def locate(url: str) -> Location:
 
 
 class GoogleClient(Client):
-    """Client of Google Cloud Storage, with Application Default Credentials."""
+    """Client for Google Cloud Storage, with Application Default Credentials."""
 
     def __init__(self, _scheme: str, _account: str, timeout_seconds: float) -> None:
         from google.auth import default
@@ -48,7 +48,7 @@ class GoogleClient(Client):
 
         credentials, project = default()
         self.client: Any = Client(project=project, credentials=credentials)
-        # Options of every request: `retry=None` turns Google's own retries off.
+        # Options for every request; `retry=None` turns off Google's own retries.
         self.once: dict[str, Any] = {'timeout': (min(CONNECT_SECONDS, timeout_seconds), timeout_seconds), 'retry': None}
 
     def list(self, location: Location) -> Iterator[ObjectInfo]:
@@ -65,7 +65,7 @@ class GoogleClient(Client):
             **self.once,
         )
         objects = [ObjectInfo(blob.name, blob.size, blob.etag) for blob in found]
-        return [name.removesuffix('/') for name in found.prefixes], objects  # the iteration fills `prefixes`
+        return [name.removesuffix('/') for name in found.prefixes], objects  # iterating fills `prefixes`
 
     def head(self, location: Location) -> ObjectInfo:
         blob = self._blob(location)
@@ -73,7 +73,7 @@ class GoogleClient(Client):
         return ObjectInfo(location.key, blob.size, blob.etag)
 
     def current_version(self, location: Location) -> tuple[int, str]:
-        """Return the size in bytes and the generation of an object."""
+        """Return an object's size in bytes and its generation."""
         blob = self._blob(location)
         blob.reload(**self.once)
         return blob.size, str(blob.generation)
@@ -88,12 +88,12 @@ class GoogleClient(Client):
         self._blob(location).download_to_file(file, raw_download=True, **part, **self.once)
 
     def write(self, location: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:
-        # Google has no condition on etags for uploads, only on generations; generation 0 is an object that does not
-        # exist.
+        # For conditional uploads, Google supports only generations, not etags; generation 0 means that the object does
+        # not exist.
         blob, condition = self._blob(location), {'if_generation_match': 0} if if_absent else {}
         if if_tag is not None:
-            # This is not a race: reload() returns the etag and the generation together, so a write by another process
-            # after it changes the generation, and the upload fails with status 412.
+            # There is no race: reload() returns etag and generation together. A later write by another process changes
+            # the generation, so the upload fails with status 412.
             blob.reload(**self.once)
             if blob.etag != if_tag:
                 raise PreconditionFailed(f'gs://{location.bucket}/{location.key}: has etag {blob.etag}, not {if_tag}')
@@ -111,7 +111,7 @@ class GoogleClient(Client):
 
 
 class AzureClient(Client):
-    """Client of Azure Blob Storage (also of Data Lake), with an access key or Azure's credential chain."""
+    """Client for Azure Blob Storage and Data Lake, with an access key or Azure's credential chain."""
 
     def __init__(self, _scheme: str, account: str, timeout_seconds: float) -> None:
         from azure.core.credentials import AzureNamedKeyCredential
@@ -134,7 +134,7 @@ class AzureClient(Client):
         self.client = BlobServiceClient(
             endpoint,
             credential=credential,
-            retry_total=0,  # `RetryPolicy` does the retries
+            retry_total=0,  # retries are left to `RetryPolicy`
             connection_timeout=min(CONNECT_SECONDS, timeout_seconds),
             read_timeout=timeout_seconds,
         )
@@ -163,7 +163,7 @@ class AzureClient(Client):
     ) -> None:
         """Download an object, or only its bytes [span[0], span[1]), into an open file.
 
-        Azure's client requests the first 32 MiB at once, and the rest in requests of 4 MiB.
+        Azure's client requests the first 32 MiB in one request, and the rest in requests of 4 MiB.
         """
         from azure.core import MatchConditions
 
@@ -173,7 +173,7 @@ class AzureClient(Client):
         self._blob(location).download_blob(**part).readinto(file)
 
     def write(self, location: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:
-        """Upload an object from bytes or a file; a large file is uploaded in blocks."""
+        """Upload an object from bytes or a file; large files are uploaded in blocks."""
         from azure.core import MatchConditions
         from azure.core.exceptions import ResourceExistsError
 
@@ -183,7 +183,8 @@ class AzureClient(Client):
             with nullcontext(content) if isinstance(content, bytes) else content.open('rb') as body:
                 self._blob(location).upload_blob(body, length=size, overwrite=not if_absent, **condition)
         except ResourceExistsError as error:
-            # Azure answers a failed `overwrite=False` with 409 instead of 412; `retry` would try a 409 again.
+            # If the object exists, Azure answers `overwrite=False` with status 409 instead of 412, and 409 would be
+            # retried.
             if not if_absent:
                 raise
             raise PreconditionFailed(f'{location.bucket}/{location.key}: already exists') from error
@@ -204,20 +205,20 @@ class AzureClient(Client):
 
 
 class HubClient(Client):
-    """Read-only client of Hugging Face."""
+    """Read-only client for Hugging Face."""
 
     def __init__(self, _scheme: str, _account: str, _timeout_seconds: float) -> None:
         self.files = self.file_system()
 
     def file_system(self) -> Any:
-        """Return a new file system of the Hub, not shared with other clients."""
+        """Return a new file system for the Hub, not shared with other clients."""
         from huggingface_hub import HfFileSystem
 
-        # Instances are cached per process; each client here is used by one thread at a time.
+        # Instances are cached per process by default, but a client here may be used by only one thread at a time.
         return HfFileSystem(skip_instance_cache=True)
 
     def list(self, location: Location) -> Iterator[ObjectInfo]:
-        # Listings are cached; another process may have written since.
+        # Listings are cached, but another process may have written since.
         self.files.invalidate_cache()
         for path, found in self.files.find(self._path(location), detail=True).items():
             yield self._object(path, found)
@@ -236,13 +237,13 @@ class HubClient(Client):
         return self._object(self._path(location), self.files.info(self._path(location)))
 
     def current_version(self, location: Location) -> tuple[int, str]:
-        """Return the size in bytes of an object, and no version: the file system has no conditional reads."""
+        """Return an object's size in bytes, without a version: the file system has no conditional reads."""
         return self.head(location).size, ''
 
     def read(
         self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None, version: str = ''
     ) -> None:
-        """Download an object to a file, or a byte range in one request; a version cannot be requested."""
+        """Download an object, or a byte range in one request, to a file; specific versions are not supported."""
         assert not version
         if span is None:
             self.files.get_file(self._path(location), file)
@@ -269,7 +270,7 @@ class HubClient(Client):
 
 
 def _google(scheme: str, account: str, timeout_seconds: float) -> Client:
-    """Return a client of Google Cloud Storage: its S3 interface if HMAC keys are set, otherwise Google's own."""
+    """Return a client for Google Cloud Storage: for its S3 interface if HMAC keys are set, otherwise Google's own."""
     kind = S3Client if 'GCS_KEY' in os.environ and 'GCS_SECRET' in os.environ else GoogleClient
     return kind(scheme, account, timeout_seconds)
 

@@ -1,4 +1,4 @@
-"""Interface of the clients of object stores, and the types that describe objects and their location."""
+"""Interface of object store clients, and types that describe objects and their locations."""
 
 import io
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ CONNECT_SECONDS = 10.0
 
 
 class ObjectInfo(NamedTuple):
-    """Metadata of an object: its key (see `Location`), its size in bytes, and its etag."""
+    """Metadata of an object: key (see `Location`), size in bytes, and etag."""
 
     key: str
     size: int
@@ -22,9 +22,9 @@ class ObjectInfo(NamedTuple):
 class Location(NamedTuple):
     """Location of an object, or of all objects whose keys have the prefix `key`.
 
-    `account` is the Azure account, and empty for other stores. The key of an `ObjectInfo` is the part of its URL after
-    the first slash, which for azure://ACCOUNT.blob.core.windows.net/CONTAINER/KEY includes the container;
-    `Location.key` never does.
+    `account` is the Azure account, or empty for other stores. The key of an `ObjectInfo` is the part of its URL after
+    the first slash; for azure://ACCOUNT.blob.core.windows.net/CONTAINER/KEY, this includes the container.
+    `Location.key` never includes the container.
     """
 
     scheme: str
@@ -34,44 +34,44 @@ class Location(NamedTuple):
 
 
 FolderListing = tuple[list[str], list[ObjectInfo]]
-"""The keys of the folders and the metadata of the objects directly in a folder of a store."""
+"""Keys of the folders and metadata of the objects directly in a folder."""
 
 
 class Client(Protocol):
-    """Base class of object-store clients; a client serves one thread at a time, in the process that created it.
+    """Base class of object store clients; a client may be used by one thread at a time, in the process that created it.
 
     Attributes:
-        policy: Retry policy of the present user. The upload of a file to S3 calls its `wait`, and ends if that raises.
+        policy: Retry policy of the client's current user. File uploads to S3 call its `wait`, and stop if it raises.
     """
 
     policy: RetryPolicy = RetryPolicy()
 
     def list(self, location: Location) -> Iterator[ObjectInfo]:
-        """Yield the metadata of the objects whose keys start with the key of `location`."""
+        """Yield the metadata of objects whose keys start with the key of `location`."""
         ...
 
     def list_folder(self, location: Location) -> FolderListing:
-        """Return the keys of the folders and the metadata of the objects directly in a folder of the store.
+        """Return the keys of folders and the metadata of objects directly in a folder.
 
-        The key of `location` is empty or ends with a slash; those of the folders do not.
+        The key of `location` is empty or ends with a slash; the returned keys of folders do not.
         """
         ...
 
     def head(self, location: Location) -> ObjectInfo:
-        """Return the key, size and etag of an object in the store; raise an error with status 404 if there is none."""
+        """Return an object's key, size and etag; raise an error with status 404 if it does not exist."""
         ...
 
     def current_version(self, location: Location) -> tuple[int, str]:
-        """Return the size in bytes of an object and its version for `read`; '' if the store cannot pin versions."""
+        """Return an object's size in bytes and its version for `read`, '' if the store cannot read by version."""
         found = self.head(location)
         return found.size, found.tag
 
     def read(
         self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None, version: str = ''
     ) -> None:
-        """Download an object, or only its bytes in the half-open range `span`, to an open file.
+        """Download an object, or only the bytes in the half-open range `span`, to an open file.
 
-        With a version, fail with status 412 if the object has another one.
+        With `version`, fail with status 412 if the object has a different version.
         """
         ...
 
@@ -81,20 +81,20 @@ class Client(Protocol):
         Args:
             content: The bytes, or the path of a file.
             if_absent: Fail with status 412 if the object exists.
-            if_tag: Fail with status 412 if the object's etag differs from this one.
+            if_tag: Fail with status 412 if the object has a different etag.
         """
         ...
 
     def delete(self, location: Location) -> None:
-        """Delete an object from the store; some stores raise an error with status 404 if there is none."""
+        """Delete an object; some stores raise an error with status 404 if it does not exist."""
         ...
 
     def abort_uploads(self, location: Location, older_than_seconds: float) -> Iterator[str]:
-        """Abort unfinished uploads to the object at `location` and to objects below it, and yield their keys.
+        """Abort unfinished uploads to the object at `location` and objects below it; yield their keys.
 
-        Only S3 needs this: Google and Azure delete them after a week.
+        Only S3 needs this: Google and Azure delete unfinished uploads after a week.
 
         Args:
-            older_than_seconds: Minimum age by the store's clock.
+            older_than_seconds: Minimum age, by the store's clock.
         """
         return iter(())

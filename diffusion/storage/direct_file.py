@@ -1,4 +1,4 @@
-"""File that is written past the page cache of the operating system, where a local file system allows it."""
+"""Files written with direct I/O, bypassing the operating system's page cache, where a local file system allows it."""
 
 import errno
 import fcntl
@@ -9,20 +9,20 @@ from functools import cache
 from pathlib import Path
 from typing import BinaryIO, cast
 
-# A checkpoint is not read again soon. The page cache makes the kernel copy it, evict training data for it, and write it
-# later with threads of its own. The host of a virtual machine provides each page of the cache only when it is first
-# used: 1.7 GB took 4.8 to 7.4 s through the page cache and 1.4 to 1.5 s past it there.
+# A checkpoint is not read again soon. With the page cache, the kernel copies it, evicts training data to make room, and
+# writes it later with its own threads. In a virtual machine, the host provides each page of the cache only when first
+# used: writing 1.7 GB took 4.8 to 7.4 s with the page cache, and 1.4 to 1.5 s without.
 FILE_SYSTEMS = ('ext3', 'ext4', 'f2fs', 'xfs')
-"""Types of file systems that are written directly. Network file systems are not among them: their clients would wait
-for the server after each chunk."""
+"""Types of file systems for direct I/O. Network file systems are not among them: their clients would wait for the
+server after each chunk."""
 CHUNK_BYTES = 8 * 2**20
-"""Size of a direct write, a multiple of any block size."""
+"""Size of a direct write, a multiple of every block size."""
 
 
 def open_for_writing(path: Path) -> BinaryIO:
-    """Create or truncate a file, to be written in order past the page cache if its file system is in FILE_SYSTEMS.
+    """Create or truncate a file for sequential writing, with direct I/O if its file system is in FILE_SYSTEMS.
 
-    `flush` hands all data to the operating system, as with any file; the data are on the disk after `os.fsync`.
+    As with any file, `flush` hands all data to the operating system, and `os.fsync` makes sure that it is on disk.
     """
     file = path.open('wb', buffering=0)
     is_direct = _file_system(os.fstat(file.fileno()).st_dev) in FILE_SYSTEMS
@@ -30,18 +30,18 @@ def open_for_writing(path: Path) -> BinaryIO:
 
 
 class DirectFile(io.RawIOBase):
-    """Binary file that collects the data in a buffer, and writes each full buffer to an empty file with O_DIRECT."""
+    """Binary file that collects data in a buffer, and writes each full buffer with O_DIRECT."""
 
     def __init__(self, file: io.FileIO) -> None:
         self._file = file
-        # O_DIRECT needs memory at the beginning of a page, which a bytearray is not.
+        # O_DIRECT needs page-aligned memory, which a bytearray is not.
         self._buffer = memoryview(mmap.mmap(-1, CHUNK_BYTES))
         self._filled = 0
         self._is_direct = False
         self._may_be_direct = True
 
     def write(self, data: bytes | bytearray | memoryview) -> int:  # type: ignore[override]
-        """Write all of the data; raises OSError as for any file."""
+        """Write all data; raises OSError like any file."""
         view = memoryview(data).cast('B')
         written = 0
         while written < len(view):
@@ -55,9 +55,9 @@ class DirectFile(io.RawIOBase):
         return len(view)
 
     def flush(self) -> None:
-        """Write the rest of the buffer, of any size, through the page cache."""
+        """Write the rest of the buffer, which may have any size, through the page cache."""
         if not self._file.closed and self._filled:
-            # Direct writes must be of whole blocks, and those after this one would not begin with a block.
+            # Direct writes must consist of whole blocks, and later writes would no longer start at a block boundary.
             self._may_be_direct = False
             self._set_direct(False)
             self._write_buffer()
@@ -72,7 +72,7 @@ class DirectFile(io.RawIOBase):
 
     @property
     def name(self) -> str:
-        """Path of the file, as it was opened."""
+        """Path of the file as given when it was opened."""
         return str(self._file.name)
 
     def fileno(self) -> int:
@@ -87,7 +87,7 @@ class DirectFile(io.RawIOBase):
             try:
                 written += self._file.write(self._buffer[written : self._filled])
             except OSError as error:
-                # The device has larger blocks, or a short write ended within a block.
+                # The device has larger blocks, or a short write ended inside a block.
                 if error.errno != errno.EINVAL or not self._is_direct:
                     raise
                 self._may_be_direct = False
@@ -104,17 +104,17 @@ class DirectFile(io.RawIOBase):
         except OSError:
             if not direct:
                 raise
-            self._may_be_direct = False  # the file system has no direct writes
+            self._may_be_direct = False  # the file system does not support direct I/O
 
 
 @cache
 def _file_system(device: int) -> str:
-    """Return the type of the file system with a device number; empty if unknown."""
+    """Return the file system type for a device number; empty if unknown."""
     number = f'{os.major(device)}:{os.minor(device)}'
     try:
         lines = Path('/proc/self/mountinfo').read_text(encoding='utf-8', errors='replace').splitlines()
     except OSError:
         return ''
-    # `man 5 proc` lists the fields of a line. Their number before ` - ` varies.
+    # `man 5 proc` describes the fields of a line. The number of fields before ` - ` varies.
     mounts = (line.split(' - ', 1) for line in lines if line.split()[2] == number)
     return next((mount[1].split()[0] for mount in mounts if len(mount) == 2), '')

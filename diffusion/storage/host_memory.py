@@ -1,4 +1,4 @@
-"""Memory of this machine: the available bytes, and the freed memory that a process keeps."""
+"""Memory of this machine: available bytes, and how much freed memory a process keeps."""
 
 import ctypes
 import re
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def available_memory(*, meminfo: Path = Path('/proc/meminfo'), cgroup: Path = Path('/sys/fs/cgroup')) -> int | None:
-    """Return the bytes of memory still available under the kernel's and the container's limits; None if unknown.
+    """Return the bytes of memory still available within the kernel's and the container's limits; None if unknown.
 
     `cgroup` is the path of the container's resource limits (cgroup v2).
     """
@@ -21,25 +21,26 @@ def available_memory(*, meminfo: Path = Path('/proc/meminfo'), cgroup: Path = Pa
 
 
 def _reclaimable(statistics: Path) -> int:
-    """Return the bytes of cached files that a container counts as used but frees when memory is needed."""
-    # If they were not counted, a run that writes checkpoints would soon seem to have used up its memory.
+    """Return the bytes of cached files that count as used by a container but are freed when memory is needed."""
+    # Count these as available: otherwise, a run that writes checkpoints would soon seem to be out of memory.
     line = re.search(r'^inactive_file (\d+)$', statistics.read_text(), re.MULTILINE) if statistics.exists() else None
     return int(line[1]) if line else 0
 
 
 def keep_freed_memory() -> None:
-    """Make this process keep up to 256 MB of memory that it has freed, in blocks of up to 64 MB.
+    """Make this process keep up to 256 MB of freed memory, in blocks of up to 64 MB, for reuse.
 
-    It has no effect where malloc is not glibc's.
+    This has no effect unless malloc is glibc's.
 
-    This is for processes that decode one image after another. By default glibc returns the memory of each image to the
-    kernel, which must provide and clear it again for the next: a fifth to a third of the time of a preparation.
+    Use it in processes that decode one image after another. By default, glibc returns each image's memory to the
+    kernel, which must provide and clear memory again for the next image; this takes 20% to 33% of the time of a
+    preparation.
     """
     try:
         mallopt = ctypes.CDLL('libc.so.6').mallopt
     except (OSError, AttributeError):  # musl, macOS
         return
-    trim_threshold, mmap_threshold = -1, -3  # malloc.h
+    trim_threshold, mmap_threshold = -1, -3  # constants from malloc.h
     if not mallopt(mmap_threshold, 64 * 2**20):
-        mallopt(mmap_threshold, 32 * 2**20)  # the largest that old versions accept
+        mallopt(mmap_threshold, 32 * 2**20)  # the largest value that old versions accept
     mallopt(trim_threshold, 256 * 2**20)

@@ -1,7 +1,7 @@
-"""Access to local and shared folders: files of fixed names, private and working folders, and checks of access.
+"""Access to local and shared folders: files with fixed names, private folders, and access checks.
 
-Files are opened without following links. Otherwise another user of a shared folder could make such a name a link to any
-file of this user, which the next write would change, or a pipe, which would block the program.
+Files are opened without following links. Otherwise, another user of a shared folder could put a link to one of this
+user's files in their place, so that the next write would change that file, or a pipe, which would block the program.
 """
 
 import os
@@ -16,7 +16,7 @@ from diffusion.errors import UserError, is_wrong_path
 
 
 def open_own_file(path: Path | str, flags: int, mode: int = 0o644) -> int:
-    """Open or create a regular file, and return its descriptor.
+    """Open or create a regular file, and return its file descriptor.
 
     Args:
         flags: Flags of os.open, such as `os.O_CREAT | os.O_APPEND | os.O_WRONLY`.
@@ -27,10 +27,10 @@ def open_own_file(path: Path | str, flags: int, mode: int = 0o644) -> int:
         OSError: The file cannot be opened.
     """
     try:
-        # O_NONBLOCK keeps a pipe from waiting for its other end. It has no effect on a regular file.
+        # With O_NONBLOCK, opening a pipe does not wait for its other end. It has no effect on regular files.
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     except OSError as error:
-        # The error is ELOOP for a link, EISDIR for a folder, and ENXIO for a pipe without a reader or a socket.
+        # The error is ELOOP for a link, EISDIR for a folder, and ENXIO for a socket or a pipe without a reader.
         if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
             raise UserError(_not_regular(path)) from error
         raise
@@ -41,7 +41,7 @@ def open_own_file(path: Path | str, flags: int, mode: int = 0o644) -> int:
 
 
 def opener(path: str, flags: int) -> int:
-    """Open a regular file without following links; the `opener` argument of the built-in function open()."""
+    """Open a regular file without following links; pass this as `opener` to the built-in open()."""
     return open_own_file(path, flags, 0o666)
 
 
@@ -51,10 +51,10 @@ def append_text(path: Path) -> IO[Any]:
 
 
 def user_folder() -> Path:
-    """Create and return this user's private folder in the machine's temporary folder; others cannot write to it.
+    """Create and return this user's private folder in the machine's temporary folder; other users cannot write to it.
 
     Raises:
-        UserError: The folder belongs to another user, or is a link.
+        UserError: The folder belongs to another user or is a link.
     """
     folder = Path(tempfile.gettempdir(), f'diffusion-{os.getuid()}')
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -81,18 +81,18 @@ def check_writable(folder: str | Path, where: str) -> None:
 
 
 def why_not_writable(folder: str | Path) -> str | None:
-    """Return why a folder cannot be created or written to, with the way out; None if it can. Creates nothing.
+    """Return why a folder cannot be created or written to and how to fix it, or None if it can. Creates nothing.
 
     Raises:
         OSError: An I/O error, such as a stale file handle.
     """
-    # The nearest existing ancestor decides: mkdir creates everything below it.
+    # Check the nearest existing ancestor, because mkdir creates everything below it.
     folder = Path(folder).absolute()
     for path in (folder, *folder.parents):
         try:
             mode = os.stat(path).st_mode
         except (FileNotFoundError, NotADirectoryError):
-            # mkdir creates a missing folder, but fails on a dangling symbolic link.
+            # mkdir creates missing folders, but fails on dangling symbolic links.
             if not path.is_symlink():
                 continue
             return f'{path} is a dangling link; remove it, or choose another folder'
@@ -109,16 +109,16 @@ def why_not_writable(folder: str | Path) -> str | None:
 
 
 VISIBLE_SECONDS = 75.0
-"""Time within which a file of another machine must be visible. NFS clients cache for up to 60 s that a folder does not
-exist."""
+"""Time in seconds within which a file from another machine must become visible. NFS clients may cache for up to 60 s
+that a folder does not exist."""
 
 
 def why_not_visible(path: Path, content: str, seconds: float) -> str:
-    """Wait until a file can be read with this content; return '', or after so many seconds the reason why it cannot."""
+    """Wait until a file with this content can be read; return '' or, after the timeout, the reason why it cannot."""
     deadline = time.monotonic() + seconds
     while True:
         try:
-            # Listing the folder makes an NFS client ask the server for it again.
+            # Listing the folder makes an NFS client query the server again.
             os.listdir(path.parent)
             found = path.read_text(encoding='utf-8', errors='replace')
             reason = '' if found == content else f'{path.name} has another content'
@@ -130,30 +130,30 @@ def why_not_visible(path: Path, content: str, seconds: float) -> str:
 
 
 WORKING_FOLDER_VARIABLE = 'DIFFUSION_WORKING_FOLDER'
-"""Environment variable with the folder below which the working folders are, such as /local/nvme."""
+"""Environment variable with the parent folder of all working folders, such as /local/nvme."""
 LAUNCH = 'launch'
-"""Purpose of the folder of the node entry point; the folder of training is emptied for a new run."""
+"""`purpose` of the node entry point's folder; it is separate because training's folder is emptied for a new run."""
 
 
 def working_folder(url: str, purpose: str = 'runs') -> Path:
-    """Return the working folder of the run at a URL, on a local disk of this node; it may not exist yet.
+    """Return the working folder on this node's local disk for the run at a URL; it may not exist yet.
 
-    It is below $DIFFUSION_WORKING_FOLDER, or else below ~/.cache/diffusion.
+    It is inside $DIFFUSION_WORKING_FOLDER if set, otherwise inside ~/.cache/diffusion.
 
     Args:
-        purpose: Name of the folder above, which separates training from downloads that are only read.
+        purpose: Name of the parent folder, which separates training from read-only downloads.
     """
     scheme, _, rest = url.partition('://')
     parts = [quote(part, safe=' =+,') for part in rest.split('/') if part]
-    # `quote` does not change names such as `..`, which would lead out of the folder.
+    # `quote` does not change names such as `..`, which would lead outside the folder.
     parts = [part.replace('.', '%2E') if set(part) == {'.'} else part for part in parts]
     return working_root() / purpose / scheme / Path(*parts)
 
 
 def working_root() -> Path:
-    """Return the folder of all working folders of this machine."""
+    """Return the parent folder of this machine's working folders."""
     if chosen := os.environ.get(WORKING_FOLDER_VARIABLE):
         return Path(chosen)
     cache = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
-    # Add the machine's name, since the nodes of a cluster may share the home folder, but not the parts that they hold.
+    # Add the machine's name, since the nodes of a cluster may share the home folder but must not share working folders.
     return Path(cache, 'diffusion', os.uname().nodename)

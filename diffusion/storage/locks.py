@@ -1,6 +1,6 @@
-"""File locks between processes of one machine, released when the owner exits, and temporary folders for downloads.
+"""File locks between processes of a machine, released when the owner exits, and temporary folders for downloads.
 
-`runs.run_lock` locks a run against jobs on other machines, since shared file systems may not support flock.
+To lock a run against jobs on other machines, use `runs.run_lock`: shared file systems may not support flock.
 """
 
 import contextlib
@@ -18,17 +18,17 @@ SUFFIX = '.unfinished'
 SHORTEST_POLL_SECONDS = 0.02
 LONGEST_POLL_SECONDS = 0.25
 POLL_FACTOR = 0.02
-"""Time between two attempts to take a lock, as a fraction of the time since the first."""
+"""Time between attempts to take a lock, as a fraction of the time since the first attempt."""
 STALE_SECONDS = 24 * 3600.0
-"""Age at which unfinished files are removed from a file system without locks, since they might still be in use."""
+"""On a file system without locks, unfinished files are removed only at this age, since they may still be in use."""
 
 
 class WaitedTooLong(Exception):
-    """Another process holds a lock for longer than `wait_at_most` allows."""
+    """Another process held a lock for longer than `wait_at_most` allows."""
 
 
 def wait_at_most(seconds: float, wait: Callable[[], None]) -> Callable[[], None]:
-    """Return a `wait` for a lock that calls this one, and raises WaitedTooLong after this many seconds from now."""
+    """Return a wrapper of `wait` that raises WaitedTooLong if called later than `seconds` from now."""
     deadline = time.monotonic() + seconds
 
     def limited() -> None:
@@ -40,26 +40,26 @@ def wait_at_most(seconds: float, wait: Callable[[], None]) -> Callable[[], None]
 
 
 def hold_path_lock(path: Path, wait: Callable[[], None]) -> contextlib.AbstractContextManager[bool]:
-    """Hold a lock on `path` inside the block, by a hidden file next to it; otherwise like `hold_lock`."""
+    """Hold a lock on `path` during the `with` block, using a hidden file beside it; otherwise like `hold_lock`."""
     return hold_lock(_lock_path(path), wait, remove=True)
 
 
 @contextlib.contextmanager
 def hold_lock(file: Path, wait: Callable[[], None], *, shared: bool = False, remove: bool = False) -> Iterator[bool]:
-    """Hold a lock on a lock file inside the block; yield False, without a lock, if the file system has no locks.
+    """Hold a lock on a lock file during the `with` block; if the file system has no locks, yield False.
 
     Args:
         file: The lock file; created with its folder if it does not exist.
-        wait: Called every 20 to 250 ms while another process holds the lock; an exception that it raises ends the wait.
-        shared: Take a shared lock, which other processes can hold at the same time if theirs is shared too.
-        remove: Remove the lock file afterwards; only for files on which no process takes a shared lock.
+        wait: Called every 20 to 250 ms while another process holds the lock; it may raise an exception to end the wait.
+        shared: Take a shared lock, which several processes can hold at the same time.
+        remove: Remove the lock file afterward; allowed only if no process takes a shared lock on it.
     """
-    # Poll, since a blocking flock could not call `wait`, which raises a caller's timeout or another rank's failure.
+    # Poll: a blocking flock could not call `wait`, which raises on the caller's timeout or another rank's failure.
     begin = time.monotonic()
     while (handle := _try_lock(file, shared=shared)) is None:
         wait()
-        # Poll less often after the first second: each poll is three requests to the server of a cluster's file system,
-        # which thousands of processes may share.
+        # Poll less often after the first second: each poll sends three requests to the server of a cluster's file
+        # system, which may be shared by thousands of processes.
         time.sleep(min(max(SHORTEST_POLL_SECONDS, POLL_FACTOR * (time.monotonic() - begin)), LONGEST_POLL_SECONDS))
     try:
         yield handle >= 0
@@ -68,7 +68,7 @@ def hold_lock(file: Path, wait: Callable[[], None], *, shared: bool = False, rem
 
 
 def make_scratch_folder(path: Path, size: int) -> Path:
-    """Create a temporary folder next to `path` to download the file into; its name records `size`, in bytes."""
+    """Create a temporary folder beside `path` for downloading the file; its name records `size` in bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f'.{path.name}.{size}.{uuid.uuid4().hex[:12]}{SUFFIX}')
     scratch.mkdir()
@@ -76,16 +76,16 @@ def make_scratch_folder(path: Path, size: int) -> Path:
 
 
 def reserved_bytes(name: str) -> int:
-    """Return the bytes reserved for a download, by the name that `make_scratch_folder` gave; 0 for other names."""
+    """Return the number of bytes reserved for a download, from its folder's name; 0 for other names."""
     parts = name.removesuffix(SUFFIX).rsplit('.', 2)
     return int(parts[1]) if name.endswith(SUFFIX) and len(parts) == 3 and parts[1].isdigit() else 0
 
 
 def remove_stale_scratch(folder: Path) -> None:
-    """Remove temporary download folders below a folder that killed processes left; folders in use are kept."""
+    """Remove temporary download folders that killed processes left below a folder; folders in use are kept."""
     for scratch in folder.rglob(f'.*{SUFFIX}'):
         target = scratch.with_name(scratch.name.removesuffix(SUFFIX).rsplit('.', 2)[0][1:])
-        # A download holds the lock of its target while it runs: if the lock can be taken, its process has ended.
+        # A running download holds its target's lock, so if the lock can be taken, the process has ended.
         lock = _lock_path(target)
         handle = _try_lock(lock)
         if handle is None:
@@ -103,7 +103,7 @@ def _lock_path(path: Path) -> Path:
 
 
 def _try_lock(lock: Path, *, shared: bool = False) -> int | None:
-    """Return a file descriptor that holds the lock, -1 if locks are not supported, None if another process holds it."""
+    """Return a file descriptor that holds the lock, -1 if locks are not supported, or None if the lock is taken."""
     while True:
         lock.parent.mkdir(parents=True, exist_ok=True)
         handle = _open(lock)
@@ -115,9 +115,9 @@ def _try_lock(lock: Path, *, shared: bool = False) -> int | None:
         except OSError:
             os.close(handle)
             return -1
-        # The previous owner may have removed the file between the open and the flock here. This lock is then on an
-        # unlinked inode, while the next process would create and lock a new file: both would hold "the" lock. Keep it
-        # only if the name still refers to the same inode, otherwise try again.
+        # The previous owner may have removed the file between our open and our flock. Our lock is then on an unlinked
+        # inode, and the next process would create and lock a new file, so both would hold "the" lock. Keep our lock
+        # only if the name still refers to the same inode; otherwise, try again.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(handle), lock.stat()):
                 return handle
@@ -128,25 +128,25 @@ def _open(lock: Path) -> int:
     try:
         return open_own_file(lock, os.O_CREAT | os.O_RDWR, 0o666)
     except PermissionError:
-        # Another user's file in a world-writable sticky folder such as /tmp cannot be opened with O_CREAT (sysctl
-        # fs.protected_regular) or for writing, but it can be opened for reading, which is enough for flock.
+        # In a world-writable sticky folder such as /tmp, another user's file cannot be opened with O_CREAT (sysctl
+        # fs.protected_regular) or for writing. But it can be opened for reading, which is enough for flock.
         return open_own_file(lock, os.O_RDONLY)
 
 
 def _release(handle: int, lock: Path | None) -> None:
-    """Unlock and close a file descriptor returned by `_try_lock`; a given lock file is removed first."""
+    """Unlock and close a file descriptor returned by `_try_lock`, after removing the lock file if one is given."""
     if handle < 0:
         return
-    # Unlink the file before the lock is released: afterwards it could be one that another process has just locked.
+    # Unlink the file before releasing the lock: afterward, another process may already have locked it.
     if lock is not None:
         lock.unlink(missing_ok=True)
-    # Unlock explicitly: closing alone would not release the lock if a process forked meanwhile shares the descriptor.
+    # Unlock explicitly: if a process forked in the meantime shares the descriptor, closing does not release the lock.
     fcntl.flock(handle, fcntl.LOCK_UN)
     os.close(handle)
 
 
 def _age_seconds(path: Path) -> float:
-    """Return the seconds since a file was last modified; 0 if it does not exist."""
+    """Return the seconds since a file was last modified, or 0 if it does not exist."""
     with contextlib.suppress(FileNotFoundError):
         return time.time() - path.stat().st_mtime
     return 0.0

@@ -1,10 +1,10 @@
-"""Writer of MDS shards, Streaming's file format, that does not import Streaming, and check of their files.
+"""Write MDS shards (Streaming's file format) without importing Streaming, and check shard files for damage.
 
-A shard consists of its number of samples n, n + 1 offsets, the columns as JSON, and the samples; integers are
-little-endian. The tests compare every byte with the output of Streaming's MDSWriter.
+A shard consists of the number of samples n, n + 1 offsets, the columns as JSON, and the samples; integers are
+little-endian. Tests compare every byte with the output of Streaming's MDSWriter.
 """
 
-# MDSWriter itself is not used: importing Streaming takes 4 CPU seconds per process and imports torch.
+# Do not use MDSWriter itself: importing Streaming takes 4 CPU seconds per process and imports torch.
 
 import functools
 import hashlib
@@ -25,7 +25,7 @@ from diffusion.errors import UserError
 from diffusion.storage.atomic import atomic_file, write_atomically
 
 HASHES = ('sha1', 'xxh64')
-"""Hash algorithms of each shard; Streaming checks one of them, which a recipe's `validate_hash` may select."""
+"""Hash algorithms for each shard; Streaming checks one of them, which can be selected with `validate_hash`."""
 INDEX = 'index.json'
 
 _NEW_HASH: dict[str, Callable[[], Any]] = {'sha1': hashlib.sha1, 'xxh64': xxhash.xxh64}
@@ -51,14 +51,14 @@ class ShardFormat:
     Attributes:
         columns: Encoding of each column: bytes, str, int, json, ndarray:DTYPE:SHAPE (ndarray:float16:4,8,8), or
             ndarray:DTYPE for arrays whose shape may differ between samples.
-        size_limit: Maximum size of a shard in bytes; None for no limit.
+        size_limit: Maximum size of a shard in bytes; None means no limit.
     """
 
     columns: Mapping[str, str]
     size_limit: int | None = None
 
     def encode(self, sample: Mapping[str, Any]) -> bytes:
-        """Return a sample encoded for a shard: sizes of the variable-size columns, then all values by column name."""
+        """Encode a sample for a shard: sizes of variable-size columns, then all values sorted by column name."""
         names = sorted(self.columns)
         values = [_encode(self.columns[name], sample[name]) for name in names]
         sizes = [
@@ -67,7 +67,7 @@ class ShardFormat:
         return struct.pack(f'<{len(sizes)}I', *sizes) + b''.join(values)
 
     def decode(self, encoded: bytes) -> dict[str, Any]:
-        """Return the sample from the bytes that `encode` returned; columns with arrays are not supported."""
+        """Decode a sample encoded by `encode`; array columns are not supported."""
         varying = sum(_fixed_size(encoding) is None for encoding in self.columns.values())
         sizes = iter(struct.unpack_from(f'<{varying}I', encoded))
         sample, offset = {}, 4 * varying
@@ -78,13 +78,13 @@ class ShardFormat:
         return sample
 
     def cut(self, sizes: np.ndarray) -> Iterator[range]:
-        """Divide samples into shards: yield the range of sample numbers of each shard, as many as fit the size limit.
+        """Divide samples into shards: yield each shard's range of sample numbers, as many as fit the size limit.
 
         Args:
-            sizes: Sizes of the encoded samples in bytes; a sample above the limit gets a shard of its own.
+            sizes: Sizes of the encoded samples in bytes; a sample above the limit gets its own shard.
         """
         assert self.size_limit is not None
-        # Each sample takes 4 bytes more, for its offset.
+        # Each sample takes 4 more bytes for its offset.
         ends = np.concatenate([[0], np.cumsum(sizes.astype(np.int64) + 4)])
         room = self.size_limit - self.header_bytes(0)
         start = 0
@@ -94,12 +94,12 @@ class ShardFormat:
             start = stop
 
     def write_shard(self, path: Path, samples: Iterable[bytes], sizes: Sequence[int], *, name: str) -> dict[str, Any]:
-        """Write encoded samples to a new shard file, flush it to the disk, and return its entry for index.json.
+        """Write encoded samples to a new shard file, flush it to disk, and return its entry for index.json.
 
         Args:
             path: Path of the file, which must not exist; `name` is its name in the index.
-            samples: The samples in order; may be a generator, so that a shard need not fit into memory.
-            sizes: Sizes of the samples in bytes, known beforehand since the header has the offsets.
+            samples: The samples in order; may be a generator, so that a shard need not fit in memory.
+            sizes: Sizes of the samples in bytes; needed in advance, since the header contains offsets.
         """
         header = self._header(sizes)
         hashes = {algorithm: _NEW_HASH[algorithm]() for algorithm in HASHES}
@@ -121,7 +121,7 @@ class ShardFormat:
         }
 
     def header_bytes(self, samples: int) -> int:
-        """Return the size in bytes of the header of a shard with this number of samples."""
+        """Return the header size in bytes for a shard with this number of samples."""
         return 4 + 4 * (samples + 1) + len(self._config_bytes())
 
     def _header(self, sizes: Sequence[int]) -> bytes:
@@ -132,7 +132,7 @@ class ShardFormat:
         return json.dumps(self.config(), sort_keys=True).encode()
 
     def config(self) -> dict[str, Any]:
-        """Return the description of the shard format for headers and index entries, with Streaming's keys."""
+        """Describe the shard format for headers and index entries, with Streaming's keys."""
         names = sorted(self.columns)
         return {
             'version': 2,
@@ -147,14 +147,14 @@ class ShardFormat:
 
 
 class ShardHeader(NamedTuple):
-    """Size of the header of a shard, which is the offset of its first sample in bytes, and the format in it."""
+    """A shard header's size in bytes (the offset of the first sample), and the format that it describes."""
 
     size: int
     format: ShardFormat
 
 
 def read_header(file: BinaryIO) -> ShardHeader:
-    """Return the header of an opened shard, whose position is the start of the file."""
+    """Read the header of an open shard file, positioned at the start."""
     samples, size = struct.unpack('<2I', file.read(8))
     file.seek(4 + 4 * (samples + 1))
     config = json.loads(file.read(size - file.tell()))
@@ -168,14 +168,14 @@ def shard_name(number: int, token: str = '') -> str:
 
 
 def index_text(shards: Sequence[Mapping[str, Any]]) -> str:
-    """Return the content of a dataset's index.json for these entries, one per shard."""
+    """Return the content of index.json for a dataset with these entries, one per shard."""
     return json.dumps({'version': 2, 'shards': list(shards)}, sort_keys=True)
 
 
 def first_samples(folder: Path, count: int) -> list[dict[str, Any]]:
-    """Return the first samples of a dataset's first shard, at most `count`.
+    """Return up to `count` samples from the beginning of a dataset's first shard.
 
-    Empty if the shard is not there, is compressed, or has columns that `ShardFormat.decode` does not support.
+    The list is empty if the shard is missing or compressed, or has columns that `ShardFormat.decode` does not support.
 
     Raises:
         ValueError: The index or the shard is damaged.
@@ -198,7 +198,7 @@ def first_samples(folder: Path, count: int) -> list[dict[str, Any]]:
 
 
 def write_dataset(folder: Path, samples: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
-    """Write samples to a folder as an MDS dataset of one shard; all samples are held in memory."""
+    """Write samples to a folder as an MDS dataset with one shard; all samples are held in memory."""
     shards = ShardFormat(columns)
     encoded = [shards.encode(sample) for sample in samples]
     path = folder / shard_name(0)
@@ -209,14 +209,14 @@ def write_dataset(folder: Path, samples: Iterable[Mapping[str, Any]], columns: M
 
 @functools.cache
 def _array_type(encoding: str) -> tuple[np.dtype, tuple[int, ...] | None]:
-    """Return the data type and the shape of an encoding such as `ndarray:float16:4,8,8`; None for a variable shape."""
+    """Return data type and shape (None if variable) of an encoding such as `ndarray:float16:4,8,8`."""
     _, dtype, *sides = encoding.split(':')
     return np.dtype(dtype), tuple(int(side) for side in sides[0].split(',')) if sides else None
 
 
 @functools.cache
 def _fixed_size(encoding: str) -> int | None:
-    """Return the size in bytes of each value of a column with this encoding, or None if the size varies."""
+    """Return the size in bytes of a value with this encoding, or None if the size varies."""
     if not encoding.startswith('ndarray'):
         return _INT_BYTES if encoding == 'int' else None
     dtype, shape = _array_type(encoding)
@@ -230,27 +230,27 @@ def _encode(encoding: str, value: Any) -> bytes:
     assert value.dtype == dtype and value.size and shape in (None, value.shape), f'{value.dtype} {value.shape}'
     if shape is not None:
         return value.tobytes()
-    # Streaming's layout: one byte with the number of dimensions (upper 6 bits) and log2 of the integer size (lower 2),
-    # then the shape in the smallest unsigned integers of 1, 2, 4 or 8 bytes that hold it.
+    # Streaming's layout: one byte with the number of dimensions (upper 6 bits) and log2 of the integer size (lower 2
+    # bits), then the shape in the smallest unsigned integers (1, 2, 4 or 8 bytes) that can represent it.
     integer = np.min_scalar_type(max(value.shape))
     head = bytes([value.ndim << 2 | integer.itemsize.bit_length() - 1])
     return head + np.array(value.shape, integer).tobytes() + value.tobytes()
 
 
 FASTEST_FIRST = ('xxh3_64', 'xxh3_128', 'xxh64', 'xxh128', 'xxh32', 'sha1', 'sha256', 'blake2b', 'sha512', 'md5')
-"""GB/s on one core, measured from the page cache: xxh3 10.8, xxh64 7.7, sha1 1.7, sha256 1.1, blake2b and md5 0.5."""
+"""Measured in GB/s on one core, reading from the page cache: xxh3 10.8, xxh64 7.7, sha1 1.7, sha256 1.1, md5 0.5."""
 CHUNK = 2**20
 
 
 class FileInfo(Protocol):
-    """Protocol for a file's size and hashes in an index.json; Streaming's class of the same name satisfies it."""
+    """Protocol for a file's size and hashes from an index.json; satisfied by Streaming's class of the same name."""
 
     bytes: int
     hashes: dict[str, str]
 
 
 def algorithm_for(hashes: Collection[str], demanded: str | None = None) -> str | None:
-    """Return the hash algorithm to check a file with: `demanded`, or the fastest in `hashes`; None if none is known.
+    """Return the hash algorithm for checking a file: `demanded`, or the fastest in `hashes`, or None if none is known.
 
     Raises:
         UserError: `demanded` is not among the available hashes.
@@ -284,7 +284,7 @@ def find_damage(path: Path, expected: FileInfo, demanded: str | None = None) -> 
 def hash_of(path: Path, algorithm: str) -> str:
     """Return the hexadecimal hash of a file's content."""
     digest = _hasher(algorithm)
-    # Read unbuffered into one buffer, which avoids an allocation and a second copy per chunk.
+    # Read unbuffered into one buffer, to avoid an allocation and a second copy per chunk.
     chunk = memoryview(bytearray(CHUNK))
     with path.open('rb', buffering=0) as file:
         while count := file.readinto(chunk):
@@ -293,13 +293,13 @@ def hash_of(path: Path, algorithm: str) -> str:
 
 
 def file_signature(path: str | Path) -> int:
-    """Return an integer that changes when a file is modified or replaced, and is never 0.
+    """Return a nonzero integer that changes when a file is modified or replaced.
 
     Raises:
         FileNotFoundError: The file does not exist.
     """
     status = os.stat(path)
-    # A hash of integers does not depend on PYTHONHASHSEED, so it is the same in every process.
+    # Hashes of integers do not depend on PYTHONHASHSEED, so they are the same in every process.
     return hash((status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)) & 2**64 - 1 | 1
 
 

@@ -1,10 +1,10 @@
-"""Object-store operations by URL (list, read, download, upload, write, delete) with retries by a `RetryPolicy`.
+"""Object store operations by URL (list, read, download, write, delete), with retries by a `RetryPolicy`.
 
-Supported schemes are those of `bucket_clients.CLIENTS`. Paths without a scheme can be read and downloaded too, with the
-same timeout and retries, since a network mount may stall as a store does.
+Supported schemes are those in `bucket_clients.CLIENTS`. Paths without a scheme can be read and downloaded too, with the
+same timeout and retries, since a network mount may stall like a store.
 
-All functions raise UserError if the store refuses the request, such as for an object that does not exist, or if the
-scheme is not supported; and GaveUp if every try failed.
+All functions raise UserError if the store rejects the request (for example, because the object does not exist) or if
+the scheme is not supported, and GaveUp if every attempt failed.
 """
 
 import contextlib
@@ -43,9 +43,9 @@ from diffusion.storage.transfers import (
 log = logging.getLogger(__name__)
 
 RANGED_BYTES = 2**26
-"""Size above which an object is downloaded in ranges."""
+"""Objects above this size are downloaded in ranges."""
 COMPARED_BYTES = 2**26
-"""Bytes of an object that are read at once to compare it with what was written."""
+"""Number of bytes to read at a time when comparing an object with what was written."""
 DEFAULT = RetryPolicy()
 Collected = TypeVar('Collected')
 
@@ -64,30 +64,30 @@ def list_objects(url: str, *, retry: RetryPolicy = DEFAULT) -> list[ObjectInfo]:
 def collect_objects(
     url: str, collect: Callable[[Iterator[ObjectInfo]], Collected], *, retry: RetryPolicy = DEFAULT
 ) -> Collected:
-    """Call a function with an iterator over the result of `list_objects`, for long listings, and return its result.
+    """Call a function with an iterator over the objects that `list_objects` would return, for long listings.
 
     Args:
-        collect: Function that is given the metadata one by one; it is called again if the listing fails.
+        collect: Function whose result is returned; it is called again if the listing fails.
     """
     location, key = locate(url), split(url)[1]
     below = key if not key or key.endswith('/') else f'{key}/'
 
     def attempt() -> Collected:
         with client_of(location, retry) as client:
-            # Stores match prefixes as text: listing `set` returns `settings/` too.
+            # Stores match prefixes as text: listing `set` also returns `settings/`.
             return collect(each for each in client.list(location) if each.key == key or each.key.startswith(below))
 
     return retry.run(attempt, url)
 
 
 def list_folder(url: str, *, retry: RetryPolicy = DEFAULT) -> FolderListing:
-    """Return the folders and the objects directly in the folder at a URL, without listing what the folders contain.
+    """Return the folders and objects directly in the folder at a URL, without listing the contents of these folders.
 
-    A folder is a common prefix of keys up to a slash. A folder that does not exist is empty.
+    A folder is a common prefix of keys up to a slash. For a folder that does not exist, both lists are empty.
 
     Returns:
-        The keys of the folders, without a slash at the end, and the metadata of the objects, both sorted by key, with
-        keys as returned by `split`.
+        The keys of the folders (without trailing slash) and the metadata of the objects, both sorted by key, with keys
+            as returned by `split`.
     """
     location, key = locate(url), split(url)[1].rstrip('/')
     below = f'{key}/' if key else ''
@@ -96,7 +96,7 @@ def list_folder(url: str, *, retry: RetryPolicy = DEFAULT) -> FolderListing:
         prefix = location.key.rstrip('/')
         with client_of(location, retry) as client:
             folders, objects = client.list_folder(location._replace(key=f'{prefix}/' if prefix else ''))
-        # Leave out the object that some programs create for the folder itself, and, on Hugging Face, a file at the URL.
+        # Leave out the object that some programs create for the folder itself and, on Hugging Face, a file at the URL.
         objects = [found for found in objects if found.key.startswith(below) and found.key != below]
         return sorted(folders), sorted(objects)
 
@@ -115,24 +115,24 @@ def head(url: str, *, retry: RetryPolicy = DEFAULT) -> ObjectInfo:
 
 
 def read(url: str, *, span: tuple[int, int] | None = None, retry: RetryPolicy = DEFAULT) -> bytes:
-    """Return the content of the object or file at a URL or path, or only its bytes in the half-open range `span`."""
+    """Return the content of the object or file at a URL or path, or only the half-open byte range `span`."""
     return retry.run(partial(read_once, url, retry, span=span), url)
 
 
 def download(url: str, path: Path, *, size: int | None = None, retry: RetryPolicy = DEFAULT) -> None:
-    """Download the object at a URL, or copy a file from a mount, to a local path.
+    """Download the object at a URL, or copy a file from a mounted file system, to a local path.
 
-    An object of more than RANGED_BYTES is downloaded in ranges by parallel threads (`transfers.THREADS` per
-    process), all from one version of the object: if it is overwritten during the download, that starts again. Hugging
-    Face is read in one stream, since its client cannot request a version.
+    Objects above RANGED_BYTES are downloaded in ranges by parallel threads (`transfers.THREADS` per process). All
+    ranges are from the same version: if the object is overwritten meanwhile, the download starts again. Hugging Face
+    objects are read in one stream, since the client cannot request a version.
 
     Args:
-        path: Path of the copy; after a failure it may be incomplete.
-        size: Expected size in bytes, checked since not every client detects a truncated body; None skips the check,
-            and costs one more request.
+        path: Path of the copy; after a failure, it may be incomplete.
+        size: Expected size in bytes, checked because not every client detects a truncated body. None skips the check
+            but costs one more request.
 
     Raises:
-        GaveUp: Every try failed, or returned another size.
+        GaveUp: Every attempt failed or returned a different size.
         OSError: The local disk is full.
     """
 
@@ -157,10 +157,10 @@ def write(
 ) -> ObjectInfo:
     """Upload an object, verify its size in the store, and return its key, size and etag.
 
-    If the answer to a conditional write is lost (status 5xx, a timeout or a reset connection), the write may have
-    succeeded, and the next try then fails because of this call's own object. Its content decides: if the store has
-    exactly `content`, the write succeeded. Make the content unique, such as by a random identifier, where another
-    process writing the same bytes must count as a conflict.
+    If the response to a conditional write is lost (status 5xx, timeout or connection reset), the write may have
+    succeeded, and the next attempt then fails because of this call's own object. So the content is compared: if the
+    store has exactly `content`, the write succeeded. If another process writing the same bytes must count as a
+    conflict, make the content unique, for example with a random identifier.
 
     Args:
         content: The bytes, or the path of a file.
@@ -168,8 +168,8 @@ def write(
         if_tag: Write only if the object exists and has this etag.
 
     Raises:
-        PreconditionFailed: A condition does not hold.
-        GaveUp: Every try failed, or the written object has another size. The object may have been written.
+        PreconditionFailed: A condition is not met.
+        GaveUp: Every attempt failed, or the written object has a different size. The object may have been written.
     """
     location, size = locate(url), len(content) if isinstance(content, bytes) else content.stat().st_size
     answer_lost = False
@@ -181,15 +181,15 @@ def write(
                 client.write(location, content, if_absent=if_absent, if_tag=if_tag)
         except Exception as error:
             status = 412 if isinstance(error, PreconditionFailed) else status_of(error)
-            if status == 404 and if_tag is not None:  # S3 and Google; the etag came from an object in this bucket
+            if status == 404 and if_tag is not None:  # S3, Google; the etag came from this bucket
                 raise PreconditionFailed(f'{url}: does not exist') from error
             if status == 412 and answer_lost and (found := _stored_equal(url, content, retry)) is not None:
                 log.warning('%s: written by an earlier try whose answer was lost', url)
                 return found
             answer_lost = answer_lost or status is None or status >= 500
             raise
-        # `head` retries by itself. If it failed here in a single try, the write would be repeated, and a conditional
-        # write would then fail because of the object that it has just written.
+        # `head` retries by itself. If a single failure here repeated the write, a conditional write would fail because
+        # of the object that it has just written.
         stored = head(url, retry=retry)
         if stored.size != size:
             raise DamagedDownload(f'the uploaded object has {stored.size} of {size} bytes')
@@ -211,7 +211,7 @@ def _stored_equal(url: str, content: bytes | Path, retry: RetryPolicy) -> Object
                 expected = file.read(COMPARED_BYTES)
                 if read(url, span=(start, start + len(expected)), retry=retry) != expected:
                     return None
-            return stored if head(url, retry=retry) == stored else None  # None if overwritten while it was compared
+            return stored if head(url, retry=retry) == stored else None  # None if overwritten during the comparison
         except UserError as error:
             if status_of(error) == 404:  # deleted by another process
                 return None
@@ -222,7 +222,7 @@ def delete(url: str, *, missing_ok: bool = False, retry: RetryPolicy = DEFAULT) 
     """Delete the object at a URL.
 
     Args:
-        missing_ok: Accept that there is no such object; S3 always does.
+        missing_ok: Do not raise an error if the object does not exist; S3 never does.
     """
     location = locate(url)
     answer_lost = False
@@ -233,7 +233,7 @@ def delete(url: str, *, missing_ok: bool = False, retry: RetryPolicy = DEFAULT) 
             with client_of(location, retry) as client:
                 client.delete(location)
         except Exception as error:
-            # The object may be missing because an earlier try, whose answer was lost, has deleted it.
+            # The object may be missing because an earlier attempt, whose response was lost, has deleted it.
             if (missing_ok or answer_lost) and is_missing_object(error):
                 return
             answer_lost = answer_lost or (status_of(error) or 500) >= 500
@@ -243,23 +243,23 @@ def delete(url: str, *, missing_ok: bool = False, retry: RetryPolicy = DEFAULT) 
 
 
 def delete_all(urls: Iterable[str], *, retry: RetryPolicy = DEFAULT) -> None:
-    """Delete the objects at some URLs in parallel, in any order; return when none of them exists.
+    """Delete the objects at several URLs in parallel, in any order; return once none of them exists.
 
-    After an error, some objects may be left.
+    After an error, some objects may remain.
     """
     transfers.run_all([lambda policy, url=url: delete(url, missing_ok=True, retry=policy) for url in urls], retry)
 
 
 def abort_uploads(url: str, *, older_than_seconds: float, retry: RetryPolicy = DEFAULT) -> int:
-    """Abort multipart uploads to the object at a URL or below it that a killed process has left; return their number.
+    """Abort multipart uploads left by killed processes, to the object at a URL or below it; return their number.
 
-    Their parts are not listed as objects, but cost storage until they are aborted. Only S3 and S3-compatible stores
-    need this: Google and Azure delete unfinished uploads after a week, and a failed upload aborts itself. A store that
-    refuses to list or abort uploads, or does not answer, is logged as a warning: nothing else depends on it.
+    The parts of such uploads are not listed as objects, but use storage until aborted. Only S3 and S3-compatible stores
+    need this: Google and Azure delete unfinished uploads after a week, and a failed upload aborts itself. If a store
+    does not allow listing or aborting uploads, or does not answer, a warning is logged: nothing else depends on it.
 
     Args:
-        older_than_seconds: Minimum age by the store's clock; longer than any upload takes, since a running upload
-            that is aborted fails.
+        older_than_seconds: Minimum age, by the store's clock; must be longer than any upload takes, since aborting a
+            running upload makes it fail.
     """
     location = locate(url)
     aborted: list[str] = []
@@ -280,16 +280,16 @@ def abort_uploads(url: str, *, older_than_seconds: float, retry: RetryPolicy = D
 
 
 def download_once(url: str, path: Path, retry: RetryPolicy) -> None:
-    """Download an object or copy a file, without retries; raise errors of the client, or TimeoutError if it stalls."""
+    """Download an object or copy a file, without retries; raises the client's errors, or TimeoutError if it stalls."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # The thread of an earlier try that stalled may still have the file open and write to it: give this try a new one.
+    # Use a new file: the thread of an earlier, stalled attempt may still have the old one open and write to it.
     path.unlink(missing_ok=True)
     with WatchedFile(io.FileIO(path, 'wb')) as file:
         read_watched(url, file, None, retry)
 
 
 def read_once(url: str, retry: RetryPolicy, *, span: tuple[int, int] | None = None) -> bytes:
-    """Return the content of an object or a file, read without retries; raises as `download_once` does."""
+    """Read an object or a file without retries; raises the same errors as `download_once`."""
     file = WatchedBuffer()
     read_watched(url, file, span, retry)
     return file.getvalue()
@@ -297,7 +297,7 @@ def read_once(url: str, retry: RetryPolicy, *, span: tuple[int, int] | None = No
 
 @dataclass(frozen=True)
 class RemoteFolder:
-    """A folder in an object store or on a mount, given by URL or path, from which files are downloaded with retries."""
+    """Folder in an object store or a mounted file system, from which files are downloaded with retries."""
 
     url: str
     retry: RetryPolicy = field(default_factory=RetryPolicy)
@@ -307,20 +307,20 @@ class RemoteFolder:
         return f'{self.url.rstrip("/")}/{name}'
 
     def persist(self, make: Callable[[], None], name: str) -> None:
-        """Call `make`, which must download and check a file, again until it succeeds or the tries are used up."""
+        """Call `make`, which must download and check a file, until it succeeds or the attempts are used up."""
         self.retry.run(make, self.address(name))
 
     def download(self, name: str, path: Path) -> None:
-        """Download a file of the folder without retries; call this inside `persist`, which retries."""
+        """Download a file from the folder without retries; call this inside `persist`, which retries."""
         download_once(self.address(name), path, self.retry)
 
     def read(self, name: str) -> bytes:
-        """Return the content of a small file of the folder, read without retries; call this inside `persist`."""
+        """Read a small file from the folder without retries; call this inside `persist`, which retries."""
         return read_once(self.address(name), self.retry)
 
     def refresh(self, name: str, path: Path) -> None:
-        """Download a small file to `path`; if that fails, log a warning and keep the existing file, if there is one."""
-        # Always download the file: no index has its size or hash, so a stale copy cannot be recognized.
+        """Download a small file to `path`; if this fails and the file already exists, log a warning and keep it."""
+        # Always download the file: no index contains its size or hash, so stale copies cannot be recognized.
         try:
             self.persist(lambda: write_atomically(path, self.read(name)), name)
         except (GaveUp, UserError) as error:

@@ -1,8 +1,8 @@
-"""Folder that several processes share, on a file system or in an object store: one interface for both.
+"""Common interface for a folder shared by several processes, on a file system or in an object store.
 
-Names of files are paths relative to the folder, such as `status/node-0.json`. Small files are read, listed and replaced
-whole; large ones are written to and read from a local path. A file can be replaced on the condition that it is still
-the version that was read: by its etag in a store, and by its content under a lock on a file system.
+File names are paths relative to the folder, such as `status/node-0.json`. Small files are read, listed and replaced as
+a whole; large files are written to and read from a local path. Conditional replacement of a file requires that it still
+has the version that was read: the etag in a store, or, on a file system, the content (compared under a lock).
 """
 
 import hashlib
@@ -31,15 +31,15 @@ from diffusion.storage.local_files import open_own_file, opener
 from diffusion.storage.retry import PreconditionFailed, RetryPolicy, status_of
 
 QUICK = RetryPolicy(tries=2, timeout_seconds=5.0)
-"""Policy for files that a run can do without; callers stop waiting after `bounded_call.STORAGE_SECONDS`."""
+"""Policy for files that are not essential to a run; callers stop waiting after `bounded_call.STORAGE_SECONDS`."""
 PATIENT = RetryPolicy(tries=4, timeout_seconds=20.0)
-"""Policy for files that a program cannot do without."""
+"""Policy for essential files."""
 PROBE = 'conditional-write-check'
-"""Start of the name of the object that `check_conditions` writes and deletes."""
+"""Name prefix of the object that `check_conditions` writes and deletes."""
 
 
 class FileVersion(NamedTuple):
-    """Version of a file in a listing, which differs after every write."""
+    """Version of a file in a listing; changes with every write."""
 
     tag: str
     modified: float | None
@@ -54,14 +54,14 @@ class Listing(NamedTuple):
 
 
 class Versioned(NamedTuple):
-    """Content of a file and the version that it had when it was read."""
+    """Content of a file, and its version at the time of reading."""
 
     content: bytes
     version: str
 
 
 class Place(Protocol):
-    """Interface of a shared folder. Methods raise OSError if the storage fails, and UserError if it refuses."""
+    """Interface for a shared folder. Methods raise OSError if the storage fails, UserError if it denies access."""
 
     def locate(self, name: str = '') -> str:
         """Return the path or URL of a file or folder, for messages."""
@@ -76,39 +76,39 @@ class Place(Protocol):
         ...
 
     def write(self, name: str, content: str | bytes, *, flush: bool = True, in_place: bool = False) -> None:
-        """Write a small file, which other processes then see as a whole or not at all, and create its folder.
+        """Write a small file atomically, and create its folder.
 
         Args:
-            content: The new content, text as UTF-8.
-            flush: False for a file that need not survive a power cut.
-            in_place: Overwrite the file on a file system, although a reader may then see a partial write: clients of
-                a network file system see a changed file sooner than a new one of the same name.
+            content: The new content; text is encoded as UTF-8.
+            flush: False if the file need not survive a power failure.
+            in_place: On a file system, overwrite the file in place. Readers may then see a partial write, but clients
+                of a network file system see a changed file sooner than a new file with the same name.
         """
         ...
 
     def create(self, name: str, content: str | bytes, *, alone: bool = False) -> bool:
-        """Write a small file unless it exists; of several concurrent calls, exactly one has an effect and returns True.
+        """Write a small file unless it exists; of several concurrent calls, exactly one succeeds and returns True.
 
         Args:
-            alone: True if no other process calls this now; a store then needs no conditional writes.
+            alone: True if no other process calls this at the same time; a store then needs no conditional writes.
         """
         ...
 
     def replace(self, name: str, content: bytes, expected: str | None) -> None:
-        """Write a small file if it still has the expected version; None expects that it does not exist.
+        """Write a small file if it still has the expected version; None means that it must not exist.
 
         Raises:
-            PreconditionFailed: Another process has changed it.
+            PreconditionFailed: Another process has changed the file.
             UserError: The file system has no locks, or the store has no conditional writes.
         """
         ...
 
     def list(self, folder: str = '') -> Listing:
-        """Return the files and subfolders of a folder; none if it does not exist."""
+        """Return the files and subfolders in a folder; empty if it does not exist."""
         ...
 
     def sizes(self) -> dict[str, int]:
-        """Return the size in bytes of every complete file in the folder and its subfolders, by relative path."""
+        """Return the size in bytes of all complete files in the folder and its subfolders, by relative path."""
         ...
 
     def delete(self, names: Iterable[str]) -> None:
@@ -116,11 +116,11 @@ class Place(Protocol):
         ...
 
     def remove_folder(self, name: str) -> None:
-        """Delete a subfolder with all of its files, in which no other process works."""
+        """Delete a subfolder with all its files; no other process may be using it."""
         ...
 
     def writing(self, name: str) -> AbstractContextManager[Path]:
-        """Yield a local path to write a new file to; if the block succeeds, the file appears in the folder."""
+        """Yield a local path for writing a new file; if the block succeeds, the file appears in the folder."""
         ...
 
     def put(self, name: str, path: Path) -> None:
@@ -128,19 +128,19 @@ class Place(Protocol):
         ...
 
     def fetch(self, name: str, *, again: bool = False) -> Path:
-        """Return a local path of an existing file: its own, or that of a copy in the scratch folder.
+        """Return a local path of an existing file: its own path, or that of a copy in the scratch folder.
 
         Args:
-            again: True for a file that may have changed since it was copied.
+            again: Copy the file again, because it may have changed.
         """
         ...
 
     def clean(self) -> None:
-        """Remove the unfinished files that killed processes have left."""
+        """Remove unfinished files left by killed processes."""
         ...
 
     def check_conditions(self) -> None:
-        """Check that files can be replaced on a condition, before work begins that needs this at its end.
+        """Check that conditional replacement works; call this before work that needs it at the end.
 
         Raises:
             UserError: The file system has no locks, or the store has no conditional writes.
@@ -153,8 +153,8 @@ class LocalPlace(Place):
     """Folder on a file system.
 
     Attributes:
-        is_run: True for the folder of a run, which is not created here: without its mount, a new folder would look
-            like that of a run.
+        is_run: True for a run's folder. It is never created here: if its mount is missing, a new folder would look like
+            the run's.
     """
 
     path: Path
@@ -168,7 +168,7 @@ class LocalPlace(Place):
 
     def read(self, name: str, *, tail_bytes: int | None = None) -> bytes | None:
         try:
-            # O_NONBLOCK: otherwise opening a pipe would wait for a writer.
+            # Use O_NONBLOCK: otherwise, opening a pipe would wait for a writer.
             descriptor = os.open(self.path / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -182,7 +182,7 @@ class LocalPlace(Place):
 
     def read_version(self, name: str) -> Versioned | None:
         try:
-            # Another user's link in the folder of a run could lead the next write to any file.
+            # Follow no links: another user's link in a run's folder could redirect the next write to any file.
             with open(self.path / name, 'rb', opener=opener if self.is_run else None) as file:
                 content = file.read()
         except (FileNotFoundError, NotADirectoryError):
@@ -192,7 +192,7 @@ class LocalPlace(Place):
     def write(self, name: str, content: str | bytes, *, flush: bool = True, in_place: bool = False) -> None:
         path, data = self._prepared(name), _encoded(content)
         if in_place:
-            # O_TRUNC would leave the file empty until the write.
+            # Do not use O_TRUNC, which would leave the file empty until the write.
             with open(open_own_file(path, os.O_CREAT | os.O_WRONLY), 'wb', buffering=0) as file:
                 os.pwrite(file.fileno(), data, 0)
                 file.truncate(len(data))
@@ -232,7 +232,7 @@ class LocalPlace(Place):
             for entry in entries:
                 if entry.is_dir():
                     listing.folders.add(entry.name)
-                elif not entry.name.startswith('.'):  # hidden files are still being written
+                elif not entry.name.startswith('.'):  # skip hidden files, which are still being written
                     with suppress(FileNotFoundError):  # replaced just now
                         status = entry.stat()
                         listing.files[entry.name] = FileVersion(str(status.st_mtime_ns), status.st_mtime)
@@ -269,7 +269,7 @@ class LocalPlace(Place):
         return self.path / name
 
     def clean(self) -> None:
-        with self._locked():  # every unfinished file is written under the lock
+        with self._locked():  # safe, because unfinished files are written only under the lock
             remove_unfinished(self.path, below=True)
 
     def check_conditions(self) -> None:
@@ -277,7 +277,7 @@ class LocalPlace(Place):
             pass
 
     def _prepared(self, name: str) -> Path:
-        """Return the path of a file to write, after creating its folder."""
+        """Create a file's folder, and return the file's path."""
         path = self.path / name
         if not self.is_run:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -299,10 +299,10 @@ class StorePlace(Place):
     """Folder in an object store. Conditional writes need S3, Azure, or Google with Application Default Credentials.
 
     Attributes:
-        scratch: Local folder for files that are uploaded or downloaded, to which no other process writes.
-        retry: Number of tries and timeout of each request.
-        refusal_is_fault: Raise a refusal of the store as OSError. Programs that go on without a file set this, since a
-            store may refuse access for a moment.
+        scratch: Local folder for files being uploaded or downloaded; no other process writes to it.
+        retry: Number of attempts and timeout for each request.
+        refusal_is_fault: Raise OSError instead of UserError if the store denies access. Set this for files that are not
+            essential, since a store may deny access temporarily.
     """
 
     url: str
@@ -328,8 +328,8 @@ class StorePlace(Place):
     def read_version(self, name: str) -> Versioned | None:
         url = self.locate(name)
         with self._faults(url):
-            # Read the etag first: if the object changes between the two requests, a replacement with this etag fails.
-            # The other order could replace content that was never read.
+            # Read the etag first: if the object changes between the two requests, a conditional write with this etag
+            # fails. In the other order, a write could replace content that was never read.
             tag = object_store.head(url, retry=self.retry).tag
             return Versioned(object_store.read(url, retry=self.retry), tag)
         return None
@@ -374,7 +374,7 @@ class StorePlace(Place):
     def writing(self, name: str) -> Iterator[Path]:
         path = self._scratch(name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)  # left by a killed process; writers open it with mode 'x'
+        path.unlink(missing_ok=True)  # left by a killed process; writers open the path with mode 'x'
         try:
             yield path
             object_store.write(self.locate(name), path, retry=self.retry)
@@ -393,16 +393,16 @@ class StorePlace(Place):
         return path
 
     def clean(self) -> None:
-        """Do nothing: an object is whole or absent."""
+        """Do nothing: objects are always complete or absent."""
 
     def check_conditions(self) -> None:
-        name = f'{PROBE}-{secrets.token_hex(8)}'  # other processes check at the same time
-        with suppress(PreconditionFailed):  # the request was repeated after an error, although it had succeeded
+        name = f'{PROBE}-{secrets.token_hex(8)}'  # unique, since other processes may check at the same time
+        with suppress(PreconditionFailed):  # the request succeeded but was repeated after an error
             self.replace(name, b'', None)
         self.delete([name])
 
     def _sizes(self, folder: str) -> dict[str, int]:
-        """Return the size of every object in a subfolder, whose name ends with a slash, by its path in this folder."""
+        """Return the size of each object in a subfolder (name with trailing slash), by its path in this folder."""
         prefix = f'{object_store.split(self.url)[1]}/'.lstrip('/')
         with self._faults():
             found = object_store.list_objects(f'{self.url}/{folder}', retry=self.retry)
@@ -414,12 +414,12 @@ class StorePlace(Place):
 
     @contextmanager
     def _faults(self, missing: str | None = None) -> Iterator[None]:
-        """Raise refusals as `refusal_is_fault` says; end the block silently if the URL `missing` has no object."""
+        """Convert errors according to `refusal_is_fault`; end the block silently if there is no object at `missing`."""
         try:
             yield
         except UserError as error:
             if missing is not None and status_of(error) == 404:
-                if not self.refusal_is_fault:  # raises for a missing bucket, which is also a 404
+                if not self.refusal_is_fault:  # raises if the bucket is missing, which is also a 404
                     object_store.list_objects(missing, retry=self.retry)
                 return
             if not self.refusal_is_fault:
@@ -433,24 +433,24 @@ def is_url(place: Path | str) -> bool:
 
 
 def place_at(place: Path | str, scratch: Path | None = None) -> Place:
-    """Return the place at a path or URL; `scratch` as in `StorePlace`."""
+    """Return the place at a path or URL; for `scratch`, see `StorePlace`."""
     return StorePlace(str(place).rstrip('/'), scratch) if is_url(place) else LocalPlace(Path(place).resolve())
 
 
 def files_of_run(run: Path | str, retry: RetryPolicy = QUICK, *, refusal_is_fault: bool = True) -> Place:
-    """Return the files of the run in a folder or at a URL; `retry` and `refusal_is_fault` as in `StorePlace`."""
+    """Return the files of the run in a folder or at a URL; for the options, see `StorePlace`."""
     if is_url(run):
         return StorePlace(str(run).rstrip('/'), retry=retry, refusal_is_fault=refusal_is_fault)
     return LocalPlace(Path(run), is_run=True)
 
 
 def move_if_absent(unfinished: Path, path: Path) -> bool:
-    """Move a complete file to another name unless that exists; of several concurrent calls, exactly one returns True.
+    """Move a complete file to another name unless it exists; of several concurrent calls, exactly one returns True.
 
-    `unfinished` is gone in each case.
+    `unfinished` is removed in any case.
     """
-    # A hard link fails if the name exists, where a rename would silently replace another process's file. The linked
-    # file is complete already, so no reader can see a partial one.
+    # Unlike a rename, which would silently replace another process's file, a hard link fails if the name exists. The
+    # linked file is already complete, so readers never see a partial one.
     try:
         with suppress(FileExistsError):
             os.link(unfinished, path)

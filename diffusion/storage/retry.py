@@ -1,4 +1,4 @@
-"""Retry policy for storage: which errors are retried, which fail immediately, and how long to wait between tries."""
+"""Retry policy for storage: which errors are retried, which fail immediately, and how long to wait between attempts."""
 
 import errno
 import logging
@@ -15,18 +15,18 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE_SECONDS = 2.0
 PAUSE_FACTOR = 4.0
 LONGEST_PAUSE_SECONDS = 30.0
-"""Three tries bridge an outage of 5 to 10 s, and four tries one of 20 to 40 s, depending on the jitter."""
+"""Three attempts bridge an outage of 5 to 10 s, and four attempts one of 20 to 40 s, depending on jitter."""
 DEADLINE_SECONDS = 600.0
 
 DISK_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 LOCAL_DISK_ERRORS = DISK_FULL_ERRORS | {errno.EROFS, errno.EACCES, errno.EISDIR, errno.ENOTDIR}
-"""Error numbers of the local disk that a retry would meet again."""
+"""Error numbers of the local disk that would occur again on a retry."""
 TRANSIENT_STATUS = frozenset({408, 409, 425, 429})
-"""Retried status codes, in addition to 5xx. S3 and Azure return 409 while another request modifies the same object."""
+"""Status codes to retry, in addition to 5xx. S3 and Azure return 409 while another request modifies the object."""
 EXPIRED = frozenset(
     {'ExpiredToken', 'ExpiredTokenException', 'RequestExpired', 'RequestTimeout', 'TokenRefreshRequired'}
 )
-"""S3 error codes with status 400 or 403 that are retried, since the next try's client reads the credentials again."""
+"""S3 error codes with status 400 or 403 to retry: the next attempt's client reads the credentials again."""
 NO_CREDENTIALS = frozenset(
     {
         *('NoCredentialsError', 'PartialCredentialsError', 'ProfileNotFound'),  # botocore
@@ -34,15 +34,15 @@ NO_CREDENTIALS = frozenset(
         *('DefaultCredentialsError', 'ConfigFileNotFound', 'InvalidConfig', 'ClientAuthenticationError'),  # others
     }
 )
-"""Class names of errors for missing credentials; names, since importing the packages for the classes takes seconds."""
+"""Class names of errors for missing credentials, as strings because importing the classes takes seconds."""
 INVALID_SETTINGS = frozenset({'ParamValidationError', 'InvalidRegionError', 'HFValidationError'})
 """Class names of errors for invalid arguments, such as a bucket name."""
 MISSING_BUCKET = frozenset({'NoSuchBucket', 'ContainerNotFound'})
-"""Codes of S3 and Azure for a bucket that does not exist."""
+"""Error codes of S3 and Azure for a bucket that does not exist."""
 CLIENT_PACKAGES = frozenset(
     'azure boto3 botocore google http httpcore2 httpx2 huggingface_hub requests s3transfer urllib3'.split()  # noqa: SIM905
 )
-"""Packages whose errors without an HTTP status mean that a request failed on the network."""
+"""Packages whose errors, if they have no HTTP status, mean that a request failed on the network."""
 _GOOGLE = 'set GCS_KEY and GCS_SECRET, or Application Default Credentials'
 _AZURE = 'set AZURE_ACCOUNT_NAME and AZURE_ACCOUNT_ACCESS_KEY'
 CREDENTIALS = {
@@ -58,17 +58,17 @@ Result = TypeVar('Result')
 
 
 class DamagedDownload(Exception):
-    """Error for a download that was truncated or has the wrong hash; it is retried."""
+    """Raised for a download that was truncated or has the wrong hash; it is retried."""
 
 
 class GaveUp(OSError):
-    """Error after every try failed; the message has the URL, the number of tries and the last error."""
+    """Raised after every attempt failed; the message has the URL, the number of attempts and the last error."""
 
 
 class PreconditionFailed(Exception):
-    """Error for a failed conditional write: the object exists already, or its etag is not the expected one.
+    """Raised for a failed conditional write: the object already exists, or its etag is not the expected one.
 
-    If the response to an earlier try of the same call was lost, that try may have written the object.
+    If the response to an earlier attempt of the same call was lost, that attempt may have written the object.
     """
 
 
@@ -78,14 +78,14 @@ def _no_wait() -> None:
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Number of tries and timeout of an operation on a store.
+    """Number of attempts and timeout for an operation on a store.
 
     Args:
         tries: Maximum number of attempts, including the first.
-        timeout_seconds: Time within which a request must be answered, and a download must finish or receive
-            `transfers.PROGRESS_BYTES`.
-        wait: Called every 20 ms during a pause or a download, and during an upload to S3; an exception that it raises
-            ends it.
+        timeout_seconds: Time within which a request must be answered, and within which a download must finish or
+            receive `transfers.PROGRESS_BYTES`.
+        wait: Called every 20 ms during pauses and downloads, and during uploads to S3; it may raise an exception to end
+        them.
     """
 
     tries: int = 4
@@ -93,20 +93,20 @@ class RetryPolicy:
     wait: Callable[[], None] = _no_wait
 
     def run(self, attempt: Callable[[], Result], url: str, verb: str = 'read') -> Result:
-        """Return the result of `attempt`, retrying it after transient errors.
+        """Call `attempt`, retrying after transient errors, and return its result.
 
         Args:
-            verb: Past participle for the message, such as `read` in "cannot be read".
+            verb: Past participle for the error message, such as `read` in "cannot be read".
 
         Raises:
-            UserError: The store refuses the request and would refuse it again: no permission, no credentials, or no
-                such object.
-            PreconditionFailed: The condition of a conditional write does not hold.
-            GaveUp: Every try failed, or the first failure was more than `DEADLINE_SECONDS` ago.
+            UserError: The store permanently rejects the request: no permission, no credentials, or no such object.
+            PreconditionFailed: The condition of a conditional write is not met.
+            GaveUp: Every attempt failed, or the first failure was more than `DEADLINE_SECONDS` ago.
             OSError: The local disk is full or cannot be written.
-            Exception: Any other error of `attempt`, without a retry.
+            Exception: Any other error from `attempt`, without a retry.
         """
-        # The deadline starts with the first failure, not with the call: an attempt may be a download of many minutes.
+        # The deadline counts from the first failure rather than from the call, because an attempt may be a download of
+        # many minutes.
         deadline = float('inf')
         for number in range(1, self.tries + 1):
             try:
@@ -124,8 +124,8 @@ class RetryPolicy:
         raise AssertionError(f'{self.tries} tries')
 
     def _pause(self, seconds: float) -> None:
-        """Sleep for 0.5 to 1 times this many seconds, chosen at random, calling `wait` meanwhile."""
-        # Jitter keeps thousands of loader workers that a store throttled from retrying at the same time.
+        """Sleep for a random 50% to 100% of `seconds`, while calling `wait`."""
+        # Jitter prevents thousands of throttled loader workers from retrying at the same time.
         end = time.monotonic() + seconds * random.uniform(0.5, 1.0)
         while time.monotonic() < end:
             self.wait()
@@ -133,18 +133,18 @@ class RetryPolicy:
 
 
 def is_transient(error: Exception, url: str) -> bool:
-    """Return True if a retry may succeed after this error, False if neither the store nor the network caused it.
+    """Return True if a retry may succeed, False if the error came from neither the store nor the network.
 
     Raises:
-        UserError: The store refuses the request; the message has the way out.
-        PreconditionFailed: The condition of a conditional write does not hold.
-        OSError: The error is the local disk's.
+        UserError: The store rejects the request; the message says how to fix it.
+        PreconditionFailed: The condition of a conditional write is not met.
+        OSError: The error came from the local disk.
     """
     if isinstance(error, DamagedDownload):
         return True
     if isinstance(error, UserError | DataError | PreconditionFailed | GaveUp):
         return False
-    # Clients wrap the errors of the file that they write to: a full disk must not be retried as a network error.
+    # Clients wrap errors from the file to which they write: do not retry a full disk like a network error.
     links = list(_chain(error))
     for link in links:
         if isinstance(link, OSError) and _is_local(link, url):
@@ -160,20 +160,20 @@ def is_transient(error: Exception, url: str) -> bool:
 
 
 def status_of(error: BaseException) -> int | None:
-    """Return the HTTP status of an error or of the first of its causes that has one; None if none has."""
+    """Return the HTTP status of an error or of the first of its causes that has one, otherwise None."""
     return next((status for link in _chain(error) if (status := _status(link)) is not None), None)
 
 
 def is_missing_object(error: BaseException) -> bool:
-    """Return True if an error says that an object does not exist, False if its bucket does not exist either."""
-    # Google answers 404 with the same code for both; only the text differs.
+    """Return True if an error means that an object does not exist, but False if even its bucket does not exist."""
+    # Google answers both cases with the same status 404 and code; only the text differs.
     bucket = any(_code(link) in MISSING_BUCKET or 'bucket does not exist' in str(link) for link in _chain(error))
     return status_of(error) == 404 and not bucket
 
 
 def error_text(error: BaseException) -> str:
-    """Return an error as one line of text: its class and message, with the cause that boto3 and s3transfer hide."""
-    # botocore appends the number of its own retries, which are off; the message of `GaveUp` has the number of tries.
+    """Return an error as one line of text: class and message, plus the cause that boto3 and s3transfer hide."""
+    # botocore appends the number of its own retries, which are off; `GaveUp` reports the actual number of attempts.
     text = ' '.join(str(error).split()).replace(' (reached max retries: 0)', '')
     if isinstance(error, DamagedDownload) or type(error) is TimeoutError:
         return text
@@ -182,16 +182,16 @@ def error_text(error: BaseException) -> str:
 
 
 def _is_local(error: OSError, url: str) -> bool:
-    """Return True if an error came from the local disk, and not from a mount whose path is `url`."""
-    # A read from a mount raises the same error numbers, but its file name is `url`. ENOENT without a file name does not
-    # come from opening a local file either.
+    """Return True if an error came from the local disk rather than from a mounted file at `url`."""
+    # Reading from a mount raises the same error numbers, but with `url` as file name. ENOENT without a file name does
+    # not come from opening a local file either.
     if error.errno == errno.ENOENT:
         return error.filename not in (None, url)
     return error.errno in LOCAL_DISK_ERRORS and error.filename != url
 
 
 def _refusal(links: list[BaseException], status: int | None, scheme: str) -> str | None:
-    """Return the reason why a store would refuse every retry, with the way out; None for transient errors."""
+    """Return why a store would reject every retry and how to fix it, or None for transient errors."""
     text = error_text(links[0])
     if scheme not in CREDENTIALS:
         return {
@@ -199,7 +199,7 @@ def _refusal(links: list[BaseException], status: int | None, scheme: str) -> str
             404: 'there is no such file; check the path',
         }.get(status or 0)
     credentials = CREDENTIALS[scheme]
-    # Azure raises ClientAuthenticationError both without credentials and, with a status, for a refused request.
+    # Azure raises ClientAuthenticationError for missing credentials and also, with a status, for a rejected request.
     if any(type(link).__name__ in NO_CREDENTIALS and _status(link) is None for link in links):
         return f'there are no credentials ({text}); {credentials}'
     if any(type(link).__name__ in INVALID_SETTINGS for link in links):
@@ -216,19 +216,19 @@ def _refusal(links: list[BaseException], status: int | None, scheme: str) -> str
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and its causes, the outermost first."""
+    """Yield an error and its causes, outermost first."""
     link: BaseException | None = error
     while link is not None:
         yield link
         following = link.__cause__ or getattr(link, 'last_exception', None)
-        # boto3 raises S3UploadFailedError while it handles a ClientError, but not `from` it, so only __context__ has
-        # the status. For other packages __context__ may be an unrelated error of an earlier operation.
+        # boto3 raises S3UploadFailedError while handling a ClientError, but not `from` it, so only __context__ has the
+        # status. For other packages, __context__ may be an unrelated error from an earlier operation.
         hidden = link.__context__ if type(link).__module__.startswith('boto3') else None
         link = following if isinstance(following, BaseException) else hidden
 
 
 def _status(error: BaseException) -> int | None:
-    """Return the HTTP status of a client's error; None if it has none."""
+    """Return the HTTP status of a client's error, or None."""
     if isinstance(error, FileNotFoundError | PermissionError):  # from a mount, or from Hugging Face's file system
         return 404 if isinstance(error, FileNotFoundError) else 403
     response = getattr(error, 'response', None)
@@ -243,9 +243,9 @@ def _status(error: BaseException) -> int | None:
 
 
 def _code(error: BaseException) -> str | None:
-    """Return the code of an S3 error, such as `ExpiredToken`, or of an Azure error; None for any other error."""
+    """Return the code of an S3 error, such as `ExpiredToken`, or an Azure error; None for other errors."""
     response = getattr(error, 'response', None)
     if isinstance(response, dict):
         return response.get('Error', {}).get('Code')
-    code = getattr(error, 'error_code', None)  # an enumeration whose members are texts
+    code = getattr(error, 'error_code', None)  # the code may be an enum with string members
     return str(getattr(code, 'value', code)) if isinstance(code, str) else None

@@ -1,4 +1,4 @@
-"""Client of S3, of S3-compatible stores, and of Google Cloud Storage through its S3 interface."""
+"""Client for S3, S3-compatible stores, and Google Cloud Storage through its S3 interface."""
 
 import contextlib
 import functools
@@ -15,18 +15,18 @@ from diffusion.storage import bucket_interface
 from diffusion.storage.bucket_interface import CONNECT_SECONDS, Client, FolderListing, Location, ObjectInfo
 
 PART_BYTES = 2**26
-"""Part size of multipart uploads in bytes; a larger file is uploaded in parts, several of them in parallel."""
+"""Part size of multipart uploads in bytes; larger files are uploaded in parts, several in parallel."""
 WAIT_SECONDS = 0.01
-"""Interval at which an upload calls the policy's `wait`, which may end it."""
+"""Interval at which an upload calls the policy's `wait`, which may end the upload."""
 GOOGLE_S3 = 'https://storage.googleapis.com'
 """Google's S3-compatible endpoint, used with the HMAC keys in GCS_KEY and GCS_SECRET."""
 
 
 @functools.cache
 def _model_loader(data_path: str | None) -> Any:
-    """Return botocore's loader of service descriptions, which caches them: parsing them takes most of a client's start.
+    """Return a shared, caching botocore loader of service descriptions, whose parsing dominates a client's start time.
 
-    botocore itself has one per session, and each client here has a session of its own.
+    botocore itself uses one loader per session, and each client here has its own session.
     """
     import botocore.loaders
 
@@ -34,7 +34,7 @@ def _model_loader(data_path: str | None) -> Any:
 
 
 class S3Client(Client):
-    """Client of S3 and S3-compatible stores, with boto3's credentials; without any, it reads public buckets only."""
+    """Client for S3 and S3-compatible stores with boto3's credentials; without credentials, only for public buckets."""
 
     def __init__(self, scheme: str, _account: str, timeout_seconds: float) -> None:
         import boto3
@@ -51,8 +51,8 @@ class S3Client(Client):
         options: dict[str, Any] = {}
         source = botocore.session.get_session()
         source.register_component('data_loader', _model_loader(source.get_config_variable('data_path')))
-        # An instance's metadata service throttles many processes that start at the same time. botocore tries it only
-        # once by default, and would continue without credentials.
+        # An instance's metadata service throttles requests if many processes start at the same time. By default,
+        # botocore tries only once, and would then continue without credentials.
         if 'AWS_METADATA_SERVICE_NUM_ATTEMPTS' not in os.environ:
             source.set_config_variable('metadata_service_num_attempts', 4)
         session = boto3.Session(botocore_session=source)
@@ -70,12 +70,12 @@ class S3Client(Client):
         config = Config(
             connect_timeout=min(CONNECT_SECONDS, timeout_seconds),
             read_timeout=timeout_seconds,
-            retries={'total_max_attempts': 1},  # `RetryPolicy` does the retries; botocore's would multiply them
+            retries={'total_max_attempts': 1},  # retries are left to `RetryPolicy`; botocore's would multiply them
             **options,
         )
         self.client: Any = session.client('s3', config=config, **settings)
         self.transfer = TransferConfig(multipart_threshold=PART_BYTES, multipart_chunksize=PART_BYTES)
-        # This variable of Streaming has the names of requester-pays buckets, separated by commas.
+        # This Streaming variable has comma-separated names of requester-pays buckets.
         payers = os.environ.get('MOSAICML_STREAMING_AWS_REQUESTER_PAYS', '')
         self.requester_pays = {name.strip() for name in payers.split(',') if name.strip()}
 
@@ -98,7 +98,7 @@ class S3Client(Client):
     def read(
         self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None, version: str = ''
     ) -> None:
-        """Download an object or a byte range to a file; botocore checks the length, and the checksum if any."""
+        """Download an object or a byte range to a file; botocore checks the length and, if present, the checksum."""
         part = {} if span is None else {'Range': f'bytes={span[0]}-{span[1] - 1}'}
         if version:
             part['IfMatch'] = f'"{version}"'
@@ -110,8 +110,8 @@ class S3Client(Client):
                 file.write(chunk)
 
     def write(self, location: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:
-        """Upload an object in one request, or a large file in parts if the write has no condition."""
-        # This variable of Streaming has a canned ACL such as bucket-owner-full-control.
+        """Upload an object in one request; large files without a condition are uploaded in parts."""
+        # This Streaming variable has a canned ACL, such as bucket-owner-full-control.
         extra = {'ACL': os.environ['S3_CANNED_ACL']} if os.environ.get('S3_CANNED_ACL') else {}
         conditions = {'IfNoneMatch': '*'} if if_absent else {'IfMatch': f'"{if_tag}"'} if if_tag else {}
         if conditions and self.google:
@@ -121,17 +121,17 @@ class S3Client(Client):
             )
         if isinstance(content, Path) and not conditions:
             return self._call(self._upload, content, location, extra)
-        # boto3's upload_file does not accept conditions. A single put_object does, for files of up to 5 GiB.
+        # boto3's upload_file does not support conditions, but a single put_object does, for files of up to 5 GiB.
         with contextlib.nullcontext(content) if isinstance(content, bytes) else content.open('rb') as body:
             self._call(
                 self.client.put_object, Bucket=location.bucket, Key=location.key, Body=body, **extra, **conditions
             )
 
     def _upload(self, path: Path, location: Location, extra: dict[str, str]) -> None:
-        """Upload a file as `upload_file` of boto3 does, but end the upload if the policy's `wait` raises."""
+        """Upload a file like boto3's `upload_file`, but end the upload if the policy's `wait` raises."""
         from boto3.s3.transfer import create_transfer_manager
 
-        # An exception in this block cancels the parts that have not been sent.
+        # An exception in this block cancels the parts not yet sent.
         with create_transfer_manager(self.client, self.transfer) as manager:
             future = manager.upload(str(path), location.bucket, location.key, extra_args=extra)
             while not future.done():
@@ -161,7 +161,7 @@ class S3Client(Client):
                 except ClientError as error:
                     if error.response['Error']['Code'] != 'NoSuchUpload':
                         raise
-                    continue  # another process has finished or aborted it
+                    continue  # another process finished or aborted the upload
                 yield upload['Key']
             if not page.get('IsTruncated'):
                 return
@@ -181,17 +181,17 @@ class S3Client(Client):
         return ObjectInfo(found['Key'], found['Size'], found['ETag'].strip('"'))
 
     def _payer(self, location: Location) -> dict[str, str]:
-        """Return the request parameter that accepts the costs of a requester-pays bucket; empty for other buckets."""
+        """Return the request parameter that accepts the cost for a requester-pays bucket; empty for other buckets."""
         return {'RequestPayer': 'requester'} if location.bucket in self.requester_pays else {}
 
     def _call(self, request: Callable[..., Any], *args: Any, **settings: Any) -> Any:
-        """Send a request; raise NoCredentialsError if the store refused it for lack of credentials."""
+        """Send a request; raise NoCredentialsError if the store rejected it for lack of credentials."""
         from botocore.exceptions import ClientError, NoCredentialsError
 
         try:
             return request(*args, **settings)
         except ClientError as error:
-            # The bucket is not public: the missing credentials are the reason, not missing permissions.
+            # The bucket is not public: the reason is missing credentials, not missing permissions.
             if self.anonymous and error.response['ResponseMetadata']['HTTPStatusCode'] in (401, 403):
                 raise NoCredentialsError from error
             raise

@@ -1,7 +1,7 @@
-"""Resumable writing of numbered MDS shards, in any order and by any number of processes.
+"""Write numbered MDS shards resumably, in any order and with any number of processes.
 
-A shard is complete once its index entry exists, which is written after it. Shards without an entry are written again
-after an interruption. The dataset's index is assembled last. A plan file records the settings of the dataset, so that
+A shard is complete once its index entry, which is written after it, exists. After an interruption, shards without an
+entry are written again. The dataset's index is assembled last. A plan file records the dataset's settings, so that
 shards of different datasets are never mixed.
 """
 
@@ -18,19 +18,19 @@ from diffusion.storage.places import Place
 
 PLAN = 'plan.json'
 FETCHES = 16
-"""Number of index entries read in parallel, since each one in an object store takes a request."""
+"""Number of index entries to read in parallel: in an object store, each entry takes a request."""
 DIFFERENCES_SHOWN = 5
 
 
 @dataclass(frozen=True)
 class ShardWriter:
-    """Writer of the shards of one folder of a dataset.
+    """Writes the shards in one folder of a dataset.
 
     Attributes:
         data: Folder of the shards.
-        entries: Folder of the index entries, one file per shard; `data` itself or another folder.
+        entries: Folder of the index entries, one file per shard; may be the same as `data`.
         format: Columns and size limit of the shards.
-        token: Part of the names of the shards; it distinguishes the shards of one change to a dataset from others.
+        token: Included in shard names, to distinguish the shards of one change to a dataset from others.
     """
 
     data: Place
@@ -43,20 +43,20 @@ class ShardWriter:
         return shard_name(number, self.token)
 
     def done(self) -> set[int]:
-        """Return the numbers of the complete shards: those with both a file and an index entry."""
+        """Return the numbers of complete shards, which have both a file and an index entry."""
         entries = self.entries.sizes()
-        # Listing a large folder of an object store takes many requests; skip it when nothing can be complete.
+        # Listing a large object store folder takes many requests, so skip it if no shard can be complete.
         if not any(name.endswith('.mds.json') for name in entries):
             return set()
         files = self.data.sizes()
         return {int(name.split('.')[1]) for name in files if f'{name}.json' in entries}
 
     def write(self, number: int, samples: Iterable[bytes], sizes: Sequence[int]) -> None:
-        """Write a shard of encoded samples, which may be a generator, and its index entry; sizes are in bytes."""
+        """Write a shard of encoded samples (may be a generator) and its index entry; sizes are in bytes."""
         name = self.name(number)
         with self.data.writing(name) as path:
             entry = self.format.write_shard(path, samples, sizes, name=name)
-        # Write the entry last, since it marks the shard as complete.
+        # Write the entry last: it marks the shard as complete.
         self.entries.write(f'{name}.json', json.dumps(entry, sort_keys=True))
 
     def read_entries(self, numbers: Iterable[int]) -> list[dict[str, Any]]:
@@ -70,22 +70,23 @@ class ShardWriter:
 
 
 def pin_plan(folder: Place, plan: Mapping[str, Any], *, where: str) -> None:
-    """Write the plan (settings) of a new dataset, or check that unfinished work in the folder has the same plan.
+    """Write a new dataset's plan (settings), or check that unfinished work in the folder has the same plan.
 
     Args:
         folder: Folder of the unfinished work.
         plan: All settings that determine the bytes of the result, as JSON types.
-        where: Key of the setting that names the folder, for messages.
+        where: Key of the setting that specifies the folder, for messages.
 
     Raises:
-        UserError: The folder has unfinished work with another plan; the message lists the differences.
+        UserError: The folder has unfinished work with a different plan; the message lists the differences.
     """
     text = json.dumps(plan, indent=1) + '\n'
-    # `alone`: only one process calls this for a folder in a store, and Google with HMAC keys has no conditional writes.
+    # Set `alone`: in a store, only one process calls this per folder, and Google with HMAC keys has no conditional
+    # writes.
     folder.create(PLAN, text, alone=True)
-    # Convert the plan to JSON and back like the saved one, which, for example, turns tuples into lists.
+    # Convert the plan to JSON and back, like the saved one; for example, tuples become lists.
     now = json.loads(text)
-    # Read the plan back even after writing it: if several processes start together, only one has written its own.
+    # Read the plan back even after writing: if several processes start together, only one of them writes it.
     try:
         saved = json.loads(folder.read(PLAN) or b'')
     except ValueError as error:
@@ -95,12 +96,12 @@ def pin_plan(folder: Place, plan: Mapping[str, Any], *, where: str) -> None:
 
 
 def damaged_plan(folder: Place | Path, error: ValueError, *, where: str) -> UserError:
-    """Return an error that the plan in a folder of unfinished work cannot be read."""
+    """Return the error for an unreadable plan in a folder of unfinished work."""
     return UserError(f'{where}: {folder}/{PLAN} is damaged ({error}); remove {folder} to start over')
 
 
 def other_plan(folder: Place | Path, saved: Mapping[str, Any], now: Mapping[str, Any], *, where: str) -> UserError:
-    """Return an error that a folder has unfinished work with another plan, with the differences; see `pin_plan`."""
+    """Return the error for unfinished work with a different plan, with the differences; see `pin_plan`."""
     lines = differences(saved, now, saved_in='at the start')
     lines = lines or ['the order of the input, or the location that it is read from']
     if len(lines) > DIFFERENCES_SHOWN:
@@ -115,7 +116,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any], *, saved_in: s
     """Return a line per changed setting, such as `streams.a.choose: 96 in the checkpoint, 128 now`, in `now`'s order.
 
     Args:
-        saved_in: Words that follow a saved value in a line.
+        saved_in: Words after the saved value in each line.
     """
     return list(_differences('', saved, now, saved_in))
 

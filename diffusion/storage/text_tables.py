@@ -1,7 +1,7 @@
-"""Read CSV and TSV files that people write by hand, and JSON Lines files that may be incomplete.
+"""Read CSV and TSV files written by people, and JSON Lines files that may be incomplete.
 
-Mistakes in a CSV file are reported with file and line. A killed program, or another user, may have left a JSON Lines
-file incomplete, so the lines that are not JSON objects are skipped.
+Mistakes in a CSV file are reported with file and line. JSON Lines files may be incomplete, for example because a
+program was killed, so lines that are not JSON objects are skipped.
 """
 
 import csv
@@ -16,7 +16,7 @@ from typing import Any
 from diffusion.errors import UserError
 
 _NEVER = re.compile('[\0\udc80-\udcff]')
-"""Characters that no UTF-8 text has: NUL, and undecodable bytes."""
+"""Characters that never occur in UTF-8 text: NUL, and surrogates for undecodable bytes."""
 _CONTROL = re.compile('[\x01-\x08\x0e-\x1f]')
 
 
@@ -29,21 +29,21 @@ def csv_rows(
     quoting: int = csv.QUOTE_MINIMAL,
     errors: str = 'strict',
 ) -> Iterator[tuple[str, dict[str, str | None]]]:
-    """Yield (position, cells by column) of each row of a CSV whose first line has the names of its columns.
+    """Yield (position, cells by column) for each row of a CSV file whose first line has the column names.
 
-    A position is text such as `captions.csv line 7`. Cells that a short row lacks are None.
+    A position is a text such as `captions.csv line 7`. Missing cells of short rows are None.
 
     Args:
-        name: Name of the file in messages.
-        check: Called with the names of the columns before the first row; raises an error about a missing column.
-        errors: How bytes that are not UTF-8 are decoded, as in `open`.
+        name: Name of the file, for messages.
+        check: Called with the column names before the first row; raises an error for a missing column.
+        errors: How to decode bytes that are not UTF-8, as in `open`.
 
     Raises:
-        UserError: The file is not CSV, two columns have one name, or a row has more cells than there are columns.
+        UserError: The file is not CSV, two columns have the same name, or a row has more cells than there are columns.
         UnicodeDecodeError: The file is not UTF-8, and `errors` is `strict`.
     """
     with file.open(encoding='utf-8-sig', errors=errors, newline='') as lines:
-        if sys.version_info < (3, 11):  # older csv modules refuse NUL; is_misread finds surrogates too
+        if sys.version_info < (3, 11):  # older csv modules reject NUL; is_misread also finds surrogates
             lines = (line.replace('\0', '\udc80') for line in lines)
         reader = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)  # pyright: ignore[reportArgumentType]
         try:
@@ -65,11 +65,11 @@ def csv_rows(
 
 
 def is_misread(text: str) -> bool:
-    """Return True if a text was in another encoding than the UTF-8 that it was decoded as.
+    """Return True if a text was decoded as UTF-8 but has another encoding.
 
-    Such a text has undecodable bytes as surrogates (`surrogateescape`), a NUL, or one control character in four:
-    UTF-16 without a byte-order mark is valid UTF-8 with a NUL after each Latin letter, and with the control character
-    U+0004 after each Cyrillic one.
+    Such a text contains surrogates for undecodable bytes (`surrogateescape`) or a NUL, or at least one in four of its
+    characters is a control character: UTF-16 without a byte-order mark is valid UTF-8, with a NUL after each Latin
+    letter and the control character U+0004 after each Cyrillic letter.
     """
     if text.isascii() and text.isprintable():
         return False
@@ -86,11 +86,11 @@ def _check_header(columns: Sequence[str], where: str) -> None:
 
 
 MAX_LINE_BYTES = 2**16
-"""Longest line that is read; lines of this library have a few hundred bytes."""
+"""Maximum length of a line to read; lines written by this library have a few hundred bytes."""
 
 
 def parse_json_lines(content: bytes) -> list[dict[str, Any]]:
-    """Return the JSON objects in the content of a file; skip lines that are incomplete, too long or not objects."""
+    """Return the JSON objects in a file's content; skip lines that are incomplete, too long or not objects."""
     return [*json_objects(line for line in content.splitlines() if len(line) <= MAX_LINE_BYTES)]
 
 
@@ -99,7 +99,7 @@ def json_objects(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
         try:
             values = json.loads(line)
-        except (ValueError, RecursionError):  # ValueError: not JSON, not UTF-8, or a number of more than 4300 digits
+        except (ValueError, RecursionError):  # ValueError: not JSON, not UTF-8, or a number above 4300 digits
             continue
         if isinstance(values, dict):
             yield values

@@ -1,6 +1,6 @@
-"""Downloads from object stores and mounts, and the clients and threads that they use.
+"""Downloads from object stores and mounted file systems, and the clients and threads used for them.
 
-A read that stalls ends with an error. A large object is downloaded in ranges, several of them in parallel.
+A stalled read ends with an error. Large objects are downloaded in ranges, several in parallel.
 """
 
 import contextlib
@@ -23,21 +23,21 @@ from diffusion.storage.bucket_interface import Client, Location
 from diffusion.storage.retry import DamagedDownload, PreconditionFailed, RetryPolicy, status_of
 
 GRACE_SECONDS = 5.0
-"""A client's own timeout is longer than the policy's by this time; it ends the thread of an abandoned download."""
+"""A client's own timeout exceeds the policy's by this time; it ends the thread of an abandoned download."""
 
 idle: dict[tuple[Any, ...], list[Client]] = {}
-"""Clients that no thread uses, by process, store and timeout. Creating a client takes 0.1 to 0.5 s."""
+"""Pool of unused clients, by process, store and timeout. Creating a client takes 0.1 to 0.5 s."""
 
 
 def client_of(location: Location, retry: RetryPolicy) -> contextlib.AbstractContextManager[Client]:
-    """Return a context manager that yields a client of a store, and afterwards returns the client to the pool."""
+    """Return a context manager that yields a client for a store, and then returns it to the pool."""
     return _release_after(acquire_client(location, retry), location, retry)
 
 
 @contextlib.contextmanager
 def _release_after(client: Client, location: Location, retry: RetryPolicy) -> Iterator[Client]:
     """Yield a client, then return it to the pool of idle clients; drop it after HTTP 400, 401 or 403."""
-    # Drop the client after a refusal: its credentials may have expired, and a new client reads them again.
+    # Drop the client after a rejected request: its credentials may have expired, and a new client reads them again.
     keep = True
     try:
         yield client
@@ -51,7 +51,7 @@ def _release_after(client: Client, location: Location, retry: RetryPolicy) -> It
 
 def acquire_client(location: Location, retry: RetryPolicy) -> Client:
     """Return an idle client from the pool, or a new client if there is none."""
-    # Call pop() without a check: another thread may take the last client between a check and the pop.
+    # Call pop() without checking first: another thread could take the last client between a check and the pop.
     client: Client
     try:
         client = _idle_clients(location, retry).pop()
@@ -62,29 +62,30 @@ def acquire_client(location: Location, retry: RetryPolicy) -> Client:
 
 
 def _idle_clients(location: Location, retry: RetryPolicy) -> list[Client]:
-    """Return the idle clients of a store with this policy's timeout."""
-    # The key has the process ID: parent and child would write to the same connections of a client inherited by a fork.
+    """Return the idle clients for a store and this policy's timeout."""
+    # Include the process ID: with a client inherited through a fork, parent and child would share connections.
     return idle.setdefault((os.getpid(), location.scheme, location.account, retry.timeout_seconds), [])
 
 
 THREADS = 8
-"""Threads per process; all calls of `run_all` share them, so that eight ranks of a node have 64 connections at most."""
+"""Threads per process, shared by all calls of `run_all`, so that eight ranks of a node have at most 64 connections."""
 POLL_SECONDS = 0.02
 Task = Callable[[RetryPolicy], None]
 
 
 class Stopped(Exception):
-    """Error that ends a task because another task of the same call failed; it is not retried."""
+    """Raised to end a task because another task of the same call failed; it is not retried."""
 
 
 def run_all(tasks: Iterable[Task], retry: RetryPolicy) -> None:
-    """Call all tasks in threads; on the first error cancel and end the others, and raise it.
+    """Call all tasks in threads; on the first error, end the other tasks and raise the error.
 
-    No task runs after the return. A task must not call this function.
+    No task is running any more when this returns. A task must not call this function.
 
     Args:
-        tasks: Functions of the retry policy that they must use; its `wait` ends a task when another one has failed.
-        retry: The caller's policy, whose `wait` is called in this thread.
+        tasks: Functions that take the retry policy to use; the policy's `wait` ends a task when another task has
+            failed.
+        retry: The caller's policy; its `wait` is called in this thread.
     """
     stopped = threading.Event()
 
@@ -102,15 +103,15 @@ def run_all(tasks: Iterable[Task], retry: RetryPolicy) -> None:
             retry.wait()
     except BaseException:
         stopped.set()
-        # A request that has been sent ends at the latest when the client's timeout has passed.
+        # A request already sent ends no later than the client's timeout.
         wait({future for future in pending if not future.cancel()})
         raise
 
 
 class _Pool:
-    """Threads that run submitted tasks, the oldest first."""
+    """Threads that run submitted tasks, oldest first."""
 
-    # A ThreadPoolExecutor would not do: its threads are not daemons, and at exit it still works off its whole queue.
+    # Do not use ThreadPoolExecutor: its threads are not daemons, and at exit it still runs its whole queue.
 
     def __init__(self) -> None:
         self.tasks: queue.SimpleQueue[tuple[Future[None], Task, RetryPolicy]] = queue.SimpleQueue()
@@ -133,7 +134,7 @@ class _Pool:
                 future.set_exception(error)
             else:
                 future.set_result(None)
-            del future, task, policy  # do not keep them alive while the thread waits
+            del future, task, policy  # do not keep these objects alive while the thread waits
 
 
 def _process_pool() -> _Pool:
@@ -145,8 +146,8 @@ def _process_pool() -> _Pool:
 
 
 def _forget_pool() -> None:
-    """Forget the pool and the lock of the parent process after a fork."""
-    # The parent's threads do not exist here, and the lock stays locked if one of them held it.
+    """After a fork, forget the parent process's pool and lock."""
+    # The parent's threads do not exist in the child, and the lock stays locked forever if one of them held it.
     global _lock, _pool
     _lock, _pool = threading.Lock(), None
 
@@ -157,15 +158,15 @@ os.register_at_fork(after_in_child=_forget_pool)
 
 
 PROGRESS_BYTES = 2**20
-"""Bytes that a download must receive per timeout to continue; small, since 64 downloads may share a slow link."""
+"""Bytes that a download must receive per timeout to continue; few, since 64 downloads may share a slow link."""
 
 
 class Watched(io.BufferedIOBase):
-    """Output of a download that counts the received bytes; a write fails once the download is abandoned."""
+    """Output of a download that counts received bytes; writes fail once the download is abandoned."""
 
     received = 0
     limit = float('inf')
-    """Number of bytes beyond which a write fails: some servers answer a range with the whole object."""
+    """Writes beyond this number of bytes fail: some servers answer a range request with the whole object."""
     abandoned = False
 
     def write(self, data: Any, /) -> int:
@@ -189,13 +190,13 @@ class WatchedBuffer(Watched, io.BytesIO):
 def read_watched(
     url: str, file: Watched, span: tuple[int, int] | None, retry: RetryPolicy, *, version: str = ''
 ) -> None:
-    """Read an object or a file, or its bytes in the half-open range `span`, into `file`, without retries.
+    """Read an object or a file, or only the half-open byte range `span`, into `file`, without retries.
 
     Raises:
         TimeoutError: Fewer than PROGRESS_BYTES arrived per timeout.
-        Exception: An error of the client, with status 412 if the object no longer has this version.
+        Exception: An error from the client, with status 412 if the object no longer has this version.
     """
-    # Create the client before the clock starts: importing packages and reading credentials is not the store's time.
+    # Create the client before the clock starts: time for imports and reading credentials must not count.
     source = client_of(locate(url), retry) if '://' in url else None
     errors: list[BaseException] = []
 
@@ -209,9 +210,9 @@ def read_watched(
         except BaseException as error:
             errors.append(error)
 
-    # Read in a separate thread, since a read from a hung mount cannot be interrupted, and a client's own timeout
+    # Read in a separate thread, because a read from a hung mount cannot be interrupted, and a client's own timeout
     # restarts with every byte received. A stalled thread is abandoned; it ends at its next write to `file` or when its
-    # socket times out. It is a daemon, so that the interpreter does not wait for it at exit.
+    # socket times out. It is a daemon thread, so that the interpreter does not wait for it at exit.
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     seen, since = 0, time.monotonic()
@@ -233,7 +234,7 @@ def read_watched(
 
 
 def _read_mount(path: str, file: io.BufferedIOBase, span: tuple[int, int] | None) -> None:
-    """Copy a file, or its bytes in the half-open range `span`, to an open file."""
+    """Copy a file, or only the half-open byte range `span`, to an open file."""
     with open(path, 'rb') as source:
         if span is None:
             shutil.copyfileobj(source, file, bucket_interface.CHUNK_BYTES)
@@ -243,21 +244,21 @@ def _read_mount(path: str, file: io.BufferedIOBase, span: tuple[int, int] | None
 
 
 RANGE_BYTES = 2**24
-"""Size of a range; a range that fails is downloaded again."""
+"""Size of a range; if a range fails, only this range is downloaded again."""
 
 
 def current_version(url: str, retry: RetryPolicy) -> tuple[int, str]:
-    """Return the size in bytes and the version of an object, without retries; '' if its store cannot pin versions."""
+    """Return an object's size in bytes and version ('' if its store cannot read by version), without retries."""
     location = locate(url)
     with client_of(location, retry) as client:
         return client.current_version(location)
 
 
 def download_ranges(url: str, path: Path, size: int, version: str, retry: RetryPolicy) -> None:
-    """Download one version of an object to a local path; each range is retried by itself.
+    """Download one version of an object to a local path; each range is retried separately.
 
     Raises:
-        DamagedDownload: Another version has replaced this one.
+        DamagedDownload: The object was replaced by another version.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
@@ -271,7 +272,7 @@ def download_ranges(url: str, path: Path, size: int, version: str, retry: RetryP
 
 
 def _download_range(url: str, path: Path, span: tuple[int, int], version: str, retry: RetryPolicy) -> None:
-    """Download the bytes of a version of an object in the half-open range `span` to the same place of a local file."""
+    """Download the half-open byte range `span` of one version of an object to the same offset in a local file."""
 
     def attempt() -> None:
         with WatchedFile(io.FileIO(path, 'r+')) as file:

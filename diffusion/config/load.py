@@ -107,7 +107,7 @@ def load(
         gather.problems += _import_all(recipe.imports)
     if not recipe.imports or not _without(gather.problems, unset):
         gather.problems += check_components(recipe)
-    # keyword_types looks up the signatures of components, whose names must be known to be registered.
+    # keyword_types looks up components' signatures, which fails if a name is not registered.
     types = {} if gather.problems else keyword_types(recipe)
     unread = tuple(f'{section}.' for section in UNUSED_SECTIONS.get(recipe.task, ()))
     gather.missing = [
@@ -240,7 +240,7 @@ def plain_values(value: Any) -> Any:
 def _with_components(raw: Mapping[str, Any], gather: Gatherer) -> dict[str, Any]:
     """Return a recipe's raw values with each component as {name, kwargs}, without components that are false.
 
-    In YAML, a component's keywords are beside its name; the `Component` dataclass separates them.
+    In YAML, a component's keywords are siblings of `name`; the `Component` dataclass separates them.
     """
     values = dict(raw)
     for section in SINGLE_COMPONENT_SECTIONS:

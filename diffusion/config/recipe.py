@@ -21,7 +21,7 @@ class Component:
     name: str
     """The registered name of the component."""
     kwargs: dict[str, Any] = field(default_factory=dict, metadata={'flat': True})
-    """Keywords of the component, written beside the name in YAML."""
+    """Keywords of the component; in YAML they are siblings of `name`."""
 
 
 @dataclass

@@ -276,7 +276,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _construct_text(loader: _Loader, node: yaml.ScalarNode) -> str:
-    """Return the text of a scalar; raise an error if it contains characters that paths or UTF-8 files cannot."""
+    """Return a scalar's text; raise an error if it contains characters that are invalid in paths or UTF-8 files."""
     text = str(loader.construct_scalar(node))
     if bad := re.search('[\0\ud800-\udfff]', text):
         problem = f'the text contains U+{ord(bad[0]):04X}, which no setting can contain; remove it'

@@ -37,8 +37,7 @@ NCCL_UPLOAD_SECONDS = 20.0
 POLL_SECONDS = 0.5
 """Interval at which a node looks for reports of other nodes."""
 BUCKET_POLL_SECONDS = 5.0
-"""The same interval for an object store, which charges for requests: 0.0036 USD per hour and node for 720 LIST in
-S3."""
+"""The same interval for an object store, which charges for requests (S3: 720 LIST per hour and node, 0.0036 USD)."""
 
 
 @dataclass(frozen=True)

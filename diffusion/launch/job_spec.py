@@ -107,14 +107,14 @@ class JobSpec:
     """Secret environment variables by name, with the source of each value for the backend. Null means the environment
     in which the job is submitted."""
     mounts: dict[str, str] = field(default_factory=dict)
-    """Mounts, as folder on the node and source: `/workspace/runs: /shared/runs`, `pvc://claim`, `s3://bucket/runs`."""
+    """Mounts as `FOLDER_ON_NODE: SOURCE`, with a source such as /shared/runs, pvc://claim or s3://bucket/runs."""
     restart: Restart = field(default_factory=Restart)
     """Actions when a job ends."""
     preflight: Literal['none', 'fast', 'deep'] = 'fast'
     """Level of the node checks before training: fast takes less than a minute, deep takes minutes."""
     hang_seconds: int | None = None
-    """Time in seconds without a batch after which the run counts as hanging. Null means 900. The timeout of collectives
-    is derived from it: four times as long, to allow for saves, plus a minute."""
+    """Minimum time in seconds without a batch after which the run counts as hanging. Null means 900. The timeout of
+    collectives is derived from it: four times as long, to allow for saves, plus a minute."""
     master_port: int = 29500
     """Port on the first node for the rendezvous of the ranks."""
     schedule: Schedule = field(default_factory=Schedule)

@@ -37,7 +37,7 @@ _KEYS: dict[str, dict[str, type]] = {
 }
 """Keys and types of each message. They are checked because any program may connect to the port."""
 _ORDER = ('mistake', 'hardware', 'killed')
-"""Causes that take precedence as the first failure, since they make the ranks of other nodes fail in a collective."""
+"""Causes that count as the first failure in any order of reports: they make other nodes fail in a collective."""
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class _Hub:
             self._decide(attempt)
 
     def _decide(self, attempt: int, late: bool = False) -> None:
-        """Decide on an attempt as soon as no further message can change the decision."""
+        """Decide about a restart after an attempt as soon as no message can change the decision."""
         with self._lock:
             ended = self._ended.get(attempt, {})
             missing = sorted({*range(self._nodes)} - ended.keys())

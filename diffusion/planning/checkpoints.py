@@ -19,7 +19,7 @@ LLAMA3_GPUS = 16_384
 WRITE_BYTES_PER_SECOND = 0.2e9
 """One node's write speed to a shared file system: half the local disk speed in `benchmarks/checkpoint_stall.py`."""
 SHORTEST_SECONDS, LONGEST_SECONDS = 60.0, 3600.0
-"""Bounds of the interval of `trainer.save_interval: auto`."""
+"""Bounds on the interval for `trainer.save_interval: auto`."""
 MOST_TIME_SAVING = 0.05
 """Upper bound on the fraction of time spent in saves with `trainer.save_interval: auto`."""
 PRIOR_HOURS = 24.0

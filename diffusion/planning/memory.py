@@ -215,7 +215,7 @@ def strategies(setup: Setup, *, devices_per_node: int | None = None) -> list[Set
 
 
 def ways_out(phase: Phase, setup: Setup, gpu: GPU, gpus: dict[str, GPU]) -> list[str]:
-    """Return settings that would each make a too large run fit in GPU memory; empty if there are none.
+    """Return changes of settings, each of which makes an oversized run fit in GPU memory; empty if there are none.
 
     Args:
         gpus: All known GPUs; the smallest GPU that is large enough is suggested.

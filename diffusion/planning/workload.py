@@ -137,7 +137,7 @@ class Phase:
         alignment, route = self.alignment, self.route
         if alignment is None:
             return 0.0
-        encodes = encoding == 'pictures'  # features are stored beside latents
+        encodes = encoding == 'pictures'  # features are stored with latents
         return self._mean(lambda shape: alignment.training_flops(shape, route, encodes=encodes))
 
     @cached_property

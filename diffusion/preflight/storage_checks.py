@@ -60,7 +60,7 @@ def check_shared_folder(folder: Path) -> list[Finding]:
 
 
 def _view(folder: Path, name: str, names: Sequence[str]) -> FolderView:
-    """Wait until the files of all nodes are visible, or a time limit, and return this node's view."""
+    """Wait until the files of all nodes are visible or a time limit is reached; return this node's view."""
     # A file that stays invisible uses up the whole time limit; then do not wait for other files.
     seconds, seen = local_files.VISIBLE_SECONDS, set()
     for other in names:
@@ -331,7 +331,7 @@ def measure_write_speed(folder: Path, seconds: float, most_bytes: int) -> float:
                 written += file.write(chunk)
                 os.fdatasync(file.fileno())
             elapsed = time.monotonic() - begin
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # do not read the last chunk from memory
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # drop cached pages, to read back from disk
         with path.open('rb', buffering=0) as file:
             file.seek(written - CHUNK_BYTES)
             if file.read(CHUNK_BYTES) != chunk:

@@ -372,7 +372,7 @@ class TimeBreakdown:
 
 
 def time_breakdown(attempts: Sequence[Attempt]) -> tuple[TimeBreakdown, dict[str, float]]:
-    """Return the time of a run by category, and the seconds lost to each cause of its attempts' ends.
+    """Return the time of a run by category, and the seconds lost to each cause that ended an attempt.
 
     The lost time includes shutdown, downtime, startup of the next attempt, and batches that had to be repeated.
     """

@@ -70,7 +70,7 @@ NOTICE_SECONDS = 'DIFFUSION_NOTICE_SECONDS'
 """Time in seconds from the scheduler's SIGTERM (or SIGUSR1) to its SIGKILL, in which the workers must save."""
 
 HANG_SECONDS = 'DIFFUSION_HANG_SECONDS'
-"""Time in seconds without a batch after which the run counts as hanging; if unset, the watchdog's default."""
+"""Minimum time in seconds without a batch after which a run counts as hanging; if unset, the watchdog's default."""
 
 SECRETS = 'DIFFUSION_SECRETS'
 """Secrets in AWS Secrets Manager, as `NAME=secret-id,NAME=secret-id`. The node entry point adds them to the workers'

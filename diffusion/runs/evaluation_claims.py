@@ -72,7 +72,7 @@ class EvaluationClaims:
         self._lease_seconds, self._job = lease_seconds, job
 
     def tries(self) -> dict[str, int]:
-        """Return the number of the last claim on each checkpoint with claims."""
+        """Return the number of the last claim for each checkpoint that has any."""
         found: dict[str, int] = {}
         for name in self._files.list(EVALUATIONS).files:
             if claim := _CLAIM.fullmatch(name):

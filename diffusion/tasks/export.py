@@ -128,7 +128,7 @@ def average_of(checkpoint: Path, width: float, *, at: int | None = None) -> Reco
 
     Args:
         width: Width of the average; see `reconstruct_average`.
-        at: Batch of the average; None is the batch of the last snapshot at or before the checkpoint.
+        at: Batch of the average; None means the last snapshot at or before the checkpoint.
 
     Raises:
         UserError: The checkpoint is older than the first snapshot.

@@ -99,7 +99,7 @@ def test_unpacked_keywords_are_read_from_the_source_too():
     of_file = {each.name: each for each in of_source('diffusion.models.families.prx.builder', 'prx').parameters}
     assert of_file['encoder_dtype'].default == 'bfloat16'
     assert of_file['posterior'].default == 'sample' and not of_file['posterior'].required
-    assert of_file['seed'].doc.startswith('Seed of noise')
+    assert of_file['seed'].doc.startswith('Seed for noise')
     assert not of_file['seed'].changes_architecture and of_file['depth'].changes_architecture
     (depth,) = of_object(deep).parameters
     assert (depth.annotation, depth.default, depth.constraints) == ('int', 3, (AtLeast(1),))

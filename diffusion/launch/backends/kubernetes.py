@@ -154,7 +154,7 @@ def cancel(jobs: Sequence[Job]) -> str:
 
 
 def free_nodes(spec: JobSpec) -> int:
-    """Return the number of ready nodes with enough GPUs for a pod that running pods do not use."""
+    """Return the number of ready nodes whose free GPUs (not used by running pods) suffice for a pod."""
     resource, needed = spec.options.gpu_resource, spec.gpus_per_node if spec.gpu else 1
     used: dict[str, int] = {}
     for pod in _items('pods', '--all-namespaces', '--field-selector=status.phase!=Succeeded,status.phase!=Failed'):

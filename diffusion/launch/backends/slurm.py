@@ -124,7 +124,7 @@ def submit(jobs: Sequence[Job], rendered: Rendered, folder: Path) -> str:
 
 def status(jobs: Sequence[Job]) -> str:
     names = ','.join(job.name for job in jobs)
-    # squeue prints the text after a field's colon after the field's value.
+    # squeue appends the text after a field's colon to the field's value.
     form = 'JobID: ,Name: ,State:; ,TimeUsed: of ,TimeLimit:; restarts: ,RestartCnt:; reason: ,Reason:'
     queued = call(['squeue', '--me', f'--name={names}', '--noheader', f'--Format={form}'], install=INSTALL)
     return queued or f'{names}: not in the queue; sacct --name={names} shows how they ended'
@@ -188,7 +188,7 @@ def _script(job: Job) -> str:
         f'max_restarts={spec.restart.max_restarts}',
         *_action_function(job),
         '',
-        # Resolve the address outside the container, which does not have scontrol.
+        # Resolve the first node's address outside the container, which does not have scontrol.
         f'export {environment.MASTER_ADDR}=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         # When one node fails, the others hang in a collective; --kill-on-bad-exit ends them.
         f'srun --kill-on-bad-exit=1 {_cpu_options(spec.options)} \\',

@@ -64,7 +64,7 @@ class CompileCache(Callback):
             write_atomically(self.path, artifacts[0])
         except OSError as error:
             # The cache only saves time: a full disk must not end the run.
-            log.warning('compiled code is not saved, so that a restart compiles again: %s', error)
+            log.warning('compiled code was not saved, so a restart compiles it again: %s', error)
             return
         log.info('%s: compiled code saved, %.1f MB', self.path, len(artifacts[0]) / 1e6)
 

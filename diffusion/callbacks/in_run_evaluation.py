@@ -113,7 +113,7 @@ class InRunEvaluation(Callback):
                 log.error('%s: its results cannot be written (%s): %s', name, error, json.dumps(metrics))
         share = self._seconds / max(self._seconds, time.monotonic() - self._began)
         log.info(
-            '%s: evaluated in %.0f s, in which no GPU trained; evaluations took %.1f%% of the time so far',
+            '%s: evaluated in %.0f s, during which no GPU trained; evaluations took %.1f%% of the time so far',
             *(name, seconds, 100 * share),
         )
         logger.log_metrics({'evaluation/seconds': seconds})

@@ -61,8 +61,8 @@ def read_checked_receipt(url: str, run_id: str = '') -> bytes:
     receipt = parse_receipt(text, url)
     if run_id and receipt.get('run') and receipt['run'] != run_id:
         raise UserError(
-            f'{url}: it is of another run (id {receipt["run"]}, this run has {run_id}); move it away, or start a new '
-            f'run from its weights with init_from: {url}'
+            f'{url}: it belongs to another run (id {receipt["run"]}, this run has {run_id}); move it away, or start a '
+            f'new run from its weights with init_from: {url}'
         )
     sizes = StorePlace(url).sizes()
     for name, record in receipt['files'].items():

@@ -332,7 +332,7 @@ def parse_receipt(text: bytes, checkpoint: str, *, sharded: bool = False) -> dic
     name = checkpoint.rpartition('/')[2]
     number = batch_number(Path(name))
     if number is not None and batch != number:
-        raise DamagedCheckpoint(f'{path}: of batch {batch}, but its folder is {name}; rename it back')
+        raise DamagedCheckpoint(f'{path}: belongs to batch {batch}, but its folder is {name}; rename it back')
     return content | {'files': files}
 
 

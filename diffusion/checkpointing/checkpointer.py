@@ -231,7 +231,7 @@ class Checkpointer(CheckpointSaver):
         # A save is still running here only after a training error. The ranks can no longer agree, so nothing is
         # published. The thread stops at its next write, and the next start removes its files.
         if self._running is not None:
-            log.warning('%s: not saved, since the run has ended while it was being written', self._running.save.name)
+            log.warning('%s: not saved, since the run ended while it was being written', self._running.save.name)
             self._running.save.abandon()
             self._running = None
         self._tiers.close()

@@ -78,7 +78,7 @@ class RunMirror:
             ):
                 continue
             if path.exists() and before != self._stamp(path, '' if before is None else before.tag):
-                log.warning('%s: replaced by the newer %s/%s; another node has written it', path, self.url, name)
+                log.warning('%s: replaced by the newer %s/%s, which another node has written', path, self.url, name)
             unfinished = path.with_name(f'.{path.name}{UNFINISHED}')
             object_store.download(f'{self.url}/{name}', unfinished, size=found.size)
             os.replace(unfinished, path)
@@ -193,4 +193,4 @@ def try_to_push(mirror: RunMirror, retry: RetryPolicy = object_store.DEFAULT, *,
     try:
         mirror.push(retry, since=since)
     except (OSError, UserError) as error:
-        log.warning('%s: not all files of %s are up to date there (%s)', mirror.url, mirror.folder, error)
+        log.warning('%s: not all files of %s could be uploaded (%s)', mirror.url, mirror.folder, error)

@@ -328,7 +328,7 @@ def newest_intact(folder: Path, run_id: str = '') -> Path | None:
             found = read_with_retries(lambda checkpoint=checkpoint: read_receipt(checkpoint)).get('run')
             if run_id and found and found != run_id:
                 raise UserError(
-                    f'{checkpoint}: it is of another run (id {found}, this run has {run_id}); move it out of the '
+                    f'{checkpoint}: it belongs to another run (id {found}, this run has {run_id}); move it out of the '
                     f'folder, or start a new run from its weights with init_from: {checkpoint}'
                 )
             verify_checkpoint(checkpoint)

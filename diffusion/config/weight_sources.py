@@ -92,7 +92,7 @@ def _hub_problems(start: InitFrom, repository: str) -> dict[str, str]:
         what = f'{start.revision!r} is not a commit; branches and tags may change'
         problems['revision'] = f'{what}, so give the 40 hexadecimal digits of a commit'
     if start.weights == 'ema':
-        problems['weights'] = f'ema, but {start.source} has one set of weights; remove weights'
+        problems['weights'] = f'ema, but {start.source} has only one set of weights; remove weights'
     return problems
 
 

@@ -189,7 +189,7 @@ def _weight_files(folder: Path) -> list[Path]:
         )
     variant, files = found
     if variant is not None:
-        log.warning('%s: has half precision only (%s), which is loaded', folder, variant)
+        log.warning('%s: only has half-precision weights (%s), which are loaded', folder, variant)
     return files
 
 

@@ -176,7 +176,7 @@ def _lack(part: type, subfolder: str, names: Collection[str]) -> str:
         return f'has no {_inside(subfolder, "config.json")}'
     halves = [f'{stem}.{variant}.safetensors' for stem in STEMS for variant in VARIANTS[1:]]
     found = [_inside(subfolder, name) for name in halves if name in names]
-    return f'has half precision only, as {found[0]}, which is read from a local folder' if found else NO_WEIGHTS
+    return f'only has half-precision weights ({found[0]}), which only load from a local folder' if found else NO_WEIGHTS
 
 
 def _files(repository: str, subfolder: str, revision: str | None) -> tuple[str, list[str]]:

@@ -167,7 +167,7 @@ def _variant(folder: Path) -> dict[str, str]:
     found = hub_files.weight_files(folder)
     if found is None or found[0] is None:
         return {}
-    log.warning('%s: has half precision only (%s), which is loaded', folder, found[0])
+    log.warning('%s: only has half-precision weights (%s), which are loaded', folder, found[0])
     return {'variant': found[0]}
 
 

@@ -135,8 +135,8 @@ def sd3_file(pipeline: Any, objective: Objective) -> SingleFile:
         tensors |= _prefixed('text_encoders.t5xxl.transformer.', pipeline.text_encoder_3.state_dict())
     if not (objective.is_flow and objective.prediction_type == 'velocity'):
         log.warning(
-            'export: trained with path %s and prediction_type %s, but programs take the model in a single file of '
-            'Stable Diffusion 3 for a flow that predicts the velocity',
+            'export: trained with path %s and prediction_type %s, but programs assume that a single file of '
+            'Stable Diffusion 3 has a flow that predicts the velocity',
             objective.path,
             objective.prediction_type,
         )

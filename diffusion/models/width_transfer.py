@@ -41,7 +41,7 @@ def scale_for_width(model: nn.Module, base: nn.Module, *, prefix: str = '') -> d
     """
     shapes = {name: parameter.shape for name, parameter in base.named_parameters()}
     if shapes.keys() != dict(model.named_parameters()).keys():
-        raise UserError('mup: the model and its base model have other layers; they may differ in width alone')
+        raise UserError('mup: the model and its base model have different layers; they may differ only in width')
     factors: dict[str, float] = {}
     for path, layer in model.named_modules():
         for name, parameter in layer.named_parameters(recurse=False):
@@ -54,8 +54,8 @@ def scale_for_width(model: nn.Module, base: nn.Module, *, prefix: str = '') -> d
                     factors[prefix + full] = 1 / ratio
             elif sum(grown) > 1:
                 raise UserError(
-                    f'mup: {full} of a {type(layer).__name__} grows in {sum(grown)} dimensions, and its rule is not '
-                    'known; use linear layers and convolutions'
+                    f'mup: {full} of a {type(layer).__name__} grows in {sum(grown)} dimensions, and no muP rule is '
+                    'known for it; use linear layers and convolutions'
                 )
     return factors
 

@@ -134,7 +134,7 @@ def for_profiling(recipe: Recipe, out: Path, *, batches: int) -> Recipe:
     microbatch, batch = recipe.device_train_microbatch_size, recipe.global_batch
     if isinstance(microbatch, int) and batch > MICROBATCHES * microbatch:
         batch = MICROBATCHES * microbatch
-        log.info('global_batch: reduced to %d, the part of one device among many', batch)
+        log.info('global_batch: reduced to %d, the share of a single device', batch)
     return replace(
         recipe,
         name='profiled',

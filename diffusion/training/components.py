@@ -71,9 +71,9 @@ def add_lora(recipe: Recipe, model: ComposerModel) -> None:
     """
     assert recipe.lora is not None
     if not isinstance(model, LatentDiffusion):
-        raise UserError('lora: only models with a denoiser can be trained with it; remove the section')
+        raise UserError('lora: the model has no denoiser to train; remove the section')
     if model.train_text_encoder:
-        raise UserError('lora: trains the denoiser alone; set model.train_text_encoder: false')
+        raise UserError('lora: only trains the denoiser; set model.train_text_encoder: false')
     lora.add_lora(model.denoiser, recipe.lora, seed=recipe.seed)
     model.denoiser_is_frozen = True
 
@@ -269,13 +269,13 @@ def check_device(recipe: Recipe) -> None:
         return
     if device == 'gpu':
         raise UserError(
-            'trainer.device: gpu, but PyTorch finds no CUDA GPU on this machine (is one there, and visible by '
-            'CUDA_VISIBLE_DEVICES?); for a CPU set trainer.device=cpu trainer.precision=fp32'
+            'trainer.device: gpu, but PyTorch finds no CUDA GPU on this machine (is there one, and does '
+            'CUDA_VISIBLE_DEVICES include it?); for a CPU set trainer.device=cpu trainer.precision=fp32'
         )
     if device is None and recipe.task in ('train', 'evaluate') and precision.lower() != 'fp32':
         raise UserError(
-            f'trainer.precision: {precision} needs a GPU, and PyTorch finds none on this machine (is one there, and '
-            'visible by CUDA_VISIBLE_DEVICES?); for a CPU set trainer.precision=fp32'
+            f'trainer.precision: {precision} needs a GPU, and PyTorch finds none on this machine (is there one, and '
+            'does CUDA_VISIBLE_DEVICES include it?); for a CPU set trainer.precision=fp32'
         )
 
 

@@ -127,7 +127,7 @@ def published_weights(model: ComposerModel, start: InitFrom) -> SourceWeights:
         weights = read_original(model.denoiser, Path(start.source), start.weights)
         return SourceWeights(_prefixed(DENOISER, weights), start.source, f'the {start.weights} weights of the denoiser')
     if start.weights == 'ema':
-        raise NoAverages(f'{start.source} has one set of weights')
+        raise NoAverages(f'{start.source} has only one set of weights')
     if repository is None:
         folder = denoiser_folder(model.denoiser, Path(start.source))
     else:
@@ -181,7 +181,9 @@ def load_source(model: ComposerModel, source: SourceWeights, *, resize: bool) ->
     weights, added = resized(with_own_training_parts(source.tensors, own, source.place), own)
     if added and not resize:
         way_out = 'set init_from.resize: true to add channels of zeros, or use a VAE with the channels of the source'
-        raise UserError(f'init_from: {source.place}: other numbers of latent channels: {"; ".join(added)}; {way_out}')
+        raise UserError(
+            f'init_from: {source.place}: different numbers of latent channels: {"; ".join(added)}; {way_out}'
+        )
     way_out = f'use model settings that fit{fitting_hint(weights, own)}'
     shapes, stored = ({name: each.shape for name, each in tensors.items()} for tensors in (own, weights))
     check_architecture(shapes, stored, f'init_from: {source.place}', way_out=way_out)

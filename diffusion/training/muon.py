@@ -223,7 +223,7 @@ class Muon(Optimizer):
         if parts is None:
             return
         if param_group.get('algorithm') != 'muon' or len(parts) != len(shapes):
-            raise UserError('muon: parts are for a group with algorithm muon, one number per weight')
+            raise UserError('muon: parts require a group with algorithm muon, and one number per weight')
         for number, shape in zip(parts, shapes, strict=True):
             if number < 1 or shape[0] % number:
                 raise UserError(f'muon: a weight of shape {list(shape)} does not divide into {number} matrices of rows')

@@ -79,7 +79,7 @@ def _compare(recipe: Recipe, checkpoint: Path | None) -> ResumedRecipe:
     place = next((path for path in (of_checkpoint, of_run) if path.is_file()), None)
     if place is None:
         log.warning(
-            '%s: there is no %s beside the checkpoint, so its model, optimizer and other settings cannot be compared '
+            '%s: there is no %s next to the checkpoint, so its model, optimizer and other settings cannot be compared '
             'with this recipe',
             *(checkpoint or recipe.run_dir, RECIPE),
         )
@@ -87,7 +87,7 @@ def _compare(recipe: Recipe, checkpoint: Path | None) -> ResumedRecipe:
     saved = recipe_values(read_yaml(place))
     if saved.unknown:
         log.warning(
-            '%s: written by another version; this version does not know and does not compare: %s',
+            '%s: written by another version; not compared, since this version does not know them: %s',
             *(place, ', '.join(saved.unknown)),
         )
     known = [change for change in _changes(recipe, saved.values) if change.key not in saved.unknown]

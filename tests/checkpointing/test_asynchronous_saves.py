@@ -131,7 +131,7 @@ def test_training_that_fails_during_a_save_publishes_nothing_and_resumes(write, 
         trainer.engine.close()
     assert time.monotonic() - began < 20
     assert saved(run) == ['ba2'] and (run / '.ba4.unfinished').exists()
-    assert 'ba4: not saved, since the run has ended while it was being written' in caplog.text
+    assert 'ba4: not saved, since the run ended while it was being written' in caplog.text
     train(load(path)).close()
     assert not list(run.glob('.ba*'))
     assert_same_end(run, blocking)

@@ -244,7 +244,7 @@ def test_checkpoint_of_another_run_is_refused(write, bucket, store):
     train(load(path, ['trainer.max_duration=2ba'])).close()
     receipt = json.loads(store.objects('bucket')['runs/mixed/ba2/receipt.json'])
     store.put(f'{recipe.run_place}/ba2', 'receipt.json', json.dumps(receipt | {'run': 'f' * 32}).encode())
-    with pytest.raises(UserError, match='ba2: it is of another run .*init_from: s3://'):
+    with pytest.raises(UserError, match='ba2: it belongs to another run .*init_from: s3://'):
         build_trainer(recipe)
 
 

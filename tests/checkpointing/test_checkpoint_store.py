@@ -211,7 +211,7 @@ RECORD = {'bytes': 0, 'xxh3_128': '99aa06d3014798d86001c324468d497f'}
         ),
         (edit(lambda receipt: receipt.update(kind='sharded')), r'does not list \.metadata, which every checkpoint'),
         (edit(lambda receipt: receipt.update(files=[])), 'not a valid receipt'),
-        (rename, r'of batch 10, but its folder is ba20; rename it back'),
+        (rename, r'belongs to batch 10, but its folder is ba20; rename it back'),
     ],
 )
 def test_receipt_that_cannot_be_right_counts_as_damage(tmp_path, change, message):
@@ -246,7 +246,7 @@ def test_checkpoint_of_another_run_is_refused_and_one_without_id_passes(tmp_path
     assert run_storage.newest_intact(tmp_path, 'own') == tmp_path / 'ba10'
     write(tmp_path, 15, run='sibling')
     with pytest.raises(
-        UserError, match=r'ba15: it is of another run \(id sibling, .* move it out .* init_from: .*/ba15'
+        UserError, match=r'ba15: it belongs to another run \(id sibling, .* move it out .* init_from: .*/ba15'
     ):
         run_storage.newest_intact(tmp_path, 'own')
     assert not (tmp_path / 'ba15.damaged').exists()

@@ -45,5 +45,5 @@ def test_credentials_that_expire_are_a_fault_of_storage_and_not_a_mistake():
         MIRROR_RETRY.run(ask, 's3://bucket/run')
     with pytest.raises(OSError, match='no credentials'), _as_storage_fault():
         MIRROR_RETRY.run(ask, 's3://bucket/run')
-    with pytest.raises(UserError, match='of another run'), _as_storage_fault():
-        raise UserError('it is of another run')
+    with pytest.raises(UserError, match='another run'), _as_storage_fault():
+        raise UserError('it belongs to another run')

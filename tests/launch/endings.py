@@ -292,7 +292,7 @@ SINGLE = [
         *(78, 'mistake', 'someone/model/vae: … there is no such repository', NEVER),
         prepare=answer_of_hub('no-repository'),
     ),
-    Ending('checkpoint of another run', 78, 'mistake', 'is of another run', NEVER, prepare=give_another_id),
+    Ending('checkpoint of another run', 78, 'mistake', 'belongs to another run', NEVER, prepare=give_another_id),
     Ending(
         'run folder moved, or its file system unmounted',
         *(1, '', 'not saved', CHECKPOINT),

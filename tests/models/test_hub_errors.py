@@ -66,7 +66,7 @@ def test_folder_with_half_precision_only_is_loaded(small_vae, small_text_encoder
     assert [each.name for each in (tmp_path / 'halves').glob(f'*.{variant}.safetensors')]
     caplog.clear()
     loaded = load_pretrained(part, str(tmp_path), subfolder='halves').state_dict()
-    assert caplog.messages == [f'{tmp_path}/halves: has half precision only ({variant}), which is loaded']
+    assert caplog.messages == [f'{tmp_path}/halves: only has half-precision weights ({variant}), which are loaded']
     expected = {name: each.float() for name, each in halves.state_dict().items()}
     torch.testing.assert_close(loaded, expected, rtol=0, atol=0)
 

@@ -102,5 +102,5 @@ def test_a_width_or_optimizer_without_rules_is_refused():
     assert 'model.mup_base_width: lora trains updates' in str(error.value)
     with pytest.raises(UserError, match=r'mup: weight of a Embedding grows in 2 dimensions|grows in'):
         scale_for_width(nn.Embedding(8, 8), nn.Embedding(4, 4))
-    with pytest.raises(UserError, match='have other layers; they may differ in width alone'):
+    with pytest.raises(UserError, match='have different layers; they may differ only in width'):
         scale_for_width(of_width(BASE), nn.Linear(2, 2))

@@ -245,7 +245,7 @@ def test_folder_without_safetensors_or_denoiser_is_refused(published, recipe_fro
         build_trainer(recipe_from(folder))
     with pytest.raises(UserError, match=r"holds a AutoencoderKL, but the model's denoiser is a UNet2DCondition"):
         build_trainer(recipe_from(small_vae))
-    with pytest.raises(UserError, match=r'init_from\.weights: ema, but .* has one set of weights; use training'):
+    with pytest.raises(UserError, match=r'init_from\.weights: ema, but .* has only one set of weights; use training'):
         build_trainer(recipe_from({'from': str(published[1]), 'weights': 'ema'}))
 
 

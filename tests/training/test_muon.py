@@ -247,7 +247,7 @@ def test_plain_and_named_parameters_are_divided_by_their_shapes():
         ),
         (
             {'params': [{'params': [torch.ones(4, 3)], 'parts': [2]}]},
-            'parts are for a group with algorithm muon, one number per weight',
+            'parts require a group with algorithm muon, and one number per weight',
         ),
         ({'params': [{'params': [torch.ones(3)], 'algorithm': 'sgd'}]}, "algorithm 'sgd'; use muon or adamw"),
     ],

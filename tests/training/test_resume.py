@@ -299,7 +299,7 @@ def test_run_is_compared_with_the_recipe_in_its_checkpoint_first(run, caplog):
     assert 'does not know and does not compare: loader.workers' in caplog.text
     (folder / 'recipe.yaml').unlink()
     assert compare_with_checkpoint(recipe, folder / 'ba4').changes == ()
-    assert 'no recipe.yaml beside the checkpoint, so its model, optimizer and other settings cannot' in caplog.text
+    assert 'no recipe.yaml next to the checkpoint, so its model, optimizer and other settings cannot' in caplog.text
 
 
 @pytest.mark.slow

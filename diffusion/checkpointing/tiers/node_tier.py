@@ -270,5 +270,5 @@ def _remove_stale(root: Path, own: Path) -> None:
         with suppress(OSError), (folder / LOCK).open('w', encoding='utf-8') as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if time.time() - folder.stat().st_mtime > STALE_SECONDS:
-                log.warning('%s: removed, the checkpoints of a run that does not run here any more', folder)
+                log.warning('%s: removed the checkpoints of a run that no longer runs here', folder)
                 remove(folder)

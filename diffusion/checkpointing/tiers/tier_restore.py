@@ -118,7 +118,9 @@ def _candidates(tier: NodeTier, stored: Collection[int], at_least: int) -> list[
                 if base is None or base in stored:
                     own.add(_Candidate(receipt['batch'], receipt['save']))
                 else:
-                    log.warning('%s: not used, since ba%d, which it followed, is no longer there', checkpoint, base)
+                    log.warning(
+                        '%s: not used, since the checkpoint before it, ba%d, no longer exists', checkpoint, base
+                    )
         except OSError as error:
             log.warning('%s: cannot be read (%s)', tier.folder, error)
     return sorted(set().union(*dist.all_gather_object(own)), reverse=True)
@@ -174,7 +176,7 @@ def _restore(candidate: _Candidate, tier: NodeTier) -> Path | None:
     errors = [each for each in dist.all_gather_object(error) if each]
     if errors:
         if dist.get_global_rank() == 0:
-            log.warning('%s: not used, its files cannot be brought to all nodes (%s)', name, errors[0])
+            log.warning('%s: not used, its files could not be copied to all nodes (%s)', name, errors[0])
         return None
     if dist.get_global_rank() == 0:
         size = sum(receipt['files'][each.name].bytes for each in transfers)

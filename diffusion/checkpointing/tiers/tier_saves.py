@@ -97,7 +97,7 @@ class TierSaves:
         self._gives_up = True
         running.save.abandon()
         if dist.get_global_rank() == 0:
-            log.info('%s: given up, since a save into the storage of the run is due', running.save.name)
+            log.info('%s: given up, since a save to the storage of the run is due', running.save.name)
 
     def abandon(self) -> None:
         """Give up the running save, if any."""
@@ -199,6 +199,6 @@ class TierSaves:
     def _drop(self, schedule: _Schedule, reason: str) -> None:
         """Continue without a tier; its last checkpoint stays until the run's storage has a newer one."""
         if dist.get_global_rank() == 0:
-            log.warning('%s: not used any more in this run, %s', schedule.tier.place, reason)
+            log.warning('%s: no longer used in this run, %s', schedule.tier.place, reason)
         self._schedules.remove(schedule)
         self._dropped.append(schedule.tier)

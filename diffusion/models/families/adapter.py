@@ -259,6 +259,6 @@ def adapter_of(denoiser: nn.Module) -> DenoiserAdapter:
         return adapter
     known = ', '.join(dict.fromkeys(each.denoiser_class for each in families.families() if each.denoiser_class))
     raise UserError(
-        f'denoiser: {type(denoiser).__name__} is of no known family; use {known}, or add one with '
+        f'denoiser: {type(denoiser).__name__} belongs to no known family; use {known}, or add one with '
         'diffusion.register_family'
     )

@@ -196,7 +196,7 @@ def test_checkpoint_that_followed_a_removed_one_is_not_used(cluster):
     cluster.kill(path, [0])
     shutil.rmtree(cluster.run_folder(path) / 'ba3')
     output = cluster.run(path, [0], 'trainer.max_duration=2ba')
-    assert 'not used, since ba3, which it followed, is no longer there' in output
+    assert 'not used, since the checkpoint before it, ba3, no longer exists' in output
     assert 'resumed from' not in output
 
 
@@ -219,7 +219,7 @@ def test_saves_in_the_background(cluster, undisturbed):
     [
         ('create', r'node1/.*state\.pt', 'ENOSPC', 1, 'no space left on'),
         ('rename', r'node1/.*unfinished', 'EIO', 1, 'not complete on all nodes'),
-        ('rename|mkdir', r'node1/.*', 'EROFS', -1, 'not used any more in this run, 3 saves in a row have failed'),
+        ('rename|mkdir', r'node1/.*', 'EROFS', -1, 'no longer used in this run, 3 saves in a row have failed'),
         ('list', r'node0/diffusion-\d+/[^/]*$', 'EIO', 1, 'older checkpoints are not removed'),
     ],
 )
@@ -299,8 +299,8 @@ def test_save_into_a_tier_makes_way_for_one_into_the_storage(cluster, undisturbe
     output = cluster.run(
         recipe, [0, 1], 'checkpointing.tiers.memory.save_interval=2ba', environment=environment([slow], tmp_path)
     )
-    assert 'memory tier, ba2: given up, since a save into the storage of the run is due' in output
-    assert 'not used any more' not in output
+    assert 'memory tier, ba2: given up, since a save to the storage of the run is due' in output
+    assert 'no longer used' not in output
     assert_same_end(cluster.run_folder(recipe), undisturbed(2))
 
 
@@ -315,7 +315,7 @@ def test_vanished_folder_of_a_tier_is_not_created_again(cluster, undisturbed):
         time.sleep(0.02)
     shutil.rmtree(cluster.node(path.stem, 0))
     assert jobs[0].wait(60) == [0], jobs[0].output()
-    assert 'disk tier: not used any more in this run, 3 saves in a row have failed' in jobs[0].output()
+    assert 'disk tier: no longer used in this run, 3 saves in a row have failed' in jobs[0].output()
     assert not cluster.node(path.stem, 0).exists()
     assert_same_end(cluster.run_folder(path), undisturbed(1))
 

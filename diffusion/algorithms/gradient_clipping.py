@@ -43,9 +43,6 @@ class GradientClipping(ComposerGradientClipping):
 
     on_resume = STATELESS
 
-    # Composer's class calls clip_grad_norm_ with the DTensors of FSDP2, which takes the host 10 ms for the 686 tensors
-    # of Stable Diffusion 2, half of a step on 128 GPUs, and loops over parameters in Python on CPUs. The loss guard
-    # needs the same norms, so this class computes and reduces them over ranks once for both. Composer's `adaptive`
     # Composer's class calls clip_grad_norm_ with the DTensors of FSDP2. For the 686 tensors of Stable Diffusion 2 this
     # costs 10 ms of host overhead, half of a step on 128 GPUs; on CPUs it loops over parameters in Python. The loss
     # guard needs the same norms, so this class computes and reduces them once for both. Composer's `adaptive` computes

@@ -25,7 +25,6 @@ from diffusion.storage.atomic import atomic_file
 
 log = logging.getLogger(__name__)
 
-# Write a snapshot at the end of the batch or epoch, before the checkpoint. A run killed between its last checkpoint and
 # Write a snapshot at the end of the batch or epoch, before the checkpoint. Otherwise a run killed after its last
 # checkpoint but before a later snapshot would count as finished and never write that snapshot.
 _SNAPSHOT_EVENTS = (Event.BATCH_END, Event.EPOCH_END, Event.FIT_END)
@@ -259,8 +258,6 @@ def reconstruct_average(run: Path, width: float, *, at: int | None = None) -> Re
         raise UserError(
             f'{run / SNAPSHOT_FOLDER}: batch {batch} is not between 1 and {last}, the batch of the last snapshot'
         )
-    # Ignore snapshots beyond the first one from this batch on. They have little information about it, and may be from
-    # an abandoned trajectory: a run that resumed from an earlier checkpoint with another learning rate and has not
     # Ignore snapshots after the first one at or after this batch. They contain little information about it and may come
     # from an abandoned trajectory: the run may have resumed from an earlier checkpoint with another learning rate
     # without having overwritten them yet.

@@ -80,14 +80,11 @@ def mixture(kept: Sequence[Profile], target: Profile) -> tuple[NDArray[np.float6
     Returns:
         The coefficients x, and the relative error |target - sum x_i kept_i| / |target|.
     """
-    # The paper's A x = b leaves the sum of x free. With 6 snapshots of widths 0.05 and 0.10 it is 1.003 for a width of
-    # 0.07, which scales all parameters; only networks with the paper's normalized weights are invariant to that. The
     # The paper's A x = b does not constrain the sum of x. With 6 snapshots of widths 0.05 and 0.10 it is 1.003 for a
     # width of 0.07, which rescales all parameters; only networks with the paper's weight normalization are invariant to
     # that. The constraint costs little: the error becomes 2.12% instead of 2.11%.
     norms = np.sqrt(np.diag(inner_products(kept, kept)))
     target_norm = float(np.sqrt(inner_products([target], [target]).item()))
-    # Normalize the profiles, so that early and late snapshots have the same scale: the condition number of 55
     # Normalize the profiles so that early and late snapshots have the same scale. The condition number of 55 snapshots
     # is then 1e5.
     cosines = inner_products(kept, kept) / np.outer(norms, norms)

@@ -29,7 +29,6 @@ class CompileCache(Callback):
         folder: Folder on a file system that all nodes share, such as the run's.
     """
 
-    # The files contain pickled objects. They are as trustworthy as the run's folder: only files that belong to this
     # The files contain pickled objects and are as trustworthy as the run's folder: only files owned by this user are
     # read. Each device has its own file because compiled code depends on the device's index.
 

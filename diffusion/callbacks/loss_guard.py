@@ -160,7 +160,6 @@ class LossGuard(Callback):
         self._microbatches.append(record_microbatch(state.loss, state.batch, sample_losses))
 
     def after_backward(self, state: State, logger: Logger) -> None:
-        # The gradients are complete at AFTER_BACKWARD of the last microbatch: averaged over the ranks, and not yet
         # Gradients are complete at AFTER_BACKWARD of the last microbatch: averaged over ranks but not yet clipped,
         # because Composer runs algorithms at AFTER_TRAIN_BATCH before callbacks. Here state.batch is the microbatch.
         self._samples_left -= samples_in(state.batch)
@@ -177,8 +176,6 @@ class LossGuard(Callback):
         return self._gradients, self._reduced_figures(state)[-1]
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
-        # The optimizer has not stepped yet at AFTER_TRAIN_BATCH. Reading the figures here would make the host wait for
-        # the GPU, just before Composer waits for the loss at the end of its closure. So they are copied now, and read
         # The optimizer has not stepped yet at AFTER_TRAIN_BATCH. Reading the values here would make the host wait for
         # the GPU, just before Composer waits for the loss at the end of its closure. Instead, start the copy now and
         # read the values after Composer has waited but before the update (`_decide_after_closure`). With fp16 there is
@@ -191,7 +188,6 @@ class LossGuard(Callback):
         self, state: State, logger: Logger, optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
         """Wrap an optimizer's closure so that it ends with the check of the batch; a pre-step hook."""
-        # Composer runs the whole batch in a closure, inside of optimizer.step(), so the step cannot be prevented:
         # Composer runs the whole batch in a closure inside optimizer.step(), so the step cannot be prevented. `_act`
         # drops the gradients instead.
         closure = kwargs.get('closure')
@@ -223,7 +219,6 @@ class LossGuard(Callback):
         if reason is None:
             self.history = [*self.history, loss][-self.window :]
             return
-        # Gather the losses of single samples and copy them to the CPU only now, when a batch is bad on some rank. All
         # Gather per-sample losses and copy them to the CPU only now that a batch is bad on some rank. All ranks get
         # here together, since the loss and the flag were reduced over all ranks.
         ranks = dist.all_gather_object(samples_of(self._microbatches, self._finite(state)))

@@ -116,7 +116,6 @@ class NodeHealth(Callback):
         self._leaving = self.action == 'leave' and any(row[_FAULT] > 0 for row in rows)
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        # This event comes after the batch's evaluation, if any, and before Composer's CheckpointSaver, as in
         # This event comes after the batch's evaluation, if any, and before Composer's CheckpointSaver runs, as in
         # Preemption.
         if self._leaving and not is_last_batch(state):

@@ -120,8 +120,6 @@ def set_learning_rates(state: State, base: list[float]) -> None:
 
 def factors_of(scheduler: Any, state: State) -> list[float]:
     """Return the schedule's factor on each group's base learning rate in the next batch, for a Composer scheduler."""
-    # Composer steps a scheduler before it counts the batch that has just ended, which gives batch n + 1 the rate of
-    # time n. Evaluate the schedule one batch earlier here too; the next batch then gets the rate it would have had
     # Composer steps a scheduler before it counts the batch that has just ended, so batch n + 1 gets the rate for time
     # n. Evaluate the schedule one batch earlier here too; the next batch then has the same rate as without the restart.
     now = state.timestamp

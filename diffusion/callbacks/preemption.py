@@ -45,8 +45,6 @@ class Preemption(Callback):
     ends the process immediately with status 130 and a message that says which batches are lost.
     """
 
-    # The signals only set a flag during training, and a process that has received one ignores all further ones.
-    # Otherwise a second signal, or a launcher that signals the remaining ranks once the first has exited, would kill a
     # During training, signals only set a flag, and a process that has received one ignores all further ones. Otherwise
     # a second signal would kill a save or an upload: launchers signal the remaining ranks once one has exited.
 
@@ -80,14 +78,12 @@ class Preemption(Callback):
                 self._previous_handlers[number] = previous
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        # Do this at every batch, since PyTorch installs its SIGCHLD handler only when the first loader starts its
         # Do this in every batch: PyTorch installs its SIGCHLD handler only when the first loader starts its workers.
         handler = signal.getsignal(signal.SIGCHLD)
         if self._previous_handlers and callable(handler) and handler != self._handle_child_exit:
             self._previous_handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, self._handle_child_exit)
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
-        # Ask the other ranks here, and read the answer at the end of the batch: Composer waits for the device in
         # Exchange signals between ranks here, and read the result at the end of the batch: Composer waits for the
         # device in between, so this exchange costs no extra wait. A signal that arrives later is found at the end of
         # the next batch.
@@ -97,13 +93,11 @@ class Preemption(Callback):
         self._answer = None  # the evaluation may have taken long, so ask again
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        # This event comes after the batch's evaluation, if any, and this callback before Composer's CheckpointSaver,
         # This event comes after the batch's evaluation, if any. This callback runs before Composer's CheckpointSaver,
         # which is the last callback.
         self._stop_if_signaled(state, logger)
 
     def epoch_checkpoint(self, state: State, logger: Logger) -> None:
-        # Stop here too, before the next batch: the evaluation at the end of an epoch can be long, and so can the wait
         # Also stop here, before the next batch: the evaluation at the end of an epoch and the wait for the next epoch's
         # first batch can both be long.
         self._stop_if_signaled(state, logger)
@@ -112,7 +106,6 @@ class Preemption(Callback):
         if self._thread is not None and threading.current_thread() is threading.main_thread():
             self._thread.stop()
             self._thread = None
-        # Uploads have finished before post_close. A process that continues must be stoppable again, so the handlers are
         # Uploads have finished before post_close. If the process continues, it must react to signals again, so restore
         # the handlers. If it was signaled, it is exiting and keeps ignoring signals.
         if self.signal or threading.current_thread() is not threading.main_thread():
@@ -132,8 +125,6 @@ class Preemption(Callback):
         saved = save_now(state, logger, notice_seconds=self._notice_left())
         if self._previous_handlers:
             for each in (number for number in STOP_SIGNALS if number != signal.SIGINT):
-                # SIGINT keeps its handler: a second Ctrl-C must still end an upload that hangs. The others get SIG_IGN,
-                # because Python removes its own handlers some time before the process exits, while ignored signals stay
                 # SIGINT keeps its handler: a second Ctrl-C must still end a hanging upload. The others get SIG_IGN,
                 # because Python removes its own handlers some time before the process exits, while ignored signals stay
                 # ignored.
@@ -153,15 +144,12 @@ class Preemption(Callback):
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         """Record the signal for the end of the batch; in a forked child process, call the previous handler."""
         if os.getpid() == self._process:
-            # The previous handler is not called: it is Composer's, which exits immediately. (MLFlowLogger's SIGTERM
             # Do not call the previous handler: it is Composer's, which exits immediately. (MLFlowLogger's SIGTERM
             # handler runs in its monitor, a separate process.)
             if not self.signal:
                 self._signaled_at = time.monotonic()
             self.signal = number
             return
-        # A child process that was forked during training, such as a loader worker, inherits this handler but has no
-        # batch to finish: do what it would have done without it. Ctrl-C and a closed terminal signal all processes of
         # A child process forked during training, such as a loader worker, inherits this handler but has no batch to
         # finish, so it does what it would have done without the handler. Ctrl-C and closing the terminal signal all
         # processes of the terminal, but this process still needs its children then.
@@ -201,8 +189,6 @@ class Preemption(Callback):
         try:
             self._previous_handlers[signal.SIGCHLD](number, frame)
         except RuntimeError as error:
-            # A scheduler may signal the whole process group, which kills the loader's workers. PyTorch's SIGCHLD
-            # handler would then raise in the middle of the batch, which does not need the workers any more. (If one is
             # A scheduler may signal the whole process group, which kills the loader's workers. PyTorch's SIGCHLD
             # handler would then raise in the middle of a batch that no longer needs the workers. (If a worker is
             # needed, the loader detects that it is gone.)

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import FSDPModule
 class ReduceOnce(Callback):
     """Make FSDP2 reduce gradients, and free gathered weights, only after the last microbatch of a batch."""
 
-    # FSDP2's default is to reduce gradients after every microbatch. Composer's `ddp_sync_strategy`, which makes DDP
     # By default FSDP2 reduces gradients after every microbatch. Composer's `ddp_sync_strategy`, which makes DDP reduce
     # once per batch, has no effect on FSDP2.
 
@@ -32,7 +31,6 @@ class ReduceOnce(Callback):
     def before_forward(self, state: State, logger: Logger) -> None:
         self._left -= 1
         last = self._left == 0
-        # Set the flags of every module, since FSDP2 reads them per module in the backward pass. `recurse=False` because
         # Set the flags of every module, since FSDP2 reads them per module in the backward pass. `recurse=False` because
         # the loop already visits all modules.
         for module in self._modules:

@@ -79,8 +79,6 @@ class Stragglers(Callback):
     and precomputed latents only data loading remains; `node_health` then reveals slow GPUs by their clock speed.
     """
 
-    # The duration of a whole batch is the same on all ranks, since each waits for the slowest in the gradients'
-    # all-reduce. The first batch does not count. The cost is one small collective per EVERY batches, without a device
     # The duration of a whole batch is the same on all ranks, since each waits for the slowest rank in the gradient
     # all-reduce. The first batch does not count. The cost is one small collective per EVERY batches, without device
     # synchronization beyond Composer's own.

@@ -439,7 +439,7 @@ def can_capture(leaves: Sequence[Any]) -> bool:
 def leaves_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any]:
     """Return the tensors and other values in arguments, in the order of `tree_flatten`."""
     values = [*args, *kwargs.values()]
-    # Skip tree_flatten if no containers are nested, which takes a tenth of the time.
+    # Without nested containers, skip tree_flatten: this takes a tenth of the time.
     return tree_flatten((args, dict(kwargs)))[0] if any(isinstance(each, _CONTAINERS) for each in values) else values
 
 

@@ -20,6 +20,12 @@ def set_address(url: str, setattr: Callable[[Any, str, str], Any]) -> None:
             setattr(module, 'HUGGINGFACE_CO_URL_TEMPLATE', url + '/{repo_id}/resolve/{revision}/{filename}')
 
 
+def skip_certificates(monkeypatch: Any) -> None:
+    """Keep clients from reading the machine's certificates, which takes longer than a request: servers use HTTP."""
+    monkeypatch.delenv('SSL_CERT_FILE', raising=False)
+    monkeypatch.setenv('SSL_CERT_DIR', '/nowhere')
+
+
 def forget_sessions() -> None:
     """Close huggingface_hub's connections, and keep it from asking for a list of the programs that may call it."""
     from huggingface_hub import utils

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hub_client import forget_sessions, set_address
+from hub_client import forget_sessions, set_address, skip_certificates
 from local_server import LocalServer
 
 COMMIT = 'c0ffee' + '0' * 34
@@ -162,6 +162,7 @@ def serving(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
         monkeypatch.setattr(constants, 'HF_HUB_DOWNLOAD_TIMEOUT', 0.3)
         monkeypatch.setattr(retry, 'LONGEST_PAUSE_SECONDS', 0.01)
         monkeypatch.setattr(hub_files, 'POLICY', RetryPolicy(tries=3, timeout_seconds=0.3))
+        skip_certificates(monkeypatch)
         forget_sessions()
         yield server
     forget_sessions()
@@ -178,6 +179,7 @@ def logged_in(folder: Path, monkeypatch: Any) -> Iterator[Hub]:
         monkeypatch.setattr(constants, 'HF_TOKEN_PATH', str(folder / 'no-token'))
         monkeypatch.setattr(constants, 'HF_HUB_DISABLE_XET', True)  # the server has the older protocol
         monkeypatch.setenv('HF_TOKEN', TOKEN)
+        skip_certificates(monkeypatch)
         forget_sessions()
         yield hub
     forget_sessions()

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
-from hub_client import forget_sessions
+from hub_client import forget_sessions, skip_certificates
 from local_server import LocalServer
 
 TOKEN = 'hf_of_a_reader'
@@ -155,6 +155,7 @@ def serving(datasets: dict[str, HubDataset], monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', False)
     monkeypatch.setattr(constants, 'HF_TOKEN_PATH', '/nowhere/token')
     monkeypatch.setattr(retry, 'LONGEST_PAUSE_SECONDS', 0.01)
+    skip_certificates(monkeypatch)
     forget_sessions()
     try:
         yield hub

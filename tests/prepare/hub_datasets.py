@@ -1,5 +1,6 @@
 """Small datasets as people publish them on the Hugging Face Hub, one per layout; each caption names its split."""
 
+import functools
 import io
 import json
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ NUMBERS = {'train': range(6), 'test': range(20, 23), 'validation': range(30, 32)
 CARD = b'---\nlicense: cc-by-4.0\ntask_categories: [text-to-image]\n---\n# Pictures\n'
 
 
+@functools.cache
 def image(number: int) -> bytes:
     return encode(draw(number, width=64, height=64), 'PNG')
 

@@ -206,6 +206,7 @@ def test_another_process_may_append_at_the_same_time(tmp_path: Path, monkeypatch
     assert files == set(hashes(tmp_path / 'out')), 'no shards of the first comparison are left'
 
 
+@pytest.mark.slow
 def test_two_processes_with_the_same_delivery_add_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A queue may hand out a message twice; both processes write the same files for the same version."""
     start(tmp_path / 'out', sliced(0, 10))
@@ -266,6 +267,7 @@ def indexed(out: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield index.parent.relative_to(out).as_posix(), shard
 
 
+@pytest.mark.slow
 def test_store_gets_the_same_dataset_as_a_folder_and_old_objects_stay(tmp_path: Path, store: Store) -> None:
     store.bucket('mds')
     work = {'work': str(tmp_path / 'work')}
@@ -290,7 +292,7 @@ def test_append_that_a_store_refuses_before_or_after_the_commit_is_finished_by_t
     tmp_path: Path, store: Store
 ) -> None:
     store.bucket('mds')
-    work = {'work': str(tmp_path / 'work')}
+    work: dict[str, Any] = {'work': str(tmp_path / 'work'), 'sizes': [32]}
     start('s3://mds/out', sliced(0, 10), **work)
     before = store.objects('mds')
     fault = store.fail('PUT /mds/out/dataset.json', 403)
@@ -303,7 +305,7 @@ def test_append_that_a_store_refuses_before_or_after_the_commit_is_finished_by_t
         add('s3://mds/out', sliced(10, 20), **work)
     store.faults.remove(fault)
     assert add('s3://mds/out', sliced(10, 20), **work).notes[0].endswith('nothing to do')
-    start(tmp_path / 'all', sliced(0, 20))
+    start(tmp_path / 'all', sliced(0, 20), sizes=[32])
     assert contents(downloaded(store, tmp_path / 'copy')) == contents(tmp_path / 'all')
     assert json.loads(store.objects('mds')['out/report.json'])['pictures'] == len(all_keys(tmp_path / 'all'))
 

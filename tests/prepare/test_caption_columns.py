@@ -191,7 +191,7 @@ def test_columns_get_their_weights_and_captions_of_one_column_share_them(
             caption_chances(sample, weights)
         return
     chances = caption_chances(sample, weights)
-    draws = (np.arange(2_000) + 0.5) / 2_000
+    draws = (np.arange(500) + 0.5) / 500
     texts = [str(number) for number in range(len(columns))]
     counts = Counter(choose_caption_index(texts, 'random', float(draw), chances) for draw in draws)
     for number, name in enumerate(columns):
@@ -228,11 +228,11 @@ def test_training_chooses_by_weights_from_images_and_from_latents(
     found = {}
     for name, each in (('image_text', stream), ('latents', latents)):
         recipe = load(write_recipe(name, dataset={'name': name} | weights, streams={'small': each}, global_batch=kept))
-        served = token_counts(recipe, epochs=60)
+        served = token_counts(recipe, epochs=20)
         assert len(served) == kept
         total = sum(served.values(), Counter())
         rare, common = sorted(total.values())
-        assert abs(rare / (rare + common) - 0.25) < 0.06  # three standard deviations of 480 draws
+        assert abs(rare / (rare + common) - 0.25) < 0.1  # three standard deviations of 160 draws
         found[name] = served
     assert found['image_text'] == found['latents'], 'the same draws choose the same captions'
 

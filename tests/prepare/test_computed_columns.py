@@ -62,6 +62,7 @@ def test_columns_of_batches_are_stored_and_filtered_by(tmp_path, brightness):
     assert {each['batch'] for each in stored.values()} <= {BATCH_IMAGES, 4}
 
 
+@pytest.mark.slow
 def test_dataset_without_computed_columns_is_the_same_as_before(tmp_path, brightness):
     """Batches change neither the order nor the bytes of the samples, apart from the columns."""
     source = DrawnSource(parts_count=2, each=70, broken=9)

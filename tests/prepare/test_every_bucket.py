@@ -33,7 +33,7 @@ def shapes_of(report: PrepareReport) -> list[tuple[int, int, int]]:
     first=st.integers(0, 1000),
     store=st.sampled_from(['resized', 'original']),
 )
-@hypothesis_settings(max_examples=4, deadline=None)
+@hypothesis_settings(max_examples=2, deadline=None)
 def test_accepted_image_is_in_exactly_the_resolutions_that_it_fills(
     sizes: set[int], aspects: Any, first: int, store: str
 ) -> None:
@@ -61,7 +61,7 @@ def test_accepted_image_is_in_exactly_the_resolutions_that_it_fills(
         assert report.buckets == {name: len(found) for name, found in stored.items()}
 
 
-@pytest.mark.parametrize('aspects', ['none', 'sdxl'])
+@pytest.mark.parametrize('aspects', [pytest.param('none', marks=pytest.mark.slow), 'sdxl'])
 def test_bucket_has_the_same_bytes_without_the_other_sizes(tmp_path: Path, aspects: str) -> None:
     run(tmp_path / 'both', DrawnSource(2, 10), sizes=[16, 32], aspects=aspects)
     for size in (16, 32):
@@ -99,6 +99,7 @@ def test_largest_keeps_an_image_only_in_its_largest_bucket(tmp_path: Path) -> No
     assert set(stored['16px']) == set(all_stored['16px']) - set(all_stored['32px'])
 
 
+@pytest.mark.slow
 def test_openmoji_with_two_sizes_equals_both_sizes_prepared_alone(tmp_path: Path) -> None:
     for name, sizes in (('both', [16, 32]), ('16px', [16]), ('32px', [32])):
         values = {'source': {'kind': 'openmoji', 'limit': 4}, 'out': str(tmp_path / name), 'sizes': sizes}

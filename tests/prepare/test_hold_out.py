@@ -26,7 +26,6 @@ def held_out(out: Path) -> Path:
     return out.with_name(f'{out.name}-held-out')
 
 
-@pytest.mark.cpu_seconds(12)
 @given(
     count=st.integers(1, 15),
     first=st.integers(0, 1000),
@@ -34,7 +33,7 @@ def held_out(out: Path) -> Path:
     aspects=st.sampled_from(['none', 'sdxl']),
     duplicates=st.sampled_from(['none', 'exact', 'near']),
 )
-@hypothesis_settings(max_examples=4, deadline=None)
+@hypothesis_settings(max_examples=2, deadline=None)
 def test_training_set_and_held_out_images_are_disjoint_and_together_all_accepted_images(
     count: int, first: int, sizes: list[int], aspects: str, duplicates: str
 ) -> None:
@@ -79,7 +78,10 @@ class Backwards(DrawnSource):
         return iter(list(super().read(part))[::-1])
 
 
-@pytest.mark.parametrize('source', [DrawnSource(2, 12), DrawnSource(8, 3), Backwards(4, 6)])
+@pytest.mark.parametrize(
+    'source',
+    [*(pytest.param(DrawnSource(*each), marks=pytest.mark.slow) for each in ((2, 12), (8, 3))), Backwards(3, 8)],
+)
 def test_held_out_images_do_not_depend_on_the_order_of_the_input(tmp_path: Path, source: DrawnSource) -> None:
     run(tmp_path / 'out', DrawnSource(4, 6), hold_out=7)
     run(tmp_path / 'other', source, hold_out=7)
@@ -94,7 +96,7 @@ def test_copies_of_held_out_images_in_training_are_noted_without_duplicates(tmp_
     assert note not in run(tmp_path / 'all').notes
 
 
-@pytest.mark.parametrize('count', [18, 500])
+@pytest.mark.parametrize('count', [18, pytest.param(500, marks=pytest.mark.slow)])
 def test_too_few_images_to_hold_out_is_an_error_with_their_number(tmp_path: Path, count: int) -> None:
     message = rf'hold_out: drawn has 18 accepted images, so {count} cannot be held out; give at most 17\nrejected'
     with pytest.raises(UserError, match=message):
@@ -164,8 +166,16 @@ def test_images_held_out_earlier_do_not_get_into_training_unnoticed(tmp_path: Pa
     run(tmp_path / 'mine')
 
 
-@pytest.mark.parametrize('now', [3, 0])
-@pytest.mark.parametrize('moved', [(), ('held-out',), ('held-out', 'out')])
+@pytest.mark.parametrize(
+    ('moved', 'now'),
+    [
+        ((), 3),
+        (('held-out',), 3),
+        (('held-out',), 0),
+        pytest.param((), 0, marks=pytest.mark.slow),
+        *(pytest.param(('held-out', 'out'), now, marks=pytest.mark.slow) for now in (3, 0)),
+    ],
+)
 def test_next_start_finishes_placing_both_datasets(tmp_path: Path, moved: tuple[str, ...], now: int) -> None:
     out = tmp_path / 'out'
     run(out, hold_out=3)
@@ -185,7 +195,7 @@ def test_next_start_finishes_placing_both_datasets(tmp_path: Path, moved: tuple[
 def test_object_store_gets_both_datasets_the_held_out_images_first(tmp_path: Path, store: Store) -> None:
     store.bucket('mds')
     store.requests.clear()
-    choices: dict[str, Any] = {'hold_out': 5, 'aspects': ['32x32', '32x24'], 'shard_mb': 0.01}
+    choices: dict[str, Any] = {'hold_out': 3, 'sizes': [32], 'source': DrawnSource(2, 6)}
     report = run('s3://mds/a/out', work=str(tmp_path / 'work'), **choices)
     assert report.held_out is not None and report.held_out.out == 's3://mds/a/out-held-out'
     run(tmp_path / 'out', **choices)
@@ -244,6 +254,7 @@ def test_held_out_images_are_beside_the_output(out: str, expected: str) -> None:
     assert settings(out, source=source, work='work').held_out == expected
 
 
+@pytest.mark.slow
 def test_unfinished_files_of_killed_processes_do_not_get_into_the_held_out_images(tmp_path: Path) -> None:
     work = WorkFolder(tmp_path / 'out.work')
     (work.held_out.dataset / '16px').mkdir(parents=True)

@@ -37,10 +37,16 @@ from diffusion.prepare.work_dir import Share
 from diffusion.storage.retry import GaveUp
 
 
+@pytest.fixture(scope='module')
+def layouts() -> dict[str, dict[str, bytes]]:
+    """Files of a dataset per layout."""
+    return {name: files() for name, files in LAYOUTS.items()}
+
+
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+def hub(layouts: dict[str, dict[str, bytes]], monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """Hub with a dataset per layout, such as `org/parquet`."""
-    with serving({f'org/{name}': HubDataset(files()) for name, files in LAYOUTS.items()}, monkeypatch) as server:
+    with serving({f'org/{name}': HubDataset(dict(files)) for name, files in layouts.items()}, monkeypatch) as server:
         yield server
 
 
@@ -89,7 +95,9 @@ def test_splits_never_mix(hub: HubServer, tmp_path: Path, layout: str, place: st
         assert sorted(captions(location, split=split)) == sorted(expected(split))
 
 
-@pytest.mark.parametrize('layout', LAYOUTS)
+@pytest.mark.parametrize(
+    'layout', [pytest.param(each, marks=pytest.mark.slow if each in ('tars', 'saved') else ()) for each in LAYOUTS]
+)
 def test_training_split_is_prepared_and_every_file_counted(hub: HubServer, tmp_path: Path, layout: str) -> None:
     out, name = tmp_path / 'out', f'org/{layout}'
     report = prepared(name, out)
@@ -155,7 +163,7 @@ def test_files_are_read_at_the_commit_of_the_plan(hub: HubServer) -> None:
     assert [part.stamp for part in source.parts()] != [part.stamp for part in parts]
 
 
-@pytest.mark.parametrize('layout', ['parquet', 'images'])
+@pytest.mark.parametrize('layout', ['parquet', pytest.param('images', marks=pytest.mark.slow)])
 def test_stopped_preparation_resumes_at_its_commit(hub: HubServer, tmp_path: Path, layout: str) -> None:
     name, out = f'org/{layout}', tmp_path / 'out'
     dataset = hub.datasets[name]
@@ -179,8 +187,15 @@ def test_hub_copies_as_parquet_have_configurations(hub: HubServer) -> None:
     assert captions(f'{location}/a') == expected('train')
 
 
-@pytest.mark.parametrize('faults', [[500], ['cut'], ['wrong'], [503, 429, 'wrong']])
-@pytest.mark.parametrize('layout', ['parquet', 'images'])
+@pytest.mark.parametrize(
+    ('layout', 'faults'),
+    [
+        ('parquet', [503, 429, 'wrong']),
+        ('images', ['cut']),
+        *(pytest.param('parquet', each, marks=pytest.mark.slow) for each in ([500], ['cut'], ['wrong'])),
+        *(pytest.param('images', each, marks=pytest.mark.slow) for each in ([500], ['wrong'], [503, 429, 'wrong'])),
+    ],
+)
 def test_failing_downloads_are_retried(hub: HubServer, faults: list[int | str], layout: str) -> None:
     source = HuggingFaceSource(f'org/{layout}')
     parts = source.parts()
@@ -217,12 +232,27 @@ def test_gated_dataset_needs_a_token(hub: HubServer, monkeypatch: pytest.MonkeyP
     assert captions(gated) == expected('train')
 
 
+def holds_token(out: Path) -> list[Path]:
+    return [path for path in out.rglob('*') if path.is_file() and TOKEN.encode() in path.read_bytes()]
+
+
+def test_token_is_written_nowhere(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, out = add(hub, parquet_dataset(), private=True), tmp_path / 'out'
+    monkeypatch.setenv('READER_TOKEN', TOKEN)
+    source = {'kind': 'huggingface', 'location': name, 'token_variable': 'READER_TOKEN'}
+    assert prepared(name, out, source=source, share=Share(0, 2)) is None
+    assert (tmp_path / 'out.work').exists() and holds_token(tmp_path) == []
+    assert prepared(name, out, source=source) is not None
+    assert hub.tokens == {TOKEN} and holds_token(tmp_path) == []
+
+
 @pytest.fixture(scope='module')
 def new_fork_server() -> None:
     """Stop the fork server of earlier tests, whose CPU time then counts for no test."""
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures('new_fork_server')  # huggingface_hub reads HF_HUB_OFFLINE once, when it is imported
 def test_token_reaches_the_workers_and_is_written_nowhere(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -232,7 +262,7 @@ def test_token_reaches_the_workers_and_is_written_nowhere(
     monkeypatch.setenv('HF_HUB_OFFLINE', '0')
     words = ['prepare', 'huggingface', name, '--out', str(out), '--sizes', '32', '--workers', '1']
     assert command.main([*words, '--token-variable', 'READER_TOKEN']) == 0
-    assert not [path for path in out.rglob('*') if path.is_file() and TOKEN.encode() in path.read_bytes()]
+    assert holds_token(out) == []
 
 
 def test_token_itself_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,7 +305,7 @@ def test_wrong_column_is_found_before_a_download(hub: HubServer) -> None:
     assert not [request for request in hub.requests if request.startswith('HEAD') and request.endswith('.parquet')]
 
 
-@pytest.mark.parametrize('place', ['hub', 'folder', 'store'])
+@pytest.mark.parametrize('place', ['hub', 'folder', pytest.param('store', marks=pytest.mark.slow)])
 def test_images_by_path_are_read_inside_the_dataset_only(
     hub: HubServer, store: Store, tmp_path: Path, place: str
 ) -> None:
@@ -302,7 +332,7 @@ def test_images_by_path_are_read_inside_the_dataset_only(
     assert [entry.image for entry in found[:3]] == [image(0), image(1), image(2)]
 
 
-@pytest.mark.parametrize('place', ['hub', 'folder'])
+@pytest.mark.parametrize('place', ['hub', pytest.param('folder', marks=pytest.mark.slow)])
 def test_text_that_is_no_path_rejects_its_row(hub: HubServer, tmp_path: Path, place: str) -> None:
     columns = {'image': ['A' * 70_000, 'a%2f..%2fb\n?#.png', '0.png'], 'text': [f'train {n}' for n in range(3)]}
     files = {'train.parquet': parquet_of(columns), '0.png': image(0)}

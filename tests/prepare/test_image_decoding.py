@@ -342,7 +342,7 @@ def test_only_images_without_correction_are_unmodified() -> None:
 
 def test_decompression_bomb_in_a_text_of_a_png_is_not_decompressed() -> None:
     info = PngImagePlugin.PngInfo()
-    info.add_text('Comment', 'x' * 200_000_000, zip=True)
+    info.add_text('Comment', 'x' * 50_000_000, zip=True)
     encoded = file_of(smooth(), 'PNG', pnginfo=info)
     tracemalloc.start()
     decoded = decode_image(encoded)
@@ -375,7 +375,7 @@ def test_large_color_profile_of_a_png_is_applied_and_a_damaged_or_huge_one_ignor
     padded = (len(profile) + 2_000_000).to_bytes(4, 'big') + profile[4:] + bytes(2_000_000)
     red, green, _ = decode_image(file_of(image, 'PNG', icc_profile=padded)).image.getpixel((8, 8))  # type: ignore[misc]
     assert green > red
-    for unusable in (b'no profile' * 300_000, bytes(100_000_000)):
+    for unusable in (b'no profile' * 300_000, bytes(50_000_000)):
         assert difference(decode_image(file_of(image, 'PNG', icc_profile=unusable)).image, image) == 0
 
 
@@ -392,7 +392,7 @@ SEEDS = {
 }
 
 
-@settings(max_examples=150, deadline=5000)
+@settings(max_examples=40, deadline=5000)
 @given(data=st.data())
 def test_any_bytes_are_decoded_or_rejected(data: st.DataObject) -> None:
     encoded = bytearray(SEEDS[data.draw(st.sampled_from(sorted(SEEDS)))])
@@ -507,7 +507,7 @@ def test_damage_is_found_in_a_jpeg_that_is_decoded_smaller(progressive: bool) ->
 
 
 @given(width=st.integers(1, 300), height=st.integers(1, 300), shape=st.tuples(st.integers(1, 20), st.integers(1, 20)))
-@settings(max_examples=200, deadline=2000)
+@settings(max_examples=80, deadline=2000)
 def test_shrink_just_covers_the_shape_and_never_upscales(width: int, height: int, shape: tuple[int, int]) -> None:
     wanted = Shape(shape[0] * 8, shape[1] * 8)
     image = shrink(Image.new('RGB', (width, height)), covering_size(width, height, wanted))

@@ -48,7 +48,7 @@ def test_exact_hash_depends_on_pixels_and_size() -> None:
 
 def test_perceptual_hash_equals_the_dct_of_the_paper() -> None:
     # Compare with the formula in floating point; skip coefficients near the median, where rounding decides.
-    for seed in range(20):
+    for seed in range(6):
         image = scene(seed)
         luma = np.asarray(image.convert('L').resize((32, 32), Image.Resampling.BOX), np.float64)
         u, x = np.mgrid[0:8, 0:32]
@@ -62,7 +62,7 @@ def test_perceptual_hash_equals_the_dct_of_the_paper() -> None:
 
 def test_perceptual_hashes_are_near_only_for_similar_images() -> None:
     similar, different = [], []
-    for seed in range(40):
+    for seed in range(18):
         image = scene(seed)
         changed = [image.resize((150, 180)), jpeg(image, 40), ImageEnhance.Brightness(image).enhance(1.1)]
         similar += [distance(image, each) for each in changed]
@@ -141,7 +141,7 @@ def test_duplicates_equal_a_comparison_of_all_pairs(
     monkeypatch.setattr(image_hashes, 'MAX_COMPARISONS_PER_HASH', max_comparisons)
     monkeypatch.setattr(image_hashes, 'MAX_PAIRS_PER_HASH', max_pairs)
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=50, deadline=None)
     @given(populations())
     def check(population: tuple[Any, ...]) -> None:
         exact, perceptual, meaningful, limit = population
@@ -164,7 +164,7 @@ def test_known_images_are_found_as_by_a_comparison_of_all_pairs(monkeypatch: pyt
                 return before
         return -1
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=60, deadline=None)
     @given(populations(), st.integers(0, 90))
     def check(population: tuple[Any, ...], known: int) -> None:
         known = min(known, len(population[0]))
@@ -195,7 +195,9 @@ def test_search_of_200_000_hashes_takes_seconds() -> None:
     assert found[100_000:110_000].tolist() == list(range(10_000)) and np.sum(found >= 0) == 10_000
 
 
-@pytest.mark.parametrize('kind', ['equal', pytest.param('one band', marks=pytest.mark.slow), 'all near'])
+@pytest.mark.parametrize(
+    'kind', ['equal', *(pytest.param(kind, marks=pytest.mark.slow) for kind in ('one band', 'all near'))]
+)
 def test_search_of_100_000_similar_hashes_is_bounded_in_time_and_memory(kind: str) -> None:
     rng = np.random.default_rng(0)
     count = 100_000

@@ -40,7 +40,7 @@ def listing(monkeypatch: pytest.MonkeyPatch, files: list[File]) -> None:
     monkeypatch.setattr(file_listing, '_walk', lambda location, broken: iter(files))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(found=st.lists(names, min_size=1, max_size=30, unique=True))
 def test_parts_of_a_sorted_listing_are_those_of_a_look_at_all_files(found, monkeypatch):
     files = [file(name) for name in found]

@@ -66,6 +66,7 @@ def test_small_folder_is_divided_and_its_dataset_is_the_same(
     assert next(tables).equals(next(tables)), 'only its row groups differ'
 
 
+@pytest.mark.slow
 def test_parts_are_not_divided_into_many_small_pieces(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,8 +160,13 @@ class Backwards(DrawnSource):
     ('values', 'source', 'message'),
     [
         ({'jpeg_quality': 80}, DrawnSource(3, 4), 'settings.jpeg_quality: 95 at the start, 80 now'),
-        ({'filters': {'min_side': 9}}, DrawnSource(3, 4), 'settings.filters.min_side: 1 at the start, 9 now'),
-        ({}, DrawnSource(2, 4), 'parts.drawn-2: 1 at the start, missing now'),
+        pytest.param(
+            {'filters': {'min_side': 9}},
+            DrawnSource(3, 4),
+            'settings.filters.min_side: 1 at the start, 9 now',
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({}, DrawnSource(2, 4), 'parts.drawn-2: 1 at the start, missing now', marks=pytest.mark.slow),
         ({}, DrawnSource(4, 4), 'parts.drawn-3: missing at the start, 1 now'),
         ({}, DrawnSource(3, 4, stamp='2'), 'parts.drawn-0: 1 at the start, 2 now'),
         ({}, Backwards(3, 4), 'the order of the input'),

@@ -22,8 +22,8 @@ from diffusion.prepare.worker_pool import WorkerJob, run_job
 from diffusion.storage import mds, object_store
 from diffusion.storage.retry import RetryPolicy
 
-SOURCE = DrawnSource(4, 10)
-CHOICES: dict[str, Any] = {'shard_mb': 0.01, 'aspects': ['32x32', '32x24']}
+SOURCE = DrawnSource(4, 5)
+CHOICES: dict[str, Any] = {'shard_mb': 0.01, 'sizes': [32], 'aspects': ['32x32', '32x24']}
 SHARD = '32px/32x24/shard.00000.mds'
 
 
@@ -82,6 +82,7 @@ def assert_prepared(store: Store, expected: dict[str, bytes]) -> None:
         assert 'report' in name or found[f'out/{name}'] == content
 
 
+@pytest.mark.slow
 def test_converted_images_wait_in_the_store_until_they_are_packed(
     tmp_path: Path, store: Store, expected: dict[str, bytes]
 ) -> None:
@@ -99,6 +100,7 @@ def test_converted_images_wait_in_the_store_until_they_are_packed(
     assert_prepared(store, expected)
 
 
+@pytest.mark.slow
 def test_converted_images_are_found_and_removed_without_the_setting_too(
     tmp_path: Path, store: Store, expected: dict[str, bytes]
 ) -> None:
@@ -214,6 +216,7 @@ def test_work_folder_is_used_again_without_a_store(tmp_path: Path, store: Store)
     assert shards and all(found[f'one/{name}'] == found[f'two/{name}'] for name in shards)
 
 
+@pytest.mark.slow
 def test_converted_images_are_removed_if_no_image_is_left(tmp_path: Path, store: Store) -> None:
     store.bucket('mds')
     with pytest.raises(ValueError, match='so 1000 cannot be held out'):

@@ -309,7 +309,7 @@ NAMES = st.sampled_from(
 CONTENTS = st.binary(max_size=1500) | st.sampled_from([b'', bytes(512), b'x' * 512])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(found=st.lists(st.tuples(NAMES, CONTENTS), max_size=6), form=st.sampled_from([0, 1, 2]), packed=st.booleans())
 def test_members_equal_those_of_tarfile(
     tmp_path_factory: pytest.TempPathFactory, found: list[tuple[str, bytes]], form: int, packed: bool
@@ -322,7 +322,7 @@ def test_members_equal_those_of_tarfile(
     assert [(member.name, member.content) for member in members(path)] == expected == found
 
 
-@settings(max_examples=120, deadline=2000)
+@settings(max_examples=50, deadline=2000)
 @given(data=st.data())
 def test_damaged_tar_raises_only_damaged_tar_and_in_time(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

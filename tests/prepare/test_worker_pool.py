@@ -145,6 +145,7 @@ def test_killed_parent_leaves_no_process_behind() -> None:
     assert not is_alive(pid)
 
 
+@pytest.mark.slow
 def test_script_that_runs_jobs_whenever_it_is_imported_is_told_so(tmp_path: Path) -> None:
     script = tmp_path / 'script.py'
     script.write_text(

@@ -35,3 +35,9 @@ def write_recipe(folder, **changes):
     path = folder / 'recipe.yaml'
     path.write_text(yaml.safe_dump(values | changes), encoding='utf-8')
     return path
+
+
+def write_sd2_recipe(folder, **changes):
+    """Write a recipe of a model whose counts are shipped at 256 and 512 px, so that nothing is counted."""
+    streams = {'a': {'local': 'x', 'resolution': 256}}
+    return write_recipe(folder, **{'model': {'name': 'sd2', 'resolution': 256}, 'streams': streams} | changes)

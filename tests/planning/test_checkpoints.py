@@ -76,7 +76,7 @@ def test_sharded_checkpoints_are_written_by_all_nodes():
     assert default_stall_seconds(whole, nodes=16) == pytest.approx(16 * default_stall_seconds(PHASE2, nodes=16))
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(st.floats(0.1, 300), st.floats(1, 500))
 def test_best_interval_is_the_optimum(stall, mtbf_hours):
     mtbf = 3600 * max(mtbf_hours, stall / 60)
@@ -151,7 +151,7 @@ def test_storage_of_checkpoints_follows_the_rules_that_keep_them(words, count):
         assert kept_at_most.bytes == pytest.approx(count * 10.39e9, rel=0.001)
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(
     st.lists(st.floats(0, 40_000), min_size=1, max_size=60),
     st.tuples(st.integers(1, 4), st.integers(0, 5), st.integers(0, 3)),

@@ -12,9 +12,9 @@ from diffusion.planning import count_cache
 from diffusion.planning.count_cache import SHIPPED, CountingFailed, ModelKey, run_counter
 from diffusion.planning.model_costs import PRECISIONS, ModelCosts
 
-TINY = {'block_out_channels': [32, 64], 'text_layers': 1}
+TINY = {'block_out_channels': [32], 'layers_per_block': 0, 'text_width': 32, 'text_layers': 1}
 SHIPPED_FILES = sorted(SHIPPED.glob('*.json'))
-LARGE = ('mmdit', 'perceptual_losses', 'prx', 'sd2', 'sdxl', 'tiny_mmdit')
+LARGE = ('autoencoder', 'mmdit', 'perceptual_losses', 'prx', 'sd2', 'sdxl', 'tiny')
 """Models that take seconds to count."""
 
 

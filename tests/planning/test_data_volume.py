@@ -32,7 +32,10 @@ def shards_of_nodes(recipe, nodes: int, canonical_nodes: int) -> Iterator[list[s
 
 
 @pytest.mark.parametrize('algo', ['py1e', 'py1br', 'py1s', 'py2s', 'naive'])
-@pytest.mark.parametrize(('nodes', 'canonical_nodes'), [(4, 64), (16, 64), (4, 4), (8, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ('nodes', 'canonical_nodes'),
+    [(4, 64), (8, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((16, 64), (4, 4), (4, 1)))],
+)
 def test_nodes_per_shard_are_those_of_streamings_order(algo, nodes, canonical_nodes):
     recipe = recipe_with(f'loader.shuffle_algo={algo}', f'loader.num_canonical_nodes={canonical_nodes}')
     epochs = list(shards_of_nodes(recipe, nodes, canonical_nodes))

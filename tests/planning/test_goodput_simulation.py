@@ -31,7 +31,7 @@ def goodputs(*, stall=60.0, restart=240.0, mtbf, **keywords):
     return {each.name: simulated_goodput(each, mtbf=mtbf, restart=restart) for each in strategies}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.floats(0.5, 300), st.floats(0, 900), st.floats(0.25, 3), st.floats(1, 500))
 def test_synchronous_saves_agree_with_the_closed_form(stall, restart, factor, mtbf_hours):
     mtbf = max(mtbf_hours * HOUR, 10 * stall)
@@ -76,7 +76,7 @@ def queued_goodput(strategy: SaveStrategy, *, mtbf: float, restart: float, failu
     return progress / clock
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.floats(30, 2000), st.floats(0.5, 60), st.lists(st.floats(0, 3000), min_size=3, max_size=3), st.integers(1, 9))
 def test_jumps_between_failures_equal_an_event_queue(interval, stall, lags, every):
     tiers = (

@@ -42,7 +42,7 @@ def bytes_of(tensors):
 
 def test_weights_optimizer_gradients_and_averages_are_exact(tmp_path):
     """Compare with the tensors after one AdamW step on a CPU; EMA keeps one more copy of the weights."""
-    model = tiny(block_out_channels=[32, 64])
+    model = tiny()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -51,7 +51,6 @@ def test_weights_optimizer_gradients_and_averages_are_exact(tmp_path):
     states = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
     path = write_recipe(
         tmp_path,
-        model={'name': 'tiny', 'block_out_channels': [32, 64]},
         algorithms={'ema': {}},
         trainer={'max_duration': '8ba', 'precision': 'fp32'},
     )
@@ -169,18 +168,18 @@ def test_cuda_graphs_hold_gradients_activations_and_what_passes_between_blocks()
 
 def test_muon_keeps_one_state_of_the_matrices_in_blocks(tmp_path):
     """Compare with the states after a step on a CPU; norms and biases of blocks are the difference."""
-    model = tiny(block_out_channels=[32, 64])
+    model = tiny()
     optimizer = Muon(muon_groups(model))
     for group in optimizer.param_groups:
         for parameter in group['params']:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     states = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
-    sections = {
-        'model': {'name': 'tiny', 'block_out_channels': [32, 64]},
-        'trainer': {'max_duration': '8ba', 'precision': 'fp32'},
-    }
-    path = write_recipe(tmp_path, optimizer={'name': 'muon', 'lr': 1.0e-3}, **sections)
+    path = write_recipe(
+        tmp_path,
+        optimizer={'name': 'muon', 'lr': 1.0e-3},
+        trainer={'max_duration': '8ba', 'precision': 'fp32'},
+    )
     planned = memory_of(phase(path), Setup(1, 8, DDP))
     assert planned.optimizer == pytest.approx(bytes_of(states), rel=0.01)
     assert planned.weights < planned.optimizer < 2 * planned.weights
@@ -292,6 +291,7 @@ def peak_of_steps(denoiser: Any, device: str, *, microbatch: int, size: int) -> 
 def test_steps_whose_peak_is_measured_run():
     config: dict[str, Any] = {
         'block_out_channels': (32, 64, 64, 64),
+        'layers_per_block': 1,
         'cross_attention_dim': 32,
         'attention_head_dim': 1,
     }

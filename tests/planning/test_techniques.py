@@ -29,7 +29,7 @@ from tests.planning.recipes import A100, GPUS, YAMLS, phase, write_recipe
 H200 = GPUS['h200']
 STAGES = [YAMLS / 'speedrun.yaml', YAMLS / 'speedrun_1024.yaml']
 ROUTE = {'start': 1, 'end': 3, 'fraction': 0.5}
-SMALL = {'hidden_size': 32, 'num_heads': 2, 'depth': 4, 'text_width': 32, 'text_layers': 1}
+SMALL = {'hidden_size': 32, 'num_heads': 2, 'depth': 3, 'text_width': 32, 'text_layers': 1}
 
 
 @pytest.fixture(scope='module')
@@ -65,6 +65,7 @@ def pixel_recipe(networks, tmp_path_factory):
         },
         algorithms={'tread': ROUTE, 'ema': {}},
         optimizer={'name': 'muon', 'lr': 0.001},
+        speed={'preset': 'none'},
     )
 
 

@@ -17,7 +17,7 @@ from diffusion.planning.throughput import (
     read_measured_speed,
     training_cost,
 )
-from tests.planning.recipes import A100, GPUS, both, phase, write_recipe
+from tests.planning.recipes import A100, GPUS, both, phase, write_sd2_recipe
 
 TABLE = [(8, 81.33, 31_230), (16, 40.42, 31_043), (32, 20.06, 30_805), (64, 10.14, 31_146), (128, 5.51, 33_874)]
 """Published number of A100s, days and dollars of both phases with precomputed latents and text embeddings."""
@@ -145,7 +145,7 @@ def test_interpolated_throughput_is_between_its_neighbors(gpus):
 
 
 def write_run(folder, values):
-    write_recipe(folder)
+    write_sd2_recipe(folder)
     lines = [
         json.dumps({'step': step, 'throughput/device/samples_per_sec': value}) for step, value in enumerate(values)
     ]
@@ -162,7 +162,7 @@ def test_measured_throughput_scales_with_number_of_gpus(tmp_path):
 
 def test_measured_throughput_scales_with_flops_of_another_recipe(tmp_path):
     run = write_run(tmp_path, [30.0])
-    larger = phase(run / 'recipe.yaml', ['model.resolution=128', 'streams.a.resolution=128'])
+    larger = phase(run / 'recipe.yaml', ['model.resolution=512', 'streams.a.resolution=512'])
     same = phase(run / 'recipe.yaml')
     speed = planned_speed(larger, Assumptions(A100, 1, measured=read_measured_speed(run)))
     assert speed.images_per_second == pytest.approx(30 * same.flops() / larger.flops())

@@ -3,7 +3,7 @@
 import pytest
 
 from diffusion.config.image_shapes import Shape, square, write_buckets
-from tests.planning.recipes import PHASES, both, phase, write_recipe
+from tests.planning.recipes import PHASES, both, phase, write_recipe, write_sd2_recipe
 
 PHASE1 = phase()
 
@@ -77,7 +77,8 @@ def test_recipe_without_a_duration_is_an_error(tmp_path):
             {
                 'dataset': {'name': 'latents'},
                 'precompute': {'latents': 'image+text'},
-                'model': {'name': 'tiny', 'train_text_encoder': False},
+                'model': {'name': 'sd2', 'resolution': 256},
+                'streams': {'a': {'local': 'x', 'resolution': 256}},
             },
             'latents+text',
         ),
@@ -97,48 +98,48 @@ def test_outputs_of_trained_modules_cannot_be_stored(tmp_path):
 
 def test_shapes_follow_the_proportions_of_streams(tmp_path):
     streams = {
-        'small': {'local': 'x', 'resolution': 64, 'proportion': 3},
-        'large': {'local': 'y', 'resolution': 128, 'proportion': 1},
+        'small': {'local': 'x', 'resolution': 256, 'proportion': 3},
+        'large': {'local': 'y', 'resolution': 512, 'proportion': 1},
     }
-    work = phase(write_recipe(tmp_path, streams=streams))
-    assert work.shapes == {square(64): 0.75, square(128): 0.25}
-    alone = [phase(write_recipe(tmp_path, streams={'a': streams[name] | {'proportion': None}})) for name in streams]
+    work = phase(write_sd2_recipe(tmp_path, streams=streams))
+    assert work.shapes == {square(256): 0.75, square(512): 0.25}
+    alone = [phase(write_sd2_recipe(tmp_path, streams={'a': streams[name] | {'proportion': None}})) for name in streams]
     assert work.forward_flops == pytest.approx(0.75 * alone[0].forward_flops + 0.25 * alone[1].forward_flops)
 
 
 def test_streams_of_unknown_size_count_equally_with_a_note(tmp_path):
-    streams = {'a': {'local': 'x', 'resolution': 64}, 'b': {'local': 'y', 'resolution': 128}}
-    work = phase(write_recipe(tmp_path, streams=streams))
-    assert work.shapes == {square(64): 0.5, square(128): 0.5}
+    streams = {'a': {'local': 'x', 'resolution': 256}, 'b': {'local': 'y', 'resolution': 512}}
+    work = phase(write_sd2_recipe(tmp_path, streams=streams))
+    assert work.shapes == {square(256): 0.5, square(512): 0.5}
     assert work.notes == ('streams: sizes unknown (shards not local); assumed equal proportions',)
 
 
 def test_local_streams_count_by_number_of_samples(tmp_path):
     write_index(tmp_path / 'x', 30)
     write_index(tmp_path / 'y', 10)
-    streams = {name: {'local': str(tmp_path / name), 'resolution': side} for name, side in (('x', 64), ('y', 128))}
-    work = phase(write_recipe(tmp_path, streams=streams))
-    assert work.shapes == {square(64): 0.75, square(128): 0.25}
+    streams = {name: {'local': str(tmp_path / name), 'resolution': side} for name, side in (('x', 256), ('y', 512))}
+    work = phase(write_sd2_recipe(tmp_path, streams=streams))
+    assert work.shapes == {square(256): 0.75, square(512): 0.25}
     assert (work.samples, work.stored_bytes) == (40, 1000)
 
 
 def test_aspect_buckets_contribute_their_shapes(tmp_path):
-    shapes = {Shape(64, 64): 20, Shape(96, 48): 20}
+    shapes = {Shape(256, 256): 20, Shape(512, 128): 20}
     for shape, samples in shapes.items():
         write_index(tmp_path / 'data' / str(shape), samples)
-    write_buckets(tmp_path / 'data', 64, {shape: {'samples': samples} for shape, samples in shapes.items()})
-    stream = {'local': str(tmp_path / 'data'), 'resolution': 64, 'aspects': True}
-    work = phase(write_recipe(tmp_path, streams={'a': stream}))
-    assert work.shapes == {Shape(64, 64): 0.5, Shape(96, 48): 0.5}
-    assert work.largest_shape == Shape(96, 48)
-    elsewhere = phase(write_recipe(tmp_path, streams={'a': stream | {'local': 'nowhere'}}))
-    assert elsewhere.shapes == {square(64): 1.0}
-    assert elsewhere.notes == ('streams.a: shapes unknown (shards not local); assumed 64 px squares',)
+    write_buckets(tmp_path / 'data', 256, {shape: {'samples': samples} for shape, samples in shapes.items()})
+    stream = {'local': str(tmp_path / 'data'), 'resolution': 256, 'aspects': True}
+    work = phase(write_sd2_recipe(tmp_path, streams={'a': stream}))
+    assert work.shapes == {Shape(256, 256): 0.5, Shape(512, 128): 0.5}
+    assert work.largest_shape == Shape(512, 128)
+    elsewhere = phase(write_sd2_recipe(tmp_path, streams={'a': stream | {'local': 'nowhere'}}))
+    assert elsewhere.shapes == {square(256): 1.0}
+    assert elsewhere.notes == ('streams.a: shapes unknown (shards not local); assumed 256 px squares',)
 
 
 def test_stream_shape_takes_precedence_over_resolution(tmp_path):
-    stream = {'local': 'x', 'resolution': 64, 'shape': '96x48'}
-    assert list(phase(write_recipe(tmp_path, streams={'a': stream})).shapes) == [Shape(96, 48)]
+    stream = {'local': 'x', 'resolution': 256, 'shape': '512x128'}
+    assert list(phase(write_sd2_recipe(tmp_path, streams={'a': stream})).shapes) == [Shape(512, 128)]
 
 
 def test_precision_is_that_of_the_trainer():

@@ -19,7 +19,12 @@ def assert_equal(some, others):
 
 @pytest.mark.parametrize(
     ('start', 'interval', 'first', 'step'),
-    [('5ba', '1ba', 5, 1), ('4ba', '2ba', 4, 2), ('1ep', '1ba', 6, 1), ('0.5dur', '1ba', 6, 1)],
+    [
+        pytest.param('5ba', '1ba', 5, 1, marks=pytest.mark.slow),
+        ('4ba', '2ba', 4, 2),
+        pytest.param('1ep', '1ba', 6, 1, marks=pytest.mark.slow),
+        ('0.5dur', '1ba', 6, 1),
+    ],
 )
 def test_average_equals_a_float64_loop(start, interval, first, step):
     ema, recorder = EMA(start, smoothing=0.7, update_interval=interval), Recorder()
@@ -88,7 +93,7 @@ def test_exception_inside_averaged_restores_the_weights():
     assert_equal(weights_of(trainer.state), weights)
 
 
-@pytest.mark.parametrize('stop', [3, 8])
+@pytest.mark.parametrize('stop', [pytest.param(3, marks=pytest.mark.slow), 8])
 def test_resumed_run_ends_with_the_same_average(tmp_path, stop):
     uninterrupted, resumed = EMA('5ba', smoothing=0.8), EMA('5ba', smoothing=0.8)
     make_trainer(uninterrupted).fit()

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffusion.algorithms.power_function import (
@@ -33,6 +33,7 @@ def test_exponents_match_the_paper(width, gamma):
     assert gamma_of_width(width) == pytest.approx(gamma, abs=5e-3)
 
 
+@settings(max_examples=40)
 @given(st.floats(0.02, 0.28))
 def test_width_is_the_standard_deviation_of_the_profile(width):
     steps = (np.arange(20_000) + 0.5) / 20_000
@@ -47,6 +48,7 @@ def test_width_out_of_range_is_rejected(width):
         gamma_of_width(width)
 
 
+@settings(max_examples=40)
 @given(st.integers(1, 400), st.floats(0, 60))
 def test_updates_weight_each_step_by_the_integral_of_the_profile_over_it(last, gamma):
     """Eq. 2 equals eq. 1 for weights that are constant during a step."""
@@ -58,6 +60,7 @@ def test_updates_weight_each_step_by_the_integral_of_the_profile_over_it(last, g
     np.testing.assert_allclose(shares, integral, rtol=1e-9, atol=1e-14)
 
 
+@settings(max_examples=40)
 @given(STEPS, STEPS, st.floats(0, 60), st.floats(0, 60))
 def test_inner_products_equal_quadrature(first, second, gamma, other_gamma):
     a, b = Profile(first, gamma), Profile(second, other_gamma)
@@ -71,7 +74,7 @@ def test_inner_products_equal_quadrature(first, second, gamma, other_gamma):
     assert inner_products([b], [a]).item() == inner_products([a], [b]).item()
 
 
-@pytest.mark.parametrize('count', [1, 6, 55, 250])
+@pytest.mark.parametrize('count', [1, 6, 55, pytest.param(250, marks=pytest.mark.slow)])
 def test_saved_profile_is_reconstructed_from_itself(count):
     for index in {0, 1, count, 2 * count - 1}:
         shares, error = mixture(kept(count), kept(count)[index])
@@ -80,7 +83,7 @@ def test_saved_profile_is_reconstructed_from_itself(count):
 
 
 @pytest.mark.parametrize('width', [0.03, 0.07, 0.15, 0.25])
-@pytest.mark.parametrize('count', [8, 25, 55])
+@pytest.mark.parametrize('count', [8, *(pytest.param(count, marks=pytest.mark.slow) for count in (25, 55))])
 def test_reported_error_is_that_of_the_mixed_profile(width, count):
     target = Profile(count * 10_000, gamma_of_width(width))
     shares, error = mixture(kept(count), target)
@@ -91,7 +94,7 @@ def test_reported_error_is_that_of_the_mixed_profile(width, count):
     assert error == pytest.approx(expected, rel=0.02, abs=1e-4)
 
 
-@pytest.mark.parametrize(('count', 'widest_error'), [(25, 0.047), (55, 0.018)])
+@pytest.mark.parametrize(('count', 'widest_error'), [(25, 0.047), pytest.param(55, 0.018, marks=pytest.mark.slow)])
 def test_two_widths_are_enough_for_a_range_of_widths(count, widest_error):
     """Check the figures in PostHocEMA's docstring."""
     end = count * 10_000
@@ -114,6 +117,7 @@ def test_weight_is_split_over_two_equal_snapshots():
     assert error < 1e-6
 
 
+@settings(max_examples=40)
 @given(WIDTHS, st.integers(1, 60))
 def test_mixture_has_the_least_error(width, seed):
     """No nearby coefficients that sum to 1 have a smaller error."""

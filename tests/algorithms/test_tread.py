@@ -39,6 +39,12 @@ def make_prx(small_vae):
     return make
 
 
+@pytest.fixture(scope='module')
+def shared_prx(make_prx) -> LatentDiffusion:
+    """PRX without a route, which no test changes."""
+    return make_prx()
+
+
 def batch_of(model: LatentDiffusion, *, ids: range = range(10, 14), side: int = 64) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     images = torch.randint(0, 256, (64, 3, side, side), dtype=torch.uint8, generator=generator)
@@ -88,7 +94,7 @@ def gradients(model: LatentDiffusion) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize('checkpointing', [False, True])
+@pytest.mark.parametrize('checkpointing', [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_loss_and_gradients_equal_those_of_blocks_with_the_kept_tokens(make_prx, checkpointing):
     model = make_prx(caption_dropout=0.0)
     batch = batch_of(model)
@@ -143,8 +149,8 @@ def test_compiled_blocks_see_fixed_numbers_of_tokens(make_prx, monkeypatch):
         torch.testing.assert_close(gradient, eager_gradients[name], rtol=1e-4, atol=1e-7, msg=name)
 
 
-def test_a_samples_tokens_do_not_depend_on_its_batch(make_prx):
-    model = make_prx()
+def test_a_samples_tokens_do_not_depend_on_its_batch(shared_prx):
+    model = shared_prx
     route = Route(START, END, 0.3)
     together = route.kept(model.draws_of(batch_of(model, ids=range(8))), 64)
     apart = [route.kept(model.draws_of(batch_of(model, ids=range(i, i + 2))), 64) for i in range(0, 8, 2)]
@@ -157,6 +163,7 @@ def test_a_samples_tokens_do_not_depend_on_its_batch(make_prx):
     assert not torch.equal(together, route.kept(model.draws_of(other), 64)), 'another batch, other tokens'
 
 
+@pytest.mark.slow
 def test_the_blocks_keep_a_token_if_the_fraction_rounds_to_all(make_prx):
     model = make_prx()
     route = Route(START, END, 0.999)
@@ -244,9 +251,9 @@ def test_a_unet_has_no_tokens(make_model, write_recipe):
         ({'fraction': 1.0}, r'tread.fraction: 1.0 is not a fraction in \(0, 1\)'),
     ],
 )
-def test_impossible_routes_are_refused(make_prx, write_recipe, settings, problem):
+def test_impossible_routes_are_refused(shared_prx, write_recipe, settings, problem):
     with pytest.raises(UserError, match=problem):
-        TREAD(**settings).apply(Event.INIT, _State(make_prx()), None)  # type: ignore[arg-type]
+        TREAD(**settings).apply(Event.INIT, _State(shared_prx), None)  # type: ignore[arg-type]
     model = {'name': 'tiny_prx', 'depth': 4}
     with pytest.raises(UserError, match=problem):
         load(write_recipe(model=model, algorithms={'tread': settings or None}))
@@ -256,7 +263,7 @@ MODELS = registry.names('model')
 
 
 @pytest.mark.parametrize(
-    'name', [pytest.param(name, marks=pytest.mark.slow if f'tiny_{name}' in MODELS else ()) for name in MODELS]
+    'name', [pytest.param(name, marks=() if name in ('tiny', 'tiny_prx') else pytest.mark.slow) for name in MODELS]
 )
 def test_check_without_torch_agrees_with_the_models(name, write_recipe):
     """A model that is added without tokens must declare the trait `u_net`."""
